@@ -1,0 +1,326 @@
+"""Routing: which rows of a packed micro-batch belong to which adapter and document.
+
+A `MicroBatchView` is a value that travels with the micro-batch. It is bound around `model(...)` by
+`use_micro_batch`, saved by every layer's autograd function for backward, and captured at
+activation-checkpoint entry; it is never state on a layer.
+
+Tokens of a micro-batch lie in packed order: documents one after another, those of one adapter side by
+side, padding last. Context parallelism deals out the packed order in `2 * cp_size` equal chunks, rank r
+holding chunks r and `2 * cp_size - 1 - r`, which balances causal attention over the ranks. Sequence
+parallelism then cuts a rank's local rows into `tp_size` equal runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """One sequence in a packed micro-batch."""
+
+    slot: int
+    """Index of its adapter in the bank; the bank's null slot for padding."""
+    length: int
+    """Tokens."""
+    first_token: int = 0
+    """Index of its first token among all tokens of its job's global batch: keys the dropout."""
+
+
+class AttentionSpans(NamedTuple):
+    """Causal attention of local query rows, one entry a (chunk, document) pair, in local row order.
+
+    `q_lens[i]` query rows attend to `k_lens[i]` keys that begin at row `k_begins[i]` of the packed
+    order, aligned at the bottom right: the last query row sees all of them.
+    """
+
+    q_lens: tuple[int, ...]
+    k_begins: tuple[int, ...]
+    k_lens: tuple[int, ...]
+
+
+class _Piece(NamedTuple):
+    """A run of local rows inside one document."""
+
+    document: Document
+    doc_begin: int
+    """Row of the document's first token in packed order."""
+    offset: int
+    """First row of this piece, counted from the document's begin."""
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatchView:
+    """The rows of one packed micro-batch that one context-parallel rank holds.
+
+    Every tensor view is built once a device and kept in `cached`.
+    """
+
+    documents: tuple[Document, ...]
+    num_slots: int
+    """Adapter slots in the bank; slot `num_slots` is the null slot (no adapter)."""
+    num_tokens: int
+    """Rows on this context-parallel rank (all rows without context parallelism)."""
+    cp_rank: int
+    cp_size: int
+    dropout_keys: tuple[int, ...]
+    """One 31-bit key a slot, drawn from the job's seed and step: see `ops.dropout`."""
+    pieces: tuple[_Piece, ...]
+    _cache: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def cached(self, key: str, build: Callable[[], T]) -> T:
+        """Returns the value stored under `key`, building it on first use."""
+        if key not in self._cache:
+            self._cache[key] = build()
+        return self._cache[key]
+
+    @property
+    def rows(self) -> RowGroups:
+        """Adapter groups of all local rows."""
+        return self.cached("rows", lambda: _group_rows(self, 0, self.num_tokens))
+
+    def shard(self, tp_rank: int, tp_size: int) -> RowGroups:
+        """Adapter groups of the rows that one sequence-parallel rank holds."""
+        if self.num_tokens % tp_size:
+            raise ValueError(f"num_tokens must be a multiple of {tp_size=}, got {self.num_tokens}")
+        size = self.num_tokens // tp_size
+        begin = tp_rank * size
+        return self.cached(f"shard{begin}+{size}", lambda: _group_rows(self, begin, size))
+
+    @property
+    def attention(self) -> AttentionSpans:
+        """Query and key ranges of every local span of a document."""
+        return self.cached("attention", self._attention)
+
+    def _attention(self) -> AttentionSpans:
+        spans = [(p.length, p.doc_begin, p.offset + p.length) for p in self.pieces]
+        q_lens, k_begins, k_lens = zip(*spans, strict=True)
+        return AttentionSpans(q_lens, k_begins, k_lens)
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """Position of every local token in its own document, int64 `[num_tokens]`."""
+        return self.cached(
+            f"positions@{device}",
+            lambda: torch.cat([torch.arange(p.offset, p.offset + p.length) for p in self.pieces]).to(device),
+        )
+
+    def packed_order(self, device: torch.device) -> torch.Tensor | None:
+        """Index that puts rows gathered over the context-parallel ranks into packed order.
+
+        int64 `[cp_size * num_tokens]`; None without context parallelism.
+        """
+        if self.cp_size == 1:
+            return None
+        return self.cached(f"packed_order@{device}", lambda: self._packed_order().to(device))
+
+    def _packed_order(self) -> torch.Tensor:
+        chunk = self.num_tokens // 2
+        ranks = range(self.cp_size)
+        chunks = [c for r in ranks for c in (r, 2 * self.cp_size - 1 - r)]
+        held = torch.cat([torch.arange(c * chunk, (c + 1) * chunk) for c in chunks])
+        return torch.argsort(held)
+
+    def local_rows(self) -> torch.Tensor:
+        """Packed-order row of every local row, int64 `[num_tokens]` on the CPU."""
+        runs = [torch.arange(p.doc_begin + p.offset, p.doc_begin + p.offset + p.length) for p in self.pieces]
+        return torch.cat(runs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowGroups:
+    """Runs of rows of one adapter each, covering every row of a tensor.
+
+    `slots[i]` owns rows `ends[i-1]:ends[i]`. When `in_slot_order`, there is exactly one group a slot,
+    0 to the null slot, some of them empty, so that stacked weights serve a grouped GEMM as they are.
+    """
+
+    slots: tuple[int, ...]
+    ends: tuple[int, ...]
+    token_index: torch.Tensor
+    """Index of each row among its job's tokens, int64 `[rows]` on the CPU."""
+    num_slots: int
+    dropout_keys: tuple[int, ...]
+    _cache: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def in_slot_order(self) -> bool:
+        """Whether group i is slot i for all slots."""
+        return self.slots == tuple(range(self.num_slots + 1))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Rows of each group."""
+        return tuple(e - b for b, e in zip((0, *self.ends[:-1]), self.ends, strict=True))
+
+    @property
+    def present_slots(self) -> tuple[int, ...]:
+        """Slots with at least one row, null slot left out, ascending."""
+        rows = zip(self.slots, self.lengths, strict=True)
+        return tuple(sorted({s for s, n in rows if n and s < self.num_slots}))
+
+    def _cached(self, key: str, build: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if key not in self._cache:
+            self._cache[key] = build()
+        return self._cache[key]
+
+    def offsets(self, device: torch.device) -> torch.Tensor:
+        """`ends` as int32 `[groups]`: the `offs` of a grouped GEMM."""
+        return self._cached(
+            f"offsets@{device}", lambda: torch.tensor(self.ends, dtype=torch.int32, device=device)
+        )
+
+    def slot_index(self, device: torch.device) -> torch.Tensor:
+        """`slots` as int64 `[groups]`."""
+        return self._cached(f"slots@{device}", lambda: torch.tensor(self.slots, device=device))
+
+    def row_slots(self, device: torch.device) -> torch.Tensor:
+        """Slot of each row, int64 `[rows]`."""
+        lengths = torch.tensor(self.lengths)
+        return self._cached(
+            f"row_slots@{device}",
+            lambda: torch.repeat_interleave(torch.tensor(self.slots), lengths).to(device),
+        )
+
+    def row_keys(self, device: torch.device) -> torch.Tensor:
+        """Dropout key of each row before the layer is mixed in, int32 `[rows]`."""
+        from tlora_megatron.ops.dropout import mix32
+
+        def build() -> torch.Tensor:
+            keys = torch.tensor((*self.dropout_keys, 0))[self.row_slots(torch.device("cpu"))]
+            return mix32(keys.to(torch.int32) ^ mix32(self.token_index.to(torch.int32))).to(device)
+
+        return self._cached(f"row_keys@{device}", build)
+
+
+def pack_micro_batch(
+    documents: Sequence[Document],
+    *,
+    num_slots: int,
+    num_tokens: int,
+    dropout_keys: Sequence[int] = (),
+    cp_rank: int = 0,
+    cp_size: int = 1,
+) -> MicroBatchView:
+    """Lays documents out adapter by adapter, pads to `num_tokens`, and returns one CP rank's view.
+
+    Args:
+        documents: in ascending order of slot.
+        num_tokens: of the whole micro-batch, padding included; a multiple of `2 * cp_size` under
+            context parallelism.
+        dropout_keys: one a slot; empty means no slot uses dropout.
+
+    Raises:
+        ValueError: if the documents are not in slot order or do not fit.
+    """
+    slots = [d.slot for d in documents]
+    if slots != sorted(slots):
+        raise ValueError(f"documents must be in ascending order of slot, got {slots}")
+    used = sum(d.length for d in documents)
+    if used > num_tokens:
+        raise ValueError(f"documents must fit into num_tokens={num_tokens}, got {used} tokens")
+    chunks = 1 if cp_size == 1 else 2 * cp_size
+    if num_tokens % chunks:
+        raise ValueError(f"num_tokens must be a multiple of {chunks}, got {num_tokens}")
+    padding = num_tokens - used
+    all_documents = (*documents, *([Document(slot=num_slots, length=padding)] if padding else []))
+    size = num_tokens // chunks
+    held = (0,) if cp_size == 1 else (cp_rank, chunks - 1 - cp_rank)
+    pieces = tuple(p for c in held for p in _cut(all_documents, c * size, (c + 1) * size))
+    return MicroBatchView(
+        documents=all_documents,
+        num_slots=num_slots,
+        num_tokens=size * len(held),
+        cp_rank=cp_rank,
+        cp_size=cp_size,
+        dropout_keys=tuple(dropout_keys) or (0,) * num_slots,
+        pieces=pieces,
+    )
+
+
+def _cut(documents: Sequence[Document], begin: int, end: int) -> Iterator[_Piece]:
+    """Yields the parts of documents that lie in packed rows `begin:end`."""
+    doc_begin = 0
+    for document in documents:
+        first, last = max(begin, doc_begin), min(end, doc_begin + document.length)
+        if first < last:
+            yield _Piece(document, doc_begin, first - doc_begin, last - first)
+        doc_begin += document.length
+
+
+def _group_rows(view: MicroBatchView, begin: int, size: int) -> RowGroups:
+    """Groups local rows `begin:begin + size` of a view by adapter."""
+    runs: list[tuple[int, int]] = []
+    tokens = []
+    row = 0
+    for piece in view.pieces:
+        first, last = max(begin, row), min(begin + size, row + piece.length)
+        if first < last:
+            offset = piece.document.first_token + piece.offset + first - row
+            tokens.append(torch.arange(offset, offset + last - first))
+            runs.append((piece.document.slot, last - first))
+        row += piece.length
+    slots, lengths = _merge(runs, view.num_slots)
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    return RowGroups(
+        slots=slots,
+        ends=tuple(ends),
+        token_index=torch.cat(tokens),
+        num_slots=view.num_slots,
+        dropout_keys=view.dropout_keys,
+    )
+
+
+def _merge(runs: Sequence[tuple[int, int]], num_slots: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Joins neighbouring runs of a slot; one group for every slot when runs are in slot order."""
+    slots = [slot for slot, _ in runs]
+    if slots == sorted(slots):
+        lengths = [0] * (num_slots + 1)
+        for slot, length in runs:
+            lengths[slot] += length
+        return tuple(range(num_slots + 1)), tuple(lengths)
+    merged: list[list[int]] = []
+    for slot, length in runs:
+        if merged and merged[-1][0] == slot:
+            merged[-1][1] += length
+        else:
+            merged.append([slot, length])
+    return tuple(s for s, _ in merged), tuple(n for _, n in merged)
+
+
+_current: MicroBatchView | None = None
+"""A plain global, not a context variable: autograd runs backward on threads of its own."""
+
+
+def current_micro_batch() -> MicroBatchView | None:
+    """Returns the micro-batch whose forward (or recompute) is running; None outside."""
+    return _current
+
+
+@contextmanager
+def use_micro_batch(view: MicroBatchView | None) -> Iterator[None]:
+    """Binds a micro-batch around a forward pass."""
+    global _current
+    previous, _current = _current, view
+    try:
+        yield
+    finally:
+        _current = previous
+
+
+def bind_current(function: Callable[..., T]) -> Callable[..., T]:
+    """Captures the micro-batch of now and restores it whenever `function` runs: for recompute."""
+    view = current_micro_batch()
+
+    def run(*args: Any, **kwargs: Any) -> T:
+        with use_micro_batch(view):
+            return function(*args, **kwargs)
+
+    return run
