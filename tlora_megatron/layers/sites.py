@@ -1,0 +1,167 @@
+"""A site: one Megatron linear that carries adapters, and how a target's factors lie on it.
+
+Column-parallel: `lora_a` replicated over TP, `lora_b` sharded over rows. Row-parallel: `lora_a` sharded
+over columns, `lora_b` replicated. The replicated factor's gradient is a partial sum, added over TP once
+an optimizer step; no activation-sized collective is added anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tlora_megatron.model import ModelSpec
+
+LINEAR_TARGETS: dict[str, tuple[str, ...]] = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj", "linear_qkv"),
+    "linear_proj": ("o_proj", "linear_proj"),
+    "linear_fc1": ("gate_proj", "up_proj", "linear_fc1"),
+    "linear_fc2": ("down_proj", "linear_fc2"),
+}
+"""Targets that live on each Megatron linear."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputColumns:
+    """Columns of a fused output `[T, groups * stride]` that one target writes.
+
+    In every group of `stride` columns the target owns `begin:begin + width`.
+    """
+
+    groups: int
+    stride: int
+    begin: int
+    width: int
+
+    @property
+    def size(self) -> int:
+        """Number of columns."""
+        return self.groups * self.width
+
+    def view(self, y_TN: torch.Tensor) -> torch.Tensor:
+        """A view `[T, groups, width]` of the target's columns."""
+        grouped = y_TN.unflatten(1, (self.groups, self.stride))
+        return grouped[:, :, self.begin : self.begin + self.width]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TargetShard:
+    """One target at one layer as this TP rank holds it."""
+
+    layer: int
+    target: str
+    columns: OutputColumns
+    lora_a_columns: slice | None
+    """Columns of the whole `lora_a` held here; None = all (replicated)."""
+    lora_b_rows: torch.Tensor | None
+    """int64 rows of the whole `lora_b` held here, in local order; None = all (replicated)."""
+    in_size: int
+    """Local input features."""
+
+    @property
+    def name(self) -> str:
+        """Canonical name of the target module, for example `layers.3.q_proj`."""
+        return f"layers.{self.layer}.{self.target}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Site:
+    """One linear module of this rank with all targets that may be adapted on it."""
+
+    layer: int
+    linear: str
+    """A key of `LINEAR_TARGETS`."""
+    kind: Literal["column", "row"]
+    tp_rank: int
+    tp_size: int
+    in_size: int
+    out_size: int
+    targets: tuple[TargetShard, ...]
+
+    @property
+    def index(self) -> int:
+        """Unique over the model: keys the dropout of this linear."""
+        return self.layer * len(LINEAR_TARGETS) + list(LINEAR_TARGETS).index(self.linear)
+
+    @property
+    def first_column(self) -> int:
+        """Global index of the first local input feature."""
+        return self.in_size * self.tp_rank if self.kind == "row" else 0
+
+
+def make_site(spec: ModelSpec, layer: int, linear: str, tp_rank: int, tp_size: int) -> Site:
+    """Describes the linear `linear` of global layer `layer` on one TP rank."""
+    out_size, in_size = spec.target_shape(linear)
+    kind: Literal["column", "row"] = "column" if linear in ("linear_qkv", "linear_fc1") else "row"
+    if kind == "column":
+        out_size //= tp_size
+    else:
+        in_size //= tp_size
+    columns = _output_columns(spec, linear, out_size, tp_size)
+    targets = tuple(
+        TargetShard(
+            layer=layer,
+            target=target,
+            columns=columns[target],
+            lora_a_columns=slice(tp_rank * in_size, (tp_rank + 1) * in_size) if kind == "row" else None,
+            lora_b_rows=_lora_b_rows(spec, target, tp_rank, tp_size) if kind == "column" else None,
+            in_size=in_size,
+        )
+        for target in LINEAR_TARGETS[linear]
+    )
+    return Site(
+        layer=layer,
+        linear=linear,
+        kind=kind,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        in_size=in_size,
+        out_size=out_size,
+        targets=targets,
+    )
+
+
+def _output_columns(
+    spec: ModelSpec, linear: str, out_size: int, tp_size: int
+) -> dict[str, OutputColumns]:
+    """Columns of every target in the local output; Megatron lays q, k, v out group by group."""
+    whole = OutputColumns(groups=1, stride=out_size, begin=0, width=out_size)
+    if linear == "linear_qkv":
+        groups = spec.num_kv_heads // tp_size
+        head = spec.head_dim
+        q = spec.num_heads // spec.num_kv_heads * head
+        begins = {"q_proj": (0, q), "k_proj": (q, head), "v_proj": (q + head, head)}
+        stride = q + 2 * head
+        parts = {
+            name: OutputColumns(groups=groups, stride=stride, begin=begin, width=width)
+            for name, (begin, width) in begins.items()
+        }
+        return {**parts, "linear_qkv": whole}
+    if linear == "linear_fc1":
+        half = out_size // 2
+        return {
+            "gate_proj": OutputColumns(groups=1, stride=out_size, begin=0, width=half),
+            "up_proj": OutputColumns(groups=1, stride=out_size, begin=half, width=half),
+            "linear_fc1": whole,
+        }
+    return dict.fromkeys(LINEAR_TARGETS[linear], whole)
+
+
+def _lora_b_rows(spec: ModelSpec, target: str, tp_rank: int, tp_size: int) -> torch.Tensor:
+    """Rows of the whole `lora_b` that lie on this rank, in the order of the local output columns."""
+
+    def run(begin: int, size: int) -> torch.Tensor:
+        local = size // tp_size
+        return begin + tp_rank * local + torch.arange(local)
+
+    if target == "linear_fc1":
+        return torch.cat([run(0, spec.ffn_size), run(spec.ffn_size, spec.ffn_size)])
+    if target == "linear_qkv":
+        groups = spec.num_kv_heads // tp_size
+        q = run(0, spec.q_size).view(groups, -1)
+        k = run(spec.q_size, spec.kv_size).view(groups, -1)
+        v = run(spec.q_size + spec.kv_size, spec.kv_size).view(groups, -1)
+        return torch.cat([q, k, v], dim=1).flatten()
+    return run(0, spec.target_shape(target)[0])

@@ -1,0 +1,48 @@
+"""Grouped matrix products over runs of rows: one launch for any number of adapters.
+
+The torch path of the multi-adapter linear, on CPU and GPU. Weights are stacked over slots, padded to
+the largest rank (zero rows and columns add nothing); the last entry of a stack is the null slot, all
+zeros, which padding rows use.
+
+Shapes: T rows, K features in, N features out, G groups, S slots + 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tlora_megatron.ops.segments import RowGroups
+
+
+def grouped_linear(x_TK: torch.Tensor, w_SKN: torch.Tensor, rows: RowGroups) -> torch.Tensor:
+    """Returns `y[t] = x[t] @ w[slot of t]`, `[T, N]` in the dtype of `x`."""
+    if not rows.in_slot_order:
+        w_SKN = w_SKN.index_select(0, rows.slot_index(x_TK.device))
+    if _has_grouped_mm(x_TK):
+        return F.grouped_mm(x_TK, w_SKN, offs=rows.offsets(x_TK.device))
+    y_TN = x_TK.new_empty(x_TK.shape[0], w_SKN.shape[2])
+    begin = 0
+    for group, end in enumerate(rows.ends):
+        if end > begin:
+            torch.mm(x_TK[begin:end], w_SKN[group], out=y_TN[begin:end])
+        begin = end
+    return y_TN
+
+
+def grouped_outer(a_TM: torch.Tensor, b_TN: torch.Tensor, rows: RowGroups) -> torch.Tensor:
+    """Returns `out[g] = a[rows of g]^T @ b[rows of g]`, `[G, M, N]`; what empty groups hold is undefined."""
+    if _has_grouped_mm(a_TM):
+        return F.grouped_mm(a_TM.t(), b_TN, offs=rows.offsets(a_TM.device))
+    out_GMN = a_TM.new_empty(len(rows.ends), a_TM.shape[1], b_TN.shape[1])
+    begin = 0
+    for group, end in enumerate(rows.ends):
+        if end > begin:
+            torch.mm(a_TM[begin:end].t(), b_TN[begin:end], out=out_GMN[group])
+        begin = end
+    return out_GMN
+
+
+def _has_grouped_mm(x: torch.Tensor) -> bool:
+    """On CUDA torch has the kernel for bf16 only, and says so by an error or by a host sync."""
+    return hasattr(F, "grouped_mm") and (not x.is_cuda or x.dtype == torch.bfloat16)
