@@ -1,0 +1,172 @@
+"""The oracle of losslessness: Hugging Face transformers + PEFT train one job alone, CPU, fp32, one process.
+
+It shares no arithmetic with the package: model, adapter, loss, clipping, AdamW and schedule are those of
+transformers, PEFT and torch. Sequences run one by one, so that nothing rests on padding or packing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from torch.nn import functional
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import AutoModelForCausalLM, get_scheduler
+
+from tlora_megatron.job import HF_TARGETS, JobSpec
+
+_HF_SCHEDULE = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+
+
+class Sequenced(Protocol):
+    """One sequence: `tokens` int `[n]`, `is_target` bool `[n]` (True: the loss counts predicting this token)."""
+
+    tokens: Tensor
+    is_target: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OracleResult:
+    """What the job got alone; one entry a step."""
+
+    losses: list[float]
+    """Before that step's update: mean over all target tokens of its batch."""
+    grad_norms: list[float]
+    """2-norm over the whole adapter before clipping."""
+    lrs: list[float]
+    factors: dict[str, Tensor]
+    """Canonical whole fp32 factors after the last update."""
+
+
+def train_alone(
+    base_dir: Path,
+    job: JobSpec,
+    factors: Mapping[str, Tensor],
+    batches: Sequence[Sequence[Sequenced]],
+    *,
+    num_steps: int | None = None,
+) -> OracleResult:
+    """Trains `job` on the base model in `base_dir`, one optimizer step for each batch.
+
+    Args:
+        base_dir: Hugging Face directory.
+        job: rank, alpha, targets, optimizer and schedule are used; dropout must be 0, targets Hugging Face's.
+        factors: initial adapter, canonical whole fp32.
+        batches: the sequences of each step, in order.
+        num_steps: length of the schedule; None = `job.max_steps`, else the number of batches.
+    """
+    assert job.lora.dropout == 0.0, f"the oracle has no dropout, got {job.lora.dropout}"
+    assert set(job.lora.target_modules) <= set(HF_TARGETS), (
+        "the oracle knows Hugging Face targets only"
+    )
+    model = _peft_model(base_dir, job)
+    _write_factors(model, factors)
+    params = [param for param in model.parameters() if param.requires_grad]
+    spec = job.optimizer
+    optimizer = torch.optim.AdamW(
+        params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay
+    )
+    scheduler = _scheduler(optimizer, job, num_steps or job.max_steps or len(batches))
+    losses, grad_norms, lrs = [], [], []
+    for batch in batches:
+        optimizer.zero_grad()
+        losses.append(_backward(model, batch))
+        norm = torch.nn.utils.clip_grad_norm_(params, spec.max_grad_norm or math.inf)
+        grad_norms.append(float(norm))
+        lrs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return OracleResult(
+        losses=losses, grad_norms=grad_norms, lrs=lrs, factors=_read_factors(model, factors)
+    )
+
+
+def learning_rate(job: JobSpec, step: int, num_steps: int) -> float:
+    """Learning rate of the update `step` (from 0) out of `num_steps`: Hugging Face's curves with a floor.
+
+    Like there, the first warm-up step has learning rate 0. `min_lr` is where the decay ends; warm-up starts at 0.
+    """
+    peak, floor, warmup = job.optimizer.lr, job.schedule.min_lr, job.schedule.warmup_steps
+    if step < warmup:
+        return peak * step / warmup
+    if job.schedule.name == "constant":
+        return peak
+    progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
+    if job.schedule.name == "linear":
+        return floor + (peak - floor) * (1.0 - progress)
+    return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _scheduler(optimizer: torch.optim.Optimizer, job: JobSpec, num_steps: int) -> LRScheduler:
+    """Hugging Face's own scheduler where it can express the job's (it has no floor), else the formula."""
+    if job.schedule.min_lr == 0.0:
+        return get_scheduler(
+            _HF_SCHEDULE[job.schedule.name],
+            optimizer,
+            num_warmup_steps=job.schedule.warmup_steps,
+            num_training_steps=num_steps,
+        )
+    peak = job.optimizer.lr
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate(job, step, num_steps) / peak
+    )
+
+
+def _peft_model(base_dir: Path, job: JobSpec) -> PeftModel:
+    base = AutoModelForCausalLM.from_pretrained(
+        base_dir, dtype=torch.float32, attn_implementation="eager"
+    )
+    config = LoraConfig(
+        r=job.lora.rank,
+        lora_alpha=job.lora.alpha,
+        lora_dropout=0.0,
+        target_modules=list(job.lora.target_modules),
+        use_rslora=job.lora.use_rslora,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(base, config).train()
+
+
+def _parameter(model: PeftModel, name: str) -> torch.nn.Parameter:
+    """PEFT's parameter of a canonical name such as `layers.3.q_proj.lora_a`."""
+    _, layer, target, side = name.split(".")
+    block = "mlp" if target in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+    linear = model.get_submodule(f"base_model.model.model.layers.{layer}.{block}.{target}")
+    return getattr(linear, "lora_A" if side == "lora_a" else "lora_B")["default"].weight
+
+
+def _write_factors(model: PeftModel, factors: Mapping[str, Tensor]) -> None:
+    num_trainable = sum(param.requires_grad for param in model.parameters())
+    assert len(factors) == num_trainable, (
+        f"{num_trainable} factors must be given, got {len(factors)}"
+    )
+    with torch.no_grad():
+        for name, value in factors.items():
+            param = _parameter(model, name)
+            assert param.shape == value.shape, f"{name} must be {param.shape}, got {value.shape}"
+            param.copy_(value)
+
+
+def _read_factors(model: PeftModel, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _parameter(model, name).detach().clone() for name in names}
+
+
+def _backward(model: PeftModel, batch: Sequence[Sequenced]) -> float:
+    """Adds the gradient of the batch's mean loss and returns that loss; each sequence frees its graph."""
+    num_targets = sum(int(torch.as_tensor(sequence.is_target)[1:].sum()) for sequence in batch)
+    assert num_targets > 0, "a batch must hold a target token"
+    total = 0.0
+    for sequence in batch:
+        tokens = torch.as_tensor(sequence.tokens).long()
+        is_target = torch.as_tensor(sequence.is_target).bool()[1:]
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+        loss = functional.cross_entropy(logits[is_target], tokens[1:][is_target], reduction="sum")
+        (loss / num_targets).backward()
+        total += loss.item() / num_targets
+    return total

@@ -1,0 +1,142 @@
+"""Small random Hugging Face checkpoints, one for each supported architecture, and adapters for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tlora_megatron.job import LoraSpec
+from tlora_megatron.model import ModelSpec
+
+TinyModelType = Literal["llama", "llama3", "qwen2", "qwen3", "mistral"]
+TINY_MODEL_TYPES: tuple[TinyModelType, ...] = ("llama", "llama3", "qwen2", "qwen3", "mistral")
+
+_WEIGHT_STD = 0.15
+"""Attention logits and output logits of about unit spread at hidden size 64: no softmax is flat or one-hot."""
+
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def make_tiny_model(
+    directory: Path,
+    model_type: TinyModelType,
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    num_shards: int = 1,
+    dtype: torch.dtype = torch.float32,
+    **shape: Any,
+) -> Path:
+    """Writes `config.json` and safetensors of a random model that depends on `seed` only.
+
+    Norm weights and biases are not trivial, so that a loader which forgets one changes the logits.
+
+    Args:
+        directory: made where it does not exist.
+        model_type: `llama3` is Llama with llama3 rope scaling.
+        tied: the output layer shares the embedding's weight.
+        num_shards: number of safetensors files; over one, with `model.safetensors.index.json`.
+        dtype: of the stored weights.
+        **shape: fields of the Hugging Face config that replace the small ones here.
+    """
+    config = tiny_config(model_type, tied=tied, dtype=dtype, **shape)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    randomize(model, seed=seed)
+    directory = Path(directory)
+    model.save_pretrained(directory)
+    if num_shards > 1:
+        _shard(directory, num_shards)
+    return directory
+
+
+def tiny_config(
+    model_type: TinyModelType, *, tied: bool = False, **fields: Any
+) -> PretrainedConfig:
+    """Config of a tiny model; `fields` replace the values of the common small shape."""
+    values = _SHAPE | {"tie_word_embeddings": tied}
+    if model_type == "qwen3":
+        # Qwen3's head_dim is not hidden_size / num_heads.
+        values["head_dim"] = 16
+    if model_type == "mistral":
+        values["sliding_window"] = None
+    if model_type == "llama3":
+        values["rope_parameters"] = dict(_LLAMA3_ROPE)
+    classes = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig}
+    return classes.get(model_type, LlamaConfig)(**(values | fields))
+
+
+def randomize(model: PreTrainedModel, *, seed: int) -> None:
+    """Draws every parameter in name order: matrices around 0, norm weights around 1, biases around 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            noise = torch.randn(weight.shape, generator=generator) * _WEIGHT_STD
+            weight.copy_(noise + 1.0 if name.endswith("norm.weight") else noise)
+
+
+def _shard(directory: Path, num_shards: int) -> None:
+    """Splits `model.safetensors` round robin, so that one layer's weights lie in several files."""
+    whole = directory / "model.safetensors"
+    tensors = load_file(whole)
+    whole.unlink()
+    weight_map: dict[str, str] = {}
+    for shard in range(num_shards):
+        name = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
+        part = {key: tensors[key] for key in sorted(tensors)[shard::num_shards]}
+        save_file(part, directory / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, name)
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def random_factors(
+    model: ModelSpec, lora: LoraSpec, *, seed: int = 0, b_std: float = 0.1
+) -> dict[str, Tensor]:
+    """Canonical whole fp32 factors of an adapter; `b_std=0` gives the zero B of a fresh one."""
+    generator = torch.Generator().manual_seed(seed)
+    factors = {}
+    for layer in range(model.num_layers):
+        for target in lora.target_modules:
+            rows, columns = model.target_shape(target)
+            lora_a = torch.randn(lora.rank, columns, generator=generator) / columns**0.5
+            lora_b = torch.randn(rows, lora.rank, generator=generator) * b_std
+            factors[f"layers.{layer}.{target}.lora_a"] = lora_a
+            factors[f"layers.{layer}.{target}.lora_b"] = lora_b
+    return factors
