@@ -45,6 +45,14 @@ class OutputColumns:
         grouped = y_TN.unflatten(1, (self.groups, self.stride))
         return grouped[:, :, self.begin : self.begin + self.width]
 
+    def read(self, y_TN: torch.Tensor) -> torch.Tensor:
+        """The target's columns as `[T, size]`, a copy only where they are scattered."""
+        return self.view(y_TN).flatten(1)
+
+    def add(self, y_TN: torch.Tensor, delta_TN: torch.Tensor) -> None:
+        """Adds `[T, size]` to the target's columns, in place."""
+        self.view(y_TN).add_(delta_TN.unflatten(1, (self.groups, self.width)))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TargetShard:

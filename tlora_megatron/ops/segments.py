@@ -72,7 +72,7 @@ class MicroBatchView:
     cp_rank: int
     cp_size: int
     dropout_keys: tuple[int, ...]
-    """One 31-bit key a slot, drawn from the job's seed and step: see `ops.dropout`."""
+    """One 31-bit key a slot, drawn from the job's seed and step (`ops.dropout`); empty = no dropout."""
     pieces: tuple[_Piece, ...]
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -166,25 +166,26 @@ class RowGroups:
         rows = zip(self.slots, self.lengths, strict=True)
         return tuple(sorted({s for s, n in rows if n and s < self.num_slots}))
 
-    def _cached(self, key: str, build: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def cached(self, key: str, build: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Returns the tensor stored under `key`, building it on first use."""
         if key not in self._cache:
             self._cache[key] = build()
         return self._cache[key]
 
     def offsets(self, device: torch.device) -> torch.Tensor:
         """`ends` as int32 `[groups]`: the `offs` of a grouped GEMM."""
-        return self._cached(
+        return self.cached(
             f"offsets@{device}", lambda: torch.tensor(self.ends, dtype=torch.int32, device=device)
         )
 
     def slot_index(self, device: torch.device) -> torch.Tensor:
         """`slots` as int64 `[groups]`."""
-        return self._cached(f"slots@{device}", lambda: torch.tensor(self.slots, device=device))
+        return self.cached(f"slots@{device}", lambda: torch.tensor(self.slots, device=device))
 
     def row_slots(self, device: torch.device) -> torch.Tensor:
         """Slot of each row, int64 `[rows]`."""
         lengths = torch.tensor(self.lengths)
-        return self._cached(
+        return self.cached(
             f"row_slots@{device}",
             lambda: torch.repeat_interleave(torch.tensor(self.slots), lengths).to(device),
         )
@@ -197,7 +198,7 @@ class RowGroups:
             keys = torch.tensor((*self.dropout_keys, 0))[self.row_slots(torch.device("cpu"))]
             return mix32(keys.to(torch.int32) ^ mix32(self.token_index.to(torch.int32))).to(device)
 
-        return self._cached(f"row_keys@{device}", build)
+        return self.cached(f"row_keys@{device}", build)
 
 
 def pack_micro_batch(
@@ -215,7 +216,7 @@ def pack_micro_batch(
         documents: in ascending order of slot.
         num_tokens: of the whole micro-batch, padding included; a multiple of `2 * cp_size` under
             context parallelism.
-        dropout_keys: one a slot; empty means no slot uses dropout.
+        dropout_keys: one a slot; empty turns dropout off (evaluation).
 
     Raises:
         ValueError: if the documents are not in slot order or do not fit.
@@ -240,7 +241,7 @@ def pack_micro_batch(
         num_tokens=size * len(held),
         cp_rank=cp_rank,
         cp_size=cp_size,
-        dropout_keys=tuple(dropout_keys) or (0,) * num_slots,
+        dropout_keys=tuple(dropout_keys),
         pieces=pieces,
     )
 

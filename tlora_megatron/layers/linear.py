@@ -1,0 +1,162 @@
+"""The multi-adapter linear: a frozen base GEMM and the adapters' branch in one autograd function.
+
+Only the local input and the rank-sized intermediate are saved; dropout is recomputed; gradients of the
+factors go straight into the bank's fp32 accumulators.
+
+Shapes: T rows, K features in, N features out, R = targets * padded rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tlora_megatron.layers.adapter_bank import AdapterBank, SiteStack
+from tlora_megatron.layers.sites import Site
+from tlora_megatron.ops.dropout import dropout, mix_ints
+from tlora_megatron.ops.grouped import grouped_linear, grouped_outer
+from tlora_megatron.ops.segments import MicroBatchView, RowGroups
+from tlora_megatron.parallel.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
+
+
+class TensorParallel(NamedTuple):
+    """What a column-parallel linear does with its input and its input's gradient."""
+
+    group: dist.ProcessGroup | None
+    gather_input: bool
+    """Sequence parallel: x holds this rank's rows; gathered forward, dx reduce-scattered backward."""
+    reduce_dgrad: bool
+    """x is whole on every rank; dx is summed over the group backward."""
+
+
+class AdapterBranch:
+    """The branch of all adapters at one site: `y += scaling * drop(x) A^T B^T`, row group by row group."""
+
+    def __init__(self, bank: AdapterBank, site: Site) -> None:
+        self.bank = bank
+        self.site = site
+        self.anchor = torch.zeros(1, device=bank.device, requires_grad=True)
+        """Makes outputs require grad where the input (a frozen embedding's) does not."""
+        self._layer_key = mix_ints(site.index)
+
+    @property
+    def stack(self) -> SiteStack | None:
+        """The site's weights; None where no job has a target."""
+        return self.bank.stacks.get(self.site.index)
+
+    def dropped(self, x_TK: torch.Tensor, rows: RowGroups) -> torch.Tensor:
+        """`drop(x)`; its own backward when called on a gradient."""
+        p_T = self.bank.row_dropout(rows)
+        if p_T is None:
+            return x_TK
+        keys_T = rows.row_keys(x_TK.device)
+        return dropout(x_TK, keys_T, p_T, self._layer_key, self.site.first_column)
+
+    def down(self, x_TK: torch.Tensor, rows: RowGroups) -> torch.Tensor:
+        """`scaling * drop(x) A^T`, `[T, R]` in the dtype of x."""
+        stack = self._weights()
+        s_TR = grouped_linear(self.dropped(x_TK, rows), stack.lora_a_SRK.transpose(1, 2), rows)
+        return s_TR.mul_(self.bank.row_scaling(rows))
+
+    def add_up(self, y_TN: torch.Tensor, s_TR: torch.Tensor, rows: RowGroups) -> None:
+        """Adds `s B^T` to the base's output, in place."""
+        stack = self._weights()
+        for p, shard in enumerate(stack.targets):
+            part_TR = s_TR[:, p * stack.rank : (p + 1) * stack.rank]
+            shard.columns.add(y_TN, grouped_linear(part_TR, stack.lora_b_SRN[p], rows))
+
+    def backward_up(self, dy_TN: torch.Tensor, s_TR: torch.Tensor, rows: RowGroups) -> torch.Tensor:
+        """Accumulates dB and returns the gradient of `drop(x) A^T`, `[T, R]`."""
+        stack = self._weights()
+        ds_TR = torch.empty_like(s_TR)
+        for p, shard in enumerate(stack.targets):
+            columns = slice(p * stack.rank, (p + 1) * stack.rank)
+            dy_part_TN = shard.columns.read(dy_TN)
+            ds_TR[:, columns] = grouped_linear(dy_part_TN, stack.lora_b_SRN[p].transpose(1, 2), rows)
+            _accumulate(stack.grad_b_SRN[p], grouped_outer(s_TR[:, columns], dy_part_TN, rows), rows)
+        return ds_TR.mul_(self.bank.row_scaling(rows))
+
+    def add_dgrad(self, dx_TK: torch.Tensor, ds_TR: torch.Tensor, rows: RowGroups) -> None:
+        """Adds the branch's part to the input's gradient, in place."""
+        dx_TK.add_(self.dropped(grouped_linear(ds_TR, self._weights().lora_a_SRK, rows), rows))
+
+    def backward_down(self, x_TK: torch.Tensor, ds_TR: torch.Tensor, rows: RowGroups) -> None:
+        """Accumulates dA."""
+        grads = grouped_outer(ds_TR, self.dropped(x_TK, rows), rows)
+        _accumulate(self._weights().grad_a_SRK, grads, rows)
+
+    def _weights(self) -> SiteStack:
+        stack = self.stack
+        assert stack is not None, f"site {self.site.layer}.{self.site.linear} carries no adapter"
+        return stack
+
+
+def _accumulate(total_SMN: torch.Tensor, grads_GMN: torch.Tensor, rows: RowGroups) -> None:
+    """Adds group gradients to their slots, fp32, in a fixed order; empty groups hold nothing and add nothing."""
+    present = [g for g, n in enumerate(rows.lengths) if n and rows.slots[g] < rows.num_slots]
+    if rows.in_slot_order and len(present) == rows.num_slots:
+        total_SMN[: rows.num_slots].add_(grads_GMN[: rows.num_slots])
+        return
+    for group in present:
+        total_SMN[rows.slots[group]].add_(grads_GMN[group])
+
+
+class MultiLoRALinear(torch.autograd.Function):
+    """`y = x W^T + b + branch(x)` with x, W sharded as Megatron's Column- or RowParallelLinear has them.
+
+    Column-parallel. Layout in: x `[T, 1, K]`, or `[T / tp, 1, K]` under sequence parallelism. Layout out:
+    `[T, 1, N / tp]`. Forward: all-gather of x under sequence parallelism. Backward: one all-reduce of dx,
+    or one reduce-scatter and a rank-sized one of dS. Row-parallel: x `[T, 1, K / tp]`, out a partial sum
+    `[T, 1, N]` that the caller's own reduction completes; no collective here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        anchor: torch.Tensor,
+        weight_NK: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        branch: AdapterBranch,
+        view: MicroBatchView,
+        tp: TensorParallel,
+    ) -> torch.Tensor:
+        x_TK = x.flatten(0, -2)
+        full_TK = all_gather_rows(x_TK, tp.group) if tp.gather_input else x_TK
+        y_TN = F.linear(full_TK, weight_NK, bias_N)
+        s_TR = branch.down(full_TK, view.rows)
+        branch.add_up(y_TN, s_TR, view.rows)
+        ctx.save_for_backward(x, s_TR, weight_NK)
+        ctx.branch, ctx.view, ctx.tp = branch, view, tp
+        return y_TN.unsqueeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, s_TR, weight_NK = ctx.saved_tensors
+        branch, tp, rows = ctx.branch, ctx.tp, ctx.view.rows
+        dy_TN = dy.flatten(0, -2)
+        ds_TR = branch.backward_up(dy_TN, s_TR, rows)
+        x_rows, ds_rows = rows, ds_TR
+        if tp.gather_input:
+            # Summing dS over the group and keeping this rank's rows costs [T, R]; gathering x again
+            # would cost [T, K]. Either way dA is a partial sum that TP adds once a step.
+            ds_rows = reduce_scatter_rows(ds_TR, tp.group).wait()
+            x_rows = ctx.view.shard(dist.get_rank(tp.group), dist.get_world_size(tp.group))
+        pending = None
+        if ctx.needs_input_grad[0]:
+            dx_TK = dy_TN @ weight_NK
+            branch.add_dgrad(dx_TK, ds_TR, rows)
+            pending = _reduce(dx_TK, tp)
+        branch.backward_down(x.flatten(0, -2), ds_rows, x_rows)
+        dx = None if pending is None else pending.wait().view(x.shape)
+        return dx, None, None, None, None, None, None
+
+
+def _reduce(dx_TK: torch.Tensor, tp: TensorParallel) -> Any:
+    """Starts the reduction of dx; dA is computed while it is under way."""
+    if tp.gather_input:
+        return reduce_scatter_rows(dx_TK, tp.group)
+    return all_reduce(dx_TK, tp.group if tp.reduce_dgrad else None)

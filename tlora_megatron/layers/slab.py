@@ -1,0 +1,160 @@
+"""One adapter's factors over all its linears on this rank, in one contiguous buffer a kind.
+
+Layout of every buffer: TP-replicated factors first, so that their partial gradients are one slice to sum
+over TP; then the sharded ones. `lora_b` is stored transposed, `[rank, out]`, so that a factor padded to a
+larger rank holds it as its leading rows. fp32 throughout.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+from tlora_megatron.job import LoraSpec
+from tlora_megatron.layers.sites import Site, TargetShard
+from tlora_megatron.model import ModelSpec
+
+
+class Factor(NamedTuple):
+    """Where one factor lies in the slab."""
+
+    shard: TargetShard
+    which: Literal["lora_a", "lora_b"]
+    offset: int
+    shape: tuple[int, int]
+    """`[rank, in]` or, transposed, `[rank, out]`; local sizes."""
+
+    @property
+    def name(self) -> str:
+        """Canonical name, for example `layers.3.q_proj.lora_a`."""
+        return f"{self.shard.name}.{self.which}"
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.shape[0] * self.shape[1]
+
+    def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the whole canonical tensor, in slab orientation."""
+        if self.which == "lora_a":
+            columns = self.shard.lora_a_columns
+            return whole if columns is None else whole[:, columns]
+        rows = self.shard.lora_b_rows
+        return (whole if rows is None else whole[rows]).t()
+
+    def place(self, whole: torch.Tensor, local: torch.Tensor) -> None:
+        """Writes this rank's part into the whole canonical tensor: the inverse of `shard_of`."""
+        if self.which == "lora_a":
+            whole[:, self.shard.lora_a_columns or slice(None)] = local
+        elif self.shard.lora_b_rows is None:
+            whole.copy_(local.t())
+        else:
+            whole[self.shard.lora_b_rows] = local.t()
+
+
+class SlabLayout(NamedTuple):
+    """Where each factor of one adapter lies on one rank."""
+
+    factors: tuple[Factor, ...]
+    replicated_numel: int
+    """The first so many elements are replicated over TP; 0 without TP."""
+    numel: int
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The factors as views of a flat buffer, in layout order."""
+        return [buffer[f.offset : f.offset + f.numel].view(f.shape) for f in self.factors]
+
+
+def slab_layout(sites: Sequence[Site], lora: LoraSpec) -> SlabLayout:
+    """Lays an adapter out over the sites of one rank."""
+    shards = [
+        (site, shard) for site in sites for shard in site.targets if shard.target in lora.target_modules
+    ]
+    wanted: list[tuple[TargetShard, Literal["lora_a", "lora_b"]]] = []
+    for replicated in (True, False):
+        for site, shard in shards:
+            first = "lora_a" if site.kind == "column" else "lora_b"
+            second = "lora_b" if site.kind == "column" else "lora_a"
+            wanted.append((shard, first if replicated else second))
+    factors, offset = [], 0
+    for shard, which in wanted:
+        size = shard.in_size if which == "lora_a" else shard.columns.size
+        factors.append(Factor(shard, which, offset, (lora.rank, size)))
+        offset += factors[-1].numel
+    replicated_numel = sum(f.numel for f in factors[: len(shards)]) if _sharded(sites) else 0
+    return SlabLayout(tuple(factors), replicated_numel, offset)
+
+
+def _sharded(sites: Sequence[Site]) -> bool:
+    return any(site.tp_size > 1 for site in sites)
+
+
+class AdapterSlab:
+    """Master weights and Adam moments of one adapter on this rank, fp32 `[numel]` each."""
+
+    def __init__(self, layout: SlabLayout, device: torch.device) -> None:
+        self.layout = layout
+        self.master = torch.zeros(layout.numel, device=device)
+        self.exp_avg = torch.zeros(layout.numel, device=device)
+        self.exp_avg_sq = torch.zeros(layout.numel, device=device)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The flat buffers by name: what a checkpoint holds."""
+        return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+    def load(self, whole: Callable[[str], torch.Tensor], buffer: str = "master") -> None:
+        """Fills a buffer from whole canonical tensors, looked up by canonical name."""
+        views = self.layout.views(self.buffers()[buffer])
+        for factor, view in zip(self.layout.factors, views, strict=True):
+            view.copy_(factor.shard_of(whole(factor.name)))
+
+
+def whole_tensors(
+    layouts: Sequence[SlabLayout], buffers: Sequence[torch.Tensor], spec: ModelSpec
+) -> dict[str, torch.Tensor]:
+    """Joins the flat buffers of all model-parallel ranks into whole canonical tensors on the CPU."""
+    whole: dict[str, torch.Tensor] = {}
+    for layout, buffer in zip(layouts, buffers, strict=True):
+        views = layout.views(buffer.cpu())
+        for factor, view in zip(layout.factors, views, strict=True):
+            if factor.name not in whole:
+                whole[factor.name] = torch.empty(factor_shape(spec, factor.name, factor.shape[0]))
+            factor.place(whole[factor.name], view)
+    return whole
+
+
+def factor_shape(spec: ModelSpec, name: str, rank: int) -> tuple[int, int]:
+    """Whole shape of the canonical factor `layers.I.TARGET.lora_a|lora_b`."""
+    _, _, target, which = name.split(".")
+    out_size, in_size = spec.target_shape(target)
+    return (rank, in_size) if which == "lora_a" else (out_size, rank)
+
+
+def factor_names(spec: ModelSpec, lora: LoraSpec) -> Iterator[str]:
+    """Canonical names of an adapter's factors over the whole model."""
+    for layer in range(spec.num_layers):
+        for target in lora.target_modules:
+            yield f"layers.{layer}.{target}.lora_a"
+            yield f"layers.{layer}.{target}.lora_b"
+
+
+def initial_factor(spec: ModelSpec, name: str, rank: int, seed: int) -> torch.Tensor:
+    """A fresh factor as PEFT draws it: `lora_a` uniform in +-1/sqrt(in), `lora_b` zero.
+
+    A function of the job's seed and the name alone, the same under every parallel layout.
+    """
+    shape = factor_shape(spec, name, rank)
+    if name.endswith("lora_b"):
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(seed * 0x9E3779B1 + zlib.crc32(name.encode()))
+    bound = 1.0 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def initial_factors(spec: ModelSpec, lora: LoraSpec, seed: int) -> Mapping[str, torch.Tensor]:
+    """All whole factors of a fresh adapter by canonical name."""
+    return {name: initial_factor(spec, name, lora.rank, seed) for name in factor_names(spec, lora)}

@@ -1,0 +1,45 @@
+"""Collectives over rows of a tensor that start at once and are waited for where the result is needed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Pending(NamedTuple):
+    """A collective under way."""
+
+    result: torch.Tensor
+    work: dist.Work | None
+    source: torch.Tensor | None = None
+    """Kept alive until the collective has read it."""
+
+    def wait(self) -> torch.Tensor:
+        """Returns the result; on a GPU the current stream waits, not the host."""
+        if self.work is not None:
+            self.work.wait()
+        return self.result
+
+
+def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
+    """Starts summing `x` over a group, in place; None = nothing to sum."""
+    if group is None or dist.get_world_size(group) == 1:
+        return Pending(x, None)
+    return Pending(x, dist.all_reduce(x, group=group, async_op=True))
+
+
+def reduce_scatter_rows(x_TK: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
+    """Starts summing `x` over a group; the result is this rank's run of rows, `[T / size, K]`."""
+    size = dist.get_world_size(group)
+    source = x_TK.contiguous()
+    result = x_TK.new_empty(x_TK.shape[0] // size, *x_TK.shape[1:])
+    return Pending(result, dist.reduce_scatter_tensor(result, source, group=group, async_op=True), source)
+
+
+def all_gather_rows(x_TK: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Returns every rank's rows in rank order, `[T * size, K]`."""
+    result = x_TK.new_empty(x_TK.shape[0] * dist.get_world_size(group), *x_TK.shape[1:])
+    dist.all_gather_into_tensor(result, x_TK.contiguous(), group=group)
+    return result
