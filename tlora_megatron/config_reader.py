@@ -1,0 +1,193 @@
+"""Plain values to frozen dataclasses, strictly: every error names the path of the value."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import operator
+import re
+import reprlib
+import types
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+_LARGEST_INT = 2**63 - 1  # seeds and counts end up in int64 tensors
+_LIMITS = (
+    ("ge", operator.ge, "at least"),
+    ("gt", operator.gt, "above"),
+    ("le", operator.le, "at most"),
+    ("lt", operator.lt, "below"),
+)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 120
+
+
+class ConfigError(ValueError):
+    """The configuration does not say something that can be run; the message names where."""
+
+
+def must(path: str, obligation: str, value: Any, remedy: str = "") -> ConfigError:
+    """The error `<path> must <obligation>, got <value>; <remedy>`."""
+    return ConfigError(
+        f"{path} must {obligation}, got {show(value)}" + (f"; {remedy}" if remedy else "")
+    )
+
+
+def unknown(path: str, key: Any, valid: Iterable[str]) -> ConfigError:
+    """The error for a key that is not among `valid`, naming the nearest one."""
+    valid = list(valid)
+    hint = _nearest(key, valid) or f"valid keys are {', '.join(valid)}"
+    return ConfigError(f"{_join(path, key)} is not a known key; {hint}")
+
+
+def read_spec(kind: type[T], raw: Any, path: str) -> T:
+    """A `kind` from a mapping, checked against its annotations and its fields' limits.
+
+    Raises:
+        ConfigError: for the first unknown key, missing key, wrong type or value out of range.
+    """
+    return _read_dataclass(kind, raw, path, partial=False)
+
+
+def check_partial(kind: type, raw: Any, path: str) -> None:
+    """Like `read_spec` for a mapping that need not be complete: what is there must be right."""
+    _read_dataclass(kind, raw, path, partial=True)
+
+
+def _read_dataclass(kind: Any, raw: Any, path: str, *, partial: bool) -> Any:
+    if not isinstance(raw, dict):
+        raise must(
+            path, "be a mapping", raw, "leave the key out for its defaults" if raw is None else ""
+        )
+    known = {item.name: item for item in fields(kind)}
+    for key in raw:
+        if key not in known:
+            raise unknown(path, key, known)
+    hints = get_type_hints(kind)
+    values = {
+        name: _read_value(raw[name], hints[name], _join(path, name), known[name].metadata, partial)
+        for name in known
+        if name in raw
+    }
+    if partial:
+        return values
+    for name, item in known.items():
+        if name not in values and _is_required(item):
+            raise ConfigError(
+                f"{_join(path, name)} must be given: {item.metadata.get('doc', item.name)}"
+            )
+    return kind(**values)
+
+
+def _is_required(item: Field[Any]) -> bool:
+    return item.default is MISSING and item.default_factory is MISSING
+
+
+def _read_value(raw: Any, hint: Any, path: str, limits: Any, partial: bool) -> Any:
+    if get_origin(hint) in (Union, types.UnionType):
+        if raw is None:
+            return None
+        (hint,) = (option for option in get_args(hint) if option is not types.NoneType)
+    if is_dataclass(hint):
+        return _read_dataclass(hint, raw, path, partial=partial)
+    if get_origin(hint) is tuple:
+        return _read_tuple(raw, get_args(hint), path, limits, partial)
+    if get_origin(hint) is Literal:
+        return _read_choice(raw, get_args(hint), path)
+    value = _SCALARS[hint](raw, path)
+    _check_limits(value, limits, path)
+    return value
+
+
+def _read_tuple(
+    raw: Any, items: tuple[Any, ...], path: str, limits: Any, partial: bool
+) -> tuple[Any, ...]:
+    if not isinstance(raw, list):
+        raise must(path, "be a list", raw)
+    if items[-1] is Ellipsis:
+        items = (items[0],) * len(raw)
+    elif len(raw) != len(items):
+        raise must(path, f"be a list of {len(items)} values", raw)
+    if limits.get("nonempty") and not raw:
+        raise must(path, "not be empty", raw)
+    return tuple(
+        _read_value(value, hint, f"{path}[{index}]", limits, partial)
+        for index, (value, hint) in enumerate(zip(raw, items, strict=True))
+    )
+
+
+def _read_choice(raw: Any, options: tuple[Any, ...], path: str) -> Any:
+    # 1 == True, so a bool could pass for a number without the second condition.
+    if raw in options and not isinstance(raw, bool):
+        return raw
+    raise must(path, f"be one of {', '.join(map(str, options))}", raw, _nearest(raw, options))
+
+
+def _read_str(raw: Any, path: str) -> str:
+    if not isinstance(raw, str):
+        raise must(path, "be a string", raw, "put it in quotes" if raw is not None else "")
+    if "\0" in raw:
+        raise must(path, "hold no null character", raw)
+    return raw
+
+
+def _read_bool(raw: Any, path: str) -> bool:
+    if not isinstance(raw, bool):
+        raise must(path, "be true or false", raw)
+    return raw
+
+
+def _read_int(raw: Any, path: str) -> int:
+    if isinstance(raw, bool) or not isinstance(raw, int):
+        raise must(path, "be an integer", raw)
+    if abs(raw) > _LARGEST_INT:
+        raise must(path, "fit in 64 bits", raw)
+    return raw
+
+
+def _read_float(raw: Any, path: str) -> float:
+    # YAML 1.1 reads 2e-4 as a string: it wants 2.0e-4. Everybody writes 2e-4.
+    if isinstance(raw, str) and _NUMBER.fullmatch(raw):
+        raw = float(raw)
+    if isinstance(raw, bool) or not isinstance(raw, (int, float)):
+        raise must(path, "be a number", raw)
+    if (isinstance(raw, int) and abs(raw) > _LARGEST_INT) or not math.isfinite(raw):
+        raise must(path, "be a finite number", raw)
+    return float(raw)
+
+
+_SCALARS = {str: _read_str, bool: _read_bool, int: _read_int, float: _read_float}
+
+
+def _check_limits(value: Any, limits: Any, path: str) -> None:
+    for key, holds, words in _LIMITS:
+        if key in limits and not holds(value, limits[key]):
+            raise must(path, f"be {words} {limits[key]}", value)
+    if limits.get("nonempty") and value == "":
+        raise must(path, "not be empty", value)
+    if "choices" in limits and value not in limits["choices"]:
+        options = limits["choices"]
+        raise must(path, f"be one of {', '.join(options)}", value, _nearest(value, options))
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _nearest(value: Any, options: Iterable[Any]) -> str:
+    near = difflib.get_close_matches(str(value), [str(option) for option in options], n=1)
+    return f"did you mean {near[0]}?" if near else ""
+
+
+def show(value: Any) -> str:
+    """A value as an error message prints it: YAML's words for null and booleans, long ones cut."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return _SHORT.repr(value)

@@ -1,0 +1,101 @@
+"""The rules of a configuration that no single field's range can state, and its paths."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from tlora_megatron.config_reader import ConfigError, must
+from tlora_megatron.job import JobSpec
+
+_BASE_LINEAR = {
+    "q_proj": "linear_qkv",
+    "k_proj": "linear_qkv",
+    "v_proj": "linear_qkv",
+    "o_proj": "linear_proj",
+    "gate_proj": "linear_fc1",
+    "up_proj": "linear_fc1",
+    "down_proj": "linear_fc2",
+}
+
+
+def is_usable_name(name: Any) -> TypeGuard[str]:
+    """Whether `name` can name an output folder."""
+    return (
+        isinstance(name, str)
+        and re.fullmatch(r"(?!-)[A-Za-z0-9._-]{1,128}", name) is not None
+        and name not in (".", "..")
+    )
+
+
+def check_job(job: JobSpec, path: str) -> None:
+    """Refuses a job whose fields, each right alone, contradict each other.
+
+    Raises:
+        ConfigError: naming the field under `path`, the job's place in the configuration.
+    """
+    if not is_usable_name(job.name):
+        obligation = "be at most 128 of A-Z a-z 0-9 . _ -, not start with - and not be . or .."
+        raise must(f"{path}.name", obligation, job.name)
+    _check_steps(job, path)
+    _check_targets(job, path)
+
+
+def _check_steps(job: JobSpec, path: str) -> None:
+    if (job.max_steps is None) == (job.epochs is None):
+        got = "neither" if job.max_steps is None else "both; set the other to null"
+        raise ConfigError(f"{path} must set exactly one of max_steps and epochs, got {got}")
+    warmup = job.schedule.warmup_steps
+    if job.max_steps is not None and warmup >= job.max_steps:
+        raise must(f"{path}.schedule.warmup_steps", f"be below max_steps = {job.max_steps}", warmup)
+    if job.schedule.min_lr > job.optimizer.lr:
+        raise must(
+            f"{path}.schedule.min_lr",
+            f"be at most optimizer.lr = {job.optimizer.lr}",
+            job.schedule.min_lr,
+        )
+
+
+def _check_targets(job: JobSpec, path: str) -> None:
+    targets = job.lora.target_modules
+    path = f"{path}.lora.target_modules"
+    for target, count in Counter(targets).items():
+        if count > 1:
+            raise ConfigError(f"{path} must not repeat a target, got {target} {count} times")
+    for target in targets:
+        fused = _BASE_LINEAR.get(target)
+        if fused in targets:
+            raise ConfigError(
+                f"{path} must name each base linear once, got {target} and {fused}, which holds it"
+            )
+
+
+def resolve_job_paths(job: JobSpec, path: str, folder: Path) -> JobSpec:
+    """The job with absolute paths; its data files and `init_from` must exist."""
+    train = existing_file(job.data.train, folder, f"{path}.data.train")
+    evaluation, init_from = job.data.eval, job.init_from
+    if evaluation is not None:
+        evaluation = existing_file(evaluation, folder, f"{path}.data.eval")
+    if init_from is not None:
+        init_from = resolve(init_from, folder)
+        if not Path(init_from).is_dir():
+            raise must(f"{path}.init_from", "be an existing directory", init_from)
+    return replace(job, data=replace(job.data, train=train, eval=evaluation), init_from=init_from)
+
+
+def existing_file(value: str, folder: Path, path: str) -> str:
+    """The absolute path of a file that is there and not empty; `path` names the field."""
+    file = resolve(value, folder)
+    if not Path(file).is_file():
+        raise must(path, "be an existing file", file)
+    if Path(file).stat().st_size == 0:
+        raise must(path, "be a file that is not empty", file)
+    return file
+
+
+def resolve(value: str, folder: Path) -> str:
+    """`value` as an absolute path, from `folder` where it is relative."""
+    return str((folder / Path(value).expanduser()).resolve())
