@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Prints, one a line, what this interpreter lacks of the project's dependencies and the extras named.
+"""Prints, one a line, what this interpreter lacks of the project's dependencies and extras.
 
-The last line is `tlora-megatron` unless the project is installed from this very folder. Standard library
-only, besides the `packaging` that every pip brings, so that it runs in an empty environment.
+The last line is `tlora-megatron` unless the project is installed from this very folder. Standard
+library only, besides the `packaging` that every pip brings: it runs in an empty environment.
 
 usage: missing_requirements.py [EXTRA]... | --build-backend
 """
@@ -26,7 +26,7 @@ REPO = Path(__file__).resolve().parent.parent
 
 
 def required(project: dict[str, Any], extras: list[str]) -> Iterator[Requirement]:
-    """The project's requirements with its extras, where an extra may name other extras of the project.
+    """The project's requirements with the extras, which may name other extras of the project.
 
     Raises:
         ValueError: if an extra is not one of the project's.

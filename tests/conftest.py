@@ -1,0 +1,55 @@
+"""Marks: a test that this machine cannot run is skipped with the reason."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+@cache
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _shared_data() -> Path:
+    return Path(os.environ.get("TLORA_SHARED_DATA") or REPO.parent / "shared" / "data")
+
+
+def _reason_to_skip(mark: str) -> str | None:
+    """Why this machine cannot run tests with the mark, or None."""
+    if mark == "gpu" and _num_gpus() < 1:
+        return "needs a CUDA device"
+    if mark == "multigpu" and _num_gpus() < 2:
+        return f"needs two CUDA devices, got {_num_gpus()}"
+    if mark == "megatron_lm" and not Path(os.environ.get("TLORA_MEGATRON_LM", "")).is_absolute():
+        return "needs TLORA_MEGATRON_LM to name a Megatron-LM checkout"
+    if mark == "shared" and not _shared_data().is_dir():
+        return "needs TLORA_SHARED_DATA to name the shared data folder"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what cannot run here, before any fixture is set up."""
+    for item in items:
+        for mark in {mark.name for mark in item.iter_markers()}:
+            if reason := _reason_to_skip(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    """The repository's root."""
+    return REPO
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder of real data outside the project; only for tests marked `shared`."""
+    return _shared_data()
