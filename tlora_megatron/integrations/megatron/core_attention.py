@@ -1,0 +1,191 @@
+"""Causal attention inside the documents of a packed micro-batch, without Transformer Engine.
+
+Shapes: T local rows, K gathered key rows, N query heads, G key-value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch before 2.10
+    varlen_attn = None
+
+_VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters if varlen_attn else {}
+_VARLEN_HAS_GQA = "enable_gqa" in _VARLEN_PARAMETERS
+_VARLEN_CAUSAL: dict[str, Any] = (
+    {"window_size": (-1, 0)} if "window_size" in _VARLEN_PARAMETERS else {"is_causal": True}
+)
+
+
+class _CumulativeLengths(NamedTuple):
+    """Begins of the spans' rows, int32 `[spans + 1]`, and the longest span, for `varlen_attn`."""
+
+    queries: Tensor
+    keys: Tensor
+    max_queries: int
+    max_keys: int
+
+
+class PackedCoreAttention(MegatronModule):
+    """Core attention in Megatron's plain `[T, 1, N, D]` layout; document borders come from the
+    bound micro-batch.
+
+    The constructor is that of Megatron's `DotProductAttention`. No score matrix is stored on CUDA
+    in bf16 and fp16 (`varlen_attn`); fp32 and the CPU run `scaled_dot_product_attention` a span.
+
+    Layout in: local rows; out: the same. Forward under context parallelism: one all-gather of keys
+    and values; backward: one reduce-scatter of their gradients.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout != 0.0:
+            raise ValueError(f"attention_dropout must be 0 in a frozen backbone, got {dropout}")
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.cp_group = None
+        if config.context_parallel_size > 1:
+            cp_group = getattr(pg_collection, "cp", None)
+            self.cp_group = cp_group or parallel_state.get_context_parallel_group()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attends within documents.
+
+        Args:
+            query: `[T, 1, N, D]`.
+            key: `[T, 1, G, D]`, as `value`.
+            attention_mask: None, as `attention_bias` and `packed_seq_params`: documents say it all.
+
+        Returns:
+            `[T, 1, N * D]`.
+        """
+        micro_batch = current_micro_batch()
+        if micro_batch is None:
+            raise RuntimeError("a micro-batch must be bound by use_micro_batch, got none")
+        if any(x is not None for x in (attention_mask, attention_bias, packed_seq_params)):
+            raise ValueError("attention_mask, attention_bias and packed_seq_params must be None")
+        q_TND, k_KGD, v_KGD = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        if self.cp_group is not None:
+            k_KGD, v_KGD = self._gather_keys(k_KGD, v_KGD, micro_batch)
+        fused = varlen_attn is not None and query.is_cuda and query.dtype != torch.float32
+        attend = _attend_varlen if fused else _attend_spans
+        out_TND = attend(q_TND, k_KGD, v_KGD, micro_batch, self.scale)
+        return out_TND.reshape(query.shape[0], 1, -1)
+
+    def _gather_keys(
+        self, key: Tensor, value: Tensor, micro_batch: MicroBatchView
+    ) -> tuple[Tensor, Tensor]:
+        """All ranks' keys and values, laid out span after span as the local queries need them."""
+        rows = micro_batch.cached("attention.key_rows", lambda: _key_rows(micro_batch, key.device))
+        gathered = gather_from_sequence_parallel_region(
+            torch.cat([key, value], dim=-1),
+            tensor_parallel_output_grad=True,
+            group=self.cp_group,
+        )
+        # A row serves at most two spans of a rank, so the sum in backward has no order to vary.
+        key, value = gathered.index_select(0, rows).chunk(2, dim=-1)
+        return key, value
+
+
+def _key_rows(micro_batch: MicroBatchView, device: torch.device) -> Tensor:
+    """Rows of the gathered keys in span order, int64 `[sum(k_lens)]`."""
+    spans = micro_batch.attention
+    runs = zip(spans.k_begins, spans.k_lens, strict=True)
+    packed = torch.cat([torch.arange(begin, begin + length) for begin, length in runs])
+    order = micro_batch.packed_order(device)
+    assert order is not None, "keys are gathered under context parallelism only"
+    return order[packed.to(device)]
+
+
+def _attend_spans(
+    q_TND: Tensor, k_KGD: Tensor, v_KGD: Tensor, micro_batch: MicroBatchView, scale: float
+) -> Tensor:
+    spans = micro_batch.attention
+    parts = zip(
+        q_TND.split(spans.q_lens), k_KGD.split(spans.k_lens), v_KGD.split(spans.k_lens), strict=True
+    )
+    return torch.cat([_attend_one_span(q, k, v, scale) for q, k, v in parts])
+
+
+def _attend_one_span(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    rows, keys = len(q), len(k)
+    mask = None
+    if rows < keys:
+        mask = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
+    out = F.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out[0].transpose(0, 1)
+
+
+def _attend_varlen(
+    q_TND: Tensor, k_KGD: Tensor, v_KGD: Tensor, micro_batch: MicroBatchView, scale: float
+) -> Tensor:
+    lengths = micro_batch.cached(
+        "attention.cumulative", lambda: _cumulative_lengths(micro_batch, q_TND.device)
+    )
+    options: dict[str, Any] = dict(_VARLEN_CAUSAL)
+    repeats = q_TND.shape[1] // k_KGD.shape[1]
+    if _VARLEN_HAS_GQA:
+        options["enable_gqa"] = repeats > 1
+    elif repeats > 1:
+        k_KGD, v_KGD = (x.repeat_interleave(repeats, dim=1) for x in (k_KGD, v_KGD))
+    return varlen_attn(
+        q_TND,
+        k_KGD,
+        v_KGD,
+        lengths.queries,
+        lengths.keys,
+        lengths.max_queries,
+        lengths.max_keys,
+        scale=scale,
+        **options,
+    )
+
+
+def _cumulative_lengths(micro_batch: MicroBatchView, device: torch.device) -> _CumulativeLengths:
+    spans = micro_batch.attention
+    queries, keys = (
+        torch.tensor((0, *lens)).cumsum(0).to(device, torch.int32)
+        for lens in (spans.q_lens, spans.k_lens)
+    )
+    return _CumulativeLengths(queries, keys, max(spans.q_lens), max(spans.k_lens))

@@ -1,0 +1,280 @@
+"""The frozen backbone: a `GPTModel` of Megatron-core's local layer spec, and its process groups."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from tlora_megatron.integrations.megatron.core_attention import PackedCoreAttention
+from tlora_megatron.integrations.megatron.norm import RMSNorm
+from tlora_megatron.integrations.megatron.rotary import PackedRotaryEmbedding
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.training.hf_convert import (
+    HFCheckpoint,
+    RandomWeights,
+    WeightSource,
+    check_layout,
+    hf_shapes,
+    megatron_tensors,
+    padded_vocab_size,
+    stage_layers,
+)
+
+Recompute = Literal["none", "selective", "full"]
+
+_RECOMPUTE: dict[Recompute, dict[str, Any]] = {
+    "none": {},
+    # Not "core_attn": attention stores no scores here. Not "layernorm": core 0.19 compiles C++ for
+    # it. The MLP's intermediates are the largest activations of a layer.
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+def initialize_parallel(layout: ParallelLayout) -> None:
+    """Joins the process group that torchrun's environment describes and lays Megatron's groups out.
+
+    NCCL with one GPU a process where there is CUDA, else gloo. Without torchrun it is a world of
+    one. A second call with the same layout does nothing; another layout makes new groups.
+
+    Raises:
+        ValueError: if the world is not as large as the layout, or a node has more processes
+            than GPUs.
+    """
+    if torch.cuda.is_available():
+        _bind_gpu()
+    else:
+        from tlora_megatron.integrations.megatron import cpu
+
+        cpu.install()
+    if not dist.is_initialized():
+        _init_process_group()
+    if dist.get_world_size() != layout.world_size:
+        raise ValueError(
+            f"world size must be {layout.world_size} for {layout}, got {dist.get_world_size()}"
+        )
+    _lay_out_groups(layout)
+    # Nothing here draws from these generators, but Megatron's layers enter their contexts.
+    model_parallel_cuda_manual_seed(0)
+
+
+def _bind_gpu() -> None:
+    local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= gpus:
+        raise ValueError(f"processes a node must be at most its {gpus} GPUs, got rank {local_rank}")
+    # Makes the GPU start kernels in launch order, so that a collective issued before the compute
+    # that should hide it starts first. Read when CUDA starts.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    torch.cuda.set_device(local_rank)
+
+
+def _init_process_group() -> None:
+    options: dict[str, Any] = {"backend": "gloo"}
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        options = {"backend": "nccl", "device_id": device}
+    if "RANK" not in os.environ:
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(**options)
+
+
+def _lay_out_groups(layout: ParallelLayout) -> None:
+    sizes = (layout.tp_size, layout.pp_size, layout.cp_size)
+    if parallel_state.model_parallel_is_initialized():
+        current = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_context_parallel_world_size(),
+        )
+        if current == sizes:
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp_size,
+        pipeline_model_parallel_size=layout.pp_size,
+        context_parallel_size=layout.cp_size,
+    )
+
+
+def build_backbone(
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    *,
+    dtype: torch.dtype,
+    recompute: Recompute = "none",
+) -> GPTModel:
+    """Builds this rank's part of the model on its device, frozen, its weights not yet set.
+
+    The model is called as `model(input_ids, position_ids, None)` inside `use_micro_batch(view)`:
+    one packed row `[1, T]` of tokens; positions and document borders come from the view. The last
+    stage returns vocabulary-parallel logits `[1, T, padded_vocab / tp_size]`; columns beyond the
+    vocabulary hold the dtype's least value.
+
+    Args:
+        recompute: `selective` recomputes every MLP in backward, `full` every layer. Both need
+            the micro-batch bound again in recompute: `ops.segments.bind_current`.
+
+    Raises:
+        ValueError: if the layout does not divide the model.
+    """
+    check_layout(spec, layout)
+    config = transformer_config(spec, layout, dtype=dtype, recompute=recompute)
+    pre_process = parallel_state.is_pipeline_first_stage()
+    post_process = parallel_state.is_pipeline_last_stage()
+    model = GPTModel(
+        config,
+        _block_spec(spec, layout),
+        vocab_size=padded_vocab_size(spec, layout.tp_size),
+        max_sequence_length=spec.max_positions,
+        pre_process=pre_process,
+        post_process=post_process,
+        parallel_output=True,
+        position_embedding_type="rope",
+        # Tied below instead: Megatron's way all-reduces the weights between pipeline stages.
+        share_embeddings_and_output_weights=False,
+    )
+    model.rotary_pos_emb = PackedRotaryEmbedding(spec)
+    if pre_process and post_process and spec.tied_embeddings:
+        model.output_layer.weight = model.embedding.word_embeddings.weight
+    model.requires_grad_(False)
+    if pre_process:
+        model.embedding.register_forward_hook(_require_grad)
+    if post_process:
+        _mask_padded_vocabulary(model.output_layer, spec, layout)
+    return model
+
+
+def transformer_config(
+    spec: ModelSpec, layout: ParallelLayout, *, dtype: torch.dtype, recompute: Recompute
+) -> TransformerConfig:
+    """Megatron's configuration of the backbone: no dropout, no fusions, nothing scaled."""
+    return TransformerConfig(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_heads,
+        num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim,
+        ffn_hidden_size=spec.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp_size,
+        pipeline_model_parallel_size=layout.pp_size,
+        context_parallel_size=layout.cp_size,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        # Megatron's schedules then leave the loss as it is: jobs are weighted by their own tokens.
+        calculate_per_token_loss=True,
+        deallocate_pipeline_outputs=torch.cuda.is_available(),
+        **_RECOMPUTE[recompute],
+    )
+
+
+def _block_spec(spec: ModelSpec, layout: ParallelLayout) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedCoreAttention
+    if spec.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    num_layers = spec.num_layers // layout.pp_size
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Keeps adapters' gradients: a re-entrant checkpoint drops them if no input requires grad."""
+    return output.requires_grad_(torch.is_grad_enabled())
+
+
+def _mask_padded_vocabulary(
+    output_layer: nn.Module, spec: ModelSpec, layout: ParallelLayout
+) -> None:
+    """Sets logits of rows that only fill the vocabulary up to the dtype's least value."""
+    columns = padded_vocab_size(spec, layout.tp_size) // layout.tp_size
+    begin = parallel_state.get_tensor_model_parallel_rank() * columns
+    valid = max(0, min(columns, spec.vocab_size - begin))
+    if valid == columns:
+        return
+
+    def mask(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Any]) -> None:
+        logits = output[0]
+        logits[..., valid:].fill_(torch.finfo(logits.dtype).min)
+
+    output_layer.register_forward_hook(mask)
+
+
+def load_backbone(
+    model: GPTModel,
+    spec: ModelSpec,
+    directory: Path | None,
+    layout: ParallelLayout,
+    *,
+    seed: int = 0,
+) -> None:
+    """Sets every weight of this rank's part.
+
+    Args:
+        directory: a Hugging Face directory with safetensors; None draws the weights by `seed`,
+            the same ones whatever the layout (see `RandomWeights`).
+
+    Raises:
+        ValueError: if the directory's weights are missing, corrupt, or of another architecture.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    weights = megatron_tensors(
+        spec,
+        _weight_source(model, spec, directory, seed),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=layout.tp_size,
+        layers=stage_layers(
+            spec, parallel_state.get_pipeline_model_parallel_rank(), layout.pp_size
+        ),
+        with_embedding=model.pre_process,
+        with_output=model.post_process,
+    )
+    with torch.no_grad():
+        for name, value in weights:
+            parameters.pop(name).copy_(value)
+    assert not parameters, f"weights without a value: {sorted(parameters)}"
+
+
+def _weight_source(
+    model: GPTModel, spec: ModelSpec, directory: Path | None, seed: int
+) -> WeightSource:
+    if directory is not None:
+        return HFCheckpoint(directory)
+    weight = next(model.parameters())
+    return RandomWeights(hf_shapes(spec), seed=seed, device=weight.device, dtype=weight.dtype)
