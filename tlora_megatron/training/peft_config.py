@@ -1,0 +1,171 @@
+"""`adapter_config.json`: PEFT's words for what `LoraSpec` says, and what is refused in them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from tlora_megatron.job import HF_TARGETS, LoraSpec
+
+_READ_FIELDS = {
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "use_rslora",
+    "target_modules",
+    "bias",
+    "init_lora_weights",
+    "base_model_name_or_path",
+}
+_FIELDS_WITHOUT_EFFECT = {
+    "auto_mapping",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "fan_in_fan_out",
+    "inference_mode",
+    "layers_pattern",
+    "loftq_config",
+    "lora_ga_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+}
+"""Do not change what a trained adapter of plain linears computes. Every other field must be unset:
+use_dora, modules_to_save, rank_pattern, layers_to_transform and those of PEFT versions to come."""
+
+_PLAIN_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Initial values that leave the base weight as it was; PiSSA, OLoRA, LoftQ and others change it."""
+
+
+def peft_config(lora: LoraSpec, targets: tuple[str, ...], base_model: str) -> dict[str, Any]:
+    """Returns the fields of `adapter_config.json` for an adapter of the Hugging Face `targets`.
+
+    alpha is an integer where it is one, as PEFT and vLLM declare it, else the exact float.
+    """
+    alpha = float(lora.alpha)
+    return {
+        "alpha_pattern": {},
+        "auto_mapping": None,
+        "base_model_name_or_path": base_model,
+        "bias": "none",
+        "exclude_modules": None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "lora_dropout": lora.dropout,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "rank_pattern": {},
+        "revision": None,
+        "target_modules": sorted(targets),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": lora.use_rslora,
+    }
+
+
+def read_peft_config(path: Path) -> dict[str, Any]:
+    """Reads `adapter_config.json` and refuses what plain LoRA does not compute.
+
+    Raises:
+        ValueError: if the file is missing or not a JSON object, or a field must not be so.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ValueError(f"directory must hold {path.name}, got none") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path.name} must be JSON, got {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path.name} must be a JSON object, got {type(config).__name__}")
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"peft_type must be 'LORA', got {config.get('peft_type')!r}")
+    if config.get("bias", "none") != "none":
+        raise ValueError(f"bias must be 'none', got {config['bias']!r}")
+    base_model = config.get("base_model_name_or_path")
+    if not isinstance(base_model, str | None):
+        raise ValueError(f"base_model_name_or_path must be a string or null, got {base_model!r}")
+    _check_init(config.get("init_lora_weights"))
+    for key in sorted(config.keys() - _READ_FIELDS - _FIELDS_WITHOUT_EFFECT):
+        if not _is_unset(config[key]):
+            raise ValueError(f"{key} must be unset (plain LoRA only), got {config[key]!r}")
+    return config
+
+
+def lora_spec(config: dict[str, Any], present: set[str]) -> LoraSpec:
+    """Returns the adapter's values; its targets are the Hugging Face names in `present`.
+
+    Args:
+        config: as `read_peft_config` returns it.
+        present: the targets that have tensors. A list of names in `config` must agree with them;
+            a pattern, `all-linear` or nothing is taken to mean them.
+
+    Raises:
+        ValueError: if a value is of the wrong type or range, or the listed targets do not agree.
+    """
+    _check_targets(config.get("target_modules"), present)
+    use_rslora = config.get("use_rslora") or False
+    if not isinstance(use_rslora, bool):
+        raise ValueError(f"use_rslora must be true or false, got {use_rslora!r}")
+    rank = config.get("r")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ValueError(f"r must be a whole number of at least 1, got {rank!r}")
+    alpha = _number(config, "lora_alpha")
+    if not 0 < alpha < math.inf:
+        raise ValueError(f"lora_alpha must be above 0 and finite, got {alpha}")
+    dropout = _number(config, "lora_dropout", default=0.0)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"lora_dropout must be at least 0 and below 1, got {dropout}")
+    return LoraSpec(
+        rank=rank,
+        alpha=alpha,
+        dropout=dropout,
+        target_modules=tuple(target for target in HF_TARGETS if target in present),
+        use_rslora=use_rslora,
+    )
+
+
+def _is_unset(value: Any) -> bool:
+    """A plain truth test would take `layers_to_transform: 0`, the first layer alone, for unset."""
+    return value is None or value is False or value in ("", [], {})
+
+
+def _check_init(init: Any) -> None:
+    if init not in _PLAIN_INITS:
+        raise ValueError(
+            f"init_lora_weights must be true, false, gaussian, orthogonal or eva, got {init!r}: "
+            "it changes the base weights; convert the adapter to plain LoRA with PEFT first"
+        )
+
+
+def _check_targets(listed: Any, present: set[str]) -> None:
+    if listed is None or isinstance(listed, str):
+        return
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise ValueError(f"target_modules must be a list of names or a pattern, got {listed!r}")
+    names = {name.rpartition(".")[2] for name in listed}
+    for name in sorted(names - set(HF_TARGETS)):
+        raise ValueError(f"target_modules must be among {', '.join(HF_TARGETS)}, got {name!r}")
+    if names != present:
+        raise ValueError(
+            f"target_modules must be the modules that have tensors, {', '.join(sorted(present))}, "
+            f"got {', '.join(sorted(names))}"
+        )
+
+
+def _number(config: dict[str, Any], key: str, *, default: float | None = None) -> float:
+    value = config.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{key} must be a number, got {value!r}")
+    return float(value)
