@@ -1,7 +1,7 @@
-"""The oracle of losslessness: Hugging Face transformers + PEFT train one job alone, CPU, fp32, one process.
+"""The oracle of losslessness: transformers + PEFT train one job alone, CPU, fp32, one process.
 
-It shares no arithmetic with the package: model, adapter, loss, clipping, AdamW and schedule are those of
-transformers, PEFT and torch. Sequences run one by one, so that nothing rests on padding or packing.
+It shares no arithmetic with the package: model, adapter, loss, clipping, AdamW and schedule are
+those of transformers, PEFT and torch. Sequences run one by one, without padding or packing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
@@ -25,10 +26,10 @@ _HF_SCHEDULE = {"constant": "constant_with_warmup", "linear": "linear", "cosine"
 
 
 class Sequenced(Protocol):
-    """One sequence: `tokens` int `[n]`, `is_target` bool `[n]` (True: the loss counts predicting this token)."""
+    """One sequence: `tokens` int `[n]`, `is_target` bool `[n]` (this token is predicted)."""
 
-    tokens: Tensor
-    is_target: Tensor
+    tokens: Tensor | np.ndarray
+    is_target: Tensor | np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +57,7 @@ def train_alone(
 
     Args:
         base_dir: Hugging Face directory.
-        job: rank, alpha, targets, optimizer and schedule are used; dropout must be 0, targets Hugging Face's.
+        job: lora, optimizer and schedule are used; dropout 0 and Hugging Face targets only.
         factors: initial adapter, canonical whole fp32.
         batches: the sequences of each step, in order.
         num_steps: length of the schedule; None = `job.max_steps`, else the number of batches.
@@ -88,9 +89,9 @@ def train_alone(
 
 
 def learning_rate(job: JobSpec, step: int, num_steps: int) -> float:
-    """Learning rate of the update `step` (from 0) out of `num_steps`: Hugging Face's curves with a floor.
+    """Learning rate of update `step` (from 0) of `num_steps`: Hugging Face's curves with a floor.
 
-    Like there, the first warm-up step has learning rate 0. `min_lr` is where the decay ends; warm-up starts at 0.
+    Like there, the first warm-up step has learning rate 0; `min_lr` is where the decay ends.
     """
     peak, floor, warmup = job.optimizer.lr, job.schedule.min_lr, job.schedule.warmup_steps
     if step < warmup:
@@ -104,7 +105,7 @@ def learning_rate(job: JobSpec, step: int, num_steps: int) -> float:
 
 
 def _scheduler(optimizer: torch.optim.Optimizer, job: JobSpec, num_steps: int) -> LRScheduler:
-    """Hugging Face's own scheduler where it can express the job's (it has no floor), else the formula."""
+    """Hugging Face's own scheduler where there is no floor (it has none), else the formula."""
     if job.schedule.min_lr == 0.0:
         return get_scheduler(
             _HF_SCHEDULE[job.schedule.name],
@@ -158,7 +159,7 @@ def _read_factors(model: PeftModel, names: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def _backward(model: PeftModel, batch: Sequence[Sequenced]) -> float:
-    """Adds the gradient of the batch's mean loss and returns that loss; each sequence frees its graph."""
+    """Adds the gradient of the batch's mean loss, one graph a sequence; returns that loss."""
     num_targets = sum(int(torch.as_tensor(sequence.is_target)[1:].sum()) for sequence in batch)
     assert num_targets > 0, "a batch must hold a target token"
     total = 0.0

@@ -1,4 +1,4 @@
-"""Small random Hugging Face checkpoints, one for each supported architecture, and adapters for them."""
+"""Small random Hugging Face checkpoints of each supported architecture, and adapters for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TinyModelType = Literal["llama", "llama3", "qwen2", "qwen3", "mistral"]
 TINY_MODEL_TYPES: tuple[TinyModelType, ...] = ("llama", "llama3", "qwen2", "qwen3", "mistral")
 
 _WEIGHT_STD = 0.15
-"""Attention logits and output logits of about unit spread at hidden size 64: no softmax is flat or one-hot."""
+"""Logits of attention and output spread by about 1 at hidden size 64: no softmax is flat."""
 
 _SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -102,7 +102,7 @@ def tiny_config(
 
 
 def randomize(model: PreTrainedModel, *, seed: int) -> None:
-    """Draws every parameter in name order: matrices around 0, norm weights around 1, biases around 0."""
+    """Draws every parameter in name order: norm weights around 1, all else around 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):

@@ -1,4 +1,4 @@
-"""The oracle itself: it learns, equals a loop written by hand, and follows Hugging Face's schedules."""
+"""The oracle itself: it learns, equals a loop by hand, and follows Hugging Face's schedules."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -21,8 +22,8 @@ from tlora_megatron.model import read_model_spec
 
 
 class Sequence(NamedTuple):
-    tokens: Tensor
-    is_target: Tensor
+    tokens: Tensor | np.ndarray
+    is_target: Tensor | np.ndarray
 
 
 def sequence(length: int, prompt: int, seed: int) -> Sequence:
@@ -46,6 +47,15 @@ def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=2)
 
 
+def test_reads_numpy_sequences(base_dir: Path) -> None:
+    """The package's own sequences are numpy arrays."""
+    factors = random_factors(read_model_spec(base_dir / "config.json"), job().lora)
+    tensors = sequence(9, 2, 0)
+    arrays = Sequence(tensors.tokens.numpy(), tensors.is_target.numpy())
+    results = [train_alone(base_dir, job(), factors, [[one]] * 2) for one in (tensors, arrays)]
+    assert results[0].losses == results[1].losses
+
+
 def test_learns(base_dir: Path) -> None:
     one = job()
     factors = random_factors(read_model_spec(base_dir / "config.json"), one.lora, b_std=0.0)
@@ -60,7 +70,7 @@ def test_learns(base_dir: Path) -> None:
 @pytest.mark.parametrize("use_rslora", [False, True])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
 def test_equals_a_loop_by_hand(base_dir: Path, max_grad_norm: float, use_rslora: bool) -> None:
-    """Merged weights, one flat loss, AdamW and clipping written out; prompts are skewed in length."""
+    """Merged weights, one flat loss, AdamW and clipping written out; lengths are skewed."""
     one = job(
         lora=LoraSpec(
             rank=3, alpha=5.0, target_modules=("k_proj", "up_proj"), use_rslora=use_rslora
@@ -187,7 +197,7 @@ def test_floor_is_reached_and_kept() -> None:
 
 
 def test_refuses_what_it_cannot_judge(base_dir: Path) -> None:
-    with pytest.raises(AssertionError, match="no dropout, got 0.1"):
+    with pytest.raises(AssertionError, match=r"no dropout, got 0\.1"):
         train_alone(base_dir, job(lora=LoraSpec(dropout=0.1)), {}, [])
     with pytest.raises(AssertionError, match="Hugging Face targets only"):
         train_alone(base_dir, job(lora=LoraSpec(target_modules=("linear_qkv",))), {}, [])
