@@ -118,11 +118,12 @@ def test_an_install_from_another_folder_does_not_count(
 @pytest.mark.parametrize(
     ("reported", "rows", "rows_total", "slack", "limits"),
     [
-        (0.5, 96, 96, 0.01, (47, 49)),
+        (0.5, 96, 96, 0.0, (48, 48)),
         (1.0, 200, 200, 0.05, (190, 210)),
-        (0.5, 32, 96, 0.01, (-1, 33)),
-        (0.9, 32, 40, 0.01, (27, 33)),
-        (0.0, 32, 96, 0.01, (-1, 1)),
+        (0.5, 32, 96, 0.0, (0, 32)),
+        (0.9, 32, 40, 0.0, (28, 32)),
+        (0.9, 32, 40, 0.05, (27, 33)),
+        (0.0, 32, 96, 0.0, (0, 0)),
     ],
 )
 def test_the_reported_exact_match_bounds_what_generation_may_give(
