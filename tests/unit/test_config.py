@@ -93,7 +93,7 @@ def test_paths_start_at_the_config_file_and_output_at_the_working_directory(
 
 
 def test_output_dir_argument_stands_in_for_a_missing_one(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="^run.output_dir must be given"):
+    with pytest.raises(ConfigError, match=r"^run.output_dir must be given"):
         load(folder, document(run={}))
     assert load(folder, document(run={}), output_dir="x").run.output_dir.endswith("/x")
 
@@ -312,7 +312,7 @@ def test_skip_names_unusable_jobs_by_index_and_still_stops_without_any_job(folde
     config = load(folder, content)
     assert [error.name for error in config.job_errors] == ["jobs[0]"]
     content["jobs"][1] = "nothing"
-    with pytest.raises(ConfigError, match="^jobs must hold at least one that can start, got jobs"):
+    with pytest.raises(ConfigError, match=r"^jobs must hold at least one that can start, got jobs"):
         load(folder, content)
 
 
@@ -320,13 +320,13 @@ def test_skip_names_unusable_jobs_by_index_and_still_stops_without_any_job(folde
 def test_duplicate_names_always_stop(folder: Path, policy: str) -> None:
     content = document()
     content["jobs"][1]["name"] = "one"
-    with pytest.raises(ConfigError, match="^jobs must have unique names, got 'one' 2 times"):
+    with pytest.raises(ConfigError, match=r"^jobs must have unique names, got 'one' 2 times"):
         load(folder, content, f"run.on_job_error={policy}")
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_what_is_outside_the_jobs_always_stops(folder: Path, policy: str) -> None:
-    with pytest.raises(ConfigError, match="^model is not a known key"):
+    with pytest.raises(ConfigError, match=r"^model is not a known key"):
         load(folder, document(model={}), f"run.on_job_error={policy}")
 
 
@@ -349,7 +349,7 @@ def test_malformed_yaml_is_refused(folder: Path, text: str, message: str) -> Non
 @pytest.mark.parametrize("text", ['{"run": {}, "run": {}}', "{", "\xff"])
 def test_malformed_json_is_refused(folder: Path, text: str) -> None:
     (folder / "run.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(ConfigError, match="run.json must be well-formed JSON"):
+    with pytest.raises(ConfigError, match=r"run.json must be well-formed JSON"):
         load_config(folder / "run.json")
 
 
@@ -357,7 +357,7 @@ def test_bytes_that_are_no_text_and_files_that_are_not_there_are_refused(folder:
     (folder / "run.yaml").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ConfigError, match="must be well-formed YAML"):
         load_config(folder / "run.yaml")
-    with pytest.raises(ConfigError, match="config must be a readable file, got .*no.yaml"):
+    with pytest.raises(ConfigError, match=r"config must be a readable file, got .*no.yaml"):
         load_config(folder / "no.yaml")
     with pytest.raises(ConfigError, match="config must be a readable file"):
         load_config(folder)

@@ -1,0 +1,133 @@
+"""`tlora inspect`: shows a configuration, an adapter or a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tlora_megatron.cli.console import open_console
+from tlora_megatron.cli.tables import print_adapter, print_config, print_run
+from tlora_megatron.cli.train import add_config_arguments
+from tlora_megatron.config import config_to_dict, load_config
+
+_EPILOG = """\
+examples:
+  tlora inspect configs/quickstart.yaml --set defaults.lora.rank=8
+  tlora inspect runs/quickstart
+  tlora inspect runs/quickstart/jobs/mirror/adapter --json
+"""
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the subcommand to argparse's `commands`."""
+    parser = commands.add_parser(
+        "inspect",
+        help="show a configuration, an adapter or a run",
+        description=__doc__.split(": ", 1)[1],
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "path", metavar="PATH", help="configuration file, adapter directory or run directory"
+    )
+    add_config_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Shows what stands at `PATH`."""
+    path = Path(args.path)
+    if path.is_dir():
+        if args.overrides or args.output_dir:
+            raise ValueError(f"--set and --output-dir must be given with a config file, got {path}")
+        if (path / ADAPTER_CONFIG).is_file():
+            return _show_adapter(path, as_json=args.json)
+        if (path / "summary.json").is_file():
+            return _show_run(path, as_json=args.json)
+        raise ValueError(
+            f"PATH must be a config file, or a directory with {ADAPTER_CONFIG} or summary.json, "
+            f"got {path}"
+        )
+    return _show_config(args)
+
+
+def _show_config(args: argparse.Namespace) -> int:
+    config = load_config(args.path, args.overrides, args.output_dir)
+    if args.json:
+        errors = [asdict(error) for error in config.job_errors]
+        _print_json({"kind": "config", **config_to_dict(config), "job_errors": errors})
+    else:
+        print_config(open_console(), config)
+    return 0
+
+
+def _show_adapter(path: Path, *, as_json: bool) -> int:
+    adapter = read_adapter(path)
+    if as_json:
+        _print_json({"kind": "adapter", **adapter})
+    else:
+        print_adapter(open_console(), adapter)
+    return 0
+
+
+def _show_run(path: Path, *, as_json: bool) -> int:
+    summary = _read_json(path / "summary.json")
+    if as_json:
+        _print_json({"kind": "run", "path": str(path), **summary})
+    else:
+        print_run(open_console(), summary, str(path))
+    return 0
+
+
+def read_adapter(path: Path) -> dict[str, Any]:
+    """What a PEFT adapter directory holds, from its config and the header of its weights.
+
+    Raises:
+        ValueError: if either file is missing or malformed.
+    """
+    # Not at the top: safetensors belongs to the extra [train], and configs can be shown without it.
+    from safetensors import SafetensorError, safe_open
+
+    config = _read_json(path / ADAPTER_CONFIG)
+    weights = path / ADAPTER_WEIGHTS
+    try:
+        with safe_open(weights, framework="numpy") as file:
+            slices = [file.get_slice(key) for key in file.keys()]  # noqa: SIM118, not a dict
+            shapes = [tuple(item.get_shape()) for item in slices]
+            dtypes = sorted({str(item.get_dtype()) for item in slices})
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"adapter must hold a readable {ADAPTER_WEIGHTS}, got {error}") from error
+    targets = config.get("target_modules")
+    return {
+        "path": str(path),
+        "base": config.get("base_model_name_or_path"),
+        "rank": config.get("r"),
+        "alpha": config.get("lora_alpha"),
+        "use_rslora": config.get("use_rslora", False),
+        "target_modules": sorted(targets) if isinstance(targets, list) else targets,
+        "tensors": len(shapes),
+        "parameters": sum(math.prod(shape) for shape in shapes),
+        "dtypes": dtypes,
+        "file_bytes": weights.stat().st_size,
+    }
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} must be readable JSON, got {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got a {type(content).__name__}")
+    return content
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    print(json.dumps(content, indent=2))

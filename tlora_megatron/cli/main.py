@@ -1,0 +1,79 @@
+"""The `tlora` command: parses, runs one subcommand, turns errors into a line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+
+import tlora_megatron
+from tlora_megatron.cli import inspect, train
+from tlora_megatron.cli.console import global_rank, open_console
+from tlora_megatron.config import ConfigError
+
+_OTHER_RANKS_WAIT_S = 2.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line (`sys.argv` where None).
+
+    Returns:
+        0; 2 for something the user can correct in the configuration, the data or the command line;
+        1 for a failure while running, or a run with a job that did not finish; 130 on Ctrl-C.
+    """
+    args = _parser().parse_args(argv)
+    _configure_logging()
+    try:
+        return int(args.command(args))
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, NotImplementedError) as error:
+        _show_error(error)
+        return 2
+    except (RuntimeError, OSError, ImportError) as error:
+        _show_error(error)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tlora", description=tlora_megatron.__doc__)
+    version = f"%(prog)s {tlora_megatron.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for module in (train, inspect):
+        module.add_parser(commands)
+    return parser
+
+
+def _show_error(error: Exception) -> None:
+    if global_rank() != 0:
+        # Most errors meet every rank, and torchrun ends this one as soon as rank 0 has reported.
+        # What only this rank has met must still be seen.
+        time.sleep(_OTHER_RANKS_WAIT_S)
+    if os.environ.get("TLORA_DEBUG") == "1":
+        traceback.print_exception(error)
+    where = f" on rank {global_rank()}" if global_rank() else ""
+    console = open_console(stderr=True)
+    console.print(f"error{where}: {str(error) or type(error).__name__}", style="red")
+    if not isinstance(error, ConfigError):
+        console.print("TLORA_DEBUG=1 shows where it was raised", style="dim")
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to what `sys.stderr` is at the time: live bars put themselves in its place."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
+def _configure_logging() -> None:
+    logger = logging.getLogger("tlora_megatron")
+    logger.setLevel(logging.WARNING if global_rank() == 0 else logging.ERROR)
+    if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
+        handler = _StderrHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        logger.addHandler(handler)

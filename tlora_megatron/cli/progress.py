@@ -1,0 +1,165 @@
+"""What a running training shows: a bar per job on a terminal, elsewhere a line now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+JobStart = tuple[str, int, int | None]
+"""Name, optimizer steps done before this run, steps at the job's end (None = not known)."""
+
+_MOST_JOBS_IN_A_LINE = 8
+
+
+@dataclass(slots=True)
+class _JobState:
+    step: int
+    max_steps: int | None
+    loss: float | None = None
+    bar: TaskID | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.max_steps is not None and self.step >= self.max_steps
+
+
+class SilentProgress:
+    """Shows nothing: the listener of every rank but the first."""
+
+    def on_start(self, jobs: Sequence[JobStart]) -> None:
+        """Ignored, as are all others."""
+
+    def on_step(self, name: str, step: int, loss: float, lr: float) -> None:
+        """Ignored."""
+
+    def on_round(self, tokens_per_s: float) -> None:
+        """Ignored."""
+
+    def on_event(self, name: str, message: str) -> None:
+        """Ignored."""
+
+    def on_finish(self) -> None:
+        """Ignored."""
+
+
+class _Bars(Progress):
+    """One row per job, and a line with the speed of the whole run below."""
+
+    footer = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.footer, style="dim")
+
+
+class RichProgress:
+    """Live bars where `console` is a terminal, otherwise a log line every `line_every_s` seconds.
+
+    Args:
+        console: where to show.
+        line_every_s: seconds between two lines.
+        clock: seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        line_every_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console
+        self._line_every_s = line_every_s
+        self._clock = clock
+        self._start_s = self._last_line_s = clock()
+        self._tokens_per_s: float | None = None
+        self._jobs: dict[str, _JobState] = {}
+        self._bars = _make_bars(console) if console.is_terminal else None
+        self._is_open = False
+
+    def on_start(self, jobs: Sequence[JobStart]) -> None:
+        """The jobs that are going to train; called once, before the first step."""
+        self._is_open = True
+        self._start_s = self._last_line_s = self._clock()
+        for name, step, max_steps in jobs:
+            self._jobs[name] = _JobState(step=step, max_steps=max_steps)
+            if self._bars is not None:
+                self._jobs[name].bar = self._bars.add_task(
+                    name, total=max_steps, completed=step, loss="", lr=""
+                )
+        if self._bars is not None:
+            self._bars.start()
+        else:
+            self._print(f"training {len(jobs)} jobs: {', '.join(job[0] for job in jobs)}")
+
+    def on_step(self, name: str, step: int, loss: float, lr: float) -> None:
+        """Job `name` has done its optimizer step `step`, counted from 1."""
+        job = self._jobs[name]
+        job.step, job.loss = step, loss
+        if self._bars is not None and job.bar is not None:
+            self._bars.update(job.bar, completed=step, loss=f"loss {loss:.4f}", lr=f"lr {lr:.2e}")
+        else:
+            self._print_line_if_due()
+
+    def on_round(self, tokens_per_s: float) -> None:
+        """All jobs' tokens a second, lately."""
+        self._tokens_per_s = tokens_per_s
+        if self._bars is not None:
+            self._bars.footer = f"{tokens_per_s:,.0f} tokens/s"
+        else:
+            self._print_line_if_due()
+
+    def on_event(self, name: str, message: str) -> None:
+        """Something worth a line of its own has happened to job `name` ("" = to the run)."""
+        self._print(f"{name}: {message}" if name else message)
+
+    def on_finish(self) -> None:
+        """Ends the display; a second call does nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._bars is not None:
+            self._bars.stop()
+        else:
+            self._print(self._line(list(self._jobs)))
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _print_line_if_due(self) -> None:
+        now_s = self._clock()
+        if now_s - self._last_line_s >= self._line_every_s:
+            self._last_line_s = now_s
+            self._print(self._line([n for n, job in self._jobs.items() if not job.is_done]))
+
+    def _line(self, names: list[str]) -> str:
+        minutes, seconds = divmod(int(self._clock() - self._start_s), 60)
+        parts = [f"[{minutes:02d}:{seconds:02d}]"]
+        if self._tokens_per_s is not None:
+            parts.append(f"{self._tokens_per_s:,.0f} tokens/s")
+        parts += [_describe(name, self._jobs[name]) for name in names[:_MOST_JOBS_IN_A_LINE]]
+        if len(names) > _MOST_JOBS_IN_A_LINE:
+            parts.append(f"and {len(names) - _MOST_JOBS_IN_A_LINE} more")
+        return "  ".join(parts)
+
+
+def _describe(name: str, job: _JobState) -> str:
+    total = "" if job.max_steps is None else f"/{job.max_steps}"
+    loss = "" if job.loss is None else f" loss {job.loss:.4f}"
+    return f"{name} {job.step}{total}{loss}"
+
+
+def _make_bars(console: Console) -> _Bars:
+    return _Bars(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}", markup=False),
+        TextColumn("{task.fields[lr]}", markup=False),
+        console=console,
+    )

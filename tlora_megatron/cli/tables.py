@@ -1,0 +1,135 @@
+"""The tables of the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from tlora_megatron.config import RunConfig
+from tlora_megatron.job import JobSpec
+
+_STATUS_STYLE = {"finished": "green", "running": "yellow", "failed": "red", "rejected": "red"}
+_WORDY_COLUMNS = ("job", "targets", "lr and schedule", "data")
+
+
+def print_run(console: Console, summary: dict[str, Any], output_dir: str) -> None:
+    """A run's jobs before and after training, its speed, and where its results lie.
+
+    Args:
+        console: where to print.
+        summary: the content of `summary.json`.
+        output_dir: the run's directory.
+    """
+    jobs = summary.get("jobs", {})
+    table = _table("job", "status", "rank", "steps", "eval loss", "exact match", "tokens")
+    for name, job in jobs.items():
+        style = _STATUS_STYLE.get(job.get("status"), "")
+        table.add_row(name, *_run_cells(job), style=style if style == "red" else "")
+    console.print(table, soft_wrap=False)
+    for name, job in jobs.items():
+        if job.get("reason"):
+            console.print(f"{name}: {job['reason']}", style=_STATUS_STYLE.get(job["status"], ""))
+    _print_speed(console, summary.get("run", {}))
+    for name, job in jobs.items():
+        if job.get("adapter"):
+            console.print(f"adapter of {name}: {job['adapter']}")
+    report = Path(output_dir) / "report.html"
+    if report.is_file():
+        console.print(f"report: {report}")
+
+
+def print_config(console: Console, config: RunConfig) -> None:
+    """A resolved configuration: the run in four lines, then a row a job."""
+    base, parallel, run = config.base_model, config.parallel, config.run
+    source = base.path or f"{base.config} with random weights, seed {base.seed}"
+    console.print(f"base model: {source} ({base.dtype})")
+    sp = ", sequence parallel" if parallel.sequence_parallel else ""
+    sizes = f"tp {parallel.tp_size}, pp {parallel.pp_size}, cp {parallel.cp_size}{sp}"
+    console.print(f"parallel: {sizes}; data parallel over the rest of the processes")
+    console.print(
+        f"run: {run.micro_batch_tokens} tokens a micro-batch, recompute {run.recompute}, "
+        f"resume {run.resume}, seed {run.seed}"
+    )
+    console.print(f"output: {run.output_dir}")
+    table = _table("job", "rank/alpha", "targets", "batch", "end", "lr and schedule", "data")
+    for job in config.jobs:
+        table.add_row(*_config_cells(job))
+    console.print(table, soft_wrap=False)
+    for error in config.job_errors:
+        console.print(f"left out: {error.name}: {error.message}", style="red")
+
+
+def print_adapter(console: Console, adapter: dict[str, Any]) -> None:
+    """One adapter's facts, a line each."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for key, value in adapter.items():
+        text = ", ".join(value) if isinstance(value, list) else _text(value)
+        table.add_row(key.replace("_", " "), text)
+    console.print(table, soft_wrap=False)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        # Words give way on a narrow terminal; a number cut in two is misread.
+        words = column in _WORDY_COLUMNS
+        table.add_column(
+            column, no_wrap=not words, min_width=10 if words else None, overflow="fold"
+        )
+    return table
+
+
+def _run_cells(job: dict[str, Any]) -> tuple[str, ...]:
+    total = job.get("max_steps")
+    return (
+        job.get("status", "-"),
+        _text(job.get("rank")),
+        _text(job.get("steps")) + (f"/{total}" if total is not None else ""),
+        _change(job, "eval_loss", "{:.4g}"),
+        _change(job, "exact_match", "{:.1%}"),
+        _text(job.get("tokens")),
+    )
+
+
+def _change(job: dict[str, Any], key: str, form: str) -> str:
+    values = (job.get(f"{key}_before"), job.get(f"{key}_after"))
+    if values == (None, None):
+        return "-"
+    return " -> ".join("-" if value is None else form.format(value) for value in values)
+
+
+def _print_speed(console: Console, run: dict[str, Any]) -> None:
+    parts = []
+    if run.get("tokens_per_s") is not None:
+        parts.append(f"{run['tokens_per_s']:,.0f} tokens/s")
+    if run.get("world_size") is not None:
+        parts.append(f"{run['world_size']} processes")
+    if run.get("wall_time_s") is not None:
+        parts.append(f"{run['wall_time_s']:,.1f} s")
+    if parts:
+        console.print(", ".join(parts), style="bold")
+
+
+def _config_cells(job: JobSpec) -> tuple[str, ...]:
+    end = f"{job.max_steps} steps" if job.max_steps is not None else f"{job.epochs} epochs"
+    warmup = f", warm-up {job.schedule.warmup_steps}" if job.schedule.warmup_steps else ""
+    data = [Path(path).name for path in (job.data.train, job.data.eval) if path]
+    return (
+        job.name,
+        f"{job.lora.rank}/{job.lora.alpha:g}" + (" rsLoRA" if job.lora.use_rslora else ""),
+        " ".join(job.lora.target_modules),
+        str(job.batch_size),
+        end,
+        f"{job.optimizer.lr:g} {job.schedule.name}{warmup}",
+        " ".join(data),
+    )
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

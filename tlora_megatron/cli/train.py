@@ -1,0 +1,126 @@
+"""`tlora train`: trains all jobs of a configuration together."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any
+
+from tlora_megatron.cli.console import global_rank, open_console
+from tlora_megatron.cli.progress import RichProgress, SilentProgress
+from tlora_megatron.cli.tables import print_run
+from tlora_megatron.config import RunConfig, ignored_settings, load_config
+from tlora_megatron.plan import ParallelLayout
+
+_EPILOG = """\
+examples:
+  tlora train configs/quickstart.yaml --nproc 2
+  tlora train run.yaml --set jobs.gsm8k.lora.rank=8 --set run.seed=1 --output-dir runs/rank8
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m tlora_megatron.cli train run.yaml
+
+exit code: 0 all jobs finished, 1 a job or the run failed, 2 something to correct in the input
+"""
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that change a configuration: `--set` and `--output-dir`."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="PATH=VALUE",
+        help="set one value, as YAML: jobs[0].lora.rank=8, or jobs.NAME.lora.rank=8 (repeatable)",
+    )
+    parser.add_argument("--output-dir", metavar="DIR", help="takes the place of run.output_dir")
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the subcommand to argparse's `commands`."""
+    parser = commands.add_parser(
+        "train",
+        help="train all jobs of a configuration together",
+        description=__doc__.split(": ", 1)[1],
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML or JSON file")
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--nproc",
+        type=_positive,
+        metavar="N",
+        help="start N processes on this machine; without effect under torchrun",
+    )
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.set_defaults(command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, in this process or in `--nproc` of them, and prints the results."""
+    # Here even when other processes are going to train: a mistake then costs no start of N ranks.
+    config = load_config(args.config, args.overrides, args.output_dir)
+    if args.nproc is not None and "RANK" not in os.environ:
+        return _launch(args, config)
+    is_main = global_rank() == 0
+    if is_main:
+        _print_warnings(config)
+    summary = _train(config, is_main=is_main, stderr=args.json)
+    if not summary:
+        return 0
+    if is_main:
+        _print_summary(summary, config, as_json=args.json)
+    return int(any(job["status"] != "finished" for job in summary["jobs"].values()))
+
+
+def _launch(args: argparse.Namespace, config: RunConfig) -> int:
+    from tlora_megatron.runtime.launcher import run_with_torchrun
+
+    parallel = config.parallel
+    ParallelLayout.for_world(
+        args.nproc,
+        tp_size=parallel.tp_size,
+        pp_size=parallel.pp_size,
+        cp_size=parallel.cp_size,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+    argv = ["train", args.config, *(f"--set={override}" for override in args.overrides)]
+    if args.output_dir is not None:
+        argv.append(f"--output-dir={args.output_dir}")
+    if args.json:
+        argv.append("--json")
+    return run_with_torchrun(argv, args.nproc)
+
+
+def _train(config: RunConfig, *, is_main: bool, stderr: bool) -> dict[str, Any]:
+    from tlora_megatron.runtime.controller import train_run
+
+    show = RichProgress(open_console(stderr=stderr)) if is_main else SilentProgress()
+    try:
+        return train_run(config, show)
+    finally:
+        # Also when it fails: a live display left on hides the cursor.
+        show.on_finish()
+
+
+def _print_warnings(config: RunConfig) -> None:
+    console = open_console(stderr=True)
+    for sentence in ignored_settings(config):
+        console.print(f"warning: {sentence}", style="yellow")
+    for error in config.job_errors:
+        console.print(f"warning: job {error.name} is left out: {error.message}", style="yellow")
+
+
+def _print_summary(summary: dict[str, Any], config: RunConfig, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(summary, indent=2))
+    else:
+        print_run(open_console(), summary, config.run.output_dir)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
