@@ -13,7 +13,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extras=("$@")
 venv=${TLORA_VENV:-.venv}
-export PIP_DISABLE_PIP_VERSION_CHECK=1
+# Few retries, also in pip's own build environments: without a network they only cost time.
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_RETRIES=${PIP_RETRIES:-1}
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
@@ -40,9 +41,13 @@ borrow_packages() {
 }
 
 make_venv() {
-  local base=$1
+  local base=$1 existed=""
+  [[ -e $venv ]] && existed=yes
   say "making $venv from $base ($("$base" -V))"
-  "$base" -m venv "$venv" >&2 || { rm -rf "$venv"; return 1; }
+  if ! "$base" -m venv "$venv" >&2; then
+    [[ -n $existed ]] || rm -rf "$venv"  # half made; a folder that was there is not ours to delete
+    return 1
+  fi
   if has_gpu && "$base" -c 'import torch' >/dev/null 2>&1; then
     say "using the torch that $base has"
     borrow_packages "$base" "$venv/bin/python"
@@ -62,7 +67,7 @@ install() {
     "$python" -m pip install -q --no-index --no-deps --no-build-isolation -e . >&2
   else
     say "installing $spec"
-    "$python" -m pip install -q --retries 2 -e "$spec" >&2
+    "$python" -m pip install -q -e "$spec" >&2
   fi
 }
 
