@@ -13,6 +13,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extras=("$@")
 venv=${TLORA_VENV:-.venv}
+candidates=${TLORA_BASE_PYTHON:-python3 python3.13 python3.12 python3.11}
 # Few retries, also in pip's own build environments: without a network they only cost time.
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_RETRIES=${PIP_RETRIES:-1}
 
@@ -22,7 +23,7 @@ has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null |
 
 base_python() {
   local name
-  for name in ${TLORA_BASE_PYTHON:-python3 python3.13 python3.12 python3.11}; do
+  for name in $candidates; do
     if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
       "$name" -c 'import sys; print(sys.executable)'
       return
@@ -74,7 +75,7 @@ install() {
 if [[ -x $venv/bin/python ]]; then
   python=$venv/bin/python
 else
-  base=$(base_python) || die "Python must be 3.11 or newer, got $(python3 -V 2>&1); name one with TLORA_BASE_PYTHON"
+  base=$(base_python) || die "Python must be 3.11 or newer, got none among: $candidates; name one with TLORA_BASE_PYTHON"
   if make_venv "$base"; then
     python=$venv/bin/python
   else
