@@ -74,16 +74,21 @@ def _check_targets(job: JobSpec, path: str) -> None:
 
 
 def resolve_job_paths(job: JobSpec, path: str, folder: Path) -> JobSpec:
-    """The job with absolute paths; its data files and `init_from` must exist."""
+    """The job with absolute paths; its files and directories must exist."""
     train = existing_file(job.data.train, folder, f"{path}.data.train")
-    evaluation, init_from = job.data.eval, job.init_from
+    evaluation, init_from, resume_from = job.data.eval, job.init_from, job.resume_from
     if evaluation is not None:
         evaluation = existing_file(evaluation, folder, f"{path}.data.eval")
     if init_from is not None:
         init_from = resolve(init_from, folder)
         if not Path(init_from).is_dir():
             raise must(f"{path}.init_from", "be an existing directory", init_from)
-    return replace(job, data=replace(job.data, train=train, eval=evaluation), init_from=init_from)
+    if resume_from is not None:
+        resume_from = resolve(resume_from, folder)
+        if not Path(resume_from).is_dir():
+            raise must(f"{path}.resume_from", "be an existing directory", resume_from)
+    data = replace(job.data, train=train, eval=evaluation)
+    return replace(job, data=data, init_from=init_from, resume_from=resume_from)
 
 
 def existing_file(value: str, folder: Path, path: str) -> str:

@@ -42,8 +42,12 @@ class LoraSpec:
     """The adapter: `y = W x + scaling * B A drop(x)`."""
 
     rank: int = rule("rank of A `[rank, in]` and B `[out, rank]`", default=16, ge=1)
-    alpha: float = rule("scaling = alpha / rank, or alpha / sqrt(rank) with use_rslora", default=32.0, gt=0)
-    dropout: float = rule("probability of zeroing an input element of the branch", default=0.0, ge=0, lt=1)
+    alpha: float = rule(
+        "scaling = alpha / rank, or alpha / sqrt(rank) with use_rslora", default=32.0, gt=0
+    )
+    dropout: float = rule(
+        "probability of zeroing an input element of the branch", default=0.0, ge=0, lt=1
+    )
     target_modules: tuple[str, ...] = rule(
         "Hugging Face names (q_proj ...) or Megatron names (linear_qkv ...)",
         default=HF_TARGETS,
@@ -67,7 +71,9 @@ class OptimizerSpec:
     betas: tuple[float, float] = rule("decay of the two moments", default=(0.9, 0.999), ge=0, lt=1)
     eps: float = rule("added to the root of the second moment", default=1e-8, gt=0)
     weight_decay: float = rule("decoupled weight decay", default=0.0, ge=0)
-    max_grad_norm: float = rule("clip to this 2-norm over the whole adapter; 0 = no clipping", default=1.0, ge=0)
+    max_grad_norm: float = rule(
+        "clip to this 2-norm over the whole adapter; 0 = no clipping", default=1.0, ge=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,18 +89,29 @@ class ScheduleSpec:
 class JobSpec:
     """One LoRA job. Exactly one of `max_steps` and `epochs` is set."""
 
-    name: str = rule("unique; letters, digits, '.', '_', '-'; names the job's output folder", nonempty=True)
+    name: str = rule(
+        "unique; letters, digits, '.', '_', '-'; names the job's output folder", nonempty=True
+    )
     data: DataSpec
     lora: LoraSpec = LoraSpec()
-    batch_size: int = rule("sequences per optimizer step of this job, over all DP ranks", default=8, ge=1)
+    batch_size: int = rule(
+        "sequences per optimizer step of this job, over all DP ranks", default=8, ge=1
+    )
     max_seq_len: int = rule("longest sequence in tokens", default=1024, ge=2)
     max_steps: int | None = rule("optimizer steps", default=None, ge=1)
     epochs: int | None = rule("passes over the training data", default=None, ge=1)
     optimizer: OptimizerSpec = OptimizerSpec()
     schedule: ScheduleSpec = ScheduleSpec()
-    eval_every_steps: int | None = rule("evaluate every so many steps; None = only before and after", default=None, ge=1)
+    eval_every_steps: int | None = rule(
+        "evaluate every so many steps; None = only before and after", default=None, ge=1
+    )
     init_from: str | None = rule("PEFT adapter directory to continue from", default=None)
+    resume_from: str | None = rule(
+        "checkpoint or jobs/NAME folder of another run to continue from, optimizer and all",
+        default=None,
+    )
     on_nonfinite: Literal["skip", "fail"] = rule(
-        "a NaN or inf in this job's loss or gradient: skip that update, or end the job", default="skip"
+        "a NaN or inf in this job's loss or gradient: skip that update, or end the job",
+        default="skip",
     )
     seed: int = rule("of the adapter's initial values, data order and dropout", default=0, ge=0)

@@ -71,7 +71,12 @@ class AdapterBank:
     """
 
     def __init__(
-        self, sites: Sequence[Site], loras: Sequence[LoraSpec], *, dtype: torch.dtype, device: torch.device
+        self,
+        sites: Sequence[Site],
+        loras: Sequence[LoraSpec],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.sites = tuple(sites)
         self.dtype = dtype
@@ -89,23 +94,35 @@ class AdapterBank:
         return AdapterSlab(slab_layout(self.sites, lora), self.device)
 
     def install(self, adapters: Sequence[Adapter]) -> None:
-        """Puts adapters into slots 0, 1, ... in this order; gradients accumulated so far are dropped."""
+        """Puts adapters into slots 0, 1, ... in this order.
+
+        Those that stay keep the gradient of a batch they are in the middle of.
+        """
+        kept = {a.name: self.take_gradient(slot) for slot, a in enumerate(self.adapters)}
         self.adapters = tuple(adapters)
         zero = [0.0]
-        self._scaling_S = torch.tensor([a.lora.scaling for a in adapters] + zero, device=self.device)
-        self._dropout_S = torch.tensor([a.lora.dropout for a in adapters] + zero, device=self.device)
+        self._scaling_S = torch.tensor(
+            [a.lora.scaling for a in adapters] + zero, device=self.device
+        )
+        self._dropout_S = torch.tensor(
+            [a.lora.dropout for a in adapters] + zero, device=self.device
+        )
         self.stacks.clear()
         for site in self.sites:
             stack = self._new_stack(site)
             if stack is not None:
                 self.stacks[site.index] = stack
         self._copies = [self._views(slot, adapter) for slot, adapter in enumerate(adapters)]
-        for slot in range(len(adapters)):
+        for slot, adapter in enumerate(adapters):
             self.refresh(slot)
+            if adapter.name in kept:
+                self._add_gradient(slot, kept[adapter.name])
 
     def _new_stack(self, site: Site) -> SiteStack | None:
         loras = [
-            lora for lora in self._loras if any(t.target in lora.target_modules for t in site.targets)
+            lora
+            for lora in self._loras
+            if any(t.target in lora.target_modules for t in site.targets)
         ]
         if not loras:
             return None
@@ -158,6 +175,11 @@ class AdapterBank:
             torch._foreach_zero_(grads)
         return flat
 
+    def _add_gradient(self, slot: int, flat: torch.Tensor) -> None:
+        grads = self._copies[slot][2]
+        if grads:
+            torch._foreach_add_(grads, self.adapters[slot].slab.layout.views(flat))
+
     def row_scaling(self, rows: RowGroups) -> torch.Tensor:
         """`scaling` of each row's adapter, fp32 `[T, 1]`."""
         return rows.cached(
@@ -166,7 +188,9 @@ class AdapterBank:
 
     def row_dropout(self, rows: RowGroups) -> torch.Tensor | None:
         """Dropout probability of each row's adapter, fp32 `[T]`; None where no row has any."""
-        active = rows.dropout_keys and any(self.adapters[s].lora.dropout for s in rows.present_slots)
+        active = rows.dropout_keys and any(
+            self.adapters[s].lora.dropout for s in rows.present_slots
+        )
         if not active:
             return None
         return rows.cached("dropout", lambda: self._dropout_S[rows.row_slots(self.device)])

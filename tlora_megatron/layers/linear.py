@@ -38,8 +38,6 @@ class AdapterBranch:
     def __init__(self, bank: AdapterBank, site: Site) -> None:
         self.bank = bank
         self.site = site
-        self.anchor = torch.zeros(1, device=bank.device, requires_grad=True)
-        """Makes outputs require grad where the input (a frozen embedding's) does not."""
         self._layer_key = mix_ints(site.index)
 
     @property
@@ -75,8 +73,12 @@ class AdapterBranch:
         for p, shard in enumerate(stack.targets):
             columns = slice(p * stack.rank, (p + 1) * stack.rank)
             dy_part_TN = shard.columns.read(dy_TN)
-            ds_TR[:, columns] = grouped_linear(dy_part_TN, stack.lora_b_SRN[p].transpose(1, 2), rows)
-            _accumulate(stack.grad_b_SRN[p], grouped_outer(s_TR[:, columns], dy_part_TN, rows), rows)
+            ds_TR[:, columns] = grouped_linear(
+                dy_part_TN, stack.lora_b_SRN[p].transpose(1, 2), rows
+            )
+            _accumulate(
+                stack.grad_b_SRN[p], grouped_outer(s_TR[:, columns], dy_part_TN, rows), rows
+            )
         return ds_TR.mul_(self.bank.row_scaling(rows))
 
     def add_dgrad(self, dx_TK: torch.Tensor, ds_TR: torch.Tensor, rows: RowGroups) -> None:
@@ -110,14 +112,14 @@ class MultiLoRALinear(torch.autograd.Function):
     Column-parallel. Layout in: x `[T, 1, K]`, or `[T / tp, 1, K]` under sequence parallelism. Layout out:
     `[T, 1, N / tp]`. Forward: all-gather of x under sequence parallelism. Backward: one all-reduce of dx,
     or one reduce-scatter and a rank-sized one of dS. Row-parallel: x `[T, 1, K / tp]`, out a partial sum
-    `[T, 1, N]` that the caller's own reduction completes; no collective here.
+    `[T, 1, N]` that the caller's own reduction completes; no collective here. x must require grad (the
+    embedding's output is made to), or autograd never comes by and the factors get no gradient.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        anchor: torch.Tensor,
         weight_NK: torch.Tensor,
         bias_N: torch.Tensor | None,
         branch: AdapterBranch,
@@ -152,7 +154,7 @@ class MultiLoRALinear(torch.autograd.Function):
             pending = _reduce(dx_TK, tp)
         branch.backward_down(x.flatten(0, -2), ds_rows, x_rows)
         dx = None if pending is None else pending.wait().view(x.shape)
-        return dx, None, None, None, None, None, None
+        return dx, None, None, None, None, None
 
 
 def _reduce(dx_TK: torch.Tensor, tp: TensorParallel) -> Any:

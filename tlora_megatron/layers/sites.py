@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from tlora_megatron.model import ModelSpec
+from tlora_megatron.plan import ParallelLayout
 
 LINEAR_TARGETS: dict[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj", "linear_qkv"),
@@ -113,7 +114,9 @@ def make_site(spec: ModelSpec, layer: int, linear: str, tp_rank: int, tp_size: i
             layer=layer,
             target=target,
             columns=columns[target],
-            lora_a_columns=slice(tp_rank * in_size, (tp_rank + 1) * in_size) if kind == "row" else None,
+            lora_a_columns=slice(tp_rank * in_size, (tp_rank + 1) * in_size)
+            if kind == "row"
+            else None,
             lora_b_rows=_lora_b_rows(spec, target, tp_rank, tp_size) if kind == "column" else None,
             in_size=in_size,
         )
@@ -128,6 +131,18 @@ def make_site(spec: ModelSpec, layer: int, linear: str, tp_rank: int, tp_size: i
         in_size=in_size,
         out_size=out_size,
         targets=targets,
+    )
+
+
+def stage_sites(
+    spec: ModelSpec, layout: ParallelLayout, *, tp_rank: int, pp_rank: int
+) -> tuple[Site, ...]:
+    """All linears of one rank that may carry adapters, layer by layer."""
+    num_layers = spec.num_layers // layout.pp_size
+    return tuple(
+        make_site(spec, pp_rank * num_layers + layer, linear, tp_rank, layout.tp_size)
+        for layer in range(num_layers)
+        for linear in LINEAR_TARGETS
     )
 
 

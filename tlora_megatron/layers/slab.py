@@ -72,7 +72,10 @@ class SlabLayout(NamedTuple):
 def slab_layout(sites: Sequence[Site], lora: LoraSpec) -> SlabLayout:
     """Lays an adapter out over the sites of one rank."""
     shards = [
-        (site, shard) for site in sites for shard in site.targets if shard.target in lora.target_modules
+        (site, shard)
+        for site in sites
+        for shard in site.targets
+        if shard.target in lora.target_modules
     ]
     wanted: list[tuple[TargetShard, Literal["lora_a", "lora_b"]]] = []
     for replicated in (True, False):

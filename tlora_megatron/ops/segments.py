@@ -50,6 +50,8 @@ class _Piece(NamedTuple):
     """A run of local rows inside one document."""
 
     document: Document
+    index: int
+    """Of the document in the micro-batch."""
     doc_begin: int
     """Row of the document's first token in packed order."""
     offset: int
@@ -109,7 +111,9 @@ class MicroBatchView:
         """Position of every local token in its own document, int64 `[num_tokens]`."""
         return self.cached(
             f"positions@{device}",
-            lambda: torch.cat([torch.arange(p.offset, p.offset + p.length) for p in self.pieces]).to(device),
+            lambda: torch.cat(
+                [torch.arange(p.offset, p.offset + p.length) for p in self.pieces]
+            ).to(device),
         )
 
     def packed_order(self, device: torch.device) -> torch.Tensor | None:
@@ -130,7 +134,10 @@ class MicroBatchView:
 
     def local_rows(self) -> torch.Tensor:
         """Packed-order row of every local row, int64 `[num_tokens]` on the CPU."""
-        runs = [torch.arange(p.doc_begin + p.offset, p.doc_begin + p.offset + p.length) for p in self.pieces]
+        runs = [
+            torch.arange(p.doc_begin + p.offset, p.doc_begin + p.offset + p.length)
+            for p in self.pieces
+        ]
         return torch.cat(runs)
 
 
@@ -249,10 +256,10 @@ def pack_micro_batch(
 def _cut(documents: Sequence[Document], begin: int, end: int) -> Iterator[_Piece]:
     """Yields the parts of documents that lie in packed rows `begin:end`."""
     doc_begin = 0
-    for document in documents:
+    for index, document in enumerate(documents):
         first, last = max(begin, doc_begin), min(end, doc_begin + document.length)
         if first < last:
-            yield _Piece(document, doc_begin, first - doc_begin, last - first)
+            yield _Piece(document, index, doc_begin, first - doc_begin, last - first)
         doc_begin += document.length
 
 
@@ -279,7 +286,9 @@ def _group_rows(view: MicroBatchView, begin: int, size: int) -> RowGroups:
     )
 
 
-def _merge(runs: Sequence[tuple[int, int]], num_slots: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _merge(
+    runs: Sequence[tuple[int, int]], num_slots: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Joins neighbouring runs of a slot; one group for every slot when runs are in slot order."""
     slots = [slot for slot, _ in runs]
     if slots == sorted(slots):

@@ -35,7 +35,9 @@ def reduce_scatter_rows(x_TK: torch.Tensor, group: dist.ProcessGroup | None) -> 
     size = dist.get_world_size(group)
     source = x_TK.contiguous()
     result = x_TK.new_empty(x_TK.shape[0] // size, *x_TK.shape[1:])
-    return Pending(result, dist.reduce_scatter_tensor(result, source, group=group, async_op=True), source)
+    return Pending(
+        result, dist.reduce_scatter_tensor(result, source, group=group, async_op=True), source
+    )
 
 
 def all_gather_rows(x_TK: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -1,0 +1,39 @@
+"""Lets routing survive activation checkpointing.
+
+A region that is recomputed runs again during some other micro-batch's turn (always so under a pipeline),
+when the bound micro-batch is another one or none. So the micro-batch is captured where the region is
+checkpointed and restored where it is recomputed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.tensor_parallel import random
+
+from tlora_megatron.ops.segments import bind_current
+
+_MARK = "_tlora_captures_routing"
+
+
+def install() -> None:
+    """Wraps Megatron's two checkpointing primitives, once a process.
+
+    Covers `tensor_parallel.checkpoint` (full recompute) and `CheckpointWithoutOutput` (selective) at all
+    call sites. Not covered: Transformer Engine's own `te_checkpoint`.
+    """
+    if getattr(random, _MARK, False):
+        return
+    setattr(random, _MARK, True)
+    forward = random.CheckpointFunction.forward
+
+    def bound_forward(ctx: Any, run_function: Any, *args: Any) -> Any:
+        return forward(ctx, bind_current(run_function), *args)
+
+    random.CheckpointFunction.forward = staticmethod(bound_forward)
+    checkpoint = random.CheckpointWithoutOutput.checkpoint
+
+    def bound_checkpoint(self: Any, run_function: Any, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self, bind_current(run_function), *args, **kwargs)
+
+    random.CheckpointWithoutOutput.checkpoint = bound_checkpoint

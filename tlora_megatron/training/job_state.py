@@ -1,0 +1,115 @@
+"""A job while it runs: where it is in its data and what became of it so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from tlora_megatron.job import JobSpec
+from tlora_megatron.layers.adapter_bank import Adapter
+from tlora_megatron.ops.dropout import mix_ints
+from tlora_megatron.training.data import BatchPlan, JobData, TokenSequence
+from tlora_megatron.training.packing import Item, batch_items
+from tlora_megatron.training.schedule import learning_rate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalResult:
+    """Over a job's evaluation sequences."""
+
+    loss: float
+    """Mean over all target tokens."""
+    exact_match: float
+    """Share of sequences whose every target token is the model's first choice: what greedy decoding gets
+    exactly right."""
+
+
+@dataclass(kw_only=True, slots=True)
+class JobState:
+    """Progress of one job. `step` counts batches done, `updates` those that moved the adapter."""
+
+    spec: JobSpec
+    data: JobData
+    plan: BatchPlan
+    adapter: Adapter
+    step: int = 0
+    updates: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+    nonfinite_in_a_row: int = 0
+    status: Literal["running", "finished", "failed"] = "running"
+    reason: str | None = None
+    last_loss: float | None = None
+    eval_before: EvalResult | None = None
+    eval_after: EvalResult | None = None
+    queue: list[Item] = field(default_factory=list)
+    """What is left to run of the current batch."""
+    loss: torch.Tensor | None = None
+    """This rank's part of the current batch's loss, fp32 `[]`."""
+    batch_time_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self.spec.name
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it still takes part in rounds."""
+        return self.status == "running"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all its steps are behind it."""
+        return self.step >= self.plan.num_steps
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update."""
+        peak = self.spec.optimizer.lr
+        return learning_rate(self.spec.schedule, peak, self.step, self.plan.num_steps)
+
+    @property
+    def dropout_key(self) -> int:
+        """Of the current step."""
+        return mix_ints(self.spec.seed, self.step)
+
+    def batch(self) -> list[TokenSequence]:
+        """Sequences of the current global batch."""
+        return [self.data.train[i] for i in self.plan.indices(self.step)]
+
+    def begin_batch(self, device: torch.device) -> None:
+        """Queues the next global batch unless one is under way."""
+        if self.loss is None:
+            self.queue = batch_items(self.batch())
+            self.loss = torch.zeros((), device=device)
+            self.batch_time_s = 0.0
+
+    def end_batch(self) -> tuple[int, int]:
+        """Moves past the current batch; returns its `(tokens, target_tokens)`."""
+        sequences = self.batch()
+        tokens = sum(len(s.tokens) for s in sequences)
+        targets = sum(int(s.is_target.sum()) for s in sequences)
+        self.tokens += tokens
+        self.target_tokens += targets
+        self.step += 1
+        self.loss = None
+        return tokens, targets
+
+    _SAVED = ("step", "updates", "tokens", "target_tokens", "nonfinite_in_a_row", "last_loss")
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside tensors. Data order and dropout follow from seed and step."""
+        before = self.eval_before
+        saved = {key: getattr(self, key) for key in self._SAVED}
+        return {**saved, "eval_before": before and [before.loss, before.exact_match]}
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        """Takes up from a checkpoint's progress."""
+        for key in self._SAVED:
+            setattr(self, key, progress[key])
+        if progress["eval_before"] is not None:
+            loss, exact_match = progress["eval_before"]
+            self.eval_before = EvalResult(loss=loss, exact_match=exact_match)

@@ -1,0 +1,221 @@
+"""Trains the jobs of a super-model to their ends, one round after another."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.training.checkpoint import gather_buffer, save_checkpoint
+from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.metrics import JobMetrics
+from tlora_megatron.training.peft_format import export_adapter
+from tlora_megatron.training.super_model import StepReport, SuperModel
+
+logger = logging.getLogger(__name__)
+
+
+class RunListener(Protocol):
+    """Is told what happens; called on every rank, so that a silent one serves all but the first."""
+
+    def on_start(self, jobs: Sequence[tuple[str, int, int | None]]) -> None:
+        """Name, steps done before, steps at the end, of every job."""
+
+    def on_step(self, name: str, step: int, loss: float, lr: float) -> None:
+        """A job's optimizer step."""
+
+    def on_round(self, tokens_per_s: float) -> None:
+        """Throughput so far."""
+
+    def on_event(self, name: str, message: str) -> None:
+        """Something a person wants to know of a job."""
+
+    def on_finish(self) -> None:
+        """No more calls follow."""
+
+
+class TrainingLoop:
+    """Rounds, metrics, evaluation, checkpoints, export and the end of each job.
+
+    Args:
+        output_dir: the run's folder; its writability is checked before.
+        base_model: name or path that exported adapters give as their base.
+    """
+
+    def __init__(
+        self,
+        super_model: SuperModel,
+        spec: ModelSpec,
+        listener: RunListener,
+        *,
+        output_dir: Path,
+        base_model: str,
+        checkpoint_every_steps: int,
+        max_nonfinite_steps: int,
+        tensorboard: bool,
+        wandb_project: str | None,
+    ) -> None:
+        self.super_model = super_model
+        self.spec = spec
+        self.listener = listener
+        self.output_dir = output_dir
+        self.base_model = base_model
+        self.checkpoint_every_steps = checkpoint_every_steps
+        self.max_nonfinite_steps = max_nonfinite_steps
+        self.jobs = super_model.jobs
+        self.rounds = 0
+        self.tokens = 0
+        self.train_time_s = 0.0
+        self._metrics: dict[str, JobMetrics] = {}
+        if super_model.groups.is_writer:
+            self._metrics = {
+                job.name: JobMetrics(
+                    output_dir,
+                    job.name,
+                    tensorboard=tensorboard,
+                    wandb_project=wandb_project,
+                    resume_step=job.step,
+                )
+                for job in self.jobs
+            }
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of completed batches over the time spent in rounds."""
+        return self.tokens / self.train_time_s if self.train_time_s else 0.0
+
+    def run(self) -> None:
+        """Trains until every job has finished or failed."""
+        self.listener.on_start([(job.name, job.step, job.plan.num_steps) for job in self.jobs])
+        try:
+            self._evaluate([job for job in self.jobs if job.eval_before is None or job.is_done])
+            self._retire([job for job in self.jobs if job.is_done])
+            while self.super_model.jobs:
+                self._round()
+        finally:
+            for metrics in self._metrics.values():
+                metrics.close()
+
+    def _round(self) -> None:
+        begin_s = time.perf_counter()
+        reports = self.super_model.train_round()
+        self.train_time_s += time.perf_counter() - begin_s
+        self.rounds += 1
+        for report in reports:
+            self._log(report)
+        stepped = [report.job for report in reports]
+        ended = [job for job in stepped if not job.is_active or job.is_done]
+        self._evaluate([job for job in stepped if self._eval_due(job)])
+        for job in stepped:
+            if job.is_active and (job in ended or self._checkpoint_due(job)):
+                self._save(job)
+        self._retire(ended)
+        self.listener.on_round(self.tokens_per_s)
+
+    def _log(self, report: StepReport) -> None:
+        job, outcome = report.job, report.outcome
+        self.tokens += report.tokens
+        if job.name in self._metrics:
+            self._metrics[job.name].log_step(
+                job.step,
+                outcome.loss,
+                outcome.grad_norm,
+                report.lr,
+                report.target_tokens,
+                report.tokens,
+                report.time_s,
+                skipped=not outcome.applied,
+            )
+        self.listener.on_step(job.name, job.step, outcome.loss, report.lr)
+        if not outcome.applied:
+            self._nonfinite(report)
+
+    def _nonfinite(self, report: StepReport) -> None:
+        """Applies the job's own policy to a NaN or inf; nobody else is touched."""
+        job, outcome = report.job, report.outcome
+        what = f"step {job.step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}"
+        if job.spec.on_nonfinite == "fail":
+            self._fail(job, f"not finite at {what}")
+        elif job.nonfinite_in_a_row >= self.max_nonfinite_steps:
+            self._fail(job, f"not finite for {job.nonfinite_in_a_row} steps, last at {what}")
+        else:
+            self._event(job, f"update skipped at {what}")
+
+    def _fail(self, job: JobState, reason: str) -> None:
+        job.status, job.reason = "failed", reason
+        self._event(job, f"failed: {reason}")
+
+    def _event(self, job: JobState, message: str) -> None:
+        self.listener.on_event(job.name, message)
+        if self.super_model.groups.is_writer:
+            logger.warning("job %s: %s", job.name, message)
+
+    def _eval_due(self, job: JobState) -> bool:
+        every = job.spec.eval_every_steps
+        return job.is_active and (job.is_done or (every is not None and job.step % every == 0))
+
+    def _checkpoint_due(self, job: JobState) -> bool:
+        every = self.checkpoint_every_steps
+        return every > 0 and job.step % every == 0
+
+    def _evaluate(self, jobs: Sequence[JobState]) -> None:
+        if not any(job.data.eval for job in jobs):
+            return
+        for job, result in zip(jobs, self.super_model.evaluate(jobs), strict=True):
+            if result is None:
+                continue
+            if job.step == 0:
+                job.eval_before = result
+            else:
+                job.eval_after = result
+            if job.name in self._metrics:
+                self._metrics[job.name].log_eval(job.step, result.loss, result.exact_match)
+
+    def _save(self, job: JobState) -> None:
+        directory = self.job_dir(job) / "checkpoints"
+        groups = self.super_model.groups
+        self._write(job, lambda: save_checkpoint(directory, job, self.spec, groups))
+
+    def _retire(self, jobs: Sequence[JobState]) -> None:
+        """Exports what finished, and gives the room of all that ended to the others."""
+        if not jobs:
+            return
+        for job in jobs:
+            if job.is_active:
+                job.status = "finished"
+                self._export(job)
+        self.super_model.set_jobs([job for job in self.super_model.jobs if job.is_active])
+
+    def _export(self, job: JobState) -> None:
+        groups = self.super_model.groups
+        factors = gather_buffer("master", job, self.spec, groups)
+        if not groups.is_writer:
+            return
+        written = self._write(
+            job,
+            lambda: export_adapter(
+                self.job_dir(job) / "adapter",
+                lora=job.spec.lora,
+                factors=factors,
+                model=self.spec,
+                base_model=self.base_model,
+            ),
+        )
+        if not written:
+            self._fail(job, "its adapter could not be written; its last checkpoint holds it")
+
+    def _write(self, job: JobState, write: Callable[[], None]) -> bool:
+        """A disk that refuses costs this write, not the run; what was there before survives."""
+        try:
+            write()
+        except OSError as error:
+            self._event(job, f"could not be saved at step {job.step}: {error}")
+            return False
+        return True
+
+    def job_dir(self, job: JobState) -> Path:
+        """`OUT/jobs/NAME`."""
+        return self.output_dir / "jobs" / job.name

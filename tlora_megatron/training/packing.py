@@ -1,0 +1,176 @@
+"""Packs sequences of many jobs into token-budgeted micro-batches.
+
+A *round* is one forward-backward over `num_micro_batches` micro-batches on every data-parallel rank. A
+job puts at most the rest of its current global batch into a round, so its optimizer step always lands
+before its next forward, whatever the pipeline depth. Room is shared fairly, sequence by sequence; a job
+with a small batch steps every round, one with a large batch every few.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tlora_megatron.ops.segments import Document, MicroBatchView, pack_micro_batch
+from tlora_megatron.training.data import TokenSequence
+
+
+class Item(NamedTuple):
+    """A sequence of a job's current global batch."""
+
+    sequence: TokenSequence
+    index: int
+    """Of the sequence in its batch."""
+    first_token: int
+    """Index of its first row among the rows of the whole batch: keys the dropout."""
+    weight: float
+    """Of each target token's loss; 1 / target tokens of the whole batch when training."""
+
+    @property
+    def length(self) -> int:
+        """Rows it takes: every token but the last, which is only predicted."""
+        return len(self.sequence.tokens) - 1
+
+
+def batch_items(sequences: Sequence[TokenSequence]) -> list[Item]:
+    """A global batch, weighted so that summed losses are the mean over its target tokens."""
+    targets = sum(int(s.is_target.sum()) for s in sequences)
+    first_tokens = np.cumsum([0] + [len(s.tokens) - 1 for s in sequences])
+    return [Item(s, i, int(first_tokens[i]), 1.0 / targets) for i, s in enumerate(sequences)]
+
+
+class Placed(NamedTuple):
+    """An item in a bin."""
+
+    slot: int
+    item: Item
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bins:
+    """The micro-batches of one round over all data-parallel ranks."""
+
+    num_micro_batches: int
+    dp_size: int
+    contents: tuple[tuple[Placed, ...], ...]
+    """Bin `m * dp_size + d` is micro-batch m of DP rank d; each in order of slot."""
+
+    def of_rank(self, dp_rank: int) -> list[tuple[Placed, ...]]:
+        """Micro-batches of one data-parallel rank."""
+        return [self.contents[m * self.dp_size + dp_rank] for m in range(self.num_micro_batches)]
+
+
+def choose_num_micro_batches(total_tokens: int, capacity: int, dp_size: int, pp_size: int) -> int:
+    """Micro-batches a round: one without a pipeline; with one, enough to fill it, at most 4 a stage.
+
+    Short rounds let every job step as soon as its batch is done; 4 a stage keeps the 1F1B bubble under
+    `(pp - 1) / (5 pp - 1)`, a fifth.
+    """
+    if pp_size == 1:
+        return 1
+    needed = math.ceil(total_tokens / (capacity * dp_size))
+    return min(max(needed, pp_size), 4 * pp_size)
+
+
+def fill_bins(
+    queues: Sequence[list[Item]], *, capacity: int, dp_size: int, pp_size: int
+) -> tuple[Bins, list[list[Item]]]:
+    """Takes items from every slot's queue in turn until nothing more fits.
+
+    Args:
+        queues: what is left of each slot's batch; empty for a slot that waits.
+        capacity: tokens a micro-batch may hold.
+
+    Returns:
+        The bins, and what is left of each queue.
+    """
+    total = sum(item.length for queue in queues for item in queue)
+    num_micro_batches = choose_num_micro_batches(total, capacity, dp_size, pp_size)
+    loads = [0] * (num_micro_batches * dp_size)
+    contents: list[list[Placed]] = [[] for _ in loads]
+    # Longest first: what fits only into an empty bin goes while there is one.
+    left = [sorted(queue, key=lambda item: -item.length) for queue in queues]
+    open_slots = [slot for slot, queue in enumerate(left) if queue]
+    while open_slots:
+        for slot in list(open_slots):
+            item = left[slot][0]
+            lightest = min(range(len(loads)), key=loads.__getitem__)
+            if loads[lightest] + item.length > capacity:
+                open_slots.remove(slot)
+                continue
+            contents[lightest].append(Placed(slot, left[slot].pop(0)))
+            loads[lightest] += item.length
+            if not left[slot]:
+                open_slots.remove(slot)
+    ordered = tuple(tuple(sorted(c, key=lambda p: (p.slot, p.item.index))) for c in contents)
+    return Bins(num_micro_batches=num_micro_batches, dp_size=dp_size, contents=ordered), left
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedBatch:
+    """One micro-batch on one rank: token tensors of the local rows and their routing."""
+
+    view: MicroBatchView
+    tokens: torch.Tensor
+    """int64 `[1, T]`."""
+    labels: torch.Tensor
+    """int64 `[1, T]`; 0 where nothing is predicted."""
+    weights: torch.Tensor
+    """fp32 `[T]`; 0 where nothing is predicted."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Smallest multiple that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+def pack(
+    placed: Sequence[Placed],
+    *,
+    num_tokens: int,
+    num_slots: int,
+    dropout_keys: Sequence[int],
+    cp_rank: int,
+    cp_size: int,
+    device: torch.device,
+) -> PackedBatch:
+    """Builds one rank's micro-batch of `num_tokens` rows (over all CP ranks) from placed items."""
+    documents = [
+        Document(slot=p.slot, length=p.item.length, first_token=p.item.first_token) for p in placed
+    ]
+    view = pack_micro_batch(
+        documents,
+        num_slots=num_slots,
+        num_tokens=num_tokens,
+        dropout_keys=dropout_keys,
+        cp_rank=cp_rank,
+        cp_size=cp_size,
+    )
+    tokens = np.zeros(num_tokens, dtype=np.int64)
+    labels = np.zeros(num_tokens, dtype=np.int64)
+    weights = np.zeros(num_tokens, dtype=np.float32)
+    begin = 0
+    for p in placed:
+        end = begin + p.item.length
+        sequence = p.item.sequence
+        tokens[begin:end] = sequence.tokens[:-1]
+        target = sequence.is_target[1:]
+        labels[begin:end] = np.where(target, sequence.tokens[1:], 0)
+        weights[begin:end] = np.where(target, p.item.weight, 0.0)
+        begin = end
+    rows = view.local_rows()
+
+    def local(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values)[rows].to(device, non_blocking=True)
+
+    return PackedBatch(
+        view=view,
+        tokens=local(tokens).unsqueeze(0),
+        labels=local(labels).unsqueeze(0),
+        weights=local(weights),
+    )

@@ -1,0 +1,89 @@
+"""What must hold before a job may start: its data, adapter and sizes against the backbone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tlora_megatron.job import JobSpec
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.training.checkpoint import Checkpoint, find_checkpoint
+from tlora_megatron.training.data import BatchPlan, JobData, load_job_data
+from tlora_megatron.training.peft_format import fit_to_job, load_adapter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedJob:
+    """A job that can start."""
+
+    spec: JobSpec
+    data: JobData
+    plan: BatchPlan
+    checkpoint: Checkpoint | None
+    """To continue from; None = a fresh or imported adapter."""
+    imported: Mapping[str, torch.Tensor] | None
+    """Whole factors of `init_from`."""
+
+
+def prepare_job(
+    job: JobSpec, spec: ModelSpec, tokenizer: Any, *, micro_batch_tokens: int, saved: Path | None
+) -> PreparedJob:
+    """Reads everything a job starts from and checks that it fits.
+
+    Args:
+        saved: this run's checkpoint directory of the job; None = start afresh.
+
+    Raises:
+        ValueError: naming the job.
+    """
+    _check_rank(job, spec)
+    data = load_job_data(job, tokenizer, spec.vocab_size)
+    longest = max(len(s.tokens) - 1 for s in (*data.train, *data.eval))
+    if longest > micro_batch_tokens:
+        raise ValueError(
+            f"run.micro_batch_tokens must be at least {longest}, the longest sequence of job "
+            f"{job.name!r}, got {micro_batch_tokens}; raise it or lower the job's max_seq_len"
+        )
+    if longest > spec.max_positions:
+        raise ValueError(
+            f"max_seq_len of job {job.name!r} must be at most the model's {spec.max_positions} "
+            f"positions, got a sequence of {longest}"
+        )
+    checkpoint = find_checkpoint(saved) if saved is not None else None
+    if checkpoint is None and job.resume_from is not None:
+        checkpoint = _foreign_checkpoint(job, Path(job.resume_from))
+    if checkpoint is not None:
+        checkpoint.check_fits(job, len(data.train))
+    imported = None
+    if checkpoint is None and job.init_from is not None:
+        imported = fit_to_job(load_adapter(Path(job.init_from), model=spec), job)
+    plan = BatchPlan.for_job(job, len(data.train))
+    return PreparedJob(spec=job, data=data, plan=plan, checkpoint=checkpoint, imported=imported)
+
+
+def _check_rank(job: JobSpec, spec: ModelSpec) -> None:
+    for target in job.lora.target_modules:
+        width = min(spec.target_shape(target))
+        if job.lora.rank > width:
+            raise ValueError(
+                f"lora.rank of job {job.name!r} must be at most {width}, the width of {target}, "
+                f"got {job.lora.rank}"
+            )
+
+
+def _foreign_checkpoint(job: JobSpec, directory: Path) -> Checkpoint:
+    for candidate in (directory, directory / "checkpoints"):
+        checkpoint = find_checkpoint(candidate)
+        if checkpoint is not None:
+            return checkpoint
+    raise ValueError(
+        f"resume_from of job {job.name!r} must be a checkpoint or a jobs/NAME folder with one, "
+        f"got {directory}"
+    )

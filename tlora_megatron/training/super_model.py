@@ -1,0 +1,219 @@
+"""The super-model: one frozen backbone, many adapters, one round at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from tlora_megatron.layers.adapter_bank import AdapterBank
+from tlora_megatron.ops.segments import MicroBatchView
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.job_state import EvalResult, JobState
+from tlora_megatron.training.optimizer import StepOutcome, StepRequest, step_adapters
+from tlora_megatron.training.packing import Item, PackedBatch, Placed, fill_bins, pack, round_up
+
+
+class Engine(Protocol):
+    """Runs packed micro-batches through the backbone. An integration provides it."""
+
+    def forward_backward(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        """Accumulates gradients in the bank; returns weighted losses `[T]` a micro-batch.
+
+        Empty on pipeline stages other than the last. All batches have the same number of rows.
+        """
+        ...
+
+    def predict(self, batches: Sequence[PackedBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Losses `[T]` and whether the label is the first choice, bool `[T]`; no gradients."""
+        ...
+
+
+class StepReport(NamedTuple):
+    """One optimizer step of one job."""
+
+    job: JobState
+    outcome: StepOutcome
+    lr: float
+    tokens: int
+    target_tokens: int
+    time_s: float
+
+
+class SuperModel:
+    """Trains the active jobs together.
+
+    Args:
+        jobs: in slot order.
+        micro_batch_tokens: token budget of one micro-batch, over its context-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        bank: AdapterBank,
+        groups: ParallelGroups,
+        jobs: Sequence[JobState],
+        *,
+        micro_batch_tokens: int,
+    ) -> None:
+        self.engine = engine
+        self.bank = bank
+        self.groups = groups
+        self.micro_batch_tokens = micro_batch_tokens
+        self.jobs: tuple[JobState, ...] = ()
+        self.set_jobs(jobs)
+
+    def set_jobs(self, jobs: Sequence[JobState]) -> None:
+        """Gives the adapters of `jobs` the slots; those left out leave the super-model."""
+        self.jobs = tuple(jobs)
+        self.bank.install([job.adapter for job in jobs])
+
+    def train_round(self) -> list[StepReport]:
+        """Runs one round and steps every job whose global batch it completed."""
+        begin_s = time.perf_counter()
+        device = self.groups.device
+        for job in self.jobs:
+            job.begin_batch(device)
+        keys = [job.dropout_key for job in self.jobs]
+        batches, left = self._pack_round([job.queue for job in self.jobs], keys)
+        for batch, losses in zip(batches, self.engine.forward_backward(batches), strict=False):
+            self._add_losses(batch.view, losses)
+        for job, queue in zip(self.jobs, left, strict=True):
+            job.queue = queue
+        complete = [slot for slot, job in enumerate(self.jobs) if not job.queue]
+        outcomes = step_adapters(self.bank, self.groups, [self._request(slot) for slot in complete])
+        round_s = time.perf_counter() - begin_s
+        for job in self.jobs:
+            job.batch_time_s += round_s
+        return [self._report(self.jobs[s], o) for s, o in zip(complete, outcomes, strict=True)]
+
+    def evaluate(self, jobs: Sequence[JobState]) -> list[EvalResult | None]:
+        """Evaluates adapters on their jobs' evaluation sequences, packed together; None without any."""
+        queues: list[list[Item]] = [[] for _ in self.jobs]
+        sizes = [0] * len(self.jobs)
+        for job in jobs:
+            slot = self.jobs.index(job)
+            sizes[slot] = len(job.data.eval)
+            queues[slot] = [Item(s, i, 0, 1.0) for i, s in enumerate(job.data.eval)]
+        offsets = [sum(sizes[:slot]) for slot in range(len(sizes))]
+        totals = torch.zeros(2, sum(sizes), dtype=torch.float64, device=self.groups.device)
+        while any(queues):
+            batches, queues, placed = self._pack_round_with_items(queues, ())
+            for items, batch, result in zip(
+                placed, batches, self.engine.predict(batches), strict=False
+            ):
+                self._add_predictions(totals, offsets, items, batch, *result)
+        dist.all_reduce(totals)
+        losses, wrong = totals.tolist() if totals.numel() else ([], [])
+        return [self._eval_result(job, losses, wrong, offsets) for job in jobs]
+
+    def _pack_round(
+        self, queues: Sequence[list[Item]], keys: Sequence[int]
+    ) -> tuple[list[PackedBatch], list[list[Item]]]:
+        batches, left, _ = self._pack_round_with_items(queues, keys)
+        return batches, left
+
+    def _pack_round_with_items(
+        self, queues: Sequence[list[Item]], keys: Sequence[int]
+    ) -> tuple[list[PackedBatch], list[list[Item]], list[tuple[Placed, ...]]]:
+        """This rank's micro-batches, padded to one length; what is left of the queues; who is where."""
+        layout = self.groups.layout
+        bins, left = fill_bins(
+            queues, capacity=self.micro_batch_tokens, dp_size=layout.dp_size, pp_size=layout.pp_size
+        )
+        mine = bins.of_rank(self.groups.dp_rank)
+        longest = max(sum(p.item.length for p in placed) for placed in mine)
+        num_tokens = round_up(max(longest, 1), self._row_multiple)
+        batches = [
+            pack(
+                placed,
+                num_tokens=num_tokens,
+                num_slots=len(self.jobs),
+                dropout_keys=keys,
+                cp_rank=self.groups.cp_rank,
+                cp_size=layout.cp_size,
+                device=self.groups.device,
+            )
+            for placed in mine
+        ]
+        return batches, left, mine
+
+    @property
+    def _row_multiple(self) -> int:
+        """Rows of a micro-batch: whole sequence-parallel shards of whole chunks.
+
+        GEMM libraries give a row the same bits whatever the number of rows once that is a multiple of
+        their tile (16 on CPUs, 128 on GPUs; one single row is another kernel): so neighbours that come
+        and go do not touch a job's rounding.
+        """
+        tile = 128 if self.groups.device.type == "cuda" else 16
+        layout = self.groups.layout
+        return tile * layout.tp_size * (1 if layout.cp_size == 1 else 2 * layout.cp_size)
+
+    def _add_losses(self, view: MicroBatchView, losses_T: torch.Tensor) -> None:
+        if not self.groups.counts_losses:
+            return
+        rows = view.rows
+        lengths = torch.tensor(rows.lengths, device=losses_T.device)
+        sums_G = segment_sums(losses_T, lengths)
+        for group, slot in enumerate(rows.slots):
+            if slot < len(self.jobs) and rows.lengths[group]:
+                loss = self.jobs[slot].loss
+                assert loss is not None, f"job {self.jobs[slot].name} has rows but no batch"
+                loss.add_(sums_G[group])
+
+    def _request(self, slot: int) -> StepRequest:
+        job = self.jobs[slot]
+        assert job.loss is not None, f"job {job.name} steps without a batch"
+        return StepRequest(slot, job.spec.optimizer, job.lr, job.updates, job.loss)
+
+    def _report(self, job: JobState, outcome: StepOutcome) -> StepReport:
+        lr, time_s = job.lr, job.batch_time_s
+        tokens, target_tokens = job.end_batch()
+        job.updates += outcome.applied
+        job.nonfinite_in_a_row = 0 if outcome.applied else job.nonfinite_in_a_row + 1
+        job.last_loss = outcome.loss
+        return StepReport(job, outcome, lr, tokens, target_tokens, time_s)
+
+    def _add_predictions(
+        self,
+        totals: torch.Tensor,
+        offsets: Sequence[int],
+        items: Sequence[Placed],
+        batch: PackedBatch,
+        losses_T: torch.Tensor,
+        right_T: torch.Tensor,
+    ) -> None:
+        if not self.groups.counts_losses:
+            return
+        lengths = torch.tensor([p.length for p in batch.view.pieces], device=losses_T.device)
+        wrong_T = (batch.weights > 0) & ~right_T
+        sums = torch.stack(
+            [segment_sums(losses_T, lengths), segment_sums(wrong_T.float(), lengths)]
+        )
+        for column, piece in enumerate(batch.view.pieces):
+            if piece.index < len(items):
+                slot, item = items[piece.index]
+                totals[:, offsets[slot] + item.index] += sums[:, column]
+
+    def _eval_result(
+        self, job: JobState, losses: Sequence[float], wrong: Sequence[float], offsets: Sequence[int]
+    ) -> EvalResult | None:
+        count = len(job.data.eval)
+        if not count:
+            return None
+        begin = offsets[self.jobs.index(job)]
+        targets = sum(int(s.is_target.sum()) for s in job.data.eval)
+        return EvalResult(
+            loss=sum(losses[begin : begin + count]) / targets,
+            exact_match=sum(w == 0 for w in wrong[begin : begin + count]) / count,
+        )
+
+
+def segment_sums(values_T: torch.Tensor, lengths_G: torch.Tensor) -> torch.Tensor:
+    """Sums of consecutive runs, fp32 `[G]`, in a fixed order; a NaN stays in its own run."""
+    return torch.segment_reduce(values_T.float(), "sum", lengths=lengths_G, initial=0, unsafe=True)
