@@ -1,0 +1,121 @@
+"""Four uneven jobs over a tiny base model: what the losslessness tests train."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.helpers.oracle import OracleResult, train_alone
+from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
+from tlora_megatron.config import RunConfig, load_config
+from tlora_megatron.layers.slab import initial_factors
+from tlora_megatron.model import read_model_spec
+from tlora_megatron.training.data import BatchPlan, load_job_data, load_tokenizer
+from tlora_megatron.training.metrics import read_metrics
+from tlora_megatron.training.peft_format import load_adapter
+
+NUM_STEPS = 22
+
+JOBS: tuple[dict[str, Any], ...] = (
+    {
+        "name": "attention",
+        "lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+        "batch_size": 1,
+        "optimizer": {"lr": 4e-3, "max_grad_norm": 0.5, "weight_decay": 0.1},
+        "schedule": {"name": "constant"},
+    },
+    {
+        "name": "mlp",
+        "lora": {"rank": 6, "alpha": 9, "target_modules": ["gate_proj", "up_proj", "down_proj"]},
+        "batch_size": 2,
+        "optimizer": {"lr": 2e-3, "max_grad_norm": 1.0, "weight_decay": 0.01},
+        "schedule": {"name": "linear", "warmup_steps": 3},
+    },
+    {
+        "name": "everything",
+        "lora": {"rank": 8, "alpha": 16, "use_rslora": True},
+        "batch_size": 5,
+        "optimizer": {"lr": 1e-3, "max_grad_norm": 0.3},
+        "schedule": {"name": "cosine", "warmup_steps": 2, "min_lr": 1e-4},
+        "seed": 7,
+    },
+    {
+        "name": "outputs",
+        "lora": {"rank": 16, "alpha": 16, "target_modules": ["k_proj", "o_proj", "down_proj"]},
+        "batch_size": 8,
+        "optimizer": {"lr": 2e-3, "max_grad_norm": 0.0, "betas": [0.8, 0.95]},
+        "schedule": {"name": "cosine"},
+    },
+)
+
+_WORDS = "the quick brown fox jumps over a lazy dog while seven wizards bake round bread".split()
+
+
+def make_scenario(root: Path) -> Path:
+    """Writes the base model, the jobs' data and `config.json`; returns the config's path."""
+    base = make_tiny_model(root / "base", "llama", vocab_size=VOCAB_SIZE)
+    save_tiny_tokenizer(base)
+    jobs = []
+    for index, job in enumerate(JOBS):
+        write_rows(root / f"{job['name']}.jsonl", 18, seed=index)
+        write_rows(root / f"{job['name']}.eval.jsonl", 3, seed=100 + index)
+        data = {"train": f"{job['name']}.jsonl", "eval": f"{job['name']}.eval.jsonl"}
+        jobs.append({**job, "data": data, "max_steps": NUM_STEPS, "max_seq_len": 100})
+    config = {
+        "base_model": {"path": "base", "dtype": "float32"},
+        "run": {"output_dir": "out", "micro_batch_tokens": 256, "tensorboard": False},
+        "jobs": jobs,
+    }
+    path = root / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def write_rows(path: Path, count: int, *, seed: int) -> None:
+    """Made-up prompts and completions with skewed lengths, a few of them several times the median."""
+    draw = random.Random(seed)
+    lines = []
+    for _ in range(count):
+        size = min(12, 1 + int(draw.paretovariate(1.2)))
+        words = draw.choices(_WORDS, k=size)
+        prompt = " ".join(words) + "?"
+        lines.append(json.dumps({"prompt": prompt, "completion": " ".join(words[::-1])}))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def oracle_results(config: RunConfig) -> dict[str, OracleResult]:
+    """Each job trained alone by transformers and PEFT on the same data order and initial adapter."""
+    base = Path(str(config.base_model.path))
+    spec = read_model_spec(base / "config.json")
+    tokenizer = load_tokenizer(base)
+    results = {}
+    for job in config.jobs:
+        data = load_job_data(job, tokenizer, spec.vocab_size)
+        plan = BatchPlan.for_job(job, len(data.train))
+        batches = [[data.train[i] for i in plan.indices(step)] for step in range(plan.num_steps)]
+        factors = initial_factors(spec, job.lora, job.seed)
+        results[job.name] = train_alone(base, job, factors, batches)
+    return results
+
+
+def load_scenario(path: Path, *overrides: str, output_dir: Path) -> RunConfig:
+    """The scenario's configuration with overrides."""
+    return load_config(path, overrides, str(output_dir))
+
+
+def losses(output_dir: Path, name: str) -> list[float]:
+    """A job's training losses, one a step."""
+    records = read_metrics(output_dir / "jobs" / name / "metrics.jsonl")
+    return [r["loss"] for r in records if "loss" in r]
+
+
+def exported(output_dir: Path, name: str, base: Path) -> Mapping[str, torch.Tensor]:
+    """A job's exported adapter as canonical factors."""
+    spec = read_model_spec(base / "config.json")
+    return load_adapter(output_dir / "jobs" / name / "adapter", model=spec).factors
