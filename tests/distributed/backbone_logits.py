@@ -74,7 +74,8 @@ def check_model(directory: Path, layout: ParallelLayout, recompute: Recompute) -
     spec = read_model_spec(directory / "config.json")
     model = build_backbone(spec, layout, dtype=torch.float32, recompute=recompute)
     load_backbone(model, spec, directory, layout)
-    stored = torch.load(directory / "reference.pt", weights_only=True)
+    device = next(model.parameters()).device
+    stored = torch.load(directory / "reference.pt", weights_only=True, map_location=device)
     batches = [local_part(micro_batch, spec, layout) for micro_batch in stored]
     logits, grads = run(model, batches, spec)
     name = f"{directory.name} in {layout}, recompute {recompute}"
@@ -102,7 +103,7 @@ def local_part(stored: dict[str, Any], spec: ModelSpec, layout: ParallelLayout) 
         cp_rank=cp_rank,
         cp_size=layout.cp_size,
     )
-    rows = view.local_rows()
+    rows = view.local_rows().to(stored["ids"].device)
     columns = -(-spec.vocab_size // layout.tp_size)
     shard = slice(tp_rank * columns, min((tp_rank + 1) * columns, spec.vocab_size))
     grad_rows = rows

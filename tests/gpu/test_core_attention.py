@@ -1,0 +1,60 @@
+"""`varlen_attn` equals one `scaled_dot_product_attention` a span, output and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tlora_megatron.integrations.megatron.core_attention import (
+    _attend_spans,
+    _attend_varlen,
+    varlen_attn,
+)
+from tlora_megatron.ops.segments import Document, MicroBatchView, pack_micro_batch
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = ((256,), (1, 63, 130, 2, 60), (17, 200, 5))
+"""Documents of 256 tokens; the last one leaves padding."""
+
+
+def inputs(view: MicroBatchView, heads: int, groups: int, dtype: torch.dtype) -> list[Tensor]:
+    """Query `[T, heads, 64]`, and key and value `[K, groups, 64]` in span order."""
+    torch.manual_seed(0)
+    keys = sum(view.attention.k_lens)
+    shapes = ((view.num_tokens, heads), (keys, groups), (keys, groups))
+    return [
+        torch.randn(*shape, 64, device="cuda", dtype=dtype).requires_grad_() for shape in shapes
+    ]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("groups", [8, 2])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_varlen_equals_spans(
+    lengths: tuple[int, ...], groups: int, cp_size: int, dtype: torch.dtype
+) -> None:
+    assert varlen_attn is not None, "torch must have varlen_attn"
+    view = pack_micro_batch(
+        [Document(slot=0, length=length) for length in lengths],
+        num_slots=1,
+        num_tokens=256,
+        cp_rank=cp_size - 1,
+        cp_size=cp_size,
+    )
+    tensors = inputs(view, 8, groups, dtype)
+    weights = torch.randn(view.num_tokens, 8, 64, device="cuda")
+    results = []
+    for attend in (_attend_spans, _attend_varlen):
+        used = [t.float() if attend is _attend_spans else t for t in tensors]
+        used = [t.detach().requires_grad_() for t in used]
+        out = attend(*used, view, 0.125)
+        grads = torch.autograd.grad((out.float() * weights).sum(), used)
+        results.append(dict(zip(("out", "query", "key", "value"), (out, *grads), strict=True)))
+    reference, fused = results
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    for name, expected in reference.items():
+        error = (fused[name].float() - expected).abs().max() / expected.abs().max()
+        assert error < tolerance, f"{name}: relative error {error.item()}"
