@@ -1,0 +1,266 @@
+"""What a run writes about itself: `metrics.jsonl` per job, `summary.json`, TensorBoard and W&B.
+
+All files are strict JSON: a NaN or inf is written as null and its line carries `"nonfinite": true`.
+Importing this module needs neither torch nor TensorBoard nor W&B.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+_TRAIN_SCALARS = ("loss", "grad_norm", "lr", "time_s")
+_EVAL_SCALARS = {"eval_loss": "loss", "eval_exact_match": "exact_match"}
+
+
+class JobMetrics:
+    """Appends one job's numbers to `OUT/jobs/NAME/metrics.jsonl`, TensorBoard and W&B.
+
+    Construct it on global rank 0 only, and once a job at a time: the file has one writer. Each
+    line is flushed when it is written, so a SIGKILL loses at most the line being written. Close
+    it, or use it as a context manager.
+
+    Args:
+        output_dir: the run's output folder; `jobs/NAME` is created under it.
+        job_name: the job's name, already checked to be a plain folder name.
+        tensorboard: write events to `OUT/jobs/NAME/tensorboard`; without the package one warning is
+            logged for all jobs and nothing is written.
+        wandb_project: W&B project; None = no W&B.
+        resume_step: the last step the checkpoint holds. Lines of later steps are dropped, because
+            the resumed job takes those steps again. 0 = start afresh: every line is dropped.
+
+    Raises:
+        ValueError: if the file to continue has a line that is not a JSON object with a step.
+        ImportError: if W&B was asked for and is not installed.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        job_name: str,
+        *,
+        tensorboard: bool,
+        wandb_project: str | None,
+        resume_step: int = 0,
+    ) -> None:
+        self.job_name = job_name
+        folder = Path(output_dir) / "jobs" / job_name
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / METRICS_FILE
+        kept = truncate_metrics(self.path, resume_step)
+        self._last_step = resume_step
+        self._last_eval_step = max((r["step"] for r in kept if "eval_loss" in r), default=-1)
+        self._events = _open_tensorboard(folder, resume_step) if tensorboard else None
+        self._wandb = (
+            _open_wandb(folder, job_name, wandb_project, resume_step) if wandb_project else None
+        )
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def log_step(
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        target_tokens: int,
+        tokens: int,
+        time_s: float,
+        *,
+        skipped: bool = False,
+    ) -> None:
+        """Writes one optimizer step.
+
+        Args:
+            step: the job's own step, from 1.
+            loss: mean over the step's target tokens, before its update.
+            grad_norm: 2-norm over the whole adapter, before clipping.
+            lr: learning rate of this update.
+            target_tokens: tokens the loss is taken over, in the whole global batch.
+            tokens: all tokens of the global batch.
+            time_s: wall time since the job's previous step.
+            skipped: the update was left out because loss or gradient was not finite.
+
+        Raises:
+            RuntimeError: if `step` is not greater than the last one, since each step stands once.
+        """
+        if step <= self._last_step:
+            raise RuntimeError(
+                f"job {self.job_name!r}: step must be greater than the last one written, "
+                f"{self._last_step}, got {step}"
+            )
+        self._last_step = step
+        record: dict[str, Any] = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr}
+        record |= {"target_tokens": target_tokens, "tokens": tokens, "time_s": time_s}
+        if skipped:
+            record["skipped"] = True
+        self._write(record, {f"train/{name}": record[name] for name in _TRAIN_SCALARS})
+
+    def log_eval(self, step: int, eval_loss: float, exact_match: float | None) -> None:
+        """Writes one evaluation after `step` updates; a step evaluated before is not repeated.
+
+        A resumed job may evaluate its resume step again, and the last step may be due twice.
+
+        Args:
+            step: updates done so far; 0 = before training.
+            eval_loss: mean over the target tokens of the evaluation data.
+            exact_match: share of sequences generated exactly, 0 to 1; None = not measured.
+        """
+        if step <= self._last_eval_step:
+            return
+        self._last_eval_step = step
+        record = {"step": step, "eval_loss": eval_loss, "eval_exact_match": exact_match}
+        self._write(record, {f"eval/{tag}": record[name] for name, tag in _EVAL_SCALARS.items()})
+
+    def close(self) -> None:
+        """Closes the file and ends the TensorBoard and W&B streams; a second call does nothing."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        self._events = self._wandb = None
+
+    def __enter__(self) -> JobMetrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, record: dict[str, Any], scalars: dict[str, float | None]) -> None:
+        strict = without_nonfinite(record)
+        if any(strict[name] is None and value is not None for name, value in record.items()):
+            strict["nonfinite"] = True
+        self._file.write(json.dumps(strict, allow_nan=False) + "\n")
+        self._file.flush()
+        known = {tag: value for tag, value in scalars.items() if value is not None}
+        if self._events is not None:
+            for tag, value in known.items():
+                self._events.add_scalar(tag, value, record["step"])
+        if self._wandb is not None:
+            self._wandb.log({"step": record["step"], **known})
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of one `metrics.jsonl`, in file order; a torn last line (no newline) is left out.
+
+    Raises:
+        ValueError: if a whole line is not a JSON object with an integer step.
+    """
+    lines = Path(path).read_bytes().split(b"\n")
+    return [_parse_line(line, path, number) for number, line in enumerate(lines[:-1], start=1)]
+
+
+def truncate_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """Drops a torn last line and every line of a step after `last_step`; returns the lines kept.
+
+    Atomic: a kill leaves the old file or the new one. `last_step` 0 drops every line, also the
+    evaluation before training. A missing file is an empty one.
+    """
+    if not path.exists():
+        return []
+    if last_step == 0:
+        write_atomic(path, "")
+        return []
+    kept = [record for record in read_metrics(path) if record["step"] <= last_step]
+    text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept)
+    if text.encode() != path.read_bytes():
+        write_atomic(path, text)
+    return kept
+
+
+def write_summary(output_dir: Path, summary: dict[str, Any]) -> Path:
+    """Writes `OUT/summary.json` atomically, NaN and inf as null, and returns its path.
+
+    Call it on global rank 0 only.
+    """
+    path = Path(output_dir) / "summary.json"
+    write_atomic(path, json.dumps(without_nonfinite(summary), indent=2, allow_nan=False) + "\n")
+    return path
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replaces `path` by UTF-8 `text`: a kill or a full disk leaves the old file whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def without_nonfinite(value: Any) -> Any:
+    """`value` with every NaN or inf in it replaced by None, so that strict JSON can hold it."""
+    if isinstance(value, dict):
+        return {key: without_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nonfinite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise ValueError(
+            f"{path}:{number} must be a JSON object with an integer step, got {line[:80]!r}"
+        )
+    return record
+
+
+@cache
+def _summary_writer() -> Any:
+    """TensorBoard's writer class, or None; cached so that many jobs log one warning."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        logger.warning("no TensorBoard events are written: it is missing; pip install tensorboard")
+        return None
+    return SummaryWriter
+
+
+def _open_tensorboard(folder: Path, resume_step: int) -> Any:
+    writer = _summary_writer()
+    if writer is None:
+        return None
+    # TensorBoard then hides what a killed run logged past the checkpoint.
+    purge_step = resume_step + 1 if resume_step else 0
+    return writer(log_dir=str(folder / "tensorboard"), purge_step=purge_step, flush_secs=10)
+
+
+def _open_wandb(folder: Path, job_name: str, project: str, resume_step: int) -> Any:
+    """A W&B run of this job's own; a resumed job continues the run whose id its folder holds."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise ImportError(
+            f"job {job_name!r}: W&B must be installed to log to project {project!r}; "
+            "pip install 'wandb>=0.20'"
+        ) from error
+    id_file = folder / "wandb_run_id"
+    known = resume_step > 0 and id_file.exists()
+    run = wandb.init(
+        project=project,
+        name=job_name,
+        group=folder.parents[1].name,
+        id=id_file.read_text(encoding="utf-8") if known else None,
+        resume="allow",
+        dir=str(folder),
+        reinit="create_new",
+    )
+    write_atomic(id_file, run.id)
+    # W&B's own counter refuses to go back, which a resumed job has to.
+    run.define_metric("*", step_metric="step")
+    return run
