@@ -1,0 +1,85 @@
+"""A byte-level tokenizer small enough to check its tokens by hand: a byte b is the token 8 + b."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+PAD_ID, BOS_ID, EOS_ID, SYSTEM_ID, USER_ID, ASSISTANT_ID, END_ID = range(7)
+FIRST_BYTE_ID = 8
+VOCAB_SIZE = FIRST_BYTE_ID + 256
+
+_HEAD = "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+_TAIL = "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+CHAT_TEMPLATE = _HEAD + "{{ m.content + '<|end|>' }}" + _TAIL
+GENERATION_CHAT_TEMPLATE = (
+    _HEAD
+    + "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|end|>' }}{% endgeneration %}"
+    + "{% else %}{{ m.content + '<|end|>' }}{% endif %}"
+    + _TAIL
+)
+THINKING_CHAT_TEMPLATE = (
+    _HEAD
+    + "{% if loop.last and m.role == 'assistant' %}{{ '<think></think>' }}{% endif %}"
+    + "{{ m.content + '<|end|>' }}"
+    + _TAIL
+)
+"""Like Qwen3's: only the last assistant turn has a think block."""
+
+
+def byte_ids(text: str) -> list[int]:
+    """The tokens of a text without special tokens."""
+    return [FIRST_BYTE_ID + byte for byte in text.encode("utf-8")]
+
+
+def tiny_tokenizer(
+    *,
+    add_bos: bool = True,
+    add_eos: bool = False,
+    has_eos: bool = True,
+    trim_offsets: bool = False,
+    chat_template: str | None = CHAT_TEMPLATE,
+) -> PreTrainedTokenizerFast:
+    """The tokenizer; `add_*` say which special tokens it puts around a text by itself."""
+    vocab = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
+    vocab |= {char: FIRST_BYTE_ID + byte for byte, char in enumerate(_byte_characters())}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL_TOKENS))
+    around = ["<s>"] * add_bos + ["$A"] + ["</s>"] * add_eos
+    backend.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=trim_offsets),
+            processors.TemplateProcessing(
+                single=" ".join(around), special_tokens=[("<s>", BOS_ID), ("</s>", EOS_ID)]
+            ),
+        ]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>" if has_eos else None,
+        pad_token="<pad>",
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def save_tiny_tokenizer(directory: Path, **options: object) -> PreTrainedTokenizerFast:
+    """Writes `tiny_tokenizer(**options)` as a Hugging Face tokenizer directory and returns it."""
+    tokenizer = tiny_tokenizer(**options)  # type: ignore[arg-type]
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that byte-level tokenizers write for each byte (as GPT-2 does)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    code = {byte: byte for byte in printable}
+    code |= {byte: 256 + index for index, byte in enumerate(others)}
+    return [chr(code[byte]) for byte in range(256)]
