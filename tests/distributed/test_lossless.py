@@ -1,0 +1,139 @@
+"""The heart: in every layout a job gets what transformers and PEFT give it alone.
+
+All runs of one world size share one set of processes; each is a whole `train_run`, checked by the files
+it leaves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.launch import python, torchrun
+from tests.helpers.oracle import OracleResult
+from tests.helpers.scenario import (
+    JOBS,
+    NUM_STEPS,
+    exported,
+    load_scenario,
+    losses,
+    make_scenario,
+    oracle_results,
+)
+
+WORKER = Path(__file__).parents[1] / "helpers" / "train_worker.py"
+NAMES = tuple(job["name"] for job in JOBS)
+LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
+    1: {
+        "one process": (),
+        "full recompute": ("run.recompute=full",),
+        "selective recompute": ("run.recompute=selective",),
+        "small micro-batches": ("run.micro_batch_tokens=104",),
+    },
+    2: {
+        "TP2": ("parallel.tp_size=2",),
+        "TP2+SP": ("parallel.tp_size=2", "parallel.sequence_parallel=true"),
+        "TP2+SP full recompute": (
+            "parallel.tp_size=2",
+            "parallel.sequence_parallel=true",
+            "run.recompute=full",
+        ),
+        "PP2": ("parallel.pp_size=2",),
+        "PP2 full recompute": ("parallel.pp_size=2", "run.recompute=full"),
+        "PP2 selective recompute": ("parallel.pp_size=2", "run.recompute=selective"),
+        "DP2": (),
+        "CP2": ("parallel.cp_size=2",),
+    },
+    4: {
+        "TP2xPP2": ("parallel.tp_size=2", "parallel.pp_size=2"),
+        "TP2+SPxDP2": ("parallel.tp_size=2", "parallel.sequence_parallel=true"),
+        "TP2+SPxCP2": (
+            "parallel.tp_size=2",
+            "parallel.cp_size=2",
+            "parallel.sequence_parallel=true",
+        ),
+    },
+}
+CASES = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts]
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config file of the scenario."""
+    return make_scenario(tmp_path_factory.mktemp("lossless"))
+
+
+@pytest.fixture(scope="module")
+def oracle(scenario: Path) -> dict[str, OracleResult]:
+    """Each job alone under transformers and PEFT."""
+    return oracle_results(load_scenario(scenario, output_dir=scenario.parent / "unused"))
+
+
+@pytest.fixture(scope="module")
+def run_world(scenario: Path) -> Callable[[int], Path]:
+    """Trains all layouts of a world size, once; returns the folder of their outputs."""
+    done: set[int] = set()
+
+    def run(world_size: int) -> Path:
+        root = scenario.parent / f"world{world_size}"
+        if world_size not in done:
+            root.mkdir()
+            cases = [
+                {"config": str(scenario), "output_dir": str(root / name), "set": overrides}
+                for name, overrides in LAYOUTS[world_size].items()
+            ]
+            (root / "cases.json").write_text(json.dumps(cases))
+            if world_size == 1:
+                python(WORKER, root / "cases.json")
+            else:
+                torchrun(WORKER, world_size, root / "cases.json", timeout=600)
+            done.add(world_size)
+        return root
+
+    return run
+
+
+@pytest.mark.parametrize(("world_size", "layout"), CASES, ids=[name for _, name in CASES])
+def test_losses_and_weights_equal_the_oracle(
+    world_size: int,
+    layout: str,
+    run_world: Callable[[int], Path],
+    oracle: dict[str, OracleResult],
+    scenario: Path,
+) -> None:
+    output_dir = run_world(world_size) / layout
+    for name in NAMES:
+        expected = oracle[name]
+        assert losses(output_dir, name) == pytest.approx(expected.losses, rel=1e-5), name
+        assert len(expected.losses) == NUM_STEPS
+        factors = exported(output_dir, name, scenario.parent / "base")
+        assert factors.keys() == expected.factors.keys()
+        for key, value in expected.factors.items():
+            error = float((factors[key] - value).norm() / value.norm())
+            assert error < 1e-4, f"{name} {key}"
+
+
+def test_the_scenario_clips_and_moves(oracle: dict[str, OracleResult]) -> None:
+    clipped = {
+        job["name"]: job["optimizer"]["max_grad_norm"] for job in JOBS if job["name"] != "outputs"
+    }
+    for name, limit in clipped.items():
+        assert sum(norm > limit for norm in oracle[name].grad_norms) > NUM_STEPS // 4, name
+    for result in oracle.values():
+        assert result.losses[-1] < result.losses[0]
+
+
+def test_metrics_hold_every_step_with_the_oracle_s_norms_and_rates(
+    run_world: Callable[[int], Path], oracle: dict[str, OracleResult]
+) -> None:
+    from tlora_megatron.training.metrics import read_metrics
+
+    for name in NAMES:
+        path = run_world(1) / "one process" / "jobs" / name / "metrics.jsonl"
+        steps = [r for r in read_metrics(path) if "loss" in r]
+        assert [r["step"] for r in steps] == list(range(1, NUM_STEPS + 1))
+        assert [r["grad_norm"] for r in steps] == pytest.approx(oracle[name].grad_norms, rel=1e-5)
+        assert [r["lr"] for r in steps] == pytest.approx(oracle[name].lrs, rel=1e-9, abs=1e-12)
