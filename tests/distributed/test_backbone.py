@@ -19,7 +19,8 @@ PACKED_LENGTHS = ((17, 1, 6, 24), (48,), (3, 5, 7, 1, 1, 31), (29, 13))
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_shards": 3},
-    "llama3": {"model_type": "llama3"},
+    # 16 dimensions a head: some rotation frequencies then lie where llama3 scaling interpolates.
+    "llama3": {"model_type": "llama3", "head_dim": 16},
     "llama_tied": {"model_type": "llama", "tied": True},
     "mistral": {"model_type": "mistral"},
     "qwen2": {"model_type": "qwen2"},

@@ -1,0 +1,79 @@
+"""Rotation frequencies are Hugging Face's to the bit, and positions are the bound micro-batch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from tlora_megatron.integrations.megatron import cpu
+from tlora_megatron.integrations.megatron.rotary import PackedRotaryEmbedding, inverse_frequencies
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.ops.segments import Document, pack_micro_batch, use_micro_batch
+
+LLAMA_31: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA_32 = LLAMA_31 | {"factor": 32.0}
+DEFAULT: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def make_spec(rope: dict[str, Any], head_dim: int) -> ModelSpec:
+    return ModelSpec(
+        model_type="llama",
+        num_layers=1,
+        hidden_size=4 * head_dim,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        ffn_size=8,
+        vocab_size=8,
+        max_positions=64,
+        norm_eps=1e-5,
+        rope_theta=rope["rope_theta"],
+        rope_scaling=rope if rope["rope_type"] == "llama3" else None,
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("rope", [DEFAULT, LLAMA_31, LLAMA_32])
+def test_frequencies_are_hugging_faces(rope: dict[str, Any], head_dim: int) -> None:
+    config = LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        max_position_embeddings=131072,
+        rope_parameters=dict(rope),
+    )
+    expected = LlamaRotaryEmbedding(config).inv_freq
+    assert torch.equal(inverse_frequencies(make_spec(rope, head_dim)), expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's replacements are not installed")
+def test_angles_restart_at_every_document_and_follow_the_ranks_rows() -> None:
+    cpu.install()
+    spec = make_spec(DEFAULT, 8)
+    documents = [Document(slot=0, length=5), Document(slot=0, length=3)]
+    rotary = PackedRotaryEmbedding(spec)
+    view = pack_micro_batch(documents, num_slots=1, num_tokens=8, cp_rank=1, cp_size=2)
+    with use_micro_batch(view):
+        assert rotary.get_rotary_seq_len(None, None) == 4
+        angles = rotary(4, packed_seq=False)
+        assert rotary(4) is angles
+    # Rank 1 of 2 holds packed rows 2-5; the second document begins at row 5.
+    positions = torch.tensor([2.0, 3.0, 4.0, 0.0])
+    half = positions[:, None] * inverse_frequencies(spec)
+    assert torch.equal(angles[:, 0, 0], torch.cat([half, half], dim=1))
+    assert rotary.state_dict() == {}
+
+
+def test_rotation_without_a_micro_batch_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"must be bound by use_micro_batch, got none"):
+        PackedRotaryEmbedding(make_spec(DEFAULT, 8))(4)
