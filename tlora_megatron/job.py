@@ -1,7 +1,7 @@
 """What a user asks of one LoRA job: data, adapter, batch, optimizer, schedule, end.
 
-Every default of a job stands here and nowhere else. `config.py` reads these classes from YAML or JSON
-and checks the rules named in each field's metadata.
+Every default of a job stands here and nowhere else. `config.py` reads these classes from YAML or
+JSON and checks the rules named in each field's metadata.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ def read_model_spec(config_json: Path) -> ModelSpec:
     """Reads and checks a Hugging Face `config.json`.
 
     Raises:
-        ValueError: if the file is missing or malformed, or holds an architecture that is not supported.
+        ValueError: if the file is missing or malformed, or holds an architecture that is not
+        supported.
     """
     try:
         raw = json.loads(Path(config_json).read_text())

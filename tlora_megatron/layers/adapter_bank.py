@@ -1,7 +1,7 @@
 """All adapters of a super-model on this rank, and their weights stacked for grouped GEMMs.
 
-The bank stays outside module registration: the base's state dict, DDP buckets and optimizer see nothing
-of it, and adapters join or leave between steps without touching the others.
+The bank stays outside module registration: the base's state dict, DDP buckets and optimizer see
+nothing of it, and adapters join or leave between steps without touching the others.
 
 Shapes: S slots + 1 (the last, all zeros, is the null slot), P targets on a site, R padded rank,
 K features in, N features out.
@@ -36,7 +36,8 @@ class Adapter:
 class SiteStack:
     """Weights and gradient accumulators of all adapters at one site.
 
-    `lora_a` of target p fills rows `p * R` onward of `lora_a_SRK`; unused rows are zero, and stay so.
+    `lora_a` of target p fills rows `p * R` onward of `lora_a_SRK`; unused rows are zero, and stay
+    so.
     """
 
     targets: tuple[TargetShard, ...]

@@ -1,7 +1,7 @@
 """Turns existing parallel linears into multi-adapter ones, in place.
 
-A module keeps its parameters, state-dict keys, hooks and `isinstance` answers: only its class is replaced
-by a subclass made from it, and its branch hangs on it outside module registration.
+A module keeps its parameters, state-dict keys, hooks and `isinstance` answers: only its class is
+replaced by a subclass made from it, and its branch hangs on it outside module registration.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tlora_megatron.ops.segments import current_micro_batch
 class MultiAdapterMixin:
     """Overrides the GEMM of Megatron's Column- and RowParallelLinear; their reductions stay theirs.
 
-    Relies on `_forward_impl(input, weight, *, bias, allreduce_dgrad, sequence_parallel, tp_group, ...)`,
-    which both classes call with keywords in megatron-core 0.16 to 0.19.
+    Relies on `_forward_impl(input, weight, *, bias, allreduce_dgrad, sequence_parallel, tp_group,
+    ...)`, which both classes call with keywords in megatron-core 0.16 to 0.19.
     """
 
     tlora_branch: AdapterBranch

@@ -1,7 +1,7 @@
 """The multi-adapter linear: a frozen base GEMM and the adapters' branch in one autograd function.
 
-Only the local input and the rank-sized intermediate are saved; dropout is recomputed; gradients of the
-factors go straight into the bank's fp32 accumulators.
+Only the local input and the rank-sized intermediate are saved; dropout is recomputed; gradients of
+the factors go straight into the bank's fp32 accumulators.
 
 Shapes: T rows, K features in, N features out, R = targets * padded rank.
 """
@@ -109,11 +109,12 @@ def _accumulate(total_SMN: torch.Tensor, grads_GMN: torch.Tensor, rows: RowGroup
 class MultiLoRALinear(torch.autograd.Function):
     """`y = x W^T + b + branch(x)` with x, W sharded as Megatron's Column- or RowParallelLinear has them.
 
-    Column-parallel. Layout in: x `[T, 1, K]`, or `[T / tp, 1, K]` under sequence parallelism. Layout out:
-    `[T, 1, N / tp]`. Forward: all-gather of x under sequence parallelism. Backward: one all-reduce of dx,
-    or one reduce-scatter and a rank-sized one of dS. Row-parallel: x `[T, 1, K / tp]`, out a partial sum
-    `[T, 1, N]` that the caller's own reduction completes; no collective here. x must require grad (the
-    embedding's output is made to), or autograd never comes by and the factors get no gradient.
+    Column-parallel. Layout in: x `[T, 1, K]`, or `[T / tp, 1, K]` under sequence parallelism.
+    Layout out: `[T, 1, N / tp]`. Forward: all-gather of x under sequence parallelism. Backward: one
+    all-reduce of dx, or one reduce-scatter and a rank-sized one of dS. Row-parallel: x `[T, 1, K /
+    tp]`, out a partial sum `[T, 1, N]` that the caller's own reduction completes; no collective
+    here. x must require grad (the embedding's output is made to), or autograd never comes by and
+    the factors get no gradient.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """A site: one Megatron linear that carries adapters, and how a target's factors lie on it.
 
-Column-parallel: `lora_a` replicated over TP, `lora_b` sharded over rows. Row-parallel: `lora_a` sharded
-over columns, `lora_b` replicated. The replicated factor's gradient is a partial sum, added over TP once
-an optimizer step; no activation-sized collective is added anywhere.
+Column-parallel: `lora_a` replicated over TP, `lora_b` sharded over rows. Row-parallel: `lora_a`
+sharded over columns, `lora_b` replicated. The replicated factor's gradient is a partial sum, added
+over TP once an optimizer step; no activation-sized collective is added anywhere.
 """
 
 from __future__ import annotations

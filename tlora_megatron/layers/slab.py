@@ -1,8 +1,8 @@
 """One adapter's factors over all its linears on this rank, in one contiguous buffer a kind.
 
-Layout of every buffer: TP-replicated factors first, so that their partial gradients are one slice to sum
-over TP; then the sharded ones. `lora_b` is stored transposed, `[rank, out]`, so that a factor padded to a
-larger rank holds it as its leading rows. fp32 throughout.
+Layout of every buffer: TP-replicated factors first, so that their partial gradients are one slice
+to sum over TP; then the sharded ones. `lora_b` is stored transposed, `[rank, out]`, so that a
+factor padded to a larger rank holds it as its leading rows. fp32 throughout.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Counter-based dropout: the mask is a pure function of (job seed, step, layer, token, feature).
 
 Nothing is stored for backward, and the mask of a token does not depend on which jobs share the
-micro-batch, on its place in the packing, or on the parallel layout. The hash is MurmurHash3's 32-bit
-finaliser over wrapping int32 arithmetic, one definition for CPU and GPU.
+micro-batch, on its place in the packing, or on the parallel layout. The hash is MurmurHash3's
+32-bit finaliser over wrapping int32 arithmetic, one definition for CPU and GPU.
 
 Shapes: T rows, K features.
 """

@@ -1,8 +1,8 @@
 """Grouped matrix products over runs of rows: one launch for any number of adapters.
 
-The torch path of the multi-adapter linear, on CPU and GPU. Weights are stacked over slots, padded to
-the largest rank (zero rows and columns add nothing); the last entry of a stack is the null slot, all
-zeros, which padding rows use.
+The torch path of the multi-adapter linear, on CPU and GPU. Weights are stacked over slots, padded
+to the largest rank (zero rows and columns add nothing); the last entry of a stack is the null slot,
+all zeros, which padding rows use.
 
 Shapes: T rows, K features in, N features out, G groups, S slots + 1.
 """
@@ -49,5 +49,7 @@ def _has_grouped_mm(*operands: torch.Tensor) -> bool:
     (For other dtypes on CUDA it has a fallback that waits for the device.)
     """
     x = operands[0]
-    aligned = all(stride == 1 or stride * t.element_size() % 16 == 0 for t in operands for stride in t.stride())
+    aligned = all(
+        stride == 1 or stride * t.element_size() % 16 == 0 for t in operands for stride in t.stride()
+    )
     return aligned and (not x.is_cuda or x.dtype == torch.bfloat16)

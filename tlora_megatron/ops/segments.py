@@ -4,10 +4,10 @@ A `MicroBatchView` is a value that travels with the micro-batch. It is bound aro
 `use_micro_batch`, saved by every layer's autograd function for backward, and captured at
 activation-checkpoint entry; it is never state on a layer.
 
-Tokens of a micro-batch lie in packed order: documents one after another, those of one adapter side by
-side, padding last. Context parallelism deals out the packed order in `2 * cp_size` equal chunks, rank r
-holding chunks r and `2 * cp_size - 1 - r`, which balances causal attention over the ranks. Sequence
-parallelism then cuts a rank's local rows into `tp_size` equal runs.
+Tokens of a micro-batch lie in packed order: documents one after another, those of one adapter side
+by side, padding last. Context parallelism deals out the packed order in `2 * cp_size` equal chunks,
+rank r holding chunks r and `2 * cp_size - 1 - r`, which balances causal attention over the ranks.
+Sequence parallelism then cuts a rank's local rows into `tp_size` equal runs.
 """
 
 from __future__ import annotations
@@ -145,8 +145,9 @@ class MicroBatchView:
 class RowGroups:
     """Runs of rows of one adapter each, covering every row of a tensor.
 
-    `slots[i]` owns rows `ends[i-1]:ends[i]`. When `in_slot_order`, there is exactly one group a slot,
-    0 to the null slot, some of them empty, so that stacked weights serve a grouped GEMM as they are.
+    `slots[i]` owns rows `ends[i-1]:ends[i]`. When `in_slot_order`, there is exactly one group a
+    slot, 0 to the null slot, some of them empty, so that stacked weights serve a grouped GEMM as
+    they are.
     """
 
     slots: tuple[int, ...]

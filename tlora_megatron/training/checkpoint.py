@@ -1,8 +1,8 @@
 """A job's checkpoints: whole tensors by canonical name, so that any parallel layout can take them up.
 
-`checkpoints/step_00000050/` holds `adapter.safetensors` (fp32 master weights), `optimizer.safetensors`
-(Adam's moments) and `state.json` (progress, and the job as it was configured). A directory appears whole
-or not at all; the two newest are kept.
+`checkpoints/step_00000050/` holds `adapter.safetensors` (fp32 master weights),
+`optimizer.safetensors` (Adam's moments) and `state.json` (progress, and the job as it was
+configured). A directory appears whole or not at all; the two newest are kept.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One optimizer step for every job whose global batch is complete.
 
-The semantics are `torch.nn.utils.clip_grad_norm_` then `torch.optim.AdamW`, per job: own norm, own clip,
-own moments and step count. A job whose loss or gradient is not finite does not move; a job that is not
-asked for does not move either.
+The semantics are `torch.nn.utils.clip_grad_norm_` then `torch.optim.AdamW`, per job: own norm, own
+clip, own moments and step count. A job whose loss or gradient is not finite does not move; a job
+that is not asked for does not move either.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def step_adapters(
 ) -> list[StepOutcome]:
     """Sums gradients over ranks, then updates each requested adapter; waits for the device once.
 
-    Collectives: one all-reduce of each adapter's slab over DP and CP, one of its TP-replicated part over
-    TP, one of all losses and norms over the world.
+    Collectives: one all-reduce of each adapter's slab over DP and CP, one of its TP-replicated part
+    over TP, one of all losses and norms over the world.
     """
     if not requests:
         return []

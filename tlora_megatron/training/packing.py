@@ -1,9 +1,9 @@
 """Packs sequences of many jobs into token-budgeted micro-batches.
 
-A *round* is one forward-backward over `num_micro_batches` micro-batches on every data-parallel rank. A
-job puts at most the rest of its current global batch into a round, so its optimizer step always lands
-before its next forward, whatever the pipeline depth. Room is shared fairly, sequence by sequence; a job
-with a small batch steps every round, one with a large batch every few.
+A *round* is one forward-backward over `num_micro_batches` micro-batches on every data-parallel
+rank. A job puts at most the rest of its current global batch into a round, so its optimizer step
+always lands before its next forward, whatever the pipeline depth. Room is shared fairly, sequence
+by sequence; a job with a small batch steps every round, one with a large batch every few.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Bins:
 def choose_num_micro_batches(total_tokens: int, capacity: int, dp_size: int, pp_size: int) -> int:
     """Micro-batches a round: one without a pipeline; with one, enough to fill it, at most 4 a stage.
 
-    Short rounds let every job step as soon as its batch is done; 4 a stage keeps the 1F1B bubble under
-    `(pp - 1) / (5 pp - 1)`, a fifth.
+    Short rounds let every job step as soon as its batch is done; 4 a stage keeps the 1F1B bubble
+    under `(pp - 1) / (5 pp - 1)`, a fifth.
     """
     if pp_size == 1:
         return 1

@@ -10,8 +10,8 @@ from tlora_megatron.job import ScheduleSpec
 def learning_rate(spec: ScheduleSpec, peak: float, step: int, num_steps: int) -> float:
     """Returns the rate of the update after `step` updates (0 for the first) of `num_steps`.
 
-    Warm-up is linear from 0, as `transformers.get_linear_schedule_with_warmup` has it; `min_lr` is the
-    value the linear and cosine decays end at.
+    Warm-up is linear from 0, as `transformers.get_linear_schedule_with_warmup` has it; `min_lr` is
+    the value the linear and cosine decays end at.
     """
     if step < spec.warmup_steps:
         return peak * step / spec.warmup_steps

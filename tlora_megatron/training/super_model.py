@@ -146,9 +146,9 @@ class SuperModel:
     def _row_multiple(self) -> int:
         """Rows of a micro-batch: whole sequence-parallel shards of whole chunks.
 
-        GEMM libraries give a row the same bits whatever the number of rows once that is a multiple of
-        their tile (16 on CPUs, 128 on GPUs; one single row is another kernel): so neighbours that come
-        and go do not touch a job's rounding.
+        GEMM libraries give a row the same bits whatever the number of rows once that is a multiple
+        of their tile (16 on CPUs, 128 on GPUs; one single row is another kernel): so neighbours
+        that come and go do not touch a job's rounding.
         """
         tile = 128 if self.groups.device.type == "cuda" else 16
         layout = self.groups.layout

@@ -117,7 +117,8 @@ def _weighted_loss(weights_T: torch.Tensor, losses: torch.Tensor) -> tuple[Any, 
 def vocab_parallel_argmax(logits_TV: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Token id of the largest logit of every row, the smallest id on a tie, int64 `[T]`.
 
-    Layout in: `[T, V / tp]`, this rank's part of the vocabulary. Collectives: two all-reduces of `[T]`.
+    Layout in: `[T, V / tp]`, this rank's part of the vocabulary. Collectives: two all-reduces of
+    `[T]`.
     """
     best_T, index_T = logits_TV.float().max(dim=-1)
     top_T = best_T.clone()

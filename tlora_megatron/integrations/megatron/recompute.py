@@ -1,8 +1,8 @@
 """Lets routing survive activation checkpointing.
 
-A region that is recomputed runs again during some other micro-batch's turn (always so under a pipeline),
-when the bound micro-batch is another one or none. So the micro-batch is captured where the region is
-checkpointed and restored where it is recomputed.
+A region that is recomputed runs again during some other micro-batch's turn (always so under a
+pipeline), when the bound micro-batch is another one or none. So the micro-batch is captured where
+the region is checkpointed and restored where it is recomputed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _MARK = "_tlora_captures_routing"
 def install() -> None:
     """Wraps Megatron's two checkpointing primitives, once a process.
 
-    Covers `tensor_parallel.checkpoint` (full recompute) and `CheckpointWithoutOutput` (selective) at all
-    call sites. Not covered: Transformer Engine's own `te_checkpoint`.
+    Covers `tensor_parallel.checkpoint` (full recompute) and `CheckpointWithoutOutput` (selective)
+    at all call sites. Not covered: Transformer Engine's own `te_checkpoint`.
     """
     if getattr(random, _MARK, False):
         return
