@@ -74,8 +74,16 @@ def train_run(config: RunConfig, listener: RunListener) -> dict[str, Any]:
         return {}
     summary = _summary(loop, layout, rejected, time.perf_counter() - begin_s)
     write_summary(output_dir, summary)
-    write_report(output_dir)
+    _try_report(output_dir)
     return summary
+
+
+def _try_report(output_dir: Path) -> None:
+    """Writes the report; training is done, so what hinders it is a warning."""
+    try:
+        write_report(output_dir)
+    except (ImportError, OSError, ValueError) as error:
+        logger.warning("%s could not be written: %s", output_dir / "report.html", error)
 
 
 def _model_dir(config: RunConfig) -> Path:

@@ -1,0 +1,152 @@
+"""One multi-adapter linear with random weights, on any device, beside its fp64 definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tlora_megatron.job import LoraSpec
+from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
+from tlora_megatron.layers.linear import AdapterBranch, MultiLoRALinear, TensorParallel
+from tlora_megatron.layers.sites import Site, make_site
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.ops.dropout import dropout_reference, mix_ints
+from tlora_megatron.ops.reference import Factors, multi_lora_linear_reference
+from tlora_megatron.ops.segments import Document, MicroBatchView, pack_micro_batch
+
+SPEC = ModelSpec(
+    model_type="llama",
+    num_layers=2,
+    hidden_size=24,
+    num_heads=6,
+    num_kv_heads=3,
+    head_dim=4,
+    ffn_size=36,
+    vocab_size=32,
+    max_positions=64,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+)
+NO_TP = TensorParallel(group=None, gather_input=False, reduce_dgrad=False)
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+JOBS = (
+    LoraSpec(rank=4, alpha=8, target_modules=("q_proj", "v_proj", "o_proj", "up_proj")),
+    LoraSpec(rank=24, alpha=3, dropout=0.3, target_modules=("linear_qkv", "linear_fc1")),
+    LoraSpec(rank=1, alpha=1, dropout=0.1, target_modules=("k_proj", "gate_proj", "down_proj")),
+    LoraSpec(rank=7, alpha=7, use_rslora=True),
+)
+WORKLOADS = {
+    "distinct": (5, 9, 1, 17),
+    "one adapter absent": (5, 0, 3, 8),
+    "one adapter only": (0, 0, 13, 0),
+    "no adapter at all": (0, 0, 0, 0),
+    "skewed": (1, 257, 2, 63),
+}
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative error in the Frobenius norm."""
+    expected = expected.double()
+    scale = expected.norm().clamp(min=1e-30)
+    return float((actual.double() - expected).norm() / scale)
+
+
+class Case:
+    """One site with random weights, in a dtype, and its reference in fp64."""
+
+    def __init__(
+        self,
+        linear: str,
+        dtype: torch.dtype,
+        *,
+        spec: ModelSpec = SPEC,
+        loras: Sequence[LoraSpec] = JOBS,
+        device: str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+        self.device = torch.device(device)
+        self.site: Site = make_site(spec, 1, linear, 0, 1)
+        self.bank = AdapterBank([self.site], loras, dtype=dtype, device=self.device)
+        self.loras = loras
+        adapters = []
+        for index, lora in enumerate(loras):
+            slab = self.bank.new_slab(lora)
+            slab.master.normal_(generator=generator)
+            slab.master.copy_(slab.master.to(dtype))
+            adapters.append(Adapter(name=f"job{index}", lora=lora, slab=slab))
+        self.bank.install(adapters)
+        self.branch = AdapterBranch(self.bank, self.site)
+        shape = (self.site.out_size, self.site.in_size)
+        self.generator = generator
+        self.dtype = dtype
+        self.weight = self.draw(*shape)
+        self.bias = self.draw(shape[0])
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        """Fresh normal values in the case's dtype, on its device."""
+        return torch.randn(shape, generator=self.generator, device=self.device).to(self.dtype)
+
+    def view(self, lengths: Sequence[int], *, num_tokens: int, training: bool) -> MicroBatchView:
+        """A packed micro-batch with so many tokens of each slot."""
+        documents = [Document(slot=s, length=n, first_token=3) for s, n in enumerate(lengths) if n]
+        keys = [mix_ints(s, 5) for s in range(len(lengths))] if training else []
+        return pack_micro_batch(
+            documents, num_slots=len(lengths), num_tokens=num_tokens, dropout_keys=keys
+        )
+
+    def run(self, x: torch.Tensor, dy: torch.Tensor, view: MicroBatchView) -> dict[str, torch.Tensor]:
+        """Output and gradients of the package's linear, by name."""
+        x = x.clone().requires_grad_()
+        y = MultiLoRALinear.apply(x, self.weight, self.bias, self.branch, view, NO_TP)
+        y.backward(dy)
+        return {"y": y.detach(), "dx": x.grad, **self.gradients()}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Takes every factor's gradient out of the bank."""
+        found = {}
+        for slot, adapter in enumerate(self.bank.adapters):
+            layout = adapter.slab.layout
+            for factor, view in zip(
+                layout.factors, layout.views(self.bank.take_gradient(slot)), strict=True
+            ):
+                found[f"{adapter.name}.{factor.name}"] = view
+        return found
+
+    def reference(
+        self, x: torch.Tensor, dy: torch.Tensor, view: MicroBatchView
+    ) -> dict[str, torch.Tensor]:
+        """The same by the definition: each target on its own columns, fp64, autograd."""
+        x64 = x.double().flatten(0, -2).requires_grad_()
+        keep = None
+        p = self.bank.row_dropout(view.rows)
+        if p is not None:
+            ones = torch.ones(x64.shape, dtype=torch.float32, device=self.device)
+            keys = view.rows.row_keys(ones.device)
+            keep = dropout_reference(ones, keys, p, mix_ints(self.site.index), 0).double()
+        y = torch.nn.functional.linear(x64, self.weight.double(), self.bias.double())
+        leaves: dict[str, torch.Tensor] = {}
+        for shard in self.site.targets:
+            factors = {}
+            for slot, adapter in enumerate(self.bank.adapters):
+                pair = {}
+                slab = adapter.slab
+                for factor, view_ in zip(
+                    slab.layout.factors, slab.layout.views(slab.master), strict=True
+                ):
+                    if factor.shard.target == shard.target:
+                        leaf = view_.double().clone().requires_grad_()
+                        leaves[f"{adapter.name}.{factor.name}"] = pair[factor.which] = leaf
+                if pair:
+                    factors[slot] = Factors(pair["lora_a"], pair["lora_b"].t(), adapter.lora.scaling)
+            if not factors:
+                continue
+            zero = x64.new_zeros(shard.columns.size, x64.shape[1])
+            delta = multi_lora_linear_reference(x64, zero, None, factors, view.rows, keep)
+            whole = torch.zeros_like(y)
+            columns = torch.arange(y.shape[1], device=self.device)[None]
+            y = y + whole.index_add(1, shard.columns.read(columns)[0], delta)
+        y.backward(dy.double().flatten(0, -2))
+        grads = {n: t.grad if t.grad is not None else torch.zeros_like(t) for n, t in leaves.items()}
+        return {"y": y.detach(), "dx": x64.grad, **grads}
