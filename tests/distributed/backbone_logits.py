@@ -2,7 +2,8 @@
 
 Arguments: folder of the models, names of the models, then each variant as in `tp=2,sp=1,pp=2,cp=1,
 recompute=full`. A model's folder holds a `reference.pt`: micro-batches with Hugging Face's logits,
-and gradients of the embedded tokens of `sum(logits * weights)`, each document run alone.
+and gradients of the embedded tokens of `sum(logits * weights)`, each document run alone. Where a
+folder has no safetensors, the weights are drawn by `RANDOM_SEED`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from tlora_megatron.ops.segments import (
     use_micro_batch,
 )
 from tlora_megatron.plan import ParallelLayout
+
+RANDOM_SEED = 7
 
 
 class MicroBatch(NamedTuple):
@@ -73,7 +76,8 @@ def check_model(directory: Path, layout: ParallelLayout, recompute: Recompute) -
     """Compares logits and gradients of one model in one layout."""
     spec = read_model_spec(directory / "config.json")
     model = build_backbone(spec, layout, dtype=torch.float32, recompute=recompute)
-    load_backbone(model, spec, directory, layout)
+    source = directory if any(directory.glob("*.safetensors")) else None
+    load_backbone(model, spec, source, layout, seed=RANDOM_SEED)
     device = next(model.parameters()).device
     stored = torch.load(directory / "reference.pt", weights_only=True, map_location=device)
     batches = [local_part(micro_batch, spec, layout) for micro_batch in stored]

@@ -9,8 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.distributed.backbone_logits import RANDOM_SEED
 from tests.helpers.launch import python, torchrun
 from tests.helpers.tiny_models import make_tiny_model
+from tlora_megatron.integrations.megatron import model as backbone
+from tlora_megatron.model import read_model_spec
+from tlora_megatron.training.hf_convert import RandomWeights, hf_shapes
 
 WORKER = Path(__file__).with_name("backbone_logits.py")
 
@@ -37,7 +41,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         batches = [reference(model, lens, seed) for seed, lens in enumerate(PACKED_LENGTHS)]
         torch.save(batches, directory / "reference.pt")
+    draw_weights(root / "drawn")
     return root
+
+
+def draw_weights(directory: Path) -> None:
+    """A folder without weights; the reference has those that `RANDOM_SEED` draws."""
+    make_tiny_model(directory, "qwen2", vocab_size=127)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    (directory / "model.safetensors").unlink()
+    shapes = hf_shapes(read_model_spec(directory / "config.json"))
+    weights = RandomWeights(
+        shapes, seed=RANDOM_SEED, device=torch.device("cpu"), dtype=torch.float32
+    )
+    model.load_state_dict({name: weights.read(name) for name in shapes})
+    torch.save([reference(model, PACKED_LENGTHS[0], 0)], directory / "reference.pt")
 
 
 def reference(model: PreTrainedModel, lengths: tuple[int, ...], seed: int) -> dict[str, Any]:
@@ -61,7 +79,7 @@ def reference(model: PreTrainedModel, lengths: tuple[int, ...], seed: int) -> di
     }
 
 
-ALL = ",".join(MODELS)
+ALL = ",".join((*MODELS, "drawn"))
 
 
 def test_one_process_without_torchrun(models: Path) -> None:
@@ -76,4 +94,23 @@ def test_two_processes(models: Path) -> None:
 
 def test_four_processes(models: Path) -> None:
     variants = ("tp=4,sp=1,recompute=selective", "tp=2,sp=1,pp=2", "tp=2,cp=2", "cp=4", "pp=4")
-    assert "all equal" in torchrun(WORKER, 4, models, "llama_tied,qwen3", *variants)
+    assert "all equal" in torchrun(WORKER, 4, models, "llama_tied,qwen3,drawn", *variants)
+
+
+def test_a_world_of_another_size_than_the_layout_is_refused() -> None:
+    code = (
+        "from tlora_megatron.integrations.megatron.model import initialize_parallel\n"
+        "from tlora_megatron.plan import ParallelLayout\n"
+        "initialize_parallel(ParallelLayout(tp_size=2))"
+    )
+    with pytest.raises(AssertionError, match=r"ValueError: world size must be 2 for .*, got 1"):
+        python("-c", code)
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(
+        ValueError, match=r"processes a node must be at most its 1 GPUs, got local rank 1"
+    ):
+        backbone._bind_gpu()

@@ -27,7 +27,10 @@ def test_every_output_and_gradient_equals_the_reference(
     lengths = WORKLOADS[workload]
     num_tokens = sum(lengths) + 6
     view = case.view(lengths, num_tokens=num_tokens, training=training)
-    x, dy = case.draw(num_tokens, 1, case.site.in_size), case.draw(num_tokens, 1, case.site.out_size)
+    x, dy = (
+        case.draw(num_tokens, 1, case.site.in_size),
+        case.draw(num_tokens, 1, case.site.out_size),
+    )
     # What an unwritten row would show: freed blocks are handed out again.
     torch.full((num_tokens, 4096), float("nan"), dtype=dtype, device="cuda")
     actual, expected = case.run(x, dy, view), case.reference(x, dy, view)

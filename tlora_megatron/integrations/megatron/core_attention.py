@@ -17,19 +17,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None
-
-_VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters if varlen_attn else {}
-_VARLEN_HAS_GQA = "enable_gqa" in _VARLEN_PARAMETERS
-_VARLEN_CAUSAL: dict[str, Any] = (
-    {"window_size": (-1, 0)} if "window_size" in _VARLEN_PARAMETERS else {"is_causal": True}
-)
+# torch 2.11 has no `enable_gqa`; there the key and value heads are repeated.
+_VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class _CumulativeLengths(NamedTuple):
@@ -102,7 +95,7 @@ class PackedCoreAttention(MegatronModule):
         q_TND, k_KGD, v_KGD = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if self.cp_group is not None:
             k_KGD, v_KGD = self._gather_keys(k_KGD, v_KGD, micro_batch)
-        fused = varlen_attn is not None and query.is_cuda and query.dtype != torch.float32
+        fused = query.is_cuda and query.dtype != torch.float32
         attend = _attend_varlen if fused else _attend_spans
         out_TND = attend(q_TND, k_KGD, v_KGD, micro_batch, self.scale)
         return out_TND.reshape(query.shape[0], 1, -1)
@@ -147,8 +140,11 @@ def _attend_one_span(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     mask = None
     if rows < keys:
         mask = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
+    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = F.scaled_dot_product_attention(
-        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        query,
+        key,
+        value,
         attn_mask=mask,
         is_causal=mask is None,
         scale=scale,
@@ -163,13 +159,13 @@ def _attend_varlen(
     lengths = micro_batch.cached(
         "attention.cumulative", lambda: _cumulative_lengths(micro_batch, q_TND.device)
     )
-    options: dict[str, Any] = dict(_VARLEN_CAUSAL)
+    options = {}
     repeats = q_TND.shape[1] // k_KGD.shape[1]
     if _VARLEN_HAS_GQA:
         options["enable_gqa"] = repeats > 1
     elif repeats > 1:
         k_KGD, v_KGD = (x.repeat_interleave(repeats, dim=1) for x in (k_KGD, v_KGD))
-    return varlen_attn(
+    out = varlen_attn(
         q_TND,
         k_KGD,
         v_KGD,
@@ -178,8 +174,11 @@ def _attend_varlen(
         lengths.max_queries,
         lengths.max_keys,
         scale=scale,
+        window_size=(-1, 0),
         **options,
     )
+    assert isinstance(out, Tensor), "no auxiliary output was asked for"
+    return out
 
 
 def _cumulative_lengths(micro_batch: MicroBatchView, device: torch.device) -> _CumulativeLengths:

@@ -78,7 +78,9 @@ def initialize_parallel(layout: ParallelLayout) -> None:
 def _bind_gpu() -> None:
     local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local_rank >= gpus:
-        raise ValueError(f"processes a node must be at most its {gpus} GPUs, got rank {local_rank}")
+        raise ValueError(
+            f"processes a node must be at most its {gpus} GPUs, got local rank {local_rank}"
+        )
     # Makes the GPU start kernels in launch order, so that a collective issued before the compute
     # that should hide it starts first. Read when CUDA starts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

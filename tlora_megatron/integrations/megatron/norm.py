@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
             torch.ones(hidden_size, dtype=config.params_dtype, device=device)
         )
         # Megatron adds up gradients of parameters marked so over the tensor-parallel ranks.
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises `[..., hidden_size]`."""
