@@ -159,7 +159,7 @@ def _attend_varlen(
     lengths = micro_batch.cached(
         "attention.cumulative", lambda: _cumulative_lengths(micro_batch, q_TND.device)
     )
-    options = {}
+    options: dict[str, Any] = {}
     repeats = q_TND.shape[1] // k_KGD.shape[1]
     if _VARLEN_HAS_GQA:
         options["enable_gqa"] = repeats > 1
