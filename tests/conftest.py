@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -41,6 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in {mark.name for mark in item.iter_markers()}:
             if reason := _reason_to_skip(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _package_logger_as_it_was() -> Iterator[None]:
+    """The command line sets the package's logger up for its rank; the next test must not see it."""
+    logger = logging.getLogger("tlora_megatron")
+    level, handlers, propagate = logger.level, list(logger.handlers), logger.propagate
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+    logger.propagate = propagate
 
 
 @pytest.fixture(scope="session")
