@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 HF_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Hugging Face names: every one has factors of its own, even where Megatron fuses the base weight."""
+"""Hugging Face names: each has factors of its own, even where Megatron fuses the base weight."""
 
 MEGATRON_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron names: one A for the whole fused linear (Megatron-Bridge's plain LoRA)."""
@@ -78,7 +78,7 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleSpec:
-    """Learning rate over a job's own steps: linear warm-up, then the named decay to min_lr at the last step."""
+    """Learning rate over a job's own steps: linear warm-up, then decay to min_lr at the end."""
 
     name: Literal["constant", "linear", "cosine"] = rule("shape after warm-up", default="constant")
     warmup_steps: int = rule("steps of linear warm-up from 0", default=0, ge=0)

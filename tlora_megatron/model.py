@@ -12,7 +12,7 @@ SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """Decoder-only transformer with RMSNorm, rotary positions, grouped-query attention and SwiGLU."""
+    """Decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
     model_type: str
     num_layers: int
@@ -26,7 +26,8 @@ class ModelSpec:
     norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
-    """None, or Hugging Face's llama3 scaling: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings."""
+    """None, or Hugging Face's llama3 scaling: factor, low_freq_factor, high_freq_factor,
+    original_max_position_embeddings."""
     tied_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -43,7 +44,7 @@ class ModelSpec:
         return self.num_kv_heads * self.head_dim
 
     def target_shape(self, target: str) -> tuple[int, int]:
-        """`(out, in)` of a target module's whole weight; fused ones in the row order q, k, v or gate, up."""
+        """`(out, in)` of a target module's whole weight; fused rows: q, k, v or gate, up."""
         hidden, ffn = self.hidden_size, self.ffn_size
         return {
             "q_proj": (self.q_size, hidden),
@@ -77,7 +78,9 @@ def read_model_spec(config_json: Path) -> ModelSpec:
     try:
         return _parse(raw)
     except KeyError as error:
-        raise ValueError(f"{config_json} must hold the key {error.args[0]!r}, got {sorted(raw)}") from error
+        raise ValueError(
+            f"{config_json} must hold the key {error.args[0]!r}, got {sorted(raw)}"
+        ) from error
 
 
 def _parse(raw: dict[str, Any]) -> ModelSpec:
@@ -107,7 +110,8 @@ def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise ValueError(
-            f"model_type must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, got {model_type!r} in {path}"
+            f"model_type must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, "
+            f"got {model_type!r} in {path}"
         )
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))

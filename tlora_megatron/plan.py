@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
-    """Tensor, pipeline, context and data parallel sizes; `dp_size = world_size / (tp * pp * cp)`."""
+    """Tensor, pipeline, context, data parallel sizes; `dp_size = world_size / (tp * pp * cp)`."""
 
     tp_size: int = 1
     pp_size: int = 1
@@ -27,7 +27,8 @@ class ParallelLayout:
         model = tp_size * pp_size * cp_size
         if world_size % model:
             raise ValueError(
-                f"world size must be a multiple of tp_size * pp_size * cp_size = {model}, got {world_size}"
+                f"world size must be a multiple of tp_size * pp_size * cp_size = {model}, "
+                f"got {world_size}"
             )
         return cls(
             tp_size=tp_size,

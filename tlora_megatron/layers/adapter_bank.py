@@ -167,7 +167,7 @@ class AdapterBank:
             torch._foreach_copy_(compute, master)
 
     def take_gradient(self, slot: int) -> torch.Tensor:
-        """Returns the gradient accumulated in a slot as a fresh slab, fp32 `[numel]`, and clears it."""
+        """Returns a slot's accumulated gradient as a fresh slab, fp32 `[numel]`, and clears it."""
         layout = self.adapters[slot].slab.layout
         flat = torch.empty(layout.numel, device=self.device)
         grads = self._copies[slot][2]

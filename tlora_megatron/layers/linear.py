@@ -27,13 +27,13 @@ class TensorParallel(NamedTuple):
 
     group: dist.ProcessGroup | None
     gather_input: bool
-    """Sequence parallel: x holds this rank's rows; gathered forward, dx reduce-scattered backward."""
+    """Sequence parallel: x is this rank's rows; gathered forward, dx reduce-scattered backward."""
     reduce_dgrad: bool
     """x is whole on every rank; dx is summed over the group backward."""
 
 
 class AdapterBranch:
-    """The branch of all adapters at one site: `y += scaling * drop(x) A^T B^T`, row group by row group."""
+    """All adapters' branch at one site: `y += scaling * drop(x) A^T B^T`, group by group."""
 
     def __init__(self, bank: AdapterBank, site: Site) -> None:
         self.bank = bank
@@ -97,7 +97,7 @@ class AdapterBranch:
 
 
 def _accumulate(total_SMN: torch.Tensor, grads_GMN: torch.Tensor, rows: RowGroups) -> None:
-    """Adds group gradients to their slots, fp32, in a fixed order; empty groups hold nothing and add nothing."""
+    """Adds group gradients to their slots, fp32, in a fixed order; empty groups add nothing."""
     present = [g for g, n in enumerate(rows.lengths) if n and rows.slots[g] < rows.num_slots]
     if rows.in_slot_order and len(present) == rows.num_slots:
         total_SMN[: rows.num_slots].add_(grads_GMN[: rows.num_slots])
@@ -107,7 +107,7 @@ def _accumulate(total_SMN: torch.Tensor, grads_GMN: torch.Tensor, rows: RowGroup
 
 
 class MultiLoRALinear(torch.autograd.Function):
-    """`y = x W^T + b + branch(x)` with x, W sharded as Megatron's Column- or RowParallelLinear has them.
+    """`y = x W^T + b + branch(x)`, x and W sharded as in Megatron's Column- or RowParallelLinear.
 
     Column-parallel. Layout in: x `[T, 1, K]`, or `[T / tp, 1, K]` under sequence parallelism.
     Layout out: `[T, 1, N / tp]`. Forward: all-gather of x under sequence parallelism. Backward: one

@@ -173,7 +173,7 @@ def _output_columns(
 
 
 def _lora_b_rows(spec: ModelSpec, target: str, tp_rank: int, tp_size: int) -> torch.Tensor:
-    """Rows of the whole `lora_b` that lie on this rank, in the order of the local output columns."""
+    """Rows of the whole `lora_b` that lie on this rank, in the order of local output columns."""
 
     def run(begin: int, size: int) -> torch.Tensor:
         local = size // tp_size

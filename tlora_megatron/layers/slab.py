@@ -119,7 +119,7 @@ class AdapterSlab:
 def whole_tensors(
     layouts: Sequence[SlabLayout], buffers: Sequence[torch.Tensor], spec: ModelSpec
 ) -> dict[str, torch.Tensor]:
-    """Joins the flat buffers of all model-parallel ranks into whole canonical tensors on the CPU."""
+    """Joins the flat buffers of all model-parallel ranks into whole canonical CPU tensors."""
     whole: dict[str, torch.Tensor] = {}
     for layout, buffer in zip(layouts, buffers, strict=True):
         views = layout.views(buffer.cpu())

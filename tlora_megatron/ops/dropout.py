@@ -18,7 +18,7 @@ _COLUMN_STEP = -1640531527  # 2^32 / golden ratio as int32: spreads neighbouring
 
 
 def mix32(h: torch.Tensor) -> torch.Tensor:
-    """Mixes the bits of int32 values (MurmurHash3 fmix32); equal input gives equal output anywhere."""
+    """Mixes the bits of int32 values (MurmurHash3 fmix32); equal input, equal output anywhere."""
     h = h ^ ((h >> 16) & 0xFFFF)
     h = h * -2048144789
     h = h ^ ((h >> 13) & 0x7FFFF)

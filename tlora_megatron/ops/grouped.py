@@ -31,7 +31,7 @@ def grouped_linear(x_TK: torch.Tensor, w_SKN: torch.Tensor, rows: RowGroups) -> 
 
 
 def grouped_outer(a_TM: torch.Tensor, b_TN: torch.Tensor, rows: RowGroups) -> torch.Tensor:
-    """Returns `out[g] = a[rows of g]^T @ b[rows of g]`, `[G, M, N]`; what empty groups hold is undefined."""
+    """Returns `out[g] = a[rows of g]^T @ b[rows of g]`, `[G, M, N]`; undefined in empty groups."""
     if _has_grouped_mm(a_TM, b_TN):
         return F.grouped_mm(a_TM.t(), b_TN, offs=rows.offsets(a_TM.device))
     out_GMN = a_TM.new_empty(len(rows.ends), a_TM.shape[1], b_TN.shape[1])
@@ -50,6 +50,8 @@ def _has_grouped_mm(*operands: torch.Tensor) -> bool:
     """
     x = operands[0]
     aligned = all(
-        stride == 1 or stride * t.element_size() % 16 == 0 for t in operands for stride in t.stride()
+        stride == 1 or stride * t.element_size() % 16 == 0
+        for t in operands
+        for stride in t.stride()
     )
     return aligned and (not x.is_cuda or x.dtype == torch.bfloat16)

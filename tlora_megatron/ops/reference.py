@@ -1,4 +1,4 @@
-"""The definition of a multi-adapter linear, one expression a formula; every faster path must equal it.
+"""The definition of a multi-adapter linear, one expression a formula; faster paths must equal it.
 
 Semantics: `y[t] = W x[t] + b + scaling[s] * B[s] (A[s] drop(x[t]))` with `s` the slot of row t.
 Rows of the null slot get the base output only. Runs in any dtype, fp64 in tests, on plain autograd.

@@ -74,7 +74,7 @@ class MicroBatchView:
     cp_rank: int
     cp_size: int
     dropout_keys: tuple[int, ...]
-    """One 31-bit key a slot, drawn from the job's seed and step (`ops.dropout`); empty = no dropout."""
+    """One 31-bit key a slot from the job's seed and step (`ops.dropout`); empty = no dropout."""
     pieces: tuple[_Piece, ...]
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 

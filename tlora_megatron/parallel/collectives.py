@@ -1,4 +1,4 @@
-"""Collectives over rows of a tensor that start at once and are waited for where the result is needed."""
+"""Collectives over a tensor's rows: started at once, waited for where the result is needed."""
 
 from __future__ import annotations
 

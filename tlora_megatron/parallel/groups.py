@@ -1,4 +1,4 @@
-"""Where this process stands in the super-model's layout, and the process groups it takes part in."""
+"""Where this process stands in the super-model's layout, and the process groups it is in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run from its configuration to its results: sets the super-model up, trains it, writes the files."""
+"""One run from configuration to results: sets the super-model up, trains it, writes the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's checkpoints: whole tensors by canonical name, so that any parallel layout can take them up.
+"""A job's checkpoints: whole tensors by canonical name, so that any layout can take them up.
 
 `checkpoints/step_00000050/` holds `adapter.safetensors` (fp32 master weights),
 `optimizer.safetensors` (Adam's moments) and `state.json` (progress, and the job as it was

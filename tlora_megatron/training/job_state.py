@@ -22,8 +22,8 @@ class EvalResult:
     loss: float
     """Mean over all target tokens."""
     exact_match: float
-    """Share of sequences whose every target token is the model's first choice: what greedy decoding gets
-    exactly right."""
+    """Share of sequences whose every target token is the model's first choice: what greedy decoding
+    gets exactly right."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -101,7 +101,7 @@ class JobState:
     _SAVED = ("step", "updates", "tokens", "target_tokens", "nonfinite_in_a_row", "last_loss")
 
     def progress(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside tensors. Data order and dropout follow from seed and step."""
+        """What a checkpoint keeps beside tensors. Data order, dropout follow from seed and step."""
         before = self.eval_before
         saved = {key: getattr(self, key) for key in self._SAVED}
         return {**saved, "eval_before": before and [before.loss, before.exact_match]}

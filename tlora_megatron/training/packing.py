@@ -66,7 +66,7 @@ class Bins:
 
 
 def choose_num_micro_batches(total_tokens: int, capacity: int, dp_size: int, pp_size: int) -> int:
-    """Micro-batches a round: one without a pipeline; with one, enough to fill it, at most 4 a stage.
+    """Micro-batches a round: 1 without a pipeline; with one, enough to fill it, at most 4 a stage.
 
     Short rounds let every job step as soon as its batch is done; 4 a stage keeps the 1F1B bubble
     under `(pp - 1) / (5 pp - 1)`, a fifth.

@@ -92,7 +92,7 @@ class SuperModel:
         return [self._report(self.jobs[s], o) for s, o in zip(complete, outcomes, strict=True)]
 
     def evaluate(self, jobs: Sequence[JobState]) -> list[EvalResult | None]:
-        """Evaluates adapters on their jobs' evaluation sequences, packed together; None without any."""
+        """Evaluates adapters on their jobs' evaluation rows, packed together; None without any."""
         queues: list[list[Item]] = [[] for _ in self.jobs]
         sizes = [0] * len(self.jobs)
         for job in jobs:
@@ -120,7 +120,7 @@ class SuperModel:
     def _pack_round_with_items(
         self, queues: Sequence[list[Item]], keys: Sequence[int]
     ) -> tuple[list[PackedBatch], list[list[Item]], list[tuple[Placed, ...]]]:
-        """This rank's micro-batches, padded to one length; what is left of the queues; who is where."""
+        """This rank's micro-batches, padded to one length; what is left queued; who is where."""
         layout = self.groups.layout
         bins, left = fill_bins(
             queues, capacity=self.micro_batch_tokens, dp_size=layout.dp_size, pp_size=layout.pp_size
