@@ -87,3 +87,21 @@ def test_dropout_is_the_same_for_a_token_wherever_it_is_packed() -> None:
     shard = dropout(x[:, 10:], keys_second, p, 7, 10)
     assert torch.equal(whole[:, 10:], shard)
     assert 0.3 < (whole == 0).float().mean() < 0.7
+
+
+def test_only_the_input_and_the_rank_sized_intermediate_are_saved() -> None:
+    case = Case("linear_qkv", torch.float32)
+    view = case.view(WORKLOADS["distinct"], num_tokens=40, training=True)
+    x = case.draw(40, 1, case.site.in_size).requires_grad_()
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        MultiLoRALinear.apply(x, case.weight, case.bias, case.branch, view, NO_TP)
+    owned = {t.data_ptr() for t in (x, case.weight)}
+    extra = [t for t in saved if t.data_ptr() not in owned]
+    stack = case.bank.stacks[case.site.index]
+    assert [tuple(t.shape) for t in extra] == [(40, len(stack.targets) * stack.rank)]

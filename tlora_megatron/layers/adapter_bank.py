@@ -88,7 +88,8 @@ class AdapterBank:
         """By `Site.index`; sites that no job targets have none."""
         self._scaling_S = torch.zeros(1)
         self._dropout_S = torch.zeros(1)
-        self._copies: list[tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = []
+        self._copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        """A slot's factors in the stacks, in its slab's order: compute copies and gradients."""
 
     def new_slab(self, lora: LoraSpec) -> AdapterSlab:
         """Allocates an adapter's slab, zeros."""
@@ -146,38 +147,35 @@ class AdapterBank:
             grad_b_SRN=tuple(zeros(s, torch.float32) for s in shapes_b),
         )
 
-    def _views(
-        self, slot: int, adapter: Adapter
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """An adapter's factors as (master, compute, gradient) views, in layout order."""
+    def _views(self, slot: int, adapter: Adapter) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         compute, grads = [], []
-        by_layer = {(site.layer, t.target): site.index for site in self.sites for t in site.targets}
-        for factor in adapter.slab.layout.factors:
-            shard = factor.shard
-            stack = self.stacks[by_layer[shard.layer, shard.target]]
-            rank = factor.shape[0]
-            compute.append(stack.factor(slot, shard.target, factor.which, grad=False)[:rank])
-            grads.append(stack.factor(slot, shard.target, factor.which, grad=True)[:rank])
-        return adapter.slab.layout.views(adapter.slab.master), compute, grads
+        by_target = {(t.layer, t.target): site.index for site in self.sites for t in site.targets}
+        for shard, which, _, (rank, _) in adapter.slab.layout.factors:
+            stack = self.stacks[by_target[shard.layer, shard.target]]
+            compute.append(stack.factor(slot, shard.target, which, grad=False)[:rank])
+            grads.append(stack.factor(slot, shard.target, which, grad=True)[:rank])
+        return compute, grads
 
     def refresh(self, slot: int) -> None:
         """Copies an adapter's master weights into the compute stacks."""
-        master, compute, _ = self._copies[slot]
-        if master:
-            torch._foreach_copy_(compute, master)
+        compute, _ = self._copies[slot]
+        slab = self.adapters[slot].slab
+        if compute:
+            # Cast as one buffer first: copies between dtypes would be a launch a factor.
+            torch._foreach_copy_(compute, slab.layout.views(slab.master.to(self.dtype)))
 
     def take_gradient(self, slot: int) -> torch.Tensor:
         """Returns a slot's accumulated gradient as a fresh slab, fp32 `[numel]`, and clears it."""
         layout = self.adapters[slot].slab.layout
         flat = torch.empty(layout.numel, device=self.device)
-        grads = self._copies[slot][2]
+        grads = self._copies[slot][1]
         if grads:
             torch._foreach_copy_(layout.views(flat), grads)
             torch._foreach_zero_(grads)
         return flat
 
     def _add_gradient(self, slot: int, flat: torch.Tensor) -> None:
-        grads = self._copies[slot][2]
+        grads = self._copies[slot][1]
         if grads:
             torch._foreach_add_(grads, self.adapters[slot].slab.layout.views(flat))
 

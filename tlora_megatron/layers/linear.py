@@ -59,12 +59,25 @@ class AdapterBranch:
         s_TR = grouped_linear(self.dropped(x_TK, rows), stack.lora_a_SRK.transpose(1, 2), rows)
         return s_TR.mul_(self.bank.row_scaling(rows))
 
-    def add_up(self, y_TN: torch.Tensor, s_TR: torch.Tensor, rows: RowGroups) -> None:
-        """Adds `s B^T` to the base's output, in place."""
+    def base_and_up(
+        self,
+        x_TK: torch.Tensor,
+        s_TR: torch.Tensor,
+        weight_NK: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        rows: RowGroups,
+    ) -> torch.Tensor:
+        """`x W^T + b + s B^T`, `[T, N]`."""
         stack = self._weights()
+        if len(stack.targets) == 1 and stack.targets[0].columns.is_whole:
+            # The base GEMM adds onto the branch's output: a pass over [T, N] less than the converse.
+            y_TN = grouped_linear(s_TR, stack.lora_b_SRN[0], rows).addmm_(x_TK, weight_NK.t())
+            return y_TN if bias_N is None else y_TN.add_(bias_N)
+        y_TN = F.linear(x_TK, weight_NK, bias_N)
         for p, shard in enumerate(stack.targets):
             part_TR = s_TR[:, p * stack.rank : (p + 1) * stack.rank]
             shard.columns.add(y_TN, grouped_linear(part_TR, stack.lora_b_SRN[p], rows))
+        return y_TN
 
     def backward_up(self, dy_TN: torch.Tensor, s_TR: torch.Tensor, rows: RowGroups) -> torch.Tensor:
         """Accumulates dB and returns the gradient of `drop(x) A^T`, `[T, R]`."""
@@ -81,9 +94,12 @@ class AdapterBranch:
             )
         return ds_TR.mul_(self.bank.row_scaling(rows))
 
-    def add_dgrad(self, dx_TK: torch.Tensor, ds_TR: torch.Tensor, rows: RowGroups) -> None:
-        """Adds the branch's part to the input's gradient, in place."""
-        dx_TK.add_(self.dropped(grouped_linear(ds_TR, self._weights().lora_a_SRK, rows), rows))
+    def dgrad(
+        self, dy_TN: torch.Tensor, ds_TR: torch.Tensor, weight_NK: torch.Tensor, rows: RowGroups
+    ) -> torch.Tensor:
+        """Gradient of x through base and branch, `[T, K]`."""
+        dx_TK = self.dropped(grouped_linear(ds_TR, self._weights().lora_a_SRK, rows), rows)
+        return dx_TK.addmm_(dy_TN, weight_NK)
 
     def backward_down(self, x_TK: torch.Tensor, ds_TR: torch.Tensor, rows: RowGroups) -> None:
         """Accumulates dA."""
@@ -129,9 +145,8 @@ class MultiLoRALinear(torch.autograd.Function):
     ) -> torch.Tensor:
         x_TK = x.flatten(0, -2)
         full_TK = all_gather_rows(x_TK, tp.group) if tp.gather_input else x_TK
-        y_TN = F.linear(full_TK, weight_NK, bias_N)
         s_TR = branch.down(full_TK, view.rows)
-        branch.add_up(y_TN, s_TR, view.rows)
+        y_TN = branch.base_and_up(full_TK, s_TR, weight_NK, bias_N, view.rows)
         ctx.save_for_backward(x, s_TR, weight_NK)
         ctx.branch, ctx.view, ctx.tp = branch, view, tp
         return y_TN.unsqueeze(1)
@@ -150,9 +165,7 @@ class MultiLoRALinear(torch.autograd.Function):
             x_rows = ctx.view.shard(dist.get_rank(tp.group), dist.get_world_size(tp.group))
         pending = None
         if ctx.needs_input_grad[0]:
-            dx_TK = dy_TN @ weight_NK
-            branch.add_dgrad(dx_TK, ds_TR, rows)
-            pending = _reduce(dx_TK, tp)
+            pending = _reduce(branch.dgrad(dy_TN, ds_TR, weight_NK, rows), tp)
         branch.backward_down(x.flatten(0, -2), ds_rows, x_rows)
         dx = None if pending is None else pending.wait().view(x.shape)
         return dx, None, None, None, None, None

@@ -41,6 +41,11 @@ class OutputColumns:
         """Number of columns."""
         return self.groups * self.width
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all columns, in order."""
+        return self.width == self.stride
+
     def view(self, y_TN: torch.Tensor) -> torch.Tensor:
         """A view `[T, groups, width]` of the target's columns."""
         grouped = y_TN.unflatten(1, (self.groups, self.stride))
