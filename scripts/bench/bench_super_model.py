@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 1 scripts/bench/bench_super_model.py \
         --model configs/models/llama-3.1-8b.json --tokens 8192 --recompute selective
 
-Rows: `floor` is forward and input gradients of the frozen backbone; `adapters` adds all jobs' branches
-and factor gradients; `round` is a whole training round with packing and the per-job optimizer steps.
-Random weights and tokens; the arithmetic is that of training.
+Rows: `floor` is forward and input gradients of the frozen backbone; `adapters` adds all jobs'
+branches and factor gradients; `round` is a whole training round with packing and the per-job
+optimizer steps. Random weights and tokens; the arithmetic is that of training.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def job_specs(count: int, dropout: float) -> list[JobSpec]:
     return specs
 
 
-def synthetic_data(specs: Sequence[JobSpec], spec: ModelSpec, tokens: int) -> list[list[TokenSequence]]:
+def synthetic_data(
+    specs: Sequence[JobSpec], spec: ModelSpec, tokens: int
+) -> list[list[TokenSequence]]:
     """One global batch a job, ragged lengths, together exactly `tokens` rows."""
     draw = np.random.default_rng(0)
     shares = draw.dirichlet(np.full(len(specs), 4.0))
@@ -65,8 +67,8 @@ def synthetic_data(specs: Sequence[JobSpec], spec: ModelSpec, tokens: int) -> li
     batches = []
     for total in rows:
         count = max(1, int(total) // 512)
-        cuts = np.sort(draw.choice(np.arange(8, total - 8), count - 1, replace=False)) if count > 1 else []
-        lengths = np.diff([0, *cuts, total])
+        inner = draw.choice(np.arange(8, total - 8), count - 1, replace=False) if count > 1 else []
+        lengths = np.diff([0, *np.sort(inner), total])
         batches.append([_sequence(draw, int(n) + 1, spec.vocab_size) for n in lengths])
     return batches
 
@@ -218,7 +220,8 @@ def _report(rows: list[dict[str, Any]], path: Path | None) -> None:
     floor = rows[0]["p50_s"]
     for row in rows:
         row["ratio_to_floor"] = round(row["p50_s"] / floor, 3)
-        print({k: row[k] for k in ("variant", "p50_s", "tokens_per_s", "peak_gib", "ratio_to_floor")})
+        shown = ("variant", "p50_s", "tokens_per_s", "peak_gib", "ratio_to_floor")
+        print({key: row[key] for key in shown})
     if path is None:
         return
     new = not path.exists()
@@ -230,7 +233,9 @@ def _report(rows: list[dict[str, Any]], path: Path | None) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--model", default="configs/models/llama-3.1-8b.json")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")

@@ -1,7 +1,7 @@
 """The heart: in every layout a job gets what transformers and PEFT give it alone.
 
-All runs of one world size share one set of processes; each is a whole `train_run`, checked by the files
-it leaves.
+All runs of one world size share one set of processes; each is a whole `train_run`, checked by the
+files it leaves.
 """
 
 from __future__ import annotations

@@ -96,7 +96,9 @@ class Case:
             documents, num_slots=len(lengths), num_tokens=num_tokens, dropout_keys=keys
         )
 
-    def run(self, x: torch.Tensor, dy: torch.Tensor, view: MicroBatchView) -> dict[str, torch.Tensor]:
+    def run(
+        self, x: torch.Tensor, dy: torch.Tensor, view: MicroBatchView
+    ) -> dict[str, torch.Tensor]:
         """Output and gradients of the package's linear, by name."""
         x = x.clone().requires_grad_()
         y = MultiLoRALinear.apply(x, self.weight, self.bias, self.branch, view, NO_TP)
@@ -139,7 +141,8 @@ class Case:
                         leaf = view_.double().clone().requires_grad_()
                         leaves[f"{adapter.name}.{factor.name}"] = pair[factor.which] = leaf
                 if pair:
-                    factors[slot] = Factors(pair["lora_a"], pair["lora_b"].t(), adapter.lora.scaling)
+                    lora_a, lora_b = pair["lora_a"], pair["lora_b"].t()
+                    factors[slot] = Factors(lora_a, lora_b, adapter.lora.scaling)
             if not factors:
                 continue
             zero = x64.new_zeros(shard.columns.size, x64.shape[1])
@@ -148,5 +151,5 @@ class Case:
             columns = torch.arange(y.shape[1], device=self.device)[None]
             y = y + whole.index_add(1, shard.columns.read(columns)[0], delta)
         y.backward(dy.double().flatten(0, -2))
-        grads = {n: t.grad if t.grad is not None else torch.zeros_like(t) for n, t in leaves.items()}
+        grads = {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in leaves.items()}
         return {"y": y.detach(), "dx": x64.grad, **grads}

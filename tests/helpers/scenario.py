@@ -54,7 +54,8 @@ JOBS: tuple[dict[str, Any], ...] = (
     },
 )
 
-_WORDS = "the quick brown fox jumps over a lazy dog while seven wizards bake round bread".split()
+_SENTENCE = "the quick brown fox jumps over a lazy dog while seven wizards bake round bread"
+_WORDS = _SENTENCE.split()
 
 
 def make_scenario(root: Path) -> Path:
@@ -78,7 +79,7 @@ def make_scenario(root: Path) -> Path:
 
 
 def write_rows(path: Path, count: int, *, seed: int) -> None:
-    """Made-up prompts and completions with skewed lengths, a few of them several times the median."""
+    """Made-up prompts and completions of skewed lengths, a few of them several times the median."""
     draw = random.Random(seed)
     lines = []
     for _ in range(count):
@@ -90,7 +91,7 @@ def write_rows(path: Path, count: int, *, seed: int) -> None:
 
 
 def oracle_results(config: RunConfig) -> dict[str, OracleResult]:
-    """Each job trained alone by transformers and PEFT on the same data order and initial adapter."""
+    """Each job alone under transformers and PEFT, with the same data order and initial adapter."""
     base = Path(str(config.base_model.path))
     spec = read_model_spec(base / "config.json")
     tokenizer = load_tokenizer(base)

@@ -1,7 +1,8 @@
 """Trains several configurations one after another in one set of processes.
 
-`train_worker.py CASES.json` with `[{"config": PATH, "output_dir": DIR, "set": [...], "world_size": N}]`.
-Starting a process costs more than training a tiny model.
+`train_worker.py CASES.json` with
+`[{"config": PATH, "output_dir": DIR, "set": [...], "world_size": N}]`. Starting a process costs
+more than training a tiny model.
 """
 
 from __future__ import annotations

@@ -51,5 +51,6 @@ def attach(linears: Iterable[tuple[Site, nn.Module]], bank: AdapterBank) -> None
     """Gives every linear its branch; attaching the same linear again replaces its branch."""
     for site, module in linears:
         if not isinstance(module, MultiAdapterMixin):
-            module.__class__ = _multi_adapter_class(type(module))
+            base: Any = type(module)
+            module.__class__ = _multi_adapter_class(base)
         object.__setattr__(module, "tlora_branch", AdapterBranch(bank, site))

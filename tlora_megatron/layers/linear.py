@@ -70,7 +70,7 @@ class AdapterBranch:
         """`x W^T + b + s B^T`, `[T, N]`."""
         stack = self._weights()
         if len(stack.targets) == 1 and stack.targets[0].columns.is_whole:
-            # The base GEMM adds onto the branch's output: a pass over [T, N] less than the converse.
+            # The base GEMM adds onto the branch's output: a pass over [T, N] less than the reverse.
             y_TN = grouped_linear(s_TR, stack.lora_b_SRN[0], rows).addmm_(x_TK, weight_NK.t())
             return y_TN if bias_N is None else y_TN.add_(bias_N)
         y_TN = F.linear(x_TK, weight_NK, bias_N)

@@ -80,9 +80,8 @@ def slab_layout(sites: Sequence[Site], lora: LoraSpec) -> SlabLayout:
     wanted: list[tuple[TargetShard, Literal["lora_a", "lora_b"]]] = []
     for replicated in (True, False):
         for site, shard in shards:
-            first = "lora_a" if site.kind == "column" else "lora_b"
-            second = "lora_b" if site.kind == "column" else "lora_a"
-            wanted.append((shard, first if replicated else second))
+            is_a = replicated == (site.kind == "column")
+            wanted.append((shard, "lora_a" if is_a else "lora_b"))
     factors, offset = [], 0
     for shard, which in wanted:
         size = shard.in_size if which == "lora_a" else shard.columns.size

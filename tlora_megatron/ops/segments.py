@@ -46,7 +46,8 @@ class AttentionSpans(NamedTuple):
     k_lens: tuple[int, ...]
 
 
-class _Piece(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Piece:
     """A run of local rows inside one document."""
 
     document: Document

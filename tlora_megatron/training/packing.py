@@ -20,7 +20,8 @@ from tlora_megatron.ops.segments import Document, MicroBatchView, pack_micro_bat
 from tlora_megatron.training.data import TokenSequence
 
 
-class Item(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Item:
     """A sequence of a job's current global batch."""
 
     sequence: TokenSequence

@@ -1,4 +1,4 @@
-"""Runs packed micro-batches through a Megatron-core GPTModel with Megatron's own pipeline schedules."""
+"""Runs packed micro-batches through a Megatron-core GPTModel, in Megatron's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def current_groups(layout: ParallelLayout) -> ParallelGroups:
     )
 
 
-def pair_linears(model: nn.Module, sites: Sequence[Site]) -> list[tuple[Site, nn.Module]]:
-    """Finds each site's module among this rank's decoder layers."""
+def pair_linears(model: Any, sites: Sequence[Site]) -> list[tuple[Site, nn.Module]]:
+    """Finds each site's module among this rank's decoder layers of a GPTModel."""
     modules = {
         (layer.layer_number - 1, name.rsplit(".", 1)[-1]): module
         for layer in model.decoder.layers
@@ -106,7 +106,7 @@ class MegatronEngine:
 
 
 _ONE = torch.tensor(1, dtype=torch.int)
-"""Megatron's token count; unused, since `calculate_per_token_loss` without a finalizer scales nothing."""
+"""Megatron's token count; unused: `calculate_per_token_loss` without a finalizer scales nothing."""
 
 
 def _weighted_loss(weights_T: torch.Tensor, losses: torch.Tensor) -> tuple[Any, ...]:
