@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tlora_megatron.training import report
+from tlora_megatron.training import report, report_curves
 from tlora_megatron.training.metrics import JobMetrics, write_summary
 from tlora_megatron.training.report import write_report
+from tlora_megatron.training.report_curves import PanelStyle, compact, overview
+from tlora_megatron.training.report_jobs import ReportJob, read_jobs
 
 pytest.importorskip("matplotlib")
 
@@ -237,22 +239,22 @@ def test_extreme_values_can_be_drawn(tmp_path: Path) -> None:
 
 def test_page_with_64_long_jobs_is_below_one_megabyte(tmp_path: Path) -> None:
     write_job(tmp_path, "a", 1200, bad=frozenset(range(5, 1200, 100)), eval_every=100)
-    (job,) = report._read_jobs(tmp_path, {}, {})
+    (job,) = read_jobs(tmp_path, {}, {})
     jobs = [
-        report._Job(index=i, name=f"job{i}", summary={}, config={}, records=job.records)
+        ReportJob(index=i, name=f"job{i}", summary={}, config={}, records=job.records)
         for i in range(64)
     ]
-    style = report._Style.for_jobs(jobs)
+    style = PanelStyle.for_jobs(jobs)
     card = report._card(jobs[0], list(report._TITLES), style)
-    assert len(report._overview(jobs, style)) + 64 * len(card) < 1_000_000
-    few = report._Style.for_jobs(jobs[:4])
+    assert len(overview(jobs, style)) + 64 * len(card) < 1_000_000
+    few = PanelStyle.for_jobs(jobs[:4])
     assert few.num_points > 2 * style.num_points
 
 
 def test_thinning_keeps_ends_and_spikes() -> None:
     steps, values = np.arange(5000.0), np.zeros(5000)
     values[1234], values[4321] = 9, -9
-    thin_steps, thin_values = report._thin((steps, values), 100)
+    thin_steps, thin_values = report_curves._thin((steps, values), 100)
     assert len(thin_steps) <= 102
     assert (thin_values.max(), thin_values.min()) == (9, -9)
     assert (thin_steps[0], thin_steps[-1]) == (0, 4999)
@@ -262,7 +264,7 @@ def test_thinning_keeps_ends_and_spikes() -> None:
 @pytest.mark.parametrize("log", [False, True])
 def test_smoothing_is_the_windowed_mean(log: bool) -> None:
     values = np.random.default_rng(0).lognormal(size=401)
-    smooth = report._smooth(values, log=log)
+    smooth = report_curves._smooth(values, log=log)
     for i in (0, 2, 200, 400):
         window = values[max(0, i - 4) : i + 5]
         expected = np.exp(np.log(window).mean()) if log else window.mean()
@@ -274,7 +276,7 @@ def test_smoothing_is_the_windowed_mean(log: bool) -> None:
     [([], False), ([5.0], False), ([0.1, 2.0], False), ([0.1, 4.0], True), ([0.0, 9.0], False)],
 )
 def test_log_axis_is_for_positive_wide_values(values: list[float], expected: bool) -> None:
-    assert report._wants_log(np.asarray(values)) == expected
+    assert report_curves._wants_log(np.asarray(values)) == expected
 
 
 @pytest.mark.parametrize(
@@ -292,7 +294,7 @@ def test_log_axis_is_for_positive_wide_values(values: list[float], expected: boo
     ],
 )
 def test_compact_numbers(value: float, shown: str) -> None:
-    assert report._compact(value) == shown
+    assert compact(value) == shown
 
 
 def test_without_matplotlib_the_pip_line_is_named(
