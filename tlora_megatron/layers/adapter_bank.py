@@ -89,7 +89,7 @@ class AdapterBank:
         self._scaling_S = torch.zeros(1)
         self._dropout_S = torch.zeros(1)
         self._copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        """A slot's factors in the stacks, in its slab's order: compute copies and gradients."""
+        """A slot's factors in the stacks, in its slab's order, flat views: compute copies and gradients."""
 
     def new_slab(self, lora: LoraSpec) -> AdapterSlab:
         """Allocates an adapter's slab, zeros."""
@@ -152,8 +152,8 @@ class AdapterBank:
         by_target = {(t.layer, t.target): site.index for site in self.sites for t in site.targets}
         for shard, which, _, (rank, _) in adapter.slab.layout.factors:
             stack = self.stacks[by_target[shard.layer, shard.target]]
-            compute.append(stack.factor(slot, shard.target, which, grad=False)[:rank])
-            grads.append(stack.factor(slot, shard.target, which, grad=True)[:rank])
+            compute.append(stack.factor(slot, shard.target, which, grad=False)[:rank].flatten())
+            grads.append(stack.factor(slot, shard.target, which, grad=True)[:rank].flatten())
         return compute, grads
 
     def refresh(self, slot: int) -> None:
@@ -162,7 +162,7 @@ class AdapterBank:
         slab = self.adapters[slot].slab
         if compute:
             # Cast as one buffer first: copies between dtypes would be a launch a factor.
-            torch._foreach_copy_(compute, slab.layout.views(slab.master.to(self.dtype)))
+            torch._foreach_copy_(compute, slab.layout.split(slab.master.to(self.dtype)))
 
     def take_gradient(self, slot: int) -> torch.Tensor:
         """Returns a slot's accumulated gradient as a fresh slab, fp32 `[numel]`, and clears it."""
@@ -170,14 +170,14 @@ class AdapterBank:
         flat = torch.empty(layout.numel, device=self.device)
         grads = self._copies[slot][1]
         if grads:
-            torch._foreach_copy_(layout.views(flat), grads)
+            torch._foreach_copy_(layout.split(flat), grads)
             torch._foreach_zero_(grads)
         return flat
 
     def _add_gradient(self, slot: int, flat: torch.Tensor) -> None:
         grads = self._copies[slot][1]
         if grads:
-            torch._foreach_add_(grads, self.adapters[slot].slab.layout.views(flat))
+            torch._foreach_add_(grads, self.adapters[slot].slab.layout.split(flat))
 
     def row_scaling(self, rows: RowGroups) -> torch.Tensor:
         """`scaling` of each row's adapter, fp32 `[T, 1]`."""

@@ -64,9 +64,14 @@ class SlabLayout(NamedTuple):
     """The first so many elements are replicated over TP; 0 without TP."""
     numel: int
 
+    def split(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The factors as flat views of a flat buffer, in layout order; one call for any number."""
+        return buffer.split_with_sizes([f.numel for f in self.factors])
+
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The factors as views of a flat buffer, in layout order."""
-        return [buffer[f.offset : f.offset + f.numel].view(f.shape) for f in self.factors]
+        parts = zip(self.split(buffer), self.factors, strict=True)
+        return [part.view(factor.shape) for part, factor in parts]
 
 
 def slab_layout(sites: Sequence[Site], lora: LoraSpec) -> SlabLayout:
