@@ -7,6 +7,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+# torch 2.13 renamed them and warns of the old names, which 2.12 and before have only.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Pending(NamedTuple):
     """A collective under way."""
@@ -35,13 +39,11 @@ def reduce_scatter_rows(x_TK: torch.Tensor, group: dist.ProcessGroup | None) -> 
     size = dist.get_world_size(group)
     source = x_TK.contiguous()
     result = x_TK.new_empty(x_TK.shape[0] // size, *x_TK.shape[1:])
-    return Pending(
-        result, dist.reduce_scatter_tensor(result, source, group=group, async_op=True), source
-    )
+    return Pending(result, _reduce_scatter(result, source, group=group, async_op=True), source)
 
 
 def all_gather_rows(x_TK: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Returns every rank's rows in rank order, `[T * size, K]`."""
     result = x_TK.new_empty(x_TK.shape[0] * dist.get_world_size(group), *x_TK.shape[1:])
-    dist.all_gather_into_tensor(result, x_TK.contiguous(), group=group)
+    _all_gather(result, x_TK.contiguous(), group=group)
     return result
