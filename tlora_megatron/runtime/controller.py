@@ -24,6 +24,7 @@ from tlora_megatron.layers.slab import initial_factor
 from tlora_megatron.model import ModelSpec, read_model_spec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.runtime.output_dir import CONFIG_NAME, claim_output_dir
 from tlora_megatron.training.data import load_tokenizer
 from tlora_megatron.training.hf_convert import check_layout
 from tlora_megatron.training.job_state import JobState
@@ -36,7 +37,6 @@ from tlora_megatron.training.super_model import SuperModel
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_CONFIG_NAME = "config.json"
 
 
 def train_run(config: RunConfig, listener: RunListener) -> dict[str, Any]:
@@ -53,17 +53,17 @@ def train_run(config: RunConfig, listener: RunListener) -> dict[str, Any]:
     layout = _layout(config)
     check_layout(spec, layout)
     output_dir = Path(config.run.output_dir)
-    resuming = _check_output_dir(output_dir, config)
+    resuming = claim_output_dir(output_dir, config)
     prepared, rejected = _prepare_jobs(config, spec, resuming=resuming)
     groups, super_model = _build(config, spec, layout, prepared)
     if groups.is_writer:
-        write_atomic(output_dir / _CONFIG_NAME, json.dumps(config_to_dict(config), indent=2))
+        write_atomic(output_dir / CONFIG_NAME, json.dumps(config_to_dict(config), indent=2))
     loop = TrainingLoop(
         super_model,
         spec,
         listener,
         output_dir=output_dir,
-        base_model=config.base_model.path or str(_model_dir(config)),
+        base_model=_base_model_name(config),
         checkpoint_every_steps=config.run.checkpoint_every_steps,
         max_nonfinite_steps=config.run.max_nonfinite_steps,
         tensorboard=config.run.tensorboard,
@@ -91,6 +91,11 @@ def _model_dir(config: RunConfig) -> Path:
     return Path(base.path) if base.path is not None else Path(str(base.config)).parent
 
 
+def _base_model_name(config: RunConfig) -> str:
+    """What exported adapters call their base."""
+    return config.base_model.path or str(_model_dir(config))
+
+
 def _layout(config: RunConfig) -> ParallelLayout:
     parallel = config.parallel
     return ParallelLayout.for_world(
@@ -100,39 +105,6 @@ def _layout(config: RunConfig) -> ParallelLayout:
         cp_size=parallel.cp_size,
         sequence_parallel=parallel.sequence_parallel,
     )
-
-
-def _check_output_dir(output_dir: Path, config: RunConfig) -> bool:
-    """Whether the directory holds this run, to be continued.
-
-    Raises:
-        ValueError: if it holds another run, is not writable, or `run.resume` asks otherwise.
-    """
-    held = output_dir / _CONFIG_NAME
-    resume = config.run.resume
-    if held.is_file():
-        if resume == "never":
-            raise ValueError(
-                f"run.output_dir must not hold a run with run.resume: never, got {output_dir}"
-            )
-        earlier = json.loads(held.read_text()).get("base_model")
-        if earlier != config_to_dict(config)["base_model"]:
-            raise ValueError(
-                f"run.output_dir must be empty or hold this run, got {output_dir} with a run over "
-                f"{earlier}"
-            )
-    elif resume == "always":
-        raise ValueError(
-            f"run.output_dir must hold a run with run.resume: always, got {output_dir}"
-        )
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        probe = output_dir / f".writable.{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"run.output_dir must be writable, got {output_dir}: {error}") from error
-    return held.is_file()
 
 
 def _prepare_jobs(
@@ -149,6 +121,7 @@ def _prepare_jobs(
                     replace(job, seed=job.seed + config.run.seed),
                     spec,
                     tokenizer,
+                    base_model=_base_model_name(config),
                     micro_batch_tokens=config.run.micro_batch_tokens,
                     saved=saved if resuming else None,
                 )
@@ -159,7 +132,8 @@ def _prepare_jobs(
             logger.warning("job %s is left out: %s", job.name, error)
             rejected.append(JobError(name=job.name, message=str(error)))
     if not prepared:
-        raise ValueError(f"jobs must hold one that can start, got only errors: {rejected}")
+        reasons = "; ".join(error.message for error in rejected)
+        raise ValueError(f"jobs must hold at least one that can start, got {reasons}")
     return prepared, rejected
 
 
@@ -177,6 +151,7 @@ def _build(
 
     backbone.initialize_parallel(layout)
     groups = current_groups(layout)
+    _check_agreement(prepared)
     dtype = _DTYPES[config.base_model.dtype]
     model = backbone.build_backbone(spec, layout, dtype=dtype, recompute=config.run.recompute)
     weights = None if config.base_model.random_init else _model_dir(config)
@@ -193,6 +168,23 @@ def _build(
     )
 
 
+def _check_agreement(prepared: Sequence[PreparedJob]) -> None:
+    """Refuses processes that read different files: they would train on, each something else.
+
+    Collective over the world.
+    """
+    mine = [(job.spec.name, job.checkpoint.step if job.checkpoint else 0) for job in prepared]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ValueError(
+                f"every process must start the same jobs at the same steps, got {theirs} on rank "
+                f"{rank} and {everyone[0]} on rank 0; run.output_dir and the data must lie where "
+                f"all nodes see them"
+            )
+
+
 def _start(prepared: PreparedJob, spec: ModelSpec, bank: AdapterBank) -> JobState:
     """Gives a job its adapter: from its checkpoint, an imported one, or a fresh one."""
     job = prepared.spec
@@ -205,7 +197,7 @@ def _start(prepared: PreparedJob, spec: ModelSpec, bank: AdapterBank) -> JobStat
     )
     imported = prepared.imported
     if prepared.checkpoint is not None:
-        prepared.checkpoint.restore(state, spec)
+        prepared.checkpoint.restore(state)
     elif imported is not None:
         slab.load(imported.__getitem__)
     else:
@@ -254,6 +246,7 @@ def _job_summary(job: JobState, loop: TrainingLoop) -> dict[str, Any]:
         "tokens": job.tokens,
         "target_tokens": job.target_tokens,
         "truncated_sequences": job.data.num_truncated,
+        "dropped_sequences": job.data.num_dropped,
         "adapter": str(adapter) if job.status == "finished" else None,
     }
 

@@ -1,8 +1,8 @@
 """A job's checkpoints: whole tensors by canonical name, so that any layout can take them up.
 
 `checkpoints/step_00000050/` holds `adapter.safetensors` (fp32 master weights),
-`optimizer.safetensors` (Adam's moments) and `state.json` (progress, and the job as it was
-configured). A directory appears whole or not at all; the two newest are kept.
+`optimizer.safetensors` (Adam's moments) and `state.json` (progress, the job as it was configured,
+and a fingerprint of its data). A directory appears whole or not at all; the two newest are kept.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,19 @@ from safetensors.torch import save_file
 
 from tlora_megatron.job import JobSpec
 from tlora_megatron.layers.sites import stage_sites
-from tlora_megatron.layers.slab import AdapterSlab, factor_shape, slab_layout, whole_tensors
+from tlora_megatron.layers.slab import factor_names, factor_shape, slab_layout, whole_tensors
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.atomic_directory import replace_directory
+from tlora_megatron.training.data import JobData
 from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.tokenize import fingerprint
 
 logger = logging.getLogger(__name__)
 
 _KEEP = 2
+_FORMAT = 1
+_STATE_KEYS = {"format", "job", "num_sequences", "data_fingerprint", "progress"}
 _NAME = re.compile(r"step_(\d{8,})")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -76,16 +81,20 @@ def save_checkpoint(
     if not groups.is_writer:
         return
     state = {
-        "format": 1,
+        "format": _FORMAT,
         "job": asdict(job.spec),
         "num_sequences": len(job.data.train),
+        "data_fingerprint": job.data_fingerprint,
         "progress": job.progress(),
     }
-    with replace_directory(directory / f"step_{job.step:08d}") as folder:
+    newest = directory / f"step_{job.step:08d}"
+    with replace_directory(newest) as folder:
         _save(weights, folder / "adapter.safetensors")
         _save(moments, folder / "optimizer.safetensors")
         (folder / "state.json").write_text(json.dumps(state, indent=1))
-    for old in sorted(_steps(directory), key=lambda p: p.name)[:-_KEEP]:
+    # Those beyond `newest` could not be read and are not ours to count, or it would be the oldest.
+    written = [path for path in _steps(directory) if path.name <= newest.name]
+    for old in sorted(written)[:-_KEEP]:
         shutil.rmtree(old)
 
 
@@ -114,78 +123,102 @@ class Checkpoint:
         """Optimizer steps done."""
         return int(self.state["progress"]["step"])
 
-    def check_fits(self, job: JobSpec, num_sequences: int) -> None:
-        """Refuses a job whose adapter or data order is not the saved one.
+    def check_fits(self, job: JobSpec, data: JobData, spec: ModelSpec) -> None:
+        """Refuses a job whose adapter, data or data order is not the saved one.
 
         Raises:
-            ValueError: naming the job and the value that differs.
+            ValueError: naming the job and the value or tensor that differs.
         """
         saved = self.state["job"]
         pairs = [(f"lora.{k}", saved["lora"][k], getattr(job.lora, k)) for k in _LORA_FIXED]
         pairs += [(k, saved[k], getattr(job, k)) for k in ("batch_size", "seed", "max_seq_len")]
-        pairs.append(("number of training sequences", self.state["num_sequences"], num_sequences))
+        saved_size, saved_data = self.state["num_sequences"], self.state["data_fingerprint"]
+        pairs.append(("number of training sequences", saved_size, len(data.train)))
+        pairs.append(("fingerprint of the training data", saved_data, fingerprint(data.train)))
         for name, old, new in pairs:
             if (list(new) if isinstance(new, tuple) else new) != old:
                 raise ValueError(
                     f"job {job.name!r}: {name} must be {old} as in its checkpoint {self.path}, "
                     f"got {new}; give another run.output_dir to start afresh"
                 )
+        self._check_tensors(job, spec)
 
-    def restore(self, job: JobState, spec: ModelSpec) -> None:
+    def _check_tensors(self, job: JobSpec, spec: ModelSpec) -> None:
+        """Reads names and shapes only, and before training: here one job may still be left out."""
+        for file, prefixes in _PREFIXES.items():
+            with safe_open(self.path / file, "pt") as tensors:
+                held = set(tensors.keys())
+                for name in factor_names(spec, job.lora):
+                    for key in (prefix + name for prefix in prefixes):
+                        shape = tensors.get_slice(key).get_shape() if key in held else None
+                        expected = list(factor_shape(spec, name, job.lora.rank))
+                        if shape != expected:
+                            raise ValueError(
+                                f"job {job.name!r}: {key} must have shape {expected} in its "
+                                f"checkpoint {self.path}, got {shape or 'no such tensor'}; "
+                                f"it was trained on another base model"
+                            )
+
+    def restore(self, job: JobState) -> None:
         """Loads weights, moments and progress into a job on this rank, whatever its layout.
 
-        Raises:
-            ValueError: if a tensor is missing or of another shape.
+        `check_fits` comes before.
         """
-        with (
-            safe_open(self.path / "adapter.safetensors", "pt") as weights,
-            safe_open(self.path / "optimizer.safetensors", "pt") as moments,
-        ):
-            slab = job.adapter.slab
-            _load(slab, "master", weights, "", spec, self.path)
+        slab = job.adapter.slab
+        with safe_open(self.path / "adapter.safetensors", "pt") as weights:
+            slab.load(weights.get_tensor)
+        with safe_open(self.path / "optimizer.safetensors", "pt") as moments:
             for buffer in _MOMENTS:
-                _load(slab, buffer, moments, f"{buffer}.", spec, self.path)
+                slab.load(partial(_moment, moments, buffer), buffer)
         job.restore(self.state["progress"])
 
 
 _LORA_FIXED = ("rank", "alpha", "dropout", "target_modules", "use_rslora")
+_PREFIXES = {
+    "adapter.safetensors": ("",),
+    "optimizer.safetensors": tuple(f"{buffer}." for buffer in _MOMENTS),
+}
 
 
-def _load(
-    slab: AdapterSlab, buffer: str, file: Any, prefix: str, spec: ModelSpec, path: Path
-) -> None:
-    names = set(file.keys())
+def _moment(file: Any, buffer: str, name: str) -> torch.Tensor:
+    return file.get_tensor(f"{buffer}.{name}")
 
-    def whole(name: str) -> torch.Tensor:
-        key = prefix + name
-        if key not in names:
-            raise ValueError(f"checkpoint {path} must hold {key}, got {len(names)} other tensors")
-        tensor = file.get_tensor(key)
-        expected = factor_shape(spec, name, slab.layout.factors[0].shape[0])
-        if tuple(tensor.shape) != expected:
-            raise ValueError(
-                f"{key} in {path} must have shape {expected}, got {tuple(tensor.shape)}"
-            )
-        return tensor
 
-    slab.load(whole, buffer)
+def _read_state(path: Path) -> dict[str, Any]:
+    state = json.loads(path.read_text())
+    if not isinstance(state, dict) or not state.keys() >= _STATE_KEYS:
+        raise ValueError(f"{path.name} must hold the keys {sorted(_STATE_KEYS)}, got {state!r:.80}")
+    if state["format"] != _FORMAT:
+        raise ValueError(f"format must be {_FORMAT}, got {state['format']!r}")
+    return state
 
 
 def find_checkpoint(directory: Path) -> Checkpoint | None:
     """The newest readable checkpoint below `directory`, or `directory` itself if it is one.
 
     One that cannot be read (a disk fault; writing is atomic) is passed over with a warning.
+
+    Returns:
+        None if there is none at all.
+
+    Raises:
+        ValueError: if there are some and none can be read: starting afresh would lose the job.
     """
     candidates = sorted(_steps(directory), key=lambda p: p.name, reverse=True)
     if (directory / "state.json").is_file():
         candidates = [directory]
     for path in candidates:
         try:
-            state = json.loads((path / "state.json").read_text())
-            for file in ("adapter.safetensors", "optimizer.safetensors"):
+            state = _read_state(path / "state.json")
+            for file in _PREFIXES:
                 with safe_open(path / file, "pt"):
                     pass
             return Checkpoint(path=path, state=state)
         except (OSError, ValueError, SafetensorError) as error:
             logger.warning("checkpoint %s cannot be read and is passed over: %s", path, error)
+    if candidates:
+        raise ValueError(
+            f"{directory} must hold a checkpoint that can be read, got {len(candidates)} that "
+            f"cannot; move them away to start afresh"
+        )
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from tlora_megatron.ops.dropout import mix_ints
 from tlora_megatron.training.data import BatchPlan, JobData, TokenSequence
 from tlora_megatron.training.packing import Item, batch_items
 from tlora_megatron.training.schedule import learning_rate
+from tlora_megatron.training.tokenize import fingerprint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,11 +50,18 @@ class JobState:
     loss: torch.Tensor | None = None
     """This rank's part of the current batch's loss, fp32 `[]`."""
     batch_time_s: float = 0.0
+    _data_fingerprint: str = ""
 
     @property
     def name(self) -> str:
         """The job's name."""
         return self.spec.name
+
+    @property
+    def data_fingerprint(self) -> str:
+        """Of the training sequences; read once, since it passes over all of them."""
+        self._data_fingerprint = self._data_fingerprint or fingerprint(self.data.train)
+        return self._data_fingerprint
 
     @property
     def is_active(self) -> bool:
@@ -97,6 +105,14 @@ class JobState:
         self.step += 1
         self.loss = None
         return tokens, targets
+
+    def placeholder(self) -> JobState:
+        """What stands for this failed job in the packing until its planned end.
+
+        So the others' sequences meet the same micro-batches and ranks, in the same order, as if
+        nothing had happened, and their sums are rounded the same.
+        """
+        return replace(self)
 
     _SAVED = ("step", "updates", "tokens", "target_tokens", "nonfinite_in_a_row", "last_loss")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -93,7 +93,7 @@ class TrainingLoop:
         try:
             self._evaluate([job for job in self.jobs if job.eval_before is None or job.is_done])
             self._retire([job for job in self.jobs if job.is_done])
-            while self.super_model.jobs:
+            while any(job.is_active for job in self.super_model.jobs):
                 self._round()
         finally:
             for metrics in self._metrics.values():
@@ -175,46 +175,42 @@ class TrainingLoop:
                 self._metrics[job.name].log_eval(job.step, result.loss, result.exact_match)
 
     def _save(self, job: JobState) -> None:
+        """A disk that refuses costs this write, not the run; what was there before survives."""
         directory = self.job_dir(job) / "checkpoints"
-        groups = self.super_model.groups
-        self._write(job, lambda: save_checkpoint(directory, job, self.spec, groups))
+        try:
+            save_checkpoint(directory, job, self.spec, self.super_model.groups)
+        except OSError as error:
+            self._event(job, f"could not be saved at step {job.step}: {error}")
 
     def _retire(self, jobs: Sequence[JobState]) -> None:
-        """Exports what finished, and gives the room of all that ended to the others."""
-        if not jobs:
-            return
+        """Exports what finished and gives its room to the others; what failed leaves its place."""
         for job in jobs:
             if job.is_active:
                 job.status = "finished"
                 self._export(job)
-        self.super_model.set_jobs([job for job in self.super_model.jobs if job.is_active])
+        present = self.super_model.jobs
+        staying = [job for job in present if not job.is_done]
+        if jobs or len(staying) < len(present):
+            self.super_model.set_jobs(
+                [job if job.is_active else job.placeholder() for job in staying]
+            )
 
     def _export(self, job: JobState) -> None:
         groups = self.super_model.groups
         factors = gather_buffer("master", job, self.spec, groups)
         if not groups.is_writer:
             return
-        written = self._write(
-            job,
-            lambda: export_adapter(
+        try:
+            export_adapter(
                 self.job_dir(job) / "adapter",
                 lora=job.spec.lora,
                 factors=factors,
                 model=self.spec,
                 base_model=self.base_model,
-            ),
-        )
-        if not written:
-            self._fail(job, "its adapter could not be written; its last checkpoint holds it")
-
-    def _write(self, job: JobState, write: Callable[[], None]) -> bool:
-        """A disk that refuses costs this write, not the run; what was there before survives."""
-        try:
-            write()
-        except OSError as error:
-            self._event(job, f"could not be saved at step {job.step}: {error}")
-            return False
-        return True
+            )
+        except (OSError, ValueError) as error:
+            # ValueError: weights that are not finite, or a folder that holds something else.
+            self._fail(job, f"its adapter could not be written: {error}")
 
     def job_dir(self, job: JobState) -> Path:
         """`OUT/jobs/NAME`."""

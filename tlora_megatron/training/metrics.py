@@ -25,8 +25,9 @@ class JobMetrics:
     """Appends one job's numbers to `OUT/jobs/NAME/metrics.jsonl`, TensorBoard and W&B.
 
     Construct it on global rank 0 only, and once a job at a time: the file has one writer. Each
-    line is flushed when it is written, so a SIGKILL loses at most the line being written. Close
-    it, or use it as a context manager.
+    line is flushed when it is written, so a SIGKILL loses at most the line being written. A disk
+    that refuses a line costs no training: one warning is logged, and what is still in the file's
+    buffer goes out with a later line. Close it, or use it as a context manager.
 
     Args:
         output_dir: the run's output folder; `jobs/NAME` is created under it.
@@ -56,6 +57,7 @@ class JobMetrics:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS_FILE
         kept = truncate_metrics(self.path, resume_step)
+        self._warned_of_disk = False
         self._last_step = resume_step
         self._last_eval_step = max((r["step"] for r in kept if "eval_loss" in r), default=-1)
         self._events = _open_tensorboard(folder, resume_step) if tensorboard else None
@@ -121,9 +123,12 @@ class JobMetrics:
 
     def close(self) -> None:
         """Closes the file and ends the TensorBoard and W&B streams; a second call does nothing."""
-        self._file.close()
-        if self._events is not None:
-            self._events.close()
+        try:
+            self._file.close()
+            if self._events is not None:
+                self._events.close()
+        except OSError as error:
+            self._warn_of_disk(error)
         if self._wandb is not None:
             self._wandb.finish()
         self._events = self._wandb = None
@@ -138,14 +143,31 @@ class JobMetrics:
         strict = without_nonfinite(record)
         if any(strict[name] is None and value is not None for name, value in record.items()):
             strict["nonfinite"] = True
-        self._file.write(json.dumps(strict, allow_nan=False) + "\n")
-        self._file.flush()
         known = {tag: value for tag, value in scalars.items() if value is not None}
-        if self._events is not None:
-            for tag, value in known.items():
-                self._events.add_scalar(tag, value, record["step"])
+        try:
+            self._file.write(json.dumps(strict, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self._warn_of_disk(error)
+        self._add_events(record["step"], known)
         if self._wandb is not None:
             self._wandb.log({"step": record["step"], **known})
+
+    def _add_events(self, step: int, scalars: dict[str, float]) -> None:
+        if self._events is None:
+            return
+        try:
+            for tag, value in scalars.items():
+                self._events.add_scalar(tag, value, step)
+        except OSError as error:
+            # Its writing thread has died of this error and would raise it again every time.
+            self._events = None
+            self._warn_of_disk(error)
+
+    def _warn_of_disk(self, error: OSError) -> None:
+        if not self._warned_of_disk:
+            self._warned_of_disk = True
+            logger.warning("job %s: metrics could not be written: %s", self.job_name, error)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

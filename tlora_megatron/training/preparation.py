@@ -33,11 +33,18 @@ class PreparedJob:
 
 
 def prepare_job(
-    job: JobSpec, spec: ModelSpec, tokenizer: Any, *, micro_batch_tokens: int, saved: Path | None
+    job: JobSpec,
+    spec: ModelSpec,
+    tokenizer: Any,
+    *,
+    base_model: str,
+    micro_batch_tokens: int,
+    saved: Path | None,
 ) -> PreparedJob:
     """Reads everything a job starts from and checks that it fits.
 
     Args:
+        base_model: name or path of the base; an adapter of another name is warned about.
         saved: this run's checkpoint directory of the job; None = start afresh.
 
     Raises:
@@ -60,12 +67,23 @@ def prepare_job(
     if checkpoint is None and job.resume_from is not None:
         checkpoint = _foreign_checkpoint(job, Path(job.resume_from))
     if checkpoint is not None:
-        checkpoint.check_fits(job, len(data.train))
+        checkpoint.check_fits(job, data, spec)
     imported = None
     if checkpoint is None and job.init_from is not None:
-        imported = fit_to_job(load_adapter(Path(job.init_from), model=spec), job)
+        adapter = load_adapter(Path(job.init_from), model=spec)
+        _warn_of_other_base(job, adapter.base_model, base_model)
+        imported = fit_to_job(adapter, job)
     plan = BatchPlan.for_job(job, len(data.train))
     return PreparedJob(spec=job, data=data, plan=plan, checkpoint=checkpoint, imported=imported)
+
+
+def _warn_of_other_base(job: JobSpec, theirs: str | None, ours: str) -> None:
+    """Only a warning: a hub name and a local folder may well hold the same weights."""
+    if theirs is not None and Path(theirs).name != Path(ours).name:
+        logger.warning(
+            "job %s: init_from %s was trained on %s and goes on over %s",
+            job.name, job.init_from, theirs, ours,
+        )  # fmt: skip
 
 
 def _check_rank(job: JobSpec, spec: ModelSpec) -> None:

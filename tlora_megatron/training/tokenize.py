@@ -5,6 +5,7 @@ A batch of rows is tokenized by one call; everything that can go wrong in a row 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,16 @@ class TokenSequence(NamedTuple):
     """`[n]` int32."""
     is_target: np.ndarray
     """`[n]` bool: token i is predicted from `tokens[:i]` and counts in the loss; False at 0."""
+
+
+def fingerprint(sequences: Iterable[TokenSequence]) -> str:
+    """Hexadecimal digest of tokens and targets, in order: what a resumed job must find again."""
+    digest = hashlib.sha256()
+    for sequence in sequences:
+        digest.update(len(sequence.tokens).to_bytes(8, "little"))
+        digest.update(sequence.tokens.astype("<i4").tobytes())
+        digest.update(sequence.is_target.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def load_tokenizer(base_dir: Path) -> Any:

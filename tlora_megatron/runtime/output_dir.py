@@ -1,0 +1,55 @@
+"""The directory of a run: whether it is ours to write, and whether it holds a run to continue."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tlora_megatron.config import RunConfig, config_to_dict
+
+CONFIG_NAME = "config.json"
+"""The resolved configuration: a directory with one holds a run."""
+
+
+def claim_output_dir(output_dir: Path, config: RunConfig) -> bool:
+    """Makes the directory where it is missing; returns whether it holds this run, to be continued.
+
+    Raises:
+        ValueError: if it holds another run, is not writable, or `run.resume` asks otherwise.
+    """
+    held = output_dir / CONFIG_NAME
+    resume = config.run.resume
+    if held.is_file():
+        if resume == "never":
+            raise ValueError(
+                f"run.output_dir must not hold a run with run.resume: never, got {output_dir}"
+            )
+        earlier = _base_of_run(held)
+        if earlier != config_to_dict(config)["base_model"]:
+            raise ValueError(
+                f"run.output_dir must be new or hold this run, got {output_dir} with a run over "
+                f"{earlier or 'an unknown base_model'}"
+            )
+    elif resume == "always":
+        raise ValueError(
+            f"run.output_dir must hold a run with run.resume: always, got {output_dir}"
+        )
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        probe = output_dir / f".writable.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"run.output_dir must be writable, got {output_dir}: {error}") from error
+    return held.is_file()
+
+
+def _base_of_run(held: Path) -> Any:
+    """`base_model` of a run's config.json; None if it is no such file: a model's, for example."""
+    try:
+        document = json.loads(held.read_text())
+    except ValueError:
+        return None
+    return document.get("base_model") if isinstance(document, dict) else None
