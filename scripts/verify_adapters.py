@@ -30,6 +30,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.logging import disable_progress_bar
 
 SLACK = {"float32": 0.0, "bfloat16": 0.05}
 """Share of rows that may differ: in bf16 two token scores often round to the same value."""
@@ -192,7 +193,10 @@ class Verifier:
             table.add_column(column, overflow="fold")
         shown = list(zip(rows, before, after, strict=True))[: self.arguments.show]
         for row, base_ids, adapter_ids in shown:
-            texts = [row.prompt, *map(self._text, (list(row.target_ids), base_ids, adapter_ids))]
+            texts = [
+                row.prompt.strip(),
+                *map(self._text, (list(row.target_ids), base_ids, adapter_ids)),
+            ]
             table.add_row(*(text.replace("[", r"\[") for text in texts))
         self.console.print(table)
 
@@ -234,6 +238,7 @@ def main(argv: list[str]) -> int:
     """Exit status 1 if an adapter does not do what the run says it does."""
     arguments = read_arguments(argv)
     console = Console()
+    disable_progress_bar()
     try:
         verifier = Verifier(arguments.run_dir, arguments, console)
         found = [verifier.verify(job) for job in verifier.config["jobs"]]
