@@ -52,12 +52,21 @@ def _imported(folder: Path) -> set[str]:
     """Top-level names of third parties that the Python files of a folder import, lazily or not."""
     names = set()
     for path in folder.rglob("*.py"):
+        found = set()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                names.update(alias.name.split(".")[0] for alias in node.names)
+                found.update(alias.name.split(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names.add(node.module.split(".")[0])
+                found.add(node.module.split(".")[0])
+        # A script may import the script beside it.
+        names |= {name for name in found if not (path.parent / f"{name}.py").is_file()}
     return names - set(sys.stdlib_module_names) - {"tlora_megatron", "tests"}
+
+
+def test_an_import_of_a_neighbour_is_not_a_third_party(tmp_path: Path) -> None:
+    (tmp_path / "tasks.py").write_text("import os\nfrom tlora_megatron import job")
+    (tmp_path / "make.py").write_text("import tasks\ndef f():\n    from pandas.api import types")
+    assert _imported(tmp_path) == {"pandas"}
 
 
 @pytest.mark.parametrize(
