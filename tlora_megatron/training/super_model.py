@@ -46,6 +46,9 @@ class StepReport(NamedTuple):
 class SuperModel:
     """Trains the active jobs together.
 
+    A job that is not active is a placeholder (`JobState.placeholder`): its sequences are packed
+    like the others', and it steps past its batches, but it is neither updated nor reported.
+
     Args:
         jobs: in slot order.
         micro_batch_tokens: token budget of one micro-batch, over its context-parallel ranks.
@@ -84,12 +87,20 @@ class SuperModel:
             self._add_losses(batch.view, losses)
         for job, queue in zip(self.jobs, left, strict=True):
             job.queue = queue
-        complete = [slot for slot, job in enumerate(self.jobs) if not job.queue]
+        complete = self._end_placeholders()
         outcomes = step_adapters(self.bank, self.groups, [self._request(slot) for slot in complete])
         round_s = time.perf_counter() - begin_s
         for job in self.jobs:
             job.batch_time_s += round_s
         return [self._report(self.jobs[s], o) for s, o in zip(complete, outcomes, strict=True)]
+
+    def _end_placeholders(self) -> list[int]:
+        """Moves placeholders past completed batches; returns the slots of jobs that completed."""
+        complete = [slot for slot, job in enumerate(self.jobs) if not job.queue]
+        for slot in complete:
+            if not self.jobs[slot].is_active:
+                self.jobs[slot].end_batch()
+        return [slot for slot in complete if self.jobs[slot].is_active]
 
     def evaluate(self, jobs: Sequence[JobState]) -> list[EvalResult | None]:
         """Evaluates adapters on their jobs' evaluation rows, packed together; None without any."""
@@ -125,7 +136,7 @@ class SuperModel:
         bins, left = fill_bins(
             queues, capacity=self.micro_batch_tokens, dp_size=layout.dp_size, pp_size=layout.pp_size
         )
-        mine = bins.of_rank(self.groups.dp_rank)
+        mine = [self._rows_to_run(placed) for placed in bins.of_rank(self.groups.dp_rank)]
         longest = max(sum(p.item.length for p in placed) for placed in mine)
         num_tokens = round_up(max(longest, 1), self._row_multiple)
         batches = [
@@ -141,6 +152,16 @@ class SuperModel:
             for placed in mine
         ]
         return batches, left, mine
+
+    def _rows_to_run(self, placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
+        """Leaves placeholders out unless the rows are cut over ranks.
+
+        Sequence and context parallelism cut by row number: without a placeholder's rows the cut
+        would fall elsewhere in the others' sequences, and round their gradients another way.
+        """
+        if self.groups.layout.sequence_parallel or self.groups.layout.cp_size > 1:
+            return placed
+        return tuple(p for p in placed if self.jobs[p.slot].is_active)
 
     @property
     def _row_multiple(self) -> int:
