@@ -214,7 +214,7 @@ def _summary(
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     return {
         "run": {
-            "tokens_per_s": loop.tokens_per_s,
+            "tokens_per_s": loop.tokens_per_s if loop.rounds else None,
             "world_size": dist.get_world_size(),
             "layout": asdict(layout),
             "rounds": loop.rounds,
