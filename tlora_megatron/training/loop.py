@@ -151,7 +151,7 @@ class TrainingLoop:
     def _event(self, job: JobState, message: str) -> None:
         self.listener.on_event(job.name, message)
         if self.super_model.groups.is_writer:
-            logger.warning("job %s: %s", job.name, message)
+            logger.info("job %s: %s", job.name, message)
 
     def _eval_due(self, job: JobState) -> bool:
         every = job.spec.eval_every_steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -165,15 +166,16 @@ class SuperModel:
 
     @property
     def _row_multiple(self) -> int:
-        """Rows of a micro-batch: whole sequence-parallel shards of whole chunks.
+        """Rows of a micro-batch come in multiples of this: whole GEMM tiles on every CP rank.
 
         GEMM libraries give a row the same bits whatever the number of rows once that is a multiple
         of their tile (16 on CPUs, 128 on GPUs; one single row is another kernel): so neighbours
-        that come and go do not touch a job's rounding.
+        that come and go do not touch a job's rounding. A CP rank's rows are two chunks, or whole
+        sequence-parallel shards.
         """
         tile = 128 if self.groups.device.type == "cuda" else 16
         layout = self.groups.layout
-        return tile * layout.tp_size * (1 if layout.cp_size == 1 else 2 * layout.cp_size)
+        return math.lcm(tile, layout.tp_size, 2) * layout.cp_size
 
     def _add_losses(self, view: MicroBatchView, losses_T: torch.Tensor) -> None:
         if not self.groups.counts_losses:
