@@ -213,6 +213,19 @@ class TestTrain:
         assert "one 5/5 loss 0.5000" in out
         assert "2 -> 0.25" in out
 
+    def test_leaves_the_process_group(
+        self, config_file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import torch.distributed as dist
+
+        def train_run(*_: Any) -> dict[str, Any]:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            return {"run": RUN_RESULT, "jobs": {"one": JOB_RESULT}}
+
+        controller(monkeypatch, train_run)
+        assert main(["train", str(config_file)]) == 0
+        assert not dist.is_initialized()
+
     def test_json_alone_on_stdout(
         self,
         config_file: Path,

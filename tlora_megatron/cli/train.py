@@ -11,6 +11,7 @@ from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.cli.progress import RichProgress, SilentProgress
 from tlora_megatron.cli.tables import print_run
 from tlora_megatron.config import RunConfig, ignored_settings, load_config
+from tlora_megatron.integrations.megatron import quiet
 from tlora_megatron.plan import ParallelLayout
 
 _EPILOG = """\
@@ -94,14 +95,19 @@ def _launch(args: argparse.Namespace, config: RunConfig) -> int:
 
 
 def _train(config: RunConfig, *, is_main: bool, stderr: bool) -> dict[str, Any]:
+    quiet.install()
     from tlora_megatron.runtime.controller import train_run
+    from tlora_megatron.runtime.launcher import leave_process_group
 
     show = RichProgress(open_console(stderr=stderr)) if is_main else SilentProgress()
     try:
-        return train_run(config, show)
+        summary = train_run(config, show)
     finally:
         # Also when it fails: a live display left on hides the cursor.
         show.on_finish()
+    # Not when it fails: a rank that waits here for the others would keep torchrun from ending them.
+    leave_process_group()
+    return summary
 
 
 def _print_warnings(config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""Starts one process per rank on this machine with torchrun."""
+"""Starts one process per rank on this machine with torchrun, and lets a process leave."""
 
 from __future__ import annotations
 
@@ -39,6 +39,14 @@ def run_with_torchrun(argv: Sequence[str], nproc: int) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def leave_process_group() -> None:
+    """Ends this process's part in the process group; NCCL warns of processes that only exit."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def torchrun_arguments(argv: Sequence[str], nproc: int) -> list[str]:

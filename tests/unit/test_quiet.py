@@ -1,0 +1,114 @@
+"""Megatron's messages to nobody are silent; every other one is heard."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tlora_megatron.integrations.megatron import quiet
+
+GPT_MODEL = "megatron.core.models.gpt.gpt_model"
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    """The filters of this process, as they were before."""
+    logger = logging.getLogger(GPT_MODEL)
+    filters = list(logger.filters)
+    with warnings.catch_warnings():
+        yield
+    logger.filters[:] = filters
+
+
+def _heard(message: str, category: type[Warning], module: str) -> bool:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet.install()
+        warnings.warn_explicit(message, category, "somewhere.py", 1, module=module)
+    return bool(caught)
+
+
+@pytest.mark.parametrize(
+    ("message", "category", "module", "heard"),
+    [
+        (
+            "Transformer Engine and Apex are not installed. Falling back to Torch optimizers.",
+            UserWarning,
+            "megatron.core.optimizer",
+            False,
+        ),
+        (
+            "Apex is not installed. Falling back to Torch Norm",
+            UserWarning,
+            "megatron.core.models.backends",
+            False,
+        ),
+        (
+            "full scope is deprecated. Use empty cuda_graph_modules to capture the whole layer.",
+            UserWarning,
+            "megatron.core.transformer.transformer_config",
+            False,
+        ),
+        (
+            "`torch.distributed.reduce_scatter_tensor` is deprecated. Please use "
+            "`torch.distributed.reduce_scatter_single` instead.",
+            FutureWarning,
+            "torch.distributed.c10d_logger",
+            False,
+        ),
+        ("Apex is not installed. Falling back", UserWarning, "another.package", True),
+        ("Apex is too old", UserWarning, "megatron.core.models.backends", True),
+        ("Apex is not installed.", DeprecationWarning, "megatron.core.models.backends", True),
+        (
+            "`torch.distributed.all_to_all` is deprecated",
+            FutureWarning,
+            "torch.distributed.c10d_logger",
+            True,
+        ),
+    ],
+)
+def test_only_the_known_warnings_are_silent(
+    message: str, category: type[Warning], module: str, heard: bool
+) -> None:
+    assert _heard(message, category, module) is heard
+
+
+def test_only_the_known_log_record_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    quiet.install()
+    quiet.install()
+    logger = logging.getLogger(GPT_MODEL)
+    logger.warning("GPTModel IS DEPRECATED. GPTModel is only accepting %s.", "fixes")
+    logger.warning("GPTModel has no layers")
+    assert [record.getMessage() for record in caplog.records] == ["GPTModel has no layers"]
+    assert len(logger.filters) == 1
+
+
+def test_building_a_backbone_prints_nothing(repo: Path) -> None:
+    code = """
+from tlora_megatron.integrations.megatron import quiet
+quiet.install()
+import torch
+from tests.helpers.linear_case import SPEC
+from tlora_megatron.integrations.megatron import engine, model
+from tlora_megatron.plan import ParallelLayout
+layout = ParallelLayout(tp_size=1, pp_size=1, cp_size=1, dp_size=1, sequence_parallel=False)
+model.initialize_parallel(layout)
+model.build_backbone(SPEC, layout, dtype=torch.float32)
+"""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "PYTHONWARNINGS")}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=repo,
+        env=inherited | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
