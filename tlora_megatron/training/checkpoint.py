@@ -139,7 +139,8 @@ class Checkpoint:
             if (list(new) if isinstance(new, tuple) else new) != old:
                 raise ValueError(
                     f"job {job.name!r}: {name} must be {old} as in its checkpoint {self.path}, "
-                    f"got {new}; give another run.output_dir to start afresh"
+                    f"got {new}; to start afresh give another run.output_dir and no "
+                    f"resume_from"
                 )
         self._check_tensors(job, spec)
 

@@ -1,0 +1,159 @@
+"""Trains configurations one after another, some of which are stopped or killed on their way.
+
+`interrupted_worker.py CASES.json` with `[{"config": PATH, "output_dir": DIR, "set": [...],
+"stop": [JOB, STEP] | null, "kill": [MOMENT, COUNT] | null}]`. Stopped is an error raised in the
+loop, after which the next case runs; killed is SIGKILL. In one process every case runs in a fork
+and a kill ends that alone; under torchrun it ends everything, so it stands last.
+
+Each life of a run adds the steps its jobs started at to `DIR/starts.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tlora_megatron.cli.progress import JobStart, SilentProgress
+from tlora_megatron.config import load_config
+from tlora_megatron.runtime.controller import train_run
+from tlora_megatron.training import atomic_directory, checkpoint
+
+MOMENTS = ("step", "write", "flush", "remove", "export")
+"""A job's step; tensors of a checkpoint about to be written; a file or folder of a checkpoint or
+adapter about to be flushed; an old folder half removed; or only a file of an adapter."""
+
+
+class Stop(Exception):
+    """Ends a run on its way, on every rank at the same point."""
+
+
+class Recorder(SilentProgress):
+    """Notes where jobs start; stops the run when a job has done a step.
+
+    Args:
+        on_step: called at every step, before the stop.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        stop: tuple[str, int] | None = None,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._output_dir, self._stop, self._on_step = output_dir, stop, on_step
+
+    def on_start(self, jobs: Sequence[JobStart]) -> None:
+        """Adds a line to `starts.jsonl`."""
+        if int(os.environ.get("RANK", "0")) == 0:
+            with (self._output_dir / "starts.jsonl").open("a") as file:
+                file.write(json.dumps({name: step for name, step, _ in jobs}) + "\n")
+
+    def on_step(self, name: str, step: int, loss: float, lr: float) -> None:
+        """Stops where it was asked to."""
+        self._on_step()
+        if (name, step) == self._stop:
+            raise Stop(f"{name} has done {step} steps")
+
+
+def starts(output_dir: Path) -> list[dict[str, int]]:
+    """Steps done before each life of a run, by job."""
+    return [json.loads(line) for line in (output_dir / "starts.jsonl").read_text().splitlines()]
+
+
+def train_until(
+    config: Path, output_dir: Path, *overrides: str, stop: tuple[str, int] | None = None
+) -> dict[str, Any]:
+    """Trains in this process; returns the summary, empty if the run was stopped."""
+    loaded = load_config(config, overrides, str(output_dir))
+    try:
+        return train_run(loaded, Recorder(output_dir, stop=stop))
+    except Stop:
+        return {}
+
+
+def main() -> None:
+    """Runs every case."""
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        if "RANK" in os.environ:
+            _run(case)
+            dist.barrier()
+        else:
+            _run_in_fork(case)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _run_in_fork(case: dict[str, Any]) -> None:
+    # Once for all forks: it takes longer than a case.
+    import tlora_megatron.integrations.megatron.engine  # noqa: F401
+
+    child = os.fork()
+    if child == 0:
+        _run(case)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    expected = -signal.SIGKILL if case.get("kill") else 0
+    assert os.waitstatus_to_exitcode(status) == expected, f"{case}: wait status {status}"
+
+
+def _run(case: dict[str, Any]) -> None:
+    output_dir = Path(case["output_dir"])
+    stop = tuple(case["stop"]) if case.get("stop") else None
+    on_step = _arm(*case["kill"]) if case.get("kill") else lambda: None
+    config = load_config(case["config"], case["set"], case["output_dir"])
+    try:
+        train_run(config, Recorder(output_dir, stop=stop, on_step=on_step))
+    except Stop:
+        return
+
+
+def _arm(moment: str, count: int) -> Callable[[], None]:
+    """Prepares the kill of the writer's process; returns what to call at every step."""
+    assert moment in MOMENTS, f"moment must be one of {MOMENTS}, got {moment!r}"
+    left = count
+
+    def tick(*_: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0 and int(os.environ.get("RANK", "0")) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if moment == "step":
+        return tick
+    if moment == "write":
+        checkpoint._save = _before(tick, checkpoint._save)
+    elif moment == "flush":
+        atomic_directory._flush = _before(tick, atomic_directory._flush)
+    elif moment == "export":
+        flush = _before(tick, atomic_directory._flush), atomic_directory._flush
+        atomic_directory._flush = lambda path: flush[".adapter.incoming" not in str(path)](path)
+    else:
+        shutil.rmtree = _before(lambda path: (_remove_half(path), tick()), shutil.rmtree)
+    return lambda: None
+
+
+def _before(first: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first(*args[:1])
+        return then(*args, **kwargs)
+
+    return both
+
+
+def _remove_half(path: Path) -> None:
+    files = sorted(Path(path).iterdir())
+    for file in files[: len(files) // 2]:
+        file.unlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,521 @@
+"""A run goes on after any interruption, and a job in any other run, as if nothing had happened.
+
+The reference is the same run without the interruption. Most runs are trained in this process; what
+needs SIGKILL or a second process shares a few workers.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.interrupted_worker import Recorder, starts, train_until
+from tests.helpers.launch import python, torchrun
+from tests.helpers.scenario import JOBS, exported, losses, make_scenario, write_rows
+from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
+from tlora_megatron.cli.main import main
+from tlora_megatron.config import load_config
+from tlora_megatron.runtime.controller import train_run
+from tlora_megatron.training.checkpoint import find_checkpoint
+from tlora_megatron.training.metrics import read_metrics
+
+WORKER = Path(__file__).parents[1] / "helpers" / "interrupted_worker.py"
+NAMES = tuple(job["name"] for job in JOBS)
+NUM_STEPS = 12
+
+SPLIT = "run.micro_batch_tokens=512"
+"""Large batches take several rounds: a resumed one is cut elsewhere, so sums round differently."""
+ROOMY = "run.micro_batch_tokens=2048"
+"""Every batch fits into one micro-batch."""
+
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "TP2": ("parallel.tp_size=2",),
+    "TP2+SP": ("parallel.tp_size=2", "parallel.sequence_parallel=true"),
+    "PP2": ("parallel.pp_size=2",),
+    "DP2": (),
+    "CP2": ("parallel.cp_size=2",),
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scenario's four jobs, two of them with dropout, and checkpoints every three steps."""
+    path = make_scenario(tmp_path_factory.mktemp("resume"))
+    document = json.loads(path.read_text())
+    document["run"]["checkpoint_every_steps"] = 3
+    for job in document["jobs"]:
+        job["max_steps"] = NUM_STEPS
+        if job["name"] in ("mlp", "everything"):
+            job["lora"]["dropout"] = 0.2
+            job["eval_every_steps"] = 4
+    path.write_text(json.dumps(document))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(config: Path) -> Path:
+    """Output of the run without interruption."""
+    output_dir = config.parent / "whole"
+    train_until(config, output_dir, SPLIT)
+    return output_dir
+
+
+@pytest.fixture(scope="module")
+def half(config: Path) -> Path:
+    """Output of a run of one process that was stopped with every job on its way; not to be touched.
+
+    The checkpoints stand at step 9, 9, 6 and 3.
+    """
+    output_dir = config.parent / "half"
+    train_until(config, output_dir, SPLIT, stop=("everything", 7))
+    steps = {name: find_checkpoint(checkpoints(output_dir, name)).step for name in NAMES}
+    assert steps == {"attention": 9, "mlp": 9, "everything": 6, "outputs": 3}
+    return output_dir
+
+
+@pytest.fixture
+def copy_of_half(half: Path, tmp_path: Path) -> Path:
+    """The stopped run, to go on with."""
+    return Path(shutil.copytree(half, tmp_path / "out"))
+
+
+def checkpoints(output_dir: Path, name: str) -> Path:
+    return output_dir / "jobs" / name / "checkpoints"
+
+
+def records(output_dir: Path, name: str) -> list[dict[str, Any]]:
+    """A job's metrics without times."""
+    lines = read_metrics(output_dir / "jobs" / name / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if k != "time_s"} for line in lines]
+
+
+def with_jobs(config: Path, name: str, *jobs: dict[str, Any] | str) -> Path:
+    """Another config over the same base; a text takes that job of the scenario."""
+    document = json.loads(config.read_text())
+    known = {job["name"]: job for job in document["jobs"]}
+    document["jobs"] = [known[job] if isinstance(job, str) else job for job in jobs]
+    path = config.with_name(name)
+    path.write_text(json.dumps(document))
+    return path
+
+
+def assert_same_job(
+    output_dir: Path, whole: Path, name: str, *, rel: float, begin: int = 0
+) -> None:
+    """Every step once, its loss, norm and evaluation as in the uninterrupted run."""
+    ours, theirs = records(output_dir, name), records(whole, name)
+    theirs = [line for line in theirs if line["step"] > begin or not begin]
+    key = [(line["step"], "loss" in line) for line in theirs]
+    assert [(line["step"], "loss" in line) for line in ours] == key, name
+    assert [line["step"] for line in ours if "loss" in line] == list(
+        range(begin + 1, NUM_STEPS + 1)
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(other, rel=rel), f"{name} step {other['step']}"
+
+
+class TestKilled:
+    """SIGKILL of the process that writes."""
+
+    LIVES = (
+        ("step", 5),  # before any checkpoint
+        ("write", 4),  # the second job's first checkpoint has half of its tensors
+        ("flush", 13),  # the third checkpoint is written and not yet flushed
+        ("flush", 10),  # the second one has its name, its parent is not yet flushed
+        ("step", 20),
+        ("remove", 1),  # an old checkpoint is half gone
+        ("write", 3),
+        ("step", 12),
+        ("export", 2),  # an adapter is written and not yet flushed
+    )
+    LIVES_ROOMY = (("step", 17), ("flush", 3), ("remove", 2))
+
+    @pytest.fixture(scope="class")
+    def killed(self, config: Path) -> Path:
+        """Folder with the outputs `split` and `roomy`, each killed and restarted to its end."""
+        root = config.parent / "killed"
+        root.mkdir()
+        cases = []
+        for name, tokens, lives in (
+            ("split", SPLIT, self.LIVES),
+            ("roomy", ROOMY, self.LIVES_ROOMY),
+        ):
+            case = {"config": str(config), "output_dir": str(root / name), "set": [tokens]}
+            cases += [{**case, "kill": kill} for kill in (*lives, None)]
+        (root / "cases.json").write_text(json.dumps(cases))
+        python(WORKER, root / "cases.json")
+        return root
+
+    def test_losses_are_those_of_the_run_without_kills(self, killed: Path, whole: Path) -> None:
+        for name in NAMES:
+            assert_same_job(killed / "split", whole, name, rel=1e-6)
+
+    def test_everything_is_bitwise_where_batches_are_not_split(
+        self, killed: Path, config: Path
+    ) -> None:
+        whole = config.parent / "whole roomy"
+        train_until(config, whole, ROOMY)
+        for name in NAMES:
+            assert records(killed / "roomy", name) == records(whole, name)
+            ours, theirs = (exported(out, name, config.parent / "base") for out in
+                            (killed / "roomy", whole))  # fmt: skip
+            assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+    @pytest.mark.parametrize(("run", "lives"), [("split", LIVES), ("roomy", LIVES_ROOMY)])
+    def test_each_life_goes_on_where_the_last_one_saved(
+        self, killed: Path, run: str, lives: tuple[Any, ...]
+    ) -> None:
+        told = starts(killed / run)
+        assert len(told) == len(lives) + 1
+        for name in NAMES:
+            begins = [life[name] for life in told]
+            assert begins == sorted(begins)
+            assert begins[0] == 0
+            assert begins[-1] >= 3
+            assert all(step % 3 == 0 for step in begins)
+
+    def test_nothing_half_written_is_left(self, killed: Path) -> None:
+        summary = json.loads((killed / "split" / "summary.json").read_text())
+        assert {job["status"] for job in summary["jobs"].values()} == {"finished"}
+        for name in NAMES:
+            folders = sorted(path.name for path in checkpoints(killed / "split", name).iterdir())
+            assert folders == ["step_00000009", "step_00000012"]
+            files = {path.name for path in (killed / "split" / "jobs" / name).iterdir()}
+            assert files == {"adapter", "checkpoints", "metrics.jsonl"}
+
+
+class TestElsewhere:
+    """A job of a stopped run goes on in another run."""
+
+    def test_alone_in_the_same_folder(self, config: Path, copy_of_half: Path, whole: Path) -> None:
+        other = {name: records(copy_of_half, name) for name in NAMES if name != "everything"}
+        alone = with_jobs(config, "alone.json", "everything")
+        summary = train_until(alone, copy_of_half, SPLIT)
+        assert summary["jobs"].keys() == {"everything"}
+        assert_same_job(copy_of_half, whole, "everything", rel=1e-6)
+        assert starts(copy_of_half)[-1] == {"everything": 6}
+        assert other == {name: records(copy_of_half, name) for name in other}
+
+    @pytest.mark.parametrize("given", ["", "checkpoints", "checkpoints/step_00000006"])
+    def test_by_resume_from(
+        self, given: str, config: Path, half: Path, whole: Path, tmp_path: Path
+    ) -> None:
+        alone = with_jobs(config, "alone.json", "everything")
+        source = half / "jobs" / "everything" / given
+        train_until(alone, tmp_path, SPLIT, f"jobs.everything.resume_from={source}")
+        assert_same_job(tmp_path, whole, "everything", rel=1e-6, begin=6)
+        assert starts(tmp_path) == [{"everything": 6}]
+
+    def test_resume_from_yields_to_what_the_new_run_has_saved(
+        self, config: Path, half: Path, whole: Path, tmp_path: Path
+    ) -> None:
+        alone = with_jobs(config, "alone.json", "everything")
+        key = f"jobs.everything.resume_from={half / 'jobs' / 'everything'}"
+        train_until(alone, tmp_path, SPLIT, key, stop=("everything", 10))
+        train_until(alone, tmp_path, SPLIT, key)
+        assert_same_job(tmp_path, whole, "everything", rel=1e-6, begin=6)
+        assert starts(tmp_path) == [{"everything": 6}, {"everything": 9}]
+
+    def test_in_another_group(self, config: Path, half: Path, whole: Path, tmp_path: Path) -> None:
+        newcomer = {
+            "name": "newcomer",
+            "data": {"train": "mlp.jsonl"},
+            "lora": {"rank": 3, "alpha": 3, "dropout": 0.5},
+            "batch_size": 3,
+            "max_seq_len": 100,
+            "max_steps": 9,
+        }
+        group = with_jobs(config, "group.json", newcomer, "outputs", "everything")
+        moved = [
+            f"jobs.{name}.resume_from={half / 'jobs' / name}" for name in ("everything", "outputs")
+        ]
+        train_until(group, tmp_path, SPLIT, *moved)
+        assert starts(tmp_path) == [{"newcomer": 0, "outputs": 3, "everything": 6}]
+        assert_same_job(tmp_path, whole, "everything", rel=1e-6, begin=6)
+        assert_same_job(tmp_path, whole, "outputs", rel=1e-6, begin=3)
+
+
+class TestOtherLayouts:
+    """One process saves, two go on and save, one goes on."""
+
+    @pytest.fixture(scope="class")
+    def moved(self, config: Path, half: Path) -> Path:
+        """Folder with an output a layout, stopped again; `killed` under TP2; one changed twice."""
+        root = config.parent / "moved"
+        for name in (*LAYOUTS, "killed", "TP2+SP, PP2"):
+            shutil.copytree(half, root / name)
+
+        def case(output: str, layout: str, **more: Any) -> dict[str, Any]:
+            overrides = [SPLIT, *LAYOUTS[layout]]
+            return {
+                "config": str(config), "output_dir": str(root / output), "set": overrides, **more
+            }  # fmt: skip
+
+        first = [case(name, name, stop=["everything", 10]) for name in LAYOUTS]
+        first.append(case("TP2+SP, PP2", "TP2+SP", stop=["everything", 10]))
+        first.append(case("killed", "TP2", kill=["flush", 8]))
+        (root / "first.json").write_text(json.dumps(first))
+        with pytest.raises(AssertionError, match="SIGKILL"):
+            torchrun(WORKER, 2, root / "first.json")
+        second = [case("killed", "TP2"), case("TP2+SP, PP2", "PP2")]
+        (root / "second.json").write_text(json.dumps(second))
+        torchrun(WORKER, 2, root / "second.json")
+        return root
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_there_and_back(self, layout: str, moved: Path, config: Path, whole: Path) -> None:
+        train_until(config, moved / layout, SPLIT)
+        first, there, back = starts(moved / layout)
+        assert set(first.values()) == {0}
+        assert there == {"attention": 9, "mlp": 9, "everything": 6, "outputs": 3}
+        assert back["everything"] == 9
+        for name in NAMES:
+            assert_same_job(moved / layout, whole, name, rel=1e-5)
+
+    def test_from_one_to_another(self, moved: Path, whole: Path) -> None:
+        for name in NAMES:
+            assert_same_job(moved / "TP2+SP, PP2", whole, name, rel=1e-5)
+
+    def test_killed_while_two_processes_save(self, moved: Path, whole: Path) -> None:
+        assert len(starts(moved / "killed")) == 3
+        for name in NAMES:
+            assert_same_job(moved / "killed", whole, name, rel=1e-5)
+
+
+class TestUnreadable:
+    """Checkpoints that a disk has spoilt."""
+
+    @pytest.mark.parametrize("file", ["adapter.safetensors", "optimizer.safetensors", "state.json"])
+    def test_the_one_before_is_taken(
+        self,
+        file: str,
+        config: Path,
+        copy_of_half: Path,
+        whole: Path,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        newest = checkpoints(copy_of_half, "everything") / "step_00000006"
+        content = (newest / file).read_bytes()
+        (newest / file).write_bytes(content[: len(content) // 2])
+        train_until(config, copy_of_half, SPLIT)
+        assert f"checkpoint {newest} cannot be read and is passed over" in caplog.text
+        assert starts(copy_of_half)[-1]["everything"] == 3
+        for name in NAMES:
+            assert_same_job(copy_of_half, whole, name, rel=1e-6)
+
+    def test_without_any_other_the_job_does_not_begin_again(
+        self, config: Path, copy_of_half: Path
+    ) -> None:
+        folder = checkpoints(copy_of_half, "everything")
+        for path in folder.iterdir():
+            (path / "state.json").write_text("{}")
+        with pytest.raises(
+            ValueError, match=r"must hold a checkpoint that can be read, got 2 that"
+        ):
+            train_until(config, copy_of_half, SPLIT)
+
+    def test_spoilt_ones_do_not_crowd_out_good_ones(self, config: Path, copy_of_half: Path) -> None:
+        folder = checkpoints(copy_of_half, "everything")
+        for step in (30, 33):
+            spoilt = folder / f"step_{step:08d}"
+            spoilt.mkdir()
+            (spoilt / "state.json").write_text('{"format": 2}')
+        train_until(config, copy_of_half, SPLIT, stop=("everything", 10))
+        assert find_checkpoint(folder).step == 9
+
+
+class TestRefusals:
+    """What does not fit is refused by name, and the run that is there stays as it was."""
+
+    CASES = (
+        ("jobs.everything.lora.rank=9", "job 'everything': lora.rank must be 8 as in its check"),
+        ("jobs.everything.lora.alpha=9", "job 'everything': lora.alpha must be 16.0 as in its"),
+        ("jobs.everything.lora.dropout=0", "job 'everything': lora.dropout must be 0.2 as in its"),
+        (
+            "jobs.attention.lora.target_modules=[q_proj]",
+            "job 'attention': lora.target_modules must be ['q_proj', 'v_proj'] as in its",
+        ),
+        ("jobs.everything.batch_size=4", "job 'everything': batch_size must be 5 as in its check"),
+        ("jobs.everything.seed=8", "job 'everything': seed must be 7 as in its checkpoint"),
+        ("jobs.everything.max_seq_len=99", "job 'everything': max_seq_len must be 100 as in its"),
+        (
+            "jobs.everything.data.train=shorter.jsonl",
+            "job 'everything': number of training sequences must be 18 as in its checkpoint",
+        ),
+        (
+            "jobs.everything.data.train=mlp.jsonl",
+            "job 'everything': fingerprint of the training data must be",
+        ),
+        ("base_model.path=other base", "run.output_dir must be new or hold this run, got"),
+        ("run.resume=never", "run.output_dir must not hold a run with run.resume: never, got"),
+    )
+
+    @pytest.fixture(scope="class", autouse=True)
+    def other_inputs(self, config: Path) -> None:
+        shutil.copytree(config.parent / "base", config.parent / "other base")
+        write_rows(config.parent / "shorter.jsonl", 17, seed=2)
+        narrow = make_tiny_model(
+            config.parent / "narrow", "llama", vocab_size=VOCAB_SIZE, intermediate_size=80
+        )
+        save_tiny_tokenizer(narrow)
+
+    @pytest.mark.parametrize(("override", "sentence"), CASES, ids=[case[0] for case in CASES])
+    def test_by_name(
+        self,
+        override: str,
+        sentence: str,
+        config: Path,
+        half: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        before = _content(half)
+        code = main(["train", str(config), f"--output-dir={half}", f"--set={override}"])
+        assert code == 2
+        assert f"error: {sentence}" in capsys.readouterr().err
+        assert _content(half) == before
+
+    @pytest.mark.parametrize(
+        ("overrides", "sentence"),
+        [
+            (["run.resume=always"], "run.output_dir must hold a run with run.resume: always, got"),
+            (
+                ["jobs.everything.resume_from=half"],
+                "resume_from of job 'everything' must be a checkpoint or a jobs/NAME folder with",
+            ),
+            (
+                ["jobs.everything.resume_from=half/jobs/outputs"],
+                "job 'everything': lora.rank must be 16 as in its checkpoint",
+            ),
+            (
+                ["jobs.everything.resume_from=half/jobs/everything", "base_model.path=narrow"],
+                "job 'everything': layers.0.gate_proj.lora_b must have shape [80, 8] in its",
+            ),
+        ],
+    )
+    def test_in_a_new_folder(
+        self,
+        overrides: list[str],
+        sentence: str,
+        config: Path,
+        half: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        arguments = [f"--set={override}" for override in overrides]
+        assert main(["train", str(config), f"--output-dir={tmp_path / 'new'}", *arguments]) == 2
+        assert f"error: {sentence}" in capsys.readouterr().err
+
+    def test_always_goes_on_with_a_run(self, config: Path, copy_of_half: Path) -> None:
+        stop = ("attention", 10)
+        train_until(config, copy_of_half, SPLIT, "run.resume=always", stop=stop)
+        assert starts(copy_of_half)[-1]["attention"] == 9
+
+
+def _content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+class LimitedDisk(Recorder):
+    """Refuses to let files grow beyond a size from one step of a job on, until `until`.
+
+    The kernel then fails writes of this process (EFBIG) as it does on a full disk (ENOSPC).
+    """
+
+    def __init__(
+        self, output_dir: Path, *, size_bytes: int, begin: tuple[str, int], until: tuple[str, int]
+    ) -> None:
+        super().__init__(output_dir)
+        self._size_bytes, self._begin, self._until = size_bytes, begin, until
+        self.events: list[tuple[str, str]] = []
+        self.saved_at_event: dict[str, int] = {}
+
+    def on_step(self, name: str, step: int, loss: float, lr: float) -> None:
+        """Sets and lifts the limit."""
+        if (name, step) == self._begin:
+            limit_files(self._size_bytes)
+        if (name, step) == self._until:
+            limit_files(None)
+
+    def on_event(self, name: str, message: str) -> None:
+        """Keeps the event, and which checkpoint can be read at that time."""
+        self.events.append((name, message))
+        newest = find_checkpoint(checkpoints(self._output_dir, name))
+        self.saved_at_event[name] = newest.step if newest else 0
+
+
+def limit_files(size_bytes: int | None) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size_bytes is None else size_bytes, hard))
+
+
+class TestFullDisk:
+    """Writes that fail cost those writes."""
+
+    @pytest.fixture(autouse=True)
+    def unlimited(self) -> Iterator[None]:
+        yield
+        limit_files(None)
+
+    @pytest.fixture
+    def run(self, config: Path, tmp_path: Path) -> Callable[..., tuple[dict[str, Any], Any]]:
+        """Trains on a limited disk; returns the summary and the listener."""
+
+        def train(**limits: Any) -> tuple[dict[str, Any], LimitedDisk]:
+            disk = LimitedDisk(tmp_path, **limits)
+            return train_run(load_config(config, [SPLIT], str(tmp_path)), disk), disk
+
+        return train
+
+    def test_for_a_while_the_run_goes_on_and_loses_nothing(
+        self, run: Callable[..., Any], tmp_path: Path, whole: Path
+    ) -> None:
+        # 500 bytes: not even the lines of the metrics fit.
+        summary, disk = run(size_bytes=500, begin=("everything", 4), until=("everything", 7))
+        events = [message for name, message in disk.events if name == "everything"]
+        assert len(events) == 1
+        assert events[0].startswith("could not be saved at step 6: ")
+        assert "File too large" in events[0]
+        assert disk.saved_at_event["everything"] == 3
+        assert {job["status"] for job in summary["jobs"].values()} == {"finished"}
+        for name in NAMES:
+            assert records(tmp_path, name) == records(whole, name)
+
+    def test_at_the_end_a_job_fails_by_name_and_can_be_finished_later(
+        self, run: Callable[..., Any], config: Path, tmp_path: Path, whole: Path
+    ) -> None:
+        # Metrics and the summary fit; no checkpoint and no adapter does.
+        begin, never = ("everything", 10), ("everything", 99)
+        summary, disk = run(size_bytes=12_000, begin=begin, until=never)
+        job = summary["jobs"]["everything"]
+        assert job["status"] == "failed"
+        assert job["reason"].startswith("its adapter could not be written: ")
+        assert "File too large" in job["reason"]
+        assert job["adapter"] is None
+        assert json.loads((tmp_path / "summary.json").read_text())["jobs"]["everything"] == job
+        assert ("everything", f"failed: {job['reason']}") in disk.events
+        assert disk.saved_at_event["everything"] == 9
+        limit_files(None)
+        summary = train_until(config, tmp_path, SPLIT)
+        assert {job["status"] for job in summary["jobs"].values()} == {"finished"}
+        assert_same_job(tmp_path, whole, "everything", rel=1e-6)
+
+
+def test_an_adapter_that_is_not_finite_fails_its_job_alone(
+    config: Path, tmp_path: Path, whole: Path
+) -> None:
+    overrides = ("jobs.mlp.optimizer.lr=1e39", "jobs.mlp.schedule.warmup_steps=0")
+    summary = train_until(config, tmp_path, SPLIT, *overrides, "jobs.mlp.max_steps=1")
+    job = summary["jobs"]["mlp"]
+    assert (job["status"], job["adapter"]) == ("failed", None)
+    assert "must be finite, got NaN or inf" in job["reason"]
+    for name in ("attention", "everything", "outputs"):
+        assert summary["jobs"][name]["status"] == "finished"
+        assert losses(tmp_path, name) == pytest.approx(losses(whole, name), rel=1e-6)
