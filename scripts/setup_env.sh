@@ -8,6 +8,7 @@
 #   TLORA_BASE_PYTHON  interpreter it is made from; default: the first of python3, python3.13, ... that is >= 3.11
 #   TLORA_TORCH        what to install as torch where there is no GPU; default torch==2.13.0. On a plain machine the
 #                      default index may hold the (large) CUDA build: point pip at a CPU index to avoid it.
+#   TLORA_MEGATRON     the same for megatron-core; default megatron-core==0.16.1, which does without triton
 # With a GPU, a torch that the base interpreter can import already is used as it is, with its neighbours.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -58,11 +59,15 @@ make_venv() {
 missing() { "$python" scripts/missing_requirements.py "${extras[@]}"; }
 
 install() {
-  local spec="." lacks=$1
+  local spec="." lacks=$1 pinned=()
   ((${#extras[@]})) && spec=".[$(IFS=,; echo "${extras[*]}")]"
-  if grep -q '^torch' <<<"$lacks" && ! has_gpu; then
-    say "installing ${TLORA_TORCH:-torch==2.13.0}"
-    "$python" -m pip install -q "${TLORA_TORCH:-torch==2.13.0}" >&2 || return 1
+  if ! has_gpu; then
+    if grep -q '^torch' <<<"$lacks"; then pinned+=("${TLORA_TORCH:-torch==2.13.0}"); fi
+    if grep -q '^megatron-core' <<<"$lacks"; then pinned+=("${TLORA_MEGATRON:-megatron-core==0.16.1}"); fi
+  fi
+  if ((${#pinned[@]})); then
+    say "installing ${pinned[*]}"
+    "$python" -m pip install -q "${pinned[@]}" >&2 || return 1
   fi
   if [[ $lacks == tlora-megatron ]] && "$python" scripts/missing_requirements.py --build-backend; then
     "$python" -m pip install -q --no-index --no-deps --no-build-isolation -e . >&2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib.util
 import os
 import shutil
@@ -240,3 +241,26 @@ def test_setup_env_names_what_is_missing_and_refuses(repo: Path, tmp_path: Path)
     for name in ("torch", "megatron-core", "rich", "tlora-megatron"):
         assert name in result.stderr.splitlines()[-1]
     assert result.stdout == ""
+    if shutil.which("nvidia-smi") is None:
+        # Later ones of megatron-core import triton, which this torch does not bring.
+        assert "installing torch==2.13.0 megatron-core==0.16.1\n" in result.stderr
+
+
+@pytest.mark.parametrize("missing", ["triton", "something_else"])
+def test_a_megatron_that_needs_triton_says_so(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    from tlora_megatron.runtime import controller
+
+    real = builtins.__import__
+
+    def import_without(name: str, *args: Any) -> ModuleType:
+        if name.startswith("tlora_megatron.integrations.megatron"):
+            raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", import_without)
+    remedy = r"needs triton, .*; pip install triton or pip install 'megatron-core<0.18'"
+    expected = remedy if missing == "triton" else "No module named 'something_else'"
+    with pytest.raises(ImportError, match=expected):
+        controller._build(None, None, None, [])  # type: ignore[arg-type]

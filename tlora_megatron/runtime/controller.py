@@ -36,6 +36,10 @@ from tlora_megatron.training.super_model import SuperModel
 
 logger = logging.getLogger(__name__)
 
+_TRITON = (
+    "this megatron-core needs triton, which CPU builds of torch leave out; "
+    "pip install triton or pip install 'megatron-core<0.18'"
+)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -141,13 +145,18 @@ def _build(
     config: RunConfig, spec: ModelSpec, layout: ParallelLayout, prepared: Sequence[PreparedJob]
 ) -> tuple[ParallelGroups, SuperModel]:
     """Sets up processes, backbone, adapters and engine."""
-    from tlora_megatron.integrations.megatron import model as backbone
-    from tlora_megatron.integrations.megatron import recompute
-    from tlora_megatron.integrations.megatron.engine import (
-        MegatronEngine,
-        current_groups,
-        pair_linears,
-    )
+    try:
+        from tlora_megatron.integrations.megatron import model as backbone
+        from tlora_megatron.integrations.megatron import recompute
+        from tlora_megatron.integrations.megatron.engine import (
+            MegatronEngine,
+            current_groups,
+            pair_linears,
+        )
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ImportError(_TRITON) from error
 
     backbone.initialize_parallel(layout)
     groups = current_groups(layout)
