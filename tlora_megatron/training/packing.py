@@ -3,7 +3,8 @@
 A *round* is one forward-backward over `num_micro_batches` micro-batches on every data-parallel
 rank. A job puts at most the rest of its current global batch into a round, so its optimizer step
 always lands before its next forward, whatever the pipeline depth. Room is shared fairly, sequence
-by sequence; a job with a small batch steps every round, one with a large batch every few.
+by sequence, and another job begins each round; a job with a small batch steps every round, one with
+a large batch every few.
 """
 
 from __future__ import annotations
@@ -79,13 +80,15 @@ def choose_num_micro_batches(total_tokens: int, capacity: int, dp_size: int, pp_
 
 
 def fill_bins(
-    queues: Sequence[list[Item]], *, capacity: int, dp_size: int, pp_size: int
+    queues: Sequence[list[Item]], *, capacity: int, dp_size: int, pp_size: int, first_slot: int = 0
 ) -> tuple[Bins, list[list[Item]]]:
     """Takes items from every slot's queue in turn until nothing more fits.
 
     Args:
         queues: what is left of each slot's batch; empty for a slot that waits.
         capacity: tokens a micro-batch may hold.
+        first_slot: has the first turn, modulo the number of slots. Where one sequence fills a
+            micro-batch, it is the only slot that gets any room, so callers go round.
 
     Returns:
         The bins, and what is left of each queue.
@@ -96,7 +99,8 @@ def fill_bins(
     contents: list[list[Placed]] = [[] for _ in loads]
     # Longest first: what fits only into an empty bin goes while there is one.
     left = [sorted(queue, key=lambda item: -item.length) for queue in queues]
-    open_slots = [slot for slot, queue in enumerate(left) if queue]
+    turns = [(first_slot + turn) % len(left) for turn in range(len(left))]
+    open_slots = [slot for slot in turns if left[slot]]
     while open_slots:
         for slot in list(open_slots):
             item = left[slot][0]

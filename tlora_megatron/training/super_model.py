@@ -69,6 +69,7 @@ class SuperModel:
         self.groups = groups
         self.micro_batch_tokens = micro_batch_tokens
         self.jobs: tuple[JobState, ...] = ()
+        self._rounds = 0
         self.set_jobs(jobs)
 
     def set_jobs(self, jobs: Sequence[JobState]) -> None:
@@ -88,6 +89,7 @@ class SuperModel:
             self._add_losses(batch.view, losses)
         for job, queue in zip(self.jobs, left, strict=True):
             job.queue = queue
+        self._rounds += 1
         complete = self._end_placeholders()
         outcomes = step_adapters(self.bank, self.groups, [self._request(slot) for slot in complete])
         round_s = time.perf_counter() - begin_s
@@ -135,7 +137,11 @@ class SuperModel:
         """This rank's micro-batches, padded to one length; what is left queued; who is where."""
         layout = self.groups.layout
         bins, left = fill_bins(
-            queues, capacity=self.micro_batch_tokens, dp_size=layout.dp_size, pp_size=layout.pp_size
+            queues,
+            capacity=self.micro_batch_tokens,
+            dp_size=layout.dp_size,
+            pp_size=layout.pp_size,
+            first_slot=self._rounds,
         )
         mine = [self._rows_to_run(placed) for placed in bins.of_rank(self.groups.dp_rank)]
         longest = max(sum(p.item.length for p in placed) for placed in mine)
