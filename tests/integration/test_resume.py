@@ -72,12 +72,13 @@ def whole(config: Path) -> Path:
 def half(config: Path) -> Path:
     """Output of a run of one process that was stopped with every job on its way; not to be touched.
 
-    The checkpoints stand at step 9, 9, 6 and 3.
+    Its newest checkpoints are not all of one step.
     """
     output_dir = config.parent / "half"
     train_until(config, output_dir, SPLIT, stop=("everything", 7))
-    steps = {name: find_checkpoint(checkpoints(output_dir, name)).step for name in NAMES}
-    assert steps == {"attention": 9, "mlp": 9, "everything": 6, "outputs": 3}
+    steps = saved_steps(output_dir)
+    assert 3 <= min(steps.values()) < max(steps.values()) <= 9
+    assert steps["everything"] == 6
     return output_dir
 
 
@@ -89,6 +90,12 @@ def copy_of_half(half: Path, tmp_path: Path) -> Path:
 
 def checkpoints(output_dir: Path, name: str) -> Path:
     return output_dir / "jobs" / name / "checkpoints"
+
+
+def saved_steps(output_dir: Path) -> dict[str, int]:
+    """The step of each job's newest checkpoint."""
+    found = {name: find_checkpoint(checkpoints(output_dir, name)) for name in NAMES}
+    return {name: checkpoint.step for name, checkpoint in found.items() if checkpoint}
 
 
 def records(output_dir: Path, name: str) -> list[dict[str, Any]]:
@@ -238,9 +245,10 @@ class TestElsewhere:
             f"jobs.{name}.resume_from={half / 'jobs' / name}" for name in ("everything", "outputs")
         ]
         train_until(group, tmp_path, SPLIT, *moved)
-        assert starts(tmp_path) == [{"newcomer": 0, "outputs": 3, "everything": 6}]
+        begin = saved_steps(half)["outputs"]
+        assert starts(tmp_path) == [{"newcomer": 0, "outputs": begin, "everything": 6}]
         assert_same_job(tmp_path, whole, "everything", rel=1e-6, begin=6)
-        assert_same_job(tmp_path, whole, "outputs", rel=1e-6, begin=3)
+        assert_same_job(tmp_path, whole, "outputs", rel=1e-6, begin=begin)
 
 
 class TestOtherLayouts:
@@ -271,11 +279,13 @@ class TestOtherLayouts:
         return root
 
     @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_there_and_back(self, layout: str, moved: Path, config: Path, whole: Path) -> None:
+    def test_there_and_back(
+        self, layout: str, moved: Path, config: Path, half: Path, whole: Path
+    ) -> None:
         train_until(config, moved / layout, SPLIT)
         first, there, back = starts(moved / layout)
         assert set(first.values()) == {0}
-        assert there == {"attention": 9, "mlp": 9, "everything": 6, "outputs": 3}
+        assert there == saved_steps(half)
         assert back["everything"] == 9
         for name in NAMES:
             assert_same_job(moved / layout, whole, name, rel=1e-5)
@@ -414,9 +424,10 @@ class TestRefusals:
         assert f"error: {sentence}" in capsys.readouterr().err
 
     def test_always_goes_on_with_a_run(self, config: Path, copy_of_half: Path) -> None:
-        stop = ("attention", 10)
+        saved = saved_steps(copy_of_half)
+        stop = ("everything", 7)
         train_until(config, copy_of_half, SPLIT, "run.resume=always", stop=stop)
-        assert starts(copy_of_half)[-1]["attention"] == 9
+        assert starts(copy_of_half)[-1] == saved
 
 
 def _content(folder: Path) -> dict[Path, bytes]:

@@ -65,6 +65,8 @@ def initialize_parallel(layout: ParallelLayout) -> None:
 
         cpu.install()
     if not dist.is_initialized():
+        # Groups of a process group that was left are gone, but Megatron would still name them.
+        parallel_state.destroy_model_parallel()
         _init_process_group()
     if dist.get_world_size() != layout.world_size:
         raise ValueError(

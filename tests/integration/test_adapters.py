@@ -1,0 +1,294 @@
+"""Adapters leave for PEFT and come back: what PEFT computes with them is what was trained.
+
+Four jobs, two of them with Megatron's fused targets, are trained in one process and in two layouts
+of two; every exported adapter is loaded by `peft.PeftModel` on the Hugging Face base.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.interrupted_worker import train_until
+from tests.helpers.launch import torchrun
+from tests.helpers.scenario import losses
+from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
+from tlora_megatron.config import load_config
+from tlora_megatron.model import read_model_spec
+from tlora_megatron.ops.segments import use_micro_batch
+from tlora_megatron.runtime import controller
+from tlora_megatron.training.data import (
+    BatchPlan,
+    JobData,
+    TokenSequence,
+    load_job_data,
+    load_tokenizer,
+)
+from tlora_megatron.training.packing import Item, Placed, pack
+
+WORKER = Path(__file__).parents[1] / "helpers" / "train_worker.py"
+NUM_LAYERS = 4
+
+TARGETS: dict[str, list[str]] = {
+    "separate": ["q_proj", "v_proj", "up_proj", "down_proj"],
+    "all": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "fused_in": ["linear_qkv", "linear_fc1"],
+    "fused_out": ["linear_proj", "linear_fc2", "linear_qkv"],
+}
+EXPORTED = {
+    "separate": {"self_attn": {"q_proj", "v_proj"}, "mlp": {"up_proj", "down_proj"}},
+    "all": {
+        "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
+        "mlp": {"gate_proj", "up_proj", "down_proj"},
+    },
+    "fused_in": {"self_attn": {"q_proj", "k_proj", "v_proj"}, "mlp": {"gate_proj", "up_proj"}},
+    "fused_out": {"self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"}, "mlp": {"down_proj"}},
+}
+LORA: dict[str, dict[str, Any]] = {
+    "separate": {"rank": 5, "alpha": 7.5, "dropout": 0.1},
+    "all": {"rank": 8, "alpha": 16, "use_rslora": True},
+    "fused_in": {"rank": 6, "alpha": 12},
+    "fused_out": {"rank": 3, "alpha": 6},
+}
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "one process": (),
+    "TP2+SP": ("parallel.tp_size=2", "parallel.sequence_parallel=true"),
+    "PP2": ("parallel.pp_size=2",),
+}
+JOBS_AND_LAYOUTS = [(name, layout) for layout in LAYOUTS for name in TARGETS]
+
+
+class Score(NamedTuple):
+    """Of a model on some sequences."""
+
+    loss: float
+    """Mean over all target tokens."""
+    exact_match: float
+    """Share of sequences whose every target token is the first choice."""
+
+
+Load = Callable[[Path], PeftModel]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Jobs that learn to say "ok"; the evaluation wants a few "no" as well."""
+    root = tmp_path_factory.mktemp("adapters")
+    base = make_tiny_model(root / "base", "llama", vocab_size=VOCAB_SIZE)
+    save_tiny_tokenizer(base)
+    _write_rows(root / "train.jsonl", ["ok"] * 12)
+    _write_rows(root / "eval.jsonl", ["ok", "no", "ok", "ok", "no"])
+    jobs = [
+        {"name": name, "lora": {**LORA[name], "target_modules": targets}}
+        for name, targets in TARGETS.items()
+    ]
+    path = root / "config.json"
+    document = {
+        "base_model": {"path": "base", "dtype": "float32"},
+        "run": {"output_dir": "out", "micro_batch_tokens": 512, "tensorboard": False},
+        "defaults": {
+            "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
+            "batch_size": 4,
+            "max_seq_len": 64,
+            "max_steps": 20,
+            "optimizer": {"lr": 1e-2},
+        },
+        "jobs": jobs,
+    }
+    path.write_text(json.dumps(document))
+    return path
+
+
+def _write_rows(path: Path, completions: Sequence[str]) -> None:
+    rows = (
+        {"prompt": f"{'abcdefgh'[i % 8] * (2 + i)} {i}?", "completion": text}
+        for i, text in enumerate(completions)
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def continued(config: Path) -> Path:
+    """Config of jobs that go on from the adapters of `one process`; `split` takes a fused one."""
+    document = json.loads(config.read_text())
+    for job in document["jobs"]:
+        job["init_from"] = f"one process/jobs/{job['name']}/adapter"
+    fused = document["jobs"][-2]
+    parts = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
+    document["jobs"].append({**fused, "name": "split", "lora": {**fused["lora"]}})
+    document["jobs"][-1]["lora"]["target_modules"] = parts
+    document["jobs"][0]["lora"]["dropout"] = 0.0
+    document["defaults"]["max_steps"] = 2
+    path = config.with_name("continued.json")
+    path.write_text(json.dumps(document))
+    return path
+
+
+@pytest.fixture(scope="module")
+def outputs(config: Path, continued: Path) -> Path:
+    """Folder with the output of every layout, and of `continued` in one process and in two."""
+    root = config.parent
+    train_until(config, root / "one process")
+    train_until(continued, root / "continued in one process")
+    cases = [
+        {"config": str(config), "output_dir": str(root / name), "set": LAYOUTS[name]}
+        for name in ("TP2+SP", "PP2")
+    ]
+    cases.append(
+        {
+            "config": str(continued),
+            "output_dir": str(root / "continued in two"),
+            "set": LAYOUTS["TP2+SP"],
+        }
+    )
+    (root / "cases.json").write_text(json.dumps(cases))
+    torchrun(WORKER, 2, root / "cases.json")
+    return root
+
+
+@pytest.fixture(scope="module")
+def load(config: Path) -> Load:
+    """Loads an adapter with PEFT on the Hugging Face base."""
+
+    def from_folder(adapter: Path) -> PeftModel:
+        base = AutoModelForCausalLM.from_pretrained(
+            config.parent / "base", dtype=torch.float32, attn_implementation="eager"
+        )
+        return PeftModel.from_pretrained(base, adapter).eval()
+
+    return from_folder
+
+
+def data_of(config: Path, name: str) -> JobData:
+    """A job's sequences; the tokens are the package's, which the tests of data check."""
+    loaded = load_config(config, output_dir=str(config.parent / "unused"))
+    spec = read_model_spec(config.parent / "base" / "config.json")
+    job = next(job for job in loaded.jobs if job.name == name)
+    return load_job_data(job, load_tokenizer(config.parent / "base"), spec.vocab_size)
+
+
+def peft_logits(model: PeftModel, sequence: TokenSequence) -> torch.Tensor:
+    """Of every token but the last, which is only predicted, fp32 `[n - 1, vocab]`."""
+    tokens = torch.as_tensor(sequence.tokens).long()
+    with torch.no_grad():
+        return model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+
+
+def score(model: PeftModel, sequences: Sequence[TokenSequence]) -> Score:
+    total, count, exact = 0.0, 0, 0
+    for sequence in sequences:
+        is_target = torch.as_tensor(sequence.is_target)[1:]
+        labels = torch.as_tensor(sequence.tokens).long()[1:][is_target]
+        logits = peft_logits(model, sequence)[is_target]
+        total += functional.cross_entropy(logits, labels, reduction="sum").item()
+        count += len(labels)
+        exact += bool((logits.argmax(-1) == labels).all())
+    return Score(total / count, exact / len(sequences))
+
+
+def job_summary(output_dir: Path, name: str) -> dict[str, Any]:
+    return json.loads((output_dir / "summary.json").read_text())["jobs"][name]
+
+
+@pytest.mark.parametrize(("name", "layout"), JOBS_AND_LAYOUTS)
+def test_peft_scores_as_the_run_did(
+    name: str, layout: str, outputs: Path, config: Path, load: Load
+) -> None:
+    reported = job_summary(outputs / layout, name)
+    found = score(load(Path(reported["adapter"])), data_of(config, name).eval)
+    assert found.loss == pytest.approx(reported["eval_loss_after"], rel=1e-5)
+    assert found.exact_match == reported["exact_match_after"]
+    # What was learnt is "ok": a score that the base has, or a perfect one, would prove little.
+    assert reported["eval_loss_before"] > 1.5 * reported["eval_loss_after"]
+    assert reported["exact_match_before"] == 0.0
+    assert reported["exact_match_after"] == 0.6
+
+
+def test_logits_of_one_packed_micro_batch_equal_peft_s(
+    outputs: Path, config: Path, load: Load
+) -> None:
+    loaded = load_config(config, output_dir=str(outputs / "one process"))
+    spec = read_model_spec(config.parent / "base" / "config.json")
+    prepared, _ = controller._prepare_jobs(loaded, spec, resuming=True)
+    groups, super_model = controller._build(loaded, spec, controller._layout(loaded), prepared)
+    assert {job.step for job in super_model.jobs} == {20}
+    placed = [
+        Placed(slot, Item(sequence, index, 0, 1.0))
+        for slot, job in enumerate(super_model.jobs)
+        for index, sequence in enumerate(job.data.eval)
+    ]
+    batch = pack(
+        placed,
+        num_tokens=-(-sum(p.item.length for p in placed) // 16) * 16,
+        num_slots=len(super_model.jobs),
+        dropout_keys=(),
+        cp_rank=0,
+        cp_size=1,
+        device=groups.device,
+    )
+    positions = batch.view.positions(groups.device)[None]
+    with torch.no_grad(), use_micro_batch(batch.view):
+        logits_TV = super_model.engine.model(batch.tokens, positions, None)[0].cpu()
+    begin = 0
+    for slot, job in enumerate(super_model.jobs):
+        model = load(outputs / "one process" / "jobs" / job.name / "adapter")
+        for item in (p.item for p in placed if p.slot == slot):
+            ours = logits_TV[begin : begin + item.length, : spec.vocab_size]
+            torch.testing.assert_close(
+                ours, peft_logits(model, item.sequence), rtol=1e-4, atol=1e-4
+            )
+            begin += item.length
+
+
+@pytest.mark.parametrize("output", ["continued in one process", "continued in two"])
+@pytest.mark.parametrize("name", [*TARGETS, "split"])
+def test_init_from_goes_on_from_the_adapter(
+    name: str, output: str, outputs: Path, continued: Path, load: Load
+) -> None:
+    origin = "fused_in" if name == "split" else name
+    model = load(outputs / "one process" / "jobs" / origin / "adapter")
+    job = next(j for j in load_config(continued).jobs if j.name == name)
+    data = data_of(continued, name)
+    first = [data.train[i] for i in BatchPlan.for_job(job, len(data.train)).indices(0)]
+    assert losses(outputs / output, name)[0] == pytest.approx(score(model, first).loss, rel=1e-5)
+    before = job_summary(outputs / output, name)["eval_loss_before"]
+    after = job_summary(outputs / "one process", origin)["eval_loss_after"]
+    assert before == pytest.approx(after, rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "layout"), JOBS_AND_LAYOUTS)
+def test_files_are_those_that_vllm_expects(name: str, layout: str, outputs: Path) -> None:
+    folder = outputs / layout / "jobs" / name / "adapter"
+    assert {path.name for path in folder.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    assert load_file(folder / "adapter_model.safetensors").keys() == {
+        f"base_model.model.model.layers.{layer}.{block}.{target}.lora_{side}.weight"
+        for layer in range(NUM_LAYERS)
+        for block, targets in EXPORTED[name].items()
+        for target in targets
+        for side in "AB"
+    }
+    written = json.loads((folder / "adapter_config.json").read_text())
+    expected = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(outputs / "base"),
+        "r": LORA[name]["rank"],
+        "lora_alpha": LORA[name]["alpha"],
+        "use_rslora": LORA[name].get("use_rslora", False),
+        "bias": "none",
+        "target_modules": sorted(set().union(*EXPORTED[name].values())),
+    }
+    assert {key: written[key] for key in expected} == expected
