@@ -8,6 +8,7 @@ TEXT}]` in order of time.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ class Recorder(SilentProgress):
 
 def main() -> None:
     """Runs every case; all processes take part in all of them."""
+    logging.basicConfig()
+    logging.getLogger("tlora_megatron").setLevel(logging.INFO)
     for case in json.loads(Path(sys.argv[1]).read_text()):
         recorder = Recorder()
         config = load_config(case["config"], case["set"], case["output_dir"])

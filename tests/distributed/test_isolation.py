@@ -1,0 +1,249 @@
+"""A job's arithmetic does not depend on its neighbours, whatever becomes of them.
+
+All runs of one world size share one set of processes; each is a whole `train_run`, checked by the
+files it leaves, its log, and what its listener was told.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.isolation import (
+    CASES,
+    GROUPINGS,
+    INCIDENTS,
+    INCIDENTS_IN_TWO_PROCESSES,
+    LAYOUTS,
+    NAMES,
+    NUM_STEPS,
+    Incident,
+    make_cases,
+)
+from tests.helpers.launch import python, torchrun
+from tests.helpers.oracle import OracleResult
+from tests.helpers.scenario import exported, load_scenario, losses, oracle_results
+from tlora_megatron.training.metrics import read_metrics
+
+WORKER = Path(__file__).parents[1] / "helpers" / "recording_worker.py"
+INCIDENT_RUNS = [
+    *(pytest.param(1, "", name, id=f"one process, {name}") for name in INCIDENTS),
+    *(
+        pytest.param(2, f"{layout} ", name, id=f"{layout}, {name}")
+        for layout in LAYOUTS
+        for name in INCIDENTS_IN_TWO_PROCESSES
+    ),
+]
+World = Callable[[int], Path]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the scenario and its cases."""
+    root = tmp_path_factory.mktemp("isolation")
+    make_cases(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def run_world(root: Path) -> World:
+    """Trains all cases of a world size, once; returns the folder of their outputs and the log."""
+    done: set[int] = set()
+
+    def run(world_size: int) -> Path:
+        out = root / f"world{world_size}"
+        if world_size not in done:
+            out.mkdir()
+            cases = [
+                {"config": str(root / f"{name}.json"), "output_dir": str(out / name), "set": []}
+                for name in CASES[world_size]
+            ]
+            (out / "cases.json").write_text(json.dumps(cases))
+            if world_size == 1:
+                log = python(WORKER, out / "cases.json")
+            else:
+                log = torchrun(WORKER, world_size, out / "cases.json", timeout=600)
+            (out / "log.txt").write_text(log)
+            done.add(world_size)
+        return out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def uneven_oracle(root: Path) -> dict[str, OracleResult]:
+    """Each job of the uneven run alone under transformers and PEFT."""
+    return oracle_results(load_scenario(root / "uneven.json", output_dir=root / "unused"))
+
+
+def job_summary(output_dir: Path, name: str) -> dict[str, Any]:
+    """A job's entry in `summary.json`."""
+    return json.loads((output_dir / "summary.json").read_text())["jobs"][name]
+
+
+def told(output_dir: Path, name: str, key: str) -> list[dict[str, Any]]:
+    """What the listener was told of a job: its `step`s or its `event`s."""
+    entries = json.loads((output_dir / "told.json").read_text())
+    return [entry for entry in entries if entry["name"] == name and key in entry]
+
+
+def records(output_dir: Path, name: str) -> list[dict[str, Any]]:
+    """A job's metrics, training and evaluation, without the times."""
+    lines = read_metrics(output_dir / "jobs" / name / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key != "time_s"} for line in lines]
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS)
+def test_a_job_alone_equals_the_job_in_any_company(grouping: str, run_world: World) -> None:
+    out = run_world(1)
+    for name in GROUPINGS[grouping].get("jobs", NAMES):
+        expected = losses(out / "together", name)
+        assert len(expected) == NUM_STEPS
+        assert losses(out / grouping, name) == pytest.approx(expected, rel=1e-6), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_drops_the_same_elements(layout: str, run_world: World) -> None:
+    one, two = run_world(1), run_world(2)
+    for name in NAMES:
+        expected = losses(one / "together", name)
+        actual = losses(two / f"{layout} together", name)
+        assert actual == pytest.approx(expected, rel=1e-5), name
+
+
+def test_dropout_is_on_in_these_runs(run_world: World) -> None:
+    out = run_world(1)
+    for name in NAMES:
+        dropped, whole = (losses(out / case, name) for case in ("together", "no dropout"))
+        # A fresh adapter's B is zero, so its first loss cannot tell.
+        assert dropped[-1] != pytest.approx(whole[-1], rel=1e-3), name
+
+
+@pytest.mark.parametrize(("world_size", "layout", "name"), INCIDENT_RUNS)
+def test_neighbours_of_an_incident_get_the_same_bits(
+    world_size: int, layout: str, name: str, run_world: World
+) -> None:
+    out = run_world(world_size)
+    healthy, ill = out / f"{layout}together", out / f"{layout}{name}"
+    for neighbour in NAMES:
+        if neighbour == INCIDENTS[name].job:
+            continue
+        assert len(losses(ill, neighbour)) == NUM_STEPS
+        assert records(ill, neighbour) == records(healthy, neighbour), neighbour
+        assert job_summary(ill, neighbour)["status"] == "finished"
+        weights = [
+            load_file(run / "jobs" / neighbour / "adapter" / "adapter_model.safetensors")
+            for run in (ill, healthy)
+        ]
+        assert weights[0].keys() == weights[1].keys()
+        assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0]), neighbour
+
+
+@pytest.mark.parametrize(("world_size", "layout", "name"), INCIDENT_RUNS)
+def test_an_incident_is_marked_step_by_step(
+    world_size: int, layout: str, name: str, run_world: World
+) -> None:
+    output_dir, incident = run_world(world_size) / f"{layout}{name}", INCIDENTS[name]
+    steps = [r for r in records(output_dir, incident.job) if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(1, incident.steps + 1))
+    good, bad = steps[: -incident.bad_steps], steps[-incident.bad_steps :]
+    assert not any("skipped" in r or "nonfinite" in r for r in good)
+    for record in bad:
+        assert record["skipped"] is True
+        assert record["nonfinite"] is True
+        assert record["loss"] is None or record["grad_norm"] is None
+    summary = job_summary(output_dir, incident.job)
+    assert (summary["steps"], summary["skipped_steps"]) == (incident.steps, incident.bad_steps)
+
+
+@pytest.mark.parametrize(("world_size", "layout", "name"), INCIDENT_RUNS)
+def test_an_incident_ends_by_the_job_s_own_policy_and_with_its_name(
+    world_size: int, layout: str, name: str, run_world: World
+) -> None:
+    out, incident = run_world(world_size), INCIDENTS[name]
+    output_dir = out / f"{layout}{name}"
+    summary = job_summary(output_dir, incident.job)
+    events = [entry["event"] for entry in told(output_dir, incident.job, "event")]
+    assert len(events) == incident.bad_steps
+    skips, reason = events, None
+    if incident.fails:
+        *skips, end = events
+        reason = expected_reason(incident)
+        assert summary["reason"].startswith(reason)
+        assert end == f"failed: {summary['reason']}"
+        assert not (output_dir / "jobs" / incident.job / "adapter").exists()
+    assert summary["status"] == ("failed" if incident.fails else "finished")
+    assert (summary["adapter"] is None) == incident.fails
+    first = incident.steps - incident.bad_steps + 1
+    for step, event in enumerate(skips, start=first):
+        assert event.startswith(f"update skipped at step {step}: loss ")
+    log = (out / "log.txt").read_text()
+    for event in events:
+        assert f"job {incident.job}: {event}" in log
+
+
+def expected_reason(incident: Incident) -> str:
+    """How a failed job's reason begins."""
+    if incident.run:
+        rows = incident.run["max_nonfinite_steps"]
+        return f"not finite for {rows} steps, last at step {incident.steps}: loss "
+    return f"not finite at step {incident.steps}: loss "
+
+
+def test_skipped_updates_leave_the_adapter_as_it_was(root: Path, run_world: World) -> None:
+    factors = exported(run_world(1) / "poisoned, skip", "outputs", root / "base")
+    assert all((factor == torch.tensor(1e38)).all() for factor in factors.values())
+
+
+def test_jobs_go_at_their_own_pace_and_leave_when_done(run_world: World) -> None:
+    output_dir = run_world(1) / "uneven"
+    rounds = {n: [t["round"] for t in told(output_dir, n, "step")] for n in NAMES}
+    assert {name: len(steps) for name, steps in rounds.items()} == {
+        "attention": NUM_STEPS,
+        "mlp": 4,
+        "everything": 8,
+        "outputs": NUM_STEPS,
+    }
+    last = {name: steps[-1] for name, steps in rounds.items()}
+    assert last["mlp"] < last["attention"] < last["everything"] < last["outputs"]
+    assert last["outputs"] == json.loads((output_dir / "summary.json").read_text())["run"]["rounds"]
+    # Jobs take turns: none waits until another is done.
+    assert max(steps[0] for steps in rounds.values()) < last["attention"]
+    # Those that left have made room: the last three steps take fewer rounds than the first three.
+    steps = rounds["outputs"]
+    assert steps[-1] - steps[-4] < steps[3] - steps[0]
+
+
+def test_epochs_end_with_what_is_left(
+    run_world: World, uneven_oracle: dict[str, OracleResult]
+) -> None:
+    output_dir = run_world(1) / "uneven"
+    for name in NAMES:
+        expected = uneven_oracle[name].losses
+        assert losses(output_dir, name) == pytest.approx(expected, rel=1e-5), name
+    steps = [r for r in records(output_dir, "everything") if "loss" in r]
+    # 18 rows twice in batches of 5: seven whole batches and one of a single row.
+    assert len(steps) == 8
+    assert steps[-1]["tokens"] < min(r["tokens"] for r in steps[:-1])
+    summary = job_summary(output_dir, "everything")
+    assert summary["tokens"] == sum(r["tokens"] for r in steps)
+    assert (summary["max_steps"], summary["status"]) == (8, "finished")
+
+
+def test_bf16_follows_the_oracle_with_fp32_masters(
+    root: Path, run_world: World, uneven_oracle: dict[str, OracleResult]
+) -> None:
+    output_dir = run_world(1) / "bf16"
+    for name in NAMES:
+        expected = uneven_oracle[name].losses
+        assert losses(output_dir, name) == pytest.approx(expected, rel=2e-2), name
+        factors = exported(output_dir, name, root / "base")
+        values = torch.cat([factor.flatten() for factor in factors.values()])
+        assert values.dtype == torch.float32
+        assert (values != values.bfloat16().float()).float().mean() > 0.9, name
