@@ -98,6 +98,18 @@ def _synchronize() -> None:
     dist.barrier()
 
 
+def profile(run: Callable[[], Any]) -> None:
+    """Prints where the device's time goes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        run()
+        _synchronize()
+    print(
+        trace.key_averages().table(
+            sort_by="self_cuda_time_total", row_limit=28, max_name_column_width=90
+        )
+    )
+
+
 def step_flops(spec: ModelSpec, tokens: int) -> float:
     """GEMM operations of forward and input gradients, attention and recompute left out."""
     hidden, ffn = spec.hidden_size, spec.ffn_size
@@ -147,6 +159,8 @@ def main() -> None:
         median, p20, p80 = timed(run, args.warmup, args.repeats)
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         rows.append(_row(args, spec, layout, name, (median, p20, p80), peak))
+        if args.profile:
+            profile(run)
 
     attach(linears, AdapterBank(sites, [], dtype=dtype, device=groups.device))
     frozen = packed(lambda slot: 0, 0)
@@ -245,6 +259,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--recompute", default="none", choices=["none", "selective", "full"])
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--profile", action="store_true", help="print the kernels of every variant")
     parser.add_argument("--csv", help="append rows to this file")
     parser.add_argument("--commit", default="", help="where git is not at hand")
     return parser.parse_args()

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
-from tlora_megatron.integrations.megatron import cpu
 from tlora_megatron.integrations.megatron.rotary import PackedRotaryEmbedding, inverse_frequencies
 from tlora_megatron.model import ModelSpec
-from tlora_megatron.ops.segments import Document, pack_micro_batch, use_micro_batch
+from tlora_megatron.ops.segments import Document, pack_micro_batch
 
 LLAMA_31: dict[str, Any] = {
     "rope_type": "llama3",
@@ -56,24 +58,25 @@ def test_frequencies_are_hugging_faces(rope: dict[str, Any], head_dim: int) -> N
     assert torch.equal(inverse_frequencies(make_spec(rope, head_dim)), expected)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's replacements are not installed")
-def test_angles_restart_at_every_document_and_follow_the_ranks_rows() -> None:
-    cpu.install()
+def test_positions_restart_at_every_document_and_follow_the_ranks_rows() -> None:
     spec = make_spec(DEFAULT, 8)
     documents = [Document(slot=0, length=5), Document(slot=0, length=3)]
     rotary = PackedRotaryEmbedding(spec)
     view = pack_micro_batch(documents, num_slots=1, num_tokens=8, cp_rank=1, cp_size=2)
-    with use_micro_batch(view):
-        assert rotary.get_rotary_seq_len(None, None) == 4
-        angles = rotary(4, packed_seq=False)
-        assert rotary(4) is angles
+    x = torch.randn(4, 1, 3, 8)
     # Rank 1 of 2 holds packed rows 2-5; the second document begins at row 5.
-    positions = torch.tensor([2.0, 3.0, 4.0, 0.0])
-    half = positions[:, None] * inverse_frequencies(spec)
-    assert torch.equal(angles[:, 0, 0], torch.cat([half, half], dim=1))
-    assert rotary.state_dict() == {}
+    positions = torch.tensor([[2, 3, 4, 0]])
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, rope_parameters=dict(DEFAULT))
+    cos, sin = LlamaRotaryEmbedding(config)(x, positions)
+    expected, _ = apply_rotary_pos_emb(x.permute(1, 2, 0, 3), x.permute(1, 2, 0, 3), cos, sin)
+    assert torch.equal(rotary(x, view), expected.permute(2, 0, 1, 3))
 
 
-def test_rotation_without_a_micro_batch_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"must be bound by use_micro_batch, got none"):
-        PackedRotaryEmbedding(make_spec(DEFAULT, 8))(4)
+def test_rotation_rounds_as_hugging_face_in_bf16() -> None:
+    view = pack_micro_batch([Document(slot=0, length=40)], num_slots=1, num_tokens=40)
+    x = torch.randn(40, 1, 2, 64).bfloat16()
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters=dict(DEFAULT))
+    cos, sin = LlamaRotaryEmbedding(config)(x, torch.arange(40)[None])
+    expected, _ = apply_rotary_pos_emb(x.permute(1, 2, 0, 3), x.permute(1, 2, 0, 3), cos, sin)
+    actual = PackedRotaryEmbedding(make_spec(DEFAULT, 64))(x, view)
+    assert torch.equal(actual, expected.permute(2, 0, 1, 3))

@@ -89,7 +89,7 @@ class AdapterBank:
         self._scaling_S = torch.zeros(1)
         self._dropout_S = torch.zeros(1)
         self._copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        """A slot's factors in the stacks, in its slab's order, flat views: compute copies and gradients."""
+        """Flat views of a slot's factors in the stacks, in its slab's order: compute, gradients."""
 
     def new_slab(self, lora: LoraSpec) -> AdapterSlab:
         """Allocates an adapter's slab, zeros."""

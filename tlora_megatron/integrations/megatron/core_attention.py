@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from tlora_megatron.integrations.megatron.rotary import PackedRotaryEmbedding
 from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch
 
 # torch 2.11 has no `enable_gqa`; there the key and value heads are repeated.
@@ -38,8 +39,10 @@ class PackedCoreAttention(MegatronModule):
     """Core attention in Megatron's plain `[T, 1, N, D]` layout; document borders come from the
     bound micro-batch.
 
-    The constructor is that of Megatron's `DotProductAttention`. No score matrix is stored on CUDA
-    in bf16 and fp16 (`varlen_attn`); fp32 and the CPU run `scaled_dot_product_attention` a span.
+    The constructor is that of Megatron's `DotProductAttention`, and the rotary embedding, which is
+    applied here: None where the caller has rotated queries and keys. No score matrix is stored on
+    CUDA in bf16 and fp16 (`varlen_attn`); fp32 and the CPU run `scaled_dot_product_attention` a
+    span.
 
     Layout in: local rows; out: the same. Forward under context parallelism: one all-gather of keys
     and values; backward: one reduce-scatter of their gradients.
@@ -55,6 +58,7 @@ class PackedCoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        rotary: PackedRotaryEmbedding | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -62,6 +66,7 @@ class PackedCoreAttention(MegatronModule):
         if dropout != 0.0:
             raise ValueError(f"attention_dropout must be 0 in a frozen backbone, got {dropout}")
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.rotary = rotary
         self.cp_group = None
         if config.context_parallel_size > 1:
             cp_group = getattr(pg_collection, "cp", None)
@@ -92,6 +97,8 @@ class PackedCoreAttention(MegatronModule):
             raise RuntimeError("a micro-batch must be bound by use_micro_batch, got none")
         if any(x is not None for x in (attention_mask, attention_bias, packed_seq_params)):
             raise ValueError("attention_mask, attention_bias and packed_seq_params must be None")
+        if self.rotary is not None:
+            query, key = self.rotary(query, micro_batch), self.rotary(key, micro_batch)
         q_TND, k_KGD, v_KGD = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if self.cp_group is not None:
             k_KGD, v_KGD = self._gather_keys(k_KGD, v_KGD, micro_batch)

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -150,11 +151,10 @@ def build_backbone(
         pre_process=pre_process,
         post_process=post_process,
         parallel_output=True,
-        position_embedding_type="rope",
+        position_embedding_type="none",  # core attention rotates
         # Tied below instead: Megatron's way all-reduces the weights between pipeline stages.
         share_embeddings_and_output_weights=False,
     )
-    model.rotary_pos_emb = PackedRotaryEmbedding(spec)
     if pre_process and post_process and spec.tied_embeddings:
         model.output_layer.weight = model.embedding.word_embeddings.weight
     model.requires_grad_(False)
@@ -168,7 +168,7 @@ def build_backbone(
 def transformer_config(
     spec: ModelSpec, layout: ParallelLayout, *, dtype: torch.dtype, recompute: Recompute
 ) -> TransformerConfig:
-    """Megatron's configuration of the backbone: no dropout, no fusions, nothing scaled."""
+    """Megatron's configuration of the backbone: no dropout, nothing scaled."""
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -196,7 +196,8 @@ def transformer_config(
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
+        # SwiGLU as one generated kernel, where there is a GPU to generate it for.
+        bias_activation_fusion=torch.cuda.is_available(),
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         # Megatron's schedules then leave the loss as it is: jobs are weighted by their own tokens.
@@ -211,7 +212,8 @@ def _block_spec(spec: ModelSpec, layout: ParallelLayout) -> TransformerBlockSubm
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
-    attention.core_attention = PackedCoreAttention
+    rotary = PackedRotaryEmbedding(spec)
+    attention.core_attention = ModuleSpec(PackedCoreAttention, params={"rotary": rotary})
     if spec.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     num_layers = spec.num_layers // layout.pp_size

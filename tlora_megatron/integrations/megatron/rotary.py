@@ -1,15 +1,19 @@
-"""Rotary embedding whose positions restart at every document of the packed micro-batch."""
+"""Rotary embedding whose positions restart at every document of the packed micro-batch.
+
+Shapes: T local rows, N heads, D head dimension.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tlora_megatron.model import ModelSpec
-from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch
+from tlora_megatron.ops.segments import MicroBatchView
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
@@ -33,37 +37,41 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
     return torch.where(between, smoothed, scaled)
 
 
-class PackedRotaryEmbedding(nn.Module):
-    """Takes the place of `GPTModel.rotary_pos_emb`; reads positions from the bound micro-batch.
+class PackedRotaryEmbedding:
+    """Rotates queries and keys by each token's position in its own document.
 
-    Megatron's unfused rotation takes cosine and sine of the angles, casts them to the activations'
-    dtype and rotates halves, as Hugging Face does. Context-parallel ranks get their own rows'
-    angles here and Megatron slices no more.
+    Core attention calls it, in the place of Megatron's own embedding, which would compute cosine
+    and sine anew in every layer and rotate in a dozen kernels: on an H100, 8B shapes and 4,096
+    tokens, 8 % of the frozen step. The arithmetic is Hugging Face's: cosine and sine in fp32,
+    rounded to the activations' dtype, halves rotated.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        # A plain attribute, as in Megatron's class: no entry in the state dict, always fp32.
         self._inv_freq = inverse_frequencies(spec)
-        self._key = f"rotary:{spec.head_dim}:{spec.rope_theta}:{spec.rope_scaling}"
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:
-        """Angles of the local tokens, fp32 `[num_tokens, 1, 1, head_dim]`; takes any arguments."""
-        return _bound_micro_batch().cached(self._key, self._angles)
+    def __call__(self, x_T1ND: Tensor, micro_batch: MicroBatchView) -> Tensor:
+        """Rotates `[T, 1, N, D]`, the rows of this context-parallel rank."""
+        cos_TD, sin_TD = micro_batch.cached(
+            f"rotary:{x_T1ND.dtype}", lambda: self._cos_sin(x_T1ND, micro_batch)
+        )
+        run = _fused() if x_T1ND.is_cuda else rotate_halves
+        return run(x_T1ND, cos_TD, sin_TD)
 
-    def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        """Number of local tokens; Megatron passes it on to `forward`, which has no need of it."""
-        return _bound_micro_batch().num_tokens
-
-    def _angles(self) -> Tensor:
-        device = torch.device(torch.cuda.current_device())
-        positions = _bound_micro_batch().positions(device)
-        angles = positions[:, None].float() * self._inv_freq.to(device)
-        return torch.cat([angles, angles], dim=-1)[:, None, None, :]
+    def _cos_sin(self, x_T1ND: Tensor, micro_batch: MicroBatchView) -> tuple[Tensor, Tensor]:
+        positions_T = micro_batch.positions(x_T1ND.device)
+        half = positions_T[:, None].float() * self._inv_freq.to(x_T1ND.device)
+        angles_TD = torch.cat([half, half], dim=-1)
+        return angles_TD.cos().to(x_T1ND.dtype), angles_TD.sin().to(x_T1ND.dtype)
 
 
-def _bound_micro_batch() -> MicroBatchView:
-    micro_batch = current_micro_batch()
-    if micro_batch is None:
-        raise RuntimeError("a micro-batch must be bound by use_micro_batch, got none")
-    return micro_batch
+def rotate_halves(x_T1ND: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """`x * cos + (-x2, x1) * sin`, with x1 and x2 the halves of the last dimension."""
+    first, second = x_T1ND.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return x_T1ND * cos_TD[:, None, None] + turned * sin_TD[:, None, None]
+
+
+@functools.cache
+def _fused() -> Callable[..., Tensor]:
+    """`rotate_halves` and its backward as one generated GPU kernel each."""
+    return torch.compile(rotate_halves, dynamic=True)
