@@ -52,17 +52,7 @@ def prepare_job(
     """
     _check_rank(job, spec)
     data = load_job_data(job, tokenizer, spec.vocab_size)
-    longest = max(len(s.tokens) - 1 for s in (*data.train, *data.eval))
-    if longest > micro_batch_tokens:
-        raise ValueError(
-            f"run.micro_batch_tokens must be at least {longest}, the longest sequence of job "
-            f"{job.name!r}, got {micro_batch_tokens}; raise it or lower the job's max_seq_len"
-        )
-    if longest > spec.max_positions:
-        raise ValueError(
-            f"max_seq_len of job {job.name!r} must be at most the model's {spec.max_positions} "
-            f"positions, got a sequence of {longest}"
-        )
+    _check_lengths(job, spec, data, micro_batch_tokens)
     checkpoint = find_checkpoint(saved) if saved is not None else None
     if checkpoint is None and job.resume_from is not None:
         checkpoint = _foreign_checkpoint(job, Path(job.resume_from))
@@ -75,6 +65,25 @@ def prepare_job(
         imported = fit_to_job(adapter, job)
     plan = BatchPlan.for_job(job, len(data.train))
     return PreparedJob(spec=job, data=data, plan=plan, checkpoint=checkpoint, imported=imported)
+
+
+def _check_lengths(job: JobSpec, spec: ModelSpec, data: JobData, micro_batch_tokens: int) -> None:
+    longest = max(len(s.tokens) - 1 for s in (*data.train, *data.eval))
+    if longest > micro_batch_tokens:
+        raise ValueError(
+            f"run.micro_batch_tokens must be at least {longest}, the longest sequence of job "
+            f"{job.name!r}, got {micro_batch_tokens}; raise it or lower the job's max_seq_len"
+        )
+    if longest > spec.max_positions:
+        raise ValueError(
+            f"max_seq_len of job {job.name!r} must be at most the model's {spec.max_positions} "
+            f"positions, got a sequence of {longest}"
+        )
+    if spec.sliding_window is not None and longest > spec.sliding_window:
+        raise ValueError(
+            f"max_seq_len of job {job.name!r} must be at most the model's sliding window "
+            f"{spec.sliding_window}, got a sequence of {longest}"
+        )
 
 
 def _warn_of_other_base(job: JobSpec, theirs: str | None, ours: str) -> None:
