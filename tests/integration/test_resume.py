@@ -6,6 +6,7 @@ needs SIGKILL or a second process shares a few workers.
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import shutil
@@ -24,6 +25,7 @@ from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.cli.main import main
 from tlora_megatron.config import load_config
 from tlora_megatron.runtime.controller import train_run
+from tlora_megatron.training import metrics
 from tlora_megatron.training.checkpoint import find_checkpoint
 from tlora_megatron.training.metrics import read_metrics
 
@@ -361,7 +363,7 @@ class TestRefusals:
             "job 'everything': number of training sequences must be 18 as in its checkpoint",
         ),
         (
-            "jobs.everything.data.train=mlp.jsonl",
+            "jobs.everything.data.train=changed.jsonl",
             "job 'everything': fingerprint of the training data must be",
         ),
         ("base_model.path=other base", "run.output_dir must be new or hold this run, got"),
@@ -372,6 +374,8 @@ class TestRefusals:
     def other_inputs(self, config: Path) -> None:
         shutil.copytree(config.parent / "base", config.parent / "other base")
         write_rows(config.parent / "shorter.jsonl", 17, seed=2)
+        rows = (config.parent / "everything.jsonl").read_text()
+        (config.parent / "changed.jsonl").write_text(rows.replace("?", "!", 1))
         narrow = make_tiny_model(
             config.parent / "narrow", "llama", vocab_size=VOCAB_SIZE, intermediate_size=80
         )
@@ -422,6 +426,22 @@ class TestRefusals:
         arguments = [f"--set={override}" for override in overrides]
         assert main(["train", str(config), f"--output-dir={tmp_path / 'new'}", *arguments]) == 2
         assert f"error: {sentence}" in capsys.readouterr().err
+
+    def test_processes_that_read_other_checkpoints(
+        self, config: Path, copy_of_half: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As on nodes without a common file system; the second process is made up."""
+
+        def gather(everyone: list[Any], mine: list[tuple[str, int]]) -> None:
+            everyone[:] = [mine, [(name, 0) for name, _ in mine]]
+
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+        with pytest.raises(
+            ValueError,
+            match=r"every process must start the same jobs at the same steps, got "
+            r".*\('everything', 0\).* on rank 1 and .*\('everything', 6\).* on rank 0",
+        ):
+            train_until(config, copy_of_half, SPLIT)
 
     def test_always_goes_on_with_a_run(self, config: Path, copy_of_half: Path) -> None:
         saved = saved_steps(copy_of_half)
@@ -517,6 +537,20 @@ class TestFullDisk:
         summary = train_until(config, tmp_path, SPLIT)
         assert {job["status"] for job in summary["jobs"].values()} == {"finished"}
         assert_same_job(tmp_path, whole, "everything", rel=1e-6)
+
+    def test_tensorboard_is_given_up(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class DeadWriter:
+            def add_scalar(self, *_: object) -> None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(metrics, "_open_tensorboard", lambda *_: DeadWriter())
+        with metrics.JobMetrics(tmp_path, "j", tensorboard=True, wandb_project=None) as job:
+            for step in (1, 2):
+                job.log_step(step, 1.0, 1.0, 1.0, 1, 1, 1.0)
+        assert [line["step"] for line in read_metrics(job.path)] == [1, 2]
+        assert caplog.text.count("job j: metrics could not be written: ") == 1
 
 
 def test_an_adapter_that_is_not_finite_fails_its_job_alone(
