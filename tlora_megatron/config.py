@@ -81,7 +81,11 @@ class RunSpec:
         "run; always refuses one that does not",
         default="auto",
     )
-    seed: int = rule("of the order in which jobs share micro-batches", default=0, ge=0)
+    seed: int = rule(
+        "added to every job's own seed: repeats a run with other adapters, orders and masks",
+        default=0,
+        ge=0,
+    )
     on_job_error: Literal["skip", "stop"] = rule(
         "a job that cannot start is left out, or stops the run", default="stop"
     )
