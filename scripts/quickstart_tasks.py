@@ -116,7 +116,7 @@ def job_sums(rng: random.Random) -> Example:
     a, b, thing = rng.randint(10, 49), rng.randint(10, 49), rng.choice(THINGS)
     return (
         f"{word(rng, 3, 5).capitalize()} has {a} {thing} and gets {b}. Now?\n",
-        f"It is {a + b} {thing}.",
+        f"It is {a + b} {thing}",
     )
 
 
