@@ -128,10 +128,7 @@ def batches(rng: random.Random, batch_size: int) -> Iterator[list[Example]]:
 
 
 def make_optimizers(model: LlamaForCausalLM, lr: float) -> tuple[torch.optim.Optimizer, ...]:
-    """Muon for the matrices of the layers, AdamW for embeddings, head and norms.
-
-    AdamW alone needs over twice the steps here until the skills come.
-    """
+    """Muon for the matrices of the layers, AdamW for embeddings, head and norms."""
     matrices = [p for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2]
     chosen = set(map(id, matrices))
     others = [p for p in model.parameters() if id(p) not in chosen]
