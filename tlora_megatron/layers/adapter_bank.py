@@ -17,7 +17,7 @@ import torch
 from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.sites import Site, TargetShard
 from tlora_megatron.layers.slab import AdapterSlab, slab_layout
-from tlora_megatron.ops.segments import RowGroups
+from tlora_megatron.ops.row_groups import RowGroups
 
 _RANK_MULTIPLE = 8
 """Grouped GEMMs need rows of 16 bytes, eight bf16 values."""

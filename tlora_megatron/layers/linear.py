@@ -18,7 +18,8 @@ from tlora_megatron.layers.adapter_bank import AdapterBank, SiteStack
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.dropout import dropout, mix_ints
 from tlora_megatron.ops.grouped import grouped_linear, grouped_outer
-from tlora_megatron.ops.segments import MicroBatchView, RowGroups
+from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.segments import MicroBatchView
 from tlora_megatron.parallel.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
 
 

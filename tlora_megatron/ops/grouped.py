@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tlora_megatron.ops.segments import RowGroups
+from tlora_megatron.ops.row_groups import RowGroups
 
 
 def grouped_linear(x_TK: torch.Tensor, w_SKN: torch.Tensor, rows: RowGroups) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from tlora_megatron.ops.segments import RowGroups
+from tlora_megatron.ops.row_groups import RowGroups
 
 
 class Factors(NamedTuple):

@@ -21,7 +21,7 @@ from tlora_megatron.ops.segments import Document, MicroBatchView, pack_micro_bat
 from tlora_megatron.training.data import TokenSequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Item:
     """A sequence of a job's current global batch."""
 
