@@ -62,17 +62,7 @@ def train_run(config: RunConfig, listener: RunListener) -> dict[str, Any]:
     groups, super_model = _build(config, spec, layout, prepared)
     if groups.is_writer:
         write_atomic(output_dir / CONFIG_NAME, json.dumps(config_to_dict(config), indent=2))
-    loop = TrainingLoop(
-        super_model,
-        spec,
-        listener,
-        output_dir=output_dir,
-        base_model=_base_model_name(config),
-        checkpoint_every_steps=config.run.checkpoint_every_steps,
-        max_nonfinite_steps=config.run.max_nonfinite_steps,
-        tensorboard=config.run.tensorboard,
-        wandb_project=config.run.wandb_project,
-    )
+    loop = _loop(config, spec, super_model, listener)
     loop.run()
     if not groups.is_writer:
         return {}
@@ -80,6 +70,22 @@ def train_run(config: RunConfig, listener: RunListener) -> dict[str, Any]:
     write_summary(output_dir, summary)
     _try_report(output_dir)
     return summary
+
+
+def _loop(
+    config: RunConfig, spec: ModelSpec, super_model: SuperModel, listener: RunListener
+) -> TrainingLoop:
+    return TrainingLoop(
+        super_model,
+        spec,
+        listener,
+        output_dir=Path(config.run.output_dir),
+        base_model=_base_model_name(config),
+        checkpoint_every_steps=config.run.checkpoint_every_steps,
+        max_nonfinite_steps=config.run.max_nonfinite_steps,
+        tensorboard=config.run.tensorboard,
+        wandb_project=config.run.wandb_project,
+    )
 
 
 def _try_report(output_dir: Path) -> None:

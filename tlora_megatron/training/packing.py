@@ -156,18 +156,7 @@ def pack(
         cp_rank=cp_rank,
         cp_size=cp_size,
     )
-    tokens = np.zeros(num_tokens, dtype=np.int64)
-    labels = np.zeros(num_tokens, dtype=np.int64)
-    weights = np.zeros(num_tokens, dtype=np.float32)
-    begin = 0
-    for p in placed:
-        end = begin + p.item.length
-        sequence = p.item.sequence
-        tokens[begin:end] = sequence.tokens[:-1]
-        target = sequence.is_target[1:]
-        labels[begin:end] = np.where(target, sequence.tokens[1:], 0)
-        weights[begin:end] = np.where(target, p.item.weight, 0.0)
-        begin = end
+    tokens, labels, weights = _fill_rows(placed, num_tokens)
     rows = view.local_rows()
 
     def local(values: np.ndarray) -> torch.Tensor:
@@ -179,3 +168,21 @@ def pack(
         labels=local(labels).unsqueeze(0),
         weights=local(weights),
     )
+
+
+def _fill_rows(
+    placed: Sequence[Placed], num_tokens: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, labels and loss weights `[num_tokens]` in packed order, zeros behind the items."""
+    tokens = np.zeros(num_tokens, dtype=np.int64)
+    labels = np.zeros(num_tokens, dtype=np.int64)
+    weights = np.zeros(num_tokens, dtype=np.float32)
+    begin = 0
+    for _, item in placed:
+        end = begin + item.length
+        tokens[begin:end] = item.sequence.tokens[:-1]
+        target = item.sequence.is_target[1:]
+        labels[begin:end] = np.where(target, item.sequence.tokens[1:], 0)
+        weights[begin:end] = np.where(target, item.weight, 0.0)
+        begin = end
+    return tokens, labels, weights
