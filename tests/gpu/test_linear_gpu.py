@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.linear_case import JOBS, SPEC, TOLERANCE, WORKLOADS, Case, error
+from tlora_megatron.job import LoraSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +39,31 @@ def test_every_output_and_gradient_equals_the_reference(
         got = actual[name].reshape(value.shape)
         assert torch.isfinite(got).all(), name
         assert error(got, value) < TOLERANCE[dtype], name
+
+
+def test_columns_that_begin_between_16_bytes() -> None:
+    """torch's grouped GEMM refuses them: up_proj's begin at the twelfth."""
+    spec = dataclasses.replace(WIDE, ffn_size=12)
+    case = Case("linear_fc1", torch.bfloat16, spec=spec, loras=JOBS[3:], device="cuda")
+    view = case.view((9,), num_tokens=16, training=False)
+    x, dy = case.draw(16, 1, case.site.in_size), case.draw(16, 1, case.site.out_size)
+    actual, expected = case.run(x, dy, view), case.reference(x, dy, view)
+    for name, value in expected.items():
+        got = actual[name].reshape(value.shape)
+        assert error(got, value) < TOLERANCE[torch.bfloat16], name
+
+
+def test_more_adapters_than_one_grouped_gemm_takes() -> None:
+    loras = [LoraSpec(rank=8, alpha=8, target_modules=("o_proj",))] * 1023
+    case = Case("linear_proj", torch.bfloat16, spec=WIDE, loras=loras, device="cuda")
+    lengths = [0] * 1023
+    lengths[5], lengths[1022] = 7, 9
+    view = case.view(lengths, num_tokens=24, training=False)
+    x, dy = case.draw(24, 1, case.site.in_size), case.draw(24, 1, case.site.out_size)
+    actual, expected = case.run(x, dy, view), case.reference(x, dy, view)
+    for name in ("y", "dx", "job5.layers.1.o_proj.lora_a", "job1022.layers.1.o_proj.lora_b"):
+        got = actual[name].reshape(expected[name].shape)
+        assert error(got, expected[name]) < TOLERANCE[torch.bfloat16], name
 
 
 def test_gradients_are_the_same_bits_from_run_to_run() -> None:

@@ -109,6 +109,8 @@ class AdapterBank:
         self._dropout_S = torch.tensor(
             [a.lora.dropout for a in adapters] + zero, device=self.device
         )
+        # Both hold the old stacks, which would otherwise stay in memory beside the new ones.
+        self._copies = []
         self.stacks.clear()
         for site in self.sites:
             stack = self._new_stack(site)

@@ -115,12 +115,11 @@ class AdapterBranch:
 
 def _accumulate(total_SMN: torch.Tensor, grads_GMN: torch.Tensor, rows: RowGroups) -> None:
     """Adds group gradients to their slots, fp32, in a fixed order; empty groups add nothing."""
-    present = [g for g, n in enumerate(rows.lengths) if n and rows.slots[g] < rows.num_slots]
-    if rows.in_slot_order and len(present) == rows.num_slots:
+    if rows.in_slot_order and len(rows.present_slots) == rows.num_slots:
         total_SMN[: rows.num_slots].add_(grads_GMN[: rows.num_slots])
         return
-    for group in present:
-        total_SMN[rows.slots[group]].add_(grads_GMN[group])
+    for slots, groups in rows.additions(total_SMN.device):
+        total_SMN.index_add_(0, slots, grads_GMN.index_select(0, groups).to(total_SMN.dtype))
 
 
 class MultiLoRALinear(torch.autograd.Function):

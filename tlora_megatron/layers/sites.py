@@ -7,6 +7,7 @@ over TP once an optimizer step; no activation-sized collective is added anywhere
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -139,10 +140,14 @@ def make_site(spec: ModelSpec, layer: int, linear: str, tp_rank: int, tp_size: i
     )
 
 
+@functools.cache
 def stage_sites(
     spec: ModelSpec, layout: ParallelLayout, *, tp_rank: int, pp_rank: int
 ) -> tuple[Site, ...]:
-    """All linears of one rank that may carry adapters, layer by layer."""
+    """All linears of one rank that may carry adapters, layer by layer.
+
+    Kept: the writer asks for those of every rank whenever a job is saved, 0.2 s for 70B and TP 8.
+    """
     num_layers = spec.num_layers // layout.pp_size
     return tuple(
         make_site(spec, pp_rank * num_layers + layer, linear, tp_rank, layout.tp_size)

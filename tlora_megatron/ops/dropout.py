@@ -31,10 +31,15 @@ def mix_ints(*values: int) -> int:
     h = 0
     for value in values:
         for word in (value & 0xFFFFFFFF, (value >> 32) & 0xFFFFFFFF):
-            signed = (h ^ word) & 0xFFFFFFFF
-            signed = signed - (1 << 32) if signed >= 1 << 31 else signed
-            h = int(mix32(torch.tensor(signed, dtype=torch.int32))) + 0x9E3779B9
+            h = _mix32_int((h ^ word) & 0xFFFFFFFF) + 0x9E3779B9
     return h & 0x7FFFFFFF
+
+
+def _mix32_int(h: int) -> int:
+    """`mix32` of one unsigned value: every job's key is made anew each round, a tensor is slow."""
+    h = (h ^ (h >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
+    h = (h ^ (h >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
+    return h ^ (h >> 16)
 
 
 def dropout_reference(

@@ -19,7 +19,7 @@ def grouped_linear(x_TK: torch.Tensor, w_SKN: torch.Tensor, rows: RowGroups) -> 
     """Returns `y[t] = x[t] @ w[slot of t]`, `[T, N]` in the dtype of `x`."""
     if not rows.in_slot_order:
         w_SKN = w_SKN.index_select(0, rows.slot_index(x_TK.device))
-    if _has_grouped_mm(x_TK, w_SKN):
+    if _has_grouped_mm(len(rows.ends), x_TK, w_SKN):
         return F.grouped_mm(x_TK, w_SKN, offs=rows.offsets(x_TK.device))
     y_TN = x_TK.new_empty(x_TK.shape[0], w_SKN.shape[2])
     begin = 0
@@ -32,7 +32,7 @@ def grouped_linear(x_TK: torch.Tensor, w_SKN: torch.Tensor, rows: RowGroups) -> 
 
 def grouped_outer(a_TM: torch.Tensor, b_TN: torch.Tensor, rows: RowGroups) -> torch.Tensor:
     """Returns `out[g] = a[rows of g]^T @ b[rows of g]`, `[G, M, N]`; undefined in empty groups."""
-    if _has_grouped_mm(a_TM, b_TN):
+    if _has_grouped_mm(len(rows.ends), a_TM, b_TN):
         return F.grouped_mm(a_TM.t(), b_TN, offs=rows.offsets(a_TM.device))
     out_GMN = a_TM.new_empty(len(rows.ends), a_TM.shape[1], b_TN.shape[1])
     begin = 0
@@ -43,15 +43,16 @@ def grouped_outer(a_TM: torch.Tensor, b_TN: torch.Tensor, rows: RowGroups) -> to
     return out_GMN
 
 
-def _has_grouped_mm(*operands: torch.Tensor) -> bool:
-    """Whether torch's grouped GEMM takes the operands: rows of whole 16 bytes and, on CUDA, bf16.
+def _has_grouped_mm(num_groups: int, *operands: torch.Tensor) -> bool:
+    """Whether torch's grouped GEMM takes the operands: rows of whole 16 bytes that begin at one
+    and, on CUDA, bf16 and fewer than 1024 groups.
 
     (For other dtypes on CUDA it has a fallback that waits for the device.)
     """
     x = operands[0]
     aligned = all(
-        stride == 1 or stride * t.element_size() % 16 == 0
+        t.data_ptr() % 16 == 0
+        and all(stride == 1 or stride * t.element_size() % 16 == 0 for stride in t.stride())
         for t in operands
-        for stride in t.stride()
     )
-    return aligned and (not x.is_cuda or x.dtype == torch.bfloat16)
+    return aligned and (not x.is_cuda or (x.dtype == torch.bfloat16 and num_groups < 1024))

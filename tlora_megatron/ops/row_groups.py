@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from tlora_megatron.ops.dropout import mix32
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,21 +33,29 @@ class RowGroups:
     @property
     def in_slot_order(self) -> bool:
         """Whether group i is slot i for all slots."""
-        return self.slots == tuple(range(self.num_slots + 1))
+        return self.cached("in_order", lambda: self.slots == tuple(range(self.num_slots + 1)))
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Rows of each group."""
-        return tuple(e - b for b, e in zip((0, *self.ends[:-1]), self.ends, strict=True))
+
+        def build() -> tuple[int, ...]:
+            return tuple(e - b for b, e in zip((0, *self.ends[:-1]), self.ends, strict=True))
+
+        return self.cached("lengths", build)
 
     @property
     def present_slots(self) -> tuple[int, ...]:
         """Slots with at least one row, null slot left out, ascending."""
-        rows = zip(self.slots, self.lengths, strict=True)
-        return tuple(sorted({s for s, n in rows if n and s < self.num_slots}))
 
-    def cached(self, key: str, build: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Returns the tensor stored under `key`, building it on first use."""
+        def build() -> tuple[int, ...]:
+            rows = zip(self.slots, self.lengths, strict=True)
+            return tuple(sorted({s for s, n in rows if n and s < self.num_slots}))
+
+        return self.cached("present", build)
+
+    def cached(self, key: str, build: Callable[[], T]) -> T:
+        """Returns the value stored under `key`, building it on first use."""
         if key not in self._cache:
             self._cache[key] = build()
         return self._cache[key]
@@ -60,13 +70,38 @@ class RowGroups:
         """`slots` as int64 `[groups]`."""
         return self.cached(f"slots@{device}", lambda: torch.tensor(self.slots, device=device))
 
+    def additions(self, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """Slots and groups, int64 `[n]` each, by which results a group are added to their slots.
+
+        Every group of an adapter with rows is in one of the pairs, and no slot twice in one pair,
+        so the order of a pair's additions does not matter. Slots lie in runs where context
+        parallelism deals out chunks: two pairs at most, whatever the number of adapters.
+        """
+        return self.cached(f"additions@{device}", lambda: self._additions(device))
+
+    def _additions(self, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        passes: list[tuple[list[int], list[int]]] = []
+        times: dict[int, int] = {}
+        for group, (slot, length) in enumerate(zip(self.slots, self.lengths, strict=True)):
+            if length and slot < self.num_slots:
+                turn = times[slot] = times.get(slot, -1) + 1
+                if turn == len(passes):
+                    passes.append(([], []))
+                passes[turn][0].append(slot)
+                passes[turn][1].append(group)
+        return tuple(
+            (torch.tensor(slots, device=device), torch.tensor(groups, device=device))
+            for slots, groups in passes
+        )
+
     def row_slots(self, device: torch.device) -> torch.Tensor:
         """Slot of each row, int64 `[rows]`."""
-        lengths = torch.tensor(self.lengths)
-        return self.cached(
-            f"row_slots@{device}",
-            lambda: torch.repeat_interleave(torch.tensor(self.slots), lengths).to(device),
-        )
+
+        def build() -> torch.Tensor:
+            lengths = torch.tensor(self.lengths)
+            return torch.repeat_interleave(torch.tensor(self.slots), lengths).to(device)
+
+        return self.cached(f"row_slots@{device}", build)
 
     def row_keys(self, device: torch.device) -> torch.Tensor:
         """Dropout key of each row before the layer is mixed in, int32 `[rows]`."""

@@ -51,10 +51,11 @@ def gather_buffer(
     if not groups.is_first_replica:
         return {}
     local = job.adapter.slab.buffers()[buffer]
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(groups.model_group))]
-    dist.all_gather(parts, local, group=groups.model_group)
     if not groups.is_writer:
+        dist.gather(local, group=groups.model_group, group_dst=0)
         return {}
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(groups.model_group))]
+    dist.gather(local, parts, group=groups.model_group, group_dst=0)
     layout = groups.layout
     layouts = [
         slab_layout(stage_sites(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank), job.spec.lora)

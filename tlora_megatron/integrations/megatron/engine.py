@@ -120,7 +120,8 @@ def vocab_parallel_argmax(logits_TV: torch.Tensor, group: dist.ProcessGroup) -> 
     Layout in: `[T, V / tp]`, this rank's part of the vocabulary. Collectives: two all-reduces of
     `[T]`.
     """
-    best_T, index_T = logits_TV.float().max(dim=-1)
+    best_T, index_T = logits_TV.max(dim=-1)
+    best_T = best_T.float()
     top_T = best_T.clone()
     dist.all_reduce(top_T, op=dist.ReduceOp.MAX, group=group)
     index_T = index_T + dist.get_rank(group) * logits_TV.shape[1]
