@@ -157,7 +157,8 @@ def initial_factor(spec: ModelSpec, name: str, rank: int, seed: int) -> torch.Te
     shape = factor_shape(spec, name, rank)
     if name.endswith("lora_b"):
         return torch.zeros(shape)
-    generator = torch.Generator().manual_seed(seed * 0x9E3779B1 + zlib.crc32(name.encode()))
+    mixed = (seed * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**64
+    generator = torch.Generator().manual_seed(mixed)
     bound = 1.0 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 

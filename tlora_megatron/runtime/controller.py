@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import platform
+import resource
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -24,6 +25,7 @@ from tlora_megatron.layers.slab import initial_factor
 from tlora_megatron.model import ModelSpec, read_model_spec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.runtime.agreement import check_agreement
 from tlora_megatron.runtime.output_dir import CONFIG_NAME, claim_output_dir
 from tlora_megatron.training.data import load_tokenizer
 from tlora_megatron.training.hf_convert import check_layout
@@ -62,6 +64,7 @@ def train_run(config: RunConfig, listener: RunListener) -> dict[str, Any]:
     groups, super_model = _build(config, spec, layout, prepared)
     if groups.is_writer:
         write_atomic(output_dir / CONFIG_NAME, json.dumps(config_to_dict(config), indent=2))
+    _allow_open_files(len(prepared))
     loop = _loop(config, spec, super_model, listener)
     loop.run()
     if not groups.is_writer:
@@ -86,6 +89,15 @@ def _loop(
         tensorboard=config.run.tensorboard,
         wandb_project=config.run.wandb_project,
     )
+
+
+def _allow_open_files(num_jobs: int) -> None:
+    """Raises this process's limit of open files, often 1024: metrics keep two a job open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + 4 * num_jobs
+    if soft != resource.RLIM_INFINITY:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def _try_report(output_dir: Path) -> None:
@@ -166,7 +178,7 @@ def _build(
 
     backbone.initialize_parallel(layout)
     groups = current_groups(layout)
-    _check_agreement(prepared)
+    check_agreement(config, prepared)
     dtype = _DTYPES[config.base_model.dtype]
     model = backbone.build_backbone(spec, layout, dtype=dtype, recompute=config.run.recompute)
     weights = None if config.base_model.random_init else _model_dir(config)
@@ -181,23 +193,6 @@ def _build(
     return groups, SuperModel(
         engine, bank, groups, jobs, micro_batch_tokens=config.run.micro_batch_tokens
     )
-
-
-def _check_agreement(prepared: Sequence[PreparedJob]) -> None:
-    """Refuses processes that read different files: they would train on, each something else.
-
-    Collective over the world.
-    """
-    mine = [(job.spec.name, job.checkpoint.step if job.checkpoint else 0) for job in prepared]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            raise ValueError(
-                f"every process must start the same jobs at the same steps, got {theirs} on rank "
-                f"{rank} and {everyone[0]} on rank 0; run.output_dir and the data must lie where "
-                f"all nodes see them"
-            )
 
 
 def _start(prepared: PreparedJob, spec: ModelSpec, bank: AdapterBank) -> JobState:

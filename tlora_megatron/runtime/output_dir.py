@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,9 @@ def claim_output_dir(output_dir: Path, config: RunConfig) -> bool:
         )
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        probe = output_dir / f".writable.{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        # Not a name made from the process id: processes of other nodes may have the same.
+        with tempfile.TemporaryFile(dir=output_dir):
+            pass
     except OSError as error:
         raise ValueError(f"run.output_dir must be writable, got {output_dir}: {error}") from error
     return held.is_file()

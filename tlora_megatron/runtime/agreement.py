@@ -1,0 +1,55 @@
+"""Whether all processes of a run have read the same: what they do next must not differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+
+from tlora_megatron.config import RunConfig
+from tlora_megatron.training.preparation import PreparedJob
+from tlora_megatron.training.tokenize import fingerprint
+
+
+def check_agreement(config: RunConfig, prepared: Sequence[PreparedJob]) -> None:
+    """Refuses processes that read different files: they would wait for each other for ever.
+
+    Collective over the world.
+    """
+    steps = [(job.spec.name, job.checkpoint.step if job.checkpoint else 0) for job in prepared]
+    everyone = _gather(steps)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ValueError(
+                f"every process must start the same jobs at the same steps, got {theirs} on rank "
+                f"{rank} and {everyone[0]} on rank 0; run.output_dir and the data must lie where "
+                f"all nodes see them"
+            )
+    everyone = _gather(content_digest(config, prepared))
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ValueError(
+                f"every process must read the same configuration and data, got others on rank "
+                f"{rank} than on rank 0; they must lie where all nodes see them, or be copied anew"
+            )
+
+
+def _gather(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def content_digest(config: RunConfig, prepared: Sequence[PreparedJob]) -> str:
+    """Of all that packing, schedules and updates follow from; paths may differ between nodes."""
+    no_paths = {"data": None, "init_from": None, "resume_from": None}
+    run = asdict(config.run) | {"output_dir": None}
+    content: list[Any] = [run, config.base_model.dtype, config.base_model.seed]
+    for job in prepared:
+        content += [asdict(job.spec) | no_paths]
+        content += [fingerprint(job.data.train), fingerprint(job.data.eval)]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
