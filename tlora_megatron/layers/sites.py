@@ -156,6 +156,28 @@ def stage_sites(
     )
 
 
+def qkv_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> torch.Tensor:
+    """Rows of the whole `[q; k; v]` in the order in which one rank's `linear_qkv` holds them.
+
+    Returns:
+        int64 `[(q_size + 2 * kv_size) / tp_size]`.
+    """
+    heads, groups, dim = spec.num_heads // tp_size, spec.num_kv_heads // tp_size, spec.head_dim
+    q = torch.arange(spec.q_size).view(tp_size, groups, heads // groups * dim)
+    k = torch.arange(spec.kv_size).view(tp_size, groups, dim) + spec.q_size
+    return torch.cat([q, k, k + spec.kv_size], dim=2)[tp_rank].flatten()
+
+
+def fc1_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> torch.Tensor:
+    """Rows of the whole `[gate; up]` in the order in which one rank's `linear_fc1` holds them.
+
+    Returns:
+        int64 `[2 * ffn_size / tp_size]`.
+    """
+    gate = torch.arange(spec.ffn_size).view(tp_size, -1)
+    return torch.cat([gate, gate + spec.ffn_size], dim=1)[tp_rank]
+
+
 def _output_columns(
     spec: ModelSpec, linear: str, out_size: int, tp_size: int
 ) -> dict[str, OutputColumns]:
@@ -184,17 +206,9 @@ def _output_columns(
 
 def _lora_b_rows(spec: ModelSpec, target: str, tp_rank: int, tp_size: int) -> torch.Tensor:
     """Rows of the whole `lora_b` that lie on this rank, in the order of local output columns."""
-
-    def run(begin: int, size: int) -> torch.Tensor:
-        local = size // tp_size
-        return begin + tp_rank * local + torch.arange(local)
-
     if target == "linear_fc1":
-        return torch.cat([run(0, spec.ffn_size), run(spec.ffn_size, spec.ffn_size)])
+        return fc1_row_order(spec, tp_rank, tp_size)
     if target == "linear_qkv":
-        groups = spec.num_kv_heads // tp_size
-        q = run(0, spec.q_size).view(groups, -1)
-        k = run(spec.q_size, spec.kv_size).view(groups, -1)
-        v = run(spec.q_size + spec.kv_size, spec.kv_size).view(groups, -1)
-        return torch.cat([q, k, v], dim=1).flatten()
-    return run(0, spec.target_shape(target)[0])
+        return qkv_row_order(spec, tp_rank, tp_size)
+    local = spec.target_shape(target)[0] // tp_size
+    return tp_rank * local + torch.arange(local)

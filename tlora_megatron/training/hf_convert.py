@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tlora_megatron.layers.sites import fc1_row_order, qkv_row_order
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.plan import ParallelLayout
 from tlora_megatron.training.hf_checkpoint import HFCheckpoint, RandomWeights, WeightSource
@@ -70,28 +71,6 @@ def shard_range(size: int, tp_rank: int, tp_size: int) -> slice:
     """Rows (or columns) `tp_rank` holds when `size` of them are cut into `tp_size` equal runs."""
     part = size // tp_size
     return slice(tp_rank * part, (tp_rank + 1) * part)
-
-
-def qkv_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> Tensor:
-    """Rows of the whole `[q; k; v]` in the order in which one rank's `linear_qkv` holds them.
-
-    Returns:
-        int64 `[(q_size + 2 * kv_size) / tp_size]`.
-    """
-    heads, groups, dim = spec.num_heads // tp_size, spec.num_kv_heads // tp_size, spec.head_dim
-    q = torch.arange(spec.q_size).view(tp_size, groups, heads // groups * dim)
-    k = torch.arange(spec.kv_size).view(tp_size, groups, dim) + spec.q_size
-    return torch.cat([q, k, k + spec.kv_size], dim=2)[tp_rank].flatten()
-
-
-def fc1_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> Tensor:
-    """Rows of the whole `[gate; up]` in the order in which one rank's `linear_fc1` holds them.
-
-    Returns:
-        int64 `[2 * ffn_size / tp_size]`.
-    """
-    gate = torch.arange(spec.ffn_size).view(tp_size, -1)
-    return torch.cat([gate, gate + spec.ffn_size], dim=1)[tp_rank]
 
 
 def padded_vocab_size(spec: ModelSpec, tp_size: int) -> int:

@@ -109,8 +109,9 @@ class SuperModel:
         """Evaluates adapters on their jobs' evaluation rows, packed together; None without any."""
         queues: list[list[Item]] = [[] for _ in self.jobs]
         sizes = [0] * len(self.jobs)
+        slots = {job.name: slot for slot, job in enumerate(self.jobs)}
         for job in jobs:
-            slot = self.jobs.index(job)
+            slot = slots[job.name]
             sizes[slot] = len(job.data.eval)
             queues[slot] = [Item(s, i, 0, 1.0) for i, s in enumerate(job.data.eval)]
         offsets = [sum(sizes[:slot]) for slot in range(len(sizes))]
@@ -123,7 +124,7 @@ class SuperModel:
                 self._add_predictions(totals, offsets, items, batch, *result)
         dist.all_reduce(totals)
         losses, wrong = totals.tolist() if totals.numel() else ([], [])
-        return [self._eval_result(job, losses, wrong, offsets) for job in jobs]
+        return [self._eval_result(job, losses, wrong, offsets[slots[job.name]]) for job in jobs]
 
     def _pack_round(
         self, queues: Sequence[list[Item]], keys: Sequence[int]
@@ -230,12 +231,11 @@ class SuperModel:
                 totals[:, offsets[slot] + item.index] += sums[:, column]
 
     def _eval_result(
-        self, job: JobState, losses: Sequence[float], wrong: Sequence[float], offsets: Sequence[int]
+        self, job: JobState, losses: Sequence[float], wrong: Sequence[float], begin: int
     ) -> EvalResult | None:
         count = len(job.data.eval)
         if not count:
             return None
-        begin = offsets[self.jobs.index(job)]
         targets = sum(int(s.is_target.sum()) for s in job.data.eval)
         return EvalResult(
             loss=sum(losses[begin : begin + count]) / targets,
