@@ -116,14 +116,13 @@ def test_there_is_one_group_a_slot_on_every_rank(
 ) -> None:
     for view, tp_rank in itertools.product(views_of(documents, cp_size), range(tp_size)):
         groups = view.shard(tp_rank, tp_size)
-        assert groups.in_slot_order
-        assert groups.slots == tuple(range(NUM_SLOTS + 1))
+        assert groups.num_slots == NUM_SLOTS
         present = [slot for slot in range(NUM_SLOTS) if groups.lengths[slot]]
         assert groups.present_slots == tuple(present)
         assert tuple(itertools.accumulate(groups.lengths)) == groups.ends
         assert groups.offsets(CPU).tolist() == list(groups.ends)
         assert groups.offsets(CPU).dtype == torch.int32
-        assert groups.slot_index(CPU).tolist() == list(groups.slots)
+        assert groups.present_index(CPU).tolist() == list(groups.present_slots)
 
 
 @given(DOCUMENTS)

@@ -107,7 +107,8 @@ def _print_speed(console: Console, run: dict[str, Any]) -> None:
     if run.get("tokens_per_s") is not None:
         parts.append(f"{run['tokens_per_s']:,.0f} tokens/s")
     if run.get("world_size") is not None:
-        parts.append(f"{run['world_size']} processes")
+        size = run["world_size"]
+        parts.append("1 process" if size == 1 else f"{size} processes")
     if run.get("wall_time_s") is not None:
         parts.append(f"{run['wall_time_s']:,.1f} s")
     if parts:

@@ -113,13 +113,13 @@ class AdapterBranch:
         return stack
 
 
-def _accumulate(total_SMN: torch.Tensor, grads_GMN: torch.Tensor, rows: RowGroups) -> None:
-    """Adds group gradients to their slots, fp32, in a fixed order; empty groups add nothing."""
-    if rows.in_slot_order and len(rows.present_slots) == rows.num_slots:
-        total_SMN[: rows.num_slots].add_(grads_GMN[: rows.num_slots])
+def _accumulate(total_SMN: torch.Tensor, grads_SMN: torch.Tensor, rows: RowGroups) -> None:
+    """Adds gradients to their slots, fp32; absent slots hold nothing and get nothing."""
+    if len(rows.present_slots) == rows.num_slots:
+        total_SMN[:-1].add_(grads_SMN[:-1])
         return
-    for slots, groups in rows.additions(total_SMN.device):
-        total_SMN.index_add_(0, slots, grads_GMN.index_select(0, groups).to(total_SMN.dtype))
+    present = rows.present_index(total_SMN.device)
+    total_SMN.index_add_(0, present, grads_SMN.index_select(0, present).to(total_SMN.dtype))
 
 
 class MultiLoRALinear(torch.autograd.Function):

@@ -4,7 +4,7 @@ The torch path of the multi-adapter linear, on CPU and GPU. Weights are stacked 
 to the largest rank (zero rows and columns add nothing); the last entry of a stack is the null slot,
 all zeros, which padding rows use.
 
-Shapes: T rows, K features in, N features out, G groups, S slots + 1.
+Shapes: T rows, K features in, N features out, S slots + 1.
 """
 
 from __future__ import annotations
@@ -17,30 +17,28 @@ from tlora_megatron.ops.row_groups import RowGroups
 
 def grouped_linear(x_TK: torch.Tensor, w_SKN: torch.Tensor, rows: RowGroups) -> torch.Tensor:
     """Returns `y[t] = x[t] @ w[slot of t]`, `[T, N]` in the dtype of `x`."""
-    if not rows.in_slot_order:
-        w_SKN = w_SKN.index_select(0, rows.slot_index(x_TK.device))
     if _has_grouped_mm(len(rows.ends), x_TK, w_SKN):
         return F.grouped_mm(x_TK, w_SKN, offs=rows.offsets(x_TK.device))
     y_TN = x_TK.new_empty(x_TK.shape[0], w_SKN.shape[2])
     begin = 0
-    for group, end in enumerate(rows.ends):
+    for slot, end in enumerate(rows.ends):
         if end > begin:
-            torch.mm(x_TK[begin:end], w_SKN[group], out=y_TN[begin:end])
+            torch.mm(x_TK[begin:end], w_SKN[slot], out=y_TN[begin:end])
         begin = end
     return y_TN
 
 
 def grouped_outer(a_TM: torch.Tensor, b_TN: torch.Tensor, rows: RowGroups) -> torch.Tensor:
-    """Returns `out[g] = a[rows of g]^T @ b[rows of g]`, `[G, M, N]`; undefined in empty groups."""
+    """Returns `out[s] = a[rows of s]^T @ b[rows of s]`, `[S, M, N]`; undefined in empty slots."""
     if _has_grouped_mm(len(rows.ends), a_TM, b_TN):
         return F.grouped_mm(a_TM.t(), b_TN, offs=rows.offsets(a_TM.device))
-    out_GMN = a_TM.new_empty(len(rows.ends), a_TM.shape[1], b_TN.shape[1])
+    out_SMN = a_TM.new_empty(len(rows.ends), a_TM.shape[1], b_TN.shape[1])
     begin = 0
-    for group, end in enumerate(rows.ends):
+    for slot, end in enumerate(rows.ends):
         if end > begin:
-            torch.mm(a_TM[begin:end].t(), b_TN[begin:end], out=out_GMN[group])
+            torch.mm(a_TM[begin:end].t(), b_TN[begin:end], out=out_SMN[slot])
         begin = end
-    return out_GMN
+    return out_SMN
 
 
 def _has_grouped_mm(num_groups: int, *operands: torch.Tensor) -> bool:

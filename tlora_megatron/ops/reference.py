@@ -37,7 +37,7 @@ def multi_lora_linear_reference(
     branch_TK = x_TK if keep_TK is None else x_TK * keep_TK
     runs = []
     begin = 0
-    for slot, end in zip(rows.slots, rows.ends, strict=True):
+    for slot, end in enumerate(rows.ends):
         run_TK, base_run_TN = branch_TK[begin:end], base_TN[begin:end]
         begin = end
         if slot in factors:

@@ -12,6 +12,7 @@ Sequence parallelism then cuts a rank's local rows into `tp_size` equal runs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from tlora_megatron.ops.row_groups import RowGroups, merge_runs
+from tlora_megatron.ops.row_groups import RowGroups
 
 T = TypeVar("T")
 
@@ -201,7 +202,7 @@ def _cut(documents: Sequence[Document], begin: int, end: int) -> Iterator[_Piece
 
 def _group_rows(view: MicroBatchView, begin: int, size: int) -> RowGroups:
     """Groups local rows `begin:begin + size` of a view by adapter."""
-    runs: list[tuple[int, int]] = []
+    lengths = [0] * (view.num_slots + 1)
     tokens = []
     row = 0
     for piece in view.pieces:
@@ -209,15 +210,11 @@ def _group_rows(view: MicroBatchView, begin: int, size: int) -> RowGroups:
         if first < last:
             offset = piece.document.first_token + piece.offset + first - row
             tokens.append(torch.arange(offset, offset + last - first))
-            runs.append((piece.document.slot, last - first))
+            lengths[piece.document.slot] += last - first
         row += piece.length
-    slots, lengths = merge_runs(runs, view.num_slots)
-    ends = torch.tensor(lengths).cumsum(0).tolist()
     return RowGroups(
-        slots=slots,
-        ends=tuple(ends),
+        ends=tuple(itertools.accumulate(lengths)),
         token_index=torch.cat(tokens),
-        num_slots=view.num_slots,
         dropout_keys=view.dropout_keys,
     )
 

@@ -9,6 +9,7 @@ import platform
 import resource
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,7 +27,7 @@ from tlora_megatron.model import ModelSpec, read_model_spec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.plan import ParallelLayout
 from tlora_megatron.runtime.agreement import check_agreement
-from tlora_megatron.runtime.output_dir import CONFIG_NAME, claim_output_dir
+from tlora_megatron.runtime.output_dir import CONFIG_NAME, claim_output_dir, hold_output_dir
 from tlora_megatron.training.data import load_tokenizer
 from tlora_megatron.training.hf_convert import check_layout
 from tlora_megatron.training.job_state import JobState
@@ -62,17 +63,18 @@ def train_run(config: RunConfig, listener: RunListener) -> dict[str, Any]:
     resuming = claim_output_dir(output_dir, config)
     prepared, rejected = _prepare_jobs(config, spec, resuming=resuming)
     groups, super_model = _build(config, spec, layout, prepared)
-    if groups.is_writer:
-        write_atomic(output_dir / CONFIG_NAME, json.dumps(config_to_dict(config), indent=2))
-    _allow_open_files(len(prepared))
-    loop = _loop(config, spec, super_model, listener)
-    loop.run()
-    if not groups.is_writer:
-        return {}
-    summary = _summary(loop, layout, rejected, time.perf_counter() - begin_s)
-    write_summary(output_dir, summary)
-    _try_report(output_dir)
-    return summary
+    with hold_output_dir(output_dir) if groups.is_writer else nullcontext():
+        if groups.is_writer:
+            write_atomic(output_dir / CONFIG_NAME, json.dumps(config_to_dict(config), indent=2))
+        _allow_open_files(len(prepared))
+        loop = _loop(config, spec, super_model, listener)
+        loop.run()
+        if not groups.is_writer:
+            return {}
+        summary = _summary(loop, layout, rejected, time.perf_counter() - begin_s)
+        write_summary(output_dir, summary)
+        _try_report(output_dir)
+        return summary
 
 
 def _loop(

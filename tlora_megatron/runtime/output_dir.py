@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,29 @@ from tlora_megatron.config import RunConfig, config_to_dict
 
 CONFIG_NAME = "config.json"
 """The resolved configuration: a directory with one holds a run."""
+_LOCK_NAME = ".lock"
+
+
+@contextmanager
+def hold_output_dir(output_dir: Path) -> Iterator[None]:
+    """Keeps other runs out of the directory while this one writes; for the writer only.
+
+    The kernel lets go of the lock when the process ends, however it ends. A file system without
+    locks is taken as it is.
+
+    Raises:
+        ValueError: if another run holds it.
+    """
+    with (output_dir / _LOCK_NAME).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"run.output_dir must not be in use, got {output_dir}, where another run writes"
+            ) from error
+        except OSError:  # no locks there
+            pass
+        yield
 
 
 def claim_output_dir(output_dir: Path, config: RunConfig) -> bool:

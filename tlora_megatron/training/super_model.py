@@ -117,7 +117,10 @@ class SuperModel:
         offsets = [sum(sizes[:slot]) for slot in range(len(sizes))]
         totals = torch.zeros(2, sum(sizes), dtype=torch.float64, device=self.groups.device)
         while any(queues):
-            batches, queues, placed = self._pack_round_with_items(queues, ())
+            counts = [self._most_of_a_round(queue) for queue in queues]
+            portions = [q[:n] for q, n in zip(queues, counts, strict=True)]
+            batches, left, placed = self._pack_round_with_items(portions, ())
+            queues = [rest + q[n:] for rest, q, n in zip(left, queues, counts, strict=True)]
             for items, batch, result in zip(
                 placed, batches, self.engine.predict(batches), strict=False
             ):
@@ -125,6 +128,16 @@ class SuperModel:
         dist.all_reduce(totals)
         losses, wrong = totals.tolist() if totals.numel() else ([], [])
         return [self._eval_result(job, losses, wrong, offsets[slots[job.name]]) for job in jobs]
+
+    def _most_of_a_round(self, queue: Sequence[Item]) -> int:
+        """Items of a queue that could fill a round alone: sorting all of them would not pay."""
+        layout = self.groups.layout
+        room = self.micro_batch_tokens * layout.dp_size * 4 * layout.pp_size
+        for count, item in enumerate(queue):
+            if room <= 0:
+                return count
+            room -= item.length
+        return len(queue)
 
     def _pack_round(
         self, queues: Sequence[list[Item]], keys: Sequence[int]
@@ -189,12 +202,11 @@ class SuperModel:
             return
         rows = view.rows
         lengths = torch.tensor(rows.lengths, device=losses_T.device)
-        sums_G = segment_sums(losses_T, lengths)
-        for group, slot in enumerate(rows.slots):
-            if slot < len(self.jobs) and rows.lengths[group]:
-                loss = self.jobs[slot].loss
-                assert loss is not None, f"job {self.jobs[slot].name} has rows but no batch"
-                loss.add_(sums_G[group])
+        sums_S = segment_sums(losses_T, lengths)
+        for slot in rows.present_slots:
+            loss = self.jobs[slot].loss
+            assert loss is not None, f"job {self.jobs[slot].name} has rows but no batch"
+            loss.add_(sums_S[slot])
 
     def _request(self, slot: int) -> StepRequest:
         job = self.jobs[slot]
@@ -225,10 +237,12 @@ class SuperModel:
         sums = torch.stack(
             [segment_sums(losses_T, lengths), segment_sums(wrong_T.float(), lengths)]
         )
-        for column, piece in enumerate(batch.view.pieces):
-            if piece.index < len(items):
-                slot, item = items[piece.index]
-                totals[:, offsets[slot] + item.index] += sums[:, column]
+        # The padding's piece, if any, is the last one and has no item.
+        placed = [items[p.index] for p in batch.view.pieces if p.index < len(items)]
+        index = torch.tensor(
+            [offsets[slot] + item.index for slot, item in placed], dtype=torch.int64
+        )
+        totals.index_add_(1, index.to(totals.device), sums[:, : len(placed)].double())
 
     def _eval_result(
         self, job: JobState, losses: Sequence[float], wrong: Sequence[float], begin: int

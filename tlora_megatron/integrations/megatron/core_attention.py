@@ -41,8 +41,8 @@ class PackedCoreAttention(MegatronModule):
 
     The constructor is that of Megatron's `DotProductAttention`, and the rotary embedding, which is
     applied here: None where the caller has rotated queries and keys. No score matrix is stored on
-    CUDA in bf16 and fp16 (`varlen_attn`); fp32 and the CPU run `scaled_dot_product_attention` a
-    span.
+    CUDA in bf16 and fp16 (`varlen_attn`, head dimensions in eights); all else runs
+    `scaled_dot_product_attention` a span.
 
     Layout in: local rows; out: the same. Forward under context parallelism: one all-gather of keys
     and values; backward: one reduce-scatter of their gradients.
@@ -102,7 +102,7 @@ class PackedCoreAttention(MegatronModule):
         q_TND, k_KGD, v_KGD = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if self.cp_group is not None:
             k_KGD, v_KGD = self._gather_keys(k_KGD, v_KGD, micro_batch)
-        fused = query.is_cuda and query.dtype != torch.float32
+        fused = query.is_cuda and query.dtype != torch.float32 and query.shape[-1] % 8 == 0
         attend = _attend_varlen if fused else _attend_spans
         out_TND = attend(q_TND, k_KGD, v_KGD, micro_batch, self.scale)
         return out_TND.reshape(query.shape[0], 1, -1)
