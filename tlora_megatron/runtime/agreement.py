@@ -51,5 +51,5 @@ def content_digest(config: RunConfig, prepared: Sequence[PreparedJob]) -> str:
     content: list[Any] = [run, config.base_model.dtype, config.base_model.seed]
     for job in prepared:
         content += [asdict(job.spec) | no_paths]
-        content += [fingerprint(job.data.train), fingerprint(job.data.eval)]
+        content += [job.data.fingerprint, fingerprint(job.data.eval)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -56,7 +56,7 @@ def train_run(config: RunConfig, listener: RunListener) -> dict[str, Any]:
         ValueError: for input that cannot be used, before any training.
     """
     begin_s = time.perf_counter()
-    spec = read_model_spec(_model_dir(config) / "config.json")
+    spec = read_model_spec(_model_config(config))
     layout = _layout(config)
     check_layout(spec, layout)
     output_dir = Path(config.run.output_dir)
@@ -110,9 +110,14 @@ def _try_report(output_dir: Path) -> None:
         logger.warning("%s could not be written: %s", output_dir / "report.html", error)
 
 
-def _model_dir(config: RunConfig) -> Path:
+def _model_config(config: RunConfig) -> Path:
     base = config.base_model
-    return Path(base.path) if base.path is not None else Path(str(base.config)).parent
+    return Path(base.path) / "config.json" if base.path is not None else Path(str(base.config))
+
+
+def _model_dir(config: RunConfig) -> Path:
+    """Holds the tokenizer and, unless they are drawn, the weights."""
+    return _model_config(config).parent
 
 
 def _base_model_name(config: RunConfig) -> str:

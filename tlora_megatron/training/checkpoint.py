@@ -30,7 +30,6 @@ from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.atomic_directory import replace_directory
 from tlora_megatron.training.data import JobData
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.tokenize import fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ def save_checkpoint(
         "format": _FORMAT,
         "job": asdict(job.spec),
         "num_sequences": len(job.data.train),
-        "data_fingerprint": job.data_fingerprint,
+        "data_fingerprint": job.data.fingerprint,
         "progress": job.progress(),
     }
     newest = directory / f"step_{job.step:08d}"
@@ -135,7 +134,7 @@ class Checkpoint:
         pairs += [(k, saved[k], getattr(job, k)) for k in ("batch_size", "seed", "max_seq_len")]
         saved_size, saved_data = self.state["num_sequences"], self.state["data_fingerprint"]
         pairs.append(("number of training sequences", saved_size, len(data.train)))
-        pairs.append(("fingerprint of the training data", saved_data, fingerprint(data.train)))
+        pairs.append(("fingerprint of the training data", saved_data, data.fingerprint))
         for name, old, new in pairs:
             if (list(new) if isinstance(new, tuple) else new) != old:
                 raise ValueError(

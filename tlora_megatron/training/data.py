@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tlora_megatron.training.tokenize import (
     Row,
     RowKind,
     TokenSequence,
+    fingerprint,
     load_tokenizer,
     tokenize_rows,
 )
@@ -34,7 +36,7 @@ _ROWS_PER_CALL = 1024
 """Lines tokenized at once: enough to feed the tokenizer's threads, few enough to bound memory."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class JobData:
     """A job's sequences, none longer than its max_seq_len and none without a target."""
 
@@ -45,6 +47,11 @@ class JobData:
     """Sequences of both files that were cut to max_seq_len and kept."""
     num_dropped: int
     """Sequences of both files left out because the cut left no target."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the training sequences; kept, since it passes over all of them."""
+        return fingerprint(self.train)
 
 
 def load_job_data(job: JobSpec, tokenizer: Any, vocab_size: int) -> JobData:

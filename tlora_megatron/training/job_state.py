@@ -13,7 +13,6 @@ from tlora_megatron.ops.dropout import mix_ints
 from tlora_megatron.training.data import BatchPlan, JobData, TokenSequence
 from tlora_megatron.training.packing import Item, batch_items
 from tlora_megatron.training.schedule import learning_rate
-from tlora_megatron.training.tokenize import fingerprint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,18 +49,11 @@ class JobState:
     loss: torch.Tensor | None = None
     """This rank's part of the current batch's loss, fp32 `[]`."""
     batch_time_s: float = 0.0
-    _data_fingerprint: str = ""
 
     @property
     def name(self) -> str:
         """The job's name."""
         return self.spec.name
-
-    @property
-    def data_fingerprint(self) -> str:
-        """Of the training sequences; read once, since it passes over all of them."""
-        self._data_fingerprint = self._data_fingerprint or fingerprint(self.data.train)
-        return self._data_fingerprint
 
     @property
     def is_active(self) -> bool:

@@ -41,9 +41,9 @@ class PackedRotaryEmbedding:
     """Rotates queries and keys by each token's position in its own document.
 
     Core attention calls it, in the place of Megatron's own embedding, which would compute cosine
-    and sine anew in every layer and rotate in a dozen kernels: on an H100, 8B shapes and 4,096
-    tokens, 8 % of the frozen step. The arithmetic is Hugging Face's: cosine and sine in fp32,
-    rounded to the activations' dtype, halves rotated.
+    and sine anew in every layer and rotate in a dozen kernels. (Together with fused SwiGLU it took
+    14 % off the frozen step on an H100, 8B shapes, 4,096 tokens.) The arithmetic is Hugging Face's:
+    cosine and sine in fp32, rounded to the activations' dtype, halves rotated.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
