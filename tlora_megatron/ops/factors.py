@@ -1,0 +1,51 @@
+"""The weights of all adapters at one linear, as the kernels read them, and where gradients go.
+
+Shapes: K features in, N features out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from tlora_megatron.ops.columns import OutputColumns
+from tlora_megatron.ops.tiling import RankLayout
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SiteFactors:
+    """Arenas of one linear's factors in the compute dtype, and views of the jobs' gradients."""
+
+    layout: RankLayout
+    columns: tuple[OutputColumns, ...]
+    """A target: its columns of the linear's output."""
+    lora_a: torch.Tensor
+    """`[layout.a_rows, K]`; rows beyond a rank are zero."""
+    lora_b: tuple[torch.Tensor, ...]
+    """A target: `[layout.b_rows[p], N of the target]`, transposed; rows beyond a rank are zero."""
+    grad_a: tuple[tuple[torch.Tensor | None, ...], ...]
+    """`[slot][target]`: fp32 view `[rank, K]` of the job's gradient slab; None where absent."""
+    grad_b: tuple[tuple[torch.Tensor | None, ...], ...]
+    """`[slot][target]`: fp32 view `[rank, N of the target]`; None where absent."""
+    scaling: torch.Tensor
+    """fp32 `[slots]`."""
+    dropout: torch.Tensor
+    """fp32 `[slots]`: probability of zeroing an input feature."""
+    has_dropout: bool
+    """Whether any slot's probability is above 0."""
+    dropout_key: int
+    """Key of this linear (`ops.dropout`)."""
+    first_column: int
+    """Global index of the first local input feature: a row-parallel linear holds a part."""
+
+    @cached_property
+    def grad_pointers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Addresses of `grad_a` and `grad_b`, int64 `[slots, targets]` on the device; 0 = absent."""
+
+        def table(grads: tuple[tuple[torch.Tensor | None, ...], ...]) -> torch.Tensor:
+            rows = [[0 if g is None else g.data_ptr() for g in slot] for slot in grads]
+            return torch.tensor(rows, dtype=torch.int64, device=self.lora_a.device)
+
+        return table(self.grad_a), table(self.grad_b)

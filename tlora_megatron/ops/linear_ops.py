@@ -1,0 +1,72 @@
+"""What a multi-adapter linear computes, whoever computes it: torch, Triton or CUDA.
+
+Semantics, for a row t of slot i with drop(x) recomputed wherever it is named:
+
+    s[t]  = scaling_i * drop(x[t]) A_i^T
+    y[t]  = x[t] W^T + b + s[t] B_i^T
+    dS[t] = scaling_i * dy[t] B_i
+    dB_i += sum over rows t of i: dy[t]^T s[t]
+    dA_i += sum over rows t of i: dS[t]^T drop(x[t])
+    dx[t] = dy[t] W + drop(dS[t] A_i)
+
+Rows of the null slot have no adapter: y = x W^T + b. Sums are in fp32, in a fixed order that
+depends on the slot's own rows alone. `s` and `dS` are opaque tensors, linear in x and dy: only the
+same implementation reads them, and a sum of dS over ranks is a sum of tensors. Nothing here waits
+for the device.
+
+Shapes: T rows, K features in, N features out.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from tlora_megatron.ops.factors import SiteFactors
+from tlora_megatron.ops.row_groups import RowGroups
+
+
+class LinearOps(Protocol):
+    """One way to compute the multi-adapter linear."""
+
+    name: str
+
+    def forward(
+        self,
+        x_TK: torch.Tensor,
+        weight_NK: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        factors: SiteFactors,
+        rows: RowGroups,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns y `[T, N]` and s."""
+        ...
+
+    def backward_up(
+        self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
+    ) -> torch.Tensor:
+        """Accumulates dB and returns dS."""
+        ...
+
+    def dgrad(
+        self,
+        dy_TN: torch.Tensor,
+        ds: torch.Tensor,
+        weight_NK: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+    ) -> torch.Tensor:
+        """Returns dx `[T, K]`."""
+        ...
+
+    def backward_down(
+        self,
+        x_TK: torch.Tensor,
+        ds: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+        window: tuple[int, int],
+    ) -> None:
+        """Accumulates dA over the rows `window[0]:window[1]`, which are all that x holds."""
+        ...

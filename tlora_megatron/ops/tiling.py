@@ -1,0 +1,201 @@
+"""Work lists of the fused kernels: a pure function of a micro-batch's segments and their ranks.
+
+The rank of an adapter counts in chunks of 16, the depth of one tensor-core step: a rank-4 adapter
+costs one chunk, a rank-64 adapter four, whoever shares the micro-batch. Weights lie in *arenas*
+without padding beyond that: `lora_a` of a site is `[a_rows, K]`, slot by slot and within a slot
+target by target; `lora_b` of a target is `[b_rows, N]`, slot by slot. Rows that fill a chunk are
+zero.
+
+Rows of a micro-batch are cut into *row tiles* of 256. A *pair* is a row tile and a slot with rows
+in it. Rank-sized activations (s, dS) are kept per row tile as `[chunks * 16, 256]`, transposed:
+the chunks of a tile are what its GEMM runs through after (or before) the K of the base, with zeros
+in the rows of other adapters. So segments need no alignment, and a GEMM tile that four adapters
+share costs the sum of their ranks.
+
+Sums over a segment's rows (dA, dB) go over *runs*, cut from the segment's own beginning, so that a
+job's gradient is bitwise the same wherever its rows lie.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+ROW_TILE = 256
+"""Rows of a tile: two thread blocks of 128, a cluster of the Hopper GEMM."""
+RANK_CHUNK = 16
+"""Depth of one bf16 or fp16 tensor-core step."""
+
+
+def rank_chunks(rank: int) -> int:
+    """Chunks of `RANK_CHUNK` that hold a rank; 0 for rank 0."""
+    return -(-rank // RANK_CHUNK)
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Where the adapters of one site lie in its arenas."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    """`[slot][target]`: LoRA ranks, 0 where the slot's job does not adapt the target."""
+
+    @property
+    def num_targets(self) -> int:
+        """Targets of the site that some slot adapts."""
+        return len(self.ranks[0]) if self.ranks else 0
+
+    @cached_property
+    def a_begin(self) -> tuple[tuple[int, ...], ...]:
+        """`[slot][target]`: first row in the arena of `lora_a`."""
+        flat = [RANK_CHUNK * rank_chunks(rank) for slot in self.ranks for rank in slot]
+        begins = [0, *itertools.accumulate(flat)]
+        p = self.num_targets
+        return tuple(tuple(begins[i * p : i * p + p]) for i in range(len(self.ranks)))
+
+    @cached_property
+    def b_begin(self) -> tuple[tuple[int, ...], ...]:
+        """`[slot][target]`: first row in that target's arena of `lora_b`."""
+        begins, row = [], [0] * self.num_targets
+        for slot in self.ranks:
+            begins.append(tuple(row))
+            row = [r + RANK_CHUNK * rank_chunks(rank) for r, rank in zip(row, slot, strict=True)]
+        return tuple(begins)
+
+    @cached_property
+    def a_rows(self) -> int:
+        """Rows of the arena of `lora_a`."""
+        return sum(self.b_rows)
+
+    @cached_property
+    def b_rows(self) -> tuple[int, ...]:
+        """Rows of each target's arena of `lora_b`."""
+        by_target = zip(*self.ranks, strict=True)
+        return tuple(sum(RANK_CHUNK * rank_chunks(r) for r in ranks) for ranks in by_target)
+
+
+class Pair(NamedTuple):
+    """A row tile and a slot with rows in it."""
+
+    slot: int
+    tile: int
+    begin: int
+    """First row of the slot in the tile, counted from the micro-batch's begin."""
+    end: int
+    chunks: tuple[int, ...]
+    """A target: its first chunk in s and dS; -1 where the slot does not adapt it."""
+
+
+class Run(NamedTuple):
+    """Rows of one slot that one thread block sums for dA or dB."""
+
+    slot: int
+    begin: int
+    end: int
+    part: int
+    """Which of the slot's `parts` runs this is, in row order."""
+    parts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TilePlan:
+    """Work lists of one micro-batch at the sites that share a `RankLayout`."""
+
+    pairs: tuple[Pair, ...]
+    """Slot by slot, a slot's tiles in order."""
+    slot_pair: tuple[int, ...]
+    """A slot: index of the pair of row r is `slot_pair[slot] + r // ROW_TILE`."""
+    tile_chunks: tuple[tuple[int, ...], ...]
+    """A tile: chunks of target p are `tile_chunks[t][p]:tile_chunks[t][p + 1]`."""
+    chunk_a: tuple[int, ...]
+    """A chunk: its first row in the arena of `lora_a`."""
+    chunk_b: tuple[int, ...]
+    """A chunk: its first row in its target's arena of `lora_b`."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of s and dS, which are `[num_chunks * RANK_CHUNK, ROW_TILE]`."""
+        return len(self.chunk_a)
+
+
+def tile_plan(ends: Sequence[int], layout: RankLayout) -> TilePlan:
+    """Lists the work of a micro-batch.
+
+    Args:
+        ends: end row of every slot's segment, the null slot's (rows without an adapter) last.
+        layout: of the site; `len(layout.ranks) == len(ends) - 1`.
+    """
+    num_tiles = -(-ends[-1] // ROW_TILE)
+    begins = (0, *ends[:-1])
+    inside: list[list[int]] = [[] for _ in range(num_tiles)]
+    slot_pair, count = [], 0
+    for slot, (begin, end) in enumerate(zip(begins[:-1], ends[:-1], strict=False)):
+        first, last = begin // ROW_TILE, -(-end // ROW_TILE)
+        slot_pair.append(count - first)
+        if end > begin and any(layout.ranks[slot]):
+            count += last - first
+            for tile in range(first, last):
+                inside[tile].append(slot)
+    tile_chunks, chunk_a, chunk_b = [], [], []
+    chunks: dict[tuple[int, int], list[int]] = {}
+    for tile, slots in enumerate(inside):
+        bounds = [len(chunk_a)]
+        for p in range(layout.num_targets):
+            for slot in slots:
+                n = rank_chunks(layout.ranks[slot][p])
+                chunks.setdefault((slot, tile), []).append(len(chunk_a) if n else -1)
+                steps = [RANK_CHUNK * i for i in range(n)]
+                chunk_a += [layout.a_begin[slot][p] + step for step in steps]
+                chunk_b += [layout.b_begin[slot][p] + step for step in steps]
+            bounds.append(len(chunk_a))
+        tile_chunks.append(tuple(bounds))
+    pairs = tuple(
+        Pair(
+            slot,
+            tile,
+            max(begins[slot], tile * ROW_TILE),
+            min(ends[slot], (tile + 1) * ROW_TILE),
+            tuple(first_chunks),
+        )
+        for (slot, tile), first_chunks in sorted(chunks.items())
+    )
+    return TilePlan(
+        pairs=pairs,
+        slot_pair=tuple(slot_pair),
+        tile_chunks=tuple(tile_chunks),
+        chunk_a=tuple(chunk_a),
+        chunk_b=tuple(chunk_b),
+    )
+
+
+def row_runs(
+    ends: Sequence[int], layout: RankLayout, rows_per_run: int, window: tuple[int, int]
+) -> tuple[Run, ...]:
+    """Cuts segments into runs of `rows_per_run`, counted from each segment's own first row.
+
+    Args:
+        window: only rows in `window[0]:window[1]` count; a sequence-parallel rank's share.
+    """
+    runs = []
+    begins = (0, *ends[:-1])
+    for slot, (begin, end) in enumerate(zip(begins[:-1], ends[:-1], strict=False)):
+        if not any(layout.ranks[slot]):
+            continue
+        cuts = [
+            (max(b, window[0]), min(b + rows_per_run, end, window[1]))
+            for b in range(begin, end, rows_per_run)
+        ]
+        cuts = [(b, e) for b, e in cuts if e > b]
+        runs += [Run(slot, b, e, i, len(cuts)) for i, (b, e) in enumerate(cuts)]
+    return tuple(runs)
+
+
+def max_chunks(num_rows: int, layout: RankLayout) -> int:
+    """The most chunks any micro-batch of `num_rows` rows can have: the size of graph-safe buffers.
+
+    A segment of n rows touches at most `(n - 2) // ROW_TILE + 2` tiles.
+    """
+    per_slot = [sum(rank_chunks(r) for r in slot) for slot in layout.ranks]
+    return max(per_slot, default=0) * (num_rows // ROW_TILE) + 2 * sum(per_slot)
