@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-_COLUMN_STEP = -1640531527  # 2^32 / golden ratio as int32: spreads neighbouring columns
+_COLUMN_STEP = -1640531527  # 2^32 / golden ratio as int32: spreads neighbouring column pairs
 
 
 def mix32(h: torch.Tensor) -> torch.Tensor:
@@ -47,21 +47,26 @@ def dropout_reference(
 ) -> torch.Tensor:
     """Returns `x * keep / (1 - p)` with a probability of its own for every row.
 
+    One hash serves two columns, 16 bits each: probabilities are rounded to 1/65536.
+
     Args:
+        x_TK: values; a dropped one becomes 0 whatever it held.
         row_keys_T: int32 key a row (`RowGroups.row_keys`).
         p_T: fp32 probability of zeroing; rows with 0 pass unchanged.
         layer_key: distinguishes linears.
-        column: global index of the first feature, for inputs sharded over features.
+        column: global index of the first feature, for inputs sharded over features. Even for the
+            fused kernels, which must find both columns of a hash in one place; any number here.
 
-    A zeroed element is 0 whatever it held, so the same call is its own backward.
+    The mask does not depend on x, so the same call is its own backward.
     """
     keys_T = mix32(row_keys_T ^ layer_key)
     columns_K = torch.arange(column, column + x_TK.shape[1], device=x_TK.device, dtype=torch.int32)
-    bits_TK = mix32(keys_T[:, None] ^ (columns_K * _COLUMN_STEP)[None, :])
-    uniform_TK = ((bits_TK >> 8) & 0xFFFFFF).to(torch.float32) * (1.0 / (1 << 24))
-    keep_TK = uniform_TK >= p_T[:, None]
-    scaled_TK = x_TK.to(torch.float32) / (1.0 - p_T)[:, None]
-    return torch.where(keep_TK, scaled_TK, 0.0).to(x_TK.dtype)
+    hash_TK = mix32(keys_T[:, None] ^ ((columns_K >> 1) * _COLUMN_STEP)[None, :])
+    bits_TK = (hash_TK >> ((columns_K & 1) << 4)[None, :]) & 0xFFFF
+    # Truncated after adding a half, not rounded to even: one instruction, the same in all kernels.
+    dropped_T = (p_T * 65536.0 + 0.5).to(torch.int32)
+    scaled_TK = x_TK.to(torch.float32) * (1.0 / (1.0 - p_T))[:, None]
+    return torch.where(bits_TK >= dropped_T[:, None], scaled_TK, 0.0).to(x_TK.dtype)
 
 
 @functools.cache
