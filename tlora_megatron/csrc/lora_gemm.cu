@@ -1,0 +1,508 @@
+// out = x W + rank part: a persistent Hopper GEMM whose K is extended, tile by tile, by the rank chunks of
+// the adapters that have rows in the tile.
+//
+// Semantics, for row m of row tile t (256 rows) and output column n:
+//   out[m, n] = sum_k x[m, k] W[k, n] + bias[n] + drop(sum_c sum_j ext[16 c + j, m % 256] F_c[row_c + j, n])
+// over the chunks c of t. `ext` holds zeros in the rows of other adapters, so any number of adapters may share
+// a tile. F_c is the arena of the chunk's target; columns that the target does not write read as zeros.
+// Sums are fp32; rank chunks come first, then K in ascending order: a row's result depends on nothing else.
+//
+// A cluster of two blocks computes 256 rows x BN columns: each block 128 rows, sharing W and F by multicast.
+// Warpgroup 0 copies (bulk tensor copies into a ring of shared memory), warpgroups 1 and 2 multiply 64 rows
+// each. ops/tiling.py describes ext and the chunk lists, ops/cuda_ops.py calls this.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdio>
+
+#include "hopper.cuh"
+#include "wgmma.cuh"
+
+namespace {
+
+constexpr int kBlockRows = 128;    // rows of a thread block's tile
+constexpr int kTileRows = 256;     // rows of a cluster's tile: ROW_TILE of ops/tiling.py
+constexpr int kDepth = 64;         // K of a stage: 128 bytes, the swizzle's width
+constexpr int kChunk = 16;         // depth of a wgmma: RANK_CHUNK of ops/tiling.py
+constexpr int kStageChunks = kDepth / kChunk;
+constexpr int kPanel = 64 * 128;   // bytes of 64 rows of 128 bytes
+constexpr int kStages = 4;
+constexpr int kMaxTargets = 4;
+constexpr int kMaxColumnTiles = 256;
+constexpr int kThreads = 384;
+constexpr int kWarpsOfCluster = 16;  // that multiply
+
+struct Columns {  // of one target: OutputColumns of ops/columns.py
+  int groups, stride, begin, width;
+};
+
+struct Problem {
+  CUtensorMap x, weight, out, ext, factors[kMaxTargets];
+  Columns columns[kMaxTargets];
+  uint8_t targets[kMaxColumnTiles];  // of a column tile: first | end << 4
+  int num_targets;
+  int rows, columns_out, depth;
+  int row_tiles, column_tiles, group;
+  const int* tile_chunks;  // [row_tiles, num_targets + 1]; null: no rank part
+  const int* chunk_rows;   // a chunk: its first row in its arena
+  const void* bias;
+  const int* row_keys;       // [rows], null: no dropout
+  const float* row_dropout;  // [rows]
+  int dropout_key, first_column;
+};
+
+struct Tile {
+  int row_tile, column_tile;
+
+  // Groups of row tiles, column by column: neighbours in time share x and W in L2.
+  __device__ Tile(const Problem& p, int index) {
+    const int group_tiles = p.group * p.column_tiles;
+    const int first = index / group_tiles * p.group;
+    const int height = min(p.group, p.row_tiles - first);
+    const int inside = index % group_tiles;
+    row_tile = first + inside % height;
+    column_tile = inside / height;
+  }
+};
+
+struct Chunks {
+  int begin, end;
+
+  __device__ Chunks(const Problem& p, const Tile& tile) : begin(0), end(0) {
+    if (p.tile_chunks == nullptr) return;
+    const int* bounds = p.tile_chunks + tile.row_tile * (p.num_targets + 1);
+    const int targets = p.targets[tile.column_tile];
+    begin = bounds[targets & 15];
+    end = bounds[targets >> 4];
+  }
+};
+
+// Position in the ring: stage, and the parity of the round.
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <int BN>
+struct Shared {
+  static constexpr int kWeightBytes = BN * 128;
+  static constexpr int kStageBytes = 2 * kPanel + kWeightBytes;
+
+  alignas(1024) uint8_t x[kStages][2 * kPanel];
+  alignas(1024) uint8_t weight[kStages][kWeightBytes];
+  alignas(1024) uint8_t out[2][2][kPanel];  // warpgroup, turn
+  uint64_t full[kStages], empty[kStages];
+};
+
+__device__ __forceinline__ int compact_column(const Columns& c, int column) {
+  const int inside = column % c.stride - c.begin;
+  const bool owned = inside >= 0 && inside < c.width;
+  return owned ? column / c.stride * c.width + inside : c.groups * c.width;  // beyond the last reads zeros
+}
+
+template <int BN, bool kTransposed>
+struct Producer {
+  const Problem& p;
+  Shared<BN>& shared;
+  const int block;
+  Ring ring;
+
+  __device__ void run(int first_tile, int step) {
+    for (int index = first_tile; index < p.row_tiles * p.column_tiles; index += step) {
+      const Tile tile(p, index);
+      const int row = tile.row_tile * kTileRows + block * kBlockRows;
+      const int column = tile.column_tile * BN;
+      load_chunks(Chunks(p, tile), p.tile_chunks + tile.row_tile * (p.num_targets + 1), column);
+      for (int k = 0; k < p.depth; k += kDepth) {
+        uint64_t* full = begin_stage(Shared<BN>::kStageBytes);
+        load_tile(shared.x[ring.stage], &p.x, full, k, row);
+        load_weight(full, k, column);
+        ring.advance();
+      }
+    }
+    // The other block may still copy into this one or arrive here: leave only when the ring is empty.
+    for (int i = 0; i < kStages; ++i, ring.advance()) barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+  }
+
+  __device__ uint64_t* begin_stage(int bytes) {
+    barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+    barrier_expect(&shared.full[ring.stage], bytes);
+    return &shared.full[ring.stage];
+  }
+
+  __device__ void load_weight(uint64_t* full, int k, int column) {
+    uint8_t* to = shared.weight[ring.stage];
+    if constexpr (kTransposed) {  // W [N, K]
+      constexpr int half = BN / 2;
+      load_tile_both(to + block * half * 128, &p.weight, full, k, column + block * half);
+    } else {  // W [K, N] in panels of 64 columns
+      for (int panel = block; panel < BN / 64; panel += 2)
+        load_tile_both(to + panel * kPanel, &p.weight, full, column + panel * 64, k);
+    }
+  }
+
+  __device__ void load_chunks(Chunks chunks, const int* bounds, int column) {
+    int target = 0;
+    for (int begin = chunks.begin; begin < chunks.end; begin += kStageChunks) {
+      const int count = min(kStageChunks, chunks.end - begin);
+      uint64_t* full = begin_stage(2 * kPanel + count * BN * kChunk * 2);
+      for (int half = 0; half < 2; ++half)
+        load_tile(shared.x[ring.stage] + half * kPanel, &p.ext, full, block * kBlockRows + half * 64,
+                  begin * kChunk);
+      for (int i = 0; i < count; ++i) {
+        while (p.num_targets > 1 && begin + i >= bounds[target + 1]) ++target;
+        load_chunk(full, target, p.chunk_rows[begin + i], i, column);
+      }
+      ring.advance();
+    }
+  }
+
+  __device__ void load_chunk(uint64_t* full, int target, int row, int place, int column) {
+    // A null table of columns (dgrad) stands for one arena that every target shares.
+    const bool one = p.columns[0].stride == 0;
+    for (int panel = block; panel < BN / 64; panel += 2) {
+      const int n = column + panel * 64;
+      const int from = one ? n : compact_column(p.columns[target], n);
+      load_tile_both(shared.weight[ring.stage] + panel * kPanel + place * kChunk * 128,
+                     &p.factors[one ? 0 : target], full, from, row);
+    }
+  }
+};
+
+__device__ __forceinline__ uint32_t mix32(uint32_t h) {  // ops/dropout.py
+  h = (h ^ h >> 16) * 0x85EBCA6Bu;
+  h = (h ^ h >> 13) * 0xC2B2AE35u;
+  return h ^ h >> 16;
+}
+
+template <typename T, int BN, bool kTransposed, bool kDropout>
+struct Consumer {
+  const Problem& p;
+  Shared<BN>& shared;
+  const int warpgroup, thread;  // in the warpgroup
+  Ring ring;
+  int previous = -1;  // the stage whose products may be in flight
+
+  __device__ void run(int first_tile, int step, int block) {
+    float sums[BN / 2];
+    for (int index = first_tile; index < p.row_tiles * p.column_tiles; index += step) {
+      const Tile tile(p, index);
+      const int row = tile.row_tile * kTileRows + block * kBlockRows + warpgroup * 64;
+      const int column = tile.column_tile * BN;
+      const Chunks chunks(p, tile);
+      const bool any = chunks.begin < chunks.end;
+      if (any) multiply_chunks(sums, chunks);
+      if (kDropout && any) {
+        finish();
+        drop(sums, row, column);
+      }
+      multiply(sums, any);
+      store(sums, row, column);
+    }
+    if (thread == 0) store_wait_all();
+  }
+
+  __device__ void release(int stage) {
+    const int lane = thread % 32;
+    if (lane < 2) barrier_arrive(&shared.empty[stage], lane);
+  }
+
+  // One stage's products are in flight while the next is waited for; then the earlier stage is free.
+  __device__ void end_stage() {
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (previous >= 0) release(previous);
+    previous = ring.stage;
+    ring.advance();
+  }
+
+  __device__ void finish() {
+    wgmma_wait<0>();
+    release(previous);
+    previous = -1;
+  }
+
+  __device__ void multiply_chunks(float (&sums)[BN / 2], Chunks chunks) {
+    int accumulate = 0;
+    for (int begin = chunks.begin; begin < chunks.end; begin += kStageChunks) {
+      const int count = min(kStageChunks, chunks.end - begin);
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      uint64_t a = operand(shared.x[ring.stage] + warpgroup * kPanel, kPanel);
+      uint64_t b = operand(shared.weight[ring.stage], kPanel);
+      wgmma_fence();
+      for (int i = 0; i < count; ++i) {
+        wgmma<T, BN, 1, 1>(sums, a, b, accumulate);
+        a += kChunk * 128 >> 4;
+        b += kChunk * 128 >> 4;
+        accumulate = 1;
+      }
+      end_stage();
+    }
+  }
+
+  __device__ void multiply(float (&sums)[BN / 2], int accumulate) {
+    for (int k = 0; k < p.depth; k += kDepth) {
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      const uint64_t a = operand(shared.x[ring.stage] + warpgroup * kPanel, 0);
+      const uint64_t b = operand(shared.weight[ring.stage], kTransposed ? 0 : kPanel);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kDepth / kChunk; ++i) {
+        const uint64_t along_a = i * (kChunk * 2 >> 4);
+        const uint64_t along_b = kTransposed ? along_a : i * (kChunk * 128 >> 4);
+        wgmma<T, BN, 0, kTransposed ? 0 : 1>(sums, a + along_a, b + along_b, accumulate);
+        accumulate = 1;
+      }
+      end_stage();
+    }
+    finish();
+  }
+
+  // The accumulators' layout: warp w holds rows 16 w + lane / 4 (and + 8), of every 8 columns the pair
+  // lane % 4: one hash for two columns.
+  __device__ void drop(float (&sums)[BN / 2], int row, int column) {
+    const int first = row + thread / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = first + half * 8;
+      const float probability = r < p.rows ? p.row_dropout[r] : 0.f;
+      if (probability == 0.f) continue;
+      const uint32_t key = mix32(p.row_keys[r] ^ p.dropout_key);
+      const uint32_t threshold = __float2uint_rn(probability * 65536.f);
+      const float scale = 1.f / (1.f - probability);
+      const uint32_t pair = (p.first_column + column) / 2 + thread % 4;
+#pragma unroll
+      for (int i = 0; i < BN / 8; ++i) {
+        const uint32_t bits = mix32(key ^ (pair + i * 4) * 0x9E3779B9u);
+        float& even = sums[i * 4 + half * 2];
+        float& odd = sums[i * 4 + half * 2 + 1];
+        even = (bits & 0xFFFF) >= threshold ? even * scale : 0.f;
+        odd = bits >> 16 >= threshold ? odd * scale : 0.f;
+      }
+    }
+  }
+
+  __device__ void store(float (&sums)[BN / 2], int row, int column) {
+    const int warp = thread / 32, lane = thread % 32;
+    const int matrix_row = warp * 16 + lane % 16;
+#pragma unroll
+    for (int panel = 0; panel < BN / 64; ++panel) {
+      uint8_t* to = shared.out[warpgroup][panel % 2];
+      if (thread == 0) store_wait_read<1>();
+      warpgroup_sync(warpgroup);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* s = sums + panel * 32 + i * 8;
+        const int at = panel * 64 + i * 16 + thread % 4 * 2;
+        uint32_t packed[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) packed[j] = pack(s[2 * j], s[2 * j + 1], column + at + j / 2 * 8);
+        const int chunk = (i * 2 + lane / 16) ^ (lane % 8);
+        store_matrices(to + matrix_row * 128 + chunk * 16, packed[0], packed[1], packed[2], packed[3]);
+      }
+      fence_shared_for_copies();
+      warpgroup_sync(warpgroup);
+      if (thread == 0) {
+        store_tile(to, &p.out, column + panel * 64, row);
+        store_commit();
+      }
+    }
+  }
+
+  __device__ uint32_t pack(float a, float b, int column) {
+    if (p.bias != nullptr && column < p.columns_out) {
+      const T* bias = static_cast<const T*>(p.bias) + column;
+      a += static_cast<float>(bias[0]);
+      b += static_cast<float>(bias[1]);
+    }
+    if constexpr (std::is_same_v<T, half>) {
+      const half2 pair = __floats2half2_rn(a, b);
+      return *reinterpret_cast<const uint32_t*>(&pair);
+    } else {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+      return *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  }
+};
+
+template <typename T, int BN, bool kTransposed, bool kDropout>
+__global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
+    lora_gemm(const __grid_constant__ Problem p) {
+  extern __shared__ uint8_t unaligned[];
+  auto& shared = *reinterpret_cast<Shared<BN>*>((reinterpret_cast<uintptr_t>(unaligned) + 1023) & ~1023ull);
+  const int block = cluster_block();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(&shared.full[i], 1);
+      barrier_init(&shared.empty[i], kWarpsOfCluster);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  cluster_sync();
+  const int first_tile = blockIdx.x / 2, step = gridDim.x / 2;
+  if (threadIdx.x < 128) {
+    keep_registers<56>();
+    if (threadIdx.x == 0) Producer<BN, kTransposed>{p, shared, block}.run(first_tile, step);
+  } else {
+    take_registers<224>();
+    const int warpgroup = threadIdx.x / 128 - 1;
+    Consumer<T, BN, kTransposed, kDropout>{p, shared, warpgroup, static_cast<int>(threadIdx.x % 128)}.run(
+        first_tile, step, block);
+  }
+}
+
+thread_local char message[256];
+
+int fail(const char* what, const char* why) {
+  snprintf(message, sizeof message, "%s: %s", what, why);
+  return 1;
+}
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+Encode encoder() {
+  static Encode encode = [] {
+    void* address = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t status =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &found);
+    return status == cudaSuccess ? reinterpret_cast<Encode>(address) : nullptr;
+  }();
+  return encode;
+}
+
+// A map of a row-major matrix, read or written in boxes of `box_rows` x 64 elements, swizzled.
+bool make_map(CUtensorMap* map, bool half_precision, const void* at, int64_t rows, int64_t columns, int box_rows) {
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
+  const cuuint32_t box[2] = {64, static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[2] = {1, 1};
+  const auto type = half_precision ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return encoder()(map, type, 2, const_cast<void*>(at), sizes, strides, box, steps,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+template <typename T, int BN, bool kTransposed, bool kDropout>
+int launch(const Problem& problem, int blocks, cudaStream_t stream) {
+  constexpr int bytes = sizeof(Shared<BN>) + 1024;
+  auto* kernel = lora_gemm<T, BN, kTransposed, kDropout>;
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status != cudaSuccess) return fail("shared memory", cudaGetErrorString(status));
+  kernel<<<blocks, kThreads, bytes, stream>>>(problem);
+  status = cudaGetLastError();
+  return status == cudaSuccess ? 0 : fail("launch", cudaGetErrorString(status));
+}
+
+template <typename T, int BN>
+int launch_width(const Problem& problem, bool transposed, int blocks, cudaStream_t stream) {
+  if (transposed) return launch<T, BN, true, false>(problem, blocks, stream);
+  if (problem.row_keys == nullptr) return launch<T, BN, false, false>(problem, blocks, stream);
+  return launch<T, BN, false, true>(problem, blocks, stream);
+}
+
+template <typename T>
+int launch_type(const Problem& problem, int width, bool transposed, int blocks, cudaStream_t stream) {
+  switch (width) {
+    case 128: return launch_width<T, 128>(problem, transposed, blocks, stream);
+    case 192: return launch_width<T, 192>(problem, transposed, blocks, stream);
+    case 256: return launch_width<T, 256>(problem, transposed, blocks, stream);
+  }
+  return fail("tile_columns", "must be 128, 192 or 256");
+}
+
+}  // namespace
+
+// What the caller passes: `_Arguments` of ops/extension.py, field by field.
+struct TloraGemm {
+  const void *x, *weight, *bias, *ext, *factors[kMaxTargets];
+  void* out;
+  const int *tile_chunks, *chunk_rows, *row_keys;
+  const float* row_dropout;
+  int64_t rows, columns_out, depth, ext_rows, factor_rows[kMaxTargets];
+  Columns columns[kMaxTargets];  // all zeros: one arena over all columns, whatever the target
+  int num_targets, dropout_key, first_column;
+  int half_precision, transposed;  // W is [columns_out, depth], else [depth, columns_out]
+  int tile_columns, group, blocks, device;
+};
+
+namespace {
+
+bool touches(const Columns& c, int begin, int end) {
+  for (int n = begin; n < end; n += 64) {
+    const int inside = n % c.stride - c.begin;
+    if (inside >= 0 && inside < c.width) return true;
+  }
+  return false;
+}
+
+// The targets that write a column tile, as a range.
+uint8_t targets_of(const TloraGemm& g, int begin, int end) {
+  if (g.columns[0].stride == 0) return g.num_targets << 4;
+  int first = g.num_targets, last = 0;
+  for (int i = 0; i < g.num_targets; ++i) {
+    if (!touches(g.columns[i], begin, end)) continue;
+    first = first < i ? first : i;
+    last = i + 1;
+  }
+  return first < last ? first | last << 4 : 0;
+}
+
+bool make_maps(const TloraGemm& g, Problem* p) {
+  const bool half_type = g.half_precision != 0;
+  bool made = make_map(&p->x, half_type, g.x, g.rows, g.depth, kBlockRows) &&
+              make_map(&p->out, half_type, g.out, g.rows, g.columns_out, 64);
+  made = made && (g.transposed ? make_map(&p->weight, half_type, g.weight, g.columns_out, g.depth, g.tile_columns / 2)
+                               : make_map(&p->weight, half_type, g.weight, g.depth, g.columns_out, 64));
+  if (g.tile_chunks == nullptr) return made;
+  made = made && make_map(&p->ext, half_type, g.ext, g.ext_rows, kTileRows, 64);
+  const bool one = g.columns[0].stride == 0;
+  for (int i = 0; i < (one ? 1 : g.num_targets); ++i) {
+    const int64_t width = one ? g.columns_out : static_cast<int64_t>(g.columns[i].groups) * g.columns[i].width;
+    made = made && make_map(&p->factors[i], half_type, g.factors[i], g.factor_rows[i], width, kChunk);
+  }
+  return made;
+}
+
+}  // namespace
+
+#define TLORA_EXPORT extern "C" __attribute__((visibility("default")))
+
+TLORA_EXPORT const char* tlora_message() { return message; }
+
+TLORA_EXPORT int tlora_gemm(const TloraGemm* arguments, cudaStream_t stream) {
+  const TloraGemm& g = *arguments;
+  if (encoder() == nullptr) return fail("driver", "has no cuTensorMapEncodeTiled; CUDA 12 or newer is needed");
+  // This library has a CUDA runtime of its own, which does not know the device torch works on.
+  if (cudaSetDevice(g.device) != cudaSuccess) return fail("device", "cannot be set");
+  Problem p{};
+  p.num_targets = g.num_targets;
+  p.rows = static_cast<int>(g.rows);
+  p.columns_out = static_cast<int>(g.columns_out);
+  p.depth = static_cast<int>(g.depth);
+  p.row_tiles = static_cast<int>((g.rows + kTileRows - 1) / kTileRows);
+  p.column_tiles = static_cast<int>((g.columns_out + g.tile_columns - 1) / g.tile_columns);
+  if (p.column_tiles > kMaxColumnTiles) return fail("columns_out", "has too many column tiles");
+  p.group = g.group;
+  p.tile_chunks = g.tile_chunks;
+  p.chunk_rows = g.chunk_rows;
+  p.bias = g.bias;
+  p.row_keys = g.row_keys;
+  p.row_dropout = g.row_dropout;
+  p.dropout_key = g.dropout_key;
+  p.first_column = g.first_column;
+  for (int i = 0; i < g.num_targets && i < kMaxTargets; ++i) p.columns[i] = g.columns[i];
+  for (int i = 0; i < p.column_tiles && g.tile_chunks != nullptr; ++i)
+    p.targets[i] = targets_of(g, i * g.tile_columns, (i + 1) * g.tile_columns);
+  if (!make_maps(g, &p)) return fail("tensor map", "an operand must be 16-byte aligned in address and row");
+  return g.half_precision ? launch_type<half>(p, g.tile_columns, g.transposed, g.blocks, stream)
+                          : launch_type<__nv_bfloat16>(p, g.tile_columns, g.transposed, g.blocks, stream);
+}
