@@ -18,12 +18,13 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes
                : "memory");
 }
 
-// Arrives on the barrier at the same place in another block of the cluster.
+// Arrives on the barrier at the same place in another block of the cluster. What the barriers guard is read and
+// written by tensor cores and copies alone: a release at cluster scope would flush caches at every stage.
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier, uint32_t block) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(shared_address(barrier)),
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(shared_address(barrier)),
       "r"(block)
       : "memory");
 }
@@ -32,7 +33,7 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
   asm volatile(
       "{\n.reg .pred done;\n"
       "WAIT:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra DONE;\n"
       "bra WAIT;\n"
       "DONE:\n}\n" ::"r"(shared_address(barrier)),
