@@ -1,0 +1,118 @@
+"""The multi-adapter AdamW on a GPU: torch's numbers, one launch, no wait for the device."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.helpers.adam_case import AdamCase
+from tlora_megatron.ops.adamw import fused_adamw
+from tlora_megatron.ops.kernel_choice import triton_problem
+
+pytestmark = pytest.mark.gpu
+GPU = torch.device("cuda")
+SIZES = (1, 5_000, 2_048, 777, 1_000_003, 4_194_304)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The implementation that is forced."""
+    if request.param == "triton" and (problem := triton_problem(GPU)):
+        pytest.skip(problem)
+    monkeypatch.setenv("TLORA_KERNELS", request.param)
+    return str(request.param)
+
+
+def make_cases() -> list[AdamCase]:
+    return [AdamCase(i, size, GPU) for i, size in enumerate(SIZES)]
+
+
+@pytest.mark.parametrize("tensor_clip", [False, True], ids=["number", "tensor"])
+@pytest.mark.usefixtures("kernels")
+def test_many_steps_equal_torch_s(tensor_clip: bool) -> None:
+    cases = make_cases()
+    for index in range(10):
+        clips = [0.1 + 0.2 * ((index + case.seed) % 5) for case in cases]
+        updates = [
+            case.update(torch.tensor(clip, device=GPU) if tensor_clip else clip)
+            for case, clip in zip(cases, clips, strict=True)
+        ]
+        fused_adamw(updates)
+        for case, clip, update in zip(cases, clips, updates, strict=True):
+            assert not update.grad.any()
+            case.step_reference(clip)
+    for case in cases:
+        case.compare()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_clip_that_is_not_finite_skips_the_job_alone() -> None:
+    cases = make_cases()
+    before = [t.clone() for t in cases[3].state()]
+    updates = [case.update(torch.ones((), device=GPU)) for case in cases]
+    updates[3].grad.fill_(math.nan)
+    updates[3] = updates[3]._replace(clip=torch.tensor(math.nan, device=GPU))
+    fused_adamw(updates)
+    assert cases[3].state_equals(before)
+    for case, update in zip(cases, updates, strict=True):
+        assert not update.grad.any()
+        if case is not cases[3]:
+            case.step_reference(1.0)
+            case.compare()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_alone_is_together_bit_for_bit() -> None:
+    together, alone = make_cases(), make_cases()
+    fused_adamw([case.update(0.5) for case in together])
+    for case in alone:
+        fused_adamw([case.update(0.5)])
+    for left, right in zip(together, alone, strict=True):
+        assert left.state_equals(right.state())
+
+
+@pytest.mark.usefixtures("kernels")
+def test_unaligned_views_leave_the_rest_alone() -> None:
+    case = AdamCase(0, 5_001, GPU)
+    update = case.update(1.0)
+    names = ("master", "grad", "exp_avg", "exp_avg_sq")
+    wide = {name: torch.full((5_011,), 7.0, device=GPU) for name in names}
+    for name, buffer in wide.items():
+        buffer[5:5_006] = getattr(update, name)
+    fused_adamw([update._replace(**{name: t[5:5_006] for name, t in wide.items()})])
+    case.step_reference(1.0)
+    for name, buffer in wide.items():
+        assert (buffer[:5] == 7).all(), name
+        assert (buffer[5_006:] == 7).all(), name
+        if name != "grad":
+            getattr(case, name).copy_(buffer[5:5_006])
+    case.compare()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_no_wait_for_the_device() -> None:
+    cases = make_cases()
+    clips = torch.full((len(cases),), 0.5, device=GPU)
+    updates = [case.update(clip) for case, clip in zip(cases, clips, strict=True)]
+    fused_adamw(updates)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fused_adamw(updates)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_one_launch_whatever_the_number_of_updates(kernels: str) -> None:
+    if kernels == "torch":
+        pytest.skip("a call an update")
+    cases = [AdamCase(i, 100 * i + 1, GPU) for i in range(40)]
+    updates = [case.update(0.5) for case in cases]
+    fused_adamw(updates)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        fused_adamw(updates)
+        torch.cuda.synchronize()
+    on_device = [e.name for e in profile.events() if e.device_type.name == "CUDA"]
+    assert sorted(name.split(" ")[0] for name in on_device) == ["Memcpy", "_adamw_kernel"]
