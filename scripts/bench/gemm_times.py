@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
 """The rank-extended CUDA GEMM beside cuBLAS: is it right, and what does each tile width cost?
 
-    python scripts/bench/gemm_times.py [--tokens 2048 8192] [--adapters 0 16] [--csv OUT.csv]
+    python scripts/bench/gemm_times.py [--tokens 2048 8192] [--adapters 16] [--csv OUT.csv]
 
-For the forward ([T, K] x [N, K]^T) and the dgrad ([T, N] x [N, K]) of Llama-3.1-8B's linears and the
-70B/TP4 shards, cuBLAS without adapters against this kernel with and without a rank part, for every
-tile width. Times are medians over CUDA-graph replays on rotated buffers.
+For the forward ([T, K] x [N, K]^T) and the dgrad ([T, N] x [N, K]) of Llama-3.1-8B's linears and
+the 70B/TP4 shards, cuBLAS without adapters against this kernel with and without a rank part, for
+every tile width. Times are medians over CUDA-graph replays on rotated buffers.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -63,7 +64,9 @@ class Case:
         self.x = [draw(tokens, depth) for _ in range(sets)]
         shape = (width, depth) if transposed else (depth, width)
         self.weight = [draw(*shape).div_(depth**0.5) for _ in range(sets)]
-        self.out = [torch.full((tokens, width), torch.nan, device="cuda", dtype=dtype) for _ in self.x]
+        self.out = [
+            torch.full((tokens, width), torch.nan, device="cuda", dtype=dtype) for _ in self.x
+        ]
         self.ranks = [RANKS[i % 4] if adapters > 1 else 16 for i in range(adapters)]
         self.ends = _segments(tokens, adapters)
         layout = RankLayout(tuple((r,) * self.targets for r in self.ranks))
@@ -78,7 +81,9 @@ class Case:
     def _draw_rank_part(
         self, draw: Callable[..., torch.Tensor], layout: RankLayout, plan: TilePlan, width: int
     ) -> None:
-        self.ext = torch.zeros(plan.num_chunks * RANK_CHUNK, ROW_TILE, device="cuda", dtype=self.x[0].dtype)
+        self.ext = torch.zeros(
+            plan.num_chunks * RANK_CHUNK, ROW_TILE, device="cuda", dtype=self.x[0].dtype
+        )
         for pair in plan.pairs:
             for p, first in enumerate(pair.chunks):
                 rank = layout.ranks[pair.slot][p]
@@ -86,7 +91,9 @@ class Case:
                 tile = slice(pair.begin - pair.tile * ROW_TILE, pair.end - pair.tile * ROW_TILE)
                 self.ext[rows, tile] = draw(rank, pair.end - pair.begin)
         if self.columns:
-            self.factors = tuple(draw(n, c.size) for n, c in zip(layout.b_rows, self.columns, strict=True))
+            self.factors = tuple(
+                draw(n, c.size) for n, c in zip(layout.b_rows, self.columns, strict=True)
+            )
             chunk_rows = plan.chunk_b
         else:
             self.factors = (draw(layout.a_rows, width),)
@@ -132,7 +139,9 @@ class Case:
             rows = slice(tile * ROW_TILE, min((tile + 1) * ROW_TILE, y.shape[0]))
             for p in range(self.targets):
                 for c in range(bounds[p], bounds[p + 1]):
-                    s = self.ext[c * RANK_CHUNK : (c + 1) * RANK_CHUNK, : rows.stop - rows.start].float()
+                    s = self.ext[
+                        c * RANK_CHUNK : (c + 1) * RANK_CHUNK, : rows.stop - rows.start
+                    ].float()
                     row = int(self.chunk_rows[c])
                     factor = self.factors[p if self.columns else 0][row : row + RANK_CHUNK].float()
                     if self.columns:
@@ -178,7 +187,8 @@ def check() -> None:
     """Errors against fp32: both directions, widths, ragged sizes, fused columns, dropout."""
     group = {"groups": 4, "stride": 768}
     qkv = tuple(
-        OutputColumns(**group, begin=begin, width=width) for begin, width in ((0, 512), (512, 128), (640, 128))
+        OutputColumns(**group, begin=begin, width=width)
+        for begin, width in ((0, 512), (512, 128), (640, 128))
     )
     cases = {
         "forward": {"transposed": True},
@@ -188,7 +198,9 @@ def check() -> None:
         "dgrad dropout": {"transposed": False, "dropout": 0.1},
         "dgrad fp16": {"transposed": False, "dtype": torch.float16},
     }
-    for (name, options), adapters, tokens in itertools.product(cases.items(), (0, 1, 13), (512, 1000)):
+    for (name, options), adapters, tokens in itertools.product(
+        cases.items(), (0, 1, 13), (512, 1000)
+    ):
         case = Case(tokens, 2048 if tokens == 512 else 1992, 3072, adapters, **options)  # type: ignore[arg-type]
         expected = case.reference()
         for width in WIDTHS:
@@ -197,38 +209,54 @@ def check() -> None:
             error = float((case.out[0].float() - expected).norm() / expected.norm())
             flag = "" if error < 5e-3 else "   WRONG"
             if flag or width == 256:
-                print(f"{name:16} adapters {adapters:3} tokens {tokens:5} width {width}: {error:.2e}{flag}")
+                cell = f"{name:16} adapters {adapters:3} tokens {tokens:5} width {width}"
+                print(f"{cell}: {error:.2e}{flag}")
+
+
+def measure(case: Case, groups: Sequence[int]) -> dict[str, float]:
+    """Times over cuBLAS's; cuBLAS again at the end, for a GPU that slows down as it warms."""
+    sets = len(case.x)
+    base = graph_time_us(case.cublas, sets)
+    row = {"cublas_us": base}
+    for columns, group, ranked in itertools.product(WIDTHS, groups, (False, True)):
+        call = functools.partial(case.run, tile_columns=columns, group=group, rank_part=ranked)
+        name = f"{columns}/{group}{' with ranks' if ranked else ''}"
+        row[name] = graph_time_us(call, sets) / base
+    row["cublas again"] = graph_time_us(case.cublas, sets) / base
+    return row
+
+
+def sets_of(tokens: int, depth: int, width: int) -> int:
+    """Sets of operands that together exceed the L2 cache several times."""
+    set_bytes = 2 * (tokens * (depth + width) + depth * width)
+    return min(6, max(2, -(-(300 << 20) // set_bytes)))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    """Checks, measures and prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--adapters", type=int, default=16, help="of the rank part (default 16)")
     parser.add_argument("--groups", type=int, nargs="+", default=[8], help="raster groups to try")
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     check()
     rows = []
-    for tokens, (name, (size_in, size_out)) in itertools.product(
-        arguments.tokens, ((n, SHAPES[n]) for n in arguments.shapes)
+    directions = ("forward", "dgrad")
+    for tokens, name, direction in itertools.product(
+        arguments.tokens, arguments.shapes, directions
     ):
-        for direction in ("forward", "dgrad"):
-            transposed = direction == "forward"
-            depth, width = (size_in, size_out) if transposed else (size_out, size_in)
-            sets = max(2, -(-(300 << 20) // (2 * (tokens * (depth + width) + depth * width))))
-            case = Case(tokens, depth, width, arguments.adapters, transposed=transposed, sets=min(sets, 6))
-            base = graph_time_us(case.cublas, len(case.x))
-            row = {"tokens": tokens, "shape": name, "direction": direction, "cublas_us": base}
-            for columns, group in itertools.product(WIDTHS, arguments.groups):
-                for ranked in (False, True):
-                    us = graph_time_us(lambda i: case.run(i, columns, group, rank_part=ranked), len(case.x))  # noqa: B023
-                    row[f"{columns}/{group}{'+r' if ranked else ''}"] = us / base
-            row["cublas_again"] = graph_time_us(case.cublas, len(case.x)) / base
-            rows.append(row)
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-            del case
-            torch.cuda.empty_cache()
+        transposed = direction == "forward"
+        depth, width = SHAPES[name] if transposed else reversed(SHAPES[name])
+        sets = sets_of(tokens, depth, width)
+        case = Case(tokens, depth, width, arguments.adapters, transposed=transposed, sets=sets)
+        row = {"tokens": tokens, "shape": name, "direction": direction}
+        row |= {k: round(v, 3) for k, v in measure(case, arguments.groups).items()}
+        print(row, flush=True)
+        rows.append(row)
     if arguments.csv:
         with arguments.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=rows[0])

@@ -478,6 +478,8 @@ bool make_maps(const TloraGemm& g, Problem* p) {
 
 TLORA_EXPORT const char* tlora_message() { return message; }
 
+TLORA_EXPORT int tlora_arguments_size() { return sizeof(TloraGemm); }
+
 TLORA_EXPORT int tlora_gemm(const TloraGemm* arguments, cudaStream_t stream) {
   const TloraGemm& g = *arguments;
   if (encoder() == nullptr) return fail("driver", "has no cuTensorMapEncodeTiled; CUDA 12 or newer is needed");

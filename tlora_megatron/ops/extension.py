@@ -123,6 +123,7 @@ class Extension:
         library = ctypes.CDLL(str(path))
         library.tlora_message.restype = ctypes.c_char_p
         library.tlora_gemm.argtypes = [ctypes.POINTER(_Arguments), ctypes.c_void_p]
+        assert library.tlora_arguments_size() == ctypes.sizeof(_Arguments), "TloraGemm has changed"
         self._library = library
 
     def gemm(self, call: Gemm) -> None:
