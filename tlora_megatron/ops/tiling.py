@@ -131,14 +131,16 @@ def tile_plan(ends: Sequence[int], layout: RankLayout) -> TilePlan:
     begins = (0, *ends[:-1])
     inside: list[list[int]] = [[] for _ in range(num_tiles)]
     slot_pair, count = [], 0
-    for slot, (begin, end) in enumerate(zip(begins[:-1], ends[:-1], strict=False)):
+    for slot, (begin, end) in enumerate(zip(begins[:-1], ends[:-1], strict=True)):
         first, last = begin // ROW_TILE, -(-end // ROW_TILE)
         slot_pair.append(count - first)
         if end > begin and any(layout.ranks[slot]):
             count += last - first
             for tile in range(first, last):
                 inside[tile].append(slot)
-    tile_chunks, chunk_a, chunk_b = [], [], []
+    tile_chunks: list[tuple[int, ...]] = []
+    chunk_a: list[int] = []
+    chunk_b: list[int] = []
     chunks: dict[tuple[int, int], list[int]] = {}
     for tile, slots in enumerate(inside):
         bounds = [len(chunk_a)]
@@ -180,7 +182,7 @@ def row_runs(
     """
     runs = []
     begins = (0, *ends[:-1])
-    for slot, (begin, end) in enumerate(zip(begins[:-1], ends[:-1], strict=False)):
+    for slot, (begin, end) in enumerate(zip(begins[:-1], ends[:-1], strict=True)):
         if not any(layout.ranks[slot]):
             continue
         cuts = [
