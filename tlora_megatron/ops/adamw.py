@@ -60,7 +60,9 @@ def fused_adamw(updates: Sequence[AdamUpdate]) -> None:
     device = updates[0].master.device
     for update in updates:
         _check(update, device)
-    if device.type == "cuda" and forced_kernels() != "torch" and triton_problem(device) is None:
+    forced = forced_kernels()
+    may_launch = forced != "torch" and (device.type == "cuda" or forced == "triton")
+    if may_launch and triton_problem(device) is None:
         # Not at the top: triton is only there on machines with a GPU.
         from tlora_megatron.ops.triton_adamw import launch_adamw
 

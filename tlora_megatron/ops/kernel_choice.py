@@ -75,20 +75,21 @@ def choose_ops(device: torch.device, dtype: torch.dtype) -> LinearOps:
 
 
 def problem_of(name: Kernels, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why an implementation cannot run, None where it can."""
+    """Why an implementation cannot run, None where it can; builds the CUDA extension if need be."""
     if name == "torch":
         return None
-    problem = _gpu_problem(device, dtype) or triton_problem(device)
+    problem = triton_problem(device) or _dtype_problem(dtype)
     return problem if name == "triton" or problem else cuda_problem(device)
 
 
 def triton_problem(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on the device, whatever the dtype; None where they can."""
-    if device.type != "cuda":
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _TRITON_CAPABILITY:
+            return f"compute capability must be at least 8.0, got {_dotted(capability)}"
+    elif os.environ.get("TRITON_INTERPRET") != "1":
         return "no GPU"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _TRITON_CAPABILITY:
-        return f"compute capability must be at least 8.0, got {_dotted(capability)}"
     return _triton_import_problem()
 
 
@@ -103,7 +104,9 @@ def cuda_problem(device: torch.device) -> str | None:
 
 
 def _automatic(device: torch.device, dtype: torch.dtype) -> KernelChoice:
-    problem = _gpu_problem(device, dtype) or triton_problem(device)
+    if device.type != "cuda":
+        return KernelChoice("torch", "no GPU")
+    problem = triton_problem(device) or _dtype_problem(dtype)
     if problem:
         return KernelChoice("torch", problem)
     capability = torch.cuda.get_device_capability(device)
@@ -116,12 +119,10 @@ def _automatic(device: torch.device, dtype: torch.dtype) -> KernelChoice:
     return KernelChoice("triton", f"no CUDA extension: {problem}")
 
 
-def _gpu_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cuda":
-        return "no GPU"
-    if dtype not in _HALF:
-        return f"dtype must be bfloat16 or float16, got {str(dtype).removeprefix('torch.')}"
-    return None
+def _dtype_problem(dtype: torch.dtype) -> str | None:
+    if dtype in _HALF:
+        return None
+    return f"dtype must be bfloat16 or float16, got {str(dtype).removeprefix('torch.')}"
 
 
 @functools.cache
