@@ -9,6 +9,7 @@
 #   TLORA_TORCH        what to install as torch where there is no GPU; default torch==2.13.0. On a plain machine the
 #                      default index may hold the (large) CUDA build: point pip at a CPU index to avoid it.
 #   TLORA_MEGATRON     the same for megatron-core; default megatron-core==0.16.1, which does without triton
+#   TLORA_TRITON       the same for triton, which the tests interpret; default triton==3.6.0
 # With a GPU, a torch that the base interpreter can import already is used as it is, with its neighbours.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -64,6 +65,7 @@ install() {
   if ! has_gpu; then
     if grep -q '^torch' <<<"$lacks"; then pinned+=("${TLORA_TORCH:-torch==2.13.0}"); fi
     if grep -q '^megatron-core' <<<"$lacks"; then pinned+=("${TLORA_MEGATRON:-megatron-core==0.16.1}"); fi
+    if grep -q '^triton' <<<"$lacks"; then pinned+=("${TLORA_TRITON:-triton==3.6.0}"); fi
   fi
   if ((${#pinned[@]})); then
     say "installing ${pinned[*]}"
