@@ -144,13 +144,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--csv", type=Path, help="append rows to this file")
     parser.add_argument("--json", type=Path, help="write rows and geometric means here")
     parser.add_argument("--commit", default="", help="where git is not at hand")
-    parser.add_argument("--shapes", type=_names(SHAPES), default=MEASURED)
-    parser.add_argument("--tokens", type=_numbers(int), default=TOKENS)
-    parser.add_argument("--adapters", type=_numbers(int), default=ADAPTERS)
-    parser.add_argument("--dropout", type=_numbers(float), default=DROPOUT)
+    parser.add_argument("--shapes", type=names_of(SHAPES), default=MEASURED)
+    parser.add_argument("--tokens", type=numbers(int), default=TOKENS)
+    parser.add_argument("--adapters", type=numbers(int), default=ADAPTERS)
+    parser.add_argument("--dropout", type=numbers(float), default=DROPOUT)
     parser.add_argument(
         "--providers",
-        type=_names(PROVIDERS, baselines=tuple(BASELINES)),
+        type=names_of(PROVIDERS, baselines=tuple(BASELINES)),
         default=("tlora",),
         help=f"of {', '.join(PROVIDERS)}; `baselines` is all of those",
     )
@@ -165,11 +165,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.device is None:
         args.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = torch.bfloat16
-    args.versions = versions(args.device, args.commit or _commit())
+    args.versions = versions(args.device, args.commit or current_commit())
     return args
 
 
-def _names(known: Collection[str], **groups: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+def names_of(known: Collection[str], **groups: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
     """A parser of comma-separated names, with names for groups of them."""
 
     def parse(text: str) -> tuple[str, ...]:
@@ -182,12 +182,12 @@ def _names(known: Collection[str], **groups: tuple[str, ...]) -> Callable[[str],
     return parse
 
 
-def _numbers(kind: type[T]) -> Callable[[str], tuple[T, ...]]:
+def numbers(kind: type[T]) -> Callable[[str], tuple[T, ...]]:
     """A parser of comma-separated numbers."""
     return lambda text: tuple(kind(part) for part in text.split(","))
 
 
-def _commit() -> str:
+def current_commit() -> str:
     if not os.path.exists(".git"):
         return "unknown"
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)

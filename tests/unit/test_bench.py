@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+from tests.helpers.bench_modules import bench_modules
+
 CPU = torch.device("cpu")
 BASELINES = ("grouped_mm", "concat", "bridge_method", "peft_eager", "loop")
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[SimpleNamespace]:
-    """The modules of scripts/bench, which import one another as scripts do."""
-    names = sorted(p.stem for p in BENCH.glob("*.py"))
-    before = {name: sys.modules.pop(name, None) for name in names}
-    sys.path.insert(0, str(BENCH))
-    try:
-        yield SimpleNamespace(load=importlib.import_module)
-    finally:
-        sys.path.remove(str(BENCH))
-        for name in names:
-            sys.modules.pop(name, None)
-        sys.modules.update({name: m for name, m in before.items() if m is not None})
-
-
-def _module(bench: SimpleNamespace, name: str) -> ModuleType:
-    return bench.load(name)
+    """The modules of scripts/bench."""
+    with bench_modules() as modules:
+        yield modules
 
 
 def _error(
@@ -47,8 +34,8 @@ def _error(
     by: float = 1.1,
 ) -> float:
     """The checked error of a provider on a tiny fused linear in fp32."""
-    shapes, workloads = _module(bench, "linear_shapes"), _module(bench, "linear_workload")
-    measure, check = _module(bench, "linear_measure"), _module(bench, "linear_check")
+    shapes, workloads = bench.load("linear_shapes"), bench.load("linear_workload")
+    measure, check = bench.load("linear_measure"), bench.load("linear_check")
     shape = shapes.SHAPES["tiny_qkv"]
     workload = workloads.make_workload(shape, 48, device=CPU, dtype=torch.float32)
     versions = measure.versions(CPU, "abc")
@@ -74,7 +61,7 @@ def _error(
 def test_every_provider_computes_the_definition(
     bench: SimpleNamespace, provider: str, adapters: int, dropout: float
 ) -> None:
-    baselines, shapes = _module(bench, "baselines"), _module(bench, "linear_shapes")
+    baselines, shapes = bench.load("baselines"), bench.load("linear_shapes")
     if provider in BASELINES:
         why = baselines.why_not(provider, shapes.adapter_mix(48, adapters), dropout)
         assert (why is None) == (
@@ -102,18 +89,18 @@ def test_one_wrong_row_or_factor_is_an_error(bench: SimpleNamespace, spoil: str)
 def test_segments_are_ragged_and_sum_to_the_tokens(
     bench: SimpleNamespace, tokens: int, adapters: int
 ) -> None:
-    mix = _module(bench, "linear_shapes").adapter_mix(tokens, adapters)
+    mix = bench.load("linear_shapes").adapter_mix(tokens, adapters)
     assert sum(mix.lengths) == tokens
     assert min(mix.lengths) >= 1
     assert len(mix.ranks) == len(mix.scalings) == adapters
-    assert mix == _module(bench, "linear_shapes").adapter_mix(tokens, adapters)
+    assert mix == bench.load("linear_shapes").adapter_mix(tokens, adapters)
     if adapters >= 16:
         assert len({n % 8 for n in mix.lengths}) > 3
         assert set(mix.ranks) == {8, 16, 32, 64}
 
 
 def test_shapes_are_those_of_llama_8b_and_of_a_70b_rank(bench: SimpleNamespace) -> None:
-    shapes = _module(bench, "linear_shapes")
+    shapes = bench.load("linear_shapes")
     sizes = {name: shapes.SHAPES[name].site for name in shapes.MEASURED}
     assert [(s.in_size, s.out_size) for s in sizes.values()] == [
         (4096, 6144),
@@ -134,7 +121,7 @@ def test_shapes_are_those_of_llama_8b_and_of_a_70b_rank(bench: SimpleNamespace) 
 
 
 def test_buffer_sets_outgrow_the_cache(bench: SimpleNamespace) -> None:
-    num_sets = _module(bench, "linear_workload").num_sets
+    num_sets = bench.load("linear_workload").num_sets
     assert num_sets(10**9, 50 << 20) == 2
     assert num_sets(65 << 20, 50 << 20) == 4
     assert num_sets(1, 50 << 20) == 4
@@ -142,18 +129,18 @@ def test_buffer_sets_outgrow_the_cache(bench: SimpleNamespace) -> None:
 
 
 def _row(bench: SimpleNamespace, **values: Any) -> Any:
-    results = _module(bench, "linear_results")
+    results = bench.load("linear_results")
     strings = dict.fromkeys(("gpu", "torch", "triton", "commit", "shape", "provider"), "a")
     numbers = dict.fromkeys((f.name for f in dataclasses.fields(results.Row)), 1)
     return results.Row(**{**numbers, **strings, **values})
 
 
 def test_the_ratio_is_of_forward_and_backward_together(bench: SimpleNamespace) -> None:
-    assert _module(bench, "linear_results").ratio(2.0, 4.0, 1.0, 4.0) == pytest.approx(1.2)
+    assert bench.load("linear_results").ratio(2.0, 4.0, 1.0, 4.0) == pytest.approx(1.2)
 
 
 def test_rows_reach_the_csv_and_come_back(bench: SimpleNamespace, tmp_path: Path) -> None:
-    results = _module(bench, "linear_results")
+    results = bench.load("linear_results")
     path = tmp_path / "new" / "rows.csv"
     results.append_csv(path, _row(bench, shape="8b_o", tokens=8192, ratio=1.0512345, dropout=0.1))
     results.append_csv(path, _row(bench, adapters=64, fwd_us=12345.678))
@@ -174,7 +161,7 @@ def _cells(provider: str, **values: Any) -> dict[str, Any]:
 
 
 def test_the_summary_is_a_geometric_mean_over_shapes(bench: SimpleNamespace) -> None:
-    results = _module(bench, "linear_results")
+    results = bench.load("linear_results")
     rows = [
         _cells("tlora", ratio=1.0),
         _cells("tlora", shape="8b_qkv", ratio=1.21),
@@ -190,7 +177,7 @@ def test_the_summary_is_a_geometric_mean_over_shapes(bench: SimpleNamespace) -> 
 
 
 def test_targets_need_every_number_of_adapters(bench: SimpleNamespace) -> None:
-    targets = _module(bench, "linear_targets")
+    targets = bench.load("linear_targets")
     rows = [_cells("tlora", adapters=n, ratio=r) for n, r in ((1, 1.0), (4, 1.21))]
     assert not list(targets.verdicts(rows, "tlora"))
     rows += [_cells("tlora", adapters=16, ratio=1.21), _cells("concat", ratio=1.3)]
@@ -204,7 +191,7 @@ def test_targets_need_every_number_of_adapters(bench: SimpleNamespace) -> None:
 
 
 def test_cells_where_a_baseline_wins_are_named(bench: SimpleNamespace) -> None:
-    beaten_by = _module(bench, "linear_targets").beaten_by
+    beaten_by = bench.load("linear_targets").beaten_by
     rows = [_cells("tlora", ratio=1.1), _cells("concat", ratio=1.2), _cells("loop", ratio=1.09)]
     assert beaten_by(rows, "tlora") == ["8b_o 8192 x4 p=0: loop 1.090, tlora 1.100"]
 
@@ -215,9 +202,9 @@ def test_a_run_measures_writes_and_reports(
     csv = tmp_path / "rows.csv"
     options = ["--shapes", "tiny_o,tiny_gate_up", "--tokens", "40", "--adapters", "1,3"]
     options += ["--providers", "frozen,tlora,concat", "--rounds", "7", "--commit", "abc"]
-    lora_linear = _module(bench, "lora_linear")
+    lora_linear = bench.load("lora_linear")
     assert lora_linear.main([*options, "--csv", str(csv), "--json", str(tmp_path / "x")]) == 0
-    rows = _module(bench, "linear_results").read_csv([csv])
+    rows = bench.load("linear_results").read_csv([csv])
     cells = itertools.product(("tiny_o", "tiny_gate_up"), (1, 3), (0.0, 0.1))
     found = [(r["shape"], r["adapters"], r["dropout"]) for r in rows if r["provider"] == "tlora"]
     assert found == list(cells)
@@ -230,14 +217,14 @@ def test_a_run_without_time_says_what_it_left_out(
     bench: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--shapes", "tiny_o", "--tokens", "40", "--budget-s", "-1"]
-    assert _module(bench, "lora_linear").main(options) == 0
+    assert bench.load("lora_linear").main(options) == 0
     assert "tiny_o 40: no time left" in capsys.readouterr().out
 
 
 def test_a_wrong_or_broken_provider_is_refused(
     bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    lora_linear, fused = _module(bench, "lora_linear"), _module(bench, "fused")
+    lora_linear, fused = bench.load("lora_linear"), bench.load("fused")
     csv = tmp_path / "rows.csv"
     options = ["--shapes", "tiny_o", "--tokens", "40", "--adapters", "2", "--csv", str(csv)]
     wrong = lambda self, backward: ()  # noqa: E731
@@ -250,7 +237,7 @@ def test_a_kernel_that_cannot_run_is_a_problem_not_a_crash(
     bench: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--shapes", "tiny_o", "--tokens", "40", "--adapters", "2", "--device", "cpu"]
-    assert _module(bench, "lora_linear").main([*options, "--providers", "tlora_cuda"]) == 1
+    assert bench.load("lora_linear").main([*options, "--providers", "tlora_cuda"]) == 1
     assert "TLORA_KERNELS must name kernels that run here, got cuda" in capsys.readouterr().out
 
 
@@ -259,12 +246,12 @@ def test_an_unknown_name_is_refused(
     bench: SimpleNamespace, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        _module(bench, "lora_linear").arguments([name, "nosuch"])
+        bench.load("lora_linear").arguments([name, "nosuch"])
     assert "got nosuch" in capsys.readouterr().err
 
 
 def test_curves_share_their_shapes(bench: SimpleNamespace) -> None:
-    curves = _module(bench, "plot_lora_linear").curves
+    curves = bench.load("plot_lora_linear").curves
     rows = [
         _cells("tlora", ratio=1.1),
         _cells("tlora", ratio=1.2, adapters=16),
@@ -280,7 +267,7 @@ def test_curves_share_their_shapes(bench: SimpleNamespace) -> None:
 
 
 def test_the_plot_is_a_picture(bench: SimpleNamespace, tmp_path: Path) -> None:
-    results, plotter = _module(bench, "linear_results"), _module(bench, "plot_lora_linear")
+    results, plotter = bench.load("linear_results"), bench.load("plot_lora_linear")
     csv = tmp_path / "rows.csv"
     for tokens, adapters in itertools.product((2048, 8192), (1, 4)):
         row = _row(bench, provider="tlora", tokens=tokens, adapters=adapters, dropout=0.0)
