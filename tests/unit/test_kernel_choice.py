@@ -115,7 +115,7 @@ def test_automatic(
         (
             {"capability": (9, 0), "triton": "No module named 'triton'"},
             HALF[0],
-            "triton cannot be imported (No module named 'triton')",
+            "triton cannot be imported (No module named 'triton'); pip install triton",
         ),
         ({"capability": (8, 6)}, HALF[0], "compute capability 8.6"),
         ({"capability": (9, 0)}, HALF[0], "compute capability 9.0, extension loaded"),

@@ -1,4 +1,4 @@
-"""`tlora inspect`: shows a configuration, an adapter or a run."""
+"""`tlora inspect`: shows a configuration, an adapter, a run, or the kernels this machine gets."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ examples:
   tlora inspect configs/quickstart.yaml --set defaults.lora.rank=8
   tlora inspect runs/quickstart
   tlora inspect runs/quickstart/jobs/mirror/adapter --json
+  tlora inspect kernels
 """
 
+KERNELS = "kernels"
+"""The word in the place of a path; a folder of that name is `./kernels`."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -28,13 +31,16 @@ def add_parser(commands: Any) -> None:
     """Adds the subcommand to argparse's `commands`."""
     parser = commands.add_parser(
         "inspect",
-        help="show a configuration, an adapter or a run",
+        help="show a configuration, an adapter, a run or the kernels",
         description=__doc__.split(": ", 1)[1],
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "path", metavar="PATH", help="configuration file, adapter directory or run directory"
+        "path",
+        metavar="PATH",
+        help="configuration file, adapter directory or run directory; or the word 'kernels': which "
+        "kernels train on this machine and why (compiles them where they would be)",
     )
     add_config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -42,11 +48,13 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows what stands at `PATH`."""
+    """Shows what stands at `PATH`, or the kernels."""
     path = Path(args.path)
+    if (path.is_dir() or args.path == KERNELS) and (args.overrides or args.output_dir):
+        raise ValueError(f"--set and --output-dir must be given with a config file, got {path}")
+    if args.path == KERNELS:
+        return _show_kernels(as_json=args.json)
     if path.is_dir():
-        if args.overrides or args.output_dir:
-            raise ValueError(f"--set and --output-dir must be given with a config file, got {path}")
         if (path / ADAPTER_CONFIG).is_file():
             return _show_adapter(path, as_json=args.json)
         if (path / "summary.json").is_file():
@@ -83,6 +91,18 @@ def _show_run(path: Path, *, as_json: bool) -> int:
         _print_json({"kind": "run", "path": str(path), **summary})
     else:
         print_run(open_console(), summary, str(path))
+    return 0
+
+
+def _show_kernels(*, as_json: bool) -> int:
+    # Not at the top: it needs torch, and configs can be shown without it.
+    from tlora_megatron.cli.inspect_kernels import describe_kernels, print_kernels
+
+    description = describe_kernels()
+    if as_json:
+        _print_json({"kind": "kernels", **description})
+    else:
+        print_kernels(open_console(), description)
     return 0
 
 

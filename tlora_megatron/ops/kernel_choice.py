@@ -130,7 +130,7 @@ def _triton_import_problem() -> str | None:
     try:
         importlib.import_module("triton")
     except Exception as error:  # a broken installation raises anything
-        return f"triton cannot be imported ({error})"
+        return f"triton cannot be imported ({error}); pip install triton"
     return None
 
 
