@@ -1,30 +1,51 @@
-"""The multi-adapter linear on a GPU: grouped GEMMs and generated dropout against fp64."""
+"""The multi-adapter linear on a GPU, with every implementation that runs there, against fp64."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import pytest
 import torch
 
 from tests.helpers.linear_case import JOBS, SPEC, TOLERANCE, WORKLOADS, Case, error
 from tlora_megatron.job import LoraSpec
+from tlora_megatron.ops.kernel_choice import Kernels, choose_ops, problem_of
+from tlora_megatron.ops.linear_ops import LinearOps
 
 pytestmark = pytest.mark.gpu
 
+KERNELS = get_args(Kernels)
 WIDE = dataclasses.replace(
     SPEC, hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=64, ffn_size=768
 )
 
 
+def ops_of(kernels: Kernels, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> LinearOps:
+    """The named implementation; skips where it does not run."""
+    device = torch.device("cuda")
+    problem = problem_of(kernels, device, dtype)
+    if problem is not None:
+        pytest.skip(problem)
+    monkeypatch.setenv("TLORA_KERNELS", kernels)
+    return choose_ops(device, dtype)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("training", [True, False], ids=["dropout", "no dropout"])
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("linear", ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
 def test_every_output_and_gradient_equals_the_reference(
-    linear: str, workload: str, training: bool, dtype: torch.dtype
+    linear: str,
+    workload: str,
+    training: bool,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = Case(linear, dtype, spec=WIDE, device="cuda")
+    ops = ops_of(kernels, dtype, monkeypatch)
+    case = Case(linear, dtype, spec=WIDE, device="cuda", ops=ops)
     lengths = WORKLOADS[workload]
     num_tokens = sum(lengths) + 6
     view = case.view(lengths, num_tokens=num_tokens, training=training)
@@ -41,10 +62,14 @@ def test_every_output_and_gradient_equals_the_reference(
         assert error(got, value) < TOLERANCE[dtype], name
 
 
-def test_columns_that_begin_between_16_bytes() -> None:
-    """torch's grouped GEMM refuses them: up_proj's begin at the twelfth."""
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_columns_that_begin_between_16_bytes(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TMA and wide loads refuse them: up_proj's begin at the twelfth."""
+    ops = ops_of(kernels, torch.bfloat16, monkeypatch)
     spec = dataclasses.replace(WIDE, ffn_size=12)
-    case = Case("linear_fc1", torch.bfloat16, spec=spec, loras=JOBS[3:], device="cuda")
+    case = Case("linear_fc1", torch.bfloat16, spec=spec, loras=JOBS[3:], device="cuda", ops=ops)
     view = case.view((9,), num_tokens=16, training=False)
     x, dy = case.draw(16, 1, case.site.in_size), case.draw(16, 1, case.site.out_size)
     actual, expected = case.run(x, dy, view), case.reference(x, dy, view)
@@ -53,9 +78,13 @@ def test_columns_that_begin_between_16_bytes() -> None:
         assert error(got, value) < TOLERANCE[torch.bfloat16], name
 
 
-def test_more_adapters_than_one_grouped_gemm_takes() -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_thousand_adapters_of_which_two_have_rows(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = ops_of(kernels, torch.bfloat16, monkeypatch)
     loras = [LoraSpec(rank=8, alpha=8, target_modules=("o_proj",))] * 1023
-    case = Case("linear_proj", torch.bfloat16, spec=WIDE, loras=loras, device="cuda")
+    case = Case("linear_proj", torch.bfloat16, spec=WIDE, loras=loras, device="cuda", ops=ops)
     lengths = [0] * 1023
     lengths[5], lengths[1022] = 7, 9
     view = case.view(lengths, num_tokens=24, training=False)
@@ -66,8 +95,12 @@ def test_more_adapters_than_one_grouped_gemm_takes() -> None:
         assert error(got, expected[name]) < TOLERANCE[torch.bfloat16], name
 
 
-def test_gradients_are_the_same_bits_from_run_to_run() -> None:
-    case = Case("linear_qkv", torch.bfloat16, spec=WIDE, loras=JOBS, device="cuda")
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_gradients_are_the_same_bits_from_run_to_run(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = ops_of(kernels, torch.bfloat16, monkeypatch)
+    case = Case("linear_qkv", torch.bfloat16, spec=WIDE, loras=JOBS, device="cuda", ops=ops)
     view = case.view(WORKLOADS["skewed"], num_tokens=384, training=True)
     x, dy = case.draw(384, 1, case.site.in_size), case.draw(384, 1, case.site.out_size)
     first, second = case.run(x, dy, view), case.run(x, dy, view)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.linear_case import JOBS, NO_TP, TOLERANCE, WORKLOADS, Case, error
+from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.linear import MultiLoRALinear
 from tlora_megatron.ops.dropout import dropout
 from tlora_megatron.ops.segments import Document, pack_micro_batch
@@ -103,5 +104,69 @@ def test_only_the_input_and_the_rank_sized_intermediate_are_saved() -> None:
         MultiLoRALinear.apply(x, case.weight, case.bias, case.branch, view, NO_TP)
     owned = {t.data_ptr() for t in (x, case.weight)}
     extra = [t for t in saved if t.data_ptr() not in owned]
-    stack = case.bank.stacks[case.site.index]
-    assert [tuple(t.shape) for t in extra] == [(40, len(stack.targets) * stack.rank)]
+    # Rows times rank chunks over the targets on this linear: jobs 0 (q, v), 1, 2 (k), 3 (q, k, v).
+    assert [t.numel() for t in extra] == [5 * 32 + 9 * 32 + 1 * 16 + 17 * 48]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["dropout", "no dropout"])
+def test_windows_of_the_rows_sum_to_the_whole_gradient_of_a(training: bool) -> None:
+    """A sequence-parallel rank has x for its window alone, and dS for all rows."""
+    case = Case("linear_qkv", torch.float32)
+    view = case.view(WORKLOADS["distinct"], num_tokens=40, training=training)
+    x, dy = case.draw(40, case.site.in_size), case.draw(40, case.site.out_size)
+    factors, ops = case.branch.factors, case.branch.ops
+    assert factors is not None
+    _, s = ops.forward(x, case.weight, None, factors, view.rows)
+    ds = ops.backward_up(dy, s, factors, view.rows)
+    case.gradients()
+    ops.backward_down(x, ds, factors, view.rows, (0, 40))
+    whole = case.gradients()
+    for window in ((0, 10), (10, 20), (20, 20), (20, 40)):
+        ops.backward_down(x[slice(*window)].clone(), ds, factors, view.rows, window)
+    for name, grad in case.gradients().items():
+        assert grad.any() == name.endswith("lora_a"), name
+        assert error(grad, whole[name]) < 1e-6, name
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("slot", [1, 2])
+def test_a_job_has_the_same_gradient_whoever_stands_beside_it(
+    slot: int, dtype: torch.dtype
+) -> None:
+    loras = (LoraSpec(rank=256, alpha=1, target_modules=("q_proj", "linear_qkv")), *JOBS)
+    case = Case("linear_qkv", dtype, loras=loras)
+    x, dy = case.draw(64, 1, case.site.in_size), case.draw(64, 1, case.site.out_size)
+    lengths = (16, 16, 16, 7, 9)
+    company = case.run(x, dy, case.view(lengths, num_tokens=64, training=True))
+    alone = [n if s == slot else 0 for s, n in enumerate(lengths)]
+    first = [t.roll(-16 * slot, 0) for t in (x, dy)]
+    loner = case.run(*first, case.view(alone, num_tokens=64, training=True))
+    for name, grad in loner.items():
+        if name.startswith(f"job{slot}."):
+            assert grad.any(), name
+            assert torch.equal(grad, company[name]), name
+
+
+def test_gradients_of_several_micro_batches_add_up() -> None:
+    case = Case("linear_fc1", torch.bfloat16)
+    view = case.view(WORKLOADS["distinct"], num_tokens=32, training=False)
+    x, dy = case.draw(32, 1, case.site.in_size), case.draw(32, 1, case.site.out_size)
+    once = case.run(x, dy, view)
+    for _ in range(3):
+        y = MultiLoRALinear.apply(x.requires_grad_(), case.weight, None, case.branch, view, NO_TP)
+        y.backward(dy)
+    for name, grad in case.gradients().items():
+        assert grad.dtype == torch.float32
+        assert error(grad, 3 * once[name]) < 1e-6, name
+
+
+def test_an_adapter_that_joins_brings_no_gradient() -> None:
+    case = Case("linear_fc1", torch.float32)
+    first, *rest = case.bank.adapters
+    case.bank.install(rest)
+    for adapter in case.bank.adapters:
+        adapter.slab.grad.fill_(1)
+    first.slab.grad.fill_(1)
+    case.bank.install([*rest, first])
+    assert not first.slab.grad.any()
+    assert all(adapter.slab.grad.all() for adapter in rest)

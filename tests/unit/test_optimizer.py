@@ -73,13 +73,19 @@ def random_gradient(bank: AdapterBank, slot: int, seed: int, std: float = 1.0) -
 
 
 def accumulate(bank: AdapterBank, slot: int, flat: torch.Tensor) -> None:
-    """Adds a gradient where backward does: to the sites' accumulators."""
-    sites = {(t.layer, t.target): site.index for site in bank.sites for t in site.targets}
+    """Adds a gradient where backward does: through the views that the sites hold."""
     layout = bank.adapters[slot].slab.layout
+    used = {target for lora in LORAS for target in lora.target_modules}
+    places = {
+        shard.name: (bank.factors[site.index], p)
+        for site in bank.sites
+        for p, shard in enumerate(t for t in site.targets if t.target in used)
+    }
     for factor, part in zip(layout.factors, layout.views(flat), strict=True):
-        stack = bank.stacks[sites[factor.shard.layer, factor.shard.target]]
-        target = stack.factor(slot, factor.shard.target, factor.which, grad=True)
-        target[: factor.shape[0]].add_(part)
+        factors, p = places[factor.shard.name]
+        grad = (factors.grad_a if factor.which == "lora_a" else factors.grad_b)[slot][p]
+        assert grad is not None
+        grad.add_(part)
 
 
 def request(slot: int, updates: int, *, lr: float | None = None, loss: float = 2.5) -> StepRequest:
@@ -118,7 +124,7 @@ class TorchJob:
 
 def state(bank: AdapterBank, slot: int) -> list[torch.Tensor]:
     """Copies of all buffers of a job, and of its compute weights."""
-    compute = [view.clone() for view in bank._copies[slot][0]]
+    compute = [view.clone() for view in bank._copies[slot]]
     return [buffer.clone() for buffer in bank.adapters[slot].slab.buffers().values()] + compute
 
 
@@ -200,7 +206,7 @@ def test_what_is_not_finite_moves_nobody(
     for slot in (0, 2):
         assert outcomes[slot] == healthy[slot]
         assert unmoved(state(alone, slot), state(bank, slot))
-    assert not bank.take_gradient(1).any(), "a bad gradient must not reach the next step"
+    assert not bank.adapters[1].slab.grad.any(), "a bad gradient must not reach the next step"
 
 
 def test_a_job_goes_on_after_a_skipped_step_as_if_it_had_not_been(groups: ParallelGroups) -> None:
@@ -227,9 +233,9 @@ def test_an_idle_job_does_not_move_and_keeps_its_gradient(groups: ParallelGroups
     before = [state(bank, slot) for slot in SLOTS]
     step_adapters(bank, groups, [request(1, 0)])
     assert [unmoved(before[slot], state(bank, slot)) for slot in SLOTS] == [True, False, True]
-    assert torch.equal(bank.take_gradient(0), gradients[0])
-    assert torch.equal(bank.take_gradient(2), gradients[2])
-    assert not bank.take_gradient(1).any()
+    assert torch.equal(bank.adapters[0].slab.grad, gradients[0])
+    assert torch.equal(bank.adapters[2].slab.grad, gradients[2])
+    assert not bank.adapters[1].slab.grad.any()
 
 
 def test_a_rate_of_zero_moves_moments_only(groups: ParallelGroups) -> None:
@@ -261,7 +267,7 @@ def test_bf16_copies_follow_fp32_masters(groups: ParallelGroups) -> None:
     assert slab.master.dtype == torch.float32
     moved = (slab.master - before).abs()
     assert 1e-7 < moved.mean() < 4e-6
-    copies = torch.cat(bank._copies[0][0])
+    copies = torch.cat(bank._copies[0])
     assert copies.dtype == torch.bfloat16
     assert torch.equal(copies, slab.master.bfloat16())
 

@@ -170,6 +170,7 @@ def test_moments_are_buffers_of_their_own() -> None:
     assert list(buffers) == ["master", "exp_avg", "exp_avg_sq"]
     assert not buffers["master"].any()
     assert not buffers["exp_avg_sq"].any()
+    assert not slab.grad.any()
     assert torch.equal(whole_tensors([slab.layout], [buffers["exp_avg"]], SPEC)[
         "layers.1.q_proj.lora_b"], factors["layers.1.q_proj.lora_b"])  # fmt: skip
     assert {buffer.dtype for buffer in buffers.values()} == {torch.float32}

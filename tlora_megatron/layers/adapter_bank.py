@@ -1,15 +1,12 @@
-"""All adapters of a super-model on this rank, and their weights stacked for grouped GEMMs.
+"""All adapters of a super-model on this rank, and their weights as the linears' kernels read them.
 
 The bank stays outside module registration: the base's state dict, DDP buckets and optimizer see
 nothing of it, and adapters join or leave between steps without touching the others.
-
-Shapes: S slots + 1 (the last, all zeros, is the null slot), P targets on a site, R padded rank,
-K features in, N features out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +14,11 @@ import torch
 from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.sites import Site, TargetShard
 from tlora_megatron.layers.slab import AdapterSlab, slab_layout
-from tlora_megatron.ops.row_groups import RowGroups
-
-_RANK_MULTIPLE = 8
-"""Grouped GEMMs need rows of 16 bytes, eight bf16 values."""
+from tlora_megatron.ops.dropout import mix_ints
+from tlora_megatron.ops.factors import SiteFactors
+from tlora_megatron.ops.kernel_choice import choose_ops
+from tlora_megatron.ops.linear_ops import LinearOps
+from tlora_megatron.ops.tiling import RankLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -32,43 +30,15 @@ class Adapter:
     slab: AdapterSlab
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SiteStack:
-    """Weights and gradient accumulators of all adapters at one site.
-
-    `lora_a` of target p fills rows `p * R` onward of `lora_a_SRK`; unused rows are zero, and stay
-    so.
-    """
-
-    targets: tuple[TargetShard, ...]
-    rank: int
-    """R."""
-    lora_a_SRK: torch.Tensor
-    """`[S + 1, P * R, K]`, compute dtype."""
-    lora_b_SRN: tuple[torch.Tensor, ...]
-    """One a target, transposed: `[S + 1, R, N]`, compute dtype."""
-    grad_a_SRK: torch.Tensor
-    """fp32."""
-    grad_b_SRN: tuple[torch.Tensor, ...]
-    """fp32."""
-
-    def factor(self, slot: int, target: str, which: str, *, grad: bool) -> torch.Tensor:
-        """One padded factor of one adapter, `[R, features]`, contiguous."""
-        p = [t.target for t in self.targets].index(target)
-        if which == "lora_b":
-            return (self.grad_b_SRN if grad else self.lora_b_SRN)[p][slot]
-        stack = self.grad_a_SRK if grad else self.lora_a_SRK
-        return stack[slot, p * self.rank : (p + 1) * self.rank]
-
-
 class AdapterBank:
     """The adapters in their slots, over the sites of this rank.
 
     Args:
         sites: the linears that may carry adapters, on this rank.
-        loras: of every job the run may ever hold: fixes the padded rank of each site, so that a job
-            leaving changes no shape and no rounding of the others.
+        loras: of every job the run may ever hold: fixes which targets each site has, so that a job
+            leaving changes no product and no rounding of the others.
         dtype: of the compute copies.
+        ops: what computes the linears; None = the fastest that this device and dtype have.
     """
 
     def __init__(
@@ -78,18 +48,21 @@ class AdapterBank:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        ops: LinearOps | None = None,
     ) -> None:
         self.sites = tuple(sites)
         self.dtype = dtype
         self.device = device
-        self._loras = tuple(loras)
+        self.ops = choose_ops(device, dtype) if ops is None else ops
+        used = {target for lora in loras for target in lora.target_modules}
+        self._targets = {
+            site.index: tuple(t for t in site.targets if t.target in used) for site in self.sites
+        }
         self.adapters: tuple[Adapter, ...] = ()
-        self.stacks: dict[int, SiteStack] = {}
+        self.factors: dict[int, SiteFactors] = {}
         """By `Site.index`; sites that no job targets have none."""
-        self._scaling_S = torch.zeros(1)
-        self._dropout_S = torch.zeros(1)
-        self._copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        """Flat views of a slot's factors in the stacks, in its slab's order: compute, gradients."""
+        self._copies: list[list[torch.Tensor]] = []
+        """Flat views of a slot's factors in the arenas, in its slab's order."""
 
     def new_slab(self, lora: LoraSpec) -> AdapterSlab:
         """Allocates an adapter's slab, zeros."""
@@ -98,100 +71,105 @@ class AdapterBank:
     def install(self, adapters: Sequence[Adapter]) -> None:
         """Puts adapters into slots 0, 1, ... in this order.
 
-        Those that stay keep the gradient of a batch they are in the middle of.
+        Those that stay keep the gradient of a batch they are in the middle of; those that join
+        begin with none.
         """
-        kept = {a.name: self.take_gradient(slot) for slot, a in enumerate(self.adapters)}
+        stay = {id(a.slab) for a in self.adapters}
+        for adapter in adapters:
+            if id(adapter.slab) not in stay:
+                adapter.slab.grad.zero_()
         self.adapters = tuple(adapters)
-        zero = [0.0]
-        self._scaling_S = torch.tensor(
-            [a.lora.scaling for a in adapters] + zero, device=self.device
-        )
-        self._dropout_S = torch.tensor(
-            [a.lora.dropout for a in adapters] + zero, device=self.device
-        )
-        # Both hold the old stacks, which would otherwise stay in memory beside the new ones.
+        # Both hold the old arenas, which would otherwise stay in memory beside the new ones.
         self._copies = []
-        self.stacks.clear()
-        for site in self.sites:
-            stack = self._new_stack(site)
-            if stack is not None:
-                self.stacks[site.index] = stack
-        self._copies = [self._views(slot, adapter) for slot, adapter in enumerate(adapters)]
-        for slot, adapter in enumerate(adapters):
+        self.factors.clear()
+        self._build_factors()
+        places = {
+            shard.name: (self.factors[index], p)
+            for index in self.factors
+            for p, shard in enumerate(self._targets[index])
+        }
+        self._copies = [_compute_views(s, a, places) for s, a in enumerate(adapters)]
+        for slot in range(len(adapters)):
             self.refresh(slot)
-            if adapter.name in kept:
-                self._add_gradient(slot, kept[adapter.name])
 
-    def _new_stack(self, site: Site) -> SiteStack | None:
-        loras = [
-            lora
-            for lora in self._loras
-            if any(t.target in lora.target_modules for t in site.targets)
+    def _build_factors(self) -> None:
+        """Makes the arenas of all sites, zeros; sites of one make share a layout."""
+        if not self.adapters:
+            return
+        loras = [a.lora for a in self.adapters]
+        scaling = torch.tensor([lora.scaling for lora in loras], device=self.device)
+        dropout = torch.tensor([lora.dropout for lora in loras], device=self.device)
+        grads = [
+            {f.name: view for f, view in zip(s.layout.factors, s.layout.views(s.grad), strict=True)}
+            for s in (a.slab for a in self.adapters)
         ]
-        if not loras:
-            return None
-        used = {target for lora in loras for target in lora.target_modules}
-        targets = tuple(t for t in site.targets if t.target in used)
-        rank = -(-max(lora.rank for lora in loras) // _RANK_MULTIPLE) * _RANK_MULTIPLE
-        slots = len(self.adapters) + 1
-        shape_a = (slots, len(targets) * rank, site.in_size)
-        shapes_b = [(slots, rank, t.columns.size) for t in targets]
+        layouts: dict[tuple[str, ...], RankLayout] = {}
+        for site in self.sites:
+            shards = self._targets[site.index]
+            if not shards:
+                continue
+            names = tuple(t.target for t in shards)
+            if names not in layouts:
+                layouts[names] = _rank_layout(names, loras)
+            layout = layouts[names]
+            self.factors[site.index] = SiteFactors(
+                layout=layout,
+                columns=tuple(t.columns for t in shards),
+                lora_a=self._zeros(layout.a_rows, site.in_size),
+                lora_b=tuple(
+                    self._zeros(rows, t.columns.size)
+                    for rows, t in zip(layout.b_rows, shards, strict=True)
+                ),
+                grad_a=_by_target(grads, shards, "lora_a"),
+                grad_b=_by_target(grads, shards, "lora_b"),
+                scaling=scaling,
+                dropout=dropout,
+                has_dropout=any(lora.dropout > 0 for lora in loras),
+                dropout_key=mix_ints(site.index),
+                first_column=site.first_column,
+            )
 
-        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-
-        return SiteStack(
-            targets=targets,
-            rank=rank,
-            lora_a_SRK=zeros(shape_a, self.dtype),
-            lora_b_SRN=tuple(zeros(s, self.dtype) for s in shapes_b),
-            grad_a_SRK=zeros(shape_a, torch.float32),
-            grad_b_SRN=tuple(zeros(s, torch.float32) for s in shapes_b),
-        )
-
-    def _views(self, slot: int, adapter: Adapter) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        compute, grads = [], []
-        by_target = {(t.layer, t.target): site.index for site in self.sites for t in site.targets}
-        for shard, which, _, (rank, _) in adapter.slab.layout.factors:
-            stack = self.stacks[by_target[shard.layer, shard.target]]
-            compute.append(stack.factor(slot, shard.target, which, grad=False)[:rank].flatten())
-            grads.append(stack.factor(slot, shard.target, which, grad=True)[:rank].flatten())
-        return compute, grads
+    def _zeros(self, rows: int, columns: int) -> torch.Tensor:
+        return torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
 
     def refresh(self, slot: int) -> None:
-        """Copies an adapter's master weights into the compute stacks."""
-        compute, _ = self._copies[slot]
+        """Copies an adapter's master weights into the arenas."""
         slab = self.adapters[slot].slab
-        if compute:
+        if self._copies[slot]:
             # Cast as one buffer first: copies between dtypes would be a launch a factor.
-            torch._foreach_copy_(compute, slab.layout.split(slab.master.to(self.dtype)))
+            parts = slab.layout.split(slab.master.to(self.dtype))
+            torch._foreach_copy_(self._copies[slot], parts)
 
-    def take_gradient(self, slot: int) -> torch.Tensor:
-        """Returns a slot's accumulated gradient as a fresh slab, fp32 `[numel]`, and clears it."""
-        layout = self.adapters[slot].slab.layout
-        flat = torch.empty(layout.numel, device=self.device)
-        grads = self._copies[slot][1]
-        if grads:
-            torch._foreach_copy_(layout.split(flat), grads)
-            torch._foreach_zero_(grads)
-        return flat
 
-    def _add_gradient(self, slot: int, flat: torch.Tensor) -> None:
-        grads = self._copies[slot][1]
-        if grads:
-            torch._foreach_add_(grads, self.adapters[slot].slab.layout.split(flat))
-
-    def row_scaling(self, rows: RowGroups) -> torch.Tensor:
-        """`scaling` of each row's adapter, fp32 `[T, 1]`."""
-        return rows.cached(
-            "scaling", lambda: self._scaling_S[rows.row_slots(self.device)].unsqueeze(1)
+def _rank_layout(targets: Sequence[str], loras: Sequence[LoraSpec]) -> RankLayout:
+    return RankLayout(
+        tuple(
+            tuple(lora.rank if target in lora.target_modules else 0 for target in targets)
+            for lora in loras
         )
+    )
 
-    def row_dropout(self, rows: RowGroups) -> torch.Tensor | None:
-        """Dropout probability of each row's adapter, fp32 `[T]`; None where no row has any."""
-        active = rows.dropout_keys and any(
-            self.adapters[s].lora.dropout for s in rows.present_slots
-        )
-        if not active:
-            return None
-        return rows.cached("dropout", lambda: self._dropout_S[rows.row_slots(self.device)])
+
+def _by_target(
+    grads: Sequence[dict[str, torch.Tensor]], shards: Sequence[TargetShard], which: str
+) -> tuple[tuple[torch.Tensor | None, ...], ...]:
+    return tuple(tuple(views.get(f"{t.name}.{which}") for t in shards) for views in grads)
+
+
+def _compute_views(
+    slot: int, adapter: Adapter, places: Mapping[str, tuple[SiteFactors, int]]
+) -> list[torch.Tensor]:
+    """A slot's factors in the arenas, flat and without padding, in its slab's order.
+
+    Args:
+        places: by `TargetShard.name`: the site's factors and the target's number there.
+    """
+    views = []
+    for shard, which, _, (rank, _) in adapter.slab.layout.factors:
+        factors, p = places[shard.name]
+        if which == "lora_a":
+            begin, arena = factors.layout.a_begin[slot][p], factors.lora_a
+        else:
+            begin, arena = factors.layout.b_begin[slot][p], factors.lora_b[p]
+        views.append(arena[begin : begin + rank].flatten())
+    return views

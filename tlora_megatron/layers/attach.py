@@ -32,7 +32,7 @@ class MultiAdapterMixin:
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         view = current_micro_batch()
-        if view is None or self.tlora_branch.stack is None:
+        if view is None or self.tlora_branch.factors is None:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
         tp = TensorParallel(
             group=kwargs.get("tp_group"),

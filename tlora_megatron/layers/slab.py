@@ -1,8 +1,8 @@
 """One adapter's factors over all its linears on this rank, in one contiguous buffer a kind.
 
 Layout of every buffer: TP-replicated factors first, so that their partial gradients are one slice
-to sum over TP; then the sharded ones. `lora_b` is stored transposed, `[rank, out]`, so that a
-factor padded to a larger rank holds it as its leading rows. fp32 throughout.
+to sum over TP; then the sharded ones. `lora_b` is stored transposed, `[rank, out]`, as the
+kernels read it. fp32 throughout.
 """
 
 from __future__ import annotations
@@ -101,16 +101,20 @@ def _sharded(sites: Sequence[Site]) -> bool:
 
 
 class AdapterSlab:
-    """Master weights and Adam moments of one adapter on this rank, fp32 `[numel]` each."""
+    """Master weights, gradient and Adam moments of one adapter on this rank, fp32 `[numel]` each.
+
+    Backward adds straight to `grad`, through views of it; whoever steps zeroes it.
+    """
 
     def __init__(self, layout: SlabLayout, device: torch.device) -> None:
         self.layout = layout
         self.master = torch.zeros(layout.numel, device=device)
+        self.grad = torch.zeros(layout.numel, device=device)
         self.exp_avg = torch.zeros(layout.numel, device=device)
         self.exp_avg_sq = torch.zeros(layout.numel, device=device)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The flat buffers by name: what a checkpoint holds."""
+        """The flat buffers by name that a checkpoint holds: all but the gradient."""
         return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
     def load(self, whole: Callable[[str], torch.Tensor], buffer: str = "master") -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tlora_megatron.job import OptimizerSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.slab import AdapterSlab
+from tlora_megatron.ops.adamw import AdamUpdate, fused_adamw
 from tlora_megatron.parallel.collectives import all_reduce
 from tlora_megatron.parallel.groups import ParallelGroups
 
@@ -50,51 +51,47 @@ def step_adapters(
 ) -> list[StepOutcome]:
     """Sums gradients over ranks, then updates each requested adapter; waits for the device once.
 
-    Collectives: one all-reduce of each adapter's slab over DP and CP, one of its TP-replicated part
-    over TP, one of all losses and norms over the world.
+    The gradients of all requested adapters are zero afterwards.
+
+    Collectives: one all-reduce of each adapter's gradient over DP and CP, one of its TP-replicated
+    part over TP, one of all losses and norms over the world.
     """
     if not requests:
         return []
-    grads = [bank.take_gradient(request.slot) for request in requests]
-    _reduce_gradients(bank, groups, requests, grads)
-    losses, norms = _losses_and_norms(bank, groups, requests, grads)
-    outcomes = []
-    for request, grad, loss, norm in zip(requests, grads, losses, norms, strict=True):
+    slabs = [bank.adapters[request.slot].slab for request in requests]
+    _reduce_gradients(groups, slabs)
+    losses, norms = _losses_and_norms(groups, requests, slabs)
+    outcomes, updates = [], []
+    for request, slab, loss, norm in zip(requests, slabs, losses, norms, strict=True):
         applied = math.isfinite(loss) and math.isfinite(norm)
         if applied:
-            _update(bank.adapters[request.slot].slab, request, grad, norm)
-            bank.refresh(request.slot)
+            updates.append(_update(slab, request, norm))
+        else:
+            # As of those that move: a batch's gradient is used up with its step.
+            slab.grad.zero_()
         outcomes.append(StepOutcome(loss, norm, applied))
+    fused_adamw(updates)
+    for request, outcome in zip(requests, outcomes, strict=True):
+        if outcome.applied:
+            bank.refresh(request.slot)
     return outcomes
 
 
-def _reduce_gradients(
-    bank: AdapterBank,
-    groups: ParallelGroups,
-    requests: Sequence[StepRequest],
-    grads: Sequence[torch.Tensor],
-) -> None:
-    for pending in [all_reduce(grad, groups.dp_cp_group) for grad in grads]:
+def _reduce_gradients(groups: ParallelGroups, slabs: Sequence[AdapterSlab]) -> None:
+    for pending in [all_reduce(slab.grad, groups.dp_cp_group) for slab in slabs]:
         pending.wait()
-    replicated = [
-        grad[: bank.adapters[r.slot].slab.layout.replicated_numel]
-        for r, grad in zip(requests, grads, strict=True)
-    ]
+    replicated = [slab.grad[: slab.layout.replicated_numel] for slab in slabs]
     for pending in [all_reduce(part, groups.tp_group) for part in replicated if part.numel()]:
         pending.wait()
 
 
 def _losses_and_norms(
-    bank: AdapterBank,
-    groups: ParallelGroups,
-    requests: Sequence[StepRequest],
-    grads: Sequence[torch.Tensor],
+    groups: ParallelGroups, requests: Sequence[StepRequest], slabs: Sequence[AdapterSlab]
 ) -> tuple[list[float], list[float]]:
     """Whole-world losses and gradient norms, one collective and one host sync for all jobs."""
     squares = []
-    for request, grad in zip(requests, grads, strict=True):
-        replicated = bank.adapters[request.slot].slab.layout.replicated_numel
-        counted = grad if groups.tp_rank == 0 else grad[replicated:]
+    for slab in slabs:
+        counted = slab.grad if groups.tp_rank == 0 else slab.grad[slab.layout.replicated_numel :]
         squares.append(square_sum(counted))
     stats = torch.stack([torch.stack([r.loss.double() for r in requests]), torch.stack(squares)])
     if not groups.is_first_replica:
@@ -115,22 +112,19 @@ def square_sum(flat: torch.Tensor) -> torch.Tensor:
     return runs.double().square().sum() + rest.double().square()
 
 
-def _update(slab: AdapterSlab, request: StepRequest, grad: torch.Tensor, norm: float) -> None:
+def _update(slab: AdapterSlab, request: StepRequest, norm: float) -> AdamUpdate:
     spec = request.spec
-    if spec.max_grad_norm > 0:
-        grad.mul_(min(1.0, spec.max_grad_norm / (norm + 1e-6)))
-    torch._fused_adamw_(
-        [slab.master],
-        [grad],
-        [slab.exp_avg],
-        [slab.exp_avg_sq],
-        [],
-        [torch.full((), request.updates + 1.0, device=grad.device)],
-        amsgrad=False,
+    limit = spec.max_grad_norm or math.inf
+    return AdamUpdate(
+        master=slab.master,
+        grad=slab.grad,
+        exp_avg=slab.exp_avg,
+        exp_avg_sq=slab.exp_avg_sq,
         lr=request.lr,
         beta1=spec.betas[0],
         beta2=spec.betas[1],
-        weight_decay=spec.weight_decay,
         eps=spec.eps,
-        maximize=False,
+        weight_decay=spec.weight_decay,
+        step=request.updates + 1,
+        clip=min(1.0, limit / (norm + 1e-6)),
     )
