@@ -1,0 +1,106 @@
+"""Causal attention inside packed documents by torch's flash attention, without its wrappers.
+
+`torch.nn.attention.varlen` takes as many key-value heads as query heads before torch 2.12, so keys
+and values would be repeated; the operators below it take groups.
+
+Shapes: T query rows, K key rows, N query heads, G key-value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.deterministic
+
+
+class CumulativeLengths(NamedTuple):
+    """Begins of the spans' rows, int32 `[spans + 1]`, and the longest span."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    max_queries: int
+    max_keys: int
+
+
+def varlen_attention(
+    q_TND: torch.Tensor,
+    k_KGD: torch.Tensor,
+    v_KGD: torch.Tensor,
+    lengths: CumulativeLengths,
+    scale: float,
+) -> torch.Tensor:
+    """`[T, N, D]`; each span's last query sees all of its keys, the one before all but one.
+
+    bf16 or fp16 on CUDA, D a multiple of 8. Gradients are bitwise the same from run to run.
+    """
+    return _VarlenAttention.apply(q_TND, k_KGD, v_KGD, lengths, scale)
+
+
+class _VarlenAttention(torch.autograd.Function):
+    """Saves queries, keys, values, the output and a number a query and head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_TND: torch.Tensor,
+        k_KGD: torch.Tensor,
+        v_KGD: torch.Tensor,
+        lengths: CumulativeLengths,
+        scale: float,
+    ) -> torch.Tensor:
+        out_TND, lse_NT, *random_state = torch.ops.aten._flash_attention_forward(
+            q_TND,
+            k_KGD,
+            v_KGD,
+            lengths.queries,
+            lengths.keys,
+            lengths.max_queries,
+            lengths.max_keys,
+            0.0,  # dropout
+            True,  # causal
+            False,  # return_debug_mask
+            scale=scale,
+        )
+        ctx.save_for_backward(q_TND, k_KGD, v_KGD, out_TND, lse_NT, *lengths[:2], *random_state[:2])
+        ctx.longest, ctx.scale = lengths[2:], scale
+        return out_TND
+
+    @staticmethod
+    def backward(ctx: Any, dout_TND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        *tensors, queries, keys, seed, offset = ctx.saved_tensors
+        with _deterministic():
+            grads = torch.ops.aten._flash_attention_backward(
+                dout_TND,
+                *tensors,
+                queries,
+                keys,
+                *ctx.longest,
+                0.0,  # dropout
+                True,  # causal
+                seed,
+                offset,
+                scale=ctx.scale,
+            )
+        return *grads, None, None
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Has flash attention add up the queries' gradients in a fixed order, not by atomics.
+
+    The flags are torch's own. Not `torch.use_deterministic_algorithms`: that also changes how
+    `torch.compile` generates code from there on. Memory is not filled: every element is written.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(before, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
