@@ -37,6 +37,7 @@ class Machine:
         *,
         triton: str | None = None,
         extension: str | None = None,
+        compiler: bool = True,
     ) -> None:
         """A GPU of a capability; the reasons say why triton or the extension are missing."""
 
@@ -52,6 +53,7 @@ class Machine:
             return ModuleType(name)
 
         patch = self.monkeypatch
+        patch.setattr(choice.shutil, "which", lambda name: compiler and f"/bin/{name}")
         patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         patch.setattr(choice.importlib, "import_module", import_module)
         self.module(
@@ -117,6 +119,11 @@ def test_automatic(
             HALF[0],
             "triton cannot be imported (No module named 'triton'); pip install triton",
         ),
+        (
+            {"capability": (9, 0), "compiler": False},
+            HALF[0],
+            "triton needs a C compiler; install gcc, or name one with CC",
+        ),
         ({"capability": (8, 6)}, HALF[0], "compute capability 8.6"),
         ({"capability": (9, 0)}, HALF[0], "compute capability 9.0, extension loaded"),
         (
@@ -143,6 +150,27 @@ def test_a_failed_build_warns_once_and_is_not_tried_again(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "nvcc was not found" in caplog.text
     assert machine.loads == 1
+
+
+def test_a_gpu_without_triton_warns_once(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.set((9, 0), triton="No module named 'triton'")
+    with caplog.at_level(logging.WARNING, logger="tlora_megatron"):
+        names = {choice.kernel_choice(GPU, dtype).name for dtype in (*HALF, torch.float32)}
+    assert names == {"torch"}
+    (record,) = caplog.records
+    assert "pip install triton" in record.getMessage()
+
+
+def test_a_gpu_that_is_too_old_or_fp32_is_no_reason_to_warn(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.set((7, 5), triton="No module named 'triton'")
+    choice.kernel_choice(GPU, torch.float16)
+    machine.set((9, 0), triton="No module named 'triton'")
+    choice.kernel_choice(GPU, torch.float32)
+    assert not caplog.records
 
 
 def test_nothing_is_built_or_warned_about_where_it_would_not_be_used(

@@ -9,6 +9,7 @@ import functools
 import importlib
 import logging
 import os
+import shutil
 from typing import Literal, NamedTuple, cast, get_args
 
 import torch
@@ -88,9 +89,9 @@ def triton_problem(device: torch.device) -> str | None:
         capability = torch.cuda.get_device_capability(device)
         if capability < _TRITON_CAPABILITY:
             return f"compute capability must be at least 8.0, got {_dotted(capability)}"
-    elif os.environ.get("TRITON_INTERPRET") != "1":
+    elif not _interprets():
         return "no GPU"
-    return _triton_import_problem()
+    return _triton_installation_problem()
 
 
 def cuda_problem(device: torch.device) -> str | None:
@@ -106,8 +107,12 @@ def cuda_problem(device: torch.device) -> str | None:
 def _automatic(device: torch.device, dtype: torch.dtype) -> KernelChoice:
     if device.type != "cuda":
         return KernelChoice("torch", "no GPU")
-    problem = triton_problem(device) or _dtype_problem(dtype)
+    problem = _dtype_problem(dtype) or triton_problem(device)
     if problem:
+        if _triton_installation_problem() == problem:
+            _warn_once(
+                f"the torch path is used, which is slower than the Triton kernels: {problem}"
+            )
         return KernelChoice("torch", problem)
     capability = torch.cuda.get_device_capability(device)
     if capability[0] != _CUDA_MAJOR:
@@ -115,7 +120,7 @@ def _automatic(device: torch.device, dtype: torch.dtype) -> KernelChoice:
     problem = _extension_problem()
     if problem is None:
         return KernelChoice("cuda", f"compute capability {_dotted(capability)}, extension loaded")
-    _warn_once(problem)
+    _warn_once(f"the Triton kernels are used, the CUDA extension is not available: {problem}")
     return KernelChoice("triton", f"no CUDA extension: {problem}")
 
 
@@ -125,8 +130,15 @@ def _dtype_problem(dtype: torch.dtype) -> str | None:
     return f"dtype must be bfloat16 or float16, got {str(dtype).removeprefix('torch.')}"
 
 
+def _interprets() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 @functools.cache
-def _triton_import_problem() -> str | None:
+def _triton_installation_problem() -> str | None:
+    compilers = (os.environ.get("CC", ""), "clang", "gcc")
+    if not _interprets() and not any(map(shutil.which, compilers)):
+        return "triton needs a C compiler; install gcc, or name one with CC"
     try:
         importlib.import_module("triton")
     except Exception as error:  # a broken installation raises anything
@@ -146,8 +158,8 @@ def _extension_problem() -> str | None:
 
 
 @functools.cache
-def _warn_once(problem: str) -> None:
-    logger.warning("the Triton kernels are used, the CUDA extension is not available: %s", problem)
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 @functools.cache
