@@ -131,7 +131,7 @@ def main() -> None:
     model = backbone.build_backbone(spec, layout, dtype=dtype, recompute=args.recompute)
     backbone.load_backbone(model, spec, None, layout)
     recompute.install()
-    engine = MegatronEngine(model, groups)
+    engine = MegatronEngine(model, groups, spec.vocab_size)
     sites = stage_sites(spec, layout, tp_rank=groups.tp_rank, pp_rank=0)
     linears = pair_linears(model, sites)
     rows = []

@@ -224,6 +224,9 @@ def test_cross_entropy_of_a_split_vocabulary(on: bool, fused: Callable[[bool], N
     assert not parts[2].any()
 
 
+WARPS = {"rms_norm": 8, "swiglu": 4, "rotary": 4, "cross_entropy": 16}
+
+
 def _launches() -> list[tuple[str, str, dict[str, str], dict[str, int]]]:
     """Module, kernel, types of its runtime arguments and constants, on Llama-3.1-8B's shapes."""
     bf16, fp32 = "*bf16", "*fp32"
@@ -278,5 +281,6 @@ def test_compiles_for_hopper(
             if "*" in types.get(name, "")
         },
     )
-    compiled = compiler.compile(source, target=target, options={"num_warps": 8})
-    assert "st.global.v4" in compiled.asm["ptx"] or module == "cross_entropy"
+    compiled = compiler.compile(source, target=target, options={"num_warps": WARPS[module]})
+    writes_rows = kernel != "_statistics_kernel" or constants["GRADIENT"]
+    assert ("st.global.v4" in compiled.asm["ptx"]) == writes_rows, "rows move 16 bytes at a time"

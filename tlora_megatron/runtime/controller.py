@@ -196,7 +196,7 @@ def _build(
     bank = AdapterBank(sites, loras, dtype=dtype, device=groups.device)
     attach(pair_linears(model, sites), bank)
     jobs = [_start(job, spec, bank) for job in prepared]
-    engine = MegatronEngine(model, groups)
+    engine = MegatronEngine(model, groups, spec.vocab_size)
     return groups, SuperModel(
         engine, bank, groups, jobs, micro_batch_tokens=config.run.micro_batch_tokens
     )

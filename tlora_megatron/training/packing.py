@@ -127,6 +127,8 @@ class PackedBatch:
     """int64 `[1, T]`; 0 where nothing is predicted."""
     weights: torch.Tensor
     """fp32 `[T]`; 0 where nothing is predicted."""
+    target_rows: torch.Tensor
+    """int64 `[n]`, ascending: rows where something is predicted."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -159,14 +161,16 @@ def pack(
     tokens, labels, weights = _fill_rows(placed, num_tokens)
     rows = view.local_rows()
 
-    def local(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values)[rows].to(device, non_blocking=True)
-
+    tokens_T, labels_T, weights_T = (
+        torch.from_numpy(values)[rows] for values in (tokens, labels, weights)
+    )
     return PackedBatch(
         view=view,
-        tokens=local(tokens).unsqueeze(0),
-        labels=local(labels).unsqueeze(0),
-        weights=local(weights),
+        tokens=tokens_T.to(device, non_blocking=True).unsqueeze(0),
+        labels=labels_T.to(device, non_blocking=True).unsqueeze(0),
+        weights=weights_T.to(device, non_blocking=True),
+        # Found here: on the device, finding them would wait for it.
+        target_rows=weights_T.nonzero().flatten().to(device, non_blocking=True),
     )
 
 

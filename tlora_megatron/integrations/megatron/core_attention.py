@@ -5,9 +5,8 @@ Shapes: T local rows, K gathered key rows, N query heads, G key-value heads, D h
 
 from __future__ import annotations
 
-import inspect
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,22 +16,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from tlora_megatron.integrations.megatron.rotary import PackedRotaryEmbedding
+from tlora_megatron.ops.qkv_rotary import unpack_qkv
 from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch
-
-# torch 2.11 has no `enable_gqa`; there the key and value heads are repeated.
-_VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-class _CumulativeLengths(NamedTuple):
-    """Begins of the spans' rows, int32 `[spans + 1]`, and the longest span, for `varlen_attn`."""
-
-    queries: Tensor
-    keys: Tensor
-    max_queries: int
-    max_keys: int
+from tlora_megatron.ops.varlen_attention import CumulativeLengths, varlen_attention
 
 
 class PackedCoreAttention(MegatronModule):
@@ -41,7 +29,7 @@ class PackedCoreAttention(MegatronModule):
 
     The constructor is that of Megatron's `DotProductAttention`, and the rotary embedding, which is
     applied here: None where the caller has rotated queries and keys. No score matrix is stored on
-    CUDA in bf16 and fp16 (`varlen_attn`, head dimensions in eights); all else runs
+    CUDA in bf16 and fp16 (flash attention, head dimensions in eights); all else runs
     `scaled_dot_product_attention` a span.
 
     Layout in: local rows; out: the same. Forward under context parallelism: one all-gather of keys
@@ -92,20 +80,40 @@ class PackedCoreAttention(MegatronModule):
         Returns:
             `[T, 1, N * D]`.
         """
-        micro_batch = current_micro_batch()
-        if micro_batch is None:
-            raise RuntimeError("a micro-batch must be bound by use_micro_batch, got none")
+        micro_batch = _bound_micro_batch()
         if any(x is not None for x in (attention_mask, attention_bias, packed_seq_params)):
             raise ValueError("attention_mask, attention_bias and packed_seq_params must be None")
         if self.rotary is not None:
             query, key = self.rotary(query, micro_batch), self.rotary(key, micro_batch)
-        q_TND, k_KGD, v_KGD = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        q_TND, k_TGD, v_TGD = (x.squeeze(1) for x in (query, key, value))
+        return self._attend(q_TND, k_TGD, v_TGD, micro_batch)
+
+    def attend_projection(self, mixed: Tensor, groups: int) -> Tensor:
+        """Attends within documents, straight from Megatron's fused projection.
+
+        Args:
+            mixed: `[T, 1, G (N / G + 2) D]`: of each group its queries, its key, its value.
+            groups: G on this rank.
+
+        Returns:
+            `[T, 1, N * D]`.
+        """
+        assert self.rotary is not None, "heads that were rotated are not in a projection"
+        micro_batch = _bound_micro_batch()
+        mixed_TGMD = mixed.view(len(mixed), groups, -1, self.config.kv_channels)
+        cos_TD, sin_TD = self.rotary.cos_sin(mixed, micro_batch)
+        return self._attend(*unpack_qkv(mixed_TGMD, cos_TD, sin_TD), micro_batch)
+
+    def _attend(
+        self, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, micro_batch: MicroBatchView
+    ) -> Tensor:
+        k_KGD, v_KGD = k_TGD, v_TGD
         if self.cp_group is not None:
-            k_KGD, v_KGD = self._gather_keys(k_KGD, v_KGD, micro_batch)
-        fused = query.is_cuda and query.dtype != torch.float32 and query.shape[-1] % 8 == 0
+            k_KGD, v_KGD = self._gather_keys(k_TGD, v_TGD, micro_batch)
+        fused = q_TND.is_cuda and q_TND.dtype != torch.float32 and q_TND.shape[-1] % 8 == 0
         attend = _attend_varlen if fused else _attend_spans
         out_TND = attend(q_TND, k_KGD, v_KGD, micro_batch, self.scale)
-        return out_TND.reshape(query.shape[0], 1, -1)
+        return out_TND.reshape(len(q_TND), 1, -1)
 
     def _gather_keys(
         self, key: Tensor, value: Tensor, micro_batch: MicroBatchView
@@ -120,6 +128,13 @@ class PackedCoreAttention(MegatronModule):
         # A row serves at most two spans of a rank, so the sum in backward has no order to vary.
         key, value = gathered.index_select(0, rows).chunk(2, dim=-1)
         return key, value
+
+
+def _bound_micro_batch() -> MicroBatchView:
+    micro_batch = current_micro_batch()
+    if micro_batch is None:
+        raise RuntimeError("a micro-batch must be bound by use_micro_batch, got none")
+    return micro_batch
 
 
 def _key_rows(micro_batch: MicroBatchView, device: torch.device) -> Tensor:
@@ -166,32 +181,13 @@ def _attend_varlen(
     lengths = micro_batch.cached(
         "attention.cumulative", lambda: _cumulative_lengths(micro_batch, q_TND.device)
     )
-    options: dict[str, Any] = {}
-    repeats = q_TND.shape[1] // k_KGD.shape[1]
-    if _VARLEN_HAS_GQA:
-        options["enable_gqa"] = repeats > 1
-    elif repeats > 1:
-        k_KGD, v_KGD = (x.repeat_interleave(repeats, dim=1) for x in (k_KGD, v_KGD))
-    out = varlen_attn(
-        q_TND,
-        k_KGD,
-        v_KGD,
-        lengths.queries,
-        lengths.keys,
-        lengths.max_queries,
-        lengths.max_keys,
-        scale=scale,
-        window_size=(-1, 0),
-        **options,
-    )
-    assert isinstance(out, Tensor), "no auxiliary output was asked for"
-    return out
+    return varlen_attention(q_TND, k_KGD, v_KGD, lengths, scale)
 
 
-def _cumulative_lengths(micro_batch: MicroBatchView, device: torch.device) -> _CumulativeLengths:
+def _cumulative_lengths(micro_batch: MicroBatchView, device: torch.device) -> CumulativeLengths:
     spans = micro_batch.attention
     queries, keys = (
         torch.tensor((0, *lens)).cumsum(0).to(device, torch.int32)
         for lens in (spans.q_lens, spans.k_lens)
     )
-    return _CumulativeLengths(queries, keys, max(spans.q_lens), max(spans.k_lens))
+    return CumulativeLengths(queries, keys, max(spans.q_lens), max(spans.k_lens))

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import nn
 
+from tlora_megatron.integrations.megatron.head import VocabularyHead
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.segments import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
@@ -48,12 +48,19 @@ def pair_linears(model: Any, sites: Sequence[Site]) -> list[tuple[Site, nn.Modul
 
 
 class MegatronEngine:
-    """`training.super_model.Engine` over a frozen GPTModel."""
+    """`training.super_model.Engine` over a frozen GPTModel.
 
-    def __init__(self, model: nn.Module, groups: ParallelGroups) -> None:
-        self.model = model
+    Args:
+        vocab_size: tokens; further rows of the output layer only fill it up.
+    """
+
+    def __init__(self, model: nn.Module, groups: ParallelGroups, vocab_size: int) -> None:
+        self.model: Any = model
         self.groups = groups
         self._schedule = get_forward_backward_func()
+        self._head: VocabularyHead | None = None
+        if self.model.post_process:
+            self._head = VocabularyHead(self.model.output_layer, vocab_size, groups)
 
     def forward_backward(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """See `Engine.forward_backward`."""
@@ -78,31 +85,38 @@ class MegatronEngine:
             forward_only=forward_only,
         )
 
-    def _forward(self, batch: PackedBatch, **kwargs: Any) -> torch.Tensor:
-        positions = batch.view.positions(self.groups.device).unsqueeze(0)
+    def _hidden(self, batch: PackedBatch) -> torch.Tensor:
+        """What the stage hands on: `[T, 1, H]`, normed behind the last layer.
+
+        Not `GPTModel.forward`: that would go on to the logits of all rows.
+        """
+        hidden = None
         with use_micro_batch(batch.view):
-            return self.model(batch.tokens, positions, None, **kwargs)
+            if self.model.pre_process:
+                positions = batch.view.positions(self.groups.device).unsqueeze(0)
+                hidden = self.model.embedding(input_ids=batch.tokens, position_ids=positions)
+            return self.model.decoder(hidden_states=hidden, attention_mask=None)
 
     def _train_step(
         self, batches: Iterator[PackedBatch], model: nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(batches)
-        return self._forward(batch, labels=batch.labels), partial(_weighted_loss, batch.weights)
+        out = self._hidden(batch)
+        if self._head is not None:
+            out = self._head.losses(out, batch.target_rows, batch.labels[0])
+        return out, partial(_weighted_loss, batch.weights)
 
     def _predict_step(
         self, batches: Iterator[PackedBatch], model: nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(batches)
-        return self._forward(batch), partial(self._score, batch)
+        return self._hidden(batch), partial(self._score, batch)
 
-    def _score(self, batch: PackedBatch, logits_BTV: torch.Tensor) -> tuple[Any, ...]:
-        logits_TV, labels_T = logits_BTV[0], batch.labels[0]
-        first_T = vocab_parallel_argmax(logits_TV, self.groups.tp_group)
-        losses_T = vocab_parallel_cross_entropy(
-            logits_TV.unsqueeze(1).float(), labels_T.unsqueeze(1)
-        )
-        losses_T = losses_T.flatten() * batch.weights
-        return losses_T.sum(), _ONE, {"losses": losses_T, "right": first_T == labels_T}
+    def _score(self, batch: PackedBatch, hidden: torch.Tensor) -> tuple[Any, ...]:
+        assert self._head is not None, "only the last stage scores"
+        losses_T, right_T = self._head.score(hidden, batch.target_rows, batch.labels[0])
+        losses_T = losses_T * batch.weights
+        return losses_T.sum(), _ONE, {"losses": losses_T, "right": right_T}
 
 
 _ONE = torch.tensor(1, dtype=torch.int)
@@ -112,20 +126,3 @@ _ONE = torch.tensor(1, dtype=torch.int)
 def _weighted_loss(weights_T: torch.Tensor, losses: torch.Tensor) -> tuple[Any, ...]:
     losses_T = losses.flatten() * weights_T
     return losses_T.sum(), _ONE, {"losses": losses_T.detach()}
-
-
-def vocab_parallel_argmax(logits_TV: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Token id of the largest logit of every row, the smallest id on a tie, int64 `[T]`.
-
-    Layout in: `[T, V / tp]`, this rank's part of the vocabulary. Collectives: two all-reduces of
-    `[T]`.
-    """
-    best_T, index_T = logits_TV.max(dim=-1)
-    best_T = best_T.float()
-    top_T = best_T.clone()
-    dist.all_reduce(top_T, op=dist.ReduceOp.MAX, group=group)
-    index_T = index_T + dist.get_rank(group) * logits_TV.shape[1]
-    none = torch.iinfo(torch.int64).max
-    index_T = torch.where(best_T == top_T, index_T, none)
-    dist.all_reduce(index_T, op=dist.ReduceOp.MIN, group=group)
-    return index_T

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.core_attention import PackedCoreAttention
+from tlora_megatron.integrations.megatron.frozen_layer import freeze_layer
 from tlora_megatron.integrations.megatron.norm import RMSNorm
 from tlora_megatron.integrations.megatron.rotary import PackedRotaryEmbedding
 from tlora_megatron.model import ModelSpec
@@ -158,6 +159,8 @@ def build_backbone(
     if pre_process and post_process and spec.tied_embeddings:
         model.output_layer.weight = model.embedding.word_embeddings.weight
     model.requires_grad_(False)
+    for decoder_layer in model.decoder.layers:
+        freeze_layer(decoder_layer)
     if pre_process:
         model.embedding.register_forward_hook(_require_grad)
     if post_process:
@@ -196,8 +199,7 @@ def transformer_config(
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        # SwiGLU as one generated kernel, where there is a GPU to generate it for.
-        bias_activation_fusion=torch.cuda.is_available(),
+        bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         # Megatron's schedules then leave the loss as it is: jobs are weighted by their own tokens.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+
+from tlora_megatron.ops.rms_norm import add_rms_norm, fork_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -32,5 +33,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises `[..., hidden_size]`."""
-        # Without a weight, `rms_norm` is one fused kernel and saves only x and the statistics.
-        return F.rms_norm(x, (x.shape[-1],), eps=self.eps) * self.weight
+        return rms_norm(x, self.weight, self.eps)
+
+    def fork(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the residual stream as it is, to be added to, and normalised."""
+        return fork_rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the residual stream with x added, as it is and normalised."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
