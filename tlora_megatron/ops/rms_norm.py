@@ -70,7 +70,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         return total, out
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, dtotal: torch.Tensor | None, dy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         from tlora_megatron.ops.triton_rms_norm import launch_backward

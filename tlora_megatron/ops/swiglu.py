@@ -37,7 +37,7 @@ class _FusedSwiGLU(torch.autograd.Function):
         return launch_forward(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
         from tlora_megatron.ops.triton_swiglu import launch_backward
 
         return launch_backward(dy.contiguous(), *ctx.saved_tensors)

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils.deterministic
 
 
 class CumulativeLengths(NamedTuple):
@@ -69,7 +68,7 @@ class _VarlenAttention(torch.autograd.Function):
         return out_TND
 
     @staticmethod
-    def backward(ctx: Any, dout_TND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout_TND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *tensors, queries, keys, seed, offset = ctx.saved_tensors
         with _deterministic():
             grads = torch.ops.aten._flash_attention_backward(
@@ -96,11 +95,11 @@ def _deterministic() -> Iterator[None]:
     """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    fill = torch._C._get_deterministic_fill_uninitialized_memory()
     torch._C._set_deterministic_algorithms(True, warn_only=False)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch._C._set_deterministic_fill_uninitialized_memory(False)
     try:
         yield
     finally:
         torch._C._set_deterministic_algorithms(before, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch._C._set_deterministic_fill_uninitialized_memory(fill)

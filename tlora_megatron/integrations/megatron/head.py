@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from tlora_megatron.ops.cross_entropy import (
     cross_entropy_,
@@ -47,7 +47,7 @@ class VocabularyHead:
     not depend on how many other rows have one.
     """
 
-    def __init__(self, output_layer: nn.Module, vocab_size: int, groups: ParallelGroups) -> None:
+    def __init__(self, output_layer: Any, vocab_size: int, groups: ParallelGroups) -> None:
         self.weight_VH: Tensor = output_layer.weight
         self.tp_group = groups.tp_group
         self.tp_size = groups.layout.tp_size
@@ -147,7 +147,7 @@ class _HeadLosses(torch.autograd.Function):
         return losses_T
 
     @staticmethod
-    def backward(ctx: Any, dlosses_T: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dlosses_T: Tensor) -> tuple[Tensor | None, ...]:
         grads_nH, rows_n = ctx.saved_tensors
         head: VocabularyHead = ctx.head
         scaled_nH = torch.empty_like(grads_nH)
