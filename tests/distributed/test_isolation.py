@@ -121,8 +121,8 @@ def test_dropout_is_on_in_these_runs(run_world: World) -> None:
     out = run_world(1)
     for name in NAMES:
         dropped, whole = (losses(out / case, name) for case in ("together", "no dropout"))
-        # A fresh adapter's B is zero, so its first loss cannot tell.
-        assert dropped[-1] != pytest.approx(whole[-1], rel=1e-3), name
+        # A fresh adapter's B is zero, so its first loss cannot tell; any one step may lie close.
+        assert dropped[1:] != pytest.approx(whole[1:], rel=1e-3), name
 
 
 @pytest.mark.parametrize(("world_size", "layout", "name"), INCIDENT_RUNS)
