@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from tlora_megatron.ops.columns import OutputColumns
+from tlora_megatron.ops.cuda_calls import Dropout, GemmTile, RankPart, gemm
 from tlora_megatron.ops.dropout import dropout_reference
-from tlora_megatron.ops.extension import Gemm, load_extension
 from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE, RankLayout, TilePlan, tile_plan
 
 SHAPES = {
@@ -71,12 +71,17 @@ class Case:
         self.ends = _segments(tokens, adapters)
         layout = RankLayout(tuple((r,) * self.targets for r in self.ranks))
         self.plan = tile_plan(self.ends, layout) if adapters else None
-        self.row_dropout = None
+        self.dropout = None
         if self.plan is not None:
             self._draw_rank_part(draw, layout, self.plan, width)
             if dropout:
-                self.row_dropout = torch.full((tokens,), dropout, device="cuda")
-        self.row_keys = torch.randint(2**31 - 1, (tokens,), dtype=torch.int32, device="cuda")
+                self.dropout = Dropout(
+                    probability=torch.full((1,), dropout, device="cuda"),
+                    row_keys=torch.randint(2**31 - 1, (tokens,), dtype=torch.int32, device="cuda"),
+                    row_slots=torch.zeros(tokens, dtype=torch.int32, device="cuda"),
+                    key=12345,
+                    first_column=0,
+                )
 
     def _draw_rank_part(
         self, draw: Callable[..., torch.Tensor], layout: RankLayout, plan: TilePlan, width: int
@@ -102,27 +107,25 @@ class Case:
         self.tile_chunks = torch.tensor(plan.tile_chunks, dtype=torch.int32, device="cuda")
 
     def run(self, index: int, tile_columns: int, group: int, *, rank_part: bool = True) -> None:
-        ranked = rank_part and self.plan is not None
-        call = Gemm(
-            x=self.x[index],
-            weight=self.weight[index],
+        rank = None
+        if rank_part and self.plan is not None:
+            rank = RankPart(
+                ext=self.ext,
+                factors=self.factors,
+                columns=self.columns,
+                num_targets=self.targets,
+                tile_chunks=self.tile_chunks,
+                chunk_rows=self.chunk_rows,
+                dropout=self.dropout,
+            )
+        gemm(
+            self.x[index],
+            self.weight[index],
+            self.out[index],
+            GemmTile(tile_columns, group),
             transposed=self.transposed,
-            out=self.out[index],
-            bias=None,
-            ext=self.ext if ranked else None,
-            factors=self.factors if ranked else (),
-            columns=self.columns if ranked else (),
-            num_targets=self.targets,
-            tile_chunks=self.tile_chunks if ranked else None,
-            chunk_rows=self.chunk_rows if ranked else None,
-            row_keys=self.row_keys if self.row_dropout is not None else None,
-            row_dropout=self.row_dropout,
-            dropout_key=12345,
-            first_column=0,
-            tile_columns=tile_columns,
-            group=group,
+            rank=rank,
         )
-        load_extension().gemm(call)
 
     def cublas(self, index: int) -> None:
         weight = self.weight[index].t() if self.transposed else self.weight[index]
@@ -148,8 +151,9 @@ class Case:
                         self.columns[p].add(branch[rows], s.t() @ factor)
                     else:
                         branch[rows] += s.t() @ factor
-        if self.row_dropout is not None:
-            branch = dropout_reference(branch, self.row_keys, self.row_dropout, 12345, 0)
+        if self.dropout is not None:
+            p_T = self.dropout.probability[self.dropout.row_slots.long()]
+            branch = dropout_reference(branch, self.dropout.row_keys, p_T, self.dropout.key, 0)
         return y + branch
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tlora_megatron.ops import extension
+from tlora_megatron.ops.cuda_calls import STRUCTS
 from tlora_megatron.ops.extension import ExtensionUnavailable
 
 needs_compiler = pytest.mark.skipif(
@@ -37,8 +39,11 @@ def fake_compiler(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_sources_compile_once_and_load(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = extension.load_extension().path
+    library = extension.load_extension()
+    path = library.path
     assert path.parent == cache
+    for name, struct in STRUCTS.items():
+        assert library.size(name) == ctypes.sizeof(struct), name
     extension.load_extension.cache_clear()
     fake_compiler(tmp_path, "exit 1", monkeypatch)
     assert extension.load_extension().path == path

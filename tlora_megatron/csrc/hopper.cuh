@@ -29,6 +29,10 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier, uint32_t block
       : "memory");
 }
 
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -88,6 +92,25 @@ __device__ __forceinline__ uint32_t cluster_block() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
+}
+
+__device__ __forceinline__ uint32_t cluster_size() {
+  uint32_t size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
+// Reads a float at the same place in the shared memory of another block of the cluster.
+__device__ __forceinline__ float load_from(const float* at, uint32_t block) {
+  float value;
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %1, %2;\n"
+      "ld.shared::cluster.f32 %0, [remote];\n}\n"
+      : "=f"(value)
+      : "r"(shared_address(at)), "r"(block)
+      : "memory");
+  return value;
 }
 
 // A barrier among the 128 threads of one warpgroup; barrier 0 is __syncthreads'.

@@ -14,28 +14,19 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <cstdio>
-
+#include "host.cuh"
 #include "hopper.cuh"
+#include "lora.cuh"
 #include "wgmma.cuh"
 
 namespace {
 
-constexpr int kBlockRows = 128;    // rows of a thread block's tile
-constexpr int kTileRows = 256;     // rows of a cluster's tile: ROW_TILE of ops/tiling.py
-constexpr int kDepth = 64;         // K of a stage: 128 bytes, the swizzle's width
-constexpr int kChunk = 16;         // depth of a wgmma: RANK_CHUNK of ops/tiling.py
+constexpr int kBlockRows = 128;  // rows of a thread block's tile
 constexpr int kStageChunks = kDepth / kChunk;
-constexpr int kPanel = 64 * 128;   // bytes of 64 rows of 128 bytes
 constexpr int kStages = 4;
-constexpr int kMaxTargets = 4;
 constexpr int kMaxColumnTiles = 256;
 constexpr int kThreads = 384;
 constexpr int kWarpsOfCluster = 16;  // that multiply
-
-struct Columns {  // of one target: OutputColumns of ops/columns.py
-  int groups, stride, begin, width;
-};
 
 struct Problem {
   CUtensorMap x, weight, out, ext, factors[kMaxTargets];
@@ -47,8 +38,9 @@ struct Problem {
   const int* tile_chunks;  // [row_tiles, num_targets + 1]; null: no rank part
   const int* chunk_rows;   // a chunk: its first row in its arena
   const void* bias;
-  const int* row_keys;       // [rows], null: no dropout
-  const float* row_dropout;  // [rows]
+  const int* row_keys;   // [rows], null: no dropout
+  const int* row_slots;  // [rows], -1: no adapter
+  const float* dropout;  // [slots]
   int dropout_key, first_column;
 };
 
@@ -101,12 +93,6 @@ struct Shared {
   alignas(1024) uint8_t out[2][2][kPanel];  // warpgroup, turn
   uint64_t full[kStages], empty[kStages];
 };
-
-__device__ __forceinline__ int compact_column(const Columns& c, int column) {
-  const int inside = column % c.stride - c.begin;
-  const bool owned = inside >= 0 && inside < c.width;
-  return owned ? column / c.stride * c.width + inside : c.groups * c.width;  // beyond the last reads zeros
-}
 
 template <int BN, bool kTransposed>
 struct Producer {
@@ -176,12 +162,6 @@ struct Producer {
     }
   }
 };
-
-__device__ __forceinline__ uint32_t mix32(uint32_t h) {  // ops/dropout.py
-  h = (h ^ h >> 16) * 0x85EBCA6Bu;
-  h = (h ^ h >> 13) * 0xC2B2AE35u;
-  return h ^ h >> 16;
-}
 
 template <typename T, int BN, bool kTransposed, bool kDropout>
 struct Consumer {
@@ -273,15 +253,16 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = first + half * 8;
-      const float probability = r < p.rows ? p.row_dropout[r] : 0.f;
+      const int slot = r < p.rows ? p.row_slots[r] : -1;
+      const float probability = slot < 0 ? 0.f : p.dropout[slot];
       if (probability == 0.f) continue;
       const uint32_t key = mix32(p.row_keys[r] ^ p.dropout_key);
-      const uint32_t threshold = __float2uint_rn(probability * 65536.f);
+      const uint32_t threshold = dropout_threshold(probability);
       const float scale = 1.f / (1.f - probability);
       const uint32_t pair = (p.first_column + column) / 2 + thread % 4;
 #pragma unroll
       for (int i = 0; i < BN / 8; ++i) {
-        const uint32_t bits = mix32(key ^ (pair + i * 4) * 0x9E3779B9u);
+        const uint32_t bits = mix32(key ^ (pair + i * 4) * kColumnStep);
         float& even = sums[i * 4 + half * 2];
         float& odd = sums[i * 4 + half * 2 + 1];
         even = (bits & 0xFFFF) >= threshold ? even * scale : 0.f;
@@ -323,13 +304,7 @@ struct Consumer {
       a += static_cast<float>(bias[0]);
       b += static_cast<float>(bias[1]);
     }
-    if constexpr (std::is_same_v<T, half>) {
-      const half2 pair = __floats2half2_rn(a, b);
-      return *reinterpret_cast<const uint32_t*>(&pair);
-    } else {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-      return *reinterpret_cast<const uint32_t*>(&pair);
-    }
+    return pack_pair<T>(a, b);
   }
 };
 
@@ -357,38 +332,6 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     Consumer<T, BN, kTransposed, kDropout>{p, shared, warpgroup, static_cast<int>(threadIdx.x % 128)}.run(
         first_tile, step, block);
   }
-}
-
-thread_local char message[256];
-
-int fail(const char* what, const char* why) {
-  snprintf(message, sizeof message, "%s: %s", what, why);
-  return 1;
-}
-
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-Encode encoder() {
-  static Encode encode = [] {
-    void* address = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t status =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &found);
-    return status == cudaSuccess ? reinterpret_cast<Encode>(address) : nullptr;
-  }();
-  return encode;
-}
-
-// A map of a row-major matrix, read or written in boxes of `box_rows` x 64 elements, swizzled.
-bool make_map(CUtensorMap* map, bool half_precision, const void* at, int64_t rows, int64_t columns, int box_rows) {
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
-  const cuuint32_t box[2] = {64, static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t steps[2] = {1, 1};
-  const auto type = half_precision ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return encoder()(map, type, 2, const_cast<void*>(at), sizes, strides, box, steps,
-                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 template <typename T, int BN, bool kTransposed, bool kDropout>
@@ -421,12 +364,12 @@ int launch_type(const Problem& problem, int width, bool transposed, int blocks, 
 
 }  // namespace
 
-// What the caller passes: `_Arguments` of ops/extension.py, field by field.
+// What the caller passes: `_GemmArguments` of ops/cuda_calls.py, field by field.
 struct TloraGemm {
   const void *x, *weight, *bias, *ext, *factors[kMaxTargets];
   void* out;
-  const int *tile_chunks, *chunk_rows, *row_keys;
-  const float* row_dropout;
+  const int *tile_chunks, *chunk_rows, *row_keys, *row_slots;
+  const float* dropout;
   int64_t rows, columns_out, depth, ext_rows, factor_rows[kMaxTargets];
   Columns columns[kMaxTargets];  // all zeros: one arena over all columns, whatever the target
   int num_targets, dropout_key, first_column;
@@ -474,17 +417,13 @@ bool make_maps(const TloraGemm& g, Problem* p) {
 
 }  // namespace
 
-#define TLORA_EXPORT extern "C" __attribute__((visibility("default")))
-
 TLORA_EXPORT const char* tlora_message() { return message; }
 
-TLORA_EXPORT int tlora_arguments_size() { return sizeof(TloraGemm); }
+TLORA_EXPORT int tlora_gemm_size() { return sizeof(TloraGemm); }
 
 TLORA_EXPORT int tlora_gemm(const TloraGemm* arguments, cudaStream_t stream) {
   const TloraGemm& g = *arguments;
-  if (encoder() == nullptr) return fail("driver", "has no cuTensorMapEncodeTiled; CUDA 12 or newer is needed");
-  // This library has a CUDA runtime of its own, which does not know the device torch works on.
-  if (cudaSetDevice(g.device) != cudaSuccess) return fail("device", "cannot be set");
+  if (int failed = prepare(g.device)) return failed;
   Problem p{};
   p.num_targets = g.num_targets;
   p.rows = static_cast<int>(g.rows);
@@ -498,7 +437,8 @@ TLORA_EXPORT int tlora_gemm(const TloraGemm* arguments, cudaStream_t stream) {
   p.chunk_rows = g.chunk_rows;
   p.bias = g.bias;
   p.row_keys = g.row_keys;
-  p.row_dropout = g.row_dropout;
+  p.row_slots = g.row_slots;
+  p.dropout = g.dropout;
   p.dropout_key = g.dropout_key;
   p.first_column = g.first_column;
   for (int i = 0; i < g.num_targets && i < kMaxTargets; ++i) p.columns[i] = g.columns[i];

@@ -6,7 +6,6 @@ Shapes: K features in, N features out.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -39,13 +38,3 @@ class SiteFactors:
     """Key of this linear (`ops.dropout`)."""
     first_column: int
     """Global index of the first local input feature: a row-parallel linear holds a part."""
-
-    @cached_property
-    def grad_pointers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Addresses of `grad_a` and `grad_b`, int64 `[slots, targets]` on the device; 0 = absent."""
-
-        def table(grads: tuple[tuple[torch.Tensor | None, ...], ...]) -> torch.Tensor:
-            rows = [[0 if g is None else g.data_ptr() for g in slot] for slot in grads]
-            return torch.tensor(rows, dtype=torch.int64, device=self.lora_a.device)
-
-        return table(self.grad_a), table(self.grad_b)

@@ -1,0 +1,48 @@
+// The host's side of every kernel: errors as text, tensor maps.
+#pragma once
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstdio>
+
+#define TLORA_EXPORT extern "C" __attribute__((visibility("default")))
+
+inline thread_local char message[256];
+
+inline int fail(const char* what, const char* why) {
+  snprintf(message, sizeof message, "%s: %s", what, why);
+  return 1;
+}
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+inline Encode encoder() {
+  static Encode encode = [] {
+    void* address = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t status =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &found);
+    return status == cudaSuccess ? reinterpret_cast<Encode>(address) : nullptr;
+  }();
+  return encode;
+}
+
+// A map of a row-major matrix, read or written in boxes of `box_rows` x 64 elements, swizzled.
+inline bool make_map(CUtensorMap* map, bool half_precision, const void* at, int64_t rows, int64_t columns, int box_rows) {
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
+  const cuuint32_t box[2] = {64, static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[2] = {1, 1};
+  const auto type = half_precision ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return encoder()(map, type, 2, const_cast<void*>(at), sizes, strides, box, steps,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// Checks the driver, and makes the device current: this library has a CUDA runtime of its own, which does not know
+// the device that torch works on.
+inline int prepare(int device) {
+  if (encoder() == nullptr) return fail("driver", "has no cuTensorMapEncodeTiled; CUDA 12 or newer is needed");
+  return cudaSetDevice(device) == cudaSuccess ? 0 : fail("device", "cannot be set");
+}

@@ -1,0 +1,103 @@
+// What the rank-sized kernels share: a ring of stages that one warp fills and two warpgroups empty, and the
+// dropout of a tile in place.
+#pragma once
+#include "hopper.cuh"
+#include "lora.cuh"
+
+constexpr int kRankThreads = 288;   // warps 0-7 multiply, warp 8 copies
+constexpr int kMultipliers = 256;
+constexpr int kMaxChunks = 8;       // rank chunks of one block: 128 ranks
+constexpr int kRingBytes = 108 << 10;  // two blocks a multiprocessor
+constexpr int kMaxStages = 8;
+constexpr int kItemFields = 16;     // ITEM_FIELDS of ops/plan_tensors.py
+
+struct RankRing {
+  alignas(1024) uint8_t bytes[kRingBytes];
+  uint64_t full[kMaxStages], empty[kMaxStages];
+  int flag;
+};
+
+__device__ __forceinline__ RankRing& rank_ring() {
+  extern __shared__ uint8_t unaligned[];
+  return *reinterpret_cast<RankRing*>((reinterpret_cast<uintptr_t>(unaligned) + 1023) & ~1023ull);
+}
+
+__device__ __forceinline__ void init_ring(RankRing& ring) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kMaxStages; ++i) {
+      barrier_init(&ring.full[i], 1);
+      barrier_init(&ring.empty[i], kMultipliers / 32);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+}
+
+// Where a warp stands in the ring; stages are as large as the item needs, so their number differs.
+struct Place {
+  const int stages, stage_bytes;
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ explicit Place(int stage_bytes)
+      : stages(min(kMaxStages, kRingBytes / stage_bytes)), stage_bytes(stage_bytes) {}
+
+  __device__ uint8_t* at(RankRing& ring) const { return ring.bytes + stage * stage_bytes; }
+
+  __device__ void advance() {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+
+  __device__ uint8_t* begin_fill(RankRing& ring) const {
+    barrier_wait(&ring.empty[stage], parity ^ 1);
+    barrier_expect(&ring.full[stage], stage_bytes);
+    return at(ring);
+  }
+};
+
+struct Mask {
+  uint32_t threshold;  // of 65536; 0: nothing is dropped
+
+  __device__ explicit Mask(float probability) : threshold(dropout_threshold(probability)) {}
+
+  __device__ uint32_t apply(uint32_t two_values, uint32_t key, uint32_t pair) const {
+    const uint32_t bits = mix32(key ^ pair * kColumnStep);
+    const uint32_t even = (bits & 0xFFFF) >= threshold ? 0x0000FFFFu : 0;
+    const uint32_t odd = bits >> 16 >= threshold ? 0xFFFF0000u : 0;
+    return two_values & (even | odd);
+  }
+};
+
+// Drops elements of a panel [64 rows, 64 columns], swizzled, by 128 threads, two a row. Scaling by 1 / (1 - p) is
+// the caller's: on the sums it is cheaper.
+__device__ __forceinline__ void drop_panel(uint8_t* panel, int thread, Mask mask, uint32_t key, uint32_t pair) {
+  const int row = thread / 2;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int chunk = thread % 2 * 4 + i;
+    uint4* at = reinterpret_cast<uint4*>(panel + row * 128 + (chunk ^ row % 8) * 16);
+    uint4 v = *at;
+    v.x = mask.apply(v.x, key, pair + chunk * 4);
+    v.y = mask.apply(v.y, key, pair + chunk * 4 + 1);
+    v.z = mask.apply(v.z, key, pair + chunk * 4 + 2);
+    v.w = mask.apply(v.w, key, pair + chunk * 4 + 3);
+    *at = v;
+  }
+}
+
+// Zeros the rows of a panel from `first` on: rows of another adapter may hold anything, NaN too.
+__device__ __forceinline__ void clear_rows(uint8_t* panel, int thread, int first) {
+  const int row = thread / 2;
+  if (row < first) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) reinterpret_cast<uint4*>(panel + row * 128)[thread % 2 * 4 + i] = uint4{};
+}
+
+// After ordinary writes to a stage, before tensor cores read it.
+__device__ __forceinline__ void finish_writes(int warpgroup) {
+  fence_shared_for_copies();
+  warpgroup_sync(warpgroup);
+}

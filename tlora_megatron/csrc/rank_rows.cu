@@ -1,0 +1,238 @@
+// Rank-sized rows from wide ones: s = scaling drop(x) A^T and dS = scaling dy B.
+//
+// Semantics, for row t of the item's segment and rank row j of its chunks:
+//   out[t, j] = scaling[slot] sum_k drop(in[t, column(k)]) F[j, k]
+// over the places k of the target's arena F. Written twice: transposed into ext, [chunk 16, 256] a chunk, with
+// zeros in rows of other adapters (what lora_gemm.cu reads), and as rows (what rank_sums.cu reads).
+//
+// A cluster computes 128 rows; its blocks share k and sum their parts, in order of blocks, through each other's
+// shared memory.
+#include "host.cuh"
+#include "rank_ring.cuh"
+#include "wgmma.cuh"
+
+namespace {
+
+constexpr int kBlockRows = 128;
+
+struct Problem {
+  CUtensorMap in, factors[kMaxTargets];
+  Columns columns[kMaxTargets];  // of the input that each target reads; stride 0: all of them
+  int depth[kMaxTargets];        // places of each target's arena
+  const int* items;
+  const int* chunks;  // ext chunks, pair by pair
+  void *ext, *rows;
+  int row_width;
+  const float *scaling, *dropout;  // [slots]; dropout null: none
+  const int* row_keys;
+  int dropout_key, first_column;
+};
+
+struct Item {
+  int row, begin, end;  // of the block and of the segment
+  int tile_column;      // the block's first column in ext
+  int target, slot, count, factor_row, first_chunk, rank_column;
+
+  __device__ explicit Item(const int* at)
+      : row(at[0]), begin(at[1]), end(at[2]), tile_column(at[3]), target(at[4]), slot(at[5]), count(at[6]),
+        factor_row(at[7]), first_chunk(at[8]), rank_column(at[9]) {}
+
+  __device__ bool owns(int t) const { return t >= begin && t < end; }
+  __device__ bool any() const { return begin < row + kBlockRows && end > row; }
+};
+
+struct Range {  // of steps of 64 places that a block sums
+  int begin, end;
+
+  __device__ Range(int depth, int part, int parts) {
+    const int steps = (depth + kDepth - 1) / kDepth;
+    begin = steps * part / parts;
+    end = steps * (part + 1) / parts;
+  }
+};
+
+__device__ void fill(const Problem& p, const Item& item, Range range, RankRing& ring, Place place) {
+  const Columns& columns = p.columns[item.target];
+  for (int step = range.begin; step < range.end; ++step, place.advance()) {
+    uint8_t* to = place.begin_fill(ring);
+    const int k = step * kDepth;
+    const int column = columns.stride == 0 ? k : output_column(columns, k);
+    load_tile(to, &p.in, &ring.full[place.stage], column, item.row);
+    for (int i = 0; i < item.count; ++i)
+      load_tile(to + 2 * kPanel + i * kChunk * 128, &p.factors[item.target], &ring.full[place.stage], k,
+                item.factor_row + i * kChunk);
+  }
+}
+
+template <typename T, int N>
+__device__ void write(const Problem& p, const Item& item, int part, int parts, const float* sums, int thread) {
+  const float dropout = p.dropout == nullptr ? 0.f : p.dropout[item.slot];
+  const float scale = p.scaling[item.slot] / (1.f - dropout);
+  const int warp = thread / 32, lane = thread % 32;
+  T* ext = static_cast<T*>(p.ext);
+  for (int q = part; q < N / 4; q += parts) {  // pairs of columns
+    const int column = q / 2 * 8 + lane % 4 * 2;
+    const int local = warp * 16 + lane / 4 + q % 2 * 8;
+    if (column >= item.count * kChunk) continue;
+    float two[2] = {0.f, 0.f};
+    for (int block = 0; block < parts; ++block)
+      for (int e = 0; e < 2; ++e) two[e] += load_from(sums + (2 * q + e) * kMultipliers + thread, block);
+    const int t = item.row + local;
+    const bool inside = item.owns(t);
+    const uint32_t packed = inside ? pack_pair<T>(two[0] * scale, two[1] * scale) : 0;
+    if (inside)
+      *reinterpret_cast<uint32_t*>(static_cast<T*>(p.rows) + static_cast<int64_t>(t) * p.row_width +
+                                   item.rank_column + column) = packed;
+    const int chunk = p.chunks[item.first_chunk + column / kChunk];
+    uint16_t* to = reinterpret_cast<uint16_t*>(ext) +
+                   (static_cast<int64_t>(chunk) * kChunk + column % kChunk) * kTileRows + item.tile_column + local;
+    to[0] = static_cast<uint16_t>(packed);
+    to[kTileRows] = static_cast<uint16_t>(packed >> 16);
+  }
+}
+
+template <typename T, int N, bool kDropout>
+__device__ void multiply(const Problem& p, const Item& item, Range range, RankRing& ring, Place place, int thread) {
+  const int warpgroup = thread / 128;
+  float sums[N / 2];
+#pragma unroll
+  for (float& s : sums) s = 0.f;
+  uint32_t key = 0;
+  Mask mask(0.f);
+  if constexpr (kDropout) {
+    mask = Mask(p.dropout[item.slot]);
+    const int t = item.row + thread / 2;
+    key = item.owns(t) ? mix32(p.row_keys[t] ^ p.dropout_key) : 0;
+  }
+  int previous = -1;
+  for (int step = range.begin; step < range.end; ++step, place.advance()) {
+    barrier_wait(&ring.full[place.stage], place.parity);
+    uint8_t* panel = place.at(ring) + warpgroup * kPanel;
+    if (kDropout && mask.threshold != 0) {
+      drop_panel(panel, thread % 128, mask, key, (p.first_column + step * kDepth) / 2);
+      finish_writes(warpgroup);
+    }
+    const uint64_t a = operand(panel, 0);
+    const uint64_t b = operand(place.at(ring) + 2 * kPanel, 0);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kDepth / kChunk; ++i) {
+      const uint64_t along = i * (kChunk * 2 >> 4);
+      wgmma<T, N, 0, 0>(sums, a + along, b + along, 1);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (previous >= 0 && thread % 32 == 0) barrier_arrive(&ring.empty[previous]);
+    previous = place.stage;
+  }
+  wgmma_wait<0>();
+  // Every copy has landed and every product is read once both warpgroups are here: the ring is free for the sums.
+  asm volatile("bar.sync 3, 256;" ::: "memory");
+  float* parts = reinterpret_cast<float*>(ring.bytes);
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) parts[i * kMultipliers + thread] = sums[i];
+}
+
+template <typename T, bool kDropout>
+__global__ void __launch_bounds__(kRankThreads, 2) rank_rows(const __grid_constant__ Problem p) {
+  const int part = cluster_block(), parts = cluster_size();
+  const int* at = p.items + static_cast<int64_t>(blockIdx.x / parts) * kItemFields;
+  if (at[0] < 0) return;
+  const Item item(at);
+  RankRing& ring = rank_ring();
+  const int thread = threadIdx.x;
+  const int width = item.count <= 1 ? 16 : item.count <= 2 ? 32 : item.count <= 4 ? 64 : 128;
+  float* sums = reinterpret_cast<float*>(ring.bytes);
+  if (item.any()) {
+    init_ring(ring);
+    const Range range(p.depth[item.target], part, parts);
+    const Place place(2 * kPanel + item.count * kChunk * 128);
+    if (thread < kMultipliers) {
+      switch (width) {
+        case 16: multiply<T, 16, kDropout>(p, item, range, ring, place, thread); break;
+        case 32: multiply<T, 32, kDropout>(p, item, range, ring, place, thread); break;
+        case 64: multiply<T, 64, kDropout>(p, item, range, ring, place, thread); break;
+        default: multiply<T, 128, kDropout>(p, item, range, ring, place, thread);
+      }
+    } else if (thread == kMultipliers) {
+      fill(p, item, range, ring, place);
+    }
+  } else if (thread < kMultipliers) {
+    for (int i = 0; i < width / 2; ++i) sums[i * kMultipliers + thread] = 0.f;
+  }
+  __syncwarp();
+  cluster_sync();
+  if (thread < kMultipliers) {
+    switch (width) {
+      case 16: write<T, 16>(p, item, part, parts, sums, thread); break;
+      case 32: write<T, 32>(p, item, part, parts, sums, thread); break;
+      case 64: write<T, 64>(p, item, part, parts, sums, thread); break;
+      default: write<T, 128>(p, item, part, parts, sums, thread);
+    }
+  }
+  __syncwarp();
+  cluster_sync();  // others may still read this block's parts
+}
+
+template <typename T, bool kDropout>
+int launch(const Problem& problem, int items, int parts, cudaStream_t stream) {
+  constexpr int bytes = sizeof(RankRing) + 1024;
+  auto* kernel = rank_rows<T, kDropout>;
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status != cudaSuccess) return fail("shared memory", cudaGetErrorString(status));
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(parts), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(items * parts);
+  config.blockDim = dim3(kRankThreads);
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  status = cudaLaunchKernelEx(&config, kernel, problem);
+  return status == cudaSuccess ? 0 : fail("launch", cudaGetErrorString(status));
+}
+
+}  // namespace
+
+// What the caller passes: `_RowsArguments` of ops/cuda_calls.py, field by field.
+struct TloraRows {
+  const void *in, *factors[kMaxTargets];
+  void *ext, *rows;
+  const int *items, *chunks, *row_keys;
+  const float *scaling, *dropout;
+  int64_t num_rows, in_columns, factor_rows[kMaxTargets], depth[kMaxTargets];
+  Columns columns[kMaxTargets];
+  int num_targets, num_items, parts, row_width, dropout_key, first_column, half_precision, device;
+};
+
+TLORA_EXPORT int tlora_rows_size() { return sizeof(TloraRows); }
+
+TLORA_EXPORT int tlora_rows(const TloraRows* arguments, cudaStream_t stream) {
+  const TloraRows& g = *arguments;
+  if (int failed = prepare(g.device)) return failed;
+  Problem p{};
+  const bool half_type = g.half_precision != 0;
+  bool made = make_map(&p.in, half_type, g.in, g.num_rows, g.in_columns, kBlockRows);
+  for (int i = 0; i < g.num_targets; ++i) {
+    made = made && make_map(&p.factors[i], half_type, g.factors[i], g.factor_rows[i], g.depth[i], kChunk);
+    p.columns[i] = g.columns[i];
+    p.depth[i] = static_cast<int>(g.depth[i]);
+  }
+  if (!made) return fail("tensor map", "an operand must be 16-byte aligned in address and row");
+  p.items = g.items;
+  p.chunks = g.chunks;
+  p.ext = g.ext;
+  p.rows = g.rows;
+  p.row_width = g.row_width;
+  p.scaling = g.scaling;
+  p.dropout = g.dropout;
+  p.row_keys = g.row_keys;
+  p.dropout_key = g.dropout_key;
+  p.first_column = g.first_column;
+  if (half_type) return g.dropout ? launch<half, true>(p, g.num_items, g.parts, stream)
+                                  : launch<half, false>(p, g.num_items, g.parts, stream);
+  return g.dropout ? launch<__nv_bfloat16, true>(p, g.num_items, g.parts, stream)
+                   : launch<__nv_bfloat16, false>(p, g.num_items, g.parts, stream);
+}

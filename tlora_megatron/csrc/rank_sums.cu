@@ -1,0 +1,209 @@
+// Gradients of the factors: dA += dS^T drop(x) and dB += dy^T s, sums over an adapter's rows.
+//
+// Semantics, for rank row j of the item's chunks and feature f of its 128:
+//   grad[j, f] += scale sum_t rows[t, j] drop(in[t, f])   over the rows t of the item's run
+// with scale 1 / (1 - p). Runs are cut from the segment's own first row, and the runs of a segment are summed in
+// order by the block that finishes last: bits do not depend on neighbours, on the place, or on timing.
+#include "host.cuh"
+#include "rank_ring.cuh"
+#include "wgmma.cuh"
+
+namespace {
+
+struct Problem {
+  CUtensorMap in, rows;
+  const int* items;
+  const int64_t* grads;  // address of each arena row's gradient, fp32, over features; 0: a row beyond the rank
+  int first_row;         // row of the micro-batch that is row 0 of `in`
+  float* workspace;
+  int* counters;
+  const float* dropout;  // [slots]; null: none
+  const int* row_keys;
+  int dropout_key, first_column;
+};
+
+struct Item {
+  int begin, end;        // rows of the micro-batch
+  int columns[2];        // of `in`: each warpgroup's first of 64
+  int feature;           // of the gradient: the first warpgroup's first; the second's is 64 further
+  int width;             // features of the gradient
+  int count, rank_column, arena_row, slot;
+  int part, parts, workspace, counter;
+
+  __device__ explicit Item(const int* at)
+      : begin(at[0]), end(at[1]), columns{at[2], at[3]}, feature(at[4]), width(at[5]), count(at[6]),
+        rank_column(at[7]), arena_row(at[8]), slot(at[9]), part(at[10]), parts(at[11]), workspace(at[12]),
+        counter(at[13]) {}
+};
+
+__device__ void fill(const Problem& p, const Item& item, int panels, RankRing& ring, Place place) {
+  for (int row = item.begin; row < item.end; row += kDepth, place.advance()) {
+    uint8_t* to = place.begin_fill(ring);
+    uint64_t* full = &ring.full[place.stage];
+    for (int i = 0; i < 2; ++i) load_tile(to + i * kPanel, &p.in, full, item.columns[i], row - p.first_row);
+    for (int i = 0; i < panels; ++i)
+      load_tile(to + (2 + i) * kPanel, &p.rows, full, item.rank_column + i * 64, row);
+  }
+}
+
+template <int N>
+__device__ void add(const Problem& p, const Item& item, const float (&sums)[N / 2], int thread) {
+  const int warp = thread / 32, lane = thread % 32;
+  const float scale = p.dropout == nullptr ? 1.f : 1.f / (1.f - p.dropout[item.slot]);
+  const int feature = item.feature + warp * 16 + lane / 4;
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {  // of every 8 columns a thread holds a pair, in rows 8 apart
+    const int rank = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    const int f = feature + i / 2 % 2 * 8;
+    if (rank >= item.count * kChunk || f >= item.width) continue;
+    float* grad = reinterpret_cast<float*>(p.grads[item.arena_row + rank]);
+    if (grad != nullptr) grad[f] += scale * sums[i];
+  }
+}
+
+// The sums of all runs of a segment, by the block that arrives last; false in the others.
+template <int N>
+__device__ bool gather(const Problem& p, const Item& item, float (&sums)[N / 2], RankRing& ring, int thread) {
+  constexpr int size = N / 2 * kMultipliers;
+  float* parts = p.workspace + static_cast<int64_t>(item.workspace) * kMultipliers;
+  float* mine = parts + static_cast<int64_t>(item.part) * size;
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) __stcg(mine + i * kMultipliers + thread, sums[i]);
+  __threadfence();
+  asm volatile("bar.sync 3, 256;" ::: "memory");
+  if (thread == 0) {
+    const bool last = atomicAdd(p.counters + item.counter, 1) == item.parts - 1;
+    if (last) p.counters[item.counter] = 0;  // for the next launch
+    ring.flag = last;
+  }
+  asm volatile("bar.sync 3, 256;" ::: "memory");
+  if (!ring.flag) return false;
+  __threadfence();
+#pragma unroll
+  for (float& s : sums) s = 0.f;
+  for (int part = 0; part < item.parts; ++part) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i)
+      sums[i] += __ldcg(parts + static_cast<int64_t>(part) * size + i * kMultipliers + thread);
+  }
+  return true;
+}
+
+template <typename T, int N, bool kDropout>
+__device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Place place, int thread) {
+  constexpr int panels = N > 64 ? 2 : 1;
+  const int warpgroup = thread / 128;
+  float sums[N / 2];
+#pragma unroll
+  for (float& s : sums) s = 0.f;
+  const Mask mask(kDropout ? p.dropout[item.slot] : 0.f);
+  int key = 0;
+  if (kDropout && item.begin + thread % 128 / 2 < item.end) key = p.row_keys[item.begin + thread % 128 / 2];
+  int previous = -1;
+  for (int row = item.begin; row < item.end; row += kDepth, place.advance()) {
+    barrier_wait(&ring.full[place.stage], place.parity);
+    uint8_t* panel = place.at(ring) + warpgroup * kPanel;
+    uint8_t* ranks = place.at(ring) + 2 * kPanel;
+    const int valid = item.end - row;
+    if (kDropout && mask.threshold != 0) {
+      const uint32_t pair = (p.first_column + item.columns[warpgroup]) / 2;
+      drop_panel(panel, thread % 128, mask, mix32(key ^ p.dropout_key), pair);
+      const int next = row + kDepth + thread % 128 / 2;
+      if (next < item.end) key = p.row_keys[next];
+    }
+    if (valid < kDepth) {
+      clear_rows(panel, thread % 128, valid);
+#pragma unroll
+      for (int i = 0; i < panels; ++i) clear_rows(ranks + i * kPanel, thread % 128, valid);
+    }
+    if (valid < kDepth || (kDropout && mask.threshold != 0)) finish_writes(warpgroup);
+    const uint64_t a = operand(panel, kPanel);
+    const uint64_t b = operand(ranks, kPanel);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kDepth / kChunk; ++i) {
+      const uint64_t along = i * (kChunk * 128 >> 4);
+      wgmma<T, N, 1, 1>(sums, a + along, b + along, 1);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (previous >= 0 && thread % 32 == 0) barrier_arrive(&ring.empty[previous]);
+    previous = place.stage;
+  }
+  wgmma_wait<0>();
+  if (item.parts == 1 || gather<N>(p, item, sums, ring, thread)) add<N>(p, item, sums, thread);
+}
+
+template <typename T, bool kDropout>
+__global__ void __launch_bounds__(kRankThreads, 2) rank_sums(const __grid_constant__ Problem p) {
+  const int* at = p.items + static_cast<int64_t>(blockIdx.x) * kItemFields;
+  if (at[0] < 0) return;
+  const Item item(at);
+  RankRing& ring = rank_ring();
+  init_ring(ring);
+  const int thread = threadIdx.x;
+  const int panels = item.count > 4 ? 2 : 1;
+  const Place place((2 + panels) * kPanel);
+  if (thread == kMultipliers) fill(p, item, panels, ring, place);
+  if (thread >= kMultipliers) return;
+  if (item.count <= 1) {
+    multiply<T, 16, kDropout>(p, item, ring, place, thread);
+  } else if (item.count <= 2) {
+    multiply<T, 32, kDropout>(p, item, ring, place, thread);
+  } else if (item.count <= 4) {
+    multiply<T, 64, kDropout>(p, item, ring, place, thread);
+  } else {
+    multiply<T, 128, kDropout>(p, item, ring, place, thread);
+  }
+}
+
+template <typename T, bool kDropout>
+int launch(const Problem& problem, int items, cudaStream_t stream) {
+  constexpr int bytes = sizeof(RankRing) + 1024;
+  auto* kernel = rank_sums<T, kDropout>;
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status != cudaSuccess) return fail("shared memory", cudaGetErrorString(status));
+  kernel<<<items, kRankThreads, bytes, stream>>>(problem);
+  status = cudaGetLastError();
+  return status == cudaSuccess ? 0 : fail("launch", cudaGetErrorString(status));
+}
+
+}  // namespace
+
+// What the caller passes: `_SumsArguments` of ops/cuda_calls.py, field by field.
+struct TloraSums {
+  const void *in, *rows;
+  const int* items;
+  const int64_t* grads;
+  float* workspace;
+  int* counters;
+  const int* row_keys;
+  const float* dropout;
+  int64_t num_rows, in_rows, in_columns;
+  int num_items, row_width, first_row, dropout_key, first_column, half_precision, device;
+};
+
+TLORA_EXPORT int tlora_sums_size() { return sizeof(TloraSums); }
+
+TLORA_EXPORT int tlora_sums(const TloraSums* arguments, cudaStream_t stream) {
+  const TloraSums& g = *arguments;
+  if (int failed = prepare(g.device)) return failed;
+  Problem p{};
+  const bool half_type = g.half_precision != 0;
+  if (!make_map(&p.in, half_type, g.in, g.in_rows, g.in_columns, 64) ||
+      !make_map(&p.rows, half_type, g.rows, g.num_rows, g.row_width, 64))
+    return fail("tensor map", "an operand must be 16-byte aligned in address and row");
+  p.items = g.items;
+  p.grads = g.grads;
+  p.first_row = g.first_row;
+  p.workspace = g.workspace;
+  p.counters = g.counters;
+  p.dropout = g.dropout;
+  p.row_keys = g.row_keys;
+  p.dropout_key = g.dropout_key;
+  p.first_column = g.first_column;
+  if (half_type) return g.dropout ? launch<half, true>(p, g.num_items, stream)
+                                  : launch<half, false>(p, g.num_items, stream);
+  return g.dropout ? launch<__nv_bfloat16, true>(p, g.num_items, stream)
+                   : launch<__nv_bfloat16, false>(p, g.num_items, stream);
+}

@@ -1,0 +1,284 @@
+"""The CUDA kernels of `csrc/` as functions of tensors.
+
+Tensors are row-major, 16-byte aligned and fp16 or bf16 but where said. Everything runs on the
+current stream of the tensors' device. The kernels' own files say what they compute.
+
+Shapes: T rows, K reduction, N output columns, C rank chunks of the micro-batch, R rank columns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from tlora_megatron.ops.columns import OutputColumns
+from tlora_megatron.ops.extension import load_extension
+
+MAX_TARGETS = 4
+"""Targets of one linear: `kMaxTargets` of lora.cuh."""
+_Pointer = ctypes.c_void_p
+_Int = ctypes.c_int
+_Long = ctypes.c_int64
+
+
+class Dropout(NamedTuple):
+    """What the mask is a function of (`ops.dropout`), beside the column."""
+
+    probability: torch.Tensor
+    """fp32 `[slots]`."""
+    row_keys: torch.Tensor
+    """int32 `[T]`."""
+    row_slots: torch.Tensor
+    """int32 `[T]`; -1 = no adapter."""
+    key: int
+    """Of the linear."""
+    first_column: int
+    """Global index of the first local input feature; even."""
+
+
+class RankPart(NamedTuple):
+    """What a GEMM adds to the base: s and `lora_b`, or dS and `lora_a`."""
+
+    ext: torch.Tensor
+    """`[C * 16, 256]`."""
+    factors: tuple[torch.Tensor, ...]
+    """Arenas: one a target, or one that all targets share."""
+    columns: tuple[OutputColumns, ...]
+    """A target: the output columns its arena holds; empty = the shared arena holds all."""
+    num_targets: int
+    tile_chunks: torch.Tensor
+    """int32 `[row tiles, num_targets + 1]` (`TilePlan.tile_chunks`)."""
+    chunk_rows: torch.Tensor
+    """int32 `[C]`: first row of each chunk in its arena."""
+    dropout: Dropout | None
+
+
+class GemmTile(NamedTuple):
+    """How the GEMM is cut."""
+
+    columns: int
+    """Columns of a tile: 128, 192 or 256."""
+    group: int = 8
+    """Row tiles whose column tiles are computed one after another."""
+
+
+class _Columns(ctypes.Structure):
+    _fields_ = [(name, _Int) for name in ("groups", "stride", "begin", "width")]
+
+
+class _GemmArguments(ctypes.Structure):
+    """`TloraGemm` of lora_gemm.cu."""
+
+    _fields_ = [
+        *((name, _Pointer) for name in ("x", "weight", "bias", "ext")),
+        ("factors", _Pointer * MAX_TARGETS),
+        *((name, _Pointer) for name in ("out", "tile_chunks", "chunk_rows")),
+        *((name, _Pointer) for name in ("row_keys", "row_slots", "dropout")),
+        *((name, _Long) for name in ("rows", "columns_out", "depth", "ext_rows")),
+        ("factor_rows", _Long * MAX_TARGETS),
+        ("columns", _Columns * MAX_TARGETS),
+        *((name, _Int) for name in ("num_targets", "dropout_key", "first_column")),
+        *((name, _Int) for name in ("half_precision", "transposed", "tile_columns", "group")),
+        *((name, _Int) for name in ("blocks", "device")),
+    ]
+
+
+class _RowsArguments(ctypes.Structure):
+    """`TloraRows` of rank_rows.cu."""
+
+    _fields_ = [
+        ("input", _Pointer),
+        ("factors", _Pointer * MAX_TARGETS),
+        *((name, _Pointer) for name in ("ext", "rows", "items", "chunks", "row_keys")),
+        *((name, _Pointer) for name in ("scaling", "dropout")),
+        *((name, _Long) for name in ("num_rows", "in_columns")),
+        ("factor_rows", _Long * MAX_TARGETS),
+        ("depth", _Long * MAX_TARGETS),
+        ("columns", _Columns * MAX_TARGETS),
+        *((name, _Int) for name in ("num_targets", "num_items", "parts", "row_width")),
+        *((name, _Int) for name in ("dropout_key", "first_column", "half_precision", "device")),
+    ]
+
+
+class _SumsArguments(ctypes.Structure):
+    """`TloraSums` of rank_sums.cu."""
+
+    _fields_ = [
+        *((name, _Pointer) for name in ("input", "rows", "items", "grads", "workspace")),
+        *((name, _Pointer) for name in ("counters", "row_keys", "dropout")),
+        *((name, _Long) for name in ("num_rows", "in_rows", "in_columns")),
+        *((name, _Int) for name in ("num_items", "row_width", "first_row", "dropout_key")),
+        *((name, _Int) for name in ("first_column", "half_precision", "device")),
+    ]
+
+
+def gemm(
+    x_TK: torch.Tensor,
+    weight: torch.Tensor,
+    out_TN: torch.Tensor,
+    tile: GemmTile,
+    *,
+    transposed: bool,
+    bias_N: torch.Tensor | None = None,
+    rank: RankPart | None = None,
+) -> None:
+    """`out = x W + b + rank part`; W is `[N, K]` if transposed, else `[K, N]`."""
+    arguments = _GemmArguments(
+        x=x_TK.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=None if bias_N is None else bias_N.data_ptr(),
+        out=out_TN.data_ptr(),
+        rows=x_TK.shape[0],
+        columns_out=out_TN.shape[1],
+        depth=x_TK.shape[1],
+        half_precision=x_TK.dtype == torch.float16,
+        transposed=transposed,
+        tile_columns=tile.columns,
+        group=tile.group,
+        blocks=multiprocessors(x_TK.device) // 2 * 2,
+        device=x_TK.device.index,
+    )
+    if rank is not None:
+        _add_rank_part(arguments, rank)
+    _launch("gemm", arguments, x_TK.device)
+
+
+def _add_rank_part(arguments: _GemmArguments, rank: RankPart) -> None:
+    arguments.ext = rank.ext.data_ptr()
+    arguments.ext_rows = rank.ext.shape[0]
+    arguments.num_targets = rank.num_targets
+    arguments.tile_chunks = rank.tile_chunks.data_ptr()
+    arguments.chunk_rows = rank.chunk_rows.data_ptr()
+    if rank.dropout is not None:
+        arguments.row_slots = rank.dropout.row_slots.data_ptr()
+        _add_dropout(arguments, rank.dropout)
+    _add_factors(arguments, rank.factors, rank.columns)
+
+
+def rank_rows(
+    in_TK: torch.Tensor,
+    factors: Sequence[torch.Tensor],
+    columns: Sequence[OutputColumns],
+    ext: torch.Tensor,
+    rows_TR: torch.Tensor,
+    *,
+    items: torch.Tensor,
+    num_items: int,
+    chunks: torch.Tensor,
+    scaling: torch.Tensor,
+    parts: int,
+    dropout: Dropout | None,
+) -> None:
+    """`scaling drop(in) F^T` into ext and into rows (rank_rows.cu).
+
+    Args:
+        factors: arenas, one an item's target.
+        columns: of `in` that each arena's places stand for; empty = all.
+        items: int32 `[num_items, 16]` (`ops.cuda_items`).
+        parts: blocks that share the reduction, 1 to 8.
+    """
+    arguments = _RowsArguments(
+        input=in_TK.data_ptr(),
+        ext=ext.data_ptr(),
+        rows=rows_TR.data_ptr(),
+        items=items.data_ptr(),
+        chunks=chunks.data_ptr(),
+        scaling=scaling.data_ptr(),
+        num_rows=in_TK.shape[0],
+        in_columns=in_TK.shape[1],
+        num_targets=len(factors),
+        num_items=num_items,
+        parts=parts,
+        row_width=rows_TR.shape[1],
+        half_precision=in_TK.dtype == torch.float16,
+        device=in_TK.device.index,
+    )
+    _add_factors(arguments, factors, columns)
+    for i, factor in enumerate(factors):
+        arguments.depth[i] = factor.shape[1]
+    if dropout is not None:
+        _add_dropout(arguments, dropout)
+    _launch("rows", arguments, in_TK.device)
+
+
+def rank_sums(
+    in_TK: torch.Tensor,
+    rows_TR: torch.Tensor,
+    *,
+    items: torch.Tensor,
+    num_items: int,
+    grads: torch.Tensor,
+    workspace: torch.Tensor,
+    counters: torch.Tensor,
+    first_row: int,
+    dropout: Dropout | None,
+) -> None:
+    """Adds `rows^T drop(in)` of every adapter to its gradients (rank_sums.cu).
+
+    Args:
+        items: int32 `[num_items, 16]` (`ops.cuda_items`).
+        grads: int64 addresses, one a row of the arena of `lora_a`; 0 beyond a rank.
+        workspace: fp32, for runs whose sums are added up.
+        counters: int32, zero.
+        first_row: row of the micro-batch that is row 0 of `in`.
+    """
+    arguments = _SumsArguments(
+        input=in_TK.data_ptr(),
+        rows=rows_TR.data_ptr(),
+        items=items.data_ptr(),
+        grads=grads.data_ptr(),
+        workspace=workspace.data_ptr(),
+        counters=counters.data_ptr(),
+        num_rows=rows_TR.shape[0],
+        in_rows=in_TK.shape[0],
+        in_columns=in_TK.shape[1],
+        num_items=num_items,
+        row_width=rows_TR.shape[1],
+        first_row=first_row,
+        half_precision=in_TK.dtype == torch.float16,
+        device=in_TK.device.index,
+    )
+    if dropout is not None:
+        _add_dropout(arguments, dropout)
+    _launch("sums", arguments, in_TK.device)
+
+
+def _add_dropout(arguments: ctypes.Structure, dropout: Dropout) -> None:
+    arguments.dropout = dropout.probability.data_ptr()
+    arguments.row_keys = dropout.row_keys.data_ptr()
+    arguments.dropout_key = dropout.key
+    arguments.first_column = dropout.first_column
+
+
+def _add_factors(
+    arguments: _GemmArguments | _RowsArguments,
+    factors: Sequence[torch.Tensor],
+    columns: Sequence[OutputColumns],
+) -> None:
+    for i, factor in enumerate(factors):
+        arguments.factors[i] = factor.data_ptr()
+        arguments.factor_rows[i] = factor.shape[0]
+    for i, c in enumerate(columns):
+        arguments.columns[i] = _Columns(c.groups, c.stride, c.begin, c.width)
+
+
+def _launch(name: str, arguments: ctypes.Structure, device: torch.device) -> None:
+    load_extension().call(name, arguments, torch.cuda.current_stream(device).cuda_stream)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "gemm": _GemmArguments,
+    "rows": _RowsArguments,
+    "sums": _SumsArguments,
+}
+"""What each function of the library takes."""

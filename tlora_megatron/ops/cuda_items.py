@@ -1,0 +1,220 @@
+"""Work items of the rank-sized CUDA kernels: pure functions of a micro-batch's segments and ranks.
+
+An item is one block's (or one cluster's) work, 16 int32 in the order in which the kernels read
+them: `Item` of rank_rows.cu and rank_sums.cu. At most 128 rank rows belong to an item; a slot with
+more takes several.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from tlora_megatron.ops.columns import OutputColumns
+from tlora_megatron.ops.plan_tensors import (
+    Array,
+    ItemBounds,
+    ItemList,
+    PlanTensors,
+    item_array,
+    spread,
+)
+from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE, RankLayout, row_runs
+
+BLOCK_ROWS = 128
+"""Rows of an item of rank_rows.cu."""
+BLOCK_FEATURES = 128
+"""Features of an item of rank_sums.cu: two warpgroups of 64."""
+ITEM_CHUNKS = 8
+"""Rank chunks of an item: `kMaxChunks` of rank_ring.cuh."""
+_WORKSPACE_PER_WIDTH = 2
+"""Rank columns whose sums over 128 features fill a unit of the workspace, 256 fp32."""
+_KERNEL_WIDTH = np.array([0, 16, 32, 64, 64, 128, 128, 128, 128])
+"""Rank columns that the kernel computes for so many chunks."""
+
+
+def rank_columns(layout: RankLayout) -> int:
+    """Columns of the row-major s and dS: the most chunks of any slot, a multiple of 64."""
+    rows = [*(slot[0] for slot in layout.a_begin), layout.a_rows] if layout.num_targets else [0]
+    widest = max((b - a for a, b in itertools.pairwise(rows)), default=0)
+    return max(64, -(-widest // 64) * 64)
+
+
+def row_items(plan: PlanTensors, *, per_target: bool) -> ItemList:
+    """Items of rank_rows.cu, in order of rows.
+
+    Args:
+        per_target: dS reads each target's own columns and arena; s reads the same x for all targets
+            of a slot, whose rows are neighbours in the arena of `lora_a`.
+    """
+    by_target = plan.slot_chunks[plan.pair_slot]
+    counts = by_target if per_target else by_target.sum(axis=1, keepdims=True)
+    part, k = spread(-(-counts // ITEM_CHUNKS).ravel())
+    pair, target = np.divmod(part, max(counts.shape[1], 1))
+    before = (np.cumsum(counts, axis=1) - counts).ravel()[part] + ITEM_CHUNKS * k
+    arena = _begins(plan.layout, per_target)[plan.pair_slot[pair], target]
+    fields = [
+        plan.pair_begin[pair],
+        plan.pair_end[pair],
+        target,
+        plan.pair_slot[pair],
+        np.minimum(counts.ravel()[part] - ITEM_CHUNKS * k, ITEM_CHUNKS),
+        arena + ITEM_CHUNKS * RANK_CHUNK * k,
+        plan.pair_first[pair] + before,
+        before * RANK_CHUNK,
+    ]
+    halves = ROW_TILE // BLOCK_ROWS
+    begin, end, target, slot, count, arena_row, chunk, column = (
+        np.repeat(f, halves) for f in fields
+    )
+    tile_column = np.tile(np.arange(halves) * BLOCK_ROWS, len(pair))
+    row = np.repeat(plan.pair_tile[pair] * ROW_TILE, halves) + tile_column
+    items = item_array(
+        (row, begin, end, tile_column, target, slot, count, arena_row, chunk, column), len(row)
+    )
+    return ItemList(items=items[np.argsort(row, kind="stable")], workspace=0)
+
+
+def row_bounds(plan: PlanTensors, *, per_target: bool) -> ItemBounds:
+    """The most items of any micro-batch."""
+    counts = plan.slot_chunks if per_target else plan.slot_chunks.sum(axis=1, keepdims=True)
+    passes = int((-(-counts // ITEM_CHUNKS)).sum(axis=1).max(initial=0))
+    return ItemBounds(items=plan.max_pairs * passes * (ROW_TILE // BLOCK_ROWS), workspace=0)
+
+
+def _begins(layout: RankLayout, per_target: bool) -> Array:
+    begins = layout.b_begin if per_target else tuple(slot[:1] for slot in layout.a_begin)
+    return np.array(begins, dtype=np.int64).reshape(len(layout.ranks), -1)
+
+
+class _Sums:
+    """What the blocks of every slot's sums share: `[slots, targets]`, or all targets as one."""
+
+    def __init__(self, plan: PlanTensors, widths: Sequence[int]) -> None:
+        shape = (len(plan.layout.ranks), len(widths))
+        chunks = plan.slot_chunks
+        if len(widths) != chunks.shape[1]:
+            chunks = chunks.sum(axis=1, keepdims=True)
+        self.chunks = chunks
+        self.widths = np.array(widths, dtype=np.int64)
+        begins = np.array(plan.layout.a_begin, dtype=np.int64).reshape(shape[0], -1)
+        self.arena_rows = begins[:, : shape[1]]
+        self.blocks = -(-self.widths // BLOCK_FEATURES)
+        self.passes = -(-chunks // ITEM_CHUNKS)
+        self.per_target = self.passes * self.blocks
+        """Blocks of a slot and target: feature blocks, each in its passes."""
+
+
+def sum_items(
+    plan: PlanTensors,
+    columns: Sequence[OutputColumns],
+    in_columns: int,
+    rows_per_run: int,
+    window: tuple[int, int],
+    *,
+    last_first: bool,
+) -> ItemList:
+    """Items of rank_sums.cu: dB over each target's columns, or dA.
+
+    Args:
+        columns: of the input, a target; empty = all columns serve all targets (dA).
+        in_columns: of the input.
+        window: rows that count.
+        last_first: later rows come first: the cache still holds them from the pass before.
+    """
+    widths = [c.size for c in columns] or [in_columns]
+    sums = _Sums(plan, widths)
+    runs = row_runs(plan.ends, plan.layout, rows_per_run, window)
+    table = np.array(runs, dtype=np.int64).reshape(len(runs), 5)
+    run_slot, _, _, _, run_parts = table.T
+    cells = sums.per_target[run_slot]
+    cell, within = spread(cells.ravel())
+    run, target = np.divmod(cell, max(len(widths), 1))
+    slot = run_slot[run]
+    k, block = np.divmod(within, sums.blocks[target])
+    feature = block * BLOCK_FEATURES
+    count = np.minimum(sums.chunks[slot, target] - ITEM_CHUNKS * k, ITEM_CHUNKS)
+    arena_row = sums.arena_rows[slot, target] + ITEM_CHUNKS * RANK_CHUNK * k
+    first, second = (_input_columns(columns, target, feature + h, in_columns) for h in (0, 64))
+    workspace, counter, used = _workspace(cells, table, run, target, within, count)
+    fields = (
+        table[run, 1],
+        table[run, 2],
+        first,
+        second,
+        feature,
+        sums.widths[target],
+        count,
+        arena_row - sums.arena_rows[slot, 0],
+        arena_row,
+        slot,
+        table[run, 3],
+        run_parts[run],
+        workspace,
+        counter,
+    )
+    items = item_array(fields, len(run))
+    order = np.argsort(-table[run, 1] if last_first else table[run, 1], kind="stable")
+    return ItemList(items=items[order], workspace=used)
+
+
+def _workspace(
+    cells: Array, table: Array, run: Array, target: Array, within: Array, count: Array
+) -> tuple[Array, Array, int]:
+    """Where the parts of one block lie, which counter they share, and how much there is of all."""
+    part, parts = table[:, 3], table[:, 4]
+    # The first run of a segment numbers its blocks; the others find theirs by it.
+    numbered = np.where(part == 0, cells.sum(axis=1), 0)
+    first_run = np.arange(len(table)) - part
+    first_block = (np.cumsum(numbered) - numbered)[first_run]
+    before = np.cumsum(cells, axis=1) - cells
+    counter = first_block[run] + before[run, target] + within
+    first = part[run] == 0
+    units = _KERNEL_WIDTH[count] // _WORKSPACE_PER_WIDTH * parts[run]
+    size = np.zeros(int(numbered.sum()), dtype=np.int64)
+    size[counter[first]] = np.where(parts[run] > 1, units, 0)[first]
+    return (np.cumsum(size) - size)[counter], counter, int(size.sum())
+
+
+def _input_columns(
+    columns: Sequence[OutputColumns], target: Array, feature: Array, in_columns: int
+) -> Array:
+    """The input's column of a feature; beyond the last, where reads are zeros, if there is none."""
+    if not columns:
+        return np.minimum(feature, in_columns)
+    found = np.full(len(feature), in_columns, dtype=np.int64)
+    for p, c in enumerate(columns):
+        mine = (target == p) & (feature < c.size)
+        group, inside = np.divmod(feature[mine], c.width)
+        found[mine] = group * c.stride + c.begin + inside
+    return found
+
+
+def sum_bounds(plan: PlanTensors, widths: Sequence[int], rows_per_run: int) -> ItemBounds:
+    """The most items and workspace of any micro-batch."""
+    sums = _Sums(plan, widths)
+    per_run = int(sums.per_target.sum(axis=1).max(initial=0))
+    slots = min(len(plan.layout.ranks), plan.num_rows)
+    items = (plan.num_rows // rows_per_run + slots) * per_run
+    largest = ITEM_CHUNKS * RANK_CHUNK // _WORKSPACE_PER_WIDTH
+    return ItemBounds(items=items, workspace=items * largest)
+
+
+@functools.cache
+def rows_per_run(num_rows: int, features: int, blocks: int) -> int:
+    """Rows of a run: so many that the runs of one adapter fill a GPU of `blocks` blocks once.
+
+    It depends on sizes alone, never on segments, as the order of a job's sums does.
+    """
+    wanted = num_rows * -(-features // BLOCK_FEATURES) / blocks
+    return min(4096, max(256, 2 ** round(np.log2(max(wanted, 1)))))
+
+
+@functools.cache
+def row_parts(num_rows: int, blocks: int) -> int:
+    """Blocks that share an item of rank_rows.cu, 1 to 8: so many that all rows fill the GPU."""
+    parts = blocks // max(1, -(-num_rows // BLOCK_ROWS))
+    return min(8, 1 << max(0, parts.bit_length() - 1))

@@ -1,0 +1,301 @@
+"""`LinearOps` with the CUDA kernels of `csrc/`, for Hopper GPUs.
+
+Launches: forward s and the rank-extended GEMM; backward dS, dB, the GEMM again, dA. Linears that
+the kernels do not take (sizes that are no multiple of 8, fused outputs that are not laid out in
+64s) go through Triton, and a GEMM that would fill the GPU badly through cuBLAS onto Triton's rank
+part.
+
+s and dS are one flat tensor: the transposed chunks that the GEMM reads, then rows `[T, R]`, which
+the sums over rows read.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from tlora_megatron.ops.columns import OutputColumns
+from tlora_megatron.ops.cuda_calls import (
+    MAX_TARGETS,
+    Dropout,
+    GemmTile,
+    RankPart,
+    gemm,
+    multiprocessors,
+    rank_rows,
+    rank_sums,
+)
+from tlora_megatron.ops.cuda_items import (
+    rank_columns,
+    row_bounds,
+    row_items,
+    row_parts,
+    rows_per_run,
+    sum_bounds,
+    sum_items,
+)
+from tlora_megatron.ops.factors import SiteFactors
+from tlora_megatron.ops.plan_tensors import WORKSPACE_UNIT, PlanTensors, WorkItems
+from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE
+from tlora_megatron.ops.triton_down import uses_dropout
+from tlora_megatron.ops.triton_ops import TritonOps
+from tlora_megatron.ops.triton_up import up, up_dropped
+
+_BLOCKS = 2
+"""Blocks of the rank-sized kernels that a multiprocessor holds."""
+_MAX_COLUMN_TILES = 256
+"""`kMaxColumnTiles` of lora_gemm.cu."""
+
+
+class CudaOps(TritonOps):
+    """The multi-adapter linear in fp16 or bf16 on a Hopper GPU; see `LinearOps` and `TritonOps`."""
+
+    name = "cuda"
+
+    def forward(
+        self,
+        x_TK: torch.Tensor,
+        weight_NK: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        factors: SiteFactors,
+        rows: RowGroups,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns y `[T, N]` and s."""
+        plan = self.plan(factors, rows)
+        if not plan.num_chunks or not suits(factors, weight_NK):
+            return super().forward(x_TK, weight_NK, bias_N, factors, rows)
+        x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
+        s, ext, s_TR = _new_rank_rows(x_TK, plan)
+        items = plan.work_items(
+            "cuda s",
+            functools.partial(row_items, per_target=False),
+            functools.partial(row_bounds, per_target=False),
+        )
+        dropout = _dropout(factors, rows, plan)
+        _rank_rows(x_TK, (factors.lora_a,), (), ext, s_TR, items, factors, plan, dropout)
+        tile = gemm_tile(len(x_TK), len(weight_NK), multiprocessors(x_TK.device) // 2)
+        if tile is None:
+            config = self.config(factors, rows).up
+            tables = self.tables[factors]
+            y_TN = up(ext, bias_N, len(weight_NK), factors, tables, plan, config)
+            return y_TN.addmm_(x_TK, weight_NK.t()), s
+        y_TN = x_TK.new_empty(len(x_TK), len(weight_NK))
+        rank = _forward_part(ext, factors, plan)
+        gemm(x_TK, weight_NK, y_TN, tile, transposed=True, bias_N=bias_N, rank=rank)
+        return y_TN, s
+
+    def backward_up(
+        self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
+    ) -> torch.Tensor:
+        """Accumulates dB and returns dS."""
+        plan = self.plan(factors, rows)
+        if not _is_flat(s):
+            return super().backward_up(dy_TN, s, factors, rows)
+        dy_TN = dy_TN.contiguous()
+        _, s_TR = _split(s, plan)
+        ds, ext, ds_TR = _new_rank_rows(dy_TN, plan)
+        items = plan.work_items(
+            "cuda ds",
+            functools.partial(row_items, per_target=True),
+            functools.partial(row_bounds, per_target=True),
+        )
+        _rank_rows(dy_TN, factors.lora_b, factors.columns, ext, ds_TR, items, factors, plan, None)
+        widths = [c.size for c in factors.columns]
+        run = rows_per_run(len(dy_TN), sum(widths), _BLOCKS * multiprocessors(dy_TN.device))
+        window = (0, len(dy_TN))
+        sums = plan.work_items(
+            ("cuda db", factors.columns),
+            lambda p: sum_items(p, factors.columns, dy_TN.shape[1], run, window, last_first=True),
+            lambda p: sum_bounds(p, widths, run),
+        )
+        _rank_sums(dy_TN, s_TR, sums, self.tables[factors].grad_b, 0, None)
+        return ds
+
+    def dgrad(
+        self,
+        dy_TN: torch.Tensor,
+        ds: torch.Tensor,
+        weight_NK: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+    ) -> torch.Tensor:
+        """Returns dx `[T, K]`."""
+        if not _is_flat(ds):
+            return super().dgrad(dy_TN, ds, weight_NK, factors, rows)
+        plan = self.plan(factors, rows)
+        dy_TN, weight_NK = dy_TN.contiguous(), weight_NK.contiguous()
+        ext, _ = _split(ds, plan)
+        tile = gemm_tile(len(dy_TN), weight_NK.shape[1], multiprocessors(dy_TN.device) // 2)
+        if tile is None:
+            config = self.config(factors, rows).up
+            return up_dropped(ext, factors, rows, plan, config).addmm_(dy_TN, weight_NK)
+        dx_TK = dy_TN.new_empty(len(dy_TN), weight_NK.shape[1])
+        rank = _dgrad_part(ext, factors, plan, _dropout(factors, rows, plan))
+        gemm(dy_TN, weight_NK, dx_TK, tile, transposed=False, rank=rank)
+        return dx_TK
+
+    def backward_down(
+        self,
+        x_TK: torch.Tensor,
+        ds: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+        window: tuple[int, int],
+    ) -> None:
+        """Accumulates dA over the rows `window[0]:window[1]`, which are all that x holds."""
+        if not _is_flat(ds):
+            return super().backward_down(x_TK, ds, factors, rows, window)
+        plan = self.plan(factors, rows)
+        _, ds_TR = _split(ds, plan)
+        depth = x_TK.shape[1]
+        run = rows_per_run(rows.ends[-1], depth, _BLOCKS * multiprocessors(x_TK.device))
+        items = plan.work_items(
+            ("cuda da", depth, window),
+            lambda p: sum_items(p, (), depth, run, window, last_first=False),
+            lambda p: sum_bounds(p, [depth], run),
+        )
+        dropout = _dropout(factors, rows, plan)
+        grads = self.tables[factors].grad_a
+        _rank_sums(x_TK.contiguous(), ds_TR, items, grads, window[0], dropout)
+        return None
+
+
+def suits(factors: SiteFactors, weight_NK: torch.Tensor) -> bool:
+    """Whether the kernels take a linear: rows of whole 16 bytes, fused columns in 64s."""
+    size_out, size_in = weight_NK.shape
+    columns = factors.columns
+    aligned = size_in % 8 == 0 and size_out % 8 == 0 and factors.first_column % 2 == 0
+    fused = all(c.is_whole or not (c.begin % 64 or c.width % 64 or c.stride % 64) for c in columns)
+    return aligned and fused and len(columns) <= MAX_TARGETS
+
+
+@functools.cache
+def gemm_tile(num_rows: int, columns: int, clusters: int) -> GemmTile | None:
+    """How to cut a GEMM for a GPU of so many clusters; None where the last wave would be too empty.
+
+    Narrow tiles reach 0.9 of the widest's speed (H200, scripts/bench/gemm_times.py); they pay where
+    the widest leaves much of the last wave idle.
+    """
+    speeds = {256: 1.0, 192: 0.93, 128: 0.9}
+    row_tiles = -(-num_rows // ROW_TILE)
+
+    def efficiency(width: int) -> float:
+        tiles = row_tiles * -(-columns // width)
+        used = num_rows * columns / (tiles * ROW_TILE * width)
+        return speeds[width] * used * tiles / (-(-tiles // clusters) * clusters)
+
+    allowed = [w for w in speeds if -(-columns // w) <= _MAX_COLUMN_TILES]
+    best = max(allowed, key=efficiency, default=256)
+    return GemmTile(best) if allowed and efficiency(best) >= 0.8 else None
+
+
+def _new_rank_rows(
+    like: torch.Tensor, plan: PlanTensors
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """An empty flat s or dS and its two parts."""
+    columns = rank_columns(plan.layout)
+    flat = like.new_empty(plan.num_chunks * RANK_CHUNK * ROW_TILE + plan.num_rows * columns)
+    return flat, *_split(flat, plan)
+
+
+def _split(flat: torch.Tensor, plan: PlanTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """The chunks `[C * 16, 256]` and the rows `[T, R]` of a flat s or dS."""
+    ext, rows = flat.split(
+        [plan.num_chunks * RANK_CHUNK * ROW_TILE, plan.num_rows * rank_columns(plan.layout)]
+    )
+    return ext.view(-1, ROW_TILE), rows.view(plan.num_rows, -1)
+
+
+def _is_flat(s: torch.Tensor) -> bool:
+    """Whether s or dS is of these kernels; Triton's have two dimensions."""
+    return s.dim() == 1
+
+
+def _dropout(factors: SiteFactors, rows: RowGroups, plan: PlanTensors) -> Dropout | None:
+    if not uses_dropout(factors, rows):
+        return None
+    return Dropout(
+        probability=factors.dropout,
+        row_keys=rows.row_keys(plan.device),
+        row_slots=plan["row_slots"],
+        key=factors.dropout_key,
+        first_column=factors.first_column,
+    )
+
+
+def _forward_part(ext: torch.Tensor, factors: SiteFactors, plan: PlanTensors) -> RankPart:
+    """What y adds to the base: s B^T."""
+    return RankPart(
+        ext=ext,
+        factors=factors.lora_b,
+        columns=factors.columns,
+        num_targets=len(factors.lora_b),
+        tile_chunks=plan["tile_chunks"],
+        chunk_rows=plan["chunk_b"],
+        dropout=None,
+    )
+
+
+def _dgrad_part(
+    ext: torch.Tensor, factors: SiteFactors, plan: PlanTensors, dropout: Dropout | None
+) -> RankPart:
+    """What dx adds to the base: drop(dS A)."""
+    return RankPart(
+        ext=ext,
+        factors=(factors.lora_a,),
+        columns=(),
+        num_targets=len(factors.lora_b),
+        tile_chunks=plan["tile_chunks"],
+        chunk_rows=plan["chunk_a"],
+        dropout=dropout,
+    )
+
+
+def _rank_rows(
+    in_TK: torch.Tensor,
+    arenas: tuple[torch.Tensor, ...],
+    columns: tuple[OutputColumns, ...],
+    ext: torch.Tensor,
+    rows_TR: torch.Tensor,
+    items: WorkItems,
+    factors: SiteFactors,
+    plan: PlanTensors,
+    dropout: Dropout | None,
+) -> None:
+    rank_rows(
+        in_TK,
+        arenas,
+        columns,
+        ext,
+        rows_TR,
+        items=items.items,
+        num_items=items.count,
+        chunks=plan["chunks"],
+        scaling=factors.scaling,
+        parts=row_parts(len(in_TK), _BLOCKS * multiprocessors(in_TK.device)),
+        dropout=dropout,
+    )
+
+
+def _rank_sums(
+    in_TK: torch.Tensor,
+    rows_TR: torch.Tensor,
+    items: WorkItems,
+    grads: torch.Tensor,
+    first_row: int,
+    dropout: Dropout | None,
+) -> None:
+    units = max(items.workspace, 1) * WORKSPACE_UNIT
+    rank_sums(
+        in_TK,
+        rows_TR,
+        items=items.items,
+        num_items=items.count,
+        grads=grads,
+        workspace=torch.empty(units, dtype=torch.float32, device=in_TK.device),
+        counters=items.counters,
+        first_row=first_row,
+        dropout=dropout,
+    )
