@@ -95,34 +95,16 @@ def test_attention_spans_by_brute_force(documents: list[Document], cp_size: int)
             assert keys == list(range(document_begin, row + 1))
 
 
-@given(DOCUMENTS, CP_SIZES, st.sampled_from([1, 2, 4]))
+@given(DOCUMENTS, CP_SIZES)
 @fast
-def test_shards_join_to_the_rows(documents: list[Document], cp_size: int, tp_size: int) -> None:
+def test_there_is_one_group_a_slot_on_every_rank(documents: list[Document], cp_size: int) -> None:
     for view in views_of(documents, cp_size):
-        shards = [view.shard(tp_rank, tp_size) for tp_rank in range(tp_size)]
-        rows = view.rows
-        for name in ("row_slots", "row_keys"):
-            parts = [getattr(shard, name)(CPU) for shard in shards]
-            assert torch.equal(torch.cat(parts), getattr(rows, name)(CPU)), name
-        tokens = torch.cat([shard.token_index for shard in shards])
-        assert torch.equal(tokens, rows.token_index)
-        assert {shard.ends[-1] for shard in shards} == {view.num_tokens // tp_size}
-
-
-@given(DOCUMENTS, CP_SIZES, st.sampled_from([1, 2, 4]))
-@fast
-def test_there_is_one_group_a_slot_on_every_rank(
-    documents: list[Document], cp_size: int, tp_size: int
-) -> None:
-    for view, tp_rank in itertools.product(views_of(documents, cp_size), range(tp_size)):
-        groups = view.shard(tp_rank, tp_size)
+        groups = view.rows
         assert groups.num_slots == NUM_SLOTS
         present = [slot for slot in range(NUM_SLOTS) if groups.lengths[slot]]
         assert groups.present_slots == tuple(present)
         assert tuple(itertools.accumulate(groups.lengths)) == groups.ends
-        assert groups.offsets(CPU).tolist() == list(groups.ends)
-        assert groups.offsets(CPU).dtype == torch.int32
-        assert groups.present_index(CPU).tolist() == list(groups.present_slots)
+        assert groups.ends[-1] == view.num_tokens
 
 
 @given(DOCUMENTS)
@@ -171,17 +153,9 @@ def test_refusals(documents: list[tuple[int, int]], options: dict[str, int], mat
         pack_micro_batch(packed, **{"num_slots": 2, "num_tokens": 8, **options})
 
 
-def test_a_shard_must_be_whole() -> None:
-    view = views_of([Document(slot=0, length=4)], 1)[0]
-    with pytest.raises(ValueError, match=r"num_tokens must be a multiple of tp_size=3, got 16"):
-        view.shard(0, 3)
-
-
 def test_views_are_built_once() -> None:
     view = views_of([Document(slot=0, length=4)], 2)[0]
     assert view.rows is view.rows
-    assert view.shard(0, 2) is view.shard(0, 2)
-    assert view.shard(0, 2) is not view.shard(1, 2)
     assert view.attention is view.attention
     assert view.positions(CPU) is view.positions(CPU)
     assert view.rows.row_keys(CPU) is view.rows.row_keys(CPU)

@@ -1,4 +1,4 @@
-"""Which rows of a tensor belong to which adapter: what grouped GEMMs and dropout read."""
+"""Which rows of a tensor belong to which adapter: what kernels and dropout read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ T = TypeVar("T")
 class RowGroups:
     """Runs of rows, one a slot in ascending order with the null slot last; some are empty.
 
-    Slot i owns rows `ends[i-1]:ends[i]`, so stacked weights serve a grouped GEMM as they are. It is
-    so on every context- and sequence-parallel rank: each holds its rows in packed order, which is
-    the order of slots.
+    Slot i owns rows `ends[i-1]:ends[i]`. It is so on every context-parallel rank: each holds its
+    rows in packed order, which is the order of slots.
     """
 
     ends: tuple[int, ...]
@@ -57,19 +56,6 @@ class RowGroups:
         if key not in self._cache:
             self._cache[key] = build()
         return self._cache[key]
-
-    def offsets(self, device: torch.device) -> torch.Tensor:
-        """`ends` as int32 `[num_slots + 1]`: the `offs` of a grouped GEMM."""
-        return self.cached(
-            f"offsets@{device}", lambda: torch.tensor(self.ends, dtype=torch.int32, device=device)
-        )
-
-    def present_index(self, device: torch.device) -> torch.Tensor:
-        """`present_slots` as int64 `[present]`."""
-        return self.cached(
-            f"present@{device}",
-            lambda: torch.tensor(self.present_slots, dtype=torch.int64, device=device),
-        )
 
     def row_slots(self, device: torch.device) -> torch.Tensor:
         """Slot of each row, int64 `[rows]`."""

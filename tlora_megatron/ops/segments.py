@@ -91,15 +91,7 @@ class MicroBatchView:
     @property
     def rows(self) -> RowGroups:
         """Adapter groups of all local rows."""
-        return self.cached("rows", lambda: _group_rows(self, 0, self.num_tokens))
-
-    def shard(self, tp_rank: int, tp_size: int) -> RowGroups:
-        """Adapter groups of the rows that one sequence-parallel rank holds."""
-        if self.num_tokens % tp_size:
-            raise ValueError(f"num_tokens must be a multiple of {tp_size=}, got {self.num_tokens}")
-        size = self.num_tokens // tp_size
-        begin = tp_rank * size
-        return self.cached(f"shard{begin}+{size}", lambda: _group_rows(self, begin, size))
+        return self.cached("rows", lambda: _group_rows(self))
 
     @property
     def attention(self) -> AttentionSpans:
@@ -200,18 +192,14 @@ def _cut(documents: Sequence[Document], begin: int, end: int) -> Iterator[_Piece
         doc_begin += document.length
 
 
-def _group_rows(view: MicroBatchView, begin: int, size: int) -> RowGroups:
-    """Groups local rows `begin:begin + size` of a view by adapter."""
+def _group_rows(view: MicroBatchView) -> RowGroups:
+    """Groups the local rows of a view by adapter."""
     lengths = [0] * (view.num_slots + 1)
     tokens = []
-    row = 0
     for piece in view.pieces:
-        first, last = max(begin, row), min(begin + size, row + piece.length)
-        if first < last:
-            offset = piece.document.first_token + piece.offset + first - row
-            tokens.append(torch.arange(offset, offset + last - first))
-            lengths[piece.document.slot] += last - first
-        row += piece.length
+        offset = piece.document.first_token + piece.offset
+        tokens.append(torch.arange(offset, offset + piece.length))
+        lengths[piece.document.slot] += piece.length
     return RowGroups(
         ends=tuple(itertools.accumulate(lengths)),
         token_index=torch.cat(tokens),
