@@ -9,7 +9,6 @@ constexpr int kMultipliers = 256;
 constexpr int kMaxChunks = 8;       // rank chunks of one block: 128 ranks
 constexpr int kRingBytes = 108 << 10;  // two blocks a multiprocessor
 constexpr int kMaxStages = 8;
-constexpr int kItemFields = 16;     // ITEM_FIELDS of ops/plan_tensors.py
 
 struct RankRing {
   alignas(1024) uint8_t bytes[kRingBytes];

@@ -20,6 +20,7 @@ struct Problem {
   Columns columns[kMaxTargets];  // of the input that each target reads; stride 0: all of them
   int depth[kMaxTargets];        // places of each target's arena
   const int* items;
+  int item_fields;
   const int* chunks;  // ext chunks, pair by pair
   void *ext, *rows;
   int row_width;
@@ -136,7 +137,7 @@ __device__ void multiply(const Problem& p, const Item& item, Range range, RankRi
 template <typename T, bool kDropout>
 __global__ void __launch_bounds__(kRankThreads, 2) rank_rows(const __grid_constant__ Problem p) {
   const int part = cluster_block(), parts = cluster_size();
-  const int* at = p.items + static_cast<int64_t>(blockIdx.x / parts) * kItemFields;
+  const int* at = p.items + static_cast<int64_t>(blockIdx.x / parts) * p.item_fields;
   if (at[0] < 0) return;
   const Item item(at);
   RankRing& ring = rank_ring();
@@ -204,7 +205,7 @@ struct TloraRows {
   const float *scaling, *dropout;
   int64_t num_rows, in_columns, factor_rows[kMaxTargets], depth[kMaxTargets];
   Columns columns[kMaxTargets];
-  int num_targets, num_items, parts, row_width, dropout_key, first_column, half_precision, device;
+  int num_targets, num_items, item_fields, parts, row_width, dropout_key, first_column, half_precision, device;
 };
 
 TLORA_EXPORT int tlora_rows_size() { return sizeof(TloraRows); }
@@ -222,6 +223,7 @@ TLORA_EXPORT int tlora_rows(const TloraRows* arguments, cudaStream_t stream) {
   }
   if (!made) return fail("tensor map", "an operand must be 16-byte aligned in address and row");
   p.items = g.items;
+  p.item_fields = g.item_fields;
   p.chunks = g.chunks;
   p.ext = g.ext;
   p.rows = g.rows;

@@ -13,6 +13,7 @@ namespace {
 struct Problem {
   CUtensorMap in, rows;
   const int* items;
+  int item_fields;
   const int64_t* grads;  // address of each arena row's gradient, fp32, over features; 0: a row beyond the rank
   int first_row;         // row of the micro-batch that is row 0 of `in`
   float* workspace;
@@ -136,7 +137,7 @@ __device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Pla
 
 template <typename T, bool kDropout>
 __global__ void __launch_bounds__(kRankThreads, 2) rank_sums(const __grid_constant__ Problem p) {
-  const int* at = p.items + static_cast<int64_t>(blockIdx.x) * kItemFields;
+  const int* at = p.items + static_cast<int64_t>(blockIdx.x) * p.item_fields;
   if (at[0] < 0) return;
   const Item item(at);
   RankRing& ring = rank_ring();
@@ -180,7 +181,7 @@ struct TloraSums {
   const int* row_keys;
   const float* dropout;
   int64_t num_rows, in_rows, in_columns;
-  int num_items, row_width, first_row, dropout_key, first_column, half_precision, device;
+  int num_items, item_fields, row_width, first_row, dropout_key, first_column, half_precision, device;
 };
 
 TLORA_EXPORT int tlora_sums_size() { return sizeof(TloraSums); }
@@ -194,6 +195,7 @@ TLORA_EXPORT int tlora_sums(const TloraSums* arguments, cudaStream_t stream) {
       !make_map(&p.rows, half_type, g.rows, g.num_rows, g.row_width, 64))
     return fail("tensor map", "an operand must be 16-byte aligned in address and row");
   p.items = g.items;
+  p.item_fields = g.item_fields;
   p.grads = g.grads;
   p.first_row = g.first_row;
   p.workspace = g.workspace;

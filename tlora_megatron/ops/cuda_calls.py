@@ -99,7 +99,10 @@ class _RowsArguments(ctypes.Structure):
         ("factor_rows", _Long * MAX_TARGETS),
         ("depth", _Long * MAX_TARGETS),
         ("columns", _Columns * MAX_TARGETS),
-        *((name, _Int) for name in ("num_targets", "num_items", "parts", "row_width")),
+        *(
+            (name, _Int)
+            for name in ("num_targets", "num_items", "item_fields", "parts", "row_width")
+        ),
         *((name, _Int) for name in ("dropout_key", "first_column", "half_precision", "device")),
     ]
 
@@ -111,8 +114,8 @@ class _SumsArguments(ctypes.Structure):
         *((name, _Pointer) for name in ("input", "rows", "items", "grads", "workspace")),
         *((name, _Pointer) for name in ("counters", "row_keys", "dropout")),
         *((name, _Long) for name in ("num_rows", "in_rows", "in_columns")),
-        *((name, _Int) for name in ("num_items", "row_width", "first_row", "dropout_key")),
-        *((name, _Int) for name in ("first_column", "half_precision", "device")),
+        *((name, _Int) for name in ("num_items", "item_fields", "row_width", "first_row")),
+        *((name, _Int) for name in ("dropout_key", "first_column", "half_precision", "device")),
     ]
 
 
@@ -178,7 +181,7 @@ def rank_rows(
     Args:
         factors: arenas, one an item's target.
         columns: of `in` that each arena's places stand for; empty = all.
-        items: int32 `[num_items, 16]` (`ops.cuda_items`).
+        items: int32 `[num_items, fields]`, flat (`ops.cuda_items`).
         parts: blocks that share the reduction, 1 to 8.
     """
     arguments = _RowsArguments(
@@ -192,6 +195,7 @@ def rank_rows(
         in_columns=in_TK.shape[1],
         num_targets=len(factors),
         num_items=num_items,
+        item_fields=items.numel() // max(num_items, 1),
         parts=parts,
         row_width=rows_TR.shape[1],
         half_precision=in_TK.dtype == torch.float16,
@@ -220,7 +224,7 @@ def rank_sums(
     """Adds `rows^T drop(in)` of every adapter to its gradients (rank_sums.cu).
 
     Args:
-        items: int32 `[num_items, 16]` (`ops.cuda_items`).
+        items: int32 `[num_items, fields]`, flat (`ops.cuda_items`).
         grads: int64 addresses, one a row of the arena of `lora_a`; 0 beyond a rank.
         workspace: fp32, for runs whose sums are added up.
         counters: int32, zero.
@@ -237,6 +241,7 @@ def rank_sums(
         in_rows=in_TK.shape[0],
         in_columns=in_TK.shape[1],
         num_items=num_items,
+        item_fields=items.numel() // max(num_items, 1),
         row_width=rows_TR.shape[1],
         first_row=first_row,
         half_precision=in_TK.dtype == torch.float16,

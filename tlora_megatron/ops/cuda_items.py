@@ -1,7 +1,7 @@
 """Work items of the rank-sized CUDA kernels: pure functions of a micro-batch's segments and ranks.
 
-An item is one block's (or one cluster's) work, 16 int32 in the order in which the kernels read
-them: `Item` of rank_rows.cu and rank_sums.cu. At most 128 rank rows belong to an item; a slot with
+An item is one block's (or one cluster's) work, int32 in the order in which the kernels read them:
+`Item` of rank_rows.cu and rank_sums.cu. At most 128 rank rows belong to an item; a slot with
 more takes several.
 """
 
