@@ -1,0 +1,191 @@
+"""One linear's factors, rows and gradients for the kernels themselves, beside the fp64 definition.
+
+Unlike `linear_case` this builds `SiteFactors` directly, with any ranks and columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from tlora_megatron.ops.columns import OutputColumns
+from tlora_megatron.ops.dropout import dropout_reference, mix_ints
+from tlora_megatron.ops.factors import SiteFactors
+from tlora_megatron.ops.linear_ops import LinearOps
+from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.tiling import RankLayout
+
+WHOLE = (OutputColumns(groups=1, stride=48, begin=0, width=48),)
+QKV = tuple(
+    OutputColumns(groups=2, stride=32, begin=begin, width=width)
+    for begin, width in ((0, 16), (16, 8), (24, 8))
+)
+GATE_UP = tuple(OutputColumns(groups=1, stride=96, begin=b, width=48) for b in (0, 48))
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """New buffers hold NaN: what an element shows that no kernel writes."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCase:
+    """Random operands of one linear."""
+
+    columns: tuple[OutputColumns, ...]
+    layout: RankLayout
+    factors: SiteFactors
+    weight_NK: torch.Tensor
+    bias_N: torch.Tensor
+    p_S: tuple[float, ...]
+
+    @property
+    def out_size(self) -> int:
+        """Columns N of the fused output."""
+        return self.columns[0].groups * self.columns[0].stride
+
+
+def make_case(
+    ranks: Sequence[Sequence[int]],
+    columns: tuple[OutputColumns, ...],
+    in_size: int,
+    *,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    dropout: Sequence[float] = (),
+    seed: int = 0,
+) -> KernelCase:
+    """Random factors; rows that fill a chunk are zero, gradients begin at zero."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    layout = RankLayout(tuple(map(tuple, ranks)))
+    sizes = [c.size for c in columns]
+    out_size = columns[0].groups * columns[0].stride
+    lora_a = torch.zeros(layout.a_rows, in_size, device=device, dtype=dtype)
+    lora_b = [
+        torch.zeros(n, size, device=device, dtype=dtype)
+        for n, size in zip(layout.b_rows, sizes, strict=True)
+    ]
+    for slot, slot_ranks in enumerate(layout.ranks):
+        for p, rank in enumerate(slot_ranks):
+            a, b = layout.a_begin[slot][p], layout.b_begin[slot][p]
+            lora_a[a : a + rank] = (draw(rank, in_size) * in_size**-0.5).to(dtype)
+            lora_b[p][b : b + rank] = (draw(rank, sizes[p]) * max(rank, 1) ** -0.5).to(dtype)
+    p_S = tuple(dropout) or (0.0,) * len(ranks)
+
+    def grads(widths: Sequence[int]) -> tuple[tuple[torch.Tensor | None, ...], ...]:
+        return tuple(
+            tuple(
+                torch.zeros(rank, width, device=device) if rank else None
+                for rank, width in zip(slot, widths, strict=True)
+            )
+            for slot in layout.ranks
+        )
+
+    factors = SiteFactors(
+        layout=layout,
+        columns=columns,
+        lora_a=lora_a,
+        lora_b=tuple(lora_b),
+        grad_a=grads([in_size] * len(columns)),
+        grad_b=grads(sizes),
+        scaling=torch.tensor([0.5 + 0.25 * (i % 5) for i in range(len(ranks))], device=device),
+        dropout=torch.tensor(p_S, device=device),
+        has_dropout=any(p_S),
+        dropout_key=mix_ints(11),
+        first_column=6,
+    )
+    weight = (draw(out_size, in_size) * in_size**-0.5).to(dtype)
+    bias = draw(out_size).to(dtype)
+    return KernelCase(
+        columns=columns,
+        layout=layout,
+        factors=factors,
+        weight_NK=weight,
+        bias_N=bias,
+        p_S=p_S,
+    )
+
+
+def make_rows(lengths: Sequence[int], padding: int = 0) -> RowGroups:
+    """Segments of so many rows, then rows without an adapter."""
+    ends, total = [], 0
+    for n in (*lengths, padding):
+        total += n
+        ends.append(total)
+    index = torch.cat([torch.arange(n) + 5 for n in (*lengths, padding)])
+    keys = tuple(mix_ints(slot, 3) for slot in range(len(lengths)))
+    return RowGroups(tuple(ends), index, keys)
+
+
+def run(
+    ops: LinearOps, case: KernelCase, x_TK: torch.Tensor, dy_TN: torch.Tensor, rows: RowGroups
+) -> dict[str, torch.Tensor]:
+    """Output and every gradient by name, as `ops` computes them."""
+    factors = case.factors
+    y, s = ops.forward(x_TK, case.weight_NK, case.bias_N, factors, rows)
+    ds = ops.backward_up(dy_TN, s, factors, rows)
+    dx = ops.dgrad(dy_TN, ds, case.weight_NK, factors, rows)
+    ops.backward_down(x_TK, ds, factors, rows, (0, rows.ends[-1]))
+    return {"y": y, "dx": dx, **gradients(factors)}
+
+
+def gradients(factors: SiteFactors) -> dict[str, torch.Tensor]:
+    """Takes every factor's gradient, by name, and clears it."""
+    found = {}
+    for name, grads in (("dA", factors.grad_a), ("dB", factors.grad_b)):
+        for slot, row in enumerate(grads):
+            for p, grad in enumerate(row):
+                if grad is not None:
+                    found[f"{name}[{slot}][{p}]"] = grad.clone()
+                    grad.zero_()
+    return found
+
+
+def reference(
+    case: KernelCase, x_TK: torch.Tensor, dy_TN: torch.Tensor, rows: RowGroups
+) -> dict[str, torch.Tensor]:
+    """Output and every gradient by name: the formulas of `ops.linear_ops` in fp64, autograd."""
+    factors, device = case.factors, x_TK.device
+    x = x_TK.double().requires_grad_()
+    dropped = x
+    if factors.has_dropout and rows.dropout_keys:
+        p_T = torch.tensor((*case.p_S, 0.0), device=device)[rows.row_slots(device)]
+        ones = torch.ones(x.shape, device=device)
+        keep = dropout_reference(
+            ones, rows.row_keys(device), p_T, factors.dropout_key, factors.first_column
+        )
+        dropped = torch.where(keep > 0, x * (1.0 / (1.0 - p_T.double()))[:, None], 0.0)
+    y = torch.nn.functional.linear(x, case.weight_NK.double(), case.bias_N.double())
+    leaves: dict[str, torch.Tensor] = {}
+    all_columns = torch.arange(case.out_size, device=device)[None]
+    begin = 0
+    for slot, end in enumerate(rows.ends[:-1]):
+        for p, rank in enumerate(case.layout.ranks[slot]):
+            a0, b0 = case.layout.a_begin[slot][p], case.layout.b_begin[slot][p]
+            if not rank:
+                continue
+            lora_a = factors.lora_a[a0 : a0 + rank].double().requires_grad_()
+            lora_b = factors.lora_b[p][b0 : b0 + rank].double().requires_grad_()
+            leaves[f"dA[{slot}][{p}]"], leaves[f"dB[{slot}][{p}]"] = lora_a, lora_b
+            s = dropped[begin:end] @ lora_a.t() * factors.scaling[slot].double()
+            delta = torch.zeros(end - begin, case.out_size, dtype=torch.float64, device=device)
+            delta = delta.index_copy(1, case.columns[p].read(all_columns)[0], s @ lora_b)
+            y = y + torch.nn.functional.pad(delta, (0, 0, begin, len(x) - end))
+        begin = end
+    y.backward(dy_TN.double())
+    grads = {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in leaves.items()}
+    assert x.grad is not None
+    return {"y": y.detach(), "dx": x.grad, **grads}

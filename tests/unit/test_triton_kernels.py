@@ -1,0 +1,295 @@
+"""The Triton kernels of the multi-adapter linear in the interpreter, against the fp64 definition.
+
+Triton decides when it is imported whether it interprets, so the tests run in a process of their
+own: `TRITON_INTERPRET=1 pytest` on this file runs them here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.helpers.interpreter import accept_numpy_scalars
+from tests.helpers.kernel_case import (
+    GATE_UP,
+    QKV,
+    WHOLE,
+    KernelCase,
+    gradients,
+    make_case,
+    make_rows,
+    poisoned_memory,
+    reference,
+    run,
+)
+from tests.helpers.linear_case import error
+from tlora_megatron.ops.columns import OutputColumns
+from tlora_megatron.ops.dropout import dropout_reference
+from tlora_megatron.ops.kernel_config import (
+    BackwardDownConfig,
+    BackwardUpConfig,
+    DownConfig,
+    KernelConfig,
+    UpConfig,
+)
+from tlora_megatron.ops.plan_tensors import update_plans
+from tlora_megatron.ops.triton_ops import TritonOps
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    accept_numpy_scalars()
+interpreted = pytest.mark.skipif(
+    not INTERPRETED, reason="runs in the process of test_the_kernels_in_the_interpreter"
+)
+K = 80
+SMALL = KernelConfig(
+    down=DownConfig(block_rows=32, block_depth=32, splits=2, rank_tile=32),
+    up=UpConfig(block_rows=64, block_columns=32),
+    backward_up=BackwardUpConfig(
+        block_rows=32,
+        block_depth=16,
+        split_columns=16,
+        block_columns=16,
+        step_rows=32,
+        rows_per_run=64,
+        item_size=2048,
+        region_rows=64,
+        rank_tile=32,
+    ),
+    backward_down=BackwardDownConfig(
+        block_columns=32, step_rows=32, rows_per_run=64, item_size=2048, rank_tile=32
+    ),
+)
+"""Small blocks, so that every kernel splits, loops, straddles tiles and passes over ranks twice."""
+ODD = (
+    OutputColumns(groups=3, stride=14, begin=0, width=5),
+    OutputColumns(groups=3, stride=14, begin=5, width=3),
+)
+"""Columns that begin nowhere near 16 bytes; the last of each group belong to no target."""
+CASES = {
+    "whole": (WHOLE, [[4], [16], [0], [40]]),
+    "q k v": (QKV, [[4, 0, 17], [16, 16, 16], [0, 0, 0], [1, 40, 3]]),
+    "gate up": (GATE_UP, [[4, 5], [16, 0], [33, 8], [9, 40]]),
+    "odd columns": (ODD, [[4, 5], [16, 0], [33, 8], [9, 2]]),
+}
+WORKLOADS = {
+    "ragged": (5, 130, 70, 33),
+    "absent": (0, 61, 0, 257),
+    "one adapter": (0, 0, 0, 300),
+    "none": (0, 0, 0, 0),
+}
+
+
+def draw(case: KernelCase, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    dtype = case.weight_NK.dtype
+    x = torch.randn(num_rows, case.weight_NK.shape[1], generator=generator)
+    return x.to(dtype), torch.randn(num_rows, case.out_size, generator=generator).to(dtype)
+
+
+def compare(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float
+) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.isfinite(actual[name]).all(), name
+        assert error(actual[name], value) < tolerance, name
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreting process")
+def test_the_kernels_in_the_interpreter() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", str(Path(__file__)), "-p", "no:cacheprovider"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "passed" in result.stdout, result.stdout
+
+
+@interpreted
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("linear", CASES)
+def test_every_output_and_gradient_equals_the_definition(linear: str, workload: str) -> None:
+    columns, ranks = CASES[linear]
+    dropout = (0.3, 0.1, 0.5, 0.0) if linear in ("whole", "q k v") else ()
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=dropout)
+    rows = make_rows(WORKLOADS[workload], padding=6)
+    x, dy = draw(case, rows.ends[-1])
+    with poisoned_memory():
+        actual = run(TritonOps(config=SMALL), case, x, dy, rows)
+    compare(actual, reference(case, x, dy, rows), 5e-7)
+
+
+@interpreted
+def test_half_precision_and_the_default_blocks() -> None:
+    columns, ranks = CASES["q k v"]
+    case = make_case(ranks, columns, K, dtype=torch.float16, dropout=(0.3, 0.1, 0.5, 0.0))
+    rows = make_rows(WORKLOADS["ragged"], padding=6)
+    x, dy = draw(case, rows.ends[-1])
+    with poisoned_memory():
+        actual = run(TritonOps(config=KernelConfig()), case, x, dy, rows)
+    compare(actual, reference(case, x, dy, rows), 2e-3)
+
+
+@interpreted
+def test_gradients_add_to_what_is_there() -> None:
+    columns, ranks = CASES["gate up"]
+    case = make_case(ranks, columns, K, dtype=torch.float32)
+    rows = make_rows(WORKLOADS["ragged"])
+    x, dy = draw(case, rows.ends[-1])
+    ops = TritonOps(config=SMALL)
+    once = run(ops, case, x, dy, rows)
+    for grads in (case.factors.grad_a, case.factors.grad_b):
+        for grad in (g for slot in grads for g in slot if g is not None):
+            grad.fill_(1.0)
+    twice = run(ops, case, x, dy, rows)
+    for name in once.keys() - {"y", "dx"}:
+        torch.testing.assert_close(twice[name], once[name] + 1.0, msg=name)
+
+
+@interpreted
+def test_evaluation_has_no_dropout() -> None:
+    columns, ranks = CASES["whole"]
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.9))
+    rows = dataclasses.replace(make_rows(WORKLOADS["ragged"]), dropout_keys=())
+    x, dy = draw(case, rows.ends[-1])
+    compare(run(TritonOps(config=SMALL), case, x, dy, rows), reference(case, x, dy, rows), 5e-7)
+
+
+@interpreted
+def test_the_mask_is_that_of_the_definition() -> None:
+    p = (0.25, 0.1, 0.7, 1e-5)
+    case = make_case([[K]] * 4, WHOLE, K, dtype=torch.float32, dropout=p)
+    rows = make_rows((40, 3, 100, 20))
+    for slot in range(4):
+        begin = case.layout.a_begin[slot][0]
+        case.factors.lora_a[begin : begin + K] = torch.eye(K)
+    ones = torch.ones(rows.ends[-1], K)
+    p_T = torch.tensor((*p, 0.0))[rows.row_slots(ones.device)]
+    key, column = case.factors.dropout_key, case.factors.first_column
+    expected = dropout_reference(ones, rows.row_keys(ones.device), p_T, key, column) != 0
+    ops = TritonOps(config=SMALL)
+    s = ops.down(ones, case.factors, rows)
+    plan = ops.plan(case.factors, rows)
+    row_form = s[plan.num_chunks * 16 :].flatten()[: rows.ends[-1] * K].view(-1, K)
+    assert torch.equal(row_form != 0, expected)
+    assert 0 < (~expected).sum() < expected.numel()
+
+
+@interpreted
+@pytest.mark.parametrize("what", ["rows", "weights"])
+def test_nan_of_one_adapter_stays_there(what: str) -> None:
+    columns, ranks = CASES["q k v"]
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
+    rows = make_rows(WORKLOADS["ragged"], padding=6)
+    x, dy = draw(case, rows.ends[-1])
+    ops = TritonOps(config=SMALL)
+    clean = run(ops, case, x, dy, rows)
+    begin, end = rows.ends[0], rows.ends[1]
+    if what == "rows":
+        x[begin:end] = dy[begin:end] = float("nan")
+    else:
+        for lora, begins in ((case.factors.lora_a, case.layout.a_begin),):
+            lora[begins[1][0] : begins[2][0]] = float("inf")
+        for p, lora in enumerate(case.factors.lora_b):
+            lora[case.layout.b_begin[1][p] : case.layout.b_begin[2][p]] = float("nan")
+    ill = run(ops, case, x, dy, rows)
+    for name, value in clean.items():
+        if name in ("y", "dx"):
+            assert torch.equal(ill[name][:begin], value[:begin]), name
+            assert torch.equal(ill[name][end:], value[end:]), name
+            assert not torch.isfinite(ill[name][begin:end]).all(), name
+        elif "[1]" not in name[:5]:
+            assert torch.equal(ill[name], value), name
+
+
+def _sum_of_products(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return np.add.reduce(a[:, :, None] * b[None], axis=1, dtype=dtype)
+
+
+@interpreted
+@pytest.mark.parametrize("lengths", [(70, 130, 3, 200), (0, 130, 0, 0), (257, 130, 60, 1)])
+def test_gradients_are_bitwise_those_of_the_job_alone(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # BLAS rounds a row by its place in a block; a tensor core does not.
+    monkeypatch.setattr(np, "matmul", _sum_of_products)
+    columns, ranks = CASES["q k v"]
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
+    ops = TritonOps(config=SMALL)
+    generator = torch.Generator().manual_seed(3)
+    own_x = torch.randn(130, K, generator=generator)
+    own_dy = torch.randn(130, case.out_size, generator=generator)
+    found = []
+    for segments in ((5, 130, 70, 33), lengths):
+        rows = make_rows(segments)
+        x, dy = draw(case, rows.ends[-1])
+        x[rows.ends[0] : rows.ends[1]], dy[rows.ends[0] : rows.ends[1]] = own_x, own_dy
+        found.append(run(ops, case, x, dy, rows))
+    for p in range(len(columns)):
+        for name in (f"dA[1][{p}]", f"dB[1][{p}]"):
+            assert torch.equal(found[0][name], found[1][name]), name
+
+
+@interpreted
+def test_windows_of_rows_add_up() -> None:
+    """Sequence parallelism: each rank holds some rows of x, and dS of all of them."""
+    columns, ranks = CASES["gate up"]
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
+    rows = make_rows(WORKLOADS["ragged"], padding=2)
+    x, dy = draw(case, rows.ends[-1])
+    ops = TritonOps(config=SMALL)
+    whole = run(ops, case, x, dy, rows)
+    s = ops.down(x, case.factors, rows)
+    ds = ops.backward_up(dy, s, case.factors, rows)
+    gradients(case.factors)
+    for window in ((0, 120), (120, 240)):
+        ops.backward_down(x[window[0] : window[1]], ds, case.factors, rows, window)
+    parts = gradients(case.factors)
+    for name in parts:
+        if name.startswith("dA"):
+            torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+@interpreted
+def test_tables_take_other_segments_in_place() -> None:
+    columns, ranks = CASES["q k v"]
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
+    segments = [(5, 130, 70, 33), (100, 0, 1, 137), (60, 60, 60, 58), (0, 0, 0, 0)]
+    rows = make_rows(segments[0], padding=238 - sum(segments[0]))
+    x, dy = draw(case, 238)
+    ops = TritonOps(config=SMALL, graph_safe=True)
+    compare(run(ops, case, x, dy, rows), reference(case, x, dy, rows), 5e-7)
+    tables = ops.plan(case.factors, rows)
+    address = tables["chunks"].data_ptr()
+    for lengths in segments[1:]:
+        other = make_rows(lengths, padding=238 - sum(lengths))
+        update_plans(rows, other, x.device)
+        with poisoned_memory():
+            actual = run(ops, case, x, dy, rows)
+        compare(actual, reference(case, x, dy, other), 5e-7)
+    assert ops.plan(case.factors, rows)["chunks"].data_ptr() == address
+
+
+@interpreted
+def test_tables_refuse_other_sizes() -> None:
+    case = make_case([[4]], WHOLE, K, dtype=torch.float32)
+    rows = make_rows((10,))
+    tables = TritonOps(graph_safe=True).plan(case.factors, rows)
+    with pytest.raises(ValueError, match=r"ends must be 2 up to 10 .*, got 2 up to 11"):
+        tables.update((10, 11))
+    exact = TritonOps().plan(case.factors, make_rows((10,)))
+    with pytest.raises(ValueError, match="graph_safe=False"):
+        exact.update((5, 10))

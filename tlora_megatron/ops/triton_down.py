@@ -1,0 +1,394 @@
+"""`s = scaling * drop(x) A^T` for all adapters in one launch, in the layout of `ops.tiling`.
+
+A program multiplies a block of rows of x with the rank rows of one slot, over all features or a
+share of them. Shares go to a workspace in fp32; the last program to arrive adds them up in order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tlora_megatron.ops.factors import SiteFactors
+from tlora_megatron.ops.kernel_config import DownConfig
+from tlora_megatron.ops.plan_tensors import (
+    ITEM_FIELDS,
+    WORKSPACE_UNIT,
+    PlanTensors,
+    WorkItems,
+)
+from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE
+from tlora_megatron.ops.triton_dropout import drop_zero, dropped_below, row_hash
+from tlora_megatron.ops.work_items import down_bounds, down_items
+
+FIELDS = tl.constexpr(ITEM_FIELDS)
+UNIT = tl.constexpr(WORKSPACE_UNIT)
+CHUNK = tl.constexpr(RANK_CHUNK)
+TILE = tl.constexpr(ROW_TILE)
+
+
+@triton.jit
+def mapped_columns(
+    begin: tl.tensor,
+    width: tl.tensor,
+    stride: tl.tensor,
+    first: tl.tensor,
+    BLOCK: tl.constexpr,
+    MAPPED: tl.constexpr,
+) -> tl.tensor:
+    """Columns of the fused output that compact columns `begin:begin + BLOCK` of a target are.
+
+    Args:
+        width, stride, first: of the target (`ops.columns`, where `first` is `begin`).
+        MAPPED: 0 = all are the target's, in order; 1 = a block lies in one group, at 16 bytes;
+            2 = anything.
+    """
+    if MAPPED == 0:
+        return begin + tl.arange(0, BLOCK)
+    if MAPPED == 1:
+        start = begin // width * stride + first + begin % width
+        return tl.multiple_of(start, 8) + tl.arange(0, BLOCK)
+    compact = begin + tl.arange(0, BLOCK)
+    return compact // width * stride + first + compact % width
+
+
+@triton.jit
+def rank_product(
+    x: tl.tensor,  # pointer
+    x_stride: tl.tensor,
+    rows: tl.tensor,
+    live: tl.tensor,
+    weight: tl.tensor,  # pointer to the first rank row
+    weight_stride: tl.tensor,
+    num_rank: tl.tensor,
+    depth0: tl.tensor,
+    depth1: tl.tensor,
+    width: tl.tensor,
+    stride: tl.tensor,
+    first: tl.tensor,
+    hash_M: tl.tensor,
+    below: tl.tensor,
+    first_column: tl.tensor,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    MAPPED: tl.constexpr,
+    DROP: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> tl.tensor:
+    """`drop(x)[rows, depth0:depth1] weight[:num_rank, depth0:depth1]^T`, fp32 `[M, R]`.
+
+    Args:
+        EVEN: `depth1 - depth0` is a multiple of BLOCK.
+    """
+    rank = tl.arange(0, R)
+    x_rows = x + rows.to(tl.int64)[:, None] * x_stride
+    weight_rows = weight + rank.to(tl.int64)[:, None] * weight_stride
+    sums = tl.zeros([rows.shape[0], R], dtype=tl.float32)
+    for step in tl.range(0, tl.cdiv(depth1 - depth0, BLOCK), num_stages=STAGES):
+        begin = depth0 + step * BLOCK
+        compact = begin + tl.arange(0, BLOCK)
+        x_mask = live[:, None]
+        weight_mask = (rank < num_rank)[:, None]
+        if not EVEN:
+            x_mask = x_mask & (compact < depth1)[None, :]
+            weight_mask = weight_mask & (compact < depth1)[None, :]
+        x_columns = mapped_columns(begin, width, stride, first, BLOCK, MAPPED)
+        values = tl.load(x_rows + x_columns[None, :], mask=x_mask, other=0.0)
+        factor = tl.load(weight_rows + compact[None, :], mask=weight_mask, other=0.0)
+        if DROP:
+            values = drop_zero(values, hash_M, (first_column + compact)[None, :], below, PAIRS)
+        sums = tl.dot(values, tl.trans(factor), sums)
+    return sums
+
+
+@triton.jit
+def store_block(
+    sums: tl.tensor,
+    item: tl.tensor,  # pointer
+    live: tl.tensor,
+    scale: tl.tensor,
+    out: tl.tensor,  # pointer
+    row_form: tl.tensor,
+    chunks: tl.tensor,  # pointer
+    num_rank: tl.tensor,
+    BM: tl.constexpr,
+    R: tl.constexpr,
+) -> None:
+    """Writes fp32 `[M, R]`, scaled, in row form and transposed to its chunks.
+
+    In the chunks it is 0 in the rows of others, also where the weights are not finite.
+
+    Args:
+        row_form: row of `out` from which on the row form lies.
+    """
+    rank = tl.arange(0, R)
+    in_rank = rank < num_rank
+    values = tl.where(live[:, None], sums * scale, 0.0).to(out.dtype.element_ty)
+    row_size = tl.load(item + 16) * CHUNK
+    place = row_form.to(tl.int64) * TILE + tl.load(item + 7).to(tl.int64) * CHUNK
+    offsets = tl.arange(0, BM).to(tl.int64)[:, None] * row_size + rank[None, :]
+    tl.store(out + place + offsets, values, mask=live[:, None] & in_rank[None, :])
+    chunk = tl.load(chunks + tl.load(item + 6) + rank // CHUNK, mask=in_rank, other=0)
+    out_rows = (chunk * CHUNK + rank % CHUNK).to(tl.int64) * TILE
+    columns = tl.multiple_of(tl.load(item) % TILE, BM) + tl.arange(0, BM)
+    pointers = out + out_rows[:, None] + columns[None, :]
+    tl.store(pointers, tl.trans(values), mask=in_rank[:, None])
+
+
+@triton.jit
+def finish_block(
+    sums: tl.tensor,
+    item: tl.tensor,  # pointer
+    live: tl.tensor,
+    scale: tl.tensor,
+    out: tl.tensor,  # pointer
+    row_form: tl.tensor,
+    chunks: tl.tensor,  # pointer
+    workspace: tl.tensor,  # pointer
+    counters: tl.tensor,  # pointer
+    num_rank: tl.tensor,
+    BM: tl.constexpr,
+    R: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> None:
+    """Writes the block, or its share; the last program of a split block adds the shares up.
+
+    Args:
+        SPLIT: whether any block is split.
+    """
+    if SPLIT:
+        splits = tl.load(item + 11)
+        if splits > 1:
+            size = num_rank * BM
+            part = workspace + tl.load(item + 12).to(tl.int64) * UNIT
+            rank = tl.arange(0, R)
+            offsets = tl.arange(0, BM)[:, None] * num_rank + rank[None, :]
+            mask = (rank < num_rank)[None, :]
+            tl.store(part + tl.load(item + 10) * size + offsets, sums, mask=mask)
+            # All threads' stores precede the arrival, which releases them to the last program.
+            tl.debug_barrier()
+            counter = counters + tl.load(item + 13)
+            arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if arrived == splits - 1:
+                tl.store(counter, 0)
+                sums = tl.zeros([BM, R], dtype=tl.float32)
+                for k in range(splits):
+                    share = part + k * size + offsets
+                    sums += tl.load(share, mask=mask, other=0.0, cache_modifier=".cg")
+                store_block(sums, item, live, scale, out, row_form, chunks, num_rank, BM, R)
+        else:
+            store_block(sums, item, live, scale, out, row_form, chunks, num_rank, BM, R)
+    else:
+        store_block(sums, item, live, scale, out, row_form, chunks, num_rank, BM, R)
+
+
+@triton.jit
+def _down_block(
+    item: tl.tensor,  # pointer
+    x: tl.tensor,  # pointer
+    x_stride: tl.tensor,
+    lora_a: tl.tensor,  # pointer
+    s: tl.tensor,  # pointer
+    row_form: tl.tensor,
+    chunks: tl.tensor,  # pointer
+    workspace: tl.tensor,  # pointer
+    counters: tl.tensor,  # pointer
+    scaling: tl.tensor,  # pointer
+    dropout: tl.tensor,  # pointer
+    row_keys: tl.tensor,  # pointer
+    dropout_key: tl.tensor,
+    first_column: tl.tensor,
+    depth: tl.tensor,
+    BM: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DROP: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    rows = tl.load(item) + tl.arange(0, BM)
+    live = (rows >= tl.load(item + 1)) & (rows < tl.load(item + 2))
+    num_rank = tl.multiple_of(tl.load(item + 4), CHUNK)
+    slot = tl.load(item + 5)
+    depth0 = tl.multiple_of(tl.load(item + 8), BLOCK)
+    depth1 = tl.load(item + 9)
+    scale = tl.load(scaling + slot)
+    hash_M = rows[:, None].to(tl.uint32)
+    below = slot.to(tl.uint32)
+    if DROP:
+        p = tl.load(dropout + slot)
+        scale = scale * (1.0 / (1.0 - p))
+        below = dropped_below(p)
+        hash_M = row_hash(row_keys, rows, live, dropout_key)[:, None]
+    sums = rank_product(
+        x,
+        x_stride,
+        rows,
+        live,
+        lora_a + tl.load(item + 3).to(tl.int64) * depth,
+        depth,
+        num_rank,
+        depth0,
+        depth1,
+        1,
+        1,
+        0,
+        hash_M,
+        below,
+        first_column,
+        R,
+        BLOCK,
+        STAGES,
+        EVEN,
+        0,
+        DROP,
+        PAIRS,
+    )
+    finish_block(
+        sums, item, live, scale, s, row_form, chunks, workspace, counters, num_rank, BM, R, SPLIT
+    )
+
+
+@triton.jit(do_not_specialize=["row_form", "dropout_key", "first_column"])
+def _down_kernel(
+    items: tl.tensor,
+    x: tl.tensor,
+    x_stride: tl.tensor,
+    lora_a: tl.tensor,
+    s: tl.tensor,
+    row_form: tl.tensor,
+    chunks: tl.tensor,
+    workspace: tl.tensor,
+    counters: tl.tensor,
+    scaling: tl.tensor,
+    dropout: tl.tensor,
+    row_keys: tl.tensor,
+    dropout_key: tl.tensor,
+    first_column: tl.tensor,
+    depth: tl.tensor,
+    BM: tl.constexpr,
+    MAX_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DROP: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    item = items + tl.program_id(0) * FIELDS
+    num_rank = tl.load(item + 4)
+    # A rank-4 adapter does the work of a rank-16 one, whoever stands beside it.
+    for EXPONENT in tl.static_range(4, 9):
+        if 2**EXPONENT <= MAX_R:
+            above = num_rank > (0 if EXPONENT == 4 else 2**EXPONENT // 2)
+            if above & (num_rank <= 2**EXPONENT):
+                _down_block(
+                    item,
+                    x,
+                    x_stride,
+                    lora_a,
+                    s,
+                    row_form,
+                    chunks,
+                    workspace,
+                    counters,
+                    scaling,
+                    dropout,
+                    row_keys,
+                    dropout_key,
+                    first_column,
+                    depth,
+                    BM,
+                    2**EXPONENT,
+                    BLOCK,
+                    STAGES,
+                    EVEN,
+                    SPLIT,
+                    DROP,
+                    PAIRS,
+                )
+
+
+def pairs_of_columns(values: torch.Tensor, first_column: int) -> bool:
+    """Whether the dropout mask may work on registers of two values (`triton_dropout.drop_zero`)."""
+    interpreted: bool = triton.knobs.runtime.interpret
+    return not interpreted and values.element_size() == 2 and first_column % 2 == 0
+
+
+def largest_rank_tile(chunks: int, limit: int) -> int:
+    """Rank rows of the largest tile that so many chunks need, a power of two."""
+    return min(limit, triton.next_power_of_2(max(chunks, 1) * RANK_CHUNK))
+
+
+def new_workspace(items: WorkItems, device: torch.device) -> torch.Tensor:
+    """Room for an item list's partial sums, fp32."""
+    return torch.empty(max(items.workspace, 1) * WORKSPACE_UNIT, device=device)
+
+
+def new_ranked(like: torch.Tensor, plan: PlanTensors) -> torch.Tensor:
+    """Room for s or dS, `[PlanTensors.ranked_rows, ROW_TILE]`; undefined."""
+    return like.new_empty(plan.ranked_rows, ROW_TILE)
+
+
+def uses_dropout(factors: SiteFactors, rows: RowGroups) -> bool:
+    """Whether any element may be dropped; evaluation has no keys."""
+    return factors.has_dropout and bool(rows.dropout_keys)
+
+
+def row_keys_or(rows: RowGroups, drop: bool, unused: torch.Tensor) -> torch.Tensor:
+    """The rows' dropout keys, int32; any tensor where none is read."""
+    return rows.row_keys(unused.device) if drop else unused
+
+
+def down(
+    x_TK: torch.Tensor,
+    factors: SiteFactors,
+    rows: RowGroups,
+    plan: PlanTensors,
+    config: DownConfig,
+) -> torch.Tensor:
+    """Returns s, `[PlanTensors.ranked_rows, ROW_TILE]` in the dtype of x."""
+    depth = x_TK.shape[1]
+    items = plan.work_items(
+        ("down", config, depth),
+        lambda p: down_items(p, config, depth),
+        lambda p: down_bounds(p, config, depth),
+    )
+    s = new_ranked(x_TK, plan)
+    if not items.count:
+        return s
+    drop = uses_dropout(factors, rows)
+    _down_kernel[(items.count,)](
+        items.items,
+        x_TK,
+        x_TK.stride(0),
+        factors.lora_a,
+        s,
+        plan.num_chunks * RANK_CHUNK,
+        plan["chunks"],
+        new_workspace(items, x_TK.device),
+        items.counters,
+        factors.scaling,
+        factors.dropout,
+        row_keys_or(rows, drop, plan["chunks"]),
+        factors.dropout_key,
+        factors.first_column,
+        depth,
+        BM=config.block_rows,
+        MAX_R=largest_rank_tile(plan.most_chunks, config.rank_tile),
+        BLOCK=config.block_depth,
+        STAGES=config.num_stages,
+        EVEN=depth % config.block_depth == 0,
+        SPLIT=config.splits > 1,
+        DROP=drop,
+        PAIRS=pairs_of_columns(x_TK, factors.first_column),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return s

@@ -1,0 +1,112 @@
+"""`LinearOps` with Triton kernels for the rank part and cuBLAS for the base.
+
+Launches: forward s, rank part of y, base GEMM; backward dS with dB, rank part of dx, base GEMM, dA.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from tlora_megatron.ops.factors import SiteFactors
+from tlora_megatron.ops.kernel_config import KernelConfig, kernel_config
+from tlora_megatron.ops.plan_tensors import PlanTensors, plan_tensors
+from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.site_tables import SiteTableCache
+from tlora_megatron.ops.triton_backward import backward_down, backward_up
+from tlora_megatron.ops.triton_down import down
+from tlora_megatron.ops.triton_up import up, up_dropped
+
+
+class TritonOps:
+    """The multi-adapter linear in fp16 or bf16 on any GPU that Triton knows; see `LinearOps`.
+
+    Args:
+        graph_safe: tables, buffers and grids by capacity, so that `plan_tensors.update_plans` can
+            change the segments of a captured graph.
+        config: blocks; None = those tuned for the GPU.
+    """
+
+    name = "triton"
+
+    def __init__(self, *, graph_safe: bool = False, config: KernelConfig | None = None) -> None:
+        self.graph_safe = graph_safe
+        self.tables = SiteTableCache()
+        self._config = config
+
+    def plan(self, factors: SiteFactors, rows: RowGroups) -> PlanTensors:
+        """Work lists on the device of the factors."""
+        device = factors.lora_a.device
+        return plan_tensors(rows, factors.layout, device, graph_safe=self.graph_safe)
+
+    def config(self, factors: SiteFactors, rows: RowGroups) -> KernelConfig:
+        """Blocks for this linear and number of rows."""
+        if self._config is not None:
+            return self._config
+        depth = factors.lora_a.shape[1]
+        columns = factors.columns[0]
+        gpu = gpu_name(factors.lora_a.device)
+        return kernel_config(gpu, rows.ends[-1], depth, columns.groups * columns.stride)
+
+    def down(self, x_TK: torch.Tensor, factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
+        """Returns s, all that a forward GEMM needs besides the factors."""
+        return down(x_TK, factors, rows, self.plan(factors, rows), self.config(factors, rows).down)
+
+    def forward(
+        self,
+        x_TK: torch.Tensor,
+        weight_NK: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        factors: SiteFactors,
+        rows: RowGroups,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns y `[T, N]` and s."""
+        s = self.down(x_TK, factors, rows)
+        if not len(s):
+            return F.linear(x_TK, weight_NK, bias_N), s
+        plan, config = self.plan(factors, rows), self.config(factors, rows)
+        y_TN = up(s, bias_N, len(weight_NK), factors, self.tables[factors], plan, config.up)
+        # The base GEMM adds onto the rank part: a pass over [T, N] less than the reverse.
+        return y_TN.addmm_(x_TK, weight_NK.t()), s
+
+    def backward_up(
+        self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
+    ) -> torch.Tensor:
+        """Accumulates dB and returns dS."""
+        plan, config = self.plan(factors, rows), self.config(factors, rows)
+        return backward_up(dy_TN, s, factors, self.tables[factors], plan, config.backward_up)
+
+    def dgrad(
+        self,
+        dy_TN: torch.Tensor,
+        ds: torch.Tensor,
+        weight_NK: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+    ) -> torch.Tensor:
+        """Returns dx `[T, K]`."""
+        if not len(ds):
+            return dy_TN @ weight_NK
+        plan, config = self.plan(factors, rows), self.config(factors, rows)
+        return up_dropped(ds, factors, rows, plan, config.up).addmm_(dy_TN, weight_NK)
+
+    def backward_down(
+        self,
+        x_TK: torch.Tensor,
+        ds: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+        window: tuple[int, int],
+    ) -> None:
+        """Accumulates dA over the rows `window[0]:window[1]`, which are all that x holds."""
+        plan, config = self.plan(factors, rows), self.config(factors, rows)
+        tables = self.tables[factors]
+        backward_down(x_TK, ds, factors, tables, rows, window, plan, config.backward_down)
+
+
+@functools.cache
+def gpu_name(device: torch.device) -> str:
+    """Name of a device, as in the table of block sizes; empty for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
