@@ -113,6 +113,15 @@ __device__ __forceinline__ float load_from(const float* at, uint32_t block) {
   return value;
 }
 
+// Programmatic dependent launch. A kernel starts while the one before it in the stream ends, as far as that allows:
+// `let_next_start` says that this block is content with the next kernel's blocks coming, `wait_for_previous` waits
+// until the kernel before has ended and its writes are seen. Every kernel here waits somewhere before it ends, and
+// lets the next one start only after waiting or where it writes nothing that the next reads early; so whatever ran
+// two kernels before has always ended.
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // A barrier among the 128 threads of one warpgroup; barrier 0 is __syncthreads'.
 __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
   asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");

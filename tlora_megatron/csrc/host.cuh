@@ -46,3 +46,25 @@ inline int prepare(int device) {
   if (encoder() == nullptr) return fail("driver", "has no cuTensorMapEncodeTiled; CUDA 12 or newer is needed");
   return cudaSetDevice(device) == cudaSuccess ? 0 : fail("device", "cannot be set");
 }
+
+// Launches with clusters (0: as the kernel says) and lets the kernel start before the previous one has ended.
+template <typename Kernel, typename Problem>
+int launch_kernel(Kernel* kernel, const Problem& problem, int blocks, int threads, int shared_bytes, int cluster,
+                  cudaStream_t stream) {
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (status != cudaSuccess) return fail("shared memory", cudaGetErrorString(status));
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = cluster == 0 ? 1 : 2;
+  status = cudaLaunchKernelEx(&config, kernel, problem);
+  return status == cudaSuccess ? 0 : fail("launch", cudaGetErrorString(status));
+}

@@ -5,7 +5,8 @@
 //   out[m, n] = sum_k x[m, k] W[k, n] + bias[n] + drop(sum_c sum_j ext[16 c + j, m % 256] F_c[row_c + j, n])
 // over the chunks c of t. `ext` holds zeros in the rows of other adapters, so any number of adapters may share
 // a tile. F_c is the arena of the chunk's target; columns that the target does not write read as zeros.
-// Sums are fp32; rank chunks come first, then K in ascending order: a row's result depends on nothing else.
+// Sums are fp32, over K in ascending order and then the rank chunks (with dropout, which masks their sum alone, the
+// chunks come first): a row's result depends on nothing else.
 //
 // A cluster of two blocks computes 256 rows x BN columns: each block 128 rows, sharing W and F by multicast.
 // Warpgroup 0 copies (bulk tensor copies into a ring of shared memory), warpgroups 1 and 2 multiply 64 rows
@@ -94,26 +95,29 @@ struct Shared {
   uint64_t full[kStages], empty[kStages];
 };
 
-template <int BN, bool kTransposed>
+template <int BN, bool kTransposed, bool kDropout>
 struct Producer {
   const Problem& p;
   Shared<BN>& shared;
   const int block;
   Ring ring;
+  bool waited = false;  // for the kernel that makes ext
 
   __device__ void run(int first_tile, int step) {
     for (int index = first_tile; index < p.row_tiles * p.column_tiles; index += step) {
       const Tile tile(p, index);
       const int row = tile.row_tile * kTileRows + block * kBlockRows;
       const int column = tile.column_tile * BN;
-      load_chunks(Chunks(p, tile), p.tile_chunks + tile.row_tile * (p.num_targets + 1), column);
+      if (kDropout) load_chunks(tile, column);
       for (int k = 0; k < p.depth; k += kDepth) {
         uint64_t* full = begin_stage(Shared<BN>::kStageBytes);
         load_tile(shared.x[ring.stage], &p.x, full, k, row);
         load_weight(full, k, column);
         ring.advance();
       }
+      if (!kDropout) load_chunks(tile, column);
     }
+    if (!waited) wait_for_previous();
     // The other block may still copy into this one or arrive here: leave only when the ring is empty.
     for (int i = 0; i < kStages; ++i, ring.advance()) barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
   }
@@ -135,8 +139,15 @@ struct Producer {
     }
   }
 
-  __device__ void load_chunks(Chunks chunks, const int* bounds, int column) {
+  __device__ void load_chunks(const Tile& tile, int column) {
+    const Chunks chunks(p, tile);
+    const int* bounds = p.tile_chunks + tile.row_tile * (p.num_targets + 1);
     int target = 0;
+    if (!waited) {
+      wait_for_previous();
+      let_next_start();
+      waited = true;
+    }
     for (int begin = chunks.begin; begin < chunks.end; begin += kStageChunks) {
       const int count = min(kStageChunks, chunks.end - begin);
       uint64_t* full = begin_stage(2 * kPanel + count * BN * kChunk * 2);
@@ -178,13 +189,19 @@ struct Consumer {
       const int row = tile.row_tile * kTileRows + block * kBlockRows + warpgroup * 64;
       const int column = tile.column_tile * BN;
       const Chunks chunks(p, tile);
-      const bool any = chunks.begin < chunks.end;
-      if (any) multiply_chunks(sums, chunks);
-      if (kDropout && any) {
-        finish();
-        drop(sums, row, column);
+      if constexpr (kDropout) {
+        const bool any = chunks.begin < chunks.end;
+        multiply_chunks(sums, chunks, 0);
+        if (any) {
+          finish();
+          drop(sums, row, column);
+        }
+        multiply(sums, any);
+      } else {
+        multiply(sums, 0);
+        multiply_chunks(sums, chunks, 1);
       }
-      multiply(sums, any);
+      finish();
       store(sums, row, column);
     }
     if (thread == 0) store_wait_all();
@@ -210,8 +227,7 @@ struct Consumer {
     previous = -1;
   }
 
-  __device__ void multiply_chunks(float (&sums)[BN / 2], Chunks chunks) {
-    int accumulate = 0;
+  __device__ void multiply_chunks(float (&sums)[BN / 2], Chunks chunks, int accumulate) {
     for (int begin = chunks.begin; begin < chunks.end; begin += kStageChunks) {
       const int count = min(kStageChunks, chunks.end - begin);
       barrier_wait(&shared.full[ring.stage], ring.parity);
@@ -243,7 +259,6 @@ struct Consumer {
       }
       end_stage();
     }
-    finish();
   }
 
   // The accumulators' layout: warp w holds rows 16 w + lane / 4 (and + 8), of every 8 columns the pair
@@ -323,9 +338,11 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   }
   cluster_sync();
   const int first_tile = blockIdx.x / 2, step = gridDim.x / 2;
+  // Of what the previous kernel may have written, only ext is read: x and W are read at once.
+  if (p.tile_chunks == nullptr) wait_for_previous();
   if (threadIdx.x < 128) {
     keep_registers<56>();
-    if (threadIdx.x == 0) Producer<BN, kTransposed>{p, shared, block}.run(first_tile, step);
+    if (threadIdx.x == 0) Producer<BN, kTransposed, kDropout>{p, shared, block}.run(first_tile, step);
   } else {
     take_registers<224>();
     const int warpgroup = threadIdx.x / 128 - 1;
@@ -336,13 +353,8 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
 
 template <typename T, int BN, bool kTransposed, bool kDropout>
 int launch(const Problem& problem, int blocks, cudaStream_t stream) {
-  constexpr int bytes = sizeof(Shared<BN>) + 1024;
-  auto* kernel = lora_gemm<T, BN, kTransposed, kDropout>;
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (status != cudaSuccess) return fail("shared memory", cudaGetErrorString(status));
-  kernel<<<blocks, kThreads, bytes, stream>>>(problem);
-  status = cudaGetLastError();
-  return status == cudaSuccess ? 0 : fail("launch", cudaGetErrorString(status));
+  return launch_kernel(lora_gemm<T, BN, kTransposed, kDropout>, problem, blocks, kThreads, sizeof(Shared<BN>) + 1024,
+                       0, stream);
 }
 
 template <typename T, int BN>

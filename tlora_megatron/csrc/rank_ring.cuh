@@ -10,6 +10,14 @@ constexpr int kMaxChunks = 8;       // rank chunks of one block: 128 ranks
 constexpr int kRingBytes = 108 << 10;  // two blocks a multiprocessor
 constexpr int kMaxStages = 8;
 
+// Rank columns that a kernel computes for so many chunks.
+__device__ __forceinline__ int kernel_width(int chunks) {
+  return chunks <= 1 ? 16 : chunks <= 2 ? 32 : chunks <= 4 ? 64 : 128;
+}
+
+// A barrier among the threads that multiply.
+__device__ __forceinline__ void multipliers_sync() { asm volatile("bar.sync 3, 256;" ::: "memory"); }
+
 struct RankRing {
   alignas(1024) uint8_t bytes[kRingBytes];
   uint64_t full[kMaxStages], empty[kMaxStages];

@@ -128,7 +128,7 @@ __device__ void multiply(const Problem& p, const Item& item, Range range, RankRi
   }
   wgmma_wait<0>();
   // Every copy has landed and every product is read once both warpgroups are here: the ring is free for the sums.
-  asm volatile("bar.sync 3, 256;" ::: "memory");
+  multipliers_sync();
   float* parts = reinterpret_cast<float*>(ring.bytes);
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) parts[i * kMultipliers + thread] = sums[i];
@@ -136,13 +136,15 @@ __device__ void multiply(const Problem& p, const Item& item, Range range, RankRi
 
 template <typename T, bool kDropout>
 __global__ void __launch_bounds__(kRankThreads, 2) rank_rows(const __grid_constant__ Problem p) {
+  wait_for_previous();
+  let_next_start();
   const int part = cluster_block(), parts = cluster_size();
   const int* at = p.items + static_cast<int64_t>(blockIdx.x / parts) * p.item_fields;
   if (at[0] < 0) return;
   const Item item(at);
   RankRing& ring = rank_ring();
   const int thread = threadIdx.x;
-  const int width = item.count <= 1 ? 16 : item.count <= 2 ? 32 : item.count <= 4 ? 64 : 128;
+  const int width = kernel_width(item.count);
   float* sums = reinterpret_cast<float*>(ring.bytes);
   if (item.any()) {
     init_ring(ring);
@@ -177,22 +179,8 @@ __global__ void __launch_bounds__(kRankThreads, 2) rank_rows(const __grid_consta
 
 template <typename T, bool kDropout>
 int launch(const Problem& problem, int items, int parts, cudaStream_t stream) {
-  constexpr int bytes = sizeof(RankRing) + 1024;
-  auto* kernel = rank_rows<T, kDropout>;
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (status != cudaSuccess) return fail("shared memory", cudaGetErrorString(status));
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(parts), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(items * parts);
-  config.blockDim = dim3(kRankThreads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  status = cudaLaunchKernelEx(&config, kernel, problem);
-  return status == cudaSuccess ? 0 : fail("launch", cudaGetErrorString(status));
+  return launch_kernel(rank_rows<T, kDropout>, problem, items * parts, kRankThreads, sizeof(RankRing) + 1024, parts,
+                       stream);
 }
 
 }  // namespace

@@ -2,13 +2,17 @@
 //
 // Semantics, for rank row j of the item's chunks and feature f of its 128:
 //   grad[j, f] += scale sum_t rows[t, j] drop(in[t, f])   over the rows t of the item's run
-// with scale 1 / (1 - p). Runs are cut from the segment's own first row, and the runs of a segment are summed in
-// order by the block that finishes last: bits do not depend on neighbours, on the place, or on timing.
+// with scale 1 / (1 - p). A run's rows are shared by 1 to 8 neighbouring blocks of a cluster, which add their sums
+// through each other's shared memory, each for its share of the elements; the runs of a segment are added in order by
+// the block that comes last. Both are cut from the segment's own first row: bits do not depend on neighbours, on the
+// place in the packing, or on timing.
 #include "host.cuh"
 #include "rank_ring.cuh"
 #include "wgmma.cuh"
 
 namespace {
+
+constexpr int kSharing = 8;  // blocks of a cluster: SHARING of ops/cuda_items.py
 
 struct Problem {
   CUtensorMap in, rows;
@@ -24,17 +28,21 @@ struct Problem {
 };
 
 struct Item {
-  int begin, end;        // rows of the micro-batch
+  int begin, end;        // this block's rows of the micro-batch; -1: no work
   int columns[2];        // of `in`: each warpgroup's first of 64
   int feature;           // of the gradient: the first warpgroup's first; the second's is 64 further
   int width;             // features of the gradient
   int count, rank_column, arena_row, slot;
+  int share;             // blocks of the cluster that add up to the run
   int part, parts, workspace, counter;
 
   __device__ explicit Item(const int* at)
       : begin(at[0]), end(at[1]), columns{at[2], at[3]}, feature(at[4]), width(at[5]), count(at[6]),
-        rank_column(at[7]), arena_row(at[8]), slot(at[9]), part(at[10]), parts(at[11]), workspace(at[12]),
-        counter(at[13]) {}
+        rank_column(at[7]), arena_row(at[8]), slot(at[9]), share(at[10]), part(at[11]), parts(at[12]),
+        workspace(at[13]), counter(at[14]) {}
+
+  // Of the accumulators of a kernel for N rank columns, those that this block of the cluster adds up.
+  __device__ int elements(int n) const { return n / 2 / share; }
 };
 
 __device__ void fill(const Problem& p, const Item& item, int panels, RankRing& ring, Place place) {
@@ -47,47 +55,71 @@ __device__ void fill(const Problem& p, const Item& item, int panels, RankRing& r
   }
 }
 
+// Adds one accumulator to the gradient. Its place: of every 8 rank columns a thread holds a pair, in features 8 apart.
+__device__ __forceinline__ void add(const Problem& p, const Item& item, int i, float value, int thread) {
+  const int lane = thread % 32;
+  const int rank = i / 4 * 8 + lane % 4 * 2 + i % 2;
+  const int feature = item.feature + thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8;
+  if (rank >= item.count * kChunk || feature >= item.width) return;
+  float* grad = reinterpret_cast<float*>(p.grads[item.arena_row + rank]);
+  if (grad != nullptr) grad[feature] += value;
+}
+
+// The run's sums of this block's elements, added over the blocks that share it, into `out` or into the gradient.
 template <int N>
-__device__ void add(const Problem& p, const Item& item, const float (&sums)[N / 2], int thread) {
-  const int warp = thread / 32, lane = thread % 32;
-  const float scale = p.dropout == nullptr ? 1.f : 1.f / (1.f - p.dropout[item.slot]);
-  const int feature = item.feature + warp * 16 + lane / 4;
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) {  // of every 8 columns a thread holds a pair, in rows 8 apart
-    const int rank = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    const int f = feature + i / 2 % 2 * 8;
-    if (rank >= item.count * kChunk || f >= item.width) continue;
-    float* grad = reinterpret_cast<float*>(p.grads[item.arena_row + rank]);
-    if (grad != nullptr) grad[f] += scale * sums[i];
+__device__ void reduce(const Problem& p, const Item& item, const float* sums, float* out, float scale, int thread) {
+  const int block = cluster_block(), base = block & ~(item.share - 1);
+  const int count = item.elements(N), first = (block - base) * count;
+#pragma unroll 4
+  for (int i = first; i < first + count; ++i) {
+    float value = 0.f;
+    for (int other = 0; other < item.share; ++other)
+      value += load_from(sums + i * kMultipliers + thread, base + other);
+    if (out != nullptr) {
+      __stcg(out + i * kMultipliers + thread, value);
+    } else {
+      add(p, item, i, scale * value, thread);
+    }
   }
 }
 
-// The sums of all runs of a segment, by the block that arrives last; false in the others.
+// Adds this block's elements of all runs of the segment to the gradient, if it is the last of them to come.
 template <int N>
-__device__ bool gather(const Problem& p, const Item& item, float (&sums)[N / 2], RankRing& ring, int thread) {
-  constexpr int size = N / 2 * kMultipliers;
-  float* parts = p.workspace + static_cast<int64_t>(item.workspace) * kMultipliers;
-  float* mine = parts + static_cast<int64_t>(item.part) * size;
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) __stcg(mine + i * kMultipliers + thread, sums[i]);
+__device__ void gather(const Problem& p, const Item& item, const float* parts, float scale, RankRing& ring,
+                       int thread) {
+  const int member = cluster_block() & (item.share - 1);
   __threadfence();
-  asm volatile("bar.sync 3, 256;" ::: "memory");
+  multipliers_sync();
   if (thread == 0) {
-    const bool last = atomicAdd(p.counters + item.counter, 1) == item.parts - 1;
-    if (last) p.counters[item.counter] = 0;  // for the next launch
+    int* counter = p.counters + item.counter + member;
+    const bool last = atomicAdd(counter, 1) == item.parts - 1;
+    if (last) *counter = 0;  // for the next launch
     ring.flag = last;
   }
-  asm volatile("bar.sync 3, 256;" ::: "memory");
-  if (!ring.flag) return false;
+  multipliers_sync();
+  if (!ring.flag) return;
   __threadfence();
-#pragma unroll
-  for (float& s : sums) s = 0.f;
-  for (int part = 0; part < item.parts; ++part) {
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i)
-      sums[i] += __ldcg(parts + static_cast<int64_t>(part) * size + i * kMultipliers + thread);
+  const int count = item.elements(N), first = member * count;
+  for (int i = first; i < first + count; ++i) {
+    float value = 0.f;
+#pragma unroll 8
+    for (int part = 0; part < item.parts; ++part)
+      value += __ldcg(parts + (static_cast<int64_t>(part) * (N / 2) + i) * kMultipliers + thread);
+    add(p, item, i, scale * value, thread);
   }
-  return true;
+}
+
+template <int N>
+__device__ void finish(const Problem& p, const Item& item, RankRing& ring, int thread) {
+  const float* sums = reinterpret_cast<const float*>(ring.bytes);
+  const float scale = p.dropout == nullptr ? 1.f : 1.f / (1.f - p.dropout[item.slot]);
+  if (item.parts == 1) {
+    reduce<N>(p, item, sums, nullptr, scale, thread);
+    return;
+  }
+  float* parts = p.workspace + static_cast<int64_t>(item.workspace) * kMultipliers;
+  reduce<N>(p, item, sums, parts + static_cast<int64_t>(item.part) * (N / 2) * kMultipliers, scale, thread);
+  gather<N>(p, item, parts, scale, ring, thread);
 }
 
 template <typename T, int N, bool kDropout>
@@ -132,41 +164,52 @@ __device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Pla
     previous = place.stage;
   }
   wgmma_wait<0>();
-  if (item.parts == 1 || gather<N>(p, item, sums, ring, thread)) add<N>(p, item, sums, thread);
+  // Every copy has landed and every product is read once both warpgroups are here: the ring is free for the sums.
+  multipliers_sync();
+  float* parts = reinterpret_cast<float*>(ring.bytes);
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) parts[i * kMultipliers + thread] = sums[i];
 }
 
 template <typename T, bool kDropout>
 __global__ void __launch_bounds__(kRankThreads, 2) rank_sums(const __grid_constant__ Problem p) {
-  const int* at = p.items + static_cast<int64_t>(blockIdx.x) * p.item_fields;
-  if (at[0] < 0) return;
-  const Item item(at);
+  let_next_start();
+  const Item item(p.items + static_cast<int64_t>(blockIdx.x) * p.item_fields);
   RankRing& ring = rank_ring();
   init_ring(ring);
   const int thread = threadIdx.x;
   const int panels = item.count > 4 ? 2 : 1;
+  const int width = item.begin < 0 ? 0 : kernel_width(item.count);
   const Place place((2 + panels) * kPanel);
-  if (thread == kMultipliers) fill(p, item, panels, ring, place);
-  if (thread >= kMultipliers) return;
-  if (item.count <= 1) {
-    multiply<T, 16, kDropout>(p, item, ring, place, thread);
-  } else if (item.count <= 2) {
-    multiply<T, 32, kDropout>(p, item, ring, place, thread);
-  } else if (item.count <= 4) {
-    multiply<T, 64, kDropout>(p, item, ring, place, thread);
-  } else {
-    multiply<T, 128, kDropout>(p, item, ring, place, thread);
+  if (thread < kMultipliers) {
+    switch (width) {
+      case 16: multiply<T, 16, kDropout>(p, item, ring, place, thread); break;
+      case 32: multiply<T, 32, kDropout>(p, item, ring, place, thread); break;
+      case 64: multiply<T, 64, kDropout>(p, item, ring, place, thread); break;
+      case 128: multiply<T, 128, kDropout>(p, item, ring, place, thread); break;
+    }
+  } else if (width != 0 && thread == kMultipliers) {
+    fill(p, item, panels, ring, place);
   }
+  __syncwarp();
+  cluster_sync();
+  if (thread < kMultipliers) {
+    switch (width) {
+      case 16: finish<16>(p, item, ring, thread); break;
+      case 32: finish<32>(p, item, ring, thread); break;
+      case 64: finish<64>(p, item, ring, thread); break;
+      case 128: finish<128>(p, item, ring, thread); break;
+    }
+  }
+  __syncwarp();
+  cluster_sync();  // others may still read this block's sums
+  wait_for_previous();
 }
 
 template <typename T, bool kDropout>
 int launch(const Problem& problem, int items, cudaStream_t stream) {
-  constexpr int bytes = sizeof(RankRing) + 1024;
-  auto* kernel = rank_sums<T, kDropout>;
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (status != cudaSuccess) return fail("shared memory", cudaGetErrorString(status));
-  kernel<<<items, kRankThreads, bytes, stream>>>(problem);
-  status = cudaGetLastError();
-  return status == cudaSuccess ? 0 : fail("launch", cudaGetErrorString(status));
+  return launch_kernel(rank_sums<T, kDropout>, problem, items, kRankThreads, sizeof(RankRing) + 1024, kSharing,
+                       stream);
 }
 
 }  // namespace

@@ -32,6 +32,12 @@ ITEM_CHUNKS = 8
 """Rank chunks of an item: `kMaxChunks` of rank_ring.cuh."""
 _WORKSPACE_PER_WIDTH = 2
 """Rank columns whose sums over 128 features fill a unit of the workspace, 256 fp32."""
+SHARING = 8
+"""Blocks of a cluster, which can share a run: `kSharing` of rank_sums.cu."""
+_SHARE = 10
+"""Field of an item: how many blocks share its run."""
+_STEP_ROWS = 64
+"""Rows that a block takes at once."""
 _KERNEL_WIDTH = np.array([0, 16, 32, 64, 64, 128, 128, 128, 128])
 """Rank columns that the kernel computes for so many chunks."""
 
@@ -112,7 +118,7 @@ def sum_items(
     plan: PlanTensors,
     columns: Sequence[OutputColumns],
     in_columns: int,
-    rows_per_run: int,
+    rows_per_block: int,
     window: tuple[int, int],
     *,
     last_first: bool,
@@ -127,56 +133,77 @@ def sum_items(
     """
     widths = [c.size for c in columns] or [in_columns]
     sums = _Sums(plan, widths)
-    runs = row_runs(plan.ends, plan.layout, rows_per_run, window)
-    table = np.array(runs, dtype=np.int64).reshape(len(runs), 5)
-    run_slot, _, _, _, run_parts = table.T
-    cells = sums.per_target[run_slot]
+    runs = row_runs(plan.ends, plan.layout, SHARING * rows_per_block, window)
+    table: Array = np.array(runs, dtype=np.int64).reshape(len(runs), 5)
+    slot, begin, end, part, parts = table.T
+    cells = sums.per_target[slot]
     cell, within = spread(cells.ravel())
     run, target = np.divmod(cell, max(len(widths), 1))
-    slot = run_slot[run]
     k, block = np.divmod(within, sums.blocks[target])
     feature = block * BLOCK_FEATURES
-    count = np.minimum(sums.chunks[slot, target] - ITEM_CHUNKS * k, ITEM_CHUNKS)
-    arena_row = sums.arena_rows[slot, target] + ITEM_CHUNKS * RANK_CHUNK * k
+    count = np.minimum(sums.chunks[slot[run], target] - ITEM_CHUNKS * k, ITEM_CHUNKS)
+    arena_row = sums.arena_rows[slot[run], target] + ITEM_CHUNKS * RANK_CHUNK * k
     first, second = (_input_columns(columns, target, feature + h, in_columns) for h in (0, 64))
     workspace, counter, used = _workspace(cells, table, run, target, within, count)
+    share = np.where(parts > 1, SHARING, _share(end - begin, rows_per_block))
     fields = (
-        table[run, 1],
-        table[run, 2],
+        begin[run],
+        end[run],
         first,
         second,
         feature,
         sums.widths[target],
         count,
-        arena_row - sums.arena_rows[slot, 0],
+        arena_row - sums.arena_rows[slot[run], 0],
         arena_row,
-        slot,
-        table[run, 3],
-        run_parts[run],
+        slot[run],
+        share[run],
+        part[run],
+        parts[run],
         workspace,
         counter,
     )
     items = item_array(fields, len(run))
-    order = np.argsort(-table[run, 1] if last_first else table[run, 1], kind="stable")
-    return ItemList(items=items[order], workspace=used)
+    # Largest shares first, so that no share crosses a cluster's border.
+    order = np.lexsort((-begin[run] if last_first else begin[run], -share[run]))
+    return ItemList(items=_shared_out(items[order]), workspace=used)
+
+
+def _share(lengths: Array, rows_per_block: int) -> Array:
+    """Blocks that share a run of so many rows: a power of two up to `SHARING`."""
+    blocks = -(-lengths // rows_per_block)
+    return np.minimum(SHARING, 2 ** np.ceil(np.log2(np.maximum(blocks, 1))).astype(np.int64))
+
+
+def _shared_out(items: Array) -> Array:
+    """One item a block: the rows cut among those that share them, and whole clusters of blocks."""
+    share = items[:, _SHARE]
+    owner, member = spread(share)
+    blocks = items[owner]
+    begin, end = items[owner, 0], items[owner, 1]
+    size = -(-(end - begin) // (share[owner] * _STEP_ROWS)) * _STEP_ROWS
+    blocks[:, 0] = np.minimum(begin + member * size, end)
+    blocks[:, 1] = np.minimum(begin + (member + 1) * size, end)
+    padding = item_array((-1,), -len(blocks) % SHARING)
+    return np.concatenate([blocks, padding])
 
 
 def _workspace(
     cells: Array, table: Array, run: Array, target: Array, within: Array, count: Array
 ) -> tuple[Array, Array, int]:
-    """Where the parts of one block lie, which counter they share, and how much there is of all."""
+    """Where the parts of one block lie, which counters they share, and how much there is of all."""
     part, parts = table[:, 3], table[:, 4]
     # The first run of a segment numbers its blocks; the others find theirs by it.
     numbered = np.where(part == 0, cells.sum(axis=1), 0)
     first_run = np.arange(len(table)) - part
     first_block = (np.cumsum(numbered) - numbered)[first_run]
     before = np.cumsum(cells, axis=1) - cells
-    counter = first_block[run] + before[run, target] + within
+    number = first_block[run] + before[run, target] + within
     first = part[run] == 0
     units = _KERNEL_WIDTH[count] // _WORKSPACE_PER_WIDTH * parts[run]
     size = np.zeros(int(numbered.sum()), dtype=np.int64)
-    size[counter[first]] = np.where(parts[run] > 1, units, 0)[first]
-    return (np.cumsum(size) - size)[counter], counter, int(size.sum())
+    size[number[first]] = np.where(parts[run] > 1, units, 0)[first]
+    return (np.cumsum(size) - size)[number], number * SHARING, int(size.sum())
 
 
 def _input_columns(
@@ -193,24 +220,24 @@ def _input_columns(
     return found
 
 
-def sum_bounds(plan: PlanTensors, widths: Sequence[int], rows_per_run: int) -> ItemBounds:
+def sum_bounds(plan: PlanTensors, widths: Sequence[int], rows_per_block: int) -> ItemBounds:
     """The most items and workspace of any micro-batch."""
     sums = _Sums(plan, widths)
     per_run = int(sums.per_target.sum(axis=1).max(initial=0))
     slots = min(len(plan.layout.ranks), plan.num_rows)
-    items = (plan.num_rows // rows_per_run + slots) * per_run
+    cells = (plan.num_rows // (SHARING * rows_per_block) + slots) * per_run
     largest = ITEM_CHUNKS * RANK_CHUNK // _WORKSPACE_PER_WIDTH
-    return ItemBounds(items=items, workspace=items * largest)
+    return ItemBounds(items=(cells + 1) * SHARING, workspace=cells * largest)
 
 
 @functools.cache
-def rows_per_run(num_rows: int, features: int, blocks: int) -> int:
-    """Rows of a run: so many that the runs of one adapter fill a GPU of `blocks` blocks once.
+def rows_per_block(num_rows: int, features: int, blocks: int) -> int:
+    """Rows that a block of rank_sums.cu sums: so many that one adapter's blocks fill the GPU often.
 
     It depends on sizes alone, never on segments, as the order of a job's sums does.
     """
-    wanted = num_rows * -(-features // BLOCK_FEATURES) / blocks
-    return min(4096, max(256, 2 ** round(np.log2(max(wanted, 1)))))
+    wanted = num_rows * -(-features // BLOCK_FEATURES) / (4 * blocks)
+    return min(1024, max(128, 2 ** round(np.log2(max(wanted, 1)))))
 
 
 @functools.cache

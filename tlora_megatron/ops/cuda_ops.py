@@ -12,6 +12,7 @@ the sums over rows read.
 from __future__ import annotations
 
 import functools
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -31,7 +32,7 @@ from tlora_megatron.ops.cuda_items import (
     row_bounds,
     row_items,
     row_parts,
-    rows_per_run,
+    rows_per_block,
     sum_bounds,
     sum_items,
 )
@@ -103,12 +104,12 @@ class CudaOps(TritonOps):
         )
         _rank_rows(dy_TN, factors.lora_b, factors.columns, ext, ds_TR, items, factors, plan, None)
         widths = [c.size for c in factors.columns]
-        run = rows_per_run(len(dy_TN), sum(widths), _BLOCKS * multiprocessors(dy_TN.device))
+        size = rows_per_block(len(dy_TN), sum(widths), _BLOCKS * multiprocessors(dy_TN.device))
         window = (0, len(dy_TN))
         sums = plan.work_items(
             ("cuda db", factors.columns),
-            lambda p: sum_items(p, factors.columns, dy_TN.shape[1], run, window, last_first=True),
-            lambda p: sum_bounds(p, widths, run),
+            lambda p: sum_items(p, factors.columns, dy_TN.shape[1], size, window, last_first=True),
+            lambda p: sum_bounds(p, widths, size),
         )
         _rank_sums(dy_TN, s_TR, sums, self.tables[factors].grad_b, 0, None)
         return ds
@@ -150,11 +151,11 @@ class CudaOps(TritonOps):
         plan = self.plan(factors, rows)
         _, ds_TR = _split(ds, plan)
         depth = x_TK.shape[1]
-        run = rows_per_run(rows.ends[-1], depth, _BLOCKS * multiprocessors(x_TK.device))
+        size = rows_per_block(rows.ends[-1], depth, _BLOCKS * multiprocessors(x_TK.device))
         items = plan.work_items(
             ("cuda da", depth, window),
-            lambda p: sum_items(p, (), depth, run, window, last_first=False),
-            lambda p: sum_bounds(p, [depth], run),
+            lambda p: sum_items(p, (), depth, size, window, last_first=False),
+            lambda p: sum_bounds(p, [depth], size),
         )
         dropout = _dropout(factors, rows, plan)
         grads = self.tables[factors].grad_a
@@ -279,6 +280,18 @@ def _rank_rows(
     )
 
 
+_workspaces: WeakKeyDictionary[WorkItems, torch.Tensor] = WeakKeyDictionary()
+
+
+def _workspace(items: WorkItems, device: torch.device) -> torch.Tensor:
+    """Room for the parts of sums, kept: the next kernel starts before its user has ended, so memory
+    given back between the two could be written by both."""
+    if items not in _workspaces:
+        units = max(items.workspace, 1) * WORKSPACE_UNIT
+        _workspaces[items] = torch.empty(units, dtype=torch.float32, device=device)
+    return _workspaces[items]
+
+
 def _rank_sums(
     in_TK: torch.Tensor,
     rows_TR: torch.Tensor,
@@ -287,14 +300,13 @@ def _rank_sums(
     first_row: int,
     dropout: Dropout | None,
 ) -> None:
-    units = max(items.workspace, 1) * WORKSPACE_UNIT
     rank_sums(
         in_TK,
         rows_TR,
         items=items.items,
         num_items=items.count,
         grads=grads,
-        workspace=torch.empty(units, dtype=torch.float32, device=in_TK.device),
+        workspace=_workspace(items, in_TK.device),
         counters=items.counters,
         first_row=first_row,
         dropout=dropout,
