@@ -193,16 +193,17 @@ def _workspace(
 ) -> tuple[Array, Array, int]:
     """Where the parts of one block lie, which counters they share, and how much there is of all."""
     part, parts = table[:, 3], table[:, 4]
-    # The first run of a segment numbers its blocks; the others find theirs by it.
-    numbered = np.where(part == 0, cells.sum(axis=1), 0)
+    # The first of a segment's several runs numbers its blocks; the others find theirs by it.
+    numbered = np.where((part == 0) & (parts > 1), cells.sum(axis=1), 0)
     first_run = np.arange(len(table)) - part
     first_block = (np.cumsum(numbered) - numbered)[first_run]
     before = np.cumsum(cells, axis=1) - cells
     number = first_block[run] + before[run, target] + within
-    first = part[run] == 0
+    number = np.where(parts[run] > 1, number, 0)
+    first = (part[run] == 0) & (parts[run] > 1)
+    size = np.zeros(int(numbered.sum()) + 1, dtype=np.int64)
     units = _KERNEL_WIDTH[count] // _WORKSPACE_PER_WIDTH * parts[run]
-    size = np.zeros(int(numbered.sum()), dtype=np.int64)
-    size[number[first]] = np.where(parts[run] > 1, units, 0)[first]
+    size[number[first]] = units[first]
     return (np.cumsum(size) - size)[number], number * SHARING, int(size.sum())
 
 
