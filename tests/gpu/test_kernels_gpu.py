@@ -1,0 +1,221 @@
+"""The Triton kernels of the multi-adapter linear on a GPU, against the fp64 definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.helpers.kernel_case import (
+    KernelCase,
+    gradients,
+    make_case,
+    make_rows,
+    poisoned_memory,
+    reference,
+    run,
+)
+from tests.helpers.linear_case import error
+from tlora_megatron.ops.columns import OutputColumns
+from tlora_megatron.ops.dropout import dropout_reference
+
+pytestmark = pytest.mark.gpu
+
+K = 512
+DROPOUT = (0.3, 0.1, 0.5, 0.0)
+TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
+WHOLE = (OutputColumns(groups=1, stride=768, begin=0, width=768),)
+QKV = tuple(
+    OutputColumns(groups=2, stride=768, begin=begin, width=width)
+    for begin, width in ((0, 512), (512, 128), (640, 128))
+)
+GATE_UP = tuple(OutputColumns(groups=1, stride=1280, begin=b, width=640) for b in (0, 640))
+ODD = (
+    OutputColumns(groups=3, stride=14, begin=0, width=5),
+    OutputColumns(groups=3, stride=14, begin=5, width=3),
+)
+CASES = {
+    "whole": (WHOLE, [[4], [64], [0], [40]]),
+    "q k v": (QKV, [[4, 0, 17], [16, 64, 16], [0, 0, 0], [1, 40, 3]]),
+    "gate up": (GATE_UP, [[4, 5], [16, 0], [33, 8], [64, 100]]),
+    "odd columns": (ODD, [[4, 5], [16, 0], [33, 8], [9, 2]]),
+    "large ranks": (QKV, [[256, 256, 256], [16, 16, 16], [0, 200, 0], [8, 8, 8]]),
+}
+WORKLOADS = {
+    "ragged": (5, 1300, 700, 333),
+    "absent": (0, 611, 0, 2570),
+    "one adapter": (0, 0, 0, 3000),
+    "short": (1, 63, 7, 2),
+    "none": (0, 0, 0, 0),
+}
+
+
+if TYPE_CHECKING:
+    from tlora_megatron.ops.triton_ops import TritonOps
+
+
+def triton_ops(*, graph_safe: bool = False) -> TritonOps:
+    from tlora_megatron.ops.triton_ops import TritonOps  # needs triton
+
+    return TritonOps(graph_safe=graph_safe)
+
+
+def gpu_case(
+    linear: str, dtype: torch.dtype = torch.bfloat16, dropout: Sequence[float] = DROPOUT
+) -> KernelCase:
+    columns, ranks = CASES[linear]
+    return make_case(ranks, columns, K, dtype=dtype, device="cuda", dropout=dropout)
+
+
+def draw(case: KernelCase, num_rows: int, seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    dtype = case.weight_NK.dtype
+    shapes = (num_rows, case.weight_NK.shape[1]), (num_rows, case.out_size)
+    x, dy = (torch.randn(s, generator=generator, device="cuda").to(dtype) for s in shapes)
+    return x, dy
+
+
+def compare(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.isfinite(actual[name]).all(), name
+        assert error(actual[name], value) < TOLERANCE[actual["y"].dtype], name
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dropout", [(), DROPOUT], ids=["no dropout", "dropout"])
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("linear", CASES)
+def test_every_output_and_gradient_equals_the_definition(
+    linear: str, workload: str, dropout: tuple[float, ...], dtype: torch.dtype
+) -> None:
+    case = gpu_case(linear, dtype, dropout)
+    rows = make_rows(WORKLOADS[workload], padding=6)
+    x, dy = draw(case, rows.ends[-1])
+    with poisoned_memory():
+        actual = run(triton_ops(), case, x, dy, rows)
+    compare(actual, reference(case, x, dy, rows))
+
+
+def test_two_runs_are_bitwise_equal() -> None:
+    case = gpu_case("q k v")
+    rows = make_rows((900, 2000, 1, 2500))
+    x, dy = draw(case, rows.ends[-1])
+    ops = triton_ops()
+    first = run(ops, case, x, dy, rows)
+    for _ in range(5):
+        for name, value in run(ops, case, x, dy, rows).items():
+            assert torch.equal(first[name], value), name
+
+
+@pytest.mark.parametrize("linear", ["q k v", "gate up"])
+def test_gradients_are_bitwise_those_of_the_job_in_other_company(linear: str) -> None:
+    case = gpu_case(linear)
+    ops = triton_ops()
+    own_x, own_dy = draw(case, 1300, seed=1)
+    found = []
+    for lengths in ((5, 1300, 700, 333), (711, 1300, 3, 600), (0, 1300, 0, 0)):
+        rows = make_rows(lengths, padding=4000 - sum(lengths))
+        x, dy = draw(case, 4000)
+        own = slice(rows.ends[0], rows.ends[1])
+        x[own], dy[own] = own_x, own_dy
+        found.append(run(ops, case, x, dy, rows))
+    for name in (n for n in found[0] if n[2:].startswith("[1]")):
+        for other in found[1:]:
+            assert torch.equal(found[0][name], other[name]), name
+
+
+@pytest.mark.parametrize("what", ["rows", "weights"])
+def test_nan_of_one_adapter_stays_there(what: str) -> None:
+    case = gpu_case("q k v")
+    rows = make_rows(WORKLOADS["ragged"], padding=6)
+    x, dy = draw(case, rows.ends[-1])
+    ops = triton_ops()
+    clean = run(ops, case, x, dy, rows)
+    own = slice(rows.ends[0], rows.ends[1])
+    if what == "rows":
+        x[own] = dy[own] = float("nan")
+    else:
+        begins = case.layout.a_begin
+        case.factors.lora_a[begins[1][0] : begins[2][0]] = float("inf")
+        for p, lora in enumerate(case.factors.lora_b):
+            lora[case.layout.b_begin[1][p] : case.layout.b_begin[2][p]] = float("nan")
+    ill = run(ops, case, x, dy, rows)
+    for name, value in clean.items():
+        if name in ("y", "dx"):
+            assert torch.equal(ill[name][: own.start], value[: own.start]), name
+            assert torch.equal(ill[name][own.stop :], value[own.stop :]), name
+        elif not name[2:].startswith("[1]"):
+            assert torch.equal(ill[name], value), name
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_mask_is_that_of_the_definition(dtype: torch.dtype) -> None:
+    p = (0.25, 0.1, 0.7, 1e-5)
+    columns = (OutputColumns(groups=1, stride=256, begin=0, width=256),)
+    case = make_case([[256]] * 4, columns, 256, dtype=dtype, device="cuda", dropout=p)
+    rows = make_rows((400, 3, 1000, 200))
+    for slot in range(4):
+        begin = case.layout.a_begin[slot][0]
+        case.factors.lora_a[begin : begin + 256] = torch.eye(256)
+    ones = torch.ones(rows.ends[-1], 256, device="cuda", dtype=dtype)
+    p_T = torch.tensor((*p, 0.0), device="cuda")[rows.row_slots(ones.device)]
+    key, column = case.factors.dropout_key, case.factors.first_column
+    keep = dropout_reference(ones, rows.row_keys(ones.device), p_T, key, column) != 0
+    ops = triton_ops()
+    s = ops.down(ones, case.factors, rows)
+    plan = ops.plan(case.factors, rows)
+    row_form = s[plan.num_chunks * 16 :].flatten()[: ones.numel()].view_as(ones)
+    assert torch.equal(row_form != 0, keep)
+    ds = torch.ones_like(s)
+    nothing = torch.zeros(256, 256, device="cuda", dtype=dtype)
+    dx = ops.dgrad(torch.zeros_like(ones), ds, nothing, case.factors, rows)
+    tile = slice(512, 768)  # of one slot only: all of dS is 1 there
+    assert torch.equal(dx[tile] != 0, keep[tile])
+
+
+def test_1024_adapters() -> None:
+    lengths = [3 + i % 11 for i in range(1024)]
+    lengths[17] = 0
+    ranks = [[1 + i % 24] for i in range(1024)]
+    case = make_case(ranks, WHOLE, K, dtype=torch.bfloat16, device="cuda")
+    rows = make_rows(lengths, padding=9)
+    x, dy = draw(case, rows.ends[-1])
+    with poisoned_memory():
+        actual = run(triton_ops(), case, x, dy, rows)
+    compare(actual, reference(case, x, dy, rows))
+
+
+def test_a_captured_graph_follows_other_segments() -> None:
+    from tlora_megatron.ops.plan_tensors import update_plans
+
+    case = gpu_case("q k v")
+    segments = [(5, 1300, 700, 333), (2000, 0, 1, 399), (0, 0, 0, 0), (600, 600, 600, 600)]
+    rows = make_rows(segments[0], padding=2400 - sum(segments[0]))
+    x, dy = draw(case, 2400)
+    ops, factors = triton_ops(graph_safe=True), case.factors
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        y, s = ops.forward(x, case.weight_NK, case.bias_N, factors, rows)
+        ds = ops.backward_up(dy, s, factors, rows)
+        dx = ops.dgrad(dy, ds, case.weight_NK, factors, rows)
+        ops.backward_down(x, ds, factors, rows, (0, 2400))
+        return y, dx
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    gradients(factors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, dx = step()
+    for lengths in segments:
+        other = make_rows(lengths, padding=2400 - sum(lengths))
+        update_plans(rows, other, x.device)
+        graph.replay()
+        actual = {"y": y, "dx": dx, **gradients(factors)}
+        compare(actual, reference(case, x, dy, other))
