@@ -33,9 +33,10 @@ from timing import Replay, time_interleaved, warm_up
 
 from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.kernel_config import KernelConfig
-from tlora_megatron.ops.triton_backward import backward_down, backward_up
+from tlora_megatron.ops.triton_backward import backward_up
 from tlora_megatron.ops.triton_down import down
 from tlora_megatron.ops.triton_ops import TritonOps
+from tlora_megatron.ops.triton_sums import backward_down
 from tlora_megatron.ops.triton_up import up, up_dropped
 
 Call = Callable[[], object]

@@ -21,6 +21,7 @@ __device__ __forceinline__ void multipliers_sync() { asm volatile("bar.sync 3, 2
 struct RankRing {
   alignas(1024) uint8_t bytes[kRingBytes];
   uint64_t full[kMaxStages], empty[kMaxStages];
+  float* rank_rows[kMaxChunks * kChunk];  // of an item's gradient
   int flag;
 };
 
@@ -58,9 +59,9 @@ struct Place {
     }
   }
 
-  __device__ uint8_t* begin_fill(RankRing& ring) const {
+  __device__ uint8_t* begin_fill(RankRing& ring, int bytes) const {
     barrier_wait(&ring.empty[stage], parity ^ 1);
-    barrier_expect(&ring.full[stage], stage_bytes);
+    barrier_expect(&ring.full[stage], bytes);
     return at(ring);
   }
 };

@@ -55,7 +55,7 @@ struct Range {  // of steps of 64 places that a block sums
 __device__ void fill(const Problem& p, const Item& item, Range range, RankRing& ring, Place place) {
   const Columns& columns = p.columns[item.target];
   for (int step = range.begin; step < range.end; ++step, place.advance()) {
-    uint8_t* to = place.begin_fill(ring);
+    uint8_t* to = place.begin_fill(ring, place.stage_bytes);
     const int k = step * kDepth;
     const int column = columns.stride == 0 ? k : output_column(columns, k);
     load_tile(to, &p.in, &ring.full[place.stage], column, item.row);

@@ -2,22 +2,23 @@
 //
 // Semantics, for rank row j of the item's chunks and feature f of its 128:
 //   grad[j, f] += scale sum_t rows[t, j] drop(in[t, f])   over the rows t of the item's run
-// with scale 1 / (1 - p). A run's rows are shared by 1 to 8 neighbouring blocks of a cluster, which add their sums
-// through each other's shared memory, each for its share of the elements; the runs of a segment are added in order by
-// the block that comes last. Both are cut from the segment's own first row: bits do not depend on neighbours, on the
-// place in the packing, or on timing.
+// with scale 1 / (1 - p). Runs are cut from the segment's own first row, and the runs of a segment are added in order
+// by the block that comes last: bits do not depend on neighbours, on the place in the packing, or on timing.
+//
+// Blocks are persistent: the copying warp is items ahead of the multiplying ones, so that memory never waits for the
+// end of an item.
 #include "host.cuh"
 #include "rank_ring.cuh"
 #include "wgmma.cuh"
 
 namespace {
 
-constexpr int kSharing = 8;  // blocks of a cluster: SHARING of ops/cuda_items.py
+constexpr int kStageBytes = 4 * kPanel;
 
 struct Problem {
   CUtensorMap in, rows;
   const int* items;
-  int item_fields;
+  int num_items, item_fields;
   const int64_t* grads;  // address of each arena row's gradient, fp32, over features; 0: a row beyond the rank
   int first_row;         // row of the micro-batch that is row 0 of `in`
   float* workspace;
@@ -28,26 +29,33 @@ struct Problem {
 };
 
 struct Item {
-  int begin, end;        // this block's rows of the micro-batch; -1: no work
+  int begin, end;        // rows of the micro-batch; begin -1: no more items
   int columns[2];        // of `in`: each warpgroup's first of 64
   int feature;           // of the gradient: the first warpgroup's first; the second's is 64 further
   int width;             // features of the gradient
   int count, rank_column, arena_row, slot;
-  int share;             // blocks of the cluster that add up to the run
   int part, parts, workspace, counter;
 
   __device__ explicit Item(const int* at)
       : begin(at[0]), end(at[1]), columns{at[2], at[3]}, feature(at[4]), width(at[5]), count(at[6]),
-        rank_column(at[7]), arena_row(at[8]), slot(at[9]), share(at[10]), part(at[11]), parts(at[12]),
-        workspace(at[13]), counter(at[14]) {}
-
-  // Of the accumulators of a kernel for N rank columns, those that this block of the cluster adds up.
-  __device__ int elements(int n) const { return n / 2 / share; }
+        rank_column(at[7]), arena_row(at[8]), slot(at[9]), part(at[10]), parts(at[11]),
+        workspace(at[12]), counter(at[13]) {}
 };
 
-__device__ void fill(const Problem& p, const Item& item, int panels, RankRing& ring, Place place) {
+// Runs through this block's items.
+template <typename Work>
+__device__ void for_items(const Problem& p, Work work) {
+  for (int index = blockIdx.x; index < p.num_items; index += gridDim.x) {
+    const Item item(p.items + static_cast<int64_t>(index) * p.item_fields);
+    if (item.begin < 0) return;
+    work(item);
+  }
+}
+
+__device__ void fill(const Problem& p, const Item& item, RankRing& ring, Place& place) {
+  const int panels = item.count > 4 ? 2 : 1;
   for (int row = item.begin; row < item.end; row += kDepth, place.advance()) {
-    uint8_t* to = place.begin_fill(ring);
+    uint8_t* to = place.begin_fill(ring, (2 + panels) * kPanel);
     uint64_t* full = &ring.full[place.stage];
     for (int i = 0; i < 2; ++i) load_tile(to + i * kPanel, &p.in, full, item.columns[i], row - p.first_row);
     for (int i = 0; i < panels; ++i)
@@ -55,81 +63,74 @@ __device__ void fill(const Problem& p, const Item& item, int panels, RankRing& r
   }
 }
 
-// Adds one accumulator to the gradient. Its place: of every 8 rank columns a thread holds a pair, in features 8 apart.
-__device__ __forceinline__ void add(const Problem& p, const Item& item, int i, float value, int thread) {
-  const int lane = thread % 32;
-  const int rank = i / 4 * 8 + lane % 4 * 2 + i % 2;
-  const int feature = item.feature + thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8;
-  if (rank >= item.count * kChunk || feature >= item.width) return;
-  float* grad = reinterpret_cast<float*>(p.grads[item.arena_row + rank]);
-  if (grad != nullptr) grad[feature] += value;
-}
-
-// The run's sums of this block's elements, added over the blocks that share it, into `out` or into the gradient.
+// Adds to the gradient, many elements at a time: one by one, each would wait for the one before. Where accumulator i
+// lies: of every 8 rank columns a thread holds a pair, in features 8 apart.
 template <int N>
-__device__ void reduce(const Problem& p, const Item& item, const float* sums, float* out, float scale, int thread) {
-  const int block = cluster_block(), base = block & ~(item.share - 1);
-  const int count = item.elements(N), first = (block - base) * count;
-#pragma unroll 4
-  for (int i = first; i < first + count; ++i) {
-    float value = 0.f;
-    for (int other = 0; other < item.share; ++other)
-      value += load_from(sums + i * kMultipliers + thread, base + other);
-    if (out != nullptr) {
-      __stcg(out + i * kMultipliers + thread, value);
-    } else {
-      add(p, item, i, scale * value, thread);
+__device__ void add(const Item& item, const float (&sums)[N / 2], float scale, const RankRing& ring, int thread) {
+  constexpr int batch = 16;
+  const int lane = thread % 32;
+  const int feature = item.feature + thread / 32 * 16 + lane / 4;
+  const auto place = [&](int i) -> float* {
+    const int f = feature + i / 2 % 2 * 8;
+    float* row = ring.rank_rows[i / 4 * 8 + lane % 4 * 2 + i % 2];
+    return row == nullptr || f >= item.width ? nullptr : row + f;
+  };
+#pragma unroll
+  for (int first = 0; first < N / 2; first += batch) {
+    float old[batch];
+#pragma unroll
+    for (int j = 0; j < batch && first + j < N / 2; ++j) {
+      const float* at = place(first + j);
+      old[j] = at == nullptr ? 0.f : __ldcg(at);
+    }
+#pragma unroll
+    for (int j = 0; j < batch && first + j < N / 2; ++j) {
+      float* at = place(first + j);
+      if (at != nullptr) __stcg(at, old[j] + scale * sums[first + j]);
     }
   }
 }
 
-// Adds this block's elements of all runs of the segment to the gradient, if it is the last of them to come.
+// The sums of all runs of a segment, by the block that comes last; false in the others.
 template <int N>
-__device__ void gather(const Problem& p, const Item& item, const float* parts, float scale, RankRing& ring,
-                       int thread) {
-  const int member = cluster_block() & (item.share - 1);
+__device__ bool gather(const Problem& p, const Item& item, float (&sums)[N / 2], RankRing& ring, int thread) {
+  constexpr int size = N / 2 * kMultipliers;
+  float* parts = p.workspace + static_cast<int64_t>(item.workspace) * kMultipliers;
+  float* mine = parts + static_cast<int64_t>(item.part) * size;
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) __stcg(mine + i * kMultipliers + thread, sums[i]);
   __threadfence();
   multipliers_sync();
   if (thread == 0) {
-    int* counter = p.counters + item.counter + member;
-    const bool last = atomicAdd(counter, 1) == item.parts - 1;
-    if (last) *counter = 0;  // for the next launch
+    const bool last = atomicAdd(p.counters + item.counter, 1) == item.parts - 1;
+    if (last) p.counters[item.counter] = 0;  // for the next launch
     ring.flag = last;
   }
   multipliers_sync();
-  if (!ring.flag) return;
+  if (!ring.flag) return false;
   __threadfence();
-  const int count = item.elements(N), first = member * count;
-  for (int i = first; i < first + count; ++i) {
-    float value = 0.f;
-#pragma unroll 8
-    for (int part = 0; part < item.parts; ++part)
-      value += __ldcg(parts + (static_cast<int64_t>(part) * (N / 2) + i) * kMultipliers + thread);
-    add(p, item, i, scale * value, thread);
+#pragma unroll
+  for (float& s : sums) s = 0.f;
+  for (int part = 0; part < item.parts; ++part) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i)
+      sums[i] += __ldcg(parts + static_cast<int64_t>(part) * size + i * kMultipliers + thread);
   }
-}
-
-template <int N>
-__device__ void finish(const Problem& p, const Item& item, RankRing& ring, int thread) {
-  const float* sums = reinterpret_cast<const float*>(ring.bytes);
-  const float scale = p.dropout == nullptr ? 1.f : 1.f / (1.f - p.dropout[item.slot]);
-  if (item.parts == 1) {
-    reduce<N>(p, item, sums, nullptr, scale, thread);
-    return;
-  }
-  float* parts = p.workspace + static_cast<int64_t>(item.workspace) * kMultipliers;
-  reduce<N>(p, item, sums, parts + static_cast<int64_t>(item.part) * (N / 2) * kMultipliers, scale, thread);
-  gather<N>(p, item, parts, scale, ring, thread);
+  return true;
 }
 
 template <typename T, int N, bool kDropout>
-__device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Place place, int thread) {
+__device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Place& place, int thread) {
   constexpr int panels = N > 64 ? 2 : 1;
   const int warpgroup = thread / 128;
   float sums[N / 2];
 #pragma unroll
   for (float& s : sums) s = 0.f;
-  const Mask mask(kDropout ? p.dropout[item.slot] : 0.f);
+  float* const rank_row = thread < item.count * kChunk
+                              ? reinterpret_cast<float*>(p.grads[item.arena_row + thread])
+                              : nullptr;
+  const float probability = kDropout ? p.dropout[item.slot] : 0.f;
+  const Mask mask(probability);
   int key = 0;
   if (kDropout && item.begin + thread % 128 / 2 < item.end) key = p.row_keys[item.begin + thread % 128 / 2];
   int previous = -1;
@@ -164,52 +165,39 @@ __device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Pla
     previous = place.stage;
   }
   wgmma_wait<0>();
-  // Every copy has landed and every product is read once both warpgroups are here: the ring is free for the sums.
+  if (thread % 32 == 0) barrier_arrive(&ring.empty[previous]);
+  if (thread < kMaxChunks * kChunk) ring.rank_rows[thread] = rank_row;
   multipliers_sync();
-  float* parts = reinterpret_cast<float*>(ring.bytes);
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) parts[i * kMultipliers + thread] = sums[i];
+  if (item.parts == 1 || gather<N>(p, item, sums, ring, thread))
+    add<N>(item, sums, 1.f / (1.f - probability), ring, thread);
+  multipliers_sync();  // the rows' addresses and the flag have been read
 }
 
 template <typename T, bool kDropout>
 __global__ void __launch_bounds__(kRankThreads, 2) rank_sums(const __grid_constant__ Problem p) {
   let_next_start();
-  const Item item(p.items + static_cast<int64_t>(blockIdx.x) * p.item_fields);
   RankRing& ring = rank_ring();
   init_ring(ring);
   const int thread = threadIdx.x;
-  const int panels = item.count > 4 ? 2 : 1;
-  const int width = item.begin < 0 ? 0 : kernel_width(item.count);
-  const Place place((2 + panels) * kPanel);
+  Place place(kStageBytes);
   if (thread < kMultipliers) {
-    switch (width) {
-      case 16: multiply<T, 16, kDropout>(p, item, ring, place, thread); break;
-      case 32: multiply<T, 32, kDropout>(p, item, ring, place, thread); break;
-      case 64: multiply<T, 64, kDropout>(p, item, ring, place, thread); break;
-      case 128: multiply<T, 128, kDropout>(p, item, ring, place, thread); break;
-    }
-  } else if (width != 0 && thread == kMultipliers) {
-    fill(p, item, panels, ring, place);
+    for_items(p, [&](const Item& item) {
+      switch (kernel_width(item.count)) {
+        case 16: multiply<T, 16, kDropout>(p, item, ring, place, thread); break;
+        case 32: multiply<T, 32, kDropout>(p, item, ring, place, thread); break;
+        case 64: multiply<T, 64, kDropout>(p, item, ring, place, thread); break;
+        default: multiply<T, 128, kDropout>(p, item, ring, place, thread);
+      }
+    });
+  } else if (thread == kMultipliers) {
+    for_items(p, [&](const Item& item) { fill(p, item, ring, place); });
   }
-  __syncwarp();
-  cluster_sync();
-  if (thread < kMultipliers) {
-    switch (width) {
-      case 16: finish<16>(p, item, ring, thread); break;
-      case 32: finish<32>(p, item, ring, thread); break;
-      case 64: finish<64>(p, item, ring, thread); break;
-      case 128: finish<128>(p, item, ring, thread); break;
-    }
-  }
-  __syncwarp();
-  cluster_sync();  // others may still read this block's sums
   wait_for_previous();
 }
 
 template <typename T, bool kDropout>
-int launch(const Problem& problem, int items, cudaStream_t stream) {
-  return launch_kernel(rank_sums<T, kDropout>, problem, items, kRankThreads, sizeof(RankRing) + 1024, kSharing,
-                       stream);
+int launch(const Problem& problem, int blocks, cudaStream_t stream) {
+  return launch_kernel(rank_sums<T, kDropout>, problem, blocks, kRankThreads, sizeof(RankRing) + 1024, 0, stream);
 }
 
 }  // namespace
@@ -224,7 +212,7 @@ struct TloraSums {
   const int* row_keys;
   const float* dropout;
   int64_t num_rows, in_rows, in_columns;
-  int num_items, item_fields, row_width, first_row, dropout_key, first_column, half_precision, device;
+  int num_items, item_fields, blocks, row_width, first_row, dropout_key, first_column, half_precision, device;
 };
 
 TLORA_EXPORT int tlora_sums_size() { return sizeof(TloraSums); }
@@ -238,6 +226,7 @@ TLORA_EXPORT int tlora_sums(const TloraSums* arguments, cudaStream_t stream) {
       !make_map(&p.rows, half_type, g.rows, g.num_rows, g.row_width, 64))
     return fail("tensor map", "an operand must be 16-byte aligned in address and row");
   p.items = g.items;
+  p.num_items = g.num_items;
   p.item_fields = g.item_fields;
   p.grads = g.grads;
   p.first_row = g.first_row;
@@ -247,8 +236,8 @@ TLORA_EXPORT int tlora_sums(const TloraSums* arguments, cudaStream_t stream) {
   p.row_keys = g.row_keys;
   p.dropout_key = g.dropout_key;
   p.first_column = g.first_column;
-  if (half_type) return g.dropout ? launch<half, true>(p, g.num_items, stream)
-                                  : launch<half, false>(p, g.num_items, stream);
-  return g.dropout ? launch<__nv_bfloat16, true>(p, g.num_items, stream)
-                   : launch<__nv_bfloat16, false>(p, g.num_items, stream);
+  if (half_type) return g.dropout ? launch<half, true>(p, g.blocks, stream)
+                                  : launch<half, false>(p, g.blocks, stream);
+  return g.dropout ? launch<__nv_bfloat16, true>(p, g.blocks, stream)
+                   : launch<__nv_bfloat16, false>(p, g.blocks, stream);
 }

@@ -114,7 +114,10 @@ class _SumsArguments(ctypes.Structure):
         *((name, _Pointer) for name in ("input", "rows", "items", "grads", "workspace")),
         *((name, _Pointer) for name in ("counters", "row_keys", "dropout")),
         *((name, _Long) for name in ("num_rows", "in_rows", "in_columns")),
-        *((name, _Int) for name in ("num_items", "item_fields", "row_width", "first_row")),
+        *(
+            (name, _Int)
+            for name in ("num_items", "item_fields", "blocks", "row_width", "first_row")
+        ),
         *((name, _Int) for name in ("dropout_key", "first_column", "half_precision", "device")),
     ]
 
@@ -215,6 +218,7 @@ def rank_sums(
     *,
     items: torch.Tensor,
     num_items: int,
+    blocks: int,
     grads: torch.Tensor,
     workspace: torch.Tensor,
     counters: torch.Tensor,
@@ -225,6 +229,7 @@ def rank_sums(
 
     Args:
         items: int32 `[num_items, fields]`, flat (`ops.cuda_items`).
+        blocks: that run through the items in turn; at most as many as the GPU holds at once.
         grads: int64 addresses, one a row of the arena of `lora_a`; 0 beyond a rank.
         workspace: fp32, for runs whose sums are added up.
         counters: int32, zero.
@@ -241,6 +246,7 @@ def rank_sums(
         in_rows=in_TK.shape[0],
         in_columns=in_TK.shape[1],
         num_items=num_items,
+        blocks=blocks,
         item_fields=items.numel() // max(num_items, 1),
         row_width=rows_TR.shape[1],
         first_row=first_row,

@@ -32,10 +32,6 @@ ITEM_CHUNKS = 8
 """Rank chunks of an item: `kMaxChunks` of rank_ring.cuh."""
 _WORKSPACE_PER_WIDTH = 2
 """Rank columns whose sums over 128 features fill a unit of the workspace, 256 fp32."""
-SHARING = 8
-"""Blocks of a cluster, which can share a run: `kSharing` of rank_sums.cu."""
-_SHARE = 10
-"""Field of an item: how many blocks share its run."""
 _STEP_ROWS = 64
 """Rows that a block takes at once."""
 _KERNEL_WIDTH = np.array([0, 16, 32, 64, 64, 128, 128, 128, 128])
@@ -118,7 +114,7 @@ def sum_items(
     plan: PlanTensors,
     columns: Sequence[OutputColumns],
     in_columns: int,
-    rows_per_block: int,
+    rows_per_run: int,
     window: tuple[int, int],
     *,
     last_first: bool,
@@ -133,7 +129,7 @@ def sum_items(
     """
     widths = [c.size for c in columns] or [in_columns]
     sums = _Sums(plan, widths)
-    runs = row_runs(plan.ends, plan.layout, SHARING * rows_per_block, window)
+    runs = row_runs(plan.ends, plan.layout, rows_per_run, window)
     table: Array = np.array(runs, dtype=np.int64).reshape(len(runs), 5)
     slot, begin, end, part, parts = table.T
     cells = sums.per_target[slot]
@@ -145,7 +141,6 @@ def sum_items(
     arena_row = sums.arena_rows[slot[run], target] + ITEM_CHUNKS * RANK_CHUNK * k
     first, second = (_input_columns(columns, target, feature + h, in_columns) for h in (0, 64))
     workspace, counter, used = _workspace(cells, table, run, target, within, count)
-    share = np.where(parts > 1, SHARING, _share(end - begin, rows_per_block))
     fields = (
         begin[run],
         end[run],
@@ -157,41 +152,22 @@ def sum_items(
         arena_row - sums.arena_rows[slot[run], 0],
         arena_row,
         slot[run],
-        share[run],
         part[run],
         parts[run],
         workspace,
         counter,
     )
     items = item_array(fields, len(run))
-    # Largest shares first, so that no share crosses a cluster's border.
-    order = np.lexsort((-begin[run] if last_first else begin[run], -share[run]))
-    return ItemList(items=_shared_out(items[order]), workspace=used)
-
-
-def _share(lengths: Array, rows_per_block: int) -> Array:
-    """Blocks that share a run of so many rows: a power of two up to `SHARING`."""
-    blocks = -(-lengths // rows_per_block)
-    return np.minimum(SHARING, 2 ** np.ceil(np.log2(np.maximum(blocks, 1))).astype(np.int64))
-
-
-def _shared_out(items: Array) -> Array:
-    """One item a block: the rows cut among those that share them, and whole clusters of blocks."""
-    share = items[:, _SHARE]
-    owner, member = spread(share)
-    blocks = items[owner]
-    begin, end = items[owner, 0], items[owner, 1]
-    size = -(-(end - begin) // (share[owner] * _STEP_ROWS)) * _STEP_ROWS
-    blocks[:, 0] = np.minimum(begin + member * size, end)
-    blocks[:, 1] = np.minimum(begin + (member + 1) * size, end)
-    padding = item_array((-1,), -len(blocks) % SHARING)
-    return np.concatenate([blocks, padding])
+    # Blocks take items in turn: long ones first, so that all end about together.
+    steps = -(-(end - begin) // _STEP_ROWS)
+    order = np.lexsort((-begin[run] if last_first else begin[run], -steps[run]))
+    return ItemList(items=items[order], workspace=used)
 
 
 def _workspace(
     cells: Array, table: Array, run: Array, target: Array, within: Array, count: Array
 ) -> tuple[Array, Array, int]:
-    """Where the parts of one block lie, which counters they share, and how much there is of all."""
+    """Where the parts of one block lie, which counter they share, and how much there is of all."""
     part, parts = table[:, 3], table[:, 4]
     # The first of a segment's several runs numbers its blocks; the others find theirs by it.
     numbered = np.where((part == 0) & (parts > 1), cells.sum(axis=1), 0)
@@ -204,7 +180,7 @@ def _workspace(
     size = np.zeros(int(numbered.sum()) + 1, dtype=np.int64)
     units = _KERNEL_WIDTH[count] // _WORKSPACE_PER_WIDTH * parts[run]
     size[number[first]] = units[first]
-    return (np.cumsum(size) - size)[number], number * SHARING, int(size.sum())
+    return (np.cumsum(size) - size)[number], number, int(size.sum())
 
 
 def _input_columns(
@@ -221,24 +197,24 @@ def _input_columns(
     return found
 
 
-def sum_bounds(plan: PlanTensors, widths: Sequence[int], rows_per_block: int) -> ItemBounds:
+def sum_bounds(plan: PlanTensors, widths: Sequence[int], rows_per_run: int) -> ItemBounds:
     """The most items and workspace of any micro-batch."""
     sums = _Sums(plan, widths)
     per_run = int(sums.per_target.sum(axis=1).max(initial=0))
     slots = min(len(plan.layout.ranks), plan.num_rows)
-    cells = (plan.num_rows // (SHARING * rows_per_block) + slots) * per_run
+    items = (plan.num_rows // rows_per_run + slots) * per_run
     largest = ITEM_CHUNKS * RANK_CHUNK // _WORKSPACE_PER_WIDTH
-    return ItemBounds(items=(cells + 1) * SHARING, workspace=cells * largest)
+    return ItemBounds(items=items, workspace=items * largest)
 
 
 @functools.cache
-def rows_per_block(num_rows: int, features: int, blocks: int) -> int:
-    """Rows that a block of rank_sums.cu sums: so many that one adapter's blocks fill the GPU often.
+def rows_per_run(num_rows: int, features: int, blocks: int) -> int:
+    """Rows of a run: so many that the runs of one adapter fill a GPU of `blocks` blocks twice.
 
     It depends on sizes alone, never on segments, as the order of a job's sums does.
     """
-    wanted = num_rows * -(-features // BLOCK_FEATURES) / (4 * blocks)
-    return min(1024, max(128, 2 ** round(np.log2(max(wanted, 1)))))
+    wanted = num_rows * -(-features // BLOCK_FEATURES) / (2 * blocks)
+    return min(4096, max(256, 2 ** round(np.log2(max(wanted, 1)))))
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from tlora_megatron.ops.cuda_items import (
     row_bounds,
     row_items,
     row_parts,
-    rows_per_block,
+    rows_per_run,
     sum_bounds,
     sum_items,
 )
@@ -104,7 +104,7 @@ class CudaOps(TritonOps):
         )
         _rank_rows(dy_TN, factors.lora_b, factors.columns, ext, ds_TR, items, factors, plan, None)
         widths = [c.size for c in factors.columns]
-        size = rows_per_block(len(dy_TN), sum(widths), _BLOCKS * multiprocessors(dy_TN.device))
+        size = rows_per_run(len(dy_TN), sum(widths), _BLOCKS * multiprocessors(dy_TN.device))
         window = (0, len(dy_TN))
         sums = plan.work_items(
             ("cuda db", factors.columns),
@@ -151,7 +151,7 @@ class CudaOps(TritonOps):
         plan = self.plan(factors, rows)
         _, ds_TR = _split(ds, plan)
         depth = x_TK.shape[1]
-        size = rows_per_block(rows.ends[-1], depth, _BLOCKS * multiprocessors(x_TK.device))
+        size = rows_per_run(rows.ends[-1], depth, _BLOCKS * multiprocessors(x_TK.device))
         items = plan.work_items(
             ("cuda da", depth, window),
             lambda p: sum_items(p, (), depth, size, window, last_first=False),
@@ -305,6 +305,7 @@ def _rank_sums(
         rows_TR,
         items=items.items,
         num_items=items.count,
+        blocks=min(items.count, _BLOCKS * multiprocessors(in_TK.device)),
         grads=grads,
         workspace=_workspace(items, in_TK.device),
         counters=items.counters,

@@ -15,8 +15,9 @@ from tlora_megatron.ops.kernel_config import KernelConfig, kernel_config
 from tlora_megatron.ops.plan_tensors import PlanTensors, plan_tensors
 from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.site_tables import SiteTableCache
-from tlora_megatron.ops.triton_backward import backward_down, backward_up
+from tlora_megatron.ops.triton_backward import backward_up
 from tlora_megatron.ops.triton_down import down
+from tlora_megatron.ops.triton_sums import backward_down
 from tlora_megatron.ops.triton_up import up, up_dropped
 
 

@@ -17,15 +17,9 @@ from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.site_tables import SiteTables
 from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE
 from tlora_megatron.ops.triton_backward import column_mapping
-from tlora_megatron.ops.triton_down import (
-    CHUNK,
-    FIELDS,
-    TILE,
-    pairs_of_columns,
-    row_keys_or,
-    uses_dropout,
-)
+from tlora_megatron.ops.triton_down import pairs_of_columns, row_keys_or, uses_dropout
 from tlora_megatron.ops.triton_dropout import drop_zero, dropped_below, row_hash
+from tlora_megatron.ops.triton_rank_product import CHUNK, FIELDS, TILE
 
 
 @triton.jit
