@@ -58,25 +58,27 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
         for warps in (4, 8)
     ],
     "backward_up": [
-        {"rows_per_run": run, "split_columns": split, "region_rows": run, "step_rows": step, **rest}
+        {"rows_per_run": run, "split_columns": split, "region_rows": run, **rest}
         for run, split in ((512, 1024), (1024, 1024), (1024, 2048), (2048, 4096))
-        for step, rest in (
-            (64, {"num_warps": 8, "num_stages": 4}),
-            (64, {"num_warps": 4, "num_stages": 4}),
-            (32, {"num_warps": 4, "num_stages": 5}),
-            (64, {"num_warps": 8, "num_stages": 3, "block_depth": 128}),
-            (64, {"num_warps": 8, "num_stages": 4, "rank_tile": 64}),
+        for rest in (
+            {},
+            {"num_stages": 4},
+            {"num_stages": 4, "rank_tile": 128},
+            {"num_stages": 4, "num_warps": 4},
+            {"num_stages": 5, "num_warps": 4, "step_rows": 32},
+            {"num_stages": 3, "block_depth": 128},
         )
     ],
     "backward_down": [
-        {"rows_per_run": run, "step_rows": step, **rest}
+        {"rows_per_run": run, **rest}
         for run in (256, 512, 1024, 2048)
-        for step, rest in (
-            (64, {"num_warps": 8, "num_stages": 4}),
-            (64, {"num_warps": 4, "num_stages": 4}),
-            (32, {"num_warps": 4, "num_stages": 5}),
-            (64, {"num_warps": 8, "num_stages": 4, "block_columns": 64}),
-            (64, {"num_warps": 8, "num_stages": 4, "rank_tile": 64}),
+        for rest in (
+            {},
+            {"num_stages": 4},
+            {"num_stages": 4, "rank_tile": 128},
+            {"num_stages": 4, "num_warps": 4},
+            {"num_stages": 5, "num_warps": 4, "step_rows": 32},
+            {"num_stages": 4, "block_columns": 64},
         )
     ],
 }

@@ -69,9 +69,9 @@ class BackwardUpConfig:
     """Elements of dy that a dB program reads at most, where it could take more columns."""
     region_rows: int = 1024
     """dS and dB programs of as many rows stand together, so that L2 serves the second read."""
-    rank_tile: int = 128
+    rank_tile: int = 64
     num_warps: int = 8
-    num_stages: int = 4
+    num_stages: int = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,9 +82,9 @@ class BackwardDownConfig:
     step_rows: int = 64
     rows_per_run: int = 1024
     item_size: int = 131072
-    rank_tile: int = 128
+    rank_tile: int = 64
     num_warps: int = 8
-    num_stages: int = 4
+    num_stages: int = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -290,10 +290,7 @@ def _rank_bounds(
 def _outer_bounds(
     plan: PlanTensors, config: BackwardUpConfig | BackwardDownConfig, chunks: int, columns: int
 ) -> ItemBounds:
-    """A slot of n rows has at most `n / rows_per_run + 1` runs, `2 n / rows_per_run` if several.
-
-    A run's blocks of columns are at least half of `item_size`, or one block wide.
-    """
+    """A slot of n rows has at most `n / rows_per_run + 1` runs; if several, twice the quotient."""
     block, num_rows = config.block_columns, plan.num_rows
     runs = num_rows // config.rows_per_run + min(len(plan.layout.ranks), num_rows)
     passes = -(-chunks * RANK_CHUNK // config.rank_tile)
