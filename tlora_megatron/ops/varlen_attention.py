@@ -8,8 +8,6 @@ Shapes: T query rows, K key rows, N query heads, G key-value heads, D head dimen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +31,9 @@ def varlen_attention(
 ) -> torch.Tensor:
     """`[T, N, D]`; each span's last query sees all of its keys, the one before all but one.
 
-    bf16 or fp16 on CUDA, D a multiple of 8. Gradients are bitwise the same from run to run.
+    bf16 or fp16 on CUDA, D a multiple of 8. The queries' gradients are added up by atomics, unless
+    `torch.use_deterministic_algorithms(True)` asks for the same bits every time: on ragged packed
+    rows that costs the backward 1.7x (H200, scripts/bench/frozen_parts.py).
     """
     return _VarlenAttention.apply(q_TND, k_KGD, v_KGD, lengths, scale)
 
@@ -70,36 +70,16 @@ class _VarlenAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout_TND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *tensors, queries, keys, seed, offset = ctx.saved_tensors
-        with _deterministic():
-            grads = torch.ops.aten._flash_attention_backward(
-                dout_TND,
-                *tensors,
-                queries,
-                keys,
-                *ctx.longest,
-                0.0,  # dropout
-                True,  # causal
-                seed,
-                offset,
-                scale=ctx.scale,
-            )
+        grads = torch.ops.aten._flash_attention_backward(
+            dout_TND,
+            *tensors,
+            queries,
+            keys,
+            *ctx.longest,
+            0.0,  # dropout
+            True,  # causal
+            seed,
+            offset,
+            scale=ctx.scale,
+        )
         return *grads, None, None
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """Has flash attention add up the queries' gradients in a fixed order, not by atomics.
-
-    The flags are torch's own. Not `torch.use_deterministic_algorithms`: that also changes how
-    `torch.compile` generates code from there on. Memory is not filled: every element is written.
-    """
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch._C._get_deterministic_fill_uninitialized_memory()
-    torch._C._set_deterministic_algorithms(True, warn_only=False)
-    torch._C._set_deterministic_fill_uninitialized_memory(False)
-    try:
-        yield
-    finally:
-        torch._C._set_deterministic_algorithms(before, warn_only=warn_only)
-        torch._C._set_deterministic_fill_uninitialized_memory(fill)
