@@ -202,9 +202,14 @@ def sum_bounds(plan: PlanTensors, widths: Sequence[int], rows_per_run: int) -> I
     sums = _Sums(plan, widths)
     per_run = int(sums.per_target.sum(axis=1).max(initial=0))
     slots = min(len(plan.layout.ranks), plan.num_rows)
-    items = (plan.num_rows // rows_per_run + slots) * per_run
-    largest = ITEM_CHUNKS * RANK_CHUNK // _WORKSPACE_PER_WIDTH
-    return ItemBounds(items=items, workspace=items * largest)
+    runs = plan.num_rows // rows_per_run + slots
+    full, rest = np.divmod(sums.chunks, ITEM_CHUNKS)
+    ranks = full * _KERNEL_WIDTH[ITEM_CHUNKS] + _KERNEL_WIDTH[rest]
+    units = int((ranks // _WORKSPACE_PER_WIDTH * sums.blocks).sum(axis=1).max(initial=0))
+    # Only segments of several runs keep parts. Two runs have more rows than one could, so many
+    # short segments keep none; a window may cut the first run of one segment short.
+    parts = 2 * plan.num_rows // (rows_per_run + 1) + 2
+    return ItemBounds(items=runs * per_run, workspace=min(runs, parts) * units)
 
 
 @functools.cache

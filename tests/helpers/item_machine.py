@@ -1,0 +1,296 @@
+"""The CUDA kernels on the CPU: what work items, chunk tables and arena rows tell them to do.
+
+Stands in for the functions of `ops.cuda_calls`, block by block: reads in boxes of 64 columns with
+zeros outside a tensor, passes over at most 128 rank rows of which those not asked for hold
+anything, zeros for rows of other adapters, parts of sums through the workspace in any order of
+arrival. Buffers come poisoned with NaN; what is written twice is refused. Dropout is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tlora_megatron.ops.columns import OutputColumns
+from tlora_megatron.ops.cuda_calls import GemmTile, RankPart
+from tlora_megatron.ops.factors import SiteFactors
+from tlora_megatron.ops.plan_tensors import ITEM_FIELDS
+
+BLOCK_ROWS = 128
+CHUNK = 16
+PANEL = 64
+TILE_ROWS = 256
+UNIT = 256
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def kernel_width(chunks: int) -> int:
+    """Rank columns that a kernel computes for so many chunks."""
+    assert 1 <= chunks <= 8, f"an item must have 1 to 8 chunks, got {chunks}"
+    return next(width for width in (16, 32, 64, 128) if width >= CHUNK * chunks)
+
+
+def box(matrix: Array, row: int, column: int, rows: int) -> Array:
+    """A copy of `[rows, 64]`, zero outside the matrix: a bulk tensor copy."""
+    assert row >= 0, f"a box must begin in the matrix or beyond, got row {row}"
+    assert column >= 0, f"a box must begin in the matrix or beyond, got column {column}"
+    found = np.zeros((rows, PANEL), dtype=matrix.dtype)
+    inside = matrix[row : row + rows, column : column + PANEL]
+    found[: inside.shape[0], : inside.shape[1]] = inside
+    return found
+
+
+def output_column(c: OutputColumns, place: int) -> int:
+    """As lora.cuh."""
+    return place // c.width * c.stride + c.begin + place % c.width
+
+
+def compact_column(c: OutputColumns, column: int) -> int:
+    """As lora.cuh."""
+    inside = column % c.stride - c.begin
+    owned = 0 <= inside < c.width
+    return column // c.stride * c.width + inside if owned else c.groups * c.width
+
+
+def write_once(to: Array, values: Array) -> None:
+    """Writes over poison.
+
+    Raises:
+        AssertionError: if anything was written there before.
+    """
+    assert np.isnan(to).all(), "a place must be written once"
+    to[...] = values
+
+
+def item_table(items: torch.Tensor, num_items: int) -> np.ndarray:
+    """The launched items that say something, `[items, ITEM_FIELDS]`.
+
+    Raises:
+        AssertionError: if an item comes after the end, where a block may have left.
+    """
+    assert num_items > 0, "a grid must have blocks"
+    table = items.numpy().reshape(-1, ITEM_FIELDS)[:num_items]
+    live = table[:, 0] >= 0
+    assert (np.diff(live.astype(int)) <= 0).all(), "items must come before the end of their list"
+    return table[live]
+
+
+class ItemMachine:
+    """Executes launches of one linear's kernels.
+
+    Args:
+        factors: of the linear: the gradients that addresses may name.
+        tile: how GEMMs are cut.
+        seed: of the order in which blocks of sums arrive.
+        multiprocessors: of the GPU that the callers see.
+    """
+
+    def __init__(
+        self,
+        factors: SiteFactors,
+        *,
+        tile: int = 256,
+        seed: int = 0,
+        multiprocessors: int = 8,
+    ) -> None:
+        self.tile = GemmTile(tile)
+        self.launches: list[str] = []
+        self._multiprocessors = multiprocessors
+        self._random = np.random.default_rng(seed)
+        grads = [g for table in (factors.grad_a, factors.grad_b) for slot in table for g in slot]
+        self._gradient_rows = {
+            row.data_ptr(): row.numpy() for g in grads if g is not None for row in g
+        }
+
+    def multiprocessors(self, device: torch.device) -> int:
+        """As `cuda_calls.multiprocessors`."""
+        return self._multiprocessors
+
+    def gemm_tile(self, num_rows: int, columns: int, clusters: int) -> GemmTile:
+        """As `cuda_ops.gemm_tile`, whatever the sizes."""
+        return self.tile
+
+    def rank_rows(
+        self,
+        in_TK: torch.Tensor,
+        factors: Sequence[torch.Tensor],
+        columns: Sequence[OutputColumns],
+        ext: torch.Tensor,
+        rows_TR: torch.Tensor,
+        *,
+        items: torch.Tensor,
+        num_items: int,
+        chunks: torch.Tensor,
+        scaling: torch.Tensor,
+        parts: int,
+        dropout: None,
+    ) -> None:
+        """rank_rows.cu."""
+        self.launches.append("rows")
+        assert parts in (1, 2, 4, 8), f"a cluster must have 1 to 8 blocks, got {parts}"
+        out, rows = ext.numpy(), rows_TR.numpy()
+        for item in item_table(items, num_items):
+            row, begin, end, tile_column, target, slot, count, factor_row, first, rank = item[:10]
+            factor = factors[target].numpy()
+            sums = np.zeros((BLOCK_ROWS, kernel_width(count)))
+            if begin < row + BLOCK_ROWS and end > row:
+                c = columns[target] if columns else None
+                args = (in_TK.numpy(), row, factor, factor_row, count, c)
+                sums = sum(self._rank_part(*args, part, parts) for part in range(parts))
+            t = row + np.arange(BLOCK_ROWS)
+            inside = (t >= begin) & (t < end)
+            wanted = sums[:, : count * CHUNK] * float(scaling[slot])
+            found = np.where(inside[:, None], wanted, 0.0)
+            for i in range(count):
+                at = int(chunks[first + i]) * CHUNK
+                to = out[at : at + CHUNK, tile_column : tile_column + BLOCK_ROWS]
+                write_once(to, found[:, i * CHUNK : (i + 1) * CHUNK].T)
+            mine = slice(max(begin, row), max(min(end, row + BLOCK_ROWS), begin, row))
+            write_once(rows[mine, rank : rank + count * CHUNK], found[inside])
+
+    def _rank_part(
+        self,
+        values: Array,
+        row: int,
+        factor: Array,
+        factor_row: int,
+        count: int,
+        columns: OutputColumns | None,
+        part: int,
+        parts: int,
+    ) -> Array:
+        """Sums of one block of a cluster, `[128, width of the kernel]`."""
+        steps = -(-factor.shape[1] // PANEL)
+        sums = np.zeros((BLOCK_ROWS, kernel_width(count)))
+        for step in range(steps * part // parts, steps * (part + 1) // parts):
+            k = step * PANEL
+            column = k if columns is None else output_column(columns, k)
+            stage = np.full((kernel_width(count), PANEL), np.nan)
+            for i in range(count):
+                stage[i * CHUNK : (i + 1) * CHUNK] = box(factor, factor_row + i * CHUNK, k, CHUNK)
+            with np.errstate(invalid="ignore"):
+                sums += box(values, row, column, BLOCK_ROWS) @ stage.T
+        return sums
+
+    def rank_sums(
+        self,
+        in_TK: torch.Tensor,
+        rows_TR: torch.Tensor,
+        *,
+        items: torch.Tensor,
+        num_items: int,
+        blocks: int,
+        grads: torch.Tensor,
+        workspace: torch.Tensor,
+        counters: torch.Tensor,
+        first_row: int,
+        dropout: None,
+    ) -> None:
+        """rank_sums.cu."""
+        self.launches.append("sums")
+        assert 0 < blocks <= num_items, f"blocks must be 1 to {num_items}, got {blocks}"
+        addresses, parts = grads.numpy(), workspace.numpy()
+        assert not counters.any(), "counters must be zero between launches"
+        parts[:] = np.nan
+        for item in self._random.permutation(item_table(items, num_items)):
+            feature, width, count, arena_row = item[4], item[5], item[6], item[8]
+            sums = self._run(in_TK.numpy(), rows_TR.numpy(), item, first_row)
+            if item[11] > 1:
+                gathered = self._gather(item, sums, parts, counters)
+                if gathered is None:
+                    continue
+                sums = gathered
+            for rank in range(count * CHUNK):
+                address = int(addresses[arena_row + rank])
+                if address:
+                    grad = self._gradient_rows[address]
+                    assert len(grad) == width, f"width must be {len(grad)}, got {width}"
+                    grad[feature : feature + 2 * PANEL] += sums[: width - feature, rank]
+        assert not counters.any(), "every part must arrive"
+
+    def _run(self, values: Array, rows: Array, item: np.ndarray, first_row: int) -> Array:
+        """Sums over an item's rows, `[128 features, width of the kernel]`."""
+        begin, end, columns, count, rank = item[0], item[1], item[2:4], item[6], item[7]
+        panels = 2 if count > 4 else 1
+        sums = np.zeros((2 * PANEL, kernel_width(count)))
+        for row in range(begin, end, PANEL):
+            wide = np.hstack([box(values, row - first_row, c, PANEL) for c in columns])
+            narrow = np.hstack(
+                [box(rows, row, rank + i * PANEL, PANEL) for i in range(panels)],
+            )
+            wide[end - row :], narrow[end - row :] = 0.0, 0.0
+            with np.errstate(invalid="ignore"):
+                sums += wide.T @ narrow[:, : kernel_width(count)]
+        return sums
+
+    def _gather(
+        self, item: np.ndarray, sums: Array, workspace: Array, counters: torch.Tensor
+    ) -> Array | None:
+        """The sums of all runs for the part that arrives last."""
+        part, parts, begin, counter = (int(v) for v in item[10:14])
+        share = sums.size
+        room = workspace[begin * UNIT : begin * UNIT + share * parts].reshape(parts, *sums.shape)
+        # Poison among the sums is of rank columns that nobody asked for.
+        write_once(room[part], np.nan_to_num(sums))
+        counters[counter] += 1
+        if counters[counter] < parts:
+            return None
+        counters[counter] = 0
+        return sum(room[i].astype(np.float64) for i in range(parts))
+
+    def gemm(
+        self,
+        x_TK: torch.Tensor,
+        weight: torch.Tensor,
+        out_TN: torch.Tensor,
+        tile: GemmTile,
+        *,
+        transposed: bool,
+        bias_N: torch.Tensor | None = None,
+        rank: RankPart | None = None,
+    ) -> None:
+        """lora_gemm.cu."""
+        self.launches.append("gemm")
+        assert rank is not None, "these launches have a rank part"
+        out = out_TN.numpy()
+        base = (x_TK @ (weight.t() if transposed else weight)).numpy()
+        if bias_N is not None:
+            base = base + bias_N.numpy()
+        for row in range(0, len(out), TILE_ROWS):
+            for column in range(0, out.shape[1], tile.columns):
+                at = np.s_[row : row + TILE_ROWS, column : column + tile.columns]
+                shape = out[at].shape
+                delta = self._rank_tile(rank, row // TILE_ROWS, column, tile.columns)
+                write_once(out[at], base[at] + delta[: shape[0], : shape[1]])
+
+    def _rank_tile(self, rank: RankPart, row_tile: int, column: int, width: int) -> Array:
+        """What the chunks add to a tile, `[256, width]`."""
+        bounds = rank.tile_chunks.numpy().reshape(-1, rank.num_targets + 1)[row_tile]
+        first, last = targets_of(rank, column, column + width)
+        sums, target = np.zeros((TILE_ROWS, width)), 0
+        for chunk in range(bounds[first], bounds[last]):
+            while chunk >= bounds[target + 1]:
+                target += 1
+            arena = rank.factors[target if rank.columns else 0].numpy()
+            panels = []
+            for n in range(column, column + width, PANEL):
+                place = compact_column(rank.columns[target], n) if rank.columns else n
+                panels.append(box(arena, int(rank.chunk_rows[chunk]), place, CHUNK))
+            ext = rank.ext.numpy()[chunk * CHUNK : (chunk + 1) * CHUNK]
+            sums += ext.T @ np.hstack(panels)
+        return sums
+
+
+def targets_of(rank: RankPart, begin: int, end: int) -> tuple[int, int]:
+    """The range of targets that write columns `begin:end`, as lora_gemm.cu finds it."""
+    if not rank.columns:
+        return 0, rank.num_targets
+    touched = [
+        i
+        for i, c in enumerate(rank.columns)
+        if any(0 <= n % c.stride - c.begin < c.width for n in range(begin, end, PANEL))
+    ]
+    return (touched[0], touched[-1] + 1) if touched else (0, 0)

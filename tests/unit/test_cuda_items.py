@@ -1,0 +1,170 @@
+"""The CUDA kernels' work lists: each does all the work once, within its bounds."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.cuda_cases import FUSED_AND_Q, GATE_UP, QKV, WHOLE
+from tests.helpers.item_machine import BLOCK_ROWS, kernel_width
+from tlora_megatron.ops.columns import OutputColumns
+from tlora_megatron.ops.cuda_items import (
+    rank_columns,
+    row_bounds,
+    row_items,
+    row_parts,
+    rows_per_run,
+    sum_bounds,
+    sum_items,
+)
+from tlora_megatron.ops.plan_tensors import ItemList, PlanTensors
+from tlora_megatron.ops.tiling import RANK_CHUNK, RankLayout, rank_chunks
+
+CPU = torch.device("cpu")
+IN_SIZE = 136
+LENGTHS = st.one_of(
+    st.just(0), st.integers(1, 40), st.sampled_from([255, 256, 257, 512]), st.integers(1, 1500)
+)
+RANKS = st.one_of(st.just(0), st.integers(1, 64), st.sampled_from([15, 17, 128, 129, 256]))
+fast = settings(max_examples=60, deadline=None)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[PlanTensors, tuple[OutputColumns, ...]]:
+    columns = draw(st.sampled_from([WHOLE, QKV, GATE_UP, FUSED_AND_Q]))
+    ranks = draw(st.lists(st.tuples(*[RANKS] * len(columns)), min_size=1, max_size=6))
+    lengths = draw(st.lists(LENGTHS, min_size=len(ranks) + 1, max_size=len(ranks) + 1).filter(sum))
+    ends = tuple(itertools.accumulate(lengths))
+    return PlanTensors(ends, RankLayout(tuple(ranks)), CPU, graph_safe=False), columns
+
+
+@given(plans(), st.booleans())
+@fast
+def test_row_items_write_every_chunk_of_both_halves_once(
+    made: tuple[PlanTensors, tuple[OutputColumns, ...]], per_target: bool
+) -> None:
+    plan, _ = made
+    items = row_items(plan, per_target=per_target).items
+    chunks = plan["chunks"].numpy()
+    written = [
+        (int(chunks[item[8] + i]), int(item[3])) for item in items for i in range(int(item[6]))
+    ]
+    expected = itertools.product(range(plan.num_chunks), (0, BLOCK_ROWS))
+    assert sorted(written) == list(expected)
+    assert (np.diff(items[:, 0]) >= 0).all()
+    for item in items:
+        assert item[9] + item[6] * RANK_CHUNK <= rank_columns(plan.layout)
+
+
+def sums_of(
+    plan: PlanTensors, columns: tuple[OutputColumns, ...], window: tuple[int, int], *, up: bool
+) -> tuple[ItemList, list[int]]:
+    """Items of dB or dA in short runs, and the widths they cover."""
+    widths = [c.size for c in columns] if up else [IN_SIZE]
+    size = columns[0].groups * columns[0].stride if up else IN_SIZE
+    found = sum_items(plan, columns if up else (), size, 256, window, last_first=up)
+    return found, widths
+
+
+@given(plans(), st.booleans(), st.data())
+@fast
+def test_parts_of_sums_lie_apart_and_count_for_themselves(
+    made: tuple[PlanTensors, tuple[OutputColumns, ...]], up: bool, data: st.DataObject
+) -> None:
+    plan, columns = made
+    window = sorted((data.draw(st.integers(0, plan.num_rows)), plan.num_rows))
+    found, _ = sums_of(plan, columns, tuple(window), up=up)
+    room = []
+    blocks: dict[int, list[np.ndarray]] = {}
+    for item in found.items:
+        count, part, parts, workspace, counter = (int(item[i]) for i in (6, 10, 11, 12, 13))
+        assert window[0] <= item[0] < item[1] <= window[1]
+        assert 0 <= counter < len(found.items)
+        if parts > 1:
+            units = kernel_width(count) // 2
+            begin = workspace + part * units
+            room.append((begin, begin + units))
+            blocks.setdefault(counter, []).append(item)
+    room.sort()
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(room))
+    assert sum(end - begin for begin, end in room) == found.workspace
+    assert not room or (room[0][0], room[-1][1]) == (0, found.workspace)
+    for group in blocks.values():
+        assert sorted(item[10] for item in group) == list(range(group[0][11]))
+        same = [(*item[4:10], *item[11:13]) for item in group]
+        assert same == same[:1] * len(group)
+
+
+@given(plans(), st.booleans())
+@fast
+def test_sums_cover_every_rank_row_feature_and_row_once(
+    made: tuple[PlanTensors, tuple[OutputColumns, ...]], up: bool
+) -> None:
+    plan, columns = made
+    found, widths = sums_of(plan, columns, (0, plan.num_rows), up=up)
+    covered: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for item in found.items:
+        for chunk in range(int(item[6])):
+            key = (int(item[8]) + chunk * RANK_CHUNK, int(item[4]))
+            covered.setdefault(key, []).append((int(item[0]), int(item[1])))
+    expected = {}
+    for slot, (begin, end) in enumerate(itertools.pairwise((0, *plan.ends[:-1]))):
+        for p, rank in enumerate(plan.layout.ranks[slot]):
+            width = widths[p if up else 0]
+            for chunk in range(rank_chunks(rank)) if end > begin else ():
+                row = plan.layout.a_begin[slot][p] + chunk * RANK_CHUNK
+                for feature in range(0, width, 128):
+                    cuts = [*range(begin, end, 256), end]
+                    expected[row, feature] = list(itertools.pairwise(cuts))
+    assert {key: sorted(runs) for key, runs in covered.items()} == expected
+
+
+@given(plans(), st.data())
+@fast
+def test_bounds_hold_for_any_micro_batch_of_as_many_rows(
+    made: tuple[PlanTensors, tuple[OutputColumns, ...]], data: st.DataObject
+) -> None:
+    plan, columns = made
+    slots = len(plan.layout.ranks)
+    cuts = data.draw(st.lists(st.integers(0, plan.num_rows), min_size=slots, max_size=slots))
+    safe = PlanTensors(plan.ends, plan.layout, CPU, graph_safe=True)
+    other = PlanTensors((*sorted(cuts), plan.num_rows), plan.layout, CPU, graph_safe=False)
+    begin = data.draw(st.integers(0, plan.num_rows - 1))
+    window = begin, data.draw(st.integers(begin + 1, plan.num_rows))
+    for per_target in (False, True):
+        bound = row_bounds(safe, per_target=per_target)
+        assert len(row_items(other, per_target=per_target).items) <= bound.items
+    for up in (False, True):
+        found, widths = sums_of(other, columns, window, up=up)
+        limit = sum_bounds(safe, widths, 256)
+        assert len(found.items) <= limit.items
+        assert found.workspace <= limit.workspace
+
+
+@pytest.mark.parametrize("slots", [1, 64, 1024])
+def test_workspace_does_not_grow_with_the_number_of_adapters(slots: int) -> None:
+    layout = RankLayout(((16,),) * slots)
+    plan = PlanTensors((0,) * slots + (8192,), layout, CPU, graph_safe=True)
+    assert sum_bounds(plan, [28672], 4096).workspace <= 5 * 224 * 8
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "expected"), [(1, 8), (2048, 8), (8192, 4), (16384, 2), (65536, 1)]
+)
+def test_row_parts(num_rows: int, expected: int) -> None:
+    assert row_parts(num_rows, 264) == expected
+
+
+@pytest.mark.parametrize("features", [8, 4096, 6144, 14336, 28672, 57344])
+@pytest.mark.parametrize("num_rows", [1, 2048, 8192, 16384, 131072])
+def test_a_run_is_whole_steps_of_rows(num_rows: int, features: int) -> None:
+    size = rows_per_run(num_rows, features, 264)
+    assert isinstance(size, int)
+    assert size % 64 == 0
+    assert 128 <= size <= 4096
+    assert size <= rows_per_run(2 * num_rows, features, 264)
