@@ -187,6 +187,7 @@ class ItemMachine:
         workspace: torch.Tensor,
         counters: torch.Tensor,
         first_row: int,
+        early: bool,
         dropout: None,
     ) -> None:
         """rank_sums.cu."""
@@ -249,6 +250,7 @@ class ItemMachine:
         tile: GemmTile,
         *,
         transposed: bool,
+        early: bool,
         bias_N: torch.Tensor | None = None,
         rank: RankPart | None = None,
     ) -> None:

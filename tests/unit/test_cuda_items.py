@@ -154,10 +154,10 @@ def test_workspace_does_not_grow_with_the_number_of_adapters(slots: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "expected"), [(1, 8), (2048, 8), (8192, 4), (16384, 2), (65536, 1)]
+    ("num_rows", "expected"), [(1, 4), (2048, 4), (4096, 4), (8192, 2), (16384, 1), (65536, 1)]
 )
 def test_row_parts(num_rows: int, expected: int) -> None:
-    assert row_parts(num_rows, 264) == expected
+    assert row_parts(num_rows, 132) == expected
 
 
 @pytest.mark.parametrize("features", [8, 4096, 6144, 14336, 28672, 57344])

@@ -70,6 +70,20 @@ __device__ __forceinline__ void store_tile(const void* from, const CUtensorMap* 
                : "memory");
 }
 
+// A row of memory, 16-byte aligned, without a tensor map.
+__device__ __forceinline__ void load_row(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
+__device__ __forceinline__ void store_row(void* to, const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+               "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until all but the newest N stores have read their shared memory.
@@ -115,9 +129,9 @@ __device__ __forceinline__ float load_from(const float* at, uint32_t block) {
 
 // Programmatic dependent launch. A kernel starts while the one before it in the stream ends, as far as that allows:
 // `let_next_start` says that this block is content with the next kernel's blocks coming, `wait_for_previous` waits
-// until the kernel before has ended and its writes are seen. Every kernel here waits somewhere before it ends, and
-// lets the next one start only after waiting or where it writes nothing that the next reads early; so whatever ran
-// two kernels before has always ended.
+// until the kernel before has ended and its writes are seen. Every kernel here waits before it ends, so a kernel that
+// has waited knows that all before it have ended. A kernel reads something before waiting only where its caller says
+// (`early`) that the one before it neither wrote that nor started before the one that did had ended.
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

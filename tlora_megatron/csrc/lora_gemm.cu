@@ -43,6 +43,7 @@ struct Problem {
   const int* row_slots;  // [rows], -1: no adapter
   const float* dropout;  // [slots]
   int dropout_key, first_column;
+  int early;  // x and W were written before the previous kernel started; ext is its work
 };
 
 struct Tile {
@@ -181,6 +182,7 @@ struct Consumer {
   const int warpgroup, thread;  // in the warpgroup
   Ring ring;
   int previous = -1;  // the stage whose products may be in flight
+  bool waited = false;
 
   __device__ void run(int first_tile, int step, int block) {
     float sums[BN / 2];
@@ -284,6 +286,7 @@ struct Consumer {
         odd = bits >> 16 >= threshold ? odd * scale : 0.f;
       }
     }
+    __syncwarp();
   }
 
   __device__ void store(float (&sums)[BN / 2], int row, int column) {
@@ -307,6 +310,8 @@ struct Consumer {
       fence_shared_for_copies();
       warpgroup_sync(warpgroup);
       if (thread == 0) {
+        if (!waited) wait_for_previous();  // it may still use the memory that is now `out`
+        waited = true;
         store_tile(to, &p.out, column + panel * 64, row);
         store_commit();
       }
@@ -338,8 +343,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   }
   cluster_sync();
   const int first_tile = blockIdx.x / 2, step = gridDim.x / 2;
-  // Of what the previous kernel may have written, only ext is read: x and W are read at once.
-  if (p.tile_chunks == nullptr) wait_for_previous();
+  if (!p.early) wait_for_previous();
   if (threadIdx.x < 128) {
     keep_registers<56>();
     if (threadIdx.x == 0) Producer<BN, kTransposed, kDropout>{p, shared, block}.run(first_tile, step);
@@ -386,7 +390,7 @@ struct TloraGemm {
   Columns columns[kMaxTargets];  // all zeros: one arena over all columns, whatever the target
   int num_targets, dropout_key, first_column;
   int half_precision, transposed;  // W is [columns_out, depth], else [depth, columns_out]
-  int tile_columns, group, blocks, device;
+  int tile_columns, group, blocks, early, device;
 };
 
 namespace {
@@ -453,6 +457,7 @@ TLORA_EXPORT int tlora_gemm(const TloraGemm* arguments, cudaStream_t stream) {
   p.dropout = g.dropout;
   p.dropout_key = g.dropout_key;
   p.first_column = g.first_column;
+  p.early = g.early && g.tile_chunks != nullptr;
   for (int i = 0; i < g.num_targets && i < kMaxTargets; ++i) p.columns[i] = g.columns[i];
   for (int i = 0; i < p.column_tiles && g.tile_chunks != nullptr; ++i)
     p.targets[i] = targets_of(g, i * g.tile_columns, (i + 1) * g.tile_columns);

@@ -101,11 +101,13 @@ __device__ __forceinline__ void clear_rows(uint8_t* panel, int thread, int first
   const int row = thread / 2;
   if (row < first) return;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) reinterpret_cast<uint4*>(panel + row * 128)[thread % 2 * 4 + i] = uint4{};
+  for (int i = 0; i < 4; ++i)
+    *reinterpret_cast<uint4*>(panel + row * 128 + ((thread % 2 * 4 + i) ^ row % 8) * 16) = uint4{};
 }
 
 // After ordinary writes to a stage, before tensor cores read it.
 __device__ __forceinline__ void finish_writes(int warpgroup) {
+  __syncwarp();
   fence_shared_for_copies();
   warpgroup_sync(warpgroup);
 }

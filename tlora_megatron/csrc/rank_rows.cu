@@ -55,7 +55,7 @@ struct Range {  // of steps of 64 places that a block sums
 __device__ void fill(const Problem& p, const Item& item, Range range, RankRing& ring, Place place) {
   const Columns& columns = p.columns[item.target];
   for (int step = range.begin; step < range.end; ++step, place.advance()) {
-    uint8_t* to = place.begin_fill(ring, place.stage_bytes);
+    uint8_t* to = place.begin_fill(ring, 2 * kPanel + item.count * kChunk * 128);
     const int k = step * kDepth;
     const int column = columns.stride == 0 ? k : output_column(columns, k);
     load_tile(to, &p.in, &ring.full[place.stage], column, item.row);
@@ -104,6 +104,7 @@ __device__ void multiply(const Problem& p, const Item& item, Range range, RankRi
     mask = Mask(p.dropout[item.slot]);
     const int t = item.row + thread / 2;
     key = item.owns(t) ? mix32(p.row_keys[t] ^ p.dropout_key) : 0;
+    __syncwarp();
   }
   int previous = -1;
   for (int step = range.begin; step < range.end; ++step, place.advance()) {
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(kRankThreads, 2) rank_rows(const __grid_consta
   if (item.any()) {
     init_ring(ring);
     const Range range(p.depth[item.target], part, parts);
-    const Place place(2 * kPanel + item.count * kChunk * 128);
+    const Place place(2 * kPanel + width * 128);  // rows beyond the chunks are read, and go nowhere
     if (thread < kMultipliers) {
       switch (width) {
         case 16: multiply<T, 16, kDropout>(p, item, range, ring, place, thread); break;

@@ -5,8 +5,8 @@
 // with scale 1 / (1 - p). Runs are cut from the segment's own first row, and the runs of a segment are added in order
 // by the block that comes last: bits do not depend on neighbours, on the place in the packing, or on timing.
 //
-// Blocks are persistent: the copying warp is items ahead of the multiplying ones, so that memory never waits for the
-// end of an item.
+// Blocks are persistent: the copying warp is ahead of the multiplying ones, beyond the end of an item, so that memory
+// never waits. Where one run is all of a segment, the gradient comes and goes through the same ring.
 #include "host.cuh"
 #include "rank_ring.cuh"
 #include "wgmma.cuh"
@@ -14,6 +14,9 @@
 namespace {
 
 constexpr int kStageBytes = 4 * kPanel;
+constexpr int kGradRows = 32;           // rows of a gradient in a stage
+constexpr int kGradStride = 132 * 4;    // bytes of 128 features and some: neighbours lie in different banks
+constexpr int kGradAddresses = kGradRows * kGradStride;  // where a stage holds the rows' addresses
 
 struct Problem {
   CUtensorMap in, rows;
@@ -26,6 +29,7 @@ struct Problem {
   const float* dropout;  // [slots]; null: none
   const int* row_keys;
   int dropout_key, first_column;
+  int early;  // everything but the gradient's own predecessors was written before the previous kernel started
 };
 
 struct Item {
@@ -52,14 +56,69 @@ __device__ void for_items(const Problem& p, Work work) {
   }
 }
 
+// The item's rows of the gradient, 32 a stage, by the lanes of the copying warp.
+__device__ void fill_gradient(const Problem& p, const Item& item, RankRing& ring, Place& place) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t bytes = min(128, item.width - item.feature) * 4;
+  for (int first = 0; first < item.count * kChunk; first += kGradRows, place.advance()) {
+    const int row = first + lane;
+    const int64_t at = row < item.count * kChunk ? p.grads[item.arena_row + row] : 0;
+    float* from = at == 0 ? nullptr : reinterpret_cast<float*>(at) + item.feature;
+    const int rows = __popc(__ballot_sync(~0u, at != 0));
+    uint8_t* to = place.at(ring);
+    barrier_wait(&ring.empty[place.stage], place.parity ^ 1);
+    reinterpret_cast<float**>(to + kGradAddresses)[lane] = from;
+    __syncwarp();
+    if (lane == 0) barrier_expect(&ring.full[place.stage], rows * bytes);
+    __syncwarp();
+    if (from != nullptr) load_row(to + lane * kGradStride, from, bytes, &ring.full[place.stage]);
+  }
+}
+
 __device__ void fill(const Problem& p, const Item& item, RankRing& ring, Place& place) {
   const int panels = item.count > 4 ? 2 : 1;
   for (int row = item.begin; row < item.end; row += kDepth, place.advance()) {
-    uint8_t* to = place.begin_fill(ring, (2 + panels) * kPanel);
-    uint64_t* full = &ring.full[place.stage];
-    for (int i = 0; i < 2; ++i) load_tile(to + i * kPanel, &p.in, full, item.columns[i], row - p.first_row);
-    for (int i = 0; i < panels; ++i)
-      load_tile(to + (2 + i) * kPanel, &p.rows, full, item.rank_column + i * 64, row);
+    if (threadIdx.x % 32 == 0) {
+      uint8_t* to = place.begin_fill(ring, (2 + panels) * kPanel);
+      uint64_t* full = &ring.full[place.stage];
+      for (int i = 0; i < 2; ++i) load_tile(to + i * kPanel, &p.in, full, item.columns[i], row - p.first_row);
+      for (int i = 0; i < panels; ++i)
+        load_tile(to + (2 + i) * kPanel, &p.rows, full, item.rank_column + i * 64, row);
+    }
+    __syncwarp();
+  }
+  if (item.parts == 1) fill_gradient(p, item, ring, place);
+}
+
+// Adds to the gradient in the ring and sends it back.
+template <int N>
+__device__ void add_in_ring(const Item& item, const float (&sums)[N / 2], float scale, RankRing& ring, Place& place,
+                            int thread) {
+  const int lane = thread % 32;
+  const int feature = thread / 32 * 16 + lane / 4;
+  const uint32_t bytes = min(128, item.width - item.feature) * 4;
+#pragma unroll
+  for (int first = 0; first < N; first += kGradRows) {
+    if (first >= item.count * kChunk) break;
+    barrier_wait(&ring.full[place.stage], place.parity);
+    uint8_t* stage = place.at(ring);
+#pragma unroll
+    for (int i = first / 2; i < (first + kGradRows) / 2 && i < N / 2; ++i) {
+      const int rank = i / 4 * 8 + lane % 4 * 2 + i % 2 - first;
+      float* at = reinterpret_cast<float*>(stage + rank * kGradStride) + feature + i / 2 % 2 * 8;
+      *at += scale * sums[i];
+    }
+    fence_shared_for_copies();
+    multipliers_sync();
+    if (thread < 32) {
+      float* to = reinterpret_cast<float**>(stage + kGradAddresses)[lane];
+      if (to != nullptr) store_row(to, stage + lane * kGradStride, bytes);
+      store_commit();
+      store_wait_read<0>();
+      __syncwarp();
+    }
+    if (lane == 0) barrier_arrive(&ring.empty[place.stage]);
+    place.advance();
   }
 }
 
@@ -126,13 +185,11 @@ __device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Pla
   float sums[N / 2];
 #pragma unroll
   for (float& s : sums) s = 0.f;
-  float* const rank_row = thread < item.count * kChunk
-                              ? reinterpret_cast<float*>(p.grads[item.arena_row + thread])
-                              : nullptr;
   const float probability = kDropout ? p.dropout[item.slot] : 0.f;
   const Mask mask(probability);
   int key = 0;
   if (kDropout && item.begin + thread % 128 / 2 < item.end) key = p.row_keys[item.begin + thread % 128 / 2];
+  __syncwarp();
   int previous = -1;
   for (int row = item.begin; row < item.end; row += kDepth, place.advance()) {
     barrier_wait(&ring.full[place.stage], place.parity);
@@ -166,18 +223,25 @@ __device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Pla
   }
   wgmma_wait<0>();
   if (thread % 32 == 0) barrier_arrive(&ring.empty[previous]);
-  if (thread < kMaxChunks * kChunk) ring.rank_rows[thread] = rank_row;
+  const float scale = 1.f / (1.f - probability);
+  if (item.parts == 1) {
+    add_in_ring<N>(item, sums, scale, ring, place, thread);
+    return;
+  }
+  if (thread < kMaxChunks * kChunk)
+    ring.rank_rows[thread] =
+        thread < item.count * kChunk ? reinterpret_cast<float*>(p.grads[item.arena_row + thread]) : nullptr;
   multipliers_sync();
-  if (item.parts == 1 || gather<N>(p, item, sums, ring, thread))
-    add<N>(item, sums, 1.f / (1.f - probability), ring, thread);
+  if (gather<N>(p, item, sums, ring, thread)) add<N>(item, sums, scale, ring, thread);
   multipliers_sync();  // the rows' addresses and the flag have been read
 }
 
 template <typename T, bool kDropout>
 __global__ void __launch_bounds__(kRankThreads, 2) rank_sums(const __grid_constant__ Problem p) {
-  let_next_start();
   RankRing& ring = rank_ring();
   init_ring(ring);
+  if (!p.early) wait_for_previous();
+  let_next_start();
   const int thread = threadIdx.x;
   Place place(kStageBytes);
   if (thread < kMultipliers) {
@@ -189,7 +253,8 @@ __global__ void __launch_bounds__(kRankThreads, 2) rank_sums(const __grid_consta
         default: multiply<T, 128, kDropout>(p, item, ring, place, thread);
       }
     });
-  } else if (thread == kMultipliers) {
+    if (thread < 32) store_wait_all();
+  } else {
     for_items(p, [&](const Item& item) { fill(p, item, ring, place); });
   }
   wait_for_previous();
@@ -212,7 +277,8 @@ struct TloraSums {
   const int* row_keys;
   const float* dropout;
   int64_t num_rows, in_rows, in_columns;
-  int num_items, item_fields, blocks, row_width, first_row, dropout_key, first_column, half_precision, device;
+  int num_items, item_fields, blocks, row_width, first_row, dropout_key, first_column, early, half_precision,
+      device;
 };
 
 TLORA_EXPORT int tlora_sums_size() { return sizeof(TloraSums); }
@@ -236,6 +302,7 @@ TLORA_EXPORT int tlora_sums(const TloraSums* arguments, cudaStream_t stream) {
   p.row_keys = g.row_keys;
   p.dropout_key = g.dropout_key;
   p.first_column = g.first_column;
+  p.early = g.early;
   if (half_type) return g.dropout ? launch<half, true>(p, g.blocks, stream)
                                   : launch<half, false>(p, g.blocks, stream);
   return g.dropout ? launch<__nv_bfloat16, true>(p, g.blocks, stream)

@@ -83,7 +83,7 @@ class _GemmArguments(ctypes.Structure):
         ("columns", _Columns * MAX_TARGETS),
         *((name, _Int) for name in ("num_targets", "dropout_key", "first_column")),
         *((name, _Int) for name in ("half_precision", "transposed", "tile_columns", "group")),
-        *((name, _Int) for name in ("blocks", "device")),
+        *((name, _Int) for name in ("blocks", "early", "device")),
     ]
 
 
@@ -118,7 +118,8 @@ class _SumsArguments(ctypes.Structure):
             (name, _Int)
             for name in ("num_items", "item_fields", "blocks", "row_width", "first_row")
         ),
-        *((name, _Int) for name in ("dropout_key", "first_column", "half_precision", "device")),
+        *((name, _Int) for name in ("dropout_key", "first_column", "early")),
+        *((name, _Int) for name in ("half_precision", "device")),
     ]
 
 
@@ -129,10 +130,16 @@ def gemm(
     tile: GemmTile,
     *,
     transposed: bool,
+    early: bool = False,
     bias_N: torch.Tensor | None = None,
     rank: RankPart | None = None,
 ) -> None:
-    """`out = x W + b + rank part`; W is `[N, K]` if transposed, else `[K, N]`."""
+    """`out = x W + b + rank part`; W is `[N, K]` if transposed, else `[K, N]`.
+
+    Args:
+        early: start before the previous kernel has ended. x, W and everything but the rank part's
+            ext must have been written before that kernel began.
+    """
     arguments = _GemmArguments(
         x=x_TK.data_ptr(),
         weight=weight.data_ptr(),
@@ -146,6 +153,7 @@ def gemm(
         tile_columns=tile.columns,
         group=tile.group,
         blocks=multiprocessors(x_TK.device) // 2 * 2,
+        early=early,
         device=x_TK.device.index,
     )
     if rank is not None:
@@ -223,6 +231,7 @@ def rank_sums(
     workspace: torch.Tensor,
     counters: torch.Tensor,
     first_row: int,
+    early: bool,
     dropout: Dropout | None,
 ) -> None:
     """Adds `rows^T drop(in)` of every adapter to its gradients (rank_sums.cu).
@@ -234,6 +243,7 @@ def rank_sums(
         workspace: fp32, for runs whose sums are added up.
         counters: int32, zero.
         first_row: row of the micro-batch that is row 0 of `in`.
+        early: start before the previous kernel has ended, which must have written none of this.
     """
     arguments = _SumsArguments(
         input=in_TK.data_ptr(),
@@ -250,6 +260,7 @@ def rank_sums(
         item_fields=items.numel() // max(num_items, 1),
         row_width=rows_TR.shape[1],
         first_row=first_row,
+        early=early,
         half_precision=in_TK.dtype == torch.float16,
         device=in_TK.device.index,
     )

@@ -214,16 +214,21 @@ def sum_bounds(plan: PlanTensors, widths: Sequence[int], rows_per_run: int) -> I
 
 @functools.cache
 def rows_per_run(num_rows: int, features: int, blocks: int) -> int:
-    """Rows of a run: so many that the runs of one adapter fill a GPU of `blocks` blocks twice.
+    """Rows of a run: so many that the runs of one adapter give each multiprocessor a block.
 
-    It depends on sizes alone, never on segments, as the order of a job's sums does.
+    Shorter ones leave more partial sums, longer ones idle multiprocessors (H200, 2048 and 8192
+    rows of 4096 features: the best of 256 to 2048). It depends on sizes alone, never on segments,
+    as the order of a job's sums does.
     """
-    wanted = num_rows * -(-features // BLOCK_FEATURES) / (2 * blocks)
+    wanted = num_rows * -(-features // BLOCK_FEATURES) / blocks
     return min(4096, max(256, 2 ** round(np.log2(max(wanted, 1)))))
 
 
 @functools.cache
 def row_parts(num_rows: int, blocks: int) -> int:
-    """Blocks that share an item of rank_rows.cu, 1 to 8: so many that all rows fill the GPU."""
+    """Blocks that share an item of rank_rows.cu: so many that each multiprocessor has one.
+
+    More were slower (H200, 2048 and 8192 rows: the best of 1 to 8).
+    """
     parts = blocks // max(1, -(-num_rows // BLOCK_ROWS))
-    return min(8, 1 << max(0, parts.bit_length() - 1))
+    return min(4, 1 << max(0, parts.bit_length() - 1))

@@ -84,7 +84,7 @@ class CudaOps(TritonOps):
             return y_TN.addmm_(x_TK, weight_NK.t()), s
         y_TN = x_TK.new_empty(len(x_TK), len(weight_NK))
         rank = _forward_part(ext, factors, plan)
-        gemm(x_TK, weight_NK, y_TN, tile, transposed=True, bias_N=bias_N, rank=rank)
+        gemm(x_TK, weight_NK, y_TN, tile, transposed=True, early=True, bias_N=bias_N, rank=rank)
         return y_TN, s
 
     def backward_up(
@@ -104,14 +104,15 @@ class CudaOps(TritonOps):
         )
         _rank_rows(dy_TN, factors.lora_b, factors.columns, ext, ds_TR, items, factors, plan, None)
         widths = [c.size for c in factors.columns]
-        size = rows_per_run(len(dy_TN), sum(widths), _BLOCKS * multiprocessors(dy_TN.device))
+        size = rows_per_run(len(dy_TN), sum(widths), multiprocessors(dy_TN.device))
         window = (0, len(dy_TN))
+        columns, width = factors.columns, dy_TN.shape[1]  # the plan keeps these, and not dy
         sums = plan.work_items(
-            ("cuda db", factors.columns),
-            lambda p: sum_items(p, factors.columns, dy_TN.shape[1], size, window, last_first=True),
+            ("cuda db", columns),
+            lambda p: sum_items(p, columns, width, size, window, last_first=True),
             lambda p: sum_bounds(p, widths, size),
         )
-        _rank_sums(dy_TN, s_TR, sums, self.tables[factors].grad_b, 0, None)
+        _rank_sums(dy_TN, s_TR, sums, self.tables[factors].grad_b, 0, None, early=True)
         return ds
 
     def dgrad(
@@ -126,6 +127,8 @@ class CudaOps(TritonOps):
         if not _is_flat(ds):
             return super().dgrad(dy_TN, ds, weight_NK, factors, rows)
         plan = self.plan(factors, rows)
+        # Copies made here would be the previous kernel's work.
+        early = dy_TN.is_contiguous() and weight_NK.is_contiguous()
         dy_TN, weight_NK = dy_TN.contiguous(), weight_NK.contiguous()
         ext, _ = _split(ds, plan)
         tile = gemm_tile(len(dy_TN), weight_NK.shape[1], multiprocessors(dy_TN.device) // 2)
@@ -134,7 +137,7 @@ class CudaOps(TritonOps):
             return up_dropped(ext, factors, rows, plan, config).addmm_(dy_TN, weight_NK)
         dx_TK = dy_TN.new_empty(len(dy_TN), weight_NK.shape[1])
         rank = _dgrad_part(ext, factors, plan, _dropout(factors, rows, plan))
-        gemm(dy_TN, weight_NK, dx_TK, tile, transposed=False, rank=rank)
+        gemm(dy_TN, weight_NK, dx_TK, tile, transposed=False, early=early, rank=rank)
         return dx_TK
 
     def backward_down(
@@ -151,7 +154,7 @@ class CudaOps(TritonOps):
         plan = self.plan(factors, rows)
         _, ds_TR = _split(ds, plan)
         depth = x_TK.shape[1]
-        size = rows_per_run(rows.ends[-1], depth, _BLOCKS * multiprocessors(x_TK.device))
+        size = rows_per_run(rows.ends[-1], depth, multiprocessors(x_TK.device))
         items = plan.work_items(
             ("cuda da", depth, window),
             lambda p: sum_items(p, (), depth, size, window, last_first=False),
@@ -159,7 +162,7 @@ class CudaOps(TritonOps):
         )
         dropout = _dropout(factors, rows, plan)
         grads = self.tables[factors].grad_a
-        _rank_sums(x_TK.contiguous(), ds_TR, items, grads, window[0], dropout)
+        _rank_sums(x_TK.contiguous(), ds_TR, items, grads, window[0], dropout, early=False)
         return None
 
 
@@ -275,7 +278,7 @@ def _rank_rows(
         num_items=items.count,
         chunks=plan["chunks"],
         scaling=factors.scaling,
-        parts=row_parts(len(in_TK), _BLOCKS * multiprocessors(in_TK.device)),
+        parts=row_parts(len(in_TK), multiprocessors(in_TK.device)),
         dropout=dropout,
     )
 
@@ -299,7 +302,11 @@ def _rank_sums(
     grads: torch.Tensor,
     first_row: int,
     dropout: Dropout | None,
+    *,
+    early: bool,
 ) -> None:
+    if not items.count:
+        return
     rank_sums(
         in_TK,
         rows_TR,
@@ -310,5 +317,6 @@ def _rank_sums(
         workspace=_workspace(items, in_TK.device),
         counters=items.counters,
         first_row=first_row,
+        early=early,
         dropout=dropout,
     )
