@@ -46,7 +46,13 @@ class LinearOps(Protocol):
     def backward_up(
         self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
     ) -> torch.Tensor:
-        """Accumulates dB and returns dS."""
+        """Returns dS; may accumulate dB."""
+        ...
+
+    def accumulate_up(
+        self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
+    ) -> None:
+        """Accumulates dB, unless `backward_up` has: work that may follow what others wait for."""
         ...
 
     def dgrad(
