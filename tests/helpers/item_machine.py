@@ -125,19 +125,15 @@ class ItemMachine:
         num_items: int,
         chunks: torch.Tensor,
         scaling: torch.Tensor,
-        max_count: int,
         parts: int,
-        beside: int,
         dropout: None,
     ) -> None:
         """rank_rows.cu."""
         self.launches.append("rows")
         assert parts in (1, 2, 4, 8), f"a cluster must have 1 to 8 blocks, got {parts}"
-        assert beside % 2 == 0, f"blocks beside the GEMM must be even, got {beside}"
         out, rows = ext.numpy(), rows_TR.numpy()
         for item in item_table(items, num_items):
             row, begin, end, tile_column, target, slot, count, factor_row, first, rank = item[:10]
-            assert count <= max_count, f"an item has {count} chunks, its launch says {max_count}"
             factor = factors[target].numpy()
             sums = np.zeros((BLOCK_ROWS, kernel_width(count)))
             if begin < row + BLOCK_ROWS and end > row:
@@ -255,7 +251,6 @@ class ItemMachine:
         *,
         transposed: bool,
         early: bool,
-        late: int,
         bias_N: torch.Tensor | None = None,
         rank: RankPart | None = None,
     ) -> None:

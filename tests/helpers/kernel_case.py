@@ -138,7 +138,6 @@ def run(
     y, s = ops.forward(x_TK, case.weight_NK, case.bias_N, factors, rows)
     ds = ops.backward_up(dy_TN, s, factors, rows)
     dx = ops.dgrad(dy_TN, ds, case.weight_NK, factors, rows)
-    ops.accumulate_up(dy_TN, s, factors, rows)
     ops.backward_down(x_TK, ds, factors, rows, (0, rows.ends[-1]))
     return {"y": y, "dx": dx, **gradients(factors)}
 

@@ -118,7 +118,6 @@ def test_windows_of_the_rows_sum_to_the_whole_gradient_of_a(training: bool) -> N
     assert factors is not None
     _, s = ops.forward(x, case.weight, None, factors, view.rows)
     ds = ops.backward_up(dy, s, factors, view.rows)
-    ops.accumulate_up(dy, s, factors, view.rows)
     case.gradients()
     ops.backward_down(x, ds, factors, view.rows, (0, 40))
     whole = case.gradients()

@@ -43,7 +43,6 @@ struct Problem {
   const int* row_slots;  // [rows], -1: no adapter
   const float* dropout;  // [slots]
   int dropout_key, first_column;
-  int late;   // clusters that start late
   int early;  // x and W were written before the previous kernel started; ext is its work
 };
 
@@ -59,19 +58,6 @@ struct Tile {
     row_tile = first + inside % height;
     column_tile = inside / height;
   }
-};
-
-// A cluster's tiles in turn. The last `late` clusters find their multiprocessors busy with the kernel before and start
-// about a tile later: the first turn goes to the others alone.
-struct Turns {
-  const int cluster, clusters, prompt;
-  int index;
-
-  __device__ explicit Turns(int late)
-      : cluster(blockIdx.x / 2), clusters(gridDim.x / 2), prompt(clusters - late),
-        index(cluster < prompt ? cluster : prompt + cluster) {}
-
-  __device__ void advance() { index = index < prompt ? prompt + cluster : index + clusters; }
 };
 
 struct Chunks {
@@ -118,9 +104,9 @@ struct Producer {
   Ring ring;
   bool waited = false;  // for the kernel that makes ext
 
-  __device__ void run() {
-    for (Turns turns(p.late); turns.index < p.row_tiles * p.column_tiles; turns.advance()) {
-      const Tile tile(p, turns.index);
+  __device__ void run(int first_tile, int step) {
+    for (int index = first_tile; index < p.row_tiles * p.column_tiles; index += step) {
+      const Tile tile(p, index);
       const int row = tile.row_tile * kTileRows + block * kBlockRows;
       const int column = tile.column_tile * BN;
       if (kDropout) load_chunks(tile, column);
@@ -198,10 +184,10 @@ struct Consumer {
   int previous = -1;  // the stage whose products may be in flight
   bool waited = false;
 
-  __device__ void run(int block) {
+  __device__ void run(int first_tile, int step, int block) {
     float sums[BN / 2];
-    for (Turns turns(p.late); turns.index < p.row_tiles * p.column_tiles; turns.advance()) {
-      const Tile tile(p, turns.index);
+    for (int index = first_tile; index < p.row_tiles * p.column_tiles; index += step) {
+      const Tile tile(p, index);
       const int row = tile.row_tile * kTileRows + block * kBlockRows + warpgroup * 64;
       const int column = tile.column_tile * BN;
       const Chunks chunks(p, tile);
@@ -356,15 +342,16 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   cluster_sync();
+  const int first_tile = blockIdx.x / 2, step = gridDim.x / 2;
   if (!p.early) wait_for_previous();
   if (threadIdx.x < 128) {
     keep_registers<56>();
-    if (threadIdx.x == 0) Producer<BN, kTransposed, kDropout>{p, shared, block}.run();
+    if (threadIdx.x == 0) Producer<BN, kTransposed, kDropout>{p, shared, block}.run(first_tile, step);
   } else {
     take_registers<224>();
     const int warpgroup = threadIdx.x / 128 - 1;
     Consumer<T, BN, kTransposed, kDropout>{p, shared, warpgroup, static_cast<int>(threadIdx.x % 128)}.run(
-        block);
+        first_tile, step, block);
   }
 }
 
@@ -403,7 +390,7 @@ struct TloraGemm {
   Columns columns[kMaxTargets];  // all zeros: one arena over all columns, whatever the target
   int num_targets, dropout_key, first_column;
   int half_precision, transposed;  // W is [columns_out, depth], else [depth, columns_out]
-  int tile_columns, group, blocks, late, early, device;
+  int tile_columns, group, blocks, early, device;
 };
 
 namespace {
@@ -470,7 +457,6 @@ TLORA_EXPORT int tlora_gemm(const TloraGemm* arguments, cudaStream_t stream) {
   p.dropout = g.dropout;
   p.dropout_key = g.dropout_key;
   p.first_column = g.first_column;
-  p.late = g.late;
   p.early = g.early && g.tile_chunks != nullptr;
   for (int i = 0; i < g.num_targets && i < kMaxTargets; ++i) p.columns[i] = g.columns[i];
   for (int i = 0; i < p.column_tiles && g.tile_chunks != nullptr; ++i)

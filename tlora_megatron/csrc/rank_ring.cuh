@@ -8,8 +8,6 @@ constexpr int kRankThreads = 288;   // warps 0-7 multiply, warp 8 copies
 constexpr int kMultipliers = 256;
 constexpr int kMaxChunks = 8;       // rank chunks of one block: 128 ranks
 constexpr int kRingBytes = 108 << 10;  // two blocks a multiprocessor
-constexpr int kLargeRingBytes = 216 << 10;  // one
-constexpr int kRingBegin = 2048;       // of the ring in shared memory, behind the barriers
 constexpr int kMaxStages = 8;
 
 // Rank columns that a kernel computes for so many chunks.
@@ -21,16 +19,11 @@ __device__ __forceinline__ int kernel_width(int chunks) {
 __device__ __forceinline__ void multipliers_sync() { asm volatile("bar.sync 3, 256;" ::: "memory"); }
 
 struct RankRing {
+  alignas(1024) uint8_t bytes[kRingBytes];
   uint64_t full[kMaxStages], empty[kMaxStages];
   float* rank_rows[kMaxChunks * kChunk];  // of an item's gradient
   int flag;
-
-  __device__ uint8_t* bytes() { return reinterpret_cast<uint8_t*>(this) + kRingBegin; }
 };
-static_assert(sizeof(RankRing) <= kRingBegin);
-
-// Shared memory of a block, with room to align it.
-constexpr int shared_bytes(int ring_bytes) { return kRingBegin + ring_bytes + 1024; }
 
 __device__ __forceinline__ RankRing& rank_ring() {
   extern __shared__ uint8_t unaligned[];
@@ -54,10 +47,10 @@ struct Place {
   int stage = 0;
   uint32_t parity = 0;
 
-  __device__ Place(int stage_bytes, int ring_bytes)
-      : stages(min(kMaxStages, ring_bytes / stage_bytes)), stage_bytes(stage_bytes) {}
+  __device__ explicit Place(int stage_bytes)
+      : stages(min(kMaxStages, kRingBytes / stage_bytes)), stage_bytes(stage_bytes) {}
 
-  __device__ uint8_t* at(RankRing& ring) const { return ring.bytes() + stage * stage_bytes; }
+  __device__ uint8_t* at(RankRing& ring) const { return ring.bytes + stage * stage_bytes; }
 
   __device__ void advance() {
     if (++stage == stages) {

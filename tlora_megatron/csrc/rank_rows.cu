@@ -5,10 +5,8 @@
 // over the places k of the target's arena F. Written twice: transposed into ext, [chunk 16, 256] a chunk, with
 // zeros in rows of other adapters (what lora_gemm.cu reads), and as rows (what rank_sums.cu reads).
 //
-// Two ways. Spread: a cluster computes 128 rows; its blocks share k and sum their parts, in order of blocks, through
-// each other's shared memory: the shortest time for this kernel alone. Beside: few persistent blocks, one a
-// multiprocessor, go through the items while the GEMM that follows begins on the others; it needs ext only at the end
-// of its first tiles. Waiting for memory then costs few multiprocessors' time instead of all.
+// A cluster computes 128 rows; its blocks share k and sum their parts, in order of blocks, through each other's
+// shared memory.
 #include "host.cuh"
 #include "rank_ring.cuh"
 #include "wgmma.cuh"
@@ -26,7 +24,6 @@ struct Problem {
   const int* chunks;  // ext chunks, pair by pair
   void *ext, *rows;
   int row_width;
-  int beside, num_items, max_count;
   const float *scaling, *dropout;  // [slots]; dropout null: none
   const int* row_keys;
   int dropout_key, first_column;
@@ -55,7 +52,7 @@ struct Range {  // of steps of 64 places that a block sums
   }
 };
 
-__device__ void fill(const Problem& p, const Item& item, Range range, RankRing& ring, Place& place) {
+__device__ void fill(const Problem& p, const Item& item, Range range, RankRing& ring, Place place) {
   const Columns& columns = p.columns[item.target];
   for (int step = range.begin; step < range.end; ++step, place.advance()) {
     uint8_t* to = place.begin_fill(ring, 2 * kPanel + item.count * kChunk * 128);
@@ -68,34 +65,39 @@ __device__ void fill(const Problem& p, const Item& item, Range range, RankRing& 
   }
 }
 
-// Writes a pair of rank columns of one row: the accumulators 2 q and 2 q + 1 of a thread.
-template <typename T>
-__device__ __forceinline__ void write_pair(const Problem& p, const Item& item, int q, float a, float b, int thread) {
-  const int lane = thread % 32;
-  const int column = q / 2 * 8 + lane % 4 * 2;
-  const int local = thread / 32 * 16 + lane / 4 + q % 2 * 8;
-  if (column >= item.count * kChunk) return;
-  const int t = item.row + local;
-  const bool inside = item.owns(t);
-  const uint32_t packed = inside ? pack_pair<T>(a, b) : 0;
-  if (inside)
-    *reinterpret_cast<uint32_t*>(static_cast<T*>(p.rows) + static_cast<int64_t>(t) * p.row_width + item.rank_column +
-                                 column) = packed;
-  const int chunk = p.chunks[item.first_chunk + column / kChunk];
-  uint16_t* to = static_cast<uint16_t*>(p.ext) +
-                 (static_cast<int64_t>(chunk) * kChunk + column % kChunk) * kTileRows + item.tile_column + local;
-  to[0] = static_cast<uint16_t>(packed);
-  to[kTileRows] = static_cast<uint16_t>(packed >> 16);
-}
-
-__device__ __forceinline__ float scale_of(const Problem& p, const Item& item) {
-  return p.scaling[item.slot] / (1.f - (p.dropout == nullptr ? 0.f : p.dropout[item.slot]));
+template <typename T, int N>
+__device__ void write(const Problem& p, const Item& item, int part, int parts, const float* sums, int thread) {
+  const float dropout = p.dropout == nullptr ? 0.f : p.dropout[item.slot];
+  const float scale = p.scaling[item.slot] / (1.f - dropout);
+  const int warp = thread / 32, lane = thread % 32;
+  T* ext = static_cast<T*>(p.ext);
+  for (int q = part; q < N / 4; q += parts) {  // pairs of columns
+    const int column = q / 2 * 8 + lane % 4 * 2;
+    const int local = warp * 16 + lane / 4 + q % 2 * 8;
+    if (column >= item.count * kChunk) continue;
+    float two[2] = {0.f, 0.f};
+    for (int block = 0; block < parts; ++block)
+      for (int e = 0; e < 2; ++e) two[e] += load_from(sums + (2 * q + e) * kMultipliers + thread, block);
+    const int t = item.row + local;
+    const bool inside = item.owns(t);
+    const uint32_t packed = inside ? pack_pair<T>(two[0] * scale, two[1] * scale) : 0;
+    if (inside)
+      *reinterpret_cast<uint32_t*>(static_cast<T*>(p.rows) + static_cast<int64_t>(t) * p.row_width +
+                                   item.rank_column + column) = packed;
+    const int chunk = p.chunks[item.first_chunk + column / kChunk];
+    uint16_t* to = reinterpret_cast<uint16_t*>(ext) +
+                   (static_cast<int64_t>(chunk) * kChunk + column % kChunk) * kTileRows + item.tile_column + local;
+    to[0] = static_cast<uint16_t>(packed);
+    to[kTileRows] = static_cast<uint16_t>(packed >> 16);
+  }
 }
 
 template <typename T, int N, bool kDropout>
-__device__ __forceinline__ void multiply(const Problem& p, const Item& item, Range range, RankRing& ring, Place& place, int thread,
-                         float (&sums)[N / 2]) {
+__device__ void multiply(const Problem& p, const Item& item, Range range, RankRing& ring, Place place, int thread) {
   const int warpgroup = thread / 128;
+  float sums[N / 2];
+#pragma unroll
+  for (float& s : sums) s = 0.f;
   uint32_t key = 0;
   Mask mask(0.f);
   if constexpr (kDropout) {
@@ -118,7 +120,7 @@ __device__ __forceinline__ void multiply(const Problem& p, const Item& item, Ran
 #pragma unroll
     for (int i = 0; i < kDepth / kChunk; ++i) {
       const uint64_t along = i * (kChunk * 2 >> 4);
-      wgmma<T, N, 0, 0>(sums, a + along, b + along, i > 0 || step > range.begin);
+      wgmma<T, N, 0, 0>(sums, a + along, b + along, 1);
     }
     wgmma_commit();
     wgmma_wait<1>();
@@ -126,77 +128,17 @@ __device__ __forceinline__ void multiply(const Problem& p, const Item& item, Ran
     previous = place.stage;
   }
   wgmma_wait<0>();
-  if (thread % 32 == 0) barrier_arrive(&ring.empty[previous]);
-}
-
-// One item of a persistent block.
-template <typename T, int N, bool kDropout>
-__device__ void run_item(const Problem& p, const Item& item, Range range, RankRing& ring, Place& place, int thread) {
-  if (range.begin == range.end) {
-    for (int q = 0; q < N / 4; ++q) write_pair<T>(p, item, q, 0.f, 0.f, thread);
-    return;
-  }
-  float sums[N / 2];
-  multiply<T, N, kDropout>(p, item, range, ring, place, thread, sums);
-  const float scale = scale_of(p, item);
-#pragma unroll
-  for (int q = 0; q < N / 4; ++q) {
-    write_pair<T>(p, item, q, sums[2 * q] * scale, sums[2 * q + 1] * scale, thread);
-    asm volatile("" ::: "memory");  // or the compiler keeps all pairs' addresses at once
-  }
-}
-
-// This block's part of an item, left in shared memory.
-template <typename T, int N, bool kDropout>
-__device__ void run_part(const Problem& p, const Item& item, Range range, RankRing& ring, Place& place, int thread) {
-  float* parts = reinterpret_cast<float*>(ring.bytes());
-  if (range.begin == range.end) {
-    for (int i = 0; i < N / 2; ++i) parts[i * kMultipliers + thread] = 0.f;
-    return;
-  }
-  float sums[N / 2];
-  multiply<T, N, kDropout>(p, item, range, ring, place, thread, sums);
   // Every copy has landed and every product is read once both warpgroups are here: the ring is free for the sums.
   multipliers_sync();
+  float* parts = reinterpret_cast<float*>(ring.bytes);
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) parts[i * kMultipliers + thread] = sums[i];
 }
 
-// Every parts-th pair of columns, added over the blocks of the cluster.
-template <typename T>
-__device__ void join_parts(const Problem& p, const Item& item, int width, int part, int parts, RankRing& ring,
-                           int thread) {
-  const float scale = scale_of(p, item);
-  const float* sums = reinterpret_cast<const float*>(ring.bytes());
-  for (int q = part; q < width / 4; q += parts) {
-    float two[2] = {0.f, 0.f};
-    for (int block = 0; block < parts; ++block)
-      for (int e = 0; e < 2; ++e) two[e] += load_from(sums + (2 * q + e) * kMultipliers + thread, block);
-    write_pair<T>(p, item, q, two[0] * scale, two[1] * scale, thread);
-  }
-}
-
-template <typename T, bool kDropout, bool kPart>
-__device__ void run(const Problem& p, const Item& item, int width, Range range, RankRing& ring, Place& place,
-                    int thread) {
-#define TLORA_RUN(N)                                                     \
-  if constexpr (kPart) {                                                 \
-    run_part<T, N, kDropout>(p, item, range, ring, place, thread);       \
-  } else {                                                               \
-    run_item<T, N, kDropout>(p, item, range, ring, place, thread);       \
-  }                                                                      \
-  break
-  switch (width) {
-    case 16: TLORA_RUN(16);
-    case 32: TLORA_RUN(32);
-    case 64: TLORA_RUN(64);
-    default: TLORA_RUN(128);
-  }
-#undef TLORA_RUN
-}
-
 template <typename T, bool kDropout>
-__device__ void run_spread(const Problem& p) {
+__global__ void __launch_bounds__(kRankThreads, 2) rank_rows(const __grid_constant__ Problem p) {
+  wait_for_previous();
+  let_next_start();
   const int part = cluster_block(), parts = cluster_size();
   const int* at = p.items + static_cast<int64_t>(blockIdx.x / parts) * p.item_fields;
   if (at[0] < 0) return;
@@ -204,67 +146,42 @@ __device__ void run_spread(const Problem& p) {
   RankRing& ring = rank_ring();
   const int thread = threadIdx.x;
   const int width = kernel_width(item.count);
+  float* sums = reinterpret_cast<float*>(ring.bytes);
   if (item.any()) {
     init_ring(ring);
     const Range range(p.depth[item.target], part, parts);
-    Place place(2 * kPanel + width * 128, kRingBytes);  // rows beyond the chunks are read, and go nowhere
+    const Place place(2 * kPanel + width * 128);  // rows beyond the chunks are read, and go nowhere
     if (thread < kMultipliers) {
-      run<T, kDropout, true>(p, item, width, range, ring, place, thread);
+      switch (width) {
+        case 16: multiply<T, 16, kDropout>(p, item, range, ring, place, thread); break;
+        case 32: multiply<T, 32, kDropout>(p, item, range, ring, place, thread); break;
+        case 64: multiply<T, 64, kDropout>(p, item, range, ring, place, thread); break;
+        default: multiply<T, 128, kDropout>(p, item, range, ring, place, thread);
+      }
     } else if (thread == kMultipliers) {
       fill(p, item, range, ring, place);
     }
   } else if (thread < kMultipliers) {
-    float* sums = reinterpret_cast<float*>(ring.bytes());
     for (int i = 0; i < width / 2; ++i) sums[i * kMultipliers + thread] = 0.f;
   }
   __syncwarp();
   cluster_sync();
-  if (thread < kMultipliers) join_parts<T>(p, item, width, part, parts, ring, thread);
+  if (thread < kMultipliers) {
+    switch (width) {
+      case 16: write<T, 16>(p, item, part, parts, sums, thread); break;
+      case 32: write<T, 32>(p, item, part, parts, sums, thread); break;
+      case 64: write<T, 64>(p, item, part, parts, sums, thread); break;
+      default: write<T, 128>(p, item, part, parts, sums, thread);
+    }
+  }
   __syncwarp();
   cluster_sync();  // others may still read this block's parts
 }
 
 template <typename T, bool kDropout>
-__device__ void run_beside(const Problem& p) {
-  RankRing& ring = rank_ring();
-  init_ring(ring);
-  const int thread = threadIdx.x;
-  Place place(2 * kPanel + kernel_width(p.max_count) * 128, kLargeRingBytes);
-  for (int index = blockIdx.x; index < p.num_items; index += gridDim.x) {
-    const int* at = p.items + static_cast<int64_t>(index) * p.item_fields;
-    if (at[0] < 0) break;
-    const Item item(at);
-    Range range(p.depth[item.target], 0, 1);
-    if (!item.any()) range.end = 0;
-    if (thread < kMultipliers) {
-      run<T, kDropout, false>(p, item, kernel_width(item.count), range, ring, place, thread);
-    } else if (thread == kMultipliers) {
-      fill(p, item, range, ring, place);
-    }
-  }
-}
-
-template <typename T, bool kDropout>
-__global__ void __launch_bounds__(kRankThreads, 2) rank_rows_spread(const __grid_constant__ Problem p) {
-  wait_for_previous();
-  let_next_start();
-  run_spread<T, kDropout>(p);
-}
-
-template <typename T, bool kDropout>
-__global__ void __launch_bounds__(kRankThreads, 1) rank_rows_beside(const __grid_constant__ Problem p) {
-  wait_for_previous();
-  let_next_start();
-  run_beside<T, kDropout>(p);
-}
-
-template <typename T, bool kDropout>
 int launch(const Problem& problem, int items, int parts, cudaStream_t stream) {
-  if (problem.beside)  // in pairs, as the GEMM's clusters need the rest in pairs
-    return launch_kernel(rank_rows_beside<T, kDropout>, problem, problem.beside, kRankThreads,
-                         shared_bytes(kLargeRingBytes), 2, stream);
-  return launch_kernel(rank_rows_spread<T, kDropout>, problem, items * parts, kRankThreads, shared_bytes(kRingBytes),
-                       parts, stream);
+  return launch_kernel(rank_rows<T, kDropout>, problem, items * parts, kRankThreads, sizeof(RankRing) + 1024, parts,
+                       stream);
 }
 
 }  // namespace
@@ -277,7 +194,7 @@ struct TloraRows {
   const float *scaling, *dropout;
   int64_t num_rows, in_columns, factor_rows[kMaxTargets], depth[kMaxTargets];
   Columns columns[kMaxTargets];
-  int num_targets, num_items, item_fields, parts, beside, max_count, row_width, dropout_key, first_column, half_precision, device;
+  int num_targets, num_items, item_fields, parts, row_width, dropout_key, first_column, half_precision, device;
 };
 
 TLORA_EXPORT int tlora_rows_size() { return sizeof(TloraRows); }
@@ -300,9 +217,6 @@ TLORA_EXPORT int tlora_rows(const TloraRows* arguments, cudaStream_t stream) {
   p.ext = g.ext;
   p.rows = g.rows;
   p.row_width = g.row_width;
-  p.beside = g.beside;
-  p.num_items = g.num_items;
-  p.max_count = g.max_count;
   p.scaling = g.scaling;
   p.dropout = g.dropout;
   p.row_keys = g.row_keys;

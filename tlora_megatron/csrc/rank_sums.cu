@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(kRankThreads, 2) rank_sums(const __grid_consta
   if (!p.early) wait_for_previous();
   let_next_start();
   const int thread = threadIdx.x;
-  Place place(kStageBytes, kRingBytes);
+  Place place(kStageBytes);
   if (thread < kMultipliers) {
     for_items(p, [&](const Item& item) {
       switch (kernel_width(item.count)) {
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kRankThreads, 2) rank_sums(const __grid_consta
 
 template <typename T, bool kDropout>
 int launch(const Problem& problem, int blocks, cudaStream_t stream) {
-  return launch_kernel(rank_sums<T, kDropout>, problem, blocks, kRankThreads, shared_bytes(kRingBytes), 0, stream);
+  return launch_kernel(rank_sums<T, kDropout>, problem, blocks, kRankThreads, sizeof(RankRing) + 1024, 0, stream);
 }
 
 }  // namespace

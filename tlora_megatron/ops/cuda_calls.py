@@ -83,7 +83,7 @@ class _GemmArguments(ctypes.Structure):
         ("columns", _Columns * MAX_TARGETS),
         *((name, _Int) for name in ("num_targets", "dropout_key", "first_column")),
         *((name, _Int) for name in ("half_precision", "transposed", "tile_columns", "group")),
-        *((name, _Int) for name in ("blocks", "late", "early", "device")),
+        *((name, _Int) for name in ("blocks", "early", "device")),
     ]
 
 
@@ -99,9 +99,11 @@ class _RowsArguments(ctypes.Structure):
         ("factor_rows", _Long * MAX_TARGETS),
         ("depth", _Long * MAX_TARGETS),
         ("columns", _Columns * MAX_TARGETS),
-        *((name, _Int) for name in ("num_targets", "num_items", "item_fields", "parts", "beside")),
-        *((name, _Int) for name in ("max_count", "row_width", "dropout_key", "first_column")),
-        *((name, _Int) for name in ("half_precision", "device")),
+        *(
+            (name, _Int)
+            for name in ("num_targets", "num_items", "item_fields", "parts", "row_width")
+        ),
+        *((name, _Int) for name in ("dropout_key", "first_column", "half_precision", "device")),
     ]
 
 
@@ -129,7 +131,6 @@ def gemm(
     *,
     transposed: bool,
     early: bool = False,
-    late: int = 0,
     bias_N: torch.Tensor | None = None,
     rank: RankPart | None = None,
 ) -> None:
@@ -138,7 +139,6 @@ def gemm(
     Args:
         early: start before the previous kernel has ended. x, W and everything but the rank part's
             ext must have been written before that kernel began.
-        late: clusters that find their multiprocessors busy with the previous kernel.
     """
     arguments = _GemmArguments(
         x=x_TK.data_ptr(),
@@ -153,7 +153,6 @@ def gemm(
         tile_columns=tile.columns,
         group=tile.group,
         blocks=multiprocessors(x_TK.device) // 2 * 2,
-        late=late,
         early=early,
         device=x_TK.device.index,
     )
@@ -185,9 +184,7 @@ def rank_rows(
     num_items: int,
     chunks: torch.Tensor,
     scaling: torch.Tensor,
-    max_count: int,
     parts: int,
-    beside: int,
     dropout: Dropout | None,
 ) -> None:
     """`scaling drop(in) F^T` into ext and into rows (rank_rows.cu).
@@ -196,9 +193,7 @@ def rank_rows(
         factors: arenas, one an item's target.
         columns: of `in` that each arena's places stand for; empty = all.
         items: int32 `[num_items, fields]`, flat (`ops.cuda_items`).
-        max_count: the most chunks of an item.
-        parts: blocks that share the reduction, 1 to 8, where `beside` is 0.
-        beside: blocks, an even number, that do it all while the next kernel runs on the rest.
+        parts: blocks that share the reduction, 1 to 8.
     """
     arguments = _RowsArguments(
         input=in_TK.data_ptr(),
@@ -213,8 +208,6 @@ def rank_rows(
         num_items=num_items,
         item_fields=items.numel() // max(num_items, 1),
         parts=parts,
-        beside=beside,
-        max_count=max_count,
         row_width=rows_TR.shape[1],
         half_precision=in_TK.dtype == torch.float16,
         device=in_TK.device.index,

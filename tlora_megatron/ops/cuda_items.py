@@ -232,13 +232,3 @@ def row_parts(num_rows: int, blocks: int) -> int:
     """
     parts = blocks // max(1, -(-num_rows // BLOCK_ROWS))
     return min(4, 1 << max(0, parts.bit_length() - 1))
-
-
-def beside_blocks(num_rows: int, slots: int, multiprocessors: int) -> int:
-    """Blocks of rank_rows.cu that run beside the GEMM: so few that they end with its first tiles.
-
-    A block streams what 0.29 of an item's 128 rows need in the time of a tile, whatever the
-    reduction's length (H200); every segment adds about an item. An even number.
-    """
-    items = -(-num_rows // BLOCK_ROWS) + slots
-    return min(multiprocessors // 3 // 2 * 2, max(4, 2 * round(0.145 * items)))

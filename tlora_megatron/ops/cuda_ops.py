@@ -1,7 +1,6 @@
 """`LinearOps` with the CUDA kernels of `csrc/`, for Hopper GPUs.
 
-Launches: forward s and the rank-extended GEMM; backward dS, the GEMM again, dB, dA. s and dS run on
-a few multiprocessors while their GEMM begins on the others. Linears that
+Launches: forward s and the rank-extended GEMM; backward dS, dB, the GEMM again, dA. Linears that
 the kernels do not take (sizes that are no multiple of 8, fused outputs that are not laid out in
 64s) go through Triton, and a GEMM that would fill the GPU badly through cuBLAS onto Triton's rank
 part.
@@ -29,8 +28,6 @@ from tlora_megatron.ops.cuda_calls import (
     rank_sums,
 )
 from tlora_megatron.ops.cuda_items import (
-    ITEM_CHUNKS,
-    beside_blocks,
     rank_columns,
     row_bounds,
     row_items,
@@ -78,9 +75,8 @@ class CudaOps(TritonOps):
             functools.partial(row_bounds, per_target=False),
         )
         dropout = _dropout(factors, rows, plan)
+        _rank_rows(x_TK, (factors.lora_a,), (), ext, s_TR, items, factors, plan, dropout)
         tile = gemm_tile(len(x_TK), len(weight_NK), multiprocessors(x_TK.device) // 2)
-        beside = _beside(plan) if tile else 0
-        _rank_rows(x_TK, (factors.lora_a,), (), ext, s_TR, items, factors, plan, dropout, beside)
         if tile is None:
             config = self.config(factors, rows).up
             tables = self.tables[factors]
@@ -88,55 +84,25 @@ class CudaOps(TritonOps):
             return y_TN.addmm_(x_TK, weight_NK.t()), s
         y_TN = x_TK.new_empty(len(x_TK), len(weight_NK))
         rank = _forward_part(ext, factors, plan)
-        gemm(
-            x_TK,
-            weight_NK,
-            y_TN,
-            tile,
-            transposed=True,
-            early=True,
-            late=beside // 2,
-            bias_N=bias_N,
-            rank=rank,
-        )
+        gemm(x_TK, weight_NK, y_TN, tile, transposed=True, early=True, bias_N=bias_N, rank=rank)
         return y_TN, s
 
     def backward_up(
         self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
     ) -> torch.Tensor:
-        """Returns dS."""
+        """Accumulates dB and returns dS."""
         plan = self.plan(factors, rows)
         if not _is_flat(s):
             return super().backward_up(dy_TN, s, factors, rows)
         dy_TN = dy_TN.contiguous()
+        _, s_TR = _split(s, plan)
         ds, ext, ds_TR = _new_rank_rows(dy_TN, plan)
         items = plan.work_items(
             "cuda ds",
             functools.partial(row_items, per_target=True),
             functools.partial(row_bounds, per_target=True),
         )
-        beside = 0 if uses_dropout(factors, rows) else self._beside_dgrad(dy_TN, factors, plan)
-        _rank_rows(
-            dy_TN, factors.lora_b, factors.columns, ext, ds_TR, items, factors, plan, None, beside
-        )
-        return ds
-
-    def _beside_dgrad(self, dy_TN: torch.Tensor, factors: SiteFactors, plan: PlanTensors) -> int:
-        """Blocks of dS beside the dgrad GEMM; with dropout that needs dS from the start."""
-        tile = gemm_tile(len(dy_TN), factors.lora_a.shape[1], multiprocessors(dy_TN.device) // 2)
-        return _beside(plan) if tile else 0
-
-    def accumulate_up(
-        self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
-    ) -> None:
-        """Accumulates dB."""
-        if not _is_flat(s):
-            return
-        plan = self.plan(factors, rows)
-        # A copy made here would be the previous kernel's work.
-        early = dy_TN.is_contiguous()
-        dy_TN = dy_TN.contiguous()
-        _, s_TR = _split(s, plan)
+        _rank_rows(dy_TN, factors.lora_b, factors.columns, ext, ds_TR, items, factors, plan, None)
         widths = [c.size for c in factors.columns]
         size = rows_per_run(len(dy_TN), sum(widths), multiprocessors(dy_TN.device))
         window = (0, len(dy_TN))
@@ -146,7 +112,8 @@ class CudaOps(TritonOps):
             lambda p: sum_items(p, columns, width, size, window, last_first=True),
             lambda p: sum_bounds(p, widths, size),
         )
-        _rank_sums(dy_TN, s_TR, sums, self.tables[factors].grad_b, 0, None, early=early)
+        _rank_sums(dy_TN, s_TR, sums, self.tables[factors].grad_b, 0, None, early=True)
+        return ds
 
     def dgrad(
         self,
@@ -169,10 +136,8 @@ class CudaOps(TritonOps):
             config = self.config(factors, rows).up
             return up_dropped(ext, factors, rows, plan, config).addmm_(dy_TN, weight_NK)
         dx_TK = dy_TN.new_empty(len(dy_TN), weight_NK.shape[1])
-        dropout = _dropout(factors, rows, plan)
-        rank = _dgrad_part(ext, factors, plan, dropout)
-        late = 0 if dropout else _beside(plan) // 2
-        gemm(dy_TN, weight_NK, dx_TK, tile, transposed=False, early=early, late=late, rank=rank)
+        rank = _dgrad_part(ext, factors, plan, _dropout(factors, rows, plan))
+        gemm(dy_TN, weight_NK, dx_TK, tile, transposed=False, early=early, rank=rank)
         return dx_TK
 
     def backward_down(
@@ -252,11 +217,6 @@ def _is_flat(s: torch.Tensor) -> bool:
     return s.dim() == 1
 
 
-def _beside(plan: PlanTensors) -> int:
-    slots = len(plan.layout.ranks)
-    return beside_blocks(plan.num_rows, slots, multiprocessors(plan.device))
-
-
 def _dropout(factors: SiteFactors, rows: RowGroups, plan: PlanTensors) -> Dropout | None:
     if not uses_dropout(factors, rows):
         return None
@@ -307,7 +267,6 @@ def _rank_rows(
     factors: SiteFactors,
     plan: PlanTensors,
     dropout: Dropout | None,
-    beside: int,
 ) -> None:
     rank_rows(
         in_TK,
@@ -319,8 +278,6 @@ def _rank_rows(
         num_items=items.count,
         chunks=plan["chunks"],
         scaling=factors.scaling,
-        max_count=min(ITEM_CHUNKS, rank_columns(plan.layout) // RANK_CHUNK),
-        beside=beside,
         parts=row_parts(len(in_TK), multiprocessors(in_TK.device)),
         dropout=dropout,
     )

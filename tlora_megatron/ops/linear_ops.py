@@ -46,13 +46,7 @@ class LinearOps(Protocol):
     def backward_up(
         self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
     ) -> torch.Tensor:
-        """Returns dS; may accumulate dB."""
-        ...
-
-    def accumulate_up(
-        self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
-    ) -> None:
-        """Accumulates dB, unless `backward_up` has: work that may follow what others wait for."""
+        """Accumulates dB and returns dS."""
         ...
 
     def dgrad(

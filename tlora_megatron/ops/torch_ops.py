@@ -107,11 +107,6 @@ class TorchOps:
             _scale(ds_TR, factors, block.slot)
         return ds
 
-    def accumulate_up(
-        self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
-    ) -> None:
-        """Nothing: `backward_up` has accumulated dB."""
-
     def dgrad(
         self,
         dy_TN: torch.Tensor,

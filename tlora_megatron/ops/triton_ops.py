@@ -79,11 +79,6 @@ class TritonOps:
         plan, config = self.plan(factors, rows), self.config(factors, rows)
         return backward_up(dy_TN, s, factors, self.tables[factors], plan, config.backward_up)
 
-    def accumulate_up(
-        self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
-    ) -> None:
-        """Nothing: `backward_up` has accumulated dB."""
-
     def dgrad(
         self,
         dy_TN: torch.Tensor,
