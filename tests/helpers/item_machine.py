@@ -19,7 +19,7 @@ from tlora_megatron.ops.cuda_calls import GemmTile, RankPart
 from tlora_megatron.ops.factors import SiteFactors
 from tlora_megatron.ops.plan_tensors import ITEM_FIELDS
 
-BLOCK_ROWS = 64
+BLOCK_ROWS = 128
 CHUNK = 16
 PANEL = 64
 TILE_ROWS = 256

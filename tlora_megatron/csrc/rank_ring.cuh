@@ -1,9 +1,11 @@
-// What the rank-sized kernels share: a ring of stages that one warp fills and others empty, and the
+// What the rank-sized kernels share: a ring of stages that one warp fills and two warpgroups empty, and the
 // dropout of a tile in place.
 #pragma once
 #include "hopper.cuh"
 #include "lora.cuh"
 
+constexpr int kRankThreads = 288;   // warps 0-7 multiply, warp 8 copies
+constexpr int kMultipliers = 256;
 constexpr int kMaxChunks = 8;       // rank chunks of one block: 128 ranks
 constexpr int kRingBytes = 108 << 10;  // two blocks a multiprocessor
 constexpr int kMaxStages = 8;
@@ -14,10 +16,7 @@ __device__ __forceinline__ int kernel_width(int chunks) {
 }
 
 // A barrier among the threads that multiply.
-template <int Threads>
-__device__ __forceinline__ void multipliers_sync() {
-  asm volatile("bar.sync 3, %0;" ::"n"(Threads) : "memory");
-}
+__device__ __forceinline__ void multipliers_sync() { asm volatile("bar.sync 3, 256;" ::: "memory"); }
 
 struct RankRing {
   alignas(1024) uint8_t bytes[kRingBytes];
@@ -31,12 +30,11 @@ __device__ __forceinline__ RankRing& rank_ring() {
   return *reinterpret_cast<RankRing*>((reinterpret_cast<uintptr_t>(unaligned) + 1023) & ~1023ull);
 }
 
-// Of so many threads that empty it.
-__device__ __forceinline__ void init_ring(RankRing& ring, int multipliers) {
+__device__ __forceinline__ void init_ring(RankRing& ring) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < kMaxStages; ++i) {
       barrier_init(&ring.full[i], 1);
-      barrier_init(&ring.empty[i], multipliers / 32);
+      barrier_init(&ring.empty[i], kMultipliers / 32);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

@@ -5,7 +5,7 @@
 // over the places k of the target's arena F. Written twice: transposed into ext, [chunk 16, 256] a chunk, with
 // zeros in rows of other adapters (what lora_gemm.cu reads), and as rows (what rank_sums.cu reads).
 //
-// A cluster computes 64 rows; its blocks share k and sum their parts, in order of blocks, through each other's
+// A cluster computes 128 rows; its blocks share k and sum their parts, in order of blocks, through each other's
 // shared memory.
 #include "host.cuh"
 #include "rank_ring.cuh"
@@ -13,9 +13,7 @@
 
 namespace {
 
-constexpr int kBlockRows = 64;     // BLOCK_ROWS of ops/cuda_items.py
-constexpr int kMultipliers = 128;  // a warpgroup; a further warp copies
-constexpr int kThreads = kMultipliers + 32;
+constexpr int kBlockRows = 128;
 
 struct Problem {
   CUtensorMap in, factors[kMaxTargets];
@@ -57,12 +55,12 @@ struct Range {  // of steps of 64 places that a block sums
 __device__ void fill(const Problem& p, const Item& item, Range range, RankRing& ring, Place place) {
   const Columns& columns = p.columns[item.target];
   for (int step = range.begin; step < range.end; ++step, place.advance()) {
-    uint8_t* to = place.begin_fill(ring, kPanel + item.count * kChunk * 128);
+    uint8_t* to = place.begin_fill(ring, 2 * kPanel + item.count * kChunk * 128);
     const int k = step * kDepth;
     const int column = columns.stride == 0 ? k : output_column(columns, k);
     load_tile(to, &p.in, &ring.full[place.stage], column, item.row);
     for (int i = 0; i < item.count; ++i)
-      load_tile(to + kPanel + i * kChunk * 128, &p.factors[item.target], &ring.full[place.stage], k,
+      load_tile(to + 2 * kPanel + i * kChunk * 128, &p.factors[item.target], &ring.full[place.stage], k,
                 item.factor_row + i * kChunk);
   }
 }
@@ -96,6 +94,7 @@ __device__ void write(const Problem& p, const Item& item, int part, int parts, c
 
 template <typename T, int N, bool kDropout>
 __device__ void multiply(const Problem& p, const Item& item, Range range, RankRing& ring, Place place, int thread) {
+  const int warpgroup = thread / 128;
   float sums[N / 2];
 #pragma unroll
   for (float& s : sums) s = 0.f;
@@ -110,13 +109,13 @@ __device__ void multiply(const Problem& p, const Item& item, Range range, RankRi
   int previous = -1;
   for (int step = range.begin; step < range.end; ++step, place.advance()) {
     barrier_wait(&ring.full[place.stage], place.parity);
-    uint8_t* panel = place.at(ring);
+    uint8_t* panel = place.at(ring) + warpgroup * kPanel;
     if (kDropout && mask.threshold != 0) {
-      drop_panel(panel, thread, mask, key, (p.first_column + step * kDepth) / 2);
-      finish_writes(0);
+      drop_panel(panel, thread % 128, mask, key, (p.first_column + step * kDepth) / 2);
+      finish_writes(warpgroup);
     }
     const uint64_t a = operand(panel, 0);
-    const uint64_t b = operand(place.at(ring) + kPanel, 0);
+    const uint64_t b = operand(place.at(ring) + 2 * kPanel, 0);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kDepth / kChunk; ++i) {
@@ -129,15 +128,15 @@ __device__ void multiply(const Problem& p, const Item& item, Range range, RankRi
     previous = place.stage;
   }
   wgmma_wait<0>();
-  // Every copy has landed and every product is read once all warps are here: the ring is free for the sums.
-  multipliers_sync<kMultipliers>();
+  // Every copy has landed and every product is read once both warpgroups are here: the ring is free for the sums.
+  multipliers_sync();
   float* parts = reinterpret_cast<float*>(ring.bytes);
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) parts[i * kMultipliers + thread] = sums[i];
 }
 
 template <typename T, bool kDropout>
-__global__ void __launch_bounds__(kThreads, 2) rank_rows(const __grid_constant__ Problem p) {
+__global__ void __launch_bounds__(kRankThreads, 2) rank_rows(const __grid_constant__ Problem p) {
   wait_for_previous();
   let_next_start();
   const int part = cluster_block(), parts = cluster_size();
@@ -149,9 +148,9 @@ __global__ void __launch_bounds__(kThreads, 2) rank_rows(const __grid_constant__
   const int width = kernel_width(item.count);
   float* sums = reinterpret_cast<float*>(ring.bytes);
   if (item.any()) {
-    init_ring(ring, kMultipliers);
+    init_ring(ring);
     const Range range(p.depth[item.target], part, parts);
-    const Place place(kPanel + width * 128);  // rows beyond the chunks are read, and go nowhere
+    const Place place(2 * kPanel + width * 128);  // rows beyond the chunks are read, and go nowhere
     if (thread < kMultipliers) {
       switch (width) {
         case 16: multiply<T, 16, kDropout>(p, item, range, ring, place, thread); break;
@@ -181,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, 2) rank_rows(const __grid_constant__
 
 template <typename T, bool kDropout>
 int launch(const Problem& problem, int items, int parts, cudaStream_t stream) {
-  return launch_kernel(rank_rows<T, kDropout>, problem, items * parts, kThreads, sizeof(RankRing) + 1024, parts,
+  return launch_kernel(rank_rows<T, kDropout>, problem, items * parts, kRankThreads, sizeof(RankRing) + 1024, parts,
                        stream);
 }
 

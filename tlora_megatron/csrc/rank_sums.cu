@@ -13,8 +13,6 @@
 
 namespace {
 
-constexpr int kMultipliers = 256;  // two warpgroups, 64 features each; a further warp copies
-constexpr int kThreads = kMultipliers + 32;
 constexpr int kStageBytes = 4 * kPanel;
 constexpr int kGradRows = 32;           // rows of a gradient in a stage
 constexpr int kGradStride = 132 * 4;    // bytes of 128 features and some: neighbours lie in different banks
@@ -111,7 +109,7 @@ __device__ void add_in_ring(const Item& item, const float (&sums)[N / 2], float 
       *at += scale * sums[i];
     }
     fence_shared_for_copies();
-    multipliers_sync<kMultipliers>();
+    multipliers_sync();
     if (thread < 32) {
       float* to = reinterpret_cast<float**>(stage + kGradAddresses)[lane];
       if (to != nullptr) store_row(to, stage + lane * kGradStride, bytes);
@@ -161,13 +159,13 @@ __device__ bool gather(const Problem& p, const Item& item, float (&sums)[N / 2],
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) __stcg(mine + i * kMultipliers + thread, sums[i]);
   __threadfence();
-  multipliers_sync<kMultipliers>();
+  multipliers_sync();
   if (thread == 0) {
     const bool last = atomicAdd(p.counters + item.counter, 1) == item.parts - 1;
     if (last) p.counters[item.counter] = 0;  // for the next launch
     ring.flag = last;
   }
-  multipliers_sync<kMultipliers>();
+  multipliers_sync();
   if (!ring.flag) return false;
   __threadfence();
 #pragma unroll
@@ -233,15 +231,15 @@ __device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Pla
   if (thread < kMaxChunks * kChunk)
     ring.rank_rows[thread] =
         thread < item.count * kChunk ? reinterpret_cast<float*>(p.grads[item.arena_row + thread]) : nullptr;
-  multipliers_sync<kMultipliers>();
+  multipliers_sync();
   if (gather<N>(p, item, sums, ring, thread)) add<N>(item, sums, scale, ring, thread);
-  multipliers_sync<kMultipliers>();  // the rows' addresses and the flag have been read
+  multipliers_sync();  // the rows' addresses and the flag have been read
 }
 
 template <typename T, bool kDropout>
-__global__ void __launch_bounds__(kThreads, 2) rank_sums(const __grid_constant__ Problem p) {
+__global__ void __launch_bounds__(kRankThreads, 2) rank_sums(const __grid_constant__ Problem p) {
   RankRing& ring = rank_ring();
-  init_ring(ring, kMultipliers);
+  init_ring(ring);
   if (!p.early) wait_for_previous();
   let_next_start();
   const int thread = threadIdx.x;
@@ -264,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 2) rank_sums(const __grid_constant__
 
 template <typename T, bool kDropout>
 int launch(const Problem& problem, int blocks, cudaStream_t stream) {
-  return launch_kernel(rank_sums<T, kDropout>, problem, blocks, kThreads, sizeof(RankRing) + 1024, 0, stream);
+  return launch_kernel(rank_sums<T, kDropout>, problem, blocks, kRankThreads, sizeof(RankRing) + 1024, 0, stream);
 }
 
 }  // namespace

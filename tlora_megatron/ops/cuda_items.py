@@ -24,7 +24,7 @@ from tlora_megatron.ops.plan_tensors import (
 )
 from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE, RankLayout, row_runs
 
-BLOCK_ROWS = 64
+BLOCK_ROWS = 128
 """Rows of an item of rank_rows.cu."""
 BLOCK_FEATURES = 128
 """Features of an item of rank_sums.cu: two warpgroups of 64."""
@@ -68,12 +68,12 @@ def row_items(plan: PlanTensors, *, per_target: bool) -> ItemList:
         plan.pair_first[pair] + before,
         before * RANK_CHUNK,
     ]
-    blocks = ROW_TILE // BLOCK_ROWS
+    halves = ROW_TILE // BLOCK_ROWS
     begin, end, target, slot, count, arena_row, chunk, column = (
-        np.repeat(f, blocks) for f in fields
+        np.repeat(f, halves) for f in fields
     )
-    tile_column = np.tile(np.arange(blocks) * BLOCK_ROWS, len(pair))
-    row = np.repeat(plan.pair_tile[pair] * ROW_TILE, blocks) + tile_column
+    tile_column = np.tile(np.arange(halves) * BLOCK_ROWS, len(pair))
+    row = np.repeat(plan.pair_tile[pair] * ROW_TILE, halves) + tile_column
     items = item_array(
         (row, begin, end, tile_column, target, slot, count, arena_row, chunk, column), len(row)
     )
