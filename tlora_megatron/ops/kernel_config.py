@@ -36,15 +36,16 @@ class DownConfig:
     """Programs that share the features of one block; their fp32 parts are summed in order."""
     num_warps: int = 4
     num_stages: int = 4
+    """Of a program with up to 64 rank rows; one with more has one less, to stand beside others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpConfig:
     """Blocks of `s B^T` and `drop(dS A)`, which the base GEMM then adds to."""
 
-    block_rows: int = 64
+    block_rows: int = 128
     """A divisor of the row tile."""
-    block_columns: int = 128
+    block_columns: int = 64
     num_warps: int = 4
     num_stages: int = 2
 
@@ -70,7 +71,7 @@ class BackwardUpConfig:
     region_rows: int = 1024
     """dS and dB programs of as many rows stand together, so that L2 serves the second read."""
     rank_tile: int = 64
-    num_warps: int = 8
+    num_warps: int = 4
     num_stages: int = 3
 
 
@@ -82,8 +83,9 @@ class BackwardDownConfig:
     step_rows: int = 64
     rows_per_run: int = 1024
     item_size: int = 131072
-    rank_tile: int = 64
-    num_warps: int = 8
+    rank_tile: int = 128
+    num_warps: int = 4
+    """Of a program with up to 64 rank rows; one with more has as many times the warps."""
     num_stages: int = 3
 
 

@@ -194,6 +194,8 @@ def down(
     if not items.count:
         return s
     drop = uses_dropout(factors, rows)
+    rank_tile = largest_rank_tile(plan.most_chunks, config.rank_tile)
+    num_stages = config.num_stages if rank_tile <= 64 else max(config.num_stages - 1, 1)
     _down_kernel[(items.count,)](
         items.items,
         x_TK,
@@ -211,14 +213,14 @@ def down(
         factors.first_column,
         depth,
         BM=config.block_rows,
-        MAX_R=largest_rank_tile(plan.most_chunks, config.rank_tile),
+        MAX_R=rank_tile,
         BLOCK=config.block_depth,
-        STAGES=config.num_stages,
+        STAGES=num_stages,
         EVEN=depth % config.block_depth == 0,
         SPLIT=config.splits > 1,
         DROP=drop,
         PAIRS=pairs_of_columns(x_TK, factors.first_column),
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_stages=num_stages,
     )
     return s
