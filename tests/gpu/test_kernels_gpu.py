@@ -61,7 +61,7 @@ MakeOps = Callable[..., "TritonOps"]
 
 @pytest.fixture(params=["triton", "cuda 128", "cuda 192", "cuda 256"])
 def make_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MakeOps:
-    """Makes Triton's or CUDA's ops, the latter with GEMM tiles so wide, at sizes they are not for."""
+    """Makes Triton's ops, or CUDA's with GEMM tiles so wide at sizes they are not for."""
     name, _, width = request.param.partition(" ")
     if problem := problem_of(name, torch.device("cuda"), torch.bfloat16):
         pytest.skip(problem)
