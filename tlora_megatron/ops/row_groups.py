@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from tlora_megatron.ops.dropout import mix32
+from tlora_megatron.ops.host_copy import to_device
 
 T = TypeVar("T")
 
@@ -62,7 +63,8 @@ class RowGroups:
 
         def build() -> torch.Tensor:
             lengths = torch.tensor(self.lengths)
-            return torch.repeat_interleave(torch.arange(len(self.ends)), lengths).to(device)
+            slots = torch.repeat_interleave(torch.arange(len(self.ends)), lengths)
+            return to_device(slots, device)
 
         return self.cached(f"row_slots@{device}", build)
 
@@ -71,6 +73,7 @@ class RowGroups:
 
         def build() -> torch.Tensor:
             keys = torch.tensor((*self.dropout_keys, 0))[self.row_slots(torch.device("cpu"))]
-            return mix32(keys.to(torch.int32) ^ mix32(self.token_index.to(torch.int32))).to(device)
+            mixed = mix32(keys.to(torch.int32) ^ mix32(self.token_index.to(torch.int32)))
+            return to_device(mixed, device)
 
         return self.cached(f"row_keys@{device}", build)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.row_groups import RowGroups
 
 T = TypeVar("T")
@@ -105,12 +106,12 @@ class MicroBatchView:
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Position of every local token in its own document, int64 `[num_tokens]`."""
-        return self.cached(
-            f"positions@{device}",
-            lambda: torch.cat(
-                [torch.arange(p.offset, p.offset + p.length) for p in self.pieces]
-            ).to(device),
-        )
+
+        def build() -> torch.Tensor:
+            runs = [torch.arange(p.offset, p.offset + p.length) for p in self.pieces]
+            return to_device(torch.cat(runs), device)
+
+        return self.cached(f"positions@{device}", build)
 
     def packed_order(self, device: torch.device) -> torch.Tensor | None:
         """Index that puts rows gathered over the context-parallel ranks into packed order.
@@ -119,7 +120,9 @@ class MicroBatchView:
         """
         if self.cp_size == 1:
             return None
-        return self.cached(f"packed_order@{device}", lambda: self._packed_order().to(device))
+        return self.cached(
+            f"packed_order@{device}", lambda: to_device(self._packed_order(), device)
+        )
 
     def _packed_order(self) -> torch.Tensor:
         chunk = self.num_tokens // 2

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.segments import Document, MicroBatchView, pack_micro_batch
 from tlora_megatron.training.data import TokenSequence
 
@@ -166,11 +167,11 @@ def pack(
     )
     return PackedBatch(
         view=view,
-        tokens=tokens_T.to(device, non_blocking=True).unsqueeze(0),
-        labels=labels_T.to(device, non_blocking=True).unsqueeze(0),
-        weights=weights_T.to(device, non_blocking=True),
+        tokens=to_device(tokens_T, device).unsqueeze(0),
+        labels=to_device(labels_T, device).unsqueeze(0),
+        weights=to_device(weights_T, device),
         # Found here: on the device, finding them would wait for it.
-        target_rows=weights_T.nonzero().flatten().to(device, non_blocking=True),
+        target_rows=to_device(weights_T.nonzero().flatten(), device),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron.layers.adapter_bank import AdapterBank
+from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.segments import MicroBatchView
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.job_state import EvalResult, JobState
@@ -201,7 +202,7 @@ class SuperModel:
         if not self.groups.counts_losses:
             return
         rows = view.rows
-        lengths = torch.tensor(rows.lengths, device=losses_T.device)
+        lengths = to_device(torch.tensor(rows.lengths), losses_T.device)
         sums_S = segment_sums(losses_T, lengths)
         for slot in rows.present_slots:
             loss = self.jobs[slot].loss
@@ -232,17 +233,18 @@ class SuperModel:
     ) -> None:
         if not self.groups.counts_losses:
             return
-        lengths = torch.tensor([p.length for p in batch.view.pieces], device=losses_T.device)
+        pieces = batch.view.pieces
+        lengths = to_device(torch.tensor([p.length for p in pieces]), losses_T.device)
         wrong_T = (batch.weights > 0) & ~right_T
         sums = torch.stack(
             [segment_sums(losses_T, lengths), segment_sums(wrong_T.float(), lengths)]
         )
         # The padding's piece, if any, is the last one and has no item.
-        placed = [items[p.index] for p in batch.view.pieces if p.index < len(items)]
+        placed = [items[p.index] for p in pieces if p.index < len(items)]
         index = torch.tensor(
             [offsets[slot] + item.index for slot, item in placed], dtype=torch.int64
         )
-        totals.index_add_(1, index.to(totals.device), sums[:, : len(placed)].double())
+        totals.index_add_(1, to_device(index, totals.device), sums[:, : len(placed)].double())
 
     def _eval_result(
         self, job: JobState, losses: Sequence[float], wrong: Sequence[float], begin: int

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from tlora_megatron.integrations.megatron.rotary import PackedRotaryEmbedding
+from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.qkv_rotary import unpack_qkv
 from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch
 from tlora_megatron.ops.varlen_attention import CumulativeLengths, varlen_attention
@@ -144,7 +145,7 @@ def _key_rows(micro_batch: MicroBatchView, device: torch.device) -> Tensor:
     packed = torch.cat([torch.arange(begin, begin + length) for begin, length in runs])
     order = micro_batch.packed_order(device)
     assert order is not None, "keys are gathered under context parallelism only"
-    return order[packed.to(device)]
+    return order[to_device(packed, device)]
 
 
 def _attend_spans(
@@ -187,7 +188,7 @@ def _attend_varlen(
 def _cumulative_lengths(micro_batch: MicroBatchView, device: torch.device) -> CumulativeLengths:
     spans = micro_batch.attention
     queries, keys = (
-        torch.tensor((0, *lens)).cumsum(0).to(device, torch.int32)
+        to_device(torch.tensor((0, *lens)).cumsum(0).to(torch.int32), device)
         for lens in (spans.q_lens, spans.k_lens)
     )
     return CumulativeLengths(queries, keys, max(spans.q_lens), max(spans.k_lens))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.model import ModelSpec
+from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.qkv_rotary import rotate_halves
 from tlora_megatron.ops.segments import MicroBatchView
 
@@ -62,7 +63,7 @@ class PackedRotaryEmbedding:
 
     def _cos_sin(self, like: Tensor, micro_batch: MicroBatchView) -> tuple[Tensor, Tensor]:
         positions_T = micro_batch.positions(like.device)
-        half = positions_T[:, None].float() * self._inv_freq.to(like.device)
+        half = positions_T[:, None].float() * to_device(self._inv_freq, like.device)
         angles_TD = torch.cat([half, half], dim=-1)
         return angles_TD.cos().to(like.dtype), angles_TD.sin().to(like.dtype)
 
