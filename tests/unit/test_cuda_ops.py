@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
@@ -305,3 +306,30 @@ def test_suits(
 ) -> None:
     factors = SimpleNamespace(columns=columns, first_column=first_column)
     assert cuda_ops.suits(factors, torch.empty(sizes)) is taken
+
+
+def test_a_plan_goes_with_its_micro_batch(run: type) -> None:
+    """Without help of the collector of cycles, which would leave tables and workspaces for long."""
+    case, rows = make("ragged segments")
+    x, dy = operands(case, rows.ends[-1])
+    bench = run(case)
+    gc.disable()
+    try:
+        bench(x, dy, rows)
+        plan = weakref.ref(bench.ops.plan(case.factors, rows))
+        del rows
+        assert plan() is None
+    finally:
+        gc.enable()
+
+
+def test_gradients_off_16_bytes_go_through_triton(
+    cuda_ops: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another linear of the model has an odd size: a slab holds all of them in a row."""
+    case, rows = make("one adapter")
+    shifted = torch.zeros(1 + 16 * IN_SIZE)[1:].view(16, IN_SIZE)
+    factors = replace(case.factors, grad_a=((shifted,),))
+    monkeypatch.setattr(cuda_ops.TritonOps, "forward", lambda *_: "triton")
+    x, _ = operands(case, rows.ends[-1])
+    assert cuda_ops.CudaOps().forward(x, case.weight_NK, None, factors, rows) == "triton"

@@ -64,8 +64,10 @@ class CudaOps(TritonOps):
         rows: RowGroups,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns y `[T, N]` and s."""
-        plan = self.plan(factors, rows)
-        if not plan.num_chunks or not suits(factors, weight_NK):
+        plan, tables = self.plan(factors, rows), self.tables[factors]
+        # Another linear's odd size may shift this one's gradients in the slabs: bulk copies fault.
+        aligned = tables.aligned_a and tables.aligned_b
+        if not plan.num_chunks or not aligned or not suits(factors, weight_NK):
             return super().forward(x_TK, weight_NK, bias_N, factors, rows)
         x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
         s, ext, s_TR = _new_rank_rows(x_TK, plan)
@@ -79,7 +81,6 @@ class CudaOps(TritonOps):
         tile = gemm_tile(len(x_TK), len(weight_NK), multiprocessors(x_TK.device) // 2)
         if tile is None:
             config = self.config(factors, rows).up
-            tables = self.tables[factors]
             y_TN = up(ext, bias_N, len(weight_NK), factors, tables, plan, config)
             return y_TN.addmm_(x_TK, weight_NK.t()), s
         y_TN = x_TK.new_empty(len(x_TK), len(weight_NK))

@@ -89,11 +89,20 @@ class ItemBounds:
 
 
 class WorkItems:
-    """An item list on the device, with the counters of partial sums that have arrived."""
+    """An item list on the device, with the counters of partial sums that have arrived.
 
-    def __init__(self, build: Callable[[], ItemList], bounds: ItemBounds | None, plan: PlanTensors):
+    It does not hold its plan, which holds it: a cycle would keep both, and their device memory,
+    until Python looks for cycles.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[PlanTensors], ItemList],
+        bounds: ItemBounds | None,
+        plan: PlanTensors,
+    ) -> None:
         self._build = build
-        first = build()
+        first = build(plan)
         self.count = len(first.items) if bounds is None else bounds.items
         """Programs to launch; those beyond the last item leave at once."""
         self.workspace = first.workspace if bounds is None else bounds.workspace
@@ -109,9 +118,9 @@ class WorkItems:
         """int32 `[count * ITEM_FIELDS]`."""
         return self._tables["items"]
 
-    def update(self) -> None:
+    def update(self, plan: PlanTensors) -> None:
         """Writes the items of the plan's present micro-batch in place."""
-        fresh = self._build()
+        fresh = self._build(plan)
         if fresh.workspace > self._workspace_bound:
             raise ValueError(
                 f"workspace must be at most {self._workspace_bound} units, got {fresh.workspace}"
@@ -219,10 +228,9 @@ class PlanTensors:
     def __getitem__(self, name: str) -> torch.Tensor:
         """A table, int32, flat.
 
-        `chunks`: pair by pair, target by target, its chunks of s and dS; `pair_first`: a pair's
-        first entry there; `pair_chunks` `[pairs, targets]`: the first chunk of each; `tile_chunks`
-        `[tiles, targets + 1]`, `chunk_a` and `chunk_b` as in `TilePlan`; `row_slots`: the slot of
-        each row, -1 where it has no adapter.
+        `chunks`: pair by pair, target by target, its chunks of s and dS (a pair's begin at
+        `pair_first`); `tile_chunks` `[tiles, targets + 1]`, `chunk_a` and `chunk_b` as in
+        `TilePlan`; `row_slots`: the slot of each row, -1 where it has no adapter.
         """
         return self._tables[name]
 
@@ -232,10 +240,14 @@ class PlanTensors:
         build: Callable[[PlanTensors], ItemList],
         bounds: Callable[[PlanTensors], ItemBounds],
     ) -> WorkItems:
-        """The items that `build` lists for this plan, made once a key."""
+        """The items that `build` lists for this plan, made once a key.
+
+        Args:
+            build: kept as long as the plan, so it must not hold activations, or the plan itself.
+        """
         if key not in self._items:
             limit = bounds(self) if self.graph_safe else None
-            self._items[key] = WorkItems(lambda: build(self), limit, self)
+            self._items[key] = WorkItems(build, limit, self)
         return self._items[key]
 
     def update(self, ends: Sequence[int]) -> None:
@@ -252,7 +264,7 @@ class PlanTensors:
         self._take(ends)
         self._tables.write(self._values())
         for items in self._items.values():
-            items.update()
+            items.update(self)
 
 
 def plan_tensors(

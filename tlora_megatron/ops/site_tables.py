@@ -1,4 +1,4 @@
-"""Device tables of one linear's factors: addresses the Triton kernels cannot get as arguments."""
+"""Device tables of one linear's factors: addresses that no kernel can get as arguments."""
 
 from __future__ import annotations
 
