@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.linear import MultiLoRALinear
 from tlora_megatron.ops.dropout import dropout
 from tlora_megatron.ops.segments import Document, pack_micro_batch
+from tlora_megatron.ops.torch_ops import TorchOps
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -106,6 +109,30 @@ def test_only_the_input_and_the_rank_sized_intermediate_are_saved() -> None:
     extra = [t for t in saved if t.data_ptr() not in owned]
     # Rows times rank chunks over the targets on this linear: jobs 0 (q, v), 1, 2 (k), 3 (q, k, v).
     assert [t.numel() for t in extra] == [5 * 32 + 9 * 32 + 1 * 16 + 17 * 48]
+
+
+def test_kernels_get_whole_rows_whatever_the_caller_s_strides() -> None:
+    seen: list[torch.Tensor] = []
+
+    class Recording(TorchOps):
+        def forward(self, x_TK: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.append(x_TK)
+            return super().forward(x_TK, *rest)
+
+        def backward_up(self, dy_TN: torch.Tensor, *rest: Any) -> torch.Tensor:
+            seen.append(dy_TN)
+            return super().backward_up(dy_TN, *rest)
+
+        def backward_down(self, x_TK: torch.Tensor, *rest: Any) -> None:
+            seen.append(x_TK)
+            super().backward_down(x_TK, *rest)
+
+    case = Case("linear_qkv", torch.float32, ops=Recording())
+    view = case.view(WORKLOADS["distinct"], num_tokens=40, training=True)
+    x = case.draw(case.site.in_size, 1, 40).transpose(0, 2).requires_grad_()
+    # A sum's gradient is one element, expanded.
+    MultiLoRALinear.apply(x, case.weight, case.bias, case.branch, view, NO_TP).sum().backward()
+    assert [tensor.is_contiguous() for tensor in seen] == [True] * 3
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["dropout", "no dropout"])

@@ -86,6 +86,7 @@ class MultiLoRALinear(torch.autograd.Function):
     ) -> torch.Tensor:
         factors = branch.factors
         assert factors is not None, f"site {branch.site.index} must have factors, got none"
+        x = x.contiguous()  # the kernels read whole rows; saved as it is read
         x_TK = x.flatten(0, -2)
         full_TK = all_gather_rows(x_TK, tp.group) if tp.gather_input else x_TK
         y_TN, s = branch.ops.forward(full_TK, weight_NK, bias_N, factors, view.rows)
@@ -97,7 +98,7 @@ class MultiLoRALinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, s, weight_NK = ctx.saved_tensors
         ops, factors, rows, tp = ctx.ops, ctx.factors, ctx.rows, ctx.tp
-        dy_TN = dy.flatten(0, -2)
+        dy_TN = dy.flatten(0, -2).contiguous()  # autograd expands a sum's gradient from one element
         ds = ops.backward_up(dy_TN, s, factors, rows)
         # This rank's rows need dS of the whole output. Summing dS over the group costs [T, R];
         # gathering x again would cost [T, K]. Either way dA is a partial sum, TP's once a step.

@@ -14,7 +14,7 @@ depends on the slot's own rows alone. `s` and `dS` are opaque tensors, linear in
 same implementation reads them, and a sum of dS over ranks is a sum of tensors. Nothing here waits
 for the device.
 
-Shapes: T rows, K features in, N features out.
+Shapes: T rows, K features in, N features out; x, dy and W are contiguous.
 """
 
 from __future__ import annotations
