@@ -6,6 +6,7 @@ One end-to-end assertion each; the unit tests of configuration, data and formats
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -256,6 +257,14 @@ class TestJobs:
             {"init_from": str(inputs / "adapter")}, overrides=(f"base_model.path={other}",)
         )
         assert_refused(outcome, f"adapter {inputs / 'adapter'}: ", sentence)
+
+    def test_adapter_that_is_not_finite(self, train: Train, inputs: Path, tmp_path: Path) -> None:
+        adapter = Path(shutil.copytree(inputs / "adapter", tmp_path / "adapter"))
+        weights = load_file(adapter / "adapter_model.safetensors")
+        next(iter(weights.values()))[0, 0] = math.nan
+        save_file(weights, adapter / "adapter_model.safetensors")
+        outcome = train({"init_from": str(adapter)})
+        assert_refused(outcome, "job 'job0': init_from adapter", "must be finite, got NaN or inf")
 
     def test_adapter_of_a_base_of_another_name_is_warned_about(
         self, train: Train, inputs: Path, tmp_path: Path

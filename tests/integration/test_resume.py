@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.helpers.interrupted_worker import Recorder, starts, train_until
 from tests.helpers.launch import python, torchrun
@@ -395,6 +396,20 @@ class TestRefusals:
         assert code == 2
         assert f"error: {sentence}" in capsys.readouterr().err
         assert _content(half) == before
+
+    @pytest.mark.parametrize("file", ["adapter.safetensors", "optimizer.safetensors"])
+    def test_values_that_are_not_finite(
+        self, file: str, config: Path, copy_of_half: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """They would make the job's neighbours NaN; nothing says what they should have been."""
+        newest = checkpoints(copy_of_half, "everything") / "step_00000006" / file
+        tensors = load_file(newest)
+        name = sorted(tensors)[-1]
+        tensors[name][0, 0] = torch.inf
+        save_file(tensors, newest)
+        assert main(["train", str(config), f"--output-dir={copy_of_half}"]) == 2
+        sentence = f"error: job 'everything': {name} must be finite in its checkpoint"
+        assert sentence in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("overrides", "sentence"),

@@ -209,6 +209,39 @@ def test_what_is_not_finite_moves_nobody(
     assert not bank.adapters[1].slab.grad.any(), "a bad gradient must not reach the next step"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float32, math.nan), (torch.bfloat16, -math.inf), (torch.bfloat16, 3.4e38),
+     (torch.float16, 7e4)],
+)  # fmt: skip
+def test_weights_that_overflow_stay_out_of_the_arenas_and_stop_their_job(
+    dtype: torch.dtype, value: float, groups: ParallelGroups
+) -> None:
+    """GEMM tiles that adapters share multiply each one's weights with zeros for the others."""
+    bank = make_bank(dtype)
+    bank.adapters[1].slab.master[-1] = value
+    bank.refresh(1)
+    for factors in bank.factors.values():
+        assert all(arena.isfinite().all() for arena in (factors.lora_a, *factors.lora_b))
+    for slot in SLOTS:
+        accumulate(bank, slot, random_gradient(bank, slot, 5))
+    outcomes = step_adapters(bank, groups, [request(slot, 0) for slot in SLOTS])
+    assert [outcome.applied for outcome in outcomes] == [True, False, True]
+    assert math.isnan(outcomes[1].loss)
+    master = bank.adapters[1].slab.master[-1]
+    assert torch.equal(master, torch.tensor(value)) or master.isnan(), "it is not made up"
+
+
+def test_an_update_that_overflows_stops_its_job_at_the_next_step(groups: ParallelGroups) -> None:
+    bank = make_bank()
+    for step in range(2):
+        accumulate(bank, 0, random_gradient(bank, 0, step))
+        outcome = step_adapters(bank, groups, [request(0, step, lr=3e38)])[0]
+        assert outcome.applied == (step == 0)
+    assert not bank.adapters[0].slab.master.isfinite().all(), "the case must overflow"
+    assert torch.cat(bank._copies[0]).isfinite().all()
+
+
 def test_a_job_goes_on_after_a_skipped_step_as_if_it_had_not_been(groups: ParallelGroups) -> None:
     bank, clean = make_bank(), make_bank()
     updates = 0

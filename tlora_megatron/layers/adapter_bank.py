@@ -6,6 +6,7 @@ nothing of it, and adapters join or leave between steps without touching the oth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,9 @@ class AdapterBank:
         """By `Site.index`; sites that no job targets have none."""
         self._copies: list[list[torch.Tensor]] = []
         """Flat views of a slot's factors in the arenas, in its slab's order."""
+        self.defects: list[torch.Tensor] = []
+        """A slot: fp32 `[]`, 0, or NaN where a weight of this rank is not finite in the compute
+        dtype: to be added to what decides whether the job moves."""
 
     def new_slab(self, lora: LoraSpec) -> AdapterSlab:
         """Allocates an adapter's slab, zeros."""
@@ -89,6 +93,7 @@ class AdapterBank:
             for p, shard in enumerate(self._targets[index])
         }
         self._copies = [_compute_views(s, a, places) for s, a in enumerate(adapters)]
+        self.defects = [torch.zeros((), device=self.device) for _ in adapters]
         for slot in range(len(adapters)):
             self.refresh(slot)
 
@@ -133,12 +138,18 @@ class AdapterBank:
         return torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
 
     def refresh(self, slot: int) -> None:
-        """Copies an adapter's master weights into the arenas."""
+        """Copies an adapter's master weights into the arenas, without waiting for the device.
+
+        What is not finite there (an update that overflowed, a master beyond fp16) shows in
+        `defects` and never reaches an arena: GEMM tiles that adapters share multiply each one's
+        weights with zeros in the rows of the others, and 0 * inf is NaN.
+        """
         slab = self.adapters[slot].slab
         if self._copies[slot]:
             # Cast as one buffer first: copies between dtypes would be a launch a factor.
-            parts = slab.layout.split(slab.master.to(self.dtype))
-            torch._foreach_copy_(self._copies[slot], parts)
+            cast = slab.master.to(self.dtype, copy=True)
+            self.defects[slot] = torch.linalg.vector_norm(cast, math.inf).float() * 0
+            torch._foreach_copy_(self._copies[slot], slab.layout.split(cast.nan_to_num_()))
 
 
 def _rank_layout(targets: Sequence[str], loras: Sequence[LoraSpec]) -> RankLayout:

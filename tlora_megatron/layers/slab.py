@@ -145,6 +145,17 @@ def factor_shape(spec: ModelSpec, name: str, rank: int) -> tuple[int, int]:
     return (rank, in_size) if which == "lora_a" else (out_size, rank)
 
 
+def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuses weights or moments that an adapter could not go on from.
+
+    Raises:
+        ValueError: naming the first tensor that holds NaN or inf.
+    """
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} must be finite, got NaN or inf")
+
+
 def factor_names(spec: ModelSpec, lora: LoraSpec) -> Iterator[str]:
     """Canonical names of an adapter's factors over the whole model."""
     for layer in range(spec.num_layers):

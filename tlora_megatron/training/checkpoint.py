@@ -24,7 +24,13 @@ from safetensors.torch import save_file
 
 from tlora_megatron.job import JobSpec
 from tlora_megatron.layers.sites import stage_sites
-from tlora_megatron.layers.slab import factor_names, factor_shape, slab_layout, whole_tensors
+from tlora_megatron.layers.slab import (
+    check_finite,
+    factor_names,
+    factor_shape,
+    slab_layout,
+    whole_tensors,
+)
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.atomic_directory import replace_directory
@@ -70,7 +76,9 @@ def save_checkpoint(
     """Writes `directory/step_N`; collective, the writer's rank writes.
 
     Raises:
-        OSError: on the writer, if the disk refuses; the earlier checkpoints are untouched.
+        OSError: on the writer, if the disk refuses.
+        ValueError: on the writer, if a tensor is not finite; the job could not go on from it.
+            Either way the earlier checkpoints are untouched.
     """
     weights = gather_buffer("master", job, spec, groups)
     moments = {
@@ -80,6 +88,7 @@ def save_checkpoint(
     }
     if not groups.is_writer:
         return
+    check_finite(weights | moments)
     state = {
         "format": _FORMAT,
         "job": asdict(job.spec),
@@ -145,7 +154,7 @@ class Checkpoint:
         self._check_tensors(job, spec)
 
     def _check_tensors(self, job: JobSpec, spec: ModelSpec) -> None:
-        """Reads names and shapes only, and before training: here one job may still be left out."""
+        """Before training, when one job may still be left out."""
         for file, prefixes in _PREFIXES.items():
             with safe_open(self.path / file, "pt") as tensors:
                 held = set(tensors.keys())
@@ -158,6 +167,12 @@ class Checkpoint:
                                 f"job {job.name!r}: {key} must have shape {expected} in its "
                                 f"checkpoint {self.path}, got {shape or 'no such tensor'}; "
                                 f"it was trained on another base model"
+                            )
+                        if not bool(tensors.get_tensor(key).isfinite().all()):
+                            raise ValueError(
+                                f"job {job.name!r}: {key} must be finite in its checkpoint "
+                                f"{self.path}, got NaN or inf; take up an earlier one by "
+                                f"resume_from"
                             )
 
     def restore(self, job: JobState) -> None:

@@ -179,7 +179,8 @@ class TrainingLoop:
         directory = self.job_dir(job) / "checkpoints"
         try:
             save_checkpoint(directory, job, self.spec, self.super_model.groups)
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            # ValueError: values that are not finite.
             self._event(job, f"could not be saved at step {job.step}: {error}")
 
     def _retire(self, jobs: Sequence[JobState]) -> None:

@@ -1,8 +1,8 @@
 """One optimizer step for every job whose global batch is complete.
 
 The semantics are `torch.nn.utils.clip_grad_norm_` then `torch.optim.AdamW`, per job: own norm, own
-clip, own moments and step count. A job whose loss or gradient is not finite does not move; a job
-that is not asked for does not move either.
+clip, own moments and step count. A job whose loss, gradient or weights are not finite does not
+move; a job that is not asked for does not move either.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class StepOutcome(NamedTuple):
     """What happened to one request, the same on every rank."""
 
     loss: float
+    """NaN where the weights were not finite before the step."""
     grad_norm: float
     """2-norm over the whole adapter before clipping."""
     applied: bool
@@ -60,7 +61,7 @@ def step_adapters(
         return []
     slabs = [bank.adapters[request.slot].slab for request in requests]
     _reduce_gradients(groups, slabs)
-    losses, norms = _losses_and_norms(groups, requests, slabs)
+    losses, norms = _losses_and_norms(bank, groups, requests)
     outcomes, updates = [], []
     for request, slab, loss, norm in zip(requests, slabs, losses, norms, strict=True):
         applied = math.isfinite(loss) and math.isfinite(norm)
@@ -86,19 +87,24 @@ def _reduce_gradients(groups: ParallelGroups, slabs: Sequence[AdapterSlab]) -> N
 
 
 def _losses_and_norms(
-    groups: ParallelGroups, requests: Sequence[StepRequest], slabs: Sequence[AdapterSlab]
+    bank: AdapterBank, groups: ParallelGroups, requests: Sequence[StepRequest]
 ) -> tuple[list[float], list[float]]:
-    """Whole-world losses and gradient norms, one collective and one host sync for all jobs."""
-    squares = []
-    for slab in slabs:
+    """Whole-world losses and gradient norms, one collective and one host sync for all jobs.
+
+    The loss of an adapter that some rank could not compute with as it is is NaN.
+    """
+    losses, squares = [], []
+    for request in requests:
+        slab = bank.adapters[request.slot].slab
+        losses.append((request.loss + bank.defects[request.slot]).double())
         counted = slab.grad if groups.tp_rank == 0 else slab.grad[slab.layout.replicated_numel :]
         squares.append(square_sum(counted))
-    stats = torch.stack([torch.stack([r.loss.double() for r in requests]), torch.stack(squares)])
+    stats = torch.stack([torch.stack(losses), torch.stack(squares)])
     if not groups.is_first_replica:
         stats[1].zero_()
     dist.all_reduce(stats)
-    losses, sums = stats.tolist()
-    return losses, [math.sqrt(s) if s >= 0 else math.nan for s in sums]
+    totals, sums = stats.tolist()
+    return totals, [math.sqrt(s) if s >= 0 else math.nan for s in sums]
 
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:

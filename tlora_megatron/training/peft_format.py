@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from tlora_megatron.job import HF_TARGETS, JobSpec, LoraSpec
+from tlora_megatron.layers.slab import check_finite
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.training.atomic_directory import readable_directory, replace_directory
 from tlora_megatron.training.peft_config import lora_spec, peft_config, read_peft_config
@@ -94,7 +95,7 @@ def export_adapter(
     tensors = {}
     for name, factor in _split_fused(factors, model).items():
         tensors[_peft_key(name)] = factor.detach().to("cpu", dtype, copy=True).contiguous()
-    _check_finite(tensors)
+    check_finite(tensors)
     config = json.dumps(peft_config(lora, modules, base_model), indent=2, sort_keys=True)
     with replace_directory(directory) as incoming:
         (incoming / CONFIG_NAME).write_text(config + "\n")
@@ -116,7 +117,7 @@ def load_adapter(directory: Path, *, model: ModelSpec) -> AdapterFile:
         lora = lora_spec(config, {name.split(".")[2] for name in factors})
         _check_complete(factors, model.num_layers, lora.target_modules)
         _check_shapes(factors, model, lora.rank)
-        _check_finite(factors)
+        check_finite(factors)
     except ValueError as error:
         raise ValueError(f"adapter {directory}: {error}") from error
     base_model = config.get("base_model_name_or_path")
@@ -273,12 +274,6 @@ def _check_shapes(factors: Mapping[str, Tensor], model: ModelSpec, rank: int) ->
         expected = [rank, columns] if side == "lora_a" else [rows, rank]
         if list(factor.shape) != expected:
             raise ValueError(f"{name} must have shape {expected}, got {list(factor.shape)}")
-
-
-def _check_finite(tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            raise ValueError(f"{name} must be finite, got NaN or inf")
 
 
 def _is_replaceable(directory: Path) -> bool:

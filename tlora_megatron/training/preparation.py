@@ -60,7 +60,10 @@ def prepare_job(
         checkpoint.check_fits(job, data, spec)
     imported = None
     if checkpoint is None and job.init_from is not None:
-        adapter = load_adapter(Path(job.init_from), model=spec)
+        try:
+            adapter = load_adapter(Path(job.init_from), model=spec)
+        except ValueError as error:
+            raise ValueError(f"job {job.name!r}: init_from {error}") from error
         _warn_of_other_base(job, adapter.base_model, base_model)
         imported = fit_to_job(adapter, job)
     plan = BatchPlan.for_job(job, len(data.train))
