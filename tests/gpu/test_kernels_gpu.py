@@ -19,6 +19,7 @@ from tests.helpers.kernel_case import (
 )
 from tests.helpers.linear_case import error
 from tlora_megatron.ops.columns import OutputColumns
+from tlora_megatron.ops.cuda_calls import GemmTile
 from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.kernel_choice import problem_of
 
@@ -69,7 +70,7 @@ def make_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
     if name == "triton":
         return triton_ops.TritonOps
-    monkeypatch.setattr(cuda_ops, "gemm_tile", lambda *_: cuda_ops.GemmTile(int(width)))
+    monkeypatch.setattr(cuda_ops, "gemm_tile", lambda *_: GemmTile(int(width)))
     return cuda_ops.CudaOps
 
 

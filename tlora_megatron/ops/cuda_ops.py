@@ -18,15 +18,14 @@ import torch
 
 from tlora_megatron.ops.columns import OutputColumns
 from tlora_megatron.ops.cuda_calls import (
-    MAX_TARGETS,
     Dropout,
-    GemmTile,
     RankPart,
     gemm,
     multiprocessors,
     rank_rows,
     rank_sums,
 )
+from tlora_megatron.ops.cuda_fit import gemm_tile, suits
 from tlora_megatron.ops.cuda_items import (
     rank_columns,
     row_bounds,
@@ -46,8 +45,6 @@ from tlora_megatron.ops.triton_up import up, up_dropped
 
 _BLOCKS = 2
 """Blocks of the rank-sized kernels that a multiprocessor holds."""
-_MAX_COLUMN_TILES = 256
-"""`kMaxColumnTiles` of lora_gemm.cu."""
 
 
 class CudaOps(TritonOps):
@@ -165,35 +162,6 @@ class CudaOps(TritonOps):
         grads = self.tables[factors].grad_a
         _rank_sums(x_TK.contiguous(), ds_TR, items, grads, window[0], dropout, early=False)
         return None
-
-
-def suits(factors: SiteFactors, weight_NK: torch.Tensor) -> bool:
-    """Whether the kernels take a linear: rows of whole 16 bytes, fused columns in 64s."""
-    size_out, size_in = weight_NK.shape
-    columns = factors.columns
-    aligned = size_in % 8 == 0 and size_out % 8 == 0 and factors.first_column % 2 == 0
-    fused = all(c.is_whole or not (c.begin % 64 or c.width % 64 or c.stride % 64) for c in columns)
-    return aligned and fused and len(columns) <= MAX_TARGETS
-
-
-@functools.cache
-def gemm_tile(num_rows: int, columns: int, clusters: int) -> GemmTile | None:
-    """How to cut a GEMM for a GPU of so many clusters; None where the last wave would be too empty.
-
-    Narrow tiles reach 0.9 of the widest's speed (H200, scripts/bench/gemm_times.py); they pay where
-    the widest leaves much of the last wave idle.
-    """
-    speeds = {256: 1.0, 192: 0.93, 128: 0.9}
-    row_tiles = -(-num_rows // ROW_TILE)
-
-    def efficiency(width: int) -> float:
-        tiles = row_tiles * -(-columns // width)
-        used = num_rows * columns / (tiles * ROW_TILE * width)
-        return speeds[width] * used * tiles / (-(-tiles // clusters) * clusters)
-
-    allowed = [w for w in speeds if -(-columns // w) <= _MAX_COLUMN_TILES]
-    best = max(allowed, key=efficiency, default=256)
-    return GemmTile(best) if allowed and efficiency(best) >= 0.8 else None
 
 
 def _new_rank_rows(
