@@ -14,9 +14,11 @@
 namespace {
 
 constexpr int kBlockRows = 128;
+constexpr int kStripRows = 16;
+constexpr int kStripBytes = kStripRows * 128;
 
 struct Problem {
-  CUtensorMap in, factors[kMaxTargets];
+  CUtensorMap in, in_strip, factors[kMaxTargets];  // the input in boxes of 128 rows and of 16
   Columns columns[kMaxTargets];  // of the input that each target reads; stride 0: all of them
   int depth[kMaxTargets];        // places of each target's arena
   const int* items;
@@ -40,6 +42,13 @@ struct Item {
 
   __device__ bool owns(int t) const { return t >= begin && t < end; }
   __device__ bool any() const { return begin < row + kBlockRows && end > row; }
+  __device__ bool all() const { return begin <= row && end >= row + kBlockRows; }
+
+  // Strips of 16 rows with rows of the segment: only these are read. What lies in the others' shared memory makes
+  // rows that nobody keeps.
+  __device__ int first_strip() const { return max(begin - row, 0) / kStripRows; }
+  __device__ int end_strip() const { return (min(end - row, kBlockRows) + kStripRows - 1) / kStripRows; }
+  __device__ int input_bytes() const { return (end_strip() - first_strip()) * kStripBytes; }
 };
 
 struct Range {  // of steps of 64 places that a block sums
@@ -55,10 +64,16 @@ struct Range {  // of steps of 64 places that a block sums
 __device__ void fill(const Problem& p, const Item& item, Range range, RankRing& ring, Place place) {
   const Columns& columns = p.columns[item.target];
   for (int step = range.begin; step < range.end; ++step, place.advance()) {
-    uint8_t* to = place.begin_fill(ring, 2 * kPanel + item.count * kChunk * 128);
+    uint8_t* to = place.begin_fill(ring, item.input_bytes() + item.count * kChunk * 128);
     const int k = step * kDepth;
     const int column = columns.stride == 0 ? k : output_column(columns, k);
-    load_tile(to, &p.in, &ring.full[place.stage], column, item.row);
+    if (item.all()) {
+      load_tile(to, &p.in, &ring.full[place.stage], column, item.row);
+    } else {
+      for (int strip = item.first_strip(); strip < item.end_strip(); ++strip)
+        load_tile(to + strip * kStripBytes, &p.in_strip, &ring.full[place.stage], column,
+                  item.row + strip * kStripRows);
+    }
     for (int i = 0; i < item.count; ++i)
       load_tile(to + 2 * kPanel + i * kChunk * 128, &p.factors[item.target], &ring.full[place.stage], k,
                 item.factor_row + i * kChunk);
@@ -204,7 +219,8 @@ TLORA_EXPORT int tlora_rows(const TloraRows* arguments, cudaStream_t stream) {
   if (int failed = prepare(g.device)) return failed;
   Problem p{};
   const bool half_type = g.half_precision != 0;
-  bool made = make_map(&p.in, half_type, g.in, g.num_rows, g.in_columns, kBlockRows);
+  bool made = make_map(&p.in, half_type, g.in, g.num_rows, g.in_columns, kBlockRows) &&
+              make_map(&p.in_strip, half_type, g.in, g.num_rows, g.in_columns, kStripRows);
   for (int i = 0; i < g.num_targets; ++i) {
     made = made && make_map(&p.factors[i], half_type, g.factors[i], g.factor_rows[i], g.depth[i], kChunk);
     p.columns[i] = g.columns[i];

@@ -46,7 +46,9 @@ def rank_columns(layout: RankLayout) -> int:
 
 
 def row_items(plan: PlanTensors, *, per_target: bool) -> ItemList:
-    """Items of rank_rows.cu, in order of rows.
+    """Items of rank_rows.cu, those with the most rows of their segment first, else in order of rows.
+
+    Blocks start in order: what is left for multiprocessors that have a block already is short.
 
     Args:
         per_target: dS reads each target's own columns and arena; s reads the same x for all targets
@@ -77,7 +79,8 @@ def row_items(plan: PlanTensors, *, per_target: bool) -> ItemList:
     items = item_array(
         (row, begin, end, tile_column, target, slot, count, arena_row, chunk, column), len(row)
     )
-    return ItemList(items=items[np.argsort(row, kind="stable")], workspace=0)
+    rows = np.maximum(np.minimum(end, row + BLOCK_ROWS) - np.maximum(begin, row), 0)
+    return ItemList(items=items[np.lexsort((row, -rows))], workspace=0)
 
 
 def row_bounds(plan: PlanTensors, *, per_target: bool) -> ItemBounds:

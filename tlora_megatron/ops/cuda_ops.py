@@ -51,6 +51,8 @@ class CudaOps(TritonOps):
     """The multi-adapter linear in fp16 or bf16 on a Hopper GPU; see `LinearOps` and `TritonOps`."""
 
     name = "cuda"
+    _settled = 0
+    """Address of the dS that the last kernel, a GEMM, has waited for; 0 after any other."""
 
     def forward(
         self,
@@ -136,6 +138,7 @@ class CudaOps(TritonOps):
         dx_TK = dy_TN.new_empty(len(dy_TN), weight_NK.shape[1])
         rank = _dgrad_part(ext, factors, plan, _dropout(factors, rows, plan))
         gemm(dy_TN, weight_NK, dx_TK, tile, transposed=False, early=early, rank=rank)
+        self._settled = ds.data_ptr()
         return dx_TK
 
     def backward_down(
@@ -159,8 +162,11 @@ class CudaOps(TritonOps):
             lambda p: sum_bounds(p, [depth], size),
         )
         dropout = _dropout(factors, rows, plan)
+        # The GEMM of dgrad lets the next kernel start once dS is complete.
+        early = x_TK.is_contiguous() and self._settled == ds.data_ptr()
+        self._settled = 0
         grads = self.tables[factors].grad_a
-        _rank_sums(x_TK.contiguous(), ds_TR, items, grads, window[0], dropout, early=False)
+        _rank_sums(x_TK.contiguous(), ds_TR, items, grads, window[0], dropout, early=early)
         return None
 
 
