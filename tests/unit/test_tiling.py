@@ -97,20 +97,6 @@ def test_a_row_with_an_adapter_lies_in_one_pair(case: Case) -> None:
 
 @given(cases())
 @fast
-def test_slot_pair_finds_the_pair_of_every_row(case: Case) -> None:
-    ends, layout = case
-    plan = tile_plan(ends, layout)
-    assert len(plan.slot_pair) == len(layout.ranks)
-    for slot, segment in enumerate(segments(ends)):
-        if any(layout.ranks[slot]):
-            for row in segment:
-                pair = plan.pairs[plan.slot_pair[slot] + row // ROW_TILE]
-                assert pair.slot == slot
-                assert pair.begin <= row < pair.end
-
-
-@given(cases())
-@fast
 def test_every_chunk_belongs_to_one_pair_and_stands_with_its_tile_and_target(case: Case) -> None:
     ends, layout = case
     plan = tile_plan(ends, layout)
@@ -248,7 +234,6 @@ def test_by_hand() -> None:
             Pair(2, 1, 310, 512, (2, 4)),
             Pair(2, 2, 512, 513, (5, 7)),
         ),
-        slot_pair=(0, 1, 1),
         tile_chunks=((0, 1, 1), (1, 4, 5), (5, 7, 8)),
         chunk_a=(0, 0, 16, 32, 48, 16, 32, 48),
         chunk_b=(0, 0, 16, 32, 0, 16, 32, 0),
@@ -258,7 +243,7 @@ def test_by_hand() -> None:
 def test_no_adapters_at_all() -> None:
     layout = RankLayout(ranks=())
     plan = tile_plan((300,), layout)
-    assert (plan.pairs, plan.slot_pair, plan.num_chunks) == ((), (), 0)
+    assert (plan.pairs, plan.num_chunks) == ((), 0)
     assert row_runs((300,), layout, 512, (0, 300)) == ()
     assert max_chunks(300, layout) == 0
     assert (layout.a_rows, layout.b_rows) == (0, ())

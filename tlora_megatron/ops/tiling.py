@@ -105,8 +105,6 @@ class TilePlan:
 
     pairs: tuple[Pair, ...]
     """Slot by slot, a slot's tiles in order."""
-    slot_pair: tuple[int, ...]
-    """A slot: index of the pair of row r is `slot_pair[slot] + r // ROW_TILE`."""
     tile_chunks: tuple[tuple[int, ...], ...]
     """A tile: chunks of target p are `tile_chunks[t][p]:tile_chunks[t][p + 1]`."""
     chunk_a: tuple[int, ...]
@@ -130,12 +128,9 @@ def tile_plan(ends: Sequence[int], layout: RankLayout) -> TilePlan:
     num_tiles = -(-ends[-1] // ROW_TILE)
     begins = (0, *ends[:-1])
     inside: list[list[int]] = [[] for _ in range(num_tiles)]
-    slot_pair, count = [], 0
     for slot, (begin, end) in enumerate(zip(begins[:-1], ends[:-1], strict=True)):
         first, last = begin // ROW_TILE, -(-end // ROW_TILE)
-        slot_pair.append(count - first)
         if end > begin and any(layout.ranks[slot]):
-            count += last - first
             for tile in range(first, last):
                 inside[tile].append(slot)
     tile_chunks: list[tuple[int, ...]] = []
@@ -165,7 +160,6 @@ def tile_plan(ends: Sequence[int], layout: RankLayout) -> TilePlan:
     )
     return TilePlan(
         pairs=pairs,
-        slot_pair=tuple(slot_pair),
         tile_chunks=tuple(tile_chunks),
         chunk_a=tuple(chunk_a),
         chunk_b=tuple(chunk_b),
