@@ -46,7 +46,7 @@ def rank_columns(layout: RankLayout) -> int:
 
 
 def row_items(plan: PlanTensors, *, per_target: bool) -> ItemList:
-    """Items of rank_rows.cu, those with the most rows of their segment first, else in order of rows.
+    """Items of rank_rows.cu: those with most rows of their segment first, then in order of rows.
 
     Blocks start in order: what is left for multiprocessors that have a block already is short.
 

@@ -138,7 +138,8 @@ class CudaOps(TritonOps):
         dx_TK = dy_TN.new_empty(len(dy_TN), weight_NK.shape[1])
         rank = _dgrad_part(ext, factors, plan, _dropout(factors, rows, plan))
         gemm(dy_TN, weight_NK, dx_TK, tile, transposed=False, early=early, rank=rank)
-        self._settled = ds.data_ptr()
+        # Copies are given back here: what starts early must not be handed their memory.
+        self._settled = ds.data_ptr() if early else 0
         return dx_TK
 
     def backward_down(
