@@ -79,8 +79,9 @@ def row_items(plan: PlanTensors, *, per_target: bool) -> ItemList:
     items = item_array(
         (row, begin, end, tile_column, target, slot, count, arena_row, chunk, column), len(row)
     )
-    rows = np.maximum(np.minimum(end, row + BLOCK_ROWS) - np.maximum(begin, row), 0)
-    return ItemList(items=items[np.lexsort((row, -rows))], workspace=0)
+    owned = np.minimum(end, row + BLOCK_ROWS) - np.maximum(begin, row)
+    reads = np.where(owned > 0, owned + count * RANK_CHUNK, 0)
+    return ItemList(items=items[np.lexsort((row, -reads))], workspace=0)
 
 
 def row_bounds(plan: PlanTensors, *, per_target: bool) -> ItemBounds:
