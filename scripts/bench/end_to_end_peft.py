@@ -9,8 +9,14 @@ import torch
 from end_to_end_project import Timing, timed
 
 
-def build_peft(model_path: Path, layers: int | None, rank: int, dropout: float) -> Any:
-    """Llama with a LoRA on all its linears, weights drawn on the GPU, in bf16 with sdpa."""
+def build_peft(
+    model_path: Path, layers: int | None, rank: int, dropout: float, *, fp32_factors: bool
+) -> Any:
+    """Llama with a LoRA on all its linears, weights drawn on the GPU, in bf16 with sdpa.
+
+    Args:
+        fp32_factors: PEFT's default over a bf16 base: the branch runs in fp32, and is slower.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -27,8 +33,7 @@ def build_peft(model_path: Path, layers: int | None, rank: int, dropout: float) 
             target_modules="all-linear",
             task_type="CAUSAL_LM",
         )
-        # Factors in bf16 too: PEFT would otherwise run the branch in fp32, and be slower.
-        model = get_peft_model(base, lora, autocast_adapter_dtype=False)
+        model = get_peft_model(base, lora, autocast_adapter_dtype=fp32_factors)
     return model.train()
 
 

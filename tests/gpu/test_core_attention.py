@@ -61,7 +61,7 @@ def test_gradients_are_bitwise_the_same_where_torch_is_asked_for_it(
     """Many heads and few documents: where atomics would add up in another order each time."""
     before = torch.are_deterministic_algorithms_enabled()
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     lengths = (700, 300, 1048)
     view = pack_micro_batch(
         [Document(slot=0, length=length) for length in lengths], num_slots=1, num_tokens=2048

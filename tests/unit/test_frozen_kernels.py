@@ -106,11 +106,11 @@ def test_rms_norm(
     if kind == "add":
         tensors["residual"] = draw(*shape, dtype=dtype).flip(0)
     weight = 1 + draw(shape[-1], dtype=dtype, scale=0.2)
-    results = []
-    for on in (True, False):
-        fused(on)
-        results.append(run(function, tensors, weight, 1e-5))
-    assert_equal(*results)
+    fused(True)
+    actual = run(function, tensors, weight, 1e-5)
+    fused(False)  # in fp32: in half precision the reference itself is an ulp off
+    wide = run(function, {n: t.float() for n, t in tensors.items()}, weight.float(), 1e-5)
+    assert_equal(actual, {name: value.to(dtype) for name, value in wide.items()})
 
 
 @RUNS
