@@ -439,6 +439,7 @@ TLORA_EXPORT int tlora_gemm_size() { return sizeof(TloraGemm); }
 
 TLORA_EXPORT int tlora_gemm(const TloraGemm* arguments, cudaStream_t stream) {
   const TloraGemm& g = *arguments;
+  if (g.rows == 0) return 0;
   if (int failed = prepare(g.device)) return failed;
   Problem p{};
   p.num_targets = g.num_targets;

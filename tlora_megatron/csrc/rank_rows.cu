@@ -216,6 +216,7 @@ TLORA_EXPORT int tlora_rows_size() { return sizeof(TloraRows); }
 
 TLORA_EXPORT int tlora_rows(const TloraRows* arguments, cudaStream_t stream) {
   const TloraRows& g = *arguments;
+  if (g.num_items == 0) return 0;
   if (int failed = prepare(g.device)) return failed;
   Problem p{};
   const bool half_type = g.half_precision != 0;

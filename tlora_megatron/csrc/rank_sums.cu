@@ -285,6 +285,7 @@ TLORA_EXPORT int tlora_sums_size() { return sizeof(TloraSums); }
 
 TLORA_EXPORT int tlora_sums(const TloraSums* arguments, cudaStream_t stream) {
   const TloraSums& g = *arguments;
+  if (g.num_items == 0) return 0;
   if (int failed = prepare(g.device)) return failed;
   Problem p{};
   const bool half_type = g.half_precision != 0;
