@@ -230,9 +230,10 @@ def rows_per_run(num_rows: int, features: int, blocks: int) -> int:
 
 @functools.cache
 def row_parts(num_rows: int, blocks: int) -> int:
-    """Blocks that share an item of rank_rows.cu: so many that each multiprocessor has one.
+    """Blocks that share an item of rank_rows.cu: 2 to 8, so many that each multiprocessor has one.
 
-    More were slower (H200, 2048 and 8192 rows: the best of 1 to 8).
+    The best of half as many and twice as many on an H200, over the linears of the layer benchmark
+    with 4 and 16 adapters: at 2048 rows 8 (4 costs 1 % of the linear), at 8192 2, at 16384 2.
     """
     parts = blocks // max(1, -(-num_rows // BLOCK_ROWS))
-    return min(4, 1 << max(0, parts.bit_length() - 1))
+    return min(8, max(2, 1 << max(0, parts.bit_length() - 1)))
