@@ -156,7 +156,7 @@ def test_workspace_does_not_grow_with_the_number_of_adapters(slots: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "expected"), [(1, 8), (2048, 8), (4096, 4), (8192, 2), (16384, 2), (65536, 2)]
+    ("num_rows", "expected"), [(1, 4), (2048, 4), (4096, 4), (8192, 2), (16384, 2), (65536, 2)]
 )
 def test_row_parts(num_rows: int, expected: int) -> None:
     assert row_parts(num_rows, 132) == expected

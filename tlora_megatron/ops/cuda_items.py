@@ -230,10 +230,11 @@ def rows_per_run(num_rows: int, features: int, blocks: int) -> int:
 
 @functools.cache
 def row_parts(num_rows: int, blocks: int) -> int:
-    """Blocks that share an item of rank_rows.cu: 2 to 8, so many that each multiprocessor has one.
+    """Blocks that share an item of rank_rows.cu: 2 to 4, so many that each multiprocessor has one.
 
-    The best of half as many and twice as many on an H200, over the linears of the layer benchmark
-    with 4 and 16 adapters: at 2048 rows 8 (4 costs 1 % of the linear), at 8192 2, at 16384 2.
+    From half as many and twice as many on an H200, over the linears of the layer benchmark: at 8192
+    and 16384 rows 2 is best; at 2048 rows 8 gains 1 % with 4 adapters and loses 5 % with 64. It is
+    a function of the rows alone: it decides the order of sums.
     """
     parts = blocks // max(1, -(-num_rows // BLOCK_ROWS))
-    return min(8, max(2, 1 << max(0, parts.bit_length() - 1)))
+    return min(4, max(2, 1 << max(0, parts.bit_length() - 1)))
