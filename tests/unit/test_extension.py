@@ -51,13 +51,13 @@ def test_sources_compile_once_and_load(
 
 
 def test_other_sources_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = extension.library_path()
+    before = extension.built_library()
     changed = tmp_path / "sources"
     changed.mkdir()
     for source in extension.SOURCES.iterdir():
         (changed / source.name).write_bytes(source.read_bytes() + b"\n")
     monkeypatch.setattr(extension, "SOURCES", changed)
-    assert extension.library_path() != before
+    assert extension.built_library() != before
 
 
 def test_no_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_library_that_does_not_load_is_named(cache: Path) -> None:
-    path = extension.library_path()
+    path = extension.built_library()
     path.write_bytes(b"not a library")
     with pytest.raises(ExtensionUnavailable, match=f"{path.name} cannot be loaded"):
         extension.load_extension()

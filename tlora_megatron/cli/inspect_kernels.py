@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 from rich.console import Console
 
-from tlora_megatron.ops.extension import cache_directory, find_compiler, library_path
+from tlora_megatron.ops.extension import cache_directory, find_compiler, built_library
 from tlora_megatron.ops.kernel_choice import (
     VARIABLE,
     Kernels,
@@ -36,7 +36,7 @@ def describe_kernels() -> dict[str, Any]:
         "versions": {name: _version(name) for name in ("torch", "triton")},
         "compiler": find_compiler(),
         "cache_directory": str(cache_directory()),
-        "library": str(library_path()) if library_path().exists() else None,
+        "library": str(built_library()) if built_library().exists() else None,
     }
 
 

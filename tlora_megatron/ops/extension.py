@@ -64,7 +64,7 @@ def load_extension() -> Extension:
     Raises:
         ExtensionUnavailable: if there is no CUDA compiler, or the build or the loading fails.
     """
-    path = library_path()
+    path = built_library()
     if not path.exists():
         build(path)
     try:
@@ -81,7 +81,7 @@ def cache_directory() -> Path:
     return Path(base) / "tlora_megatron"
 
 
-def library_path() -> Path:
+def built_library() -> Path:
     """The library that the present sources build: its name holds their hash."""
     digest = hashlib.sha256(" ".join((*_FLAGS, _ARCHITECTURE)).encode())
     for source in sorted(SOURCES.iterdir()):
