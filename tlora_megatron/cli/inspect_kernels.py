@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 from rich.console import Console
 
-from tlora_megatron.ops.extension import cache_directory, find_compiler, built_library
+from tlora_megatron.ops.extension import built_library, cache_directory, find_compiler
 from tlora_megatron.ops.kernel_choice import (
     VARIABLE,
     Kernels,
