@@ -1,0 +1,86 @@
+"""One way to run the super-model: what the planner chooses among."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.plan import ParallelLayout
+
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Layout, micro-batch budget and memory savings of one super-model."""
+
+    tp_size: int = 1
+    pp_size: int = 1
+    vpp_size: int = 1
+    """Model chunks of a pipeline stage; 1 = not interleaved."""
+    cp_size: int = 1
+    dp_size: int = 1
+    sequence_parallel: bool = False
+    micro_batch_tokens: int = 8192
+    """Rows of a packed micro-batch, over its context-parallel ranks."""
+    recompute: Recompute = "none"
+    num_nano_batches: int = 1
+    """1: no overlap of one part's collectives with another's compute is modelled."""
+    lora_sharding: Literal["fold"] = "fold"
+    """fold: the replicated factor's partial result rides on the base's own reduction."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs the plan uses."""
+        return self.tp_size * self.pp_size * self.cp_size * self.dp_size
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """As the run lays its processes out; virtual stages are not part of it."""
+        return ParallelLayout(
+            tp_size=self.tp_size,
+            pp_size=self.pp_size,
+            cp_size=self.cp_size,
+            dp_size=self.dp_size,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    @property
+    def runs_in(self) -> tuple[str, ...]:
+        """The commands that can run it: only Megatron-LM scripts have virtual stages."""
+        return ("megatron",) if self.vpp_size > 1 else ("train", "megatron")
+
+    @property
+    def label(self) -> str:
+        """Short form, for example `TP2+SP PP1 DP4, 8192 tokens, selective`."""
+        sizes = [f"TP{self.tp_size}" + ("+SP" if self.sequence_parallel else "")]
+        sizes.append(f"PP{self.pp_size}" + (f"x{self.vpp_size}" if self.vpp_size > 1 else ""))
+        sizes += [f"CP{self.cp_size}"] if self.cp_size > 1 else []
+        sizes.append(f"DP{self.dp_size}")
+        return f"{' '.join(sizes)}, {self.micro_batch_tokens} tokens, recompute {self.recompute}"
+
+
+def misfit(spec: ModelSpec, plan: Plan) -> str | None:
+    """Why a model cannot be cut as a plan says; None if it can."""
+    for name, size in (
+        ("num_heads", spec.num_heads),
+        ("num_kv_heads", spec.num_kv_heads),
+        ("ffn_size", spec.ffn_size),
+    ):
+        if size % plan.tp_size:
+            return f"{name} {size} is no multiple of TP {plan.tp_size}"
+    if spec.num_layers % plan.pp_size:
+        return f"num_layers {spec.num_layers} is no multiple of PP {plan.pp_size}"
+    if plan.vpp_size > 1 and plan.pp_size == 1:
+        return "virtual stages need a pipeline"
+    if spec.num_layers // plan.pp_size % plan.vpp_size:
+        layers = spec.num_layers // plan.pp_size
+        return f"{layers} layers a stage are no multiple of VPP {plan.vpp_size}"
+    if plan.sequence_parallel and plan.tp_size == 1:
+        return "sequence parallelism needs tensor parallelism"
+    multiple = plan.tp_size * plan.cp_size * (2 if plan.cp_size > 1 else 1)
+    if plan.micro_batch_tokens % multiple:
+        return f"{plan.micro_batch_tokens} tokens are no multiple of {multiple} ranks' chunks"
+    return None

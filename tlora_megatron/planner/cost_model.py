@@ -1,0 +1,249 @@
+"""Time of one round of the super-model under a plan, term by term."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.hardware import CollectiveOp, HardwareProfile
+from tlora_megatron.planner.layer_cost import LayerCost, LayerModel
+from tlora_megatron.planner.memory import HEAD_ROWS, adapter_elements
+from tlora_megatron.planner.rates import Rates
+from tlora_megatron.planner.rounds import RoundLoad, expected_round
+from tlora_megatron.planner.workload import JobLoad, check_jobs
+
+ROW_TILE = 128
+"""Rows of a micro-batch on a GPU come in multiples of it: `SuperModel._row_multiple`."""
+OPTIMIZER_BYTES = 52
+"""Read and written for an fp32 element of an adapter's step: norm 4, AdamW 32 with the gradient set
+to zero, refresh of the compute copy 16."""
+_HOST_AGAIN = {"none": 1.0, "selective": 1.15, "full": 1.4}
+"""Host work of a layer with recompute: forward is 0.4 of it, and the MLP under half of forward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCost:
+    """Seconds of one round; all terms add up to it. Compute and communication are those of the mean
+    pipeline stage over the round's micro-batches."""
+
+    gemm_s: float
+    attention_s: float
+    elementwise_s: float
+    lora_s: float
+    head_s: float
+    """Output layer and loss."""
+    recompute_s: float
+    tp_comm_s: float
+    cp_comm_s: float
+    pp_comm_s: float
+    host_s: float
+    """The GPU waits for launches."""
+    imbalance_s: float
+    """The slowest stage over the mean one."""
+    bubble_s: float
+    """Filling and draining the pipeline; other jobs' micro-batches make it a smaller share."""
+    gradient_sync_s: float
+    optimizer_s: float
+    round_s: float
+    """Packing and the wait at the end."""
+    load: RoundLoad
+
+    @property
+    def step_time_s(self) -> float:
+        """Of a round."""
+        return sum(getattr(self, name) for name in TERMS)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all jobs."""
+        return self.load.tokens / self.step_time_s
+
+    @property
+    def job_tokens_per_s(self) -> tuple[float, ...]:
+        """Of each job."""
+        return tuple(tokens / self.step_time_s for tokens in self.load.job_tokens)
+
+    @property
+    def job_step_time_s(self) -> tuple[float, ...]:
+        """From one optimizer step of each job to its next."""
+        return tuple(self.step_time_s / steps for steps in self.load.steps)
+
+    @property
+    def binding(self) -> str:
+        """The largest term."""
+        return max(TERMS, key=lambda name: getattr(self, name))
+
+
+TERMS = (
+    "gemm_s",
+    "attention_s",
+    "elementwise_s",
+    "lora_s",
+    "head_s",
+    "recompute_s",
+    "tp_comm_s",
+    "cp_comm_s",
+    "pp_comm_s",
+    "host_s",
+    "imbalance_s",
+    "bubble_s",
+    "gradient_sync_s",
+    "optimizer_s",
+    "round_s",
+)
+
+
+def step_cost(
+    spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan, hardware: HardwareProfile
+) -> StepCost:
+    """The time of one round, on a machine that the plan fits on.
+
+    Raises:
+        ValueError: if the jobs cannot be planned for, or the plan needs several nodes that the
+            profile does not connect.
+    """
+    check_jobs(jobs)
+    return CostModel(spec, jobs, Rates(hardware)).step_cost(plan)
+
+
+class CostModel:
+    """One mix of jobs on one model and kind of machine; plans of it share what they can."""
+
+    def __init__(self, spec: ModelSpec, jobs: Sequence[JobLoad], rates: Rates) -> None:
+        self.spec = spec
+        self.jobs = tuple(jobs)
+        self.rates = rates
+        self.hardware = rates.hardware
+        self._layers = LayerModel(spec, jobs, rates)
+        self._loads: dict[tuple[int, int, int, int], RoundLoad] = {}
+        self._steps: dict[tuple[int, int, int], tuple[float, float]] = {}
+
+    def round_load(self, plan: Plan) -> RoundLoad:
+        """What a round holds."""
+        multiple = ROW_TILE * plan.cp_size
+        key = (plan.micro_batch_tokens, plan.dp_size, plan.pp_size, multiple)
+        if key not in self._loads:
+            self._loads[key] = expected_round(
+                self.jobs,
+                micro_batch_tokens=plan.micro_batch_tokens,
+                dp_size=plan.dp_size,
+                pp_size=plan.pp_size,
+                row_multiple=multiple,
+            )
+        return self._loads[key]
+
+    def step_cost(self, plan: Plan, load: RoundLoad | None = None) -> StepCost:
+        """The time of one round; `load` stands in for what the packer is expected to make."""
+        load = self.round_load(plan) if load is None else load
+        layer = self._layers.cost(plan, load)
+        layers = self.spec.num_layers // plan.pp_size
+        rows = load.rows / plan.cp_size
+        head, hop = self._head_s(plan, load, rows), self._hop_s(plan, rows)
+        first = self._embedding_s(plan, rows)
+        host = layers * self.hardware.host.layer_s * _HOST_AGAIN[plan.recompute]
+        device = self._stages(plan, layers * layer.total_s + hop, first, head)
+        stages = [max(time_s, host) for time_s in device]
+        mean, slowest = sum(stages) / len(stages), max(stages)
+        count = load.micro_batches
+        sync, optimizer = self._steps_s(plan, load)
+        shares = _layer_terms(layer, count * layers)
+        return StepCost(
+            **shares,
+            head_s=count * (head + first) / plan.pp_size,
+            pp_comm_s=count * hop,
+            host_s=count * (mean - sum(device) / len(device)),
+            imbalance_s=count * (slowest - mean),
+            bubble_s=(sum(stages) - slowest) / plan.vpp_size,
+            gradient_sync_s=sync,
+            optimizer_s=optimizer,
+            round_s=self.hardware.host.round_s,
+            load=load,
+        )
+
+    def _stages(self, plan: Plan, middle_s: float, first_s: float, head_s: float) -> list[float]:
+        stages = [middle_s] * plan.pp_size
+        stages[0] += first_s
+        stages[-1] += head_s
+        return stages
+
+    def _head_s(self, plan: Plan, load: RoundLoad, rows: float) -> float:
+        """Both GEMMs of the rows with a target, a run of rows at a time, and the loss between."""
+        spec, size = self.spec, self.rates.element_bytes
+        filled = zip(self.jobs, load.job_tokens, strict=True)
+        targets = sum(job.target_share * n for job, n in filled)
+        bins = load.micro_batches * plan.dp_size * plan.cp_size
+        height = min(HEAD_ROWS, rows)
+        runs = max(1.0, math.ceil(targets / bins / height))
+        columns = -(-spec.vocab_size // plan.tp_size)
+        gemms = sum(
+            self.rates.gemm_s(height, columns, spec.hidden_size, backward=backward)
+            for backward in (False, True)
+        )
+        loss = self.rates.stream_s(3 * height * columns * size)
+        comm = self._head_comm_s(plan, rows * spec.hidden_size * size)
+        return runs * (gemms + loss) + comm
+
+    def _head_comm_s(self, plan: Plan, hidden_bytes: float) -> float:
+        spans = plan.tp_size > self.hardware.gpus_per_node
+        if plan.sequence_parallel:
+            return self.rates.collective_s(
+                "all_gather", plan.tp_size, hidden_bytes, spans_nodes=spans
+            ) + self.rates.collective_s(
+                "reduce_scatter", plan.tp_size, hidden_bytes, spans_nodes=spans
+            )
+        return self.rates.collective_s("all_reduce", plan.tp_size, hidden_bytes, spans_nodes=spans)
+
+    def _embedding_s(self, plan: Plan, rows: float) -> float:
+        """One look-up, summed over the parts of the vocabulary."""
+        moved = rows * self.spec.hidden_size * self.rates.element_bytes
+        op: CollectiveOp = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
+        spans = plan.tp_size > self.hardware.gpus_per_node
+        comm = self.rates.collective_s(op, plan.tp_size, moved, spans_nodes=spans)
+        return self.rates.stream_s(2 * moved) + comm
+
+    def _hop_s(self, plan: Plan, rows: float) -> float:
+        """A micro-batch's hidden states to the next stage and their gradient back, not hidden."""
+        if plan.pp_size == 1:
+            return 0.0
+        size = rows * self.spec.hidden_size * self.rates.element_bytes
+        size /= plan.tp_size if plan.sequence_parallel else 1
+        spans = plan.num_gpus > self.hardware.gpus_per_node
+        hop = self.rates.collective_s("p2p", 2, size, spans_nodes=spans)
+        return 2 * plan.vpp_size * hop
+
+    def _steps_s(self, plan: Plan, load: RoundLoad) -> tuple[float, float]:
+        """Gradient sums and updates of the jobs whose batch a round completes."""
+        sync = update = 0.0
+        layers = self.spec.num_layers // plan.pp_size
+        replicas = plan.dp_size * plan.cp_size
+        spans = replicas * plan.tp_size > self.hardware.gpus_per_node
+        tp_spans = plan.tp_size > self.hardware.gpus_per_node
+        for job, steps in zip(self.jobs, load.steps, strict=True):
+            one = ((job.rank, job.targets),)
+            own = layers * adapter_elements(self.spec, one, plan)
+            shared = layers * adapter_elements(self.spec, one, plan, replicated_only=True)
+            over_replicas = self.rates.collective_s(
+                "all_reduce", replicas, own * 4, spans_nodes=spans
+            )
+            over_tp = self.rates.collective_s(
+                "all_reduce", plan.tp_size, shared * 4, spans_nodes=tp_spans
+            )
+            sync += steps * (over_replicas + over_tp)
+            moved = own * OPTIMIZER_BYTES / self.hardware.copy_bytes_per_s
+            update += steps * (moved + self.hardware.host.job_step_s)
+        return sync, update
+
+
+def _layer_terms(layer: LayerCost, count: float) -> dict[str, float]:
+    return {
+        "gemm_s": count * layer.gemm_s,
+        "attention_s": count * layer.attention_s,
+        "elementwise_s": count * layer.elementwise_s,
+        "lora_s": count * layer.lora_s,
+        "recompute_s": count * layer.recompute_s,
+        "tp_comm_s": count * layer.tp_comm_s,
+        "cp_comm_s": count * layer.cp_comm_s,
+    }

@@ -1,0 +1,202 @@
+"""What a group of jobs gets out of some GPUs: the estimate that scheduler and simulator ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.planner.candidate import RECOMPUTES, Plan, misfit
+from tlora_megatron.planner.cost_model import CostModel, StepCost
+from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.memory import MemoryUse, memory_use
+from tlora_megatron.planner.rates import Rates
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs
+
+BUDGETS = (8192, 16384)
+"""Micro-batch tokens that are tried; one that holds the longest sequence is added."""
+_LAYOUTS_KEPT = 3
+_REFERENCES = ((8, 8), (1, 4))
+"""Mixes (jobs, batch) of 512-token sequences whose best layouts are tried for every group."""
+
+_JobKey = tuple[object, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupEstimate:
+    """A group of jobs on its GPUs under the best plan found."""
+
+    fits: bool
+    """Whether any plan fits the memory; without, times are infinite and rates zero."""
+    step_time_s: float
+    """Of a round."""
+    tokens_per_s: tuple[float, ...]
+    """Of each job, in the order asked for."""
+    slowdown: tuple[float, ...]
+    """Each job's rate alone on the same GPUs over its rate here, at least 1."""
+    memory_bytes: float
+    """On the fullest GPU; where nothing fits, of the plan that needs least."""
+    plan: Plan | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    plan: Plan | None
+    cost: StepCost | None
+    memory_bytes: float
+
+
+class GroupModel:
+    """Estimates for one base model on one kind of machine; every distinct mix is worked out once.
+
+    A miss takes a few milliseconds, a hit microseconds. Names of jobs do not matter.
+    """
+
+    def __init__(self, spec: ModelSpec, hardware: HardwareProfile) -> None:
+        self.spec = spec
+        self.hardware = hardware
+        self._rates = Rates(hardware)
+        self._ids: dict[_JobKey, int] = {}
+        self._choices: dict[tuple[int, tuple[int, ...]], _Choice] = {}
+        self._layouts: dict[int, tuple[Plan, ...]] = {}
+
+    def estimate(self, jobs: Sequence[JobLoad], num_gpus: int) -> GroupEstimate:
+        """The best plan's figures.
+
+        Raises:
+            ValueError: if there is no job, a name occurs twice, or `num_gpus` is not positive.
+        """
+        check_jobs(jobs)
+        if num_gpus < 1:
+            raise ValueError(f"num_gpus must be at least 1, got {num_gpus}")
+        ids = [self._id(job) for job in jobs]
+        order = sorted(range(len(jobs)), key=ids.__getitem__)
+        choice = self._choose([jobs[i] for i in order], [ids[i] for i in order], num_gpus)
+        if choice.cost is None:
+            never = (math.inf,) * len(jobs)
+            return GroupEstimate(
+                fits=False,
+                step_time_s=math.inf,
+                tokens_per_s=(0.0,) * len(jobs),
+                slowdown=never,
+                memory_bytes=choice.memory_bytes,
+                plan=None,
+            )
+        rates = [0.0] * len(jobs)
+        for place, rate in zip(order, choice.cost.job_tokens_per_s, strict=True):
+            rates[place] = rate
+        alone = [self._alone(job, i, num_gpus) for job, i in zip(jobs, ids, strict=True)]
+        return GroupEstimate(
+            fits=True,
+            step_time_s=choice.cost.step_time_s,
+            tokens_per_s=tuple(rates),
+            slowdown=tuple(max(1.0, a / r) for a, r in zip(alone, rates, strict=True)),
+            memory_bytes=choice.memory_bytes,
+            plan=choice.plan,
+        )
+
+    def _id(self, job: JobLoad) -> int:
+        key = (
+            job.rank,
+            job.targets,
+            job.batch_size,
+            job.lengths,
+            job.dropout,
+            job.target_share,
+        )
+        return self._ids.setdefault(key, len(self._ids))
+
+    def _alone(self, job: JobLoad, job_id: int, num_gpus: int) -> float:
+        cost = self._choose([job], [job_id], num_gpus).cost
+        # Where a group fits, so does each of its members: adapters only add memory.
+        assert cost is not None, f"job {job.name} must fit alone where its group fits"
+        return cost.job_tokens_per_s[0]
+
+    def _choose(self, jobs: Sequence[JobLoad], ids: Sequence[int], num_gpus: int) -> _Choice:
+        key = (num_gpus, tuple(ids))
+        if key not in self._choices:
+            self._choices[key] = self._best(jobs, num_gpus)
+        return self._choices[key]
+
+    def _best(self, jobs: Sequence[JobLoad], num_gpus: int) -> _Choice:
+        model = CostModel(self.spec, jobs, self._rates)
+        best, least = _Choice(None, None, math.inf), math.inf
+        for layout in self._layouts_for(num_gpus):
+            for budget in _budgets(jobs):
+                plan, use = self._lightest_that_fits(
+                    jobs, replace(layout, micro_batch_tokens=budget)
+                )
+                least = min(least, use.total_bytes)
+                if plan is None:
+                    continue
+                cost = model.step_cost(plan)
+                if best.cost is None or cost.tokens_per_s > best.cost.tokens_per_s:
+                    best = _Choice(plan, cost, use.total_bytes)
+        return best if best.cost is not None else _Choice(None, None, least)
+
+    def _lightest_that_fits(
+        self, jobs: Sequence[JobLoad], plan: Plan
+    ) -> tuple[Plan | None, MemoryUse]:
+        """The plan with as little recompute as fits, and its memory."""
+        for recompute in RECOMPUTES:
+            tried = replace(plan, recompute=recompute)
+            use = memory_use(self.spec, jobs, tried, self.hardware)
+            if use.total_bytes <= self.hardware.memory_bytes:
+                return tried, use
+        return None, use
+
+    def _layouts_for(self, num_gpus: int) -> tuple[Plan, ...]:
+        """Layouts worth trying, the same ones whatever was asked before."""
+        if num_gpus not in self._layouts:
+            kept: dict[Plan, None] = {}
+            for jobs in map(_reference, *zip(*_REFERENCES, strict=True)):
+                kept.update(dict.fromkeys(self._best_layouts(jobs, num_gpus)))
+            self._layouts[num_gpus] = tuple(kept)
+        return self._layouts[num_gpus]
+
+    def _best_layouts(self, jobs: Sequence[JobLoad], num_gpus: int) -> list[Plan]:
+        model = CostModel(self.spec, jobs, self._rates)
+        scored, needs = [], []
+        for index, layout in enumerate(self._all_layouts(num_gpus)):
+            plan, use = self._lightest_that_fits(jobs, layout)
+            needs.append((use.total_bytes, index, layout))
+            if plan is not None:
+                scored.append((-model.step_cost(plan).tokens_per_s, index, layout))
+        chosen = [layout for *_, layout in sorted(scored)[:_LAYOUTS_KEPT]]
+        # For mixes beyond the reference: what needs least memory.
+        return [*chosen, *(layout for *_, layout in sorted(needs)[:1])]
+
+    def _all_layouts(self, num_gpus: int) -> Iterator[Plan]:
+        reach = self.hardware.gpus_per_node if self.hardware.inter_node is None else num_gpus
+        if num_gpus > reach:
+            raise ValueError(
+                f"num_gpus must be at most {reach}, the node of a profile without inter_node, "
+                f"got {num_gpus}"
+            )
+        divisors = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0]
+        for tp in divisors:
+            for pp in divisors:
+                if num_gpus % (tp * pp) or tp > self.hardware.gpus_per_node:
+                    continue
+                plan = Plan(
+                    tp_size=tp,
+                    pp_size=pp,
+                    dp_size=num_gpus // (tp * pp),
+                    sequence_parallel=tp > 1,
+                )
+                if misfit(self.spec, plan) is None:
+                    yield plan
+
+
+def _reference(count: int, batch_size: int) -> list[JobLoad]:
+    lengths = LengthHistogram.single(512)
+    return [
+        JobLoad(name=str(i), rank=16, batch_size=batch_size, lengths=lengths) for i in range(count)
+    ]
+
+
+def _budgets(jobs: Sequence[JobLoad]) -> list[int]:
+    longest = max(job.lengths.longest for job in jobs)
+    fitting = [budget for budget in BUDGETS if budget >= longest]
+    return fitting or [2 ** math.ceil(math.log2(longest))]

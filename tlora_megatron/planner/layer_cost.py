@@ -1,0 +1,271 @@
+"""Time of one decoder layer on one GPU for one micro-batch, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.hardware import CollectiveOp
+from tlora_megatron.planner.memory import (
+    LINEAR_TARGETS,
+    RANK_CHUNK,
+    local_shape,
+    target_width,
+)
+from tlora_megatron.planner.rates import Rates
+from tlora_megatron.planner.rounds import RoundLoad
+from tlora_megatron.planner.workload import JobLoad
+
+_CP_OPS: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter")
+BLOCKS = {"attention": ("linear_qkv", "linear_proj"), "mlp": ("linear_fc1", "linear_fc2")}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Seconds of one layer, forward and backward together, without waiting for the host."""
+
+    gemm_s: float
+    attention_s: float
+    elementwise_s: float
+    lora_s: float
+    recompute_s: float
+    """What is computed and communicated again."""
+    tp_comm_s: float
+    """What nothing hides."""
+    cp_comm_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return (
+            self.gemm_s
+            + self.attention_s
+            + self.elementwise_s
+            + self.lora_s
+            + self.recompute_s
+            + self.tp_comm_s
+            + self.cp_comm_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _LoraCounts:
+    """What one linear's adapters amount to, by job: see `hardware.LoraCost`."""
+
+    block: str
+    in_size: int
+    out_size: int
+    gathers: bool
+    """Under sequence parallelism x is this rank's rows only."""
+    rank_columns: tuple[float, ...]
+    """Sum of N r over the job's targets here."""
+    rank_inputs: tuple[float, ...]
+    """K r p."""
+    gradients: tuple[float, ...]
+
+
+class LayerModel:
+    """The layers of one model, for one mix of jobs on one kind of machine."""
+
+    def __init__(self, spec: ModelSpec, jobs: Sequence[JobLoad], rates: Rates) -> None:
+        self.spec = spec
+        self.jobs = tuple(jobs)
+        self.rates = rates
+        self._lora: dict[int, list[_LoraCounts]] = {}
+        self._attention: dict[int, list[tuple[float, float]]] = {}
+
+    def cost(self, plan: Plan, load: RoundLoad) -> LayerCost:
+        """One layer of a round's micro-batch of the rank with most rows."""
+        rows = load.rows / plan.cp_size
+        gemm = {b: self._gemms(plan, rows, b) for b in BLOCKS}
+        attention = self._attend(plan, load)
+        stream = {b: self._elementwise(plan, rows, b) for b in BLOCKS}
+        lora = {b: self._adapters(plan, load, rows, b) for b in BLOCKS}
+        comm = self._tp_comm(plan, rows)
+        hidden = self._hidden(plan, rows, sum(backward for _, backward in lora.values()))
+        cp_forward, cp_backward = self._cp_comm(plan, rows)
+        again = 0.0
+        if plan.recompute != "none":
+            for block in ("mlp",) if plan.recompute == "selective" else tuple(BLOCKS):
+                parts = (gemm[block], stream[block], lora[block], comm[block])
+                again += sum(forward for forward, _ in parts)
+        if plan.recompute == "full":
+            again += attention[0] + cp_forward
+        return LayerCost(
+            gemm_s=_both(gemm),
+            attention_s=sum(attention),
+            elementwise_s=_both(stream),
+            lora_s=_both(lora),
+            recompute_s=again,
+            tp_comm_s=_both(comm) - hidden,
+            cp_comm_s=cp_forward + cp_backward,
+        )
+
+    def _gemms(self, plan: Plan, rows: float, block: str) -> tuple[float, float]:
+        forward = backward = 0.0
+        for linear in BLOCKS[block]:
+            columns, inner = local_shape(self.spec, linear, plan.tp_size)
+            forward += self.rates.gemm_s(rows, columns, inner)
+            backward += self.rates.gemm_s(rows, columns, inner, backward=True)
+        return forward, backward
+
+    def _attend(self, plan: Plan, load: RoundLoad) -> tuple[float, float]:
+        """Quadratic in every sequence's own length; context parallelism shares it evenly."""
+        times = self._attention.get(plan.tp_size)
+        if times is None:
+            heads = self.spec.num_heads / plan.tp_size
+            times = self._attention[plan.tp_size] = [
+                self._attention_a_row(job, heads) for job in self.jobs
+            ]
+        rows = load.rows / plan.cp_size
+        tokens = max(load.tokens, 1e-9)
+        forward, backward = (
+            sum(t[side] * n for t, n in zip(times, load.job_tokens, strict=True)) / tokens
+            for side in (0, 1)
+        )
+        return rows * forward, rows * backward
+
+    def _attention_a_row(self, job: JobLoad, heads: float) -> tuple[float, float]:
+        dim, mean = self.spec.head_dim, job.lengths.mean
+        times = [
+            (share, self.rates.attention_s(length, heads, dim))
+            for length, share in job.lengths.pairs
+        ]
+        forward, backward = (sum(s * t[side] for s, t in times) / mean for side in (0, 1))
+        return forward, backward
+
+    def _elementwise(self, plan: Plan, rows: float, block: str) -> tuple[float, float]:
+        """Reads and writes of norms and residual sums, rotation, SwiGLU."""
+        spec, size = self.spec, self.rates.element_bytes
+        stream = rows * spec.hidden_size / (plan.tp_size if plan.sequence_parallel else 1)
+        if block == "attention":
+            heads = rows * (spec.q_size + 2 * spec.kv_size) / plan.tp_size
+            forward, backward = 2 * stream + 2 * heads, 4 * stream + 2 * heads
+        else:
+            ffn = rows * spec.ffn_size / plan.tp_size
+            forward, backward = 7 * stream + 3 * ffn, 4 * stream + 5 * ffn
+        return self.rates.stream_s(forward * size), self.rates.stream_s(backward * size)
+
+    def _adapters(
+        self, plan: Plan, load: RoundLoad, rows: float, block: str
+    ) -> tuple[float, float]:
+        cost = self.rates.hardware.lora
+        bins = load.micro_batches * plan.dp_size
+        filled = max(load.tokens, 1e-9)
+        shares = [n / filled for n in load.job_tokens]
+        present = [min(1.0, n / bins) for n in load.job_sequences]
+        dropped = sum(s for s, job in zip(shares, self.jobs, strict=True) if job.dropout > 0)
+        forward = backward = 0.0
+        for site in self._counts(plan.tp_size):
+            if site.block != block or not any(site.gradients):
+                continue
+            inputs, outputs = rows * site.in_size, rows * site.out_size
+            shard = plan.tp_size if plan.sequence_parallel and site.gathers else 1
+            gradients = _dot(present, site.gradients)
+            forward += (
+                cost.forward_fixed_s
+                + cost.forward_input_s * inputs
+                + cost.forward_rank_s * rows * _dot(shares, site.rank_columns)
+                + cost.forward_factor_s * gradients
+                + cost.forward_dropout_s * dropped * inputs
+            )
+            backward += (
+                cost.backward_fixed_s
+                + cost.backward_stream_s * (2 * outputs + inputs / shard)
+                + cost.backward_rank_s * rows * _dot(shares, site.rank_inputs)
+                + cost.backward_factor_s * gradients
+                + cost.backward_dropout_s * dropped * inputs
+            )
+        return forward, backward
+
+    def _counts(self, tp_size: int) -> list[_LoraCounts]:
+        if tp_size not in self._lora:
+            self._lora[tp_size] = [
+                self._site_counts(block, linear, tp_size)
+                for block, linears in BLOCKS.items()
+                for linear in linears
+            ]
+        return self._lora[tp_size]
+
+    def _site_counts(self, block: str, linear: str, tp_size: int) -> _LoraCounts:
+        out_size, in_size = local_shape(self.spec, linear, tp_size)
+        columns, inputs, gradients = [], [], []
+        for job in self.jobs:
+            widths = [
+                target_width(self.spec, target, linear, tp_size)
+                for target in LINEAR_TARGETS[linear]
+                if target in job.targets
+            ]
+            chunked = -(-job.rank // RANK_CHUNK) * RANK_CHUNK
+            columns.append(float(chunked * sum(widths)))
+            inputs.append(float(chunked * in_size * len(widths)))
+            gradients.append(float(job.rank * sum(in_size + width for width in widths)))
+        return _LoraCounts(
+            block=block,
+            in_size=in_size,
+            out_size=out_size,
+            gathers=linear in ("linear_qkv", "linear_fc1"),
+            rank_columns=tuple(columns),
+            rank_inputs=tuple(inputs),
+            gradients=tuple(gradients),
+        )
+
+    def _tp_comm(self, plan: Plan, rows: float) -> dict[str, tuple[float, float]]:
+        """Collectives of each block. Without sequence parallelism one all-reduce each way; with it
+        a gather and a scatter each way, and a rank-sized all-reduce of dS.
+        """
+        if plan.tp_size == 1:
+            return dict.fromkeys(BLOCKS, (0.0, 0.0))
+        size = rows * self.spec.hidden_size * self.rates.element_bytes
+        if not plan.sequence_parallel:
+            once = self._over_tp(plan, "all_reduce", size)
+            return dict.fromkeys(BLOCKS, (once, once))
+        once = self._over_tp(plan, "all_gather", size)
+        once += self._over_tp(plan, "reduce_scatter", size)
+        widest = max((-(-job.rank // RANK_CHUNK) * RANK_CHUNK for job in self.jobs), default=0)
+        targets = {"attention": 3, "mlp": 2}
+        return {
+            block: (
+                once,
+                once
+                + self._over_tp(
+                    plan, "all_reduce", rows * widest * count * self.rates.element_bytes
+                ),
+            )
+            for block, count in targets.items()
+        }
+
+    def _over_tp(self, plan: Plan, op: CollectiveOp, size_bytes: float) -> float:
+        spans = plan.tp_size > self.rates.hardware.gpus_per_node
+        return self.rates.collective_s(op, plan.tp_size, size_bytes, spans_nodes=spans)
+
+    def _hidden(self, plan: Plan, rows: float, lora_backward_s: float) -> float:
+        """The reductions of dx run beside dA, about half of the adapters' backward."""
+        if plan.tp_size == 1:
+            return 0.0
+        size = rows * self.spec.hidden_size * self.rates.element_bytes
+        op: CollectiveOp = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
+        reductions = 2 * self._over_tp(plan, op, size)
+        return self.rates.hardware.overlap * min(reductions, lora_backward_s / 2)
+
+    def _cp_comm(self, plan: Plan, rows: float) -> tuple[float, float]:
+        """Keys and values of all ranks are gathered; their gradients scattered."""
+        if plan.cp_size == 1:
+            return 0.0, 0.0
+        width = 2 * self.spec.kv_size / plan.tp_size
+        size = rows * plan.cp_size * width * self.rates.element_bytes
+        spans = plan.cp_size * plan.tp_size > self.rates.hardware.gpus_per_node
+        forward, backward = (
+            self.rates.collective_s(op, plan.cp_size, size, spans_nodes=spans) for op in _CP_OPS
+        )
+        return forward, backward
+
+
+def _both(parts: dict[str, tuple[float, float]]) -> float:
+    return sum(forward + backward for forward, backward in parts.values())
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,125 @@
+"""Times of single operations from a hardware profile: between what was measured, interpolated."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+
+from tlora_megatron.planner.hardware import CollectiveOp, HardwareProfile, Link
+
+_NEIGHBOURS = 4
+"""Measured GEMM shapes that one in between is interpolated from."""
+
+_Table = tuple[list[float], list[float], list[float]]
+"""Abscissas, ascending, and forward and backward rates."""
+
+
+class Rates:
+    """Looks operations up in one profile; keeps what it has worked out."""
+
+    def __init__(self, hardware: HardwareProfile) -> None:
+        self.hardware = hardware
+        self.element_bytes = 2 if hardware.dtype == "bfloat16" else 4
+        points = defaultdict(list)
+        for p in hardware.gemms:
+            points[p.columns, p.inner].append(
+                (math.log(p.rows), p.forward_flops_per_s, p.backward_flops_per_s)
+            )
+        self._measured = {shape: _table(rows) for shape, rows in points.items()}
+        self._gemms: dict[tuple[int, int], _Table] = {}
+        self._attention = _table(
+            (math.log(p.length), p.forward_flops_per_s, p.backward_flops_per_s)
+            for p in hardware.attention
+        )
+        collectives = defaultdict(list)
+        for c in hardware.collectives:
+            collectives[c.op, c.ranks].append((float(c.bytes), c.seconds, c.seconds))
+        self._collectives = {key: _table(rows) for key, rows in collectives.items()}
+
+    def gemm_s(self, rows: float, columns: int, inner: int, *, backward: bool = False) -> float:
+        """`[rows, inner] x [inner, columns]`, or the gradient of its input.
+
+        Never faster than its operands can be read and written.
+        """
+        table = self._gemms.get((columns, inner))
+        if table is None:
+            table = self._gemms[columns, inner] = self._blend(columns, inner)
+        rate = _at(math.log(max(rows, 1.0)), table[0], table[2 if backward else 1])
+        moved = (rows * (columns + inner) + columns * inner) * self.element_bytes
+        return max(2.0 * rows * columns * inner / rate, moved / self.hardware.copy_bytes_per_s)
+
+    def _blend(self, columns: int, inner: int) -> _Table:
+        """Rates of a shape: its own if measured, else the nearest ones', weighted by nearness."""
+        if (columns, inner) in self._measured:
+            return self._measured[columns, inner]
+        near = sorted(
+            (math.hypot(math.log(c / columns), math.log(k / inner)), (c, k))
+            for c, k in self._measured
+        )[:_NEIGHBOURS]
+        weights = [(1.0 / distance**2, self._measured[shape]) for distance, shape in near]
+        total = sum(weight for weight, _ in weights)
+        grid = sorted({x for _, table in weights for x in table[0]})
+        forward, backward = (
+            [sum(w * _at(x, t[0], t[side]) for w, t in weights) / total for x in grid]
+            for side in (1, 2)
+        )
+        return grid, forward, backward
+
+    def attention_s(self, length: int, heads: float, head_dim: int) -> tuple[float, float]:
+        """Causal attention of one sequence, forward and backward."""
+        pairs = length * (length + 1) / 2
+        xs, forward, backward = self._attention
+        x = math.log(length)
+        flops = 4.0 * pairs * heads * head_dim
+        return flops / _at(x, xs, forward), 2.5 * flops / _at(x, xs, backward)
+
+    def stream_s(self, moved_bytes: float) -> float:
+        """Elementwise passes that read and write so many bytes."""
+        return moved_bytes / self.hardware.stream_bytes_per_s
+
+    def collective_s(
+        self, op: CollectiveOp, ranks: int, size_bytes: float, *, spans_nodes: bool = False
+    ) -> float:
+        """A collective over a tensor of `size_bytes` (gathered, or before it is scattered)."""
+        if ranks <= 1 or size_bytes <= 0:
+            return 0.0
+        if spans_nodes:
+            link = self.hardware.inter_node
+            if link is None:
+                raise ValueError(f"inter_node must be given for {ranks} GPUs of several nodes")
+            return _ring_s(op, ranks, size_bytes, link)
+        table = self._collectives.get((op, ranks))
+        if table is None:
+            return _ring_s(op, ranks, size_bytes, self.hardware.intra_node)
+        xs, seconds, _ = table
+        if size_bytes > xs[-1]:
+            return seconds[-1] * size_bytes / xs[-1]
+        return _at(size_bytes, xs, seconds)
+
+
+def _ring_s(op: CollectiveOp, ranks: int, size_bytes: float, link: Link) -> float:
+    """A ring: each GPU sends `(n - 1) / n` of the tensor, twice in an all-reduce."""
+    if op == "p2p":
+        return link.latency_s + size_bytes / link.bytes_per_s
+    turns = 2 if op == "all_reduce" else 1
+    share = turns * (ranks - 1) / ranks
+    hops = turns * math.ceil(math.log2(ranks))
+    return hops * link.latency_s + share * size_bytes / link.bytes_per_s
+
+
+def _table(points: object) -> _Table:
+    xs, forward, backward = zip(*sorted(points), strict=True)  # type: ignore[call-overload]
+    return list(xs), list(forward), list(backward)
+
+
+def _at(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Linear between points, constant beyond them."""
+    index = bisect_left(xs, x)
+    if index == 0:
+        return ys[0]
+    if index == len(xs):
+        return ys[-1]
+    share = (x - xs[index - 1]) / (xs[index] - xs[index - 1])
+    return ys[index - 1] + share * (ys[index] - ys[index - 1])

@@ -1,0 +1,184 @@
+"""What of a job costs time and memory: adapter, batch and sequence lengths, without its data."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from tlora_megatron.config_reader import show
+from tlora_megatron.job import HF_TARGETS, MEGATRON_TARGETS, JobSpec
+
+_SUM_TOLERANCE = 1e-6
+_MOST_BINS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LengthHistogram:
+    """How long a job's sequences are.
+
+    A length is the rows that a sequence takes in a micro-batch: its tokens but the last, which is
+    only predicted.
+    """
+
+    pairs: tuple[tuple[int, float], ...]
+    """Length and share of the sequences, lengths ascending, shares adding up to 1."""
+
+    def __post_init__(self) -> None:
+        if not self.pairs:
+            raise ValueError("lengths must hold at least one length, got none")
+        previous = 0
+        for length, share in self.pairs:
+            if length <= previous:
+                raise ValueError(f"lengths must be positive and ascend, got {length}")
+            if not 0 < share <= 1 + _SUM_TOLERANCE:
+                raise ValueError(f"shares of lengths must be in (0, 1], got {share}")
+            previous = length
+        total = sum(share for _, share in self.pairs)
+        if abs(total - 1) > _SUM_TOLERANCE:
+            raise ValueError(f"shares of lengths must add up to 1, got {total}")
+
+    @classmethod
+    def single(cls, length: int) -> LengthHistogram:
+        """All sequences of one length."""
+        return cls(((length, 1.0),))
+
+    @classmethod
+    def from_counts(cls, counts: Iterable[tuple[int, float]]) -> LengthHistogram:
+        """From lengths with how often each occurs, in any order.
+
+        Raises:
+            ValueError: if there is no length, or a length or count is not positive.
+        """
+        merged: Counter[int] = Counter()
+        for length, count in counts:
+            if not 0 < count < math.inf:
+                raise ValueError(f"counts of lengths must be positive, got {show(count)}")
+            merged[length] += count  # type: ignore[assignment]
+        total = sum(merged.values())
+        return cls(tuple((length, count / total) for length, count in sorted(merged.items())))
+
+    @classmethod
+    def from_lengths(cls, lengths: Iterable[int], most_bins: int = _MOST_BINS) -> LengthHistogram:
+        """From every sequence's length; at most `most_bins` bins of about equally many sequences.
+
+        A bin's length is its mean, rounded up; the longest sequence keeps a bin of its own.
+
+        Raises:
+            ValueError: if there is no length or one is not positive.
+        """
+        ordered = sorted(lengths)
+        if not ordered:
+            raise ValueError("lengths must hold at least one length, got none")
+        if ordered[0] < 1:
+            raise ValueError(f"lengths must be positive and ascend, got {ordered[0]}")
+        if len(set(ordered)) <= most_bins:
+            return cls.from_counts((length, count) for length, count in Counter(ordered).items())
+        size = len(ordered) - 1
+        bounds = [size * i // (most_bins - 1) for i in range(most_bins)] + [len(ordered)]
+        groups = [ordered[b:e] for b, e in itertools.pairwise(bounds) if e > b]
+        return cls.from_counts((-(-sum(g) // len(g)), len(g)) for g in groups)
+
+    @property
+    def mean(self) -> float:
+        """Mean length."""
+        return sum(length * share for length, share in self.pairs)
+
+    @property
+    def longest(self) -> int:
+        """The longest length."""
+        return self.pairs[-1][0]
+
+    def clipped(self, longest: int) -> LengthHistogram:
+        """Lengths over `longest` cut to it."""
+        return self.from_counts((min(length, longest), share) for length, share in self.pairs)
+
+    def spread(self) -> Iterator[int]:
+        """Lengths without end whose shares come out right in every run: van der Corput's order."""
+        index = 1
+        while True:
+            yield self._quantile(_radical_inverse(index))
+            index += 1
+
+    def _quantile(self, q: float) -> int:
+        total = 0.0
+        for length, share in self.pairs:
+            total += share
+            if q < total:
+                return length
+        return self.longest
+
+
+def _radical_inverse(index: int) -> float:
+    """The binary digits of an index mirrored behind the point: 1/2, 1/4, 3/4, 1/8, 5/8, ..."""
+    value, place = 0.0, 0.5
+    while index:
+        value += place * (index & 1)
+        index >>= 1
+        place /= 2
+    return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobLoad:
+    """One job as the planner sees it."""
+
+    name: str
+    rank: int
+    targets: tuple[str, ...] = HF_TARGETS
+    batch_size: int
+    """Sequences an optimizer step, over all data-parallel ranks."""
+    lengths: LengthHistogram
+    dropout: float = 0.0
+    target_share: float = 1.0
+    """Of the rows that predict something: only these reach the output layer."""
+
+    def __post_init__(self) -> None:
+        known = HF_TARGETS + MEGATRON_TARGETS
+        rules = (
+            ("rank", "be at least 1", self.rank, self.rank >= 1),
+            ("batch_size", "be at least 1", self.batch_size, self.batch_size >= 1),
+            ("dropout", "be in [0, 1)", self.dropout, 0 <= self.dropout < 1),
+            ("target_share", "be in (0, 1]", self.target_share, 0 < self.target_share <= 1),
+            ("targets", "name at least one linear", self.targets, bool(self.targets)),
+            ("targets", f"be among {', '.join(known)}", self.targets, {*self.targets} <= {*known}),
+        )
+        for field, obligation, value, holds in rules:
+            if not holds:
+                raise ValueError(f"{field} of job {self.name!r} must {obligation}, got {value}")
+
+    @classmethod
+    def from_spec(
+        cls, job: JobSpec, lengths: LengthHistogram, target_share: float = 1.0
+    ) -> JobLoad:
+        """A configured job with the lengths of its sequences."""
+        return cls(
+            name=job.name,
+            rank=job.lora.rank,
+            targets=job.lora.target_modules,
+            batch_size=job.batch_size,
+            lengths=lengths,
+            dropout=job.lora.dropout,
+            target_share=target_share,
+        )
+
+    @property
+    def batch_tokens(self) -> float:
+        """Rows of one optimizer step, in the mean."""
+        return self.batch_size * self.lengths.mean
+
+
+def check_jobs(jobs: Iterable[JobLoad]) -> None:
+    """Refuses an empty mix and names that occur twice.
+
+    Raises:
+        ValueError: naming the job.
+    """
+    names = Counter(job.name for job in jobs)
+    if not names:
+        raise ValueError("jobs must hold at least one job, got none")
+    for name, count in names.items():
+        if count > 1:
+            raise ValueError(f"jobs must have unique names, got {name!r} {count} times")
