@@ -8,6 +8,7 @@ over TP once an optimizer step; no activation-sized collective is added anywhere
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -113,12 +114,41 @@ def stage_sites(
 
     Kept: the writer asks for those of every rank whenever a job is saved, 0.2 s for 70B and TP 8.
     """
-    num_layers = spec.num_layers // layout.pp_size
     return tuple(
-        make_site(spec, pp_rank * num_layers + layer, linear, tp_rank, layout.tp_size)
-        for layer in range(num_layers)
-        for linear in LINEAR_TARGETS
+        make_site(spec, layer, linear, tp_rank, layout.tp_size)
+        for layer, linear in _stage_linears(spec, layout, pp_rank)
     )
+
+
+def _stage_linears(
+    spec: ModelSpec, layout: ParallelLayout, pp_rank: int
+) -> Sequence[tuple[int, str]]:
+    if layout.stage_linears is not None:
+        return layout.stage_linears[pp_rank]
+    num_layers = spec.num_layers // layout.pp_size
+    layers = range(pp_rank * num_layers, (pp_rank + 1) * num_layers)
+    return [(layer, linear) for layer in layers for linear in LINEAR_TARGETS]
+
+
+def check_targets(
+    spec: ModelSpec, layout: ParallelLayout, job: str, targets: Sequence[str]
+) -> None:
+    """Refuses targets that not every layer of a built model has: an adapter covers all layers.
+
+    Raises:
+        ValueError: naming the job, the target and the first layer that lacks it.
+    """
+    if layout.stage_linears is None:
+        return
+    held = {pair for stage in layout.stage_linears for pair in stage}
+    for linear, of_linear in LINEAR_TARGETS.items():
+        wanted = [target for target in targets if target in of_linear]
+        missing = [layer for layer in range(spec.num_layers) if (layer, linear) not in held]
+        if wanted and missing:
+            raise ValueError(
+                f"job {job!r}: lora.target_modules must name linears that every layer has (routed "
+                f"experts carry no adapters), got {wanted[0]!r}, which layer {missing[0]} lacks"
+            )
 
 
 def qkv_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> torch.Tensor:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -55,18 +56,22 @@ def gather_buffer(
     """
     if not groups.is_first_replica:
         return {}
-    local = job.adapter.slab.buffers()[buffer]
-    if not groups.is_writer:
-        dist.gather(local, group=groups.model_group, group_dst=0)
-        return {}
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(groups.model_group))]
-    dist.gather(local, parts, group=groups.model_group, group_dst=0)
     layout = groups.layout
     layouts = [
         slab_layout(stage_sites(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank), job.spec.lora)
         for pp_rank in range(layout.pp_size)
         for tp_rank in range(layout.tp_size)
     ]
+    # A collective takes equal sizes only, and stages may hold different numbers of layers.
+    most = max(one.numel for one in layouts)
+    held = job.adapter.slab.buffers()[buffer]
+    local = F.pad(held, (0, most - held.numel()))
+    if not groups.is_writer:
+        dist.gather(local, group=groups.model_group, group_dst=0)
+        return {}
+    parts = [torch.empty_like(local) for _ in layouts]
+    dist.gather(local, parts, group=groups.model_group, group_dst=0)
+    parts = [part[: one.numel] for one, part in zip(layouts, parts, strict=True)]
     return whole_tensors(layouts, parts, spec)
 
 

@@ -61,6 +61,13 @@ class PackedCoreAttention(MegatronModule):
             cp_group = getattr(pg_collection, "cp", None)
             self.cp_group = cp_group or parallel_state.get_context_parallel_group()
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # Checkpoints of Transformer Engine's attention hold its FP8 state, empty without FP8.
+        state_dict.pop(f"{prefix}_extra_state", None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def forward(
         self,
         query: Tensor,

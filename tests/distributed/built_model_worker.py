@@ -1,0 +1,165 @@
+"""Worker: a user's model with packed attention and adapters, in every layout named, against the
+same model untouched, document by document, in one process.
+
+Arguments: file of the reference, then variants `rope=scaled,tp=2,sp=1,pp=2,vp=2,first=1,cp=1,
+recompute=full,model=gpt`. With the one argument besides it `reference=...` it writes the file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from tests.helpers.built_model import (
+    LORAS,
+    SPEC,
+    build_user_gpt,
+    fill_bank,
+    largest_error,
+    run_documents_alone,
+    run_packed,
+    whole_gradients,
+)
+from tests.helpers.tiny_models import random_factors
+from tlora_megatron.integrations.megatron import recompute
+from tlora_megatron.integrations.megatron.built_model import freeze
+from tlora_megatron.integrations.megatron.discover import discover, record_stages
+from tlora_megatron.integrations.megatron.engine import current_groups
+from tlora_megatron.integrations.megatron.model import initialize_parallel
+from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
+from tlora_megatron.layers.adapter_bank import AdapterBank
+from tlora_megatron.layers.attach import attach
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.training.checkpoint import gather_buffer
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "core_attn": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+}
+
+
+def main() -> None:
+    """Runs all variants and fails at the first result that is off."""
+    file = Path(sys.argv[1])
+    for variant in sys.argv[2:]:
+        options = dict(item.split("=") for item in variant.split(","))
+        if "reference" in options:
+            file.parent.mkdir(exist_ok=True)
+            torch.save(reference(options["reference"].split("+")), file)
+        else:
+            check(variant, options, torch.load(file, weights_only=True))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print("all equal")
+    dist.destroy_process_group()
+
+
+def layout_of(options: dict[str, str]) -> ParallelLayout:
+    """The layout a variant names, over all processes."""
+    return ParallelLayout.for_world(
+        int(os.environ.get("WORLD_SIZE", "1")),
+        tp_size=int(options.get("tp", 1)),
+        pp_size=int(options.get("pp", 1)),
+        cp_size=int(options.get("cp", 1)),
+        sequence_parallel="sp" in options,
+    )
+
+
+def config_options(options: dict[str, str], layout: ParallelLayout) -> dict[str, Any]:
+    """Fields of TransformerConfig that a variant sets."""
+    fields: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tp_size,
+        "pipeline_model_parallel_size": layout.pp_size,
+        "context_parallel_size": layout.cp_size,
+        "sequence_parallel": layout.sequence_parallel,
+        **_RECOMPUTE[options.get("recompute", "none")],
+    }
+    if "vp" in options:
+        fields |= {
+            "virtual_pipeline_model_parallel_size": int(options["vp"]),
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
+    if "first" in options:
+        fields["num_layers_in_first_pipeline_stage"] = int(options["first"])
+    return fields
+
+
+def build(options: dict[str, str], layout: ParallelLayout) -> tuple[list[Any], Any, AdapterBank]:
+    """The chunks with adapters, the groups, the bank."""
+    initialize_parallel(layout)
+    if "vp" in options:
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(int(options["vp"]))
+    recompute.install()
+    chunks = build_user_gpt(options.get("rope", "plain"), **config_options(options, layout))
+    groups = current_groups(layout)
+    freeze(chunks)
+    linears = discover(chunks, SPEC, groups)
+    groups = record_stages(groups, linears)
+    bank = AdapterBank([s for s, _ in linears], LORAS, dtype=torch.float32, device=groups.device)
+    attach(linears, bank)
+    fill_bank(bank)
+    return chunks, groups, bank
+
+
+def reference(ropes: list[str]) -> dict[str, Any]:
+    """Losses and gradients of the untouched model by kind of rotary embedding."""
+    found = {}
+    for rope in ropes:
+        chunks, groups, bank = build({"rope": rope}, ParallelLayout())
+        found[rope] = (run_documents_alone(chunks), whole_gradients(bank, groups))
+    return found
+
+
+def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> None:
+    """Compares one variant."""
+    chunks, groups, bank = build(options, layout_of(options))
+    install_packed_attention(chunks)
+    losses = run_packed(chunks, groups)
+    expected_losses, expected = references[options.get("rope", "plain")]
+    if groups.is_last_stage:
+        assert len(losses) == len(expected_losses)
+        for got, whole in zip(losses, expected_losses, strict=True):
+            used = whole != 0
+            assert_close(variant, got[used], whole[used])
+    check_gathered(bank, groups)
+    error, name = largest_error(whole_gradients(bank, groups), expected)
+    if dist.get_rank() == 0:
+        print(f"{variant}: gradients off by {error:.1e} at most ({name})")
+    assert error < 1e-5, f"{variant}: {name} is off by {error}"
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
+
+
+def check_gathered(bank: AdapterBank, groups: ParallelGroups) -> None:
+    """What a checkpoint gathers is what was loaded, however many layers each stage has."""
+    for seed, adapter in enumerate(bank.adapters):
+        job: Any = SimpleNamespace(adapter=adapter, spec=SimpleNamespace(lora=adapter.lora))
+        whole = gather_buffer("master", job, SPEC, groups)
+        expected = random_factors(SPEC, adapter.lora, seed=seed) if groups.is_writer else {}
+        assert whole.keys() == expected.keys()
+        assert all(torch.equal(whole[name], expected[name]) for name in expected)
+
+
+def assert_close(variant: str, got: Tensor, expected: Tensor) -> None:
+    """Compares losses."""
+    error = float((got - expected).abs().max() / expected.abs().max())
+    assert error < 1e-5, f"losses of {variant}: relative error {error}"
+
+
+if __name__ == "__main__":
+    main()

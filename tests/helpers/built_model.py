@@ -1,0 +1,331 @@
+"""Megatron models as a user's script builds them, and their packed losses and adapter gradients.
+
+The definition is the same model untouched, in one process, every document alone: Megatron's own
+attention, rotary embedding and positions.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from tests.helpers.tiny_models import random_factors
+from tlora_megatron.integrations.megatron.core_attention import PackedCoreAttention
+from tlora_megatron.integrations.megatron.norm import RMSNorm
+from tlora_megatron.job import LoraSpec
+from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
+from tlora_megatron.layers.sites import stage_sites
+from tlora_megatron.layers.slab import slab_layout, whole_tensors
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.ops.segments import Document, pack_micro_batch, use_micro_batch
+from tlora_megatron.parallel.groups import ParallelGroups
+
+SPEC = ModelSpec(
+    model_type="llama",
+    num_layers=4,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    ffn_size=96,
+    vocab_size=128,
+    max_positions=64,
+    norm_eps=1e-5,
+    rope_theta=1e4,
+)
+LORAS = (
+    LoraSpec(rank=4, alpha=8, target_modules=("q_proj", "v_proj", "o_proj", "linear_fc1")),
+    LoraSpec(rank=3, alpha=3, target_modules=("linear_qkv", "gate_proj", "up_proj", "down_proj")),
+)
+PACKINGS = (
+    ((0, 7), (0, 9), (1, 13), (1, 1)),
+    ((0, 32),),
+    ((1, 5), (1, 20)),
+    ((0, 3), (1, 11), (1, 6)),
+)
+"""(slot, length) of the documents of each micro-batch of 32 tokens; the rest is padding."""
+NUM_TOKENS = 32
+ROPE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled": {"rotary_base": 500, "rope_scaling": True, "rope_scaling_factor": 4.0},
+    "interleaved": {"rotary_interleaved": True, "rotary_percent": 0.5},
+    "stretched": {"seq_len_interpolation_factor": 2.0},
+    "yarn": {"position_embedding_type": "yarn"},
+}
+_CONFIG_FIELDS = ("rotary_interleaved",)
+_YARN = {
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 8,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.5,
+    "yarn_correction_range_round_to_int": True,
+}
+
+
+def user_config(**options: Any) -> TransformerConfig:
+    """A dense Llama-like configuration for the CPU; `options` replace fields."""
+    fields: dict[str, Any] = {
+        "num_layers": SPEC.num_layers,
+        "hidden_size": SPEC.hidden_size,
+        "num_attention_heads": SPEC.num_heads,
+        "num_query_groups": SPEC.num_kv_heads,
+        "kv_channels": SPEC.head_dim,
+        "ffn_hidden_size": SPEC.ffn_size,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": torch.float32,
+        "pipeline_dtype": torch.float32,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "calculate_per_token_loss": True,
+        "deallocate_pipeline_outputs": False,
+    }
+    return TransformerConfig(**(fields | options))
+
+
+def build_user_gpt(rope: str = "plain", **options: Any) -> list[GPTModel]:
+    """This rank's chunks of a GPTModel of the local spec, with weights that depend on names only."""
+    arguments = dict(ROPE[rope])
+    fields = {key: arguments[key] for key in _CONFIG_FIELDS if key in arguments}
+    if rope == "yarn":
+        fields |= dict.fromkeys(_YARN)
+    config = user_config(**options, **{k: v for k, v in fields.items() if k in _CONFIG_FIELDS})
+    if rope == "yarn":
+        # As Megatron's trainer does: these are no fields of TransformerConfig in every version.
+        for name, value in _YARN.items():
+            setattr(config, name, value)
+    vp_size = config.virtual_pipeline_model_parallel_size
+    stages = [None] if vp_size is None else list(range(vp_size))
+    chunks = [_gpt_chunk(config, stage, arguments) for stage in stages]
+    for chunk in chunks:
+        set_weights(chunk)
+    return chunks
+
+
+def _gpt_chunk(config: Any, vp_stage: int | None, arguments: Mapping[str, Any]) -> GPTModel:
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if config.context_parallel_size > 1:
+        # Megatron's own refuses context parallelism when it is built.
+        parts.self_attention.submodules.core_attention = PackedCoreAttention
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    block = TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    ignore = vp_stage is None
+    options = {"position_embedding_type": "rope"} | dict(arguments)
+    return GPTModel(
+        config,
+        block,
+        vocab_size=SPEC.vocab_size,
+        max_sequence_length=SPEC.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(
+            ignore_virtual=ignore, vp_stage=vp_stage
+        ),
+        post_process=parallel_state.is_pipeline_last_stage(
+            ignore_virtual=ignore, vp_stage=vp_stage
+        ),
+        vp_stage=vp_stage,
+        **{k: v for k, v in options.items() if k not in _CONFIG_FIELDS},
+    )
+
+
+def set_weights(model: Any) -> None:
+    """Draws every parameter by its name with global layer numbers, the same in every layout."""
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(_shard(model, name, weight, tp_rank, tp_size))
+
+
+def _shard(model: Any, name: str, weight: Tensor, tp_rank: int, tp_size: int) -> Tensor:
+    parts = name.split(".")
+    if "layers" in parts:
+        place = parts.index("layers") + 1
+        parts[place] = str(model.decoder.layers[int(parts[place])].layer_number)
+    shape = list(weight.shape)
+    dim = getattr(weight, "partition_dim", -1) if weight.dim() == 2 else -1
+    if dim >= 0:
+        shape[dim] *= tp_size
+    generator = torch.Generator().manual_seed(zlib.crc32(".".join(parts).encode()))
+    whole = torch.randn(shape, generator=generator)
+    whole = whole * 0.1 + 1.0 if weight.dim() == 1 else whole * 0.15
+    if dim < 0:
+        return whole
+    if "linear_fc1" in name:
+        gate_up = whole.shape[0] // 2
+        half = gate_up // tp_size
+        gate = torch.arange(tp_rank * half, (tp_rank + 1) * half)
+        return whole[torch.cat([gate, gate + gate_up])]
+    return whole.chunk(tp_size, dim)[tp_rank]
+
+
+class Batch(NamedTuple):
+    """One rank's rows of a micro-batch."""
+
+    view: Any
+    tokens: Tensor
+    labels: Tensor
+    weights: Tensor
+    rows: Tensor
+    """Packed row of every local row."""
+
+
+def packed_batch(index: int, cp_rank: int = 0, cp_size: int = 1) -> Batch:
+    """Micro-batch `index` of `PACKINGS`."""
+    documents = [Document(slot=slot, length=length) for slot, length in PACKINGS[index]]
+    view = pack_micro_batch(
+        documents,
+        num_slots=len(LORAS),
+        num_tokens=NUM_TOKENS,
+        cp_rank=cp_rank,
+        cp_size=cp_size,
+    )
+    rows = view.local_rows()
+    whole = whole_rows(index)
+    return Batch(view, *(x[rows] for x in whole), rows)
+
+
+def whole_rows(index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, labels and loss weights of a micro-batch in packed order; padding weighs nothing."""
+    generator = torch.Generator().manual_seed(index)
+    tokens, labels = torch.randint(SPEC.vocab_size, (2, NUM_TOKENS), generator=generator)
+    weights = torch.rand(NUM_TOKENS, generator=generator)
+    weights[sum(length for _, length in PACKINGS[index]) :] = 0
+    return tokens, labels, weights
+
+
+def fill_bank(bank: AdapterBank, spec: ModelSpec = SPEC, loras: Sequence[LoraSpec] = LORAS) -> None:
+    """Installs one adapter a LoraSpec, random in both factors."""
+    adapters = []
+    for seed, lora in enumerate(loras):
+        slab = bank.new_slab(lora)
+        slab.load(random_factors(spec, lora, seed=seed).__getitem__)
+        adapters.append(Adapter(name=f"job{seed}", lora=lora, slab=slab))
+    bank.install(adapters)
+
+
+def run_packed(chunks: Sequence[Any], groups: ParallelGroups) -> list[Tensor]:
+    """Losses of all rows in packed order, a micro-batch each, on the last stage; fills gradients."""
+    cp_size = groups.layout.cp_size
+    batches = [packed_batch(i, groups.cp_rank, cp_size) for i in range(len(PACKINGS))]
+
+    def step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
+        batch = next(iterator)
+        with use_micro_batch(batch.view):
+            output = model(batch.tokens[None], None, None, labels=batch.labels[None])
+
+        def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            losses = output.flatten()
+            return (losses * batch.weights).sum(), torch.tensor(1), {"losses": losses.detach()}
+
+        return output, loss
+
+    outs = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+        model=list(chunks),
+        num_microbatches=len(batches),
+        seq_length=NUM_TOKENS,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return [_all_rows(o["losses"], b.rows, groups) for o, b in zip(outs, batches, strict=False)]
+
+
+def _all_rows(losses: Tensor, rows: Tensor, groups: ParallelGroups) -> Tensor:
+    whole = torch.zeros(NUM_TOKENS)
+    whole[rows] = losses
+    if groups.layout.cp_size > 1:
+        dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+    return whole
+
+
+def run_documents_alone(chunks: Sequence[Any]) -> list[Tensor]:
+    """The same losses from the model as it was built, document by document, in one process."""
+    (model,) = chunks
+    losses = []
+    for index, packing in enumerate(PACKINGS):
+        tokens, labels, weights = whole_rows(index)
+        parts, begin = [], 0
+        for slot, length in packing:
+            span = slice(begin, begin + length)
+            view = pack_micro_batch(
+                [Document(slot=slot, length=length)], num_slots=len(LORAS), num_tokens=length
+            )
+            parts.append(_alone(model, view, tokens[span], labels[span], weights[span]))
+            begin += length
+        losses.append(torch.cat([*parts, torch.zeros(NUM_TOKENS - begin)]))
+    return losses
+
+
+def _alone(model: Any, view: Any, tokens: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    length = len(tokens)
+    mask = torch.ones(length, length).triu(1).bool()[None, None]
+    with use_micro_batch(view):
+        out = model(tokens[None], torch.arange(length)[None], mask, labels=labels[None]).flatten()
+    (out * weights).sum().backward()
+    return out.detach()
+
+
+def whole_gradients(
+    bank: AdapterBank, groups: ParallelGroups, spec: ModelSpec = SPEC
+) -> list[dict[str, Tensor]]:
+    """Every adapter's whole gradient by canonical name, summed as the optimizer sums; on all ranks.
+
+    Collective over the world, which is one replica.
+    """
+    wholes = []
+    for adapter in bank.adapters:
+        slab = adapter.slab
+        dist.all_reduce(slab.grad, group=groups.dp_cp_group)
+        replicated = slab.grad[: slab.layout.replicated_numel]
+        if replicated.numel() and groups.layout.tp_size > 1:
+            dist.all_reduce(replicated, group=groups.tp_group)
+        held: list[Any] = [None] * dist.get_world_size(groups.model_group)
+        dist.all_gather_object(held, slab.grad, group=groups.model_group)
+        layout = groups.layout
+        layouts = [
+            slab_layout(stage_sites(spec, layout, tp_rank=tp, pp_rank=pp), adapter.lora)
+            for pp in range(layout.pp_size)
+            for tp in range(layout.tp_size)
+        ]
+        wholes.append(whole_tensors(layouts, held, spec))
+    return wholes
+
+
+def largest_error(
+    got: Sequence[Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor]]
+) -> tuple[float, str]:
+    """Relative error in the Frobenius norm of the factor that is farthest off, and its name."""
+    errors = []
+    for index, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
+        assert ours.keys() == theirs.keys(), f"{sorted(ours.keys() ^ theirs.keys())}"
+        for name, tensor in theirs.items():
+            assert tensor.norm() > 0, f"{name} must have a gradient to compare"
+            errors.append((float((ours[name] - tensor).norm() / tensor.norm()), f"{index}:{name}"))
+    return max(errors)

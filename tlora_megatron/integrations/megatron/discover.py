@@ -1,0 +1,163 @@
+"""Finds the linears of a model that someone else built, and which pipeline stage holds which.
+
+Nothing is assumed of how layers are dealt out: virtual pipeline chunks, uneven stages and
+HybridModel, whose attention and MLP are layers of their own, are read off the built modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from tlora_megatron.integrations.megatron.built_model import language_models
+from tlora_megatron.layers.sites import LINEAR_TARGETS, Site, make_site
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.parallel.groups import ParallelGroups
+
+_LINEAR_CLASSES = {
+    "column": ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear"),
+    "row": ("TERowParallelLinear",),
+}
+"""Transformer Engine's, by name: it may not be installed."""
+
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "hidden_dropout": (0.0,),
+    "gated_linear_unit": (True,),
+    "multi_latent_attention": (False,),
+    "attention_output_gate": (False,),
+    "experimental_attention_variant": (None,),
+    "mtp_num_layers": (None, 0),
+    "use_transformer_engine_op_fuser": (False,),
+    "moe_shared_expert_overlap": (False,),
+}
+"""Fields of TransformerConfig and the values that adapters work with; a version may lack some."""
+
+
+def discover(
+    chunks: Sequence[nn.Module], spec: ModelSpec, groups: ParallelGroups
+) -> list[tuple[Site, nn.Module]]:
+    """The linears of this rank that may carry adapters, in ascending order of (layer, linear).
+
+    Args:
+        chunks: of this rank's model: one, or as many as it has virtual pipeline stages.
+        spec: of the whole model; layers are numbered as in Hugging Face.
+
+    Raises:
+        ValueError: naming what in the model adapters do not work with, or differs from `spec`.
+    """
+    found: dict[tuple[int, str], nn.Module] = {}
+    for model in language_models(chunks):
+        check_config(model.config, _REQUIRED)
+        _check_groups(model.config, groups)
+        for layer in model.decoder.layers:
+            index = _layer_index(model, layer)
+            found |= {(index, linear): module for linear, module in _linears(layer)}
+    order = list(LINEAR_TARGETS)
+    pairs = sorted(found, key=lambda pair: (pair[0], order.index(pair[1])))
+    tp_size = groups.layout.tp_size
+    sites = [make_site(spec, *pair, groups.tp_rank, tp_size) for pair in pairs]
+    linears = [(site, found[pair]) for site, pair in zip(sites, pairs, strict=True)]
+    for site, module in linears:
+        _check_linear(site, module, spec)
+    return linears
+
+
+def record_stages(
+    groups: ParallelGroups, linears: Sequence[tuple[Site, nn.Module]]
+) -> ParallelGroups:
+    """The groups with a layout that knows which stage holds which linears; collective over PP."""
+    held = tuple((site.layer, site.linear) for site, _ in linears)
+    stages: list[Any] = [None] * groups.layout.pp_size
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
+    dist.all_gather_object(stages, held, group=pp_group)
+    return replace(groups, layout=replace(groups.layout, stage_linears=tuple(stages)))
+
+
+def check_config(config: Any, required: dict[str, tuple[Any, ...]]) -> None:
+    """Refuses values of a TransformerConfig; fields that this version lacks are passed over.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    for name, allowed in required.items():
+        value = getattr(config, name, allowed[0])
+        if value not in allowed:
+            raise ValueError(f"{name} must be {allowed[0]} to train adapters, got {value!r}")
+
+
+def _check_groups(config: Any, groups: ParallelGroups) -> None:
+    tp_size = groups.layout.tp_size
+    if config.num_query_groups % tp_size:
+        raise ValueError(
+            f"num_query_groups must be a multiple of tensor_model_parallel_size={tp_size}, got "
+            f"{config.num_query_groups}"
+        )
+
+
+def _layer_index(model: Any, layer: nn.Module) -> int:
+    """Number of the transformer layer, as Hugging Face counts, that a decoder layer is (part of).
+
+    HybridModel's must alternate, attention first: what follows an attention is its MLP.
+    """
+    if not isinstance(layer, TransformerLayer):
+        raise ValueError(
+            f"decoder layers must be attention or MLP (a state crosses the documents of a packed "
+            f"row), got {type(layer).__name__}"
+        )
+    number = int(layer.layer_number) - 1
+    pattern = getattr(model, "hybrid_layer_pattern", None) or getattr(
+        model, "hybrid_override_pattern", None
+    )
+    if pattern is None:
+        return number
+    main = pattern.split("/")[0].replace("|", "")
+    if len(main) % 2 or set(main[::2]) != {"*"} or not set(main[1::2]) <= {"-", "E"}:
+        raise ValueError(
+            f"hybrid_layer_pattern must repeat '*-' or '*E' (attention, then its MLP) to have the "
+            f"layer numbers of PEFT's names, got {pattern!r}"
+        )
+    return number // 2
+
+
+def _linears(layer: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Name and module of a layer's linears; routed experts have none."""
+    where = f"layer {layer.layer_number - 1}"
+    attention, mlp = layer.self_attention, layer.mlp
+    if not isinstance(getattr(layer, "cross_attention", None), IdentityOp | None):
+        raise ValueError(f"{where} must have no cross-attention")
+    if isinstance(attention, SelfAttention):
+        yield "linear_qkv", attention.linear_qkv
+        yield "linear_proj", attention.linear_proj
+    elif not isinstance(attention, IdentityOp):
+        raise ValueError(f"{where} must have SelfAttention, got {type(attention).__name__}")
+    if isinstance(mlp, MLP):
+        yield "linear_fc1", mlp.linear_fc1
+        yield "linear_fc2", mlp.linear_fc2
+    elif not isinstance(mlp, IdentityOp | BaseMoELayer):
+        raise ValueError(f"{where} must have an MLP or experts, got {type(mlp).__name__}")
+
+
+def _check_linear(site: Site, module: nn.Module, spec: ModelSpec) -> None:
+    name = f"layers.{site.layer}.{site.linear}"
+    own = ColumnParallelLinear if site.kind == "column" else RowParallelLinear
+    classes = {c.__name__ for c in type(module).__mro__}
+    if not isinstance(module, own) and classes.isdisjoint(_LINEAR_CLASSES[site.kind]):
+        allowed = ", ".join((own.__name__, *_LINEAR_CLASSES[site.kind]))
+        raise ValueError(f"{name} must be one of {allowed}, got {type(module).__name__}")
+    shape = tuple(getattr(module, "weight").shape)  # noqa: B009 - a Tensor, or so mypy thinks
+    if shape != (site.out_size, site.in_size):
+        raise ValueError(
+            f"{name} must have a weight of [{site.out_size}, {site.in_size}] on a rank as "
+            f"{spec.model_type} of hidden size {spec.hidden_size} has, got {list(shape)}"
+        )
