@@ -97,6 +97,8 @@ class ItemMachine:
         multiprocessors: int = 8,
     ) -> None:
         self.tile = GemmTile(tile)
+        self.tile_sizes: list[tuple[int, int]] = []
+        """Rows and columns that GEMMs were cut for."""
         self.launches: list[str] = []
         self._multiprocessors = multiprocessors
         self._random = np.random.default_rng(seed)
@@ -109,8 +111,9 @@ class ItemMachine:
         """As `cuda_calls.multiprocessors`."""
         return self._multiprocessors
 
-    def gemm_tile(self, num_rows: int, columns: int, clusters: int) -> GemmTile:
+    def gemm_tile(self, row_budget: int, columns: int, clusters: int) -> GemmTile:
         """As `cuda_ops.gemm_tile`, whatever the sizes."""
+        self.tile_sizes.append((row_budget, columns))
         return self.tile
 
     def rank_rows(
@@ -256,7 +259,6 @@ class ItemMachine:
     ) -> None:
         """lora_gemm.cu."""
         self.launches.append("gemm")
-        assert rank is not None, "these launches have a rank part"
         out = out_TN.numpy()
         base = (x_TK @ (weight.t() if transposed else weight)).numpy()
         if bias_N is not None:
@@ -264,9 +266,11 @@ class ItemMachine:
         for row in range(0, len(out), TILE_ROWS):
             for column in range(0, out.shape[1], tile.columns):
                 at = np.s_[row : row + TILE_ROWS, column : column + tile.columns]
-                shape = out[at].shape
-                delta = self._rank_tile(rank, row // TILE_ROWS, column, tile.columns)
-                write_once(out[at], base[at] + delta[: shape[0], : shape[1]])
+                write_once(out[at], base[at])
+                if rank is not None:
+                    rows, columns = out[at].shape
+                    delta = self._rank_tile(rank, row // TILE_ROWS, column, tile.columns)
+                    out[at] += delta[:rows, :columns]
 
     def _rank_tile(self, rank: RankPart, row_tile: int, column: int, width: int) -> Array:
         """What the chunks add to a tile, `[256, width]`."""

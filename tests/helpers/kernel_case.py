@@ -119,15 +119,15 @@ def make_case(
     )
 
 
-def make_rows(lengths: Sequence[int], padding: int = 0) -> RowGroups:
-    """Segments of so many rows, then rows without an adapter."""
+def make_rows(lengths: Sequence[int], padding: int = 0, budget: int = 0) -> RowGroups:
+    """Segments of so many rows, then rows without an adapter; cut for these or for `budget`."""
     ends, total = [], 0
     for n in (*lengths, padding):
         total += n
         ends.append(total)
     index = torch.cat([torch.arange(n) + 5 for n in (*lengths, padding)])
     keys = tuple(mix_ints(slot, 3) for slot in range(len(lengths)))
-    return RowGroups(tuple(ends), index, keys)
+    return RowGroups(tuple(ends), index, keys, budget or total)
 
 
 def run(

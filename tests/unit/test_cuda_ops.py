@@ -202,6 +202,36 @@ def test_a_jobs_bits_do_not_depend_on_its_neighbours(run: type) -> None:
     assert torch.equal(a["dB[0][0]"], b["dB[1][0]"])
 
 
+@pytest.mark.parametrize("multiprocessors", [8, 40])
+def test_a_jobs_bits_do_not_depend_on_how_full_the_micro_batch_is(
+    multiprocessors: int, run: type
+) -> None:
+    """Without a budget, runs are longer (8) or clusters smaller (40) in the fuller one."""
+    case = make_case([(24,), (60,)], WHOLE, IN_SIZE, dtype=torch.float64)
+    x, dy = operands(case, 2304)
+    found, tiles = [], []
+    for rest in (156, 1604):
+        bench = run(case, multiprocessors=multiprocessors)
+        own = 700 + rest
+        found.append(bench(x[:own], dy[:own], make_rows((700, rest), budget=2304)))
+        tiles.append(bench.machine.tile_sizes)
+    assert tiles[0] == tiles[1] == [(2304, case.out_size), (2304, IN_SIZE)]
+    for name in ("dA[0][0]", "dB[0][0]"):
+        assert torch.equal(found[0][name], found[1][name]), name
+    for name in ("y", "dx"):
+        assert torch.equal(found[0][name][:700], found[1][name][:700]), name
+
+
+def test_rows_without_adapters_go_through_the_same_gemm(run: type) -> None:
+    """A job that adapts nothing here must not notice whether another does."""
+    case, rows = make("missing all targets")
+    rows = make_rows((0, 300, 0), 5)
+    x, dy = operands(case, rows.ends[-1])
+    bench = run(case)
+    check(bench(x, dy, rows), definition(case, x, dy, rows))
+    assert bench.machine.launches == ["gemm", "gemm"]
+
+
 @pytest.mark.parametrize("poisoned", [0, 1, 2, 3])
 def test_nan_in_one_slots_rows_stays_there(poisoned: int, run: type) -> None:
     """Slot 3 stands for rows without an adapter."""
@@ -254,7 +284,7 @@ H100_CLUSTERS = 66
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "columns", "width"),
+    ("row_budget", "columns", "width"),
     [
         (8192, 4096, 256),
         (8192, 6144, 256),
@@ -263,22 +293,20 @@ H100_CLUSTERS = 66
         (4096, 2560, 128),
         (1024, 6144, 192),
         (1024, 14336, 128),
-        (1024, 2560, None),
-        (2048, 2560, None),
-        (300, 4096, None),
+        (1024, 2560, 192),
+        (2048, 2560, 192),
+        (300, 4096, 128),
         (8192, 65536, 256),
-        (8192, 65537, None),
     ],
 )
-def test_gemm_tile(num_rows: int, columns: int, width: int | None, cuda_ops: ModuleType) -> None:
-    tile = cuda_ops.gemm_tile(num_rows, columns, H100_CLUSTERS)
-    assert (None if tile is None else tile.columns) == width
+def test_gemm_tile(row_budget: int, columns: int, width: int, cuda_ops: ModuleType) -> None:
+    assert cuda_ops.gemm_tile(row_budget, columns, H100_CLUSTERS).columns == width
 
 
 def test_a_gemm_never_has_more_column_tiles_than_the_kernel_counts(cuda_ops: ModuleType) -> None:
-    for columns in range(8, 80_000, 1000):
+    for columns in (*range(8, 65_536, 1000), 65_536):
         tile = cuda_ops.gemm_tile(8192, columns, H100_CLUSTERS)
-        assert tile is None or -(-columns // tile.columns) <= 256
+        assert -(-columns // tile.columns) <= 256
 
 
 @pytest.mark.parametrize(
@@ -295,6 +323,9 @@ def test_a_gemm_never_has_more_column_tiles_than_the_kernel_counts(cuda_ops: Mod
         ((replace(QKV[0], stride=224),), (448, 136), 0, False),
         (QKV[:1] * 4, (512, 136), 0, True),
         (QKV[:1] * 5, (512, 136), 0, False),
+        (WHOLE, (65536, 136), 0, True),
+        (WHOLE, (65544, 136), 0, False),
+        (WHOLE, (200, 65544), 0, False),
     ],
 )
 def test_suits(

@@ -145,6 +145,7 @@ def test_two_chunks_of_a_rank_are_grouped_together() -> None:
         ([(1, 2), (0, 2)], {}, r"documents must be in ascending order of slot, got \[1, 0\]"),
         ([(0, 9)], {}, r"documents must fit into num_tokens=8, got 9 tokens"),
         ([(0, 2)], {"num_tokens": 6, "cp_size": 2}, r"num_tokens must be a multiple of 4, got 6"),
+        ([(0, 2)], {"token_budget": 7}, r"num_tokens must be at most token_budget=7, got 8"),
     ],
 )
 def test_refusals(documents: list[tuple[int, int]], options: dict[str, int], match: str) -> None:
@@ -182,3 +183,12 @@ def test_a_bound_function_sees_the_micro_batch_of_its_making() -> None:
     with use_micro_batch(second):
         assert recompute(2) == (first, 2)
         assert current_micro_batch() is second
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, 8), ({"token_budget": 20}, 20), ({"token_budget": 20, "cp_size": 2}, 10)],
+)
+def test_kernels_are_cut_for_the_budget_of_the_run(options: dict[str, int], expected: int) -> None:
+    view = pack_micro_batch([Document(slot=0, length=3)], num_slots=1, num_tokens=8, **options)
+    assert view.rows.row_budget == expected

@@ -32,6 +32,7 @@ from tests.helpers.kernel_case import (
     run,
 )
 from tests.helpers.linear_case import error
+from tlora_megatron.ops import triton_ops
 from tlora_megatron.ops.columns import OutputColumns
 from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.kernel_config import (
@@ -246,6 +247,17 @@ def test_gradients_are_bitwise_those_of_the_job_alone(
     for p in range(len(columns)):
         for name in (f"dA[1][{p}]", f"dB[1][{p}]"):
             assert torch.equal(found[0][name], found[1][name]), name
+
+
+def test_blocks_follow_the_budget_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the rows of the micro-batch: blocks decide orders of sums."""
+    monkeypatch.setattr(triton_ops, "gpu_name", lambda device: "NVIDIA H200")
+    case = make_case([[16]], WHOLE, K, dtype=torch.float32)
+    found = [
+        TritonOps().config(case.factors, make_rows((n,), budget=budget))
+        for n, budget in ((100, 8192), (8000, 8192), (100, 2048))
+    ]
+    assert found[0] == found[1] != found[2]
 
 
 @interpreted

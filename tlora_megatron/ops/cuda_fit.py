@@ -10,34 +10,40 @@ from tlora_megatron.ops.cuda_calls import MAX_TARGETS, GemmTile
 from tlora_megatron.ops.factors import SiteFactors
 from tlora_megatron.ops.tiling import ROW_TILE
 
-_MAX_COLUMN_TILES = 256
-"""`kMaxColumnTiles` of lora_gemm.cu."""
+_SPEEDS = {256: 1.0, 192: 0.93, 128: 0.9}
+"""Widths of tiles and what they reach of the widest's speed (H200, scripts/bench/gemm_times.py)."""
+_MAX_COLUMNS = 256 * max(_SPEEDS)
+"""`kMaxColumnTiles` of lora_gemm.cu, all of the widest."""
 
 
 def suits(factors: SiteFactors, weight_NK: torch.Tensor) -> bool:
-    """Whether the kernels take a linear: rows of whole 16 bytes, fused columns in 64s."""
+    """Whether the kernels take a linear: rows of whole 16 bytes, fused columns in 64s.
+
+    A function of the linear alone: y of its rows must not change with the micro-batch.
+    """
     size_out, size_in = weight_NK.shape
     columns = factors.columns
     aligned = size_in % 8 == 0 and size_out % 8 == 0 and factors.first_column % 2 == 0
     fused = all(c.is_whole or not (c.begin % 64 or c.width % 64 or c.stride % 64) for c in columns)
-    return aligned and fused and len(columns) <= MAX_TARGETS
+    fits = len(columns) <= MAX_TARGETS and max(size_in, size_out) <= _MAX_COLUMNS
+    return aligned and fused and fits
 
 
 @functools.cache
-def gemm_tile(num_rows: int, columns: int, clusters: int) -> GemmTile | None:
-    """How to cut a GEMM for a GPU of so many clusters; None where the last wave would be too empty.
+def gemm_tile(row_budget: int, columns: int, clusters: int) -> GemmTile:
+    """How to cut a GEMM for a GPU of so many clusters.
 
-    Narrow tiles reach 0.9 of the widest's speed (H200, scripts/bench/gemm_times.py); they pay where
-    the widest leaves much of the last wave idle.
+    Narrow tiles pay where the widest leaves much of the last wave idle.
+
+    Args:
+        row_budget: `RowGroups.row_budget`.
     """
-    speeds = {256: 1.0, 192: 0.93, 128: 0.9}
-    row_tiles = -(-num_rows // ROW_TILE)
+    row_tiles = -(-row_budget // ROW_TILE)
 
     def efficiency(width: int) -> float:
         tiles = row_tiles * -(-columns // width)
-        used = num_rows * columns / (tiles * ROW_TILE * width)
-        return speeds[width] * used * tiles / (-(-tiles // clusters) * clusters)
+        used = row_budget * columns / (tiles * ROW_TILE * width)
+        return _SPEEDS[width] * used * tiles / (-(-tiles // clusters) * clusters)
 
-    allowed = [w for w in speeds if -(-columns // w) <= _MAX_COLUMN_TILES]
-    best = max(allowed, key=efficiency, default=256)
-    return GemmTile(best) if allowed and efficiency(best) >= 0.8 else None
+    allowed = [w for w in _SPEEDS if columns * max(_SPEEDS) <= _MAX_COLUMNS * w]
+    return GemmTile(max(allowed, key=efficiency))

@@ -217,24 +217,30 @@ def sum_bounds(plan: PlanTensors, widths: Sequence[int], rows_per_run: int) -> I
 
 
 @functools.cache
-def rows_per_run(num_rows: int, features: int, blocks: int) -> int:
+def rows_per_run(row_budget: int, features: int, blocks: int) -> int:
     """Rows of a run: so many that the runs of one adapter give each multiprocessor a block.
 
     Shorter ones leave more partial sums, longer ones idle multiprocessors (H200, 2048 and 8192
     rows of 4096 features: the best of 256 to 2048). It depends on sizes alone, never on segments,
     as the order of a job's sums does.
+
+    Args:
+        row_budget: `RowGroups.row_budget`.
     """
-    wanted = num_rows * -(-features // BLOCK_FEATURES) / blocks
+    wanted = row_budget * -(-features // BLOCK_FEATURES) / blocks
     return min(4096, max(256, 2 ** round(np.log2(max(wanted, 1)))))
 
 
 @functools.cache
-def row_parts(num_rows: int, blocks: int) -> int:
+def row_parts(row_budget: int, blocks: int) -> int:
     """Blocks that share an item of rank_rows.cu: 2 to 4, so many that each multiprocessor has one.
 
     From half as many and twice as many on an H200, over the linears of the layer benchmark: at 8192
-    and 16384 rows 2 is best; at 2048 rows 8 gains 1 % with 4 adapters and loses 5 % with 64. It is
-    a function of the rows alone: it decides the order of sums.
+    and 16384 rows 2 is best; at 2048 rows 8 gains 1 % with 4 adapters and loses 5 % with 64. It
+    depends on sizes alone: it decides the order of sums.
+
+    Args:
+        row_budget: `RowGroups.row_budget`.
     """
-    parts = blocks // max(1, -(-num_rows // BLOCK_ROWS))
+    parts = blocks // max(1, -(-row_budget // BLOCK_ROWS))
     return min(4, max(2, 1 << max(0, parts.bit_length() - 1)))

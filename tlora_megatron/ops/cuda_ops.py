@@ -2,8 +2,11 @@
 
 Launches: forward s and the rank-extended GEMM; backward dS, dB, the GEMM again, dA. Linears that
 the kernels do not take (sizes that are no multiple of 8, fused outputs that are not laid out in
-64s) go through Triton, and a GEMM that would fill the GPU badly through cuBLAS onto Triton's rank
-part.
+64s) go through Triton.
+
+What decides an order of summation (tiles, runs, parts) follows from the run's budget of rows and
+the linear's sizes, so that a job's bits do not depend on what else is packed. For the same reason
+no GEMM here is cuBLAS's, which chooses by the number of rows.
 
 s and dS are one flat tensor: the transposed chunks that the GEMM reads, then rows `[T, R]`, which
 the sums over rows read.
@@ -19,6 +22,7 @@ import torch
 from tlora_megatron.ops.columns import OutputColumns
 from tlora_megatron.ops.cuda_calls import (
     Dropout,
+    GemmTile,
     RankPart,
     gemm,
     multiprocessors,
@@ -41,7 +45,6 @@ from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE
 from tlora_megatron.ops.triton_down import uses_dropout
 from tlora_megatron.ops.triton_ops import TritonOps
-from tlora_megatron.ops.triton_up import up, up_dropped
 
 _BLOCKS = 2
 """Blocks of the rank-sized kernels that a multiprocessor holds."""
@@ -66,7 +69,7 @@ class CudaOps(TritonOps):
         plan, tables = self.plan(factors, rows), self.tables[factors]
         # Another linear's odd size may shift this one's gradients in the slabs: bulk copies fault.
         aligned = tables.aligned_a and tables.aligned_b
-        if not plan.num_chunks or not aligned or not suits(factors, weight_NK):
+        if not aligned or not suits(factors, weight_NK):
             return super().forward(x_TK, weight_NK, bias_N, factors, rows)
         x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
         s, ext, s_TR = _new_rank_rows(x_TK, plan)
@@ -76,12 +79,9 @@ class CudaOps(TritonOps):
             functools.partial(row_bounds, per_target=False),
         )
         dropout = _dropout(factors, rows, plan)
-        _rank_rows(x_TK, (factors.lora_a,), (), ext, s_TR, items, factors, plan, dropout)
-        tile = gemm_tile(len(x_TK), len(weight_NK), multiprocessors(x_TK.device) // 2)
-        if tile is None:
-            config = self.config(factors, rows).up
-            y_TN = up(ext, bias_N, len(weight_NK), factors, tables, plan, config)
-            return y_TN.addmm_(x_TK, weight_NK.t()), s
+        parts = _row_parts(rows, x_TK.device)
+        _rank_rows(x_TK, (factors.lora_a,), (), ext, s_TR, items, factors, plan, parts, dropout)
+        tile = _gemm_tile(rows, len(weight_NK), x_TK.device)
         y_TN = x_TK.new_empty(len(x_TK), len(weight_NK))
         rank = _forward_part(ext, factors, plan)
         gemm(x_TK, weight_NK, y_TN, tile, transposed=True, early=True, bias_N=bias_N, rank=rank)
@@ -102,11 +102,13 @@ class CudaOps(TritonOps):
             functools.partial(row_items, per_target=True),
             functools.partial(row_bounds, per_target=True),
         )
-        _rank_rows(dy_TN, factors.lora_b, factors.columns, ext, ds_TR, items, factors, plan, None)
+        parts = _row_parts(rows, dy_TN.device)
+        columns = factors.columns
+        _rank_rows(dy_TN, factors.lora_b, columns, ext, ds_TR, items, factors, plan, parts, None)
         widths = [c.size for c in factors.columns]
-        size = rows_per_run(len(dy_TN), sum(widths), multiprocessors(dy_TN.device))
+        size = rows_per_run(rows.row_budget, sum(widths), multiprocessors(dy_TN.device))
         window = (0, len(dy_TN))
-        columns, width = factors.columns, dy_TN.shape[1]  # the plan keeps these, and not dy
+        width = dy_TN.shape[1]  # the plan keeps this, and not dy
         sums = plan.work_items(
             ("cuda db", columns),
             lambda p: sum_items(p, columns, width, size, window, last_first=True),
@@ -131,10 +133,7 @@ class CudaOps(TritonOps):
         early = dy_TN.is_contiguous() and weight_NK.is_contiguous()
         dy_TN, weight_NK = dy_TN.contiguous(), weight_NK.contiguous()
         ext, _ = _split(ds, plan)
-        tile = gemm_tile(len(dy_TN), weight_NK.shape[1], multiprocessors(dy_TN.device) // 2)
-        if tile is None:
-            config = self.config(factors, rows).up
-            return up_dropped(ext, factors, rows, plan, config).addmm_(dy_TN, weight_NK)
+        tile = _gemm_tile(rows, weight_NK.shape[1], dy_TN.device)
         dx_TK = dy_TN.new_empty(len(dy_TN), weight_NK.shape[1])
         rank = _dgrad_part(ext, factors, plan, _dropout(factors, rows, plan))
         gemm(dy_TN, weight_NK, dx_TK, tile, transposed=False, early=early, rank=rank)
@@ -156,7 +155,7 @@ class CudaOps(TritonOps):
         plan = self.plan(factors, rows)
         _, ds_TR = _split(ds, plan)
         depth = x_TK.shape[1]
-        size = rows_per_run(rows.ends[-1], depth, multiprocessors(x_TK.device))
+        size = rows_per_run(rows.row_budget, depth, multiprocessors(x_TK.device))
         items = plan.work_items(
             ("cuda da", depth, window),
             lambda p: sum_items(p, (), depth, size, window, last_first=False),
@@ -205,8 +204,18 @@ def _dropout(factors: SiteFactors, rows: RowGroups, plan: PlanTensors) -> Dropou
     )
 
 
-def _forward_part(ext: torch.Tensor, factors: SiteFactors, plan: PlanTensors) -> RankPart:
-    """What y adds to the base: s B^T."""
+def _row_parts(rows: RowGroups, device: torch.device) -> int:
+    return row_parts(rows.row_budget, multiprocessors(device))
+
+
+def _gemm_tile(rows: RowGroups, columns: int, device: torch.device) -> GemmTile:
+    return gemm_tile(rows.row_budget, columns, multiprocessors(device) // 2)
+
+
+def _forward_part(ext: torch.Tensor, factors: SiteFactors, plan: PlanTensors) -> RankPart | None:
+    """What y adds to the base: s B^T; None where no row has an adapter."""
+    if not plan.num_chunks:
+        return None
     return RankPart(
         ext=ext,
         factors=factors.lora_b,
@@ -220,8 +229,10 @@ def _forward_part(ext: torch.Tensor, factors: SiteFactors, plan: PlanTensors) ->
 
 def _dgrad_part(
     ext: torch.Tensor, factors: SiteFactors, plan: PlanTensors, dropout: Dropout | None
-) -> RankPart:
-    """What dx adds to the base: drop(dS A)."""
+) -> RankPart | None:
+    """What dx adds to the base: drop(dS A); None where no row has an adapter."""
+    if not plan.num_chunks:
+        return None
     return RankPart(
         ext=ext,
         factors=(factors.lora_a,),
@@ -242,8 +253,11 @@ def _rank_rows(
     items: WorkItems,
     factors: SiteFactors,
     plan: PlanTensors,
+    parts: int,
     dropout: Dropout | None,
 ) -> None:
+    if not items.count:
+        return
     rank_rows(
         in_TK,
         arenas,
@@ -254,7 +268,7 @@ def _rank_rows(
         num_items=items.count,
         chunks=plan["chunks"],
         scaling=factors.scaling,
-        parts=row_parts(len(in_TK), multiprocessors(in_TK.device)),
+        parts=parts,
         dropout=dropout,
     )
 

@@ -91,7 +91,7 @@ class BackwardDownConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelConfig:
-    """Blocks of all kernels of one linear at one number of rows."""
+    """Blocks of all kernels of one linear at one budget of rows."""
 
     down: DownConfig = DownConfig()
     up: UpConfig = UpConfig()
@@ -123,7 +123,11 @@ def _check(part: str, config: Any) -> None:
 
 @functools.cache
 def kernel_config(gpu_name: str, rows: int, in_size: int, out_size: int) -> KernelConfig:
-    """The blocks for a linear `[in_size -> out_size]` over `rows` rows on a GPU."""
+    """The blocks for a linear `[in_size -> out_size]` on a GPU.
+
+    Args:
+        rows: that a micro-batch may have (`RowGroups.row_budget`).
+    """
     sizes = {"rows": rows, "in_size": in_size, "out_size": out_size}
     return choose_config(_table(), gpu_name, sizes)
 

@@ -27,6 +27,12 @@ class RowGroups:
     token_index: torch.Tensor
     """Index of each row among its job's tokens, int64 `[rows]` on the CPU."""
     dropout_keys: tuple[int, ...]
+    row_budget: int
+    """Rows that any micro-batch of the run may have here: what kernels are cut for.
+
+    Where a cut decides the order of a sum it follows from this, never from the number of rows, or
+    a job's bits would depend on what else is packed beside it.
+    """
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property

@@ -81,6 +81,8 @@ class MicroBatchView:
     dropout_keys: tuple[int, ...]
     """One 31-bit key a slot from the job's seed and step (`ops.dropout`); empty = no dropout."""
     pieces: tuple[_Piece, ...]
+    row_budget: int
+    """As `RowGroups.row_budget`."""
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def cached(self, key: str, build: Callable[[], T]) -> T:
@@ -148,6 +150,7 @@ def pack_micro_batch(
     dropout_keys: Sequence[int] = (),
     cp_rank: int = 0,
     cp_size: int = 1,
+    token_budget: int | None = None,
 ) -> MicroBatchView:
     """Lays documents out adapter by adapter, pads to `num_tokens`, and returns one CP rank's view.
 
@@ -156,6 +159,7 @@ def pack_micro_batch(
         num_tokens: of the whole micro-batch, padding included; a multiple of `2 * cp_size` under
             context parallelism.
         dropout_keys: one a slot; empty turns dropout off (evaluation).
+        token_budget: the most `num_tokens` of the run, which kernels are cut for; None = these.
 
     Raises:
         ValueError: if the documents are not in slot order or do not fit.
@@ -166,6 +170,9 @@ def pack_micro_batch(
     used = sum(d.length for d in documents)
     if used > num_tokens:
         raise ValueError(f"documents must fit into num_tokens={num_tokens}, got {used} tokens")
+    budget = num_tokens if token_budget is None else token_budget
+    if num_tokens > budget:
+        raise ValueError(f"num_tokens must be at most token_budget={budget}, got {num_tokens}")
     chunks = 1 if cp_size == 1 else 2 * cp_size
     if num_tokens % chunks:
         raise ValueError(f"num_tokens must be a multiple of {chunks}, got {num_tokens}")
@@ -182,6 +189,7 @@ def pack_micro_batch(
         cp_size=cp_size,
         dropout_keys=tuple(dropout_keys),
         pieces=pieces,
+        row_budget=-(-budget // cp_size),
     )
 
 
@@ -207,6 +215,7 @@ def _group_rows(view: MicroBatchView) -> RowGroups:
         ends=tuple(itertools.accumulate(lengths)),
         token_index=torch.cat(tokens),
         dropout_keys=view.dropout_keys,
+        row_budget=view.row_budget,
     )
 
 

@@ -43,13 +43,13 @@ class TritonOps:
         return plan_tensors(rows, factors.layout, device, graph_safe=self.graph_safe)
 
     def config(self, factors: SiteFactors, rows: RowGroups) -> KernelConfig:
-        """Blocks for this linear and number of rows."""
+        """Blocks for this linear and budget of rows."""
         if self._config is not None:
             return self._config
         depth = factors.lora_a.shape[1]
         columns = factors.columns[0]
         gpu = gpu_name(factors.lora_a.device)
-        return kernel_config(gpu, rows.ends[-1], depth, columns.groups * columns.stride)
+        return kernel_config(gpu, rows.row_budget, depth, columns.groups * columns.stride)
 
     def down(self, x_TK: torch.Tensor, factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
         """Returns s, all that a forward GEMM needs besides the factors."""

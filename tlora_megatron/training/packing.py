@@ -146,8 +146,13 @@ def pack(
     cp_rank: int,
     cp_size: int,
     device: torch.device,
+    token_budget: int | None = None,
 ) -> PackedBatch:
-    """Builds one rank's micro-batch of `num_tokens` rows (over all CP ranks) from placed items."""
+    """Builds one rank's micro-batch of `num_tokens` rows (over all CP ranks) from placed items.
+
+    Args:
+        token_budget: as `pack_micro_batch`.
+    """
     documents = [
         Document(slot=p.slot, length=p.item.length, first_token=p.item.first_token) for p in placed
     ]
@@ -158,6 +163,7 @@ def pack(
         dropout_keys=dropout_keys,
         cp_rank=cp_rank,
         cp_size=cp_size,
+        token_budget=token_budget,
     )
     tokens, labels, weights = _fill_rows(placed, num_tokens)
     rows = view.local_rows()

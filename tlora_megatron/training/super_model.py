@@ -170,6 +170,7 @@ class SuperModel:
                 cp_rank=self.groups.cp_rank,
                 cp_size=layout.cp_size,
                 device=self.groups.device,
+                token_budget=round_up(self.micro_batch_tokens, self._row_multiple),
             )
             for placed in mine
         ]
