@@ -15,8 +15,8 @@ class ParallelLayout:
     dp_size: int = 1
     sequence_parallel: bool = False
     stage_linears: tuple[tuple[tuple[int, str], ...], ...] | None = None
-    """For every pipeline stage, the (global layer, linear) pairs that may carry adapters, ascending;
-    None = all linears of `num_layers / pp_size` consecutive layers a stage."""
+    """For every pipeline stage, the (global layer, linear) pairs that may carry adapters, in
+    ascending order; None = all linears of `num_layers / pp_size` consecutive layers a stage."""
 
     @classmethod
     def for_world(

@@ -108,7 +108,7 @@ def user_config(**options: Any) -> TransformerConfig:
 
 
 def build_user_gpt(rope: str = "plain", **options: Any) -> list[GPTModel]:
-    """This rank's chunks of a GPTModel of the local spec, with weights that depend on names only."""
+    """This rank's chunks of a GPTModel of the local spec; weights depend on their names only."""
     arguments = dict(ROPE[rope])
     fields = {key: arguments[key] for key in _CONFIG_FIELDS if key in arguments}
     if rope == "yarn":
@@ -135,19 +135,15 @@ def _gpt_chunk(config: Any, vp_stage: int | None, arguments: Mapping[str, Any]) 
         parts.self_attention.submodules.core_attention = PackedCoreAttention
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     block = TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
-    ignore = vp_stage is None
+    stage: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     options = {"position_embedding_type": "rope"} | dict(arguments)
     return GPTModel(
         config,
         block,
         vocab_size=SPEC.vocab_size,
         max_sequence_length=SPEC.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(
-            ignore_virtual=ignore, vp_stage=vp_stage
-        ),
-        post_process=parallel_state.is_pipeline_last_stage(
-            ignore_virtual=ignore, vp_stage=vp_stage
-        ),
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
         vp_stage=vp_stage,
         **{k: v for k, v in options.items() if k not in _CONFIG_FIELDS},
     )
@@ -230,7 +226,7 @@ def fill_bank(bank: AdapterBank, spec: ModelSpec = SPEC, loras: Sequence[LoraSpe
 
 
 def run_packed(chunks: Sequence[Any], groups: ParallelGroups) -> list[Tensor]:
-    """Losses of all rows in packed order, a micro-batch each, on the last stage; fills gradients."""
+    """Losses of all rows in packed order, on the last stage; fills gradients."""
     cp_size = groups.layout.cp_size
     batches = [packed_batch(i, groups.cp_rank, cp_size) for i in range(len(PACKINGS))]
 

@@ -101,7 +101,8 @@ def _rows(angles: Tensor, view: MicroBatchView) -> Tensor:
 
 def _replace_rotary(rotary: RotaryEmbedding) -> None:
     if not isinstance(rotary, DocumentRotaryEmbedding):
-        rotary.__class__ = _document_class(type(rotary))
+        base: Any = type(rotary)
+        rotary.__class__ = _document_class(base)
 
 
 @functools.cache
