@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from tlora_megatron.config_reader import ConfigError, check_partial, must, read_spec, unknown
 from tlora_megatron.config_rules import (
+    KNOWN_TARGETS,
     check_job,
     existing_file,
     is_usable_name,
@@ -32,6 +33,7 @@ __all__ = [
     "config_to_dict",
     "ignored_settings",
     "load_config",
+    "read_config",
 ]
 
 SECTIONS = ("base_model", "parallel", "run", "defaults", "jobs")
@@ -136,14 +138,37 @@ def load_config(
     document = read_document(path)
     for override in overrides:
         apply_override(document, override)
+    return read_config(document, path.resolve().parent, output_dir=output_dir)
+
+
+def read_config(
+    document: dict[str, Any],
+    folder: Path,
+    *,
+    output_dir: str | None = None,
+    targets: Sequence[str] | None = KNOWN_TARGETS,
+    base_model: BaseModelSpec | None = None,
+) -> RunConfig:
+    """Checks the sections of a configuration that has been read already.
+
+    Args:
+        folder: where relative paths start.
+        output_dir: as `load_config`.
+        targets: as `check_job`.
+        base_model: takes the place of the section, which may then be absent.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
     for key in document:
         if key not in SECTIONS:
             raise unknown("", key, SECTIONS)
-    folder = path.resolve().parent
     run = _read_run(document.get("run", {}), output_dir)
-    base_model = _read_base_model(document.get("base_model"), folder)
+    if base_model is None:
+        base_model = _read_base_model(document.get("base_model"), folder)
     parallel = read_spec(ParallelSpec, document.get("parallel", {}), "parallel")
-    jobs, errors = _read_jobs(document, folder, skip=run.on_job_error == "skip")
+    skip = run.on_job_error == "skip"
+    jobs, errors = _read_jobs(document, folder, targets, skip=skip)
     return RunConfig(
         base_model=base_model, parallel=parallel, run=run, jobs=jobs, job_errors=errors
     )
@@ -216,7 +241,7 @@ def _read_base_model(raw: Any, folder: Path) -> BaseModelSpec:
 
 
 def _read_jobs(
-    document: dict[str, Any], folder: Path, *, skip: bool
+    document: dict[str, Any], folder: Path, targets: Sequence[str] | None, *, skip: bool
 ) -> tuple[tuple[JobSpec, ...], tuple[JobError, ...]]:
     defaults = document.get("defaults", {})
     check_partial(JobSpec, defaults, "defaults")
@@ -230,7 +255,7 @@ def _read_jobs(
     for index, entry in enumerate(entries):
         path = f"jobs[{index}]"
         try:
-            jobs.append(_read_job(defaults, entry, path, folder))
+            jobs.append(_read_job(defaults, entry, path, folder, targets))
         except ConfigError as error:
             raw_name = entry.get("name") if isinstance(entry, dict) else None
             name = raw_name if is_usable_name(raw_name) else path
@@ -255,9 +280,11 @@ def _refuse_duplicate_names(entries: list[Any]) -> None:
             raise ConfigError(f"jobs must have unique names, got {name!r} {count} times")
 
 
-def _read_job(defaults: dict[str, Any], entry: Any, path: str, folder: Path) -> JobSpec:
+def _read_job(
+    defaults: dict[str, Any], entry: Any, path: str, folder: Path, targets: Sequence[str] | None
+) -> JobSpec:
     if not isinstance(entry, dict):
         raise must(path, "be a mapping", entry)
     job = read_spec(JobSpec, merge(defaults, entry), path)
-    check_job(job, path)
+    check_job(job, path, targets)
     return resolve_job_paths(job, path, folder)

@@ -43,7 +43,7 @@ def must(path: str, obligation: str, value: Any, remedy: str = "") -> ConfigErro
 def unknown(path: str, key: Any, valid: Iterable[str]) -> ConfigError:
     """The error for a key that is not among `valid`, naming the nearest one."""
     valid = list(valid)
-    hint = _nearest(key, valid) or f"valid keys are {', '.join(valid)}"
+    hint = nearest(key, valid) or f"valid keys are {', '.join(valid)}"
     return ConfigError(f"{_join(path, key)} is not a known key; {hint}")
 
 
@@ -127,7 +127,7 @@ def _read_choice(raw: Any, options: tuple[Any, ...], path: str) -> Any:
     # 1 == True, so a bool could pass for a number without the second condition.
     if raw in options and not isinstance(raw, bool):
         return raw
-    raise must(path, f"be one of {', '.join(map(str, options))}", raw, _nearest(raw, options))
+    raise must(path, f"be one of {', '.join(map(str, options))}", raw, nearest(raw, options))
 
 
 def _read_str(raw: Any, path: str) -> str:
@@ -172,16 +172,14 @@ def _check_limits(value: Any, limits: Any, path: str) -> None:
             raise must(path, f"be {words} {limits[key]}", value)
     if limits.get("nonempty") and value == "":
         raise must(path, "not be empty", value)
-    if "choices" in limits and value not in limits["choices"]:
-        options = limits["choices"]
-        raise must(path, f"be one of {', '.join(options)}", value, _nearest(value, options))
 
 
 def _join(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _nearest(value: Any, options: Iterable[Any]) -> str:
+def nearest(value: Any, options: Iterable[Any]) -> str:
+    """The remedy that names the option most like `value`; empty where none is like it."""
     near = difflib.get_close_matches(str(value), [str(option) for option in options], n=1)
     return f"did you mean {near[0]}?" if near else ""
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from tlora_megatron.config_reader import ConfigError, must
-from tlora_megatron.job import JobSpec
+from tlora_megatron.config_reader import ConfigError, must, nearest
+from tlora_megatron.job import HF_TARGETS, MEGATRON_TARGETS, JobSpec
+
+KNOWN_TARGETS = HF_TARGETS + MEGATRON_TARGETS
 
 _BASE_LINEAR = {
     "q_proj": "linear_qkv",
@@ -31,8 +34,11 @@ def is_usable_name(name: Any) -> TypeGuard[str]:
     )
 
 
-def check_job(job: JobSpec, path: str) -> None:
+def check_job(job: JobSpec, path: str, targets: Sequence[str] | None = KNOWN_TARGETS) -> None:
     """Refuses a job whose fields, each right alone, contradict each other.
+
+    Args:
+        targets: what `lora.target_modules` may name; None = any, the backbone will say.
 
     Raises:
         ConfigError: naming the field under `path`, the job's place in the configuration.
@@ -41,7 +47,7 @@ def check_job(job: JobSpec, path: str) -> None:
         obligation = "be at most 128 of A-Z a-z 0-9 . _ -, not start with - and not be . or .."
         raise must(f"{path}.name", obligation, job.name)
     _check_steps(job, path)
-    _check_targets(job, path)
+    _check_targets(job, path, targets)
 
 
 def _check_steps(job: JobSpec, path: str) -> None:
@@ -59,9 +65,13 @@ def _check_steps(job: JobSpec, path: str) -> None:
         )
 
 
-def _check_targets(job: JobSpec, path: str) -> None:
+def _check_targets(job: JobSpec, path: str, known: Sequence[str] | None) -> None:
     targets = job.lora.target_modules
     path = f"{path}.lora.target_modules"
+    for index, target in enumerate(targets):
+        if known is not None and target not in known:
+            obligation = f"be one of {', '.join(known)}"
+            raise must(f"{path}[{index}]", obligation, target, nearest(target, known))
     for target, count in Counter(targets).items():
         if count > 1:
             raise ConfigError(f"{path} must not repeat a target, got {target} {count} times")

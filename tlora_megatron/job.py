@@ -49,10 +49,10 @@ class LoraSpec:
         "probability of zeroing an input element of the branch", default=0.0, ge=0, lt=1
     )
     target_modules: tuple[str, ...] = rule(
-        "Hugging Face names (q_proj ...) or Megatron names (linear_qkv ...)",
+        "Hugging Face names (q_proj ...) or Megatron names (linear_qkv ...); under DeepSpeed the "
+        "last part of any linear's module name",
         default=HF_TARGETS,
         nonempty=True,
-        choices=HF_TARGETS + MEGATRON_TARGETS,
     )
     use_rslora: bool = rule("rank-stabilised scaling (arXiv 2312.03732)", default=False)
 
