@@ -23,10 +23,12 @@ from tests.helpers.launch import torchrun
 from tests.helpers.scenario import losses
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
+from tlora_megatron.cli.progress import SilentProgress
 from tlora_megatron.config import load_config
 from tlora_megatron.model import read_model_spec
 from tlora_megatron.ops.segments import use_micro_batch
 from tlora_megatron.runtime import controller
+from tlora_megatron.runtime.training_run import TrainingRun
 from tlora_megatron.training.data import (
     BatchPlan,
     JobData,
@@ -218,9 +220,13 @@ def test_logits_of_one_packed_micro_batch_equal_peft_s(
     outputs: Path, config: Path, load: Load
 ) -> None:
     loaded = load_config(config, output_dir=str(outputs / "one process"))
-    spec = read_model_spec(config.parent / "base" / "config.json")
-    prepared, _ = controller._prepare_jobs(loaded, spec, resuming=True)
-    groups, super_model = controller._build(loaded, spec, controller._layout(loaded), prepared)
+    base = config.parent / "base"
+    spec = read_model_spec(base / "config.json")
+    with TrainingRun(
+        loaded, spec, tokenizer_dir=base, base_model=str(base), listener=SilentProgress()
+    ) as run:
+        super_model = run.start(*controller._build(run, controller._layout(loaded))).super_model
+    groups = super_model.groups
     assert {job.step for job in super_model.jobs} == {20}
     placed = [
         Placed(slot, Item(sequence, index, 0, 1.0))

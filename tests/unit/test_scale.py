@@ -23,7 +23,7 @@ from tlora_megatron.layers.linear import MultiLoRALinear
 from tlora_megatron.layers.slab import initial_factor
 from tlora_megatron.ops.dropout import mix32, mix_ints
 from tlora_megatron.ops.segments import Document, pack_micro_batch
-from tlora_megatron.runtime import agreement, controller
+from tlora_megatron.runtime import agreement, training_run
 from tlora_megatron.runtime.output_dir import claim_output_dir
 from tlora_megatron.training.data import BatchPlan, JobData, TokenSequence
 from tlora_megatron.training.optimizer import square_sum
@@ -144,7 +144,7 @@ def test_many_jobs_may_keep_their_metrics_open() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
-        controller._allow_open_files(1024)
+        training_run._allow_open_files(1024)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(2 * 1024, limits[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

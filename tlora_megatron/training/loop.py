@@ -40,6 +40,9 @@ class RunListener(Protocol):
 class TrainingLoop:
     """Rounds, metrics, evaluation, checkpoints, export and the end of each job.
 
+    `run` drives the super-model's own engine. Where somebody else runs the micro-batches, `start`,
+    then `after_round` behind every round until `is_over`, then `close`.
+
     Args:
         output_dir: the run's folder; its writability is checked before.
         base_model: name or path that exported adapters give as their base.
@@ -69,6 +72,7 @@ class TrainingLoop:
         self.rounds = 0
         self.tokens = 0
         self.train_time_s = 0.0
+        self._saved_step = {job.name: job.step for job in self.jobs}
         self._metrics: dict[str, JobMetrics] = {}
         if super_model.groups.is_writer:
             self._metrics = {
@@ -89,20 +93,33 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Trains until every job has finished or failed."""
-        self.listener.on_start([(job.name, job.step, job.plan.num_steps) for job in self.jobs])
         try:
-            self._evaluate([job for job in self.jobs if job.eval_before is None or job.is_done])
-            self._retire([job for job in self.jobs if job.is_done])
-            while any(job.is_active for job in self.super_model.jobs):
-                self._round()
+            self.start()
+            while not self.is_over:
+                begin_s = time.perf_counter()
+                reports = self.super_model.train_round()
+                self.after_round(reports, time.perf_counter() - begin_s)
         finally:
-            for metrics in self._metrics.values():
-                metrics.close()
+            self.close()
 
-    def _round(self) -> None:
-        begin_s = time.perf_counter()
-        reports = self.super_model.train_round()
-        self.train_time_s += time.perf_counter() - begin_s
+    def start(self) -> None:
+        """Evaluates what has not trained yet and ends what had already trained enough."""
+        self.listener.on_start([(job.name, job.step, job.plan.num_steps) for job in self.jobs])
+        self._evaluate([job for job in self.jobs if job.eval_before is None or job.is_done])
+        self._retire([job for job in self.jobs if job.is_done])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every job has finished or failed."""
+        return not any(job.is_active for job in self.super_model.jobs)
+
+    def after_round(self, reports: Sequence[StepReport], round_s: float) -> None:
+        """Logs, evaluates, saves and ends the jobs that stepped.
+
+        Args:
+            round_s: what the round took, in seconds.
+        """
+        self.train_time_s += round_s
         self.rounds += 1
         for report in reports:
             self._log(report)
@@ -114,6 +131,17 @@ class TrainingLoop:
                 self._save(job)
         self._retire(ended)
         self.listener.on_round(self.tokens_per_s)
+
+    def save_active(self) -> None:
+        """Checkpoints the jobs that train at their last steps, but none twice at the same step."""
+        for job in self.super_model.jobs:
+            if job.is_active and job.step > self._saved_step[job.name]:
+                self._save(job)
+
+    def close(self) -> None:
+        """Closes the jobs' metrics; a second call does nothing."""
+        for metrics in self._metrics.values():
+            metrics.close()
 
     def _log(self, report: StepReport) -> None:
         job, outcome = report.job, report.outcome
@@ -177,6 +205,7 @@ class TrainingLoop:
     def _save(self, job: JobState) -> None:
         """A disk that refuses costs this write, not the run; what was there before survives."""
         directory = self.job_dir(job) / "checkpoints"
+        self._saved_step[job.name] = job.step
         try:
             save_checkpoint(directory, job, self.spec, self.super_model.groups)
         except (OSError, ValueError) as error:

@@ -68,6 +68,16 @@ class Bins:
         return [self.contents[m * self.dp_size + dp_rank] for m in range(self.num_micro_batches)]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundShape:
+    """What a super-model's driver fixes of its rounds; by default the work there is decides."""
+
+    num_micro_batches: int | None = None
+    """On every data-parallel rank; None = as many as the work asks for."""
+    fills_budget: bool = False
+    """Every micro-batch has as many rows as the token budget; else as the fullest of its round."""
+
+
 def choose_num_micro_batches(total_tokens: int, capacity: int, dp_size: int, pp_size: int) -> int:
     """Micro-batches a round: 1 without a pipeline; with one, enough to fill it, at most 4 a stage.
 
@@ -81,7 +91,13 @@ def choose_num_micro_batches(total_tokens: int, capacity: int, dp_size: int, pp_
 
 
 def fill_bins(
-    queues: Sequence[list[Item]], *, capacity: int, dp_size: int, pp_size: int, first_slot: int = 0
+    queues: Sequence[list[Item]],
+    *,
+    capacity: int,
+    dp_size: int,
+    pp_size: int,
+    first_slot: int = 0,
+    num_micro_batches: int | None = None,
 ) -> tuple[Bins, list[list[Item]]]:
     """Takes items from every slot's queue in turn until nothing more fits.
 
@@ -90,12 +106,14 @@ def fill_bins(
         capacity: tokens a micro-batch may hold.
         first_slot: has the first turn, modulo the number of slots. Where one sequence fills a
             micro-batch, it is the only slot that gets any room, so callers go round.
+        num_micro_batches: on every data-parallel rank; None = `choose_num_micro_batches`.
 
     Returns:
         The bins, and what is left of each queue.
     """
-    total = sum(item.length for queue in queues for item in queue)
-    num_micro_batches = choose_num_micro_batches(total, capacity, dp_size, pp_size)
+    if num_micro_batches is None:
+        total = sum(item.length for queue in queues for item in queue)
+        num_micro_batches = choose_num_micro_batches(total, capacity, dp_size, pp_size)
     loads = [0] * (num_micro_batches * dp_size)
     contents: list[list[Placed]] = [[] for _ in loads]
     # Longest first: what fits only into an empty bin goes while there is one.

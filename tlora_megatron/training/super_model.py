@@ -16,7 +16,15 @@ from tlora_megatron.ops.segments import MicroBatchView
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.optimizer import StepOutcome, StepRequest, step_adapters
-from tlora_megatron.training.packing import Item, PackedBatch, Placed, fill_bins, pack, round_up
+from tlora_megatron.training.packing import (
+    Item,
+    PackedBatch,
+    Placed,
+    RoundShape,
+    fill_bins,
+    pack,
+    round_up,
+)
 
 
 class Engine(Protocol):
@@ -54,6 +62,7 @@ class SuperModel:
     Args:
         jobs: in slot order.
         micro_batch_tokens: token budget of one micro-batch, over its context-parallel ranks.
+        round_shape: what the driver fixes of rounds; may be changed between them.
     """
 
     def __init__(
@@ -64,13 +73,18 @@ class SuperModel:
         jobs: Sequence[JobState],
         *,
         micro_batch_tokens: int,
+        round_shape: RoundShape = RoundShape(),  # noqa: B008 - frozen
     ) -> None:
         self.engine = engine
         self.bank = bank
         self.groups = groups
         self.micro_batch_tokens = micro_batch_tokens
+        self.round_shape = round_shape
         self.jobs: tuple[JobState, ...] = ()
         self._rounds = 0
+        self._round_begin_s = 0.0
+        self._batches: list[PackedBatch] = []
+        """Of the round under way."""
         self.set_jobs(jobs)
 
     def set_jobs(self, jobs: Sequence[JobState]) -> None:
@@ -79,21 +93,36 @@ class SuperModel:
         self.bank.install([job.adapter for job in jobs])
 
     def train_round(self) -> list[StepReport]:
-        """Runs one round and steps every job whose global batch it completed."""
-        begin_s = time.perf_counter()
-        device = self.groups.device
+        """Runs one round on the engine and steps every job whose global batch it completed."""
+        return self.end_round(self.engine.forward_backward(self.begin_round()))
+
+    def begin_round(self) -> list[PackedBatch]:
+        """Packs a round: this rank's micro-batches, to be run forward and backward in this order.
+
+        `end_round` follows before the next one, an evaluation, or `set_jobs`.
+        """
+        self._round_begin_s = time.perf_counter()
         for job in self.jobs:
-            job.begin_batch(device)
+            job.begin_batch(self.groups.device)
         keys = [job.dropout_key for job in self.jobs]
-        batches, left = self._pack_round([job.queue for job in self.jobs], keys)
-        for batch, losses in zip(batches, self.engine.forward_backward(batches), strict=False):
-            self._add_losses(batch.view, losses)
+        self._batches, left = self._pack_round([job.queue for job in self.jobs], keys)
         for job, queue in zip(self.jobs, left, strict=True):
             job.queue = queue
+        return self._batches
+
+    def end_round(self, losses: Sequence[torch.Tensor]) -> list[StepReport]:
+        """Steps every job whose global batch the round completed.
+
+        Args:
+            losses: as `Engine.forward_backward` returns them.
+        """
+        for batch, losses_T in zip(self._batches, losses, strict=False):
+            self._add_losses(batch.view, losses_T)
+        self._batches = []
         self._rounds += 1
         complete = self._end_placeholders()
         outcomes = step_adapters(self.bank, self.groups, [self._request(slot) for slot in complete])
-        round_s = time.perf_counter() - begin_s
+        round_s = time.perf_counter() - self._round_begin_s
         for job in self.jobs:
             job.batch_time_s += round_s
         return [self._report(self.jobs[s], o) for s, o in zip(complete, outcomes, strict=True)]
@@ -133,7 +162,8 @@ class SuperModel:
     def _most_of_a_round(self, queue: Sequence[Item]) -> int:
         """Items of a queue that could fill a round alone: sorting all of them would not pay."""
         layout = self.groups.layout
-        room = self.micro_batch_tokens * layout.dp_size * 4 * layout.pp_size
+        most = self.round_shape.num_micro_batches or 4 * layout.pp_size
+        room = self.micro_batch_tokens * layout.dp_size * most
         for count, item in enumerate(queue):
             if room <= 0:
                 return count
@@ -157,10 +187,10 @@ class SuperModel:
             dp_size=layout.dp_size,
             pp_size=layout.pp_size,
             first_slot=self._rounds,
+            num_micro_batches=self.round_shape.num_micro_batches,
         )
         mine = [self._rows_to_run(placed) for placed in bins.of_rank(self.groups.dp_rank)]
-        longest = max(sum(p.item.length for p in placed) for placed in mine)
-        num_tokens = round_up(max(longest, 1), self._row_multiple)
+        num_tokens = self._rows_of_round(mine)
         batches = [
             pack(
                 placed,
@@ -175,6 +205,13 @@ class SuperModel:
             for placed in mine
         ]
         return batches, left, mine
+
+    def _rows_of_round(self, mine: Sequence[tuple[Placed, ...]]) -> int:
+        """Rows of each micro-batch, over its context-parallel ranks."""
+        if self.round_shape.fills_budget:
+            return self.micro_batch_tokens
+        longest = max(sum(p.item.length for p in placed) for placed in mine)
+        return round_up(max(longest, 1), self._row_multiple)
 
     def _rows_to_run(self, placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
         """Leaves placeholders out unless the rows are cut over ranks.

@@ -1,0 +1,76 @@
+"""What a run says of itself at its end: the content of `OUT/summary.json`."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tlora_megatron.config import JobError
+from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.loop import TrainingLoop
+
+
+def summarize(
+    loop: TrainingLoop, layout: ParallelLayout, rejected: Sequence[JobError], wall_time_s: float
+) -> dict[str, Any]:
+    """Plain values of the run and of every job; `rejected` are the jobs that were left out."""
+    jobs = {job.name: _job_summary(job, loop) for job in loop.jobs}
+    for error in rejected:
+        jobs[error.name] = {"status": "rejected", "reason": error.message}
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    sizes = {key: value for key, value in asdict(layout).items() if key != "stage_linears"}
+    return {
+        "run": {
+            "tokens_per_s": loop.tokens_per_s if loop.rounds else None,
+            "world_size": dist.get_world_size(),
+            "layout": sizes,
+            "rounds": loop.rounds,
+            "train_time_s": loop.train_time_s,
+            "wall_time_s": wall_time_s,
+            "peak_memory_bytes": peak,
+            "device": torch.cuda.get_device_name() if peak is not None else platform.machine(),
+            "versions": _versions(),
+        },
+        "jobs": jobs,
+    }
+
+
+def _job_summary(job: JobState, loop: TrainingLoop) -> dict[str, Any]:
+    before, after = job.eval_before, job.eval_after
+    adapter = loop.job_dir(job) / "adapter"
+    return {
+        "status": job.status,
+        "reason": job.reason,
+        "rank": job.spec.lora.rank,
+        "steps": job.step,
+        "max_steps": job.plan.num_steps,
+        "skipped_steps": job.step - job.updates,
+        "last_loss": job.last_loss,
+        "eval_loss_before": before and before.loss,
+        "eval_loss_after": after and after.loss,
+        "exact_match_before": before and before.exact_match,
+        "exact_match_after": after and after.exact_match,
+        "tokens": job.tokens,
+        "target_tokens": job.target_tokens,
+        "truncated_sequences": job.data.num_truncated,
+        "dropped_sequences": job.data.num_dropped,
+        "adapter": str(adapter) if job.status == "finished" else None,
+    }
+
+
+def _versions() -> dict[str, str]:
+    names = ("tlora-megatron", "torch", "megatron-core", "transformers")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

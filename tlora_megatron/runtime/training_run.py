@@ -1,0 +1,226 @@
+"""One run's jobs from checked input to files, whoever builds and drives the backbone.
+
+`tlora train` builds a backbone and drives it (`controller`); under Megatron-LM's trainer somebody
+else does both (`integrations.megatron_lm`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tlora_megatron.config import JobError, RunConfig, config_to_dict
+from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
+from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.sites import Site
+from tlora_megatron.layers.slab import initial_factor
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.runtime.agreement import check_agreement
+from tlora_megatron.runtime.output_dir import CONFIG_NAME, claim_output_dir, hold_output_dir
+from tlora_megatron.runtime.summary import summarize
+from tlora_megatron.training.data import load_tokenizer
+from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.loop import RunListener, TrainingLoop
+from tlora_megatron.training.metrics import write_atomic, write_summary
+from tlora_megatron.training.packing import RoundShape
+from tlora_megatron.training.preparation import PreparedJob, prepare_job
+from tlora_megatron.training.report import write_report
+from tlora_megatron.training.super_model import Engine, SuperModel
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""By `base_model.dtype`."""
+
+
+class TrainingRun:
+    """Use it as a context manager, or call `close`: what it holds is let go of, however it ends.
+
+    Construct it (no process group is needed), `check_agreement` once there is one, `start` when the
+    backbone stands; drive the loop; `finish`. Every process of the run makes every call.
+
+    Args:
+        spec: of the backbone.
+        tokenizer_dir: Hugging Face folder of the tokenizer.
+        base_model: what exported adapters call their base.
+        listener: on every rank; a silent one on all but the first.
+
+    Raises:
+        ValueError: for input that cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        spec: ModelSpec,
+        *,
+        tokenizer_dir: Path,
+        base_model: str,
+        listener: RunListener,
+    ) -> None:
+        self._begin_s = time.perf_counter()
+        self.config = config
+        self.spec = spec
+        self.base_model = base_model
+        self.listener = listener
+        self.output_dir = Path(config.run.output_dir)
+        self.loop: TrainingLoop | None = None
+        self._open = ExitStack()
+        self._rejected = list(config.job_errors)
+        resuming = claim_output_dir(self.output_dir, config)
+        self._prepared = self._prepare_jobs(tokenizer_dir, resuming=resuming)
+
+    def __enter__(self) -> TrainingRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes files and lets go of the output folder; a second call does nothing."""
+        self._open.close()
+
+    def check_agreement(self) -> None:
+        """Refuses processes that have read different files; collective over the world."""
+        check_agreement(self.config, self._prepared)
+
+    def start(
+        self,
+        groups: ParallelGroups,
+        linears: Sequence[tuple[Site, nn.Module]],
+        engine: Engine,
+        *,
+        round_shape: RoundShape = RoundShape(),  # noqa: B008 - frozen
+    ) -> TrainingLoop:
+        """Gives the linears their adapters and returns the loop over the jobs, not yet started.
+
+        Args:
+            linears: of this rank's part of the frozen backbone.
+            engine: runs the backbone.
+        """
+        loras = [job.spec.lora for job in self._prepared]
+        dtype = DTYPES[self.config.base_model.dtype]
+        bank = AdapterBank([site for site, _ in linears], loras, dtype=dtype, device=groups.device)
+        attach(linears, bank)
+        super_model = SuperModel(
+            engine,
+            bank,
+            groups,
+            [_start_job(job, self.spec, bank) for job in self._prepared],
+            micro_batch_tokens=self.config.run.micro_batch_tokens,
+            round_shape=round_shape,
+        )
+        if groups.is_writer:
+            self._open.enter_context(hold_output_dir(self.output_dir))
+            document = json.dumps(config_to_dict(self.config), indent=2)
+            write_atomic(self.output_dir / CONFIG_NAME, document)
+        _allow_open_files(len(self._prepared))
+        self.loop = self._make_loop(super_model)
+        self._open.callback(self.loop.close)
+        return self.loop
+
+    def finish(self) -> dict[str, Any]:
+        """Writes summary and report behind the loop.
+
+        Returns:
+            What `OUT/summary.json` holds; empty on every process but the writer.
+        """
+        assert self.loop is not None, "start comes before finish"
+        groups = self.loop.super_model.groups
+        if not groups.is_writer:
+            return {}
+        wall_time_s = time.perf_counter() - self._begin_s
+        summary = summarize(self.loop, groups.layout, self._rejected, wall_time_s)
+        write_summary(self.output_dir, summary)
+        _try_report(self.output_dir)
+        return summary
+
+    def _make_loop(self, super_model: SuperModel) -> TrainingLoop:
+        run = self.config.run
+        return TrainingLoop(
+            super_model,
+            self.spec,
+            self.listener,
+            output_dir=self.output_dir,
+            base_model=self.base_model,
+            checkpoint_every_steps=run.checkpoint_every_steps,
+            max_nonfinite_steps=run.max_nonfinite_steps,
+            tensorboard=run.tensorboard,
+            wandb_project=run.wandb_project,
+        )
+
+    def _prepare_jobs(self, tokenizer_dir: Path, *, resuming: bool) -> list[PreparedJob]:
+        """Reads every job's input; those that cannot start are left out or stop the run."""
+        tokenizer = load_tokenizer(tokenizer_dir)
+        run = self.config.run
+        prepared = []
+        for job in self.config.jobs:
+            saved = self.output_dir / "jobs" / job.name / "checkpoints"
+            try:
+                prepared.append(
+                    prepare_job(
+                        replace(job, seed=job.seed + run.seed),
+                        self.spec,
+                        tokenizer,
+                        base_model=self.base_model,
+                        micro_batch_tokens=run.micro_batch_tokens,
+                        saved=saved if resuming else None,
+                    )
+                )
+            except ValueError as error:
+                if run.on_job_error == "stop":
+                    raise
+                logger.warning("job %s is left out: %s", job.name, error)
+                self._rejected.append(JobError(name=job.name, message=str(error)))
+        if not prepared:
+            reasons = "; ".join(error.message for error in self._rejected)
+            raise ValueError(f"jobs must hold at least one that can start, got {reasons}")
+        return prepared
+
+
+def _start_job(prepared: PreparedJob, spec: ModelSpec, bank: AdapterBank) -> JobState:
+    """Gives a job its adapter: from its checkpoint, an imported one, or a fresh one."""
+    job = prepared.spec
+    slab = bank.new_slab(job.lora)
+    state = JobState(
+        spec=job,
+        data=prepared.data,
+        plan=prepared.plan,
+        adapter=Adapter(name=job.name, lora=job.lora, slab=slab),
+    )
+    imported = prepared.imported
+    if prepared.checkpoint is not None:
+        prepared.checkpoint.restore(state)
+    elif imported is not None:
+        slab.load(imported.__getitem__)
+    else:
+        slab.load(lambda name: initial_factor(spec, name, job.lora.rank, job.seed))
+    return state
+
+
+def _allow_open_files(num_jobs: int) -> None:
+    """Raises this process's limit of open files, often 1024: metrics keep two a job open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + 4 * num_jobs
+    if soft != resource.RLIM_INFINITY:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def _try_report(output_dir: Path) -> None:
+    """Writes the report; training is done, so what hinders it is a warning."""
+    try:
+        write_report(output_dir)
+    except (ImportError, OSError, ValueError) as error:
+        logger.warning("%s could not be written: %s", output_dir / "report.html", error)
