@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import CollectiveOp, HardwareProfile
 from tlora_megatron.planner.layer_cost import LayerCost, LayerModel
-from tlora_megatron.planner.memory import HEAD_ROWS, adapter_elements
+from tlora_megatron.planner.memory import HEAD_ROWS, ROW_TILE, adapter_elements
 from tlora_megatron.planner.rates import Rates
-from tlora_megatron.planner.rounds import RoundLoad, expected_round
+from tlora_megatron.planner.rounds import ExpectedRounds, RoundLoad, expected_rounds
 from tlora_megatron.planner.workload import JobLoad, check_jobs
 
-ROW_TILE = 128
-"""Rows of a micro-batch on a GPU come in multiples of it: `SuperModel._row_multiple`."""
 OPTIMIZER_BYTES = 52
 """Read and written for an fp32 element of an adapter's step: norm 4, AdamW 32 with the gradient set
 to zero, refresh of the compute copy 16."""
@@ -118,27 +116,30 @@ class CostModel:
         self.rates = rates
         self.hardware = rates.hardware
         self._layers = LayerModel(spec, jobs, rates)
-        self._loads: dict[tuple[int, int, int, int], RoundLoad] = {}
-        self._steps: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._rounds: dict[tuple[int, int, int], ExpectedRounds] = {}
+        self._adapters: dict[int, list[tuple[float, float]]] = {}
+        self._shared: dict[Plan, tuple[LayerCost, tuple[float, float]]] = {}
+        """Of a plan without virtual stages, which change neither."""
 
     def round_load(self, plan: Plan) -> RoundLoad:
         """What a round holds."""
-        multiple = ROW_TILE * plan.cp_size
-        key = (plan.micro_batch_tokens, plan.dp_size, plan.pp_size, multiple)
-        if key not in self._loads:
-            self._loads[key] = expected_round(
+        key = (plan.micro_batch_tokens, plan.dp_size, plan.pp_size)
+        if key not in self._rounds:
+            self._rounds[key] = expected_rounds(
                 self.jobs,
                 micro_batch_tokens=plan.micro_batch_tokens,
                 dp_size=plan.dp_size,
                 pp_size=plan.pp_size,
-                row_multiple=multiple,
             )
-        return self._loads[key]
+        return self._rounds[key].load(ROW_TILE * plan.cp_size)
 
     def step_cost(self, plan: Plan, load: RoundLoad | None = None) -> StepCost:
         """The time of one round; `load` stands in for what the packer is expected to make."""
-        load = self.round_load(plan) if load is None else load
-        layer = self._layers.cost(plan, load)
+        if load is None:
+            load = self.round_load(plan)
+            layer, (sync, optimizer) = self._shared_parts(plan, load)
+        else:
+            layer, (sync, optimizer) = self._layers.cost(plan, load), self._steps_s(plan, load)
         layers = self.spec.num_layers // plan.pp_size
         rows = load.rows / plan.cp_size
         head, hop = self._head_s(plan, load, rows), self._hop_s(plan, rows)
@@ -148,10 +149,8 @@ class CostModel:
         stages = [max(time_s, host) for time_s in device]
         mean, slowest = sum(stages) / len(stages), max(stages)
         count = load.micro_batches
-        sync, optimizer = self._steps_s(plan, load)
-        shares = _layer_terms(layer, count * layers)
         return StepCost(
-            **shares,
+            **_layer_terms(layer, count * layers),
             head_s=count * (head + first) / plan.pp_size,
             pp_comm_s=count * hop,
             host_s=count * (mean - sum(device) / len(device)),
@@ -162,6 +161,12 @@ class CostModel:
             round_s=self.hardware.host.round_s,
             load=load,
         )
+
+    def _shared_parts(self, plan: Plan, load: RoundLoad) -> tuple[LayerCost, tuple[float, float]]:
+        key = replace(plan, vpp_size=1) if plan.vpp_size > 1 else plan
+        if key not in self._shared:
+            self._shared[key] = self._layers.cost(plan, load), self._steps_s(plan, load)
+        return self._shared[key]
 
     def _stages(self, plan: Plan, middle_s: float, first_s: float, head_s: float) -> list[float]:
         stages = [middle_s] * plan.pp_size
@@ -216,25 +221,34 @@ class CostModel:
 
     def _steps_s(self, plan: Plan, load: RoundLoad) -> tuple[float, float]:
         """Gradient sums and updates of the jobs whose batch a round completes."""
-        sync = update = 0.0
         layers = self.spec.num_layers // plan.pp_size
         replicas = plan.dp_size * plan.cp_size
         spans = replicas * plan.tp_size > self.hardware.gpus_per_node
         tp_spans = plan.tp_size > self.hardware.gpus_per_node
-        for job, steps in zip(self.jobs, load.steps, strict=True):
-            one = ((job.rank, job.targets),)
-            own = layers * adapter_elements(self.spec, one, plan)
-            shared = layers * adapter_elements(self.spec, one, plan, replicated_only=True)
+        sync = update = 0.0
+        for (own, shared), steps in zip(self._elements(plan.tp_size), load.steps, strict=True):
             over_replicas = self.rates.collective_s(
-                "all_reduce", replicas, own * 4, spans_nodes=spans
+                "all_reduce", replicas, layers * own * 4, spans_nodes=spans
             )
             over_tp = self.rates.collective_s(
-                "all_reduce", plan.tp_size, shared * 4, spans_nodes=tp_spans
+                "all_reduce", plan.tp_size, layers * shared * 4, spans_nodes=tp_spans
             )
             sync += steps * (over_replicas + over_tp)
-            moved = own * OPTIMIZER_BYTES / self.hardware.copy_bytes_per_s
+            moved = layers * own * OPTIMIZER_BYTES / self.hardware.copy_bytes_per_s
             update += steps * (moved + self.hardware.host.job_step_s)
         return sync, update
+
+    def _elements(self, tp_size: int) -> list[tuple[float, float]]:
+        """Elements of each job's adapter in one layer of a rank, all and those TP replicates."""
+        if tp_size not in self._adapters:
+            self._adapters[tp_size] = [
+                (
+                    adapter_elements(self.spec, job, tp_size),
+                    adapter_elements(self.spec, job, tp_size, replicated_only=True),
+                )
+                for job in self.jobs
+            ]
+        return self._adapters[tp_size]
 
 
 def _layer_terms(layer: LayerCost, count: float) -> dict[str, float]:

@@ -10,7 +10,7 @@ from tlora_megatron.model import ModelSpec
 from tlora_megatron.planner.candidate import RECOMPUTES, Plan, misfit
 from tlora_megatron.planner.cost_model import CostModel, StepCost
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.memory import MemoryUse, memory_use
+from tlora_megatron.planner.memory import MemoryModel, MemoryUse
 from tlora_megatron.planner.rates import Rates
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs
 
@@ -121,6 +121,7 @@ class GroupModel:
 
     def _best(self, jobs: Sequence[JobLoad], num_gpus: int) -> _Choice:
         model = CostModel(self.spec, jobs, self._rates)
+        memory = MemoryModel(self.spec, jobs, self.hardware)
         best, least = _Choice(None, None, math.inf), math.inf
         for layout in self._layouts_for(num_gpus):
             for budget in _budgets(jobs):
@@ -135,13 +136,11 @@ class GroupModel:
                     best = _Choice(plan, cost, use.total_bytes)
         return best if best.cost is not None else _Choice(None, None, least)
 
-    def _lightest_that_fits(
-        self, jobs: Sequence[JobLoad], plan: Plan
-    ) -> tuple[Plan | None, MemoryUse]:
+    def _lightest_that_fits(self, memory: MemoryModel, plan: Plan) -> tuple[Plan | None, MemoryUse]:
         """The plan with as little recompute as fits, and its memory."""
         for recompute in RECOMPUTES:
             tried = replace(plan, recompute=recompute)
-            use = memory_use(self.spec, jobs, tried, self.hardware)
+            use = memory.use(tried)
             if use.total_bytes <= self.hardware.memory_bytes:
                 return tried, use
         return None, use
@@ -157,9 +156,10 @@ class GroupModel:
 
     def _best_layouts(self, jobs: Sequence[JobLoad], num_gpus: int) -> list[Plan]:
         model = CostModel(self.spec, jobs, self._rates)
+        memory = MemoryModel(self.spec, jobs, self.hardware)
         scored, needs = [], []
         for index, layout in enumerate(self._all_layouts(num_gpus)):
-            plan, use = self._lightest_that_fits(jobs, layout)
+            plan, use = self._lightest_that_fits(memory, layout)
             needs.append((use.total_bytes, index, layout))
             if plan is not None:
                 scored.append((-model.step_cost(plan).tokens_per_s, index, layout))

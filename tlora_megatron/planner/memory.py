@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from tlora_megatron.model import ModelSpec
@@ -18,6 +18,8 @@ from tlora_megatron.planner.workload import JobLoad
 
 HEAD_ROWS = 1024
 """Rows of logits that exist at a time: `integrations.megatron.head.ROWS_AT_ONCE`."""
+ROW_TILE = 128
+"""Rows of a micro-batch on a GPU come in multiples of it: `SuperModel._row_multiple`."""
 RANK_CHUNK = 16
 """Ranks are stored in multiples of it: `ops.tiling.RANK_CHUNK`."""
 FRAGMENTATION = 0.04
@@ -87,17 +89,16 @@ def memory_use(
     rows: float | None = None,
     micro_batches: float | None = None,
 ) -> MemoryUse:
-    """The memory of the pipeline stage that needs most.
+    """The memory of the pipeline stage that needs most; see `MemoryModel.use`."""
+    return MemoryModel(spec, jobs, hardware).use(plan, rows, micro_batches)
 
-    Args:
-        rows: of a micro-batch over its CP ranks; None = the whole budget.
-        micro_batches: of a round; None = as many as fill the pipeline.
-    """
-    rows = float(plan.micro_batch_tokens) if rows is None else rows
-    in_round = 4.0 * plan.pp_size if micro_batches is None else math.ceil(micro_batches)
-    stages = {0, plan.pp_size - 1}
-    uses = [_stage_use(spec, jobs, plan, hardware, rows, in_round, stage) for stage in stages]
-    return max(uses, key=lambda use: use.total_bytes)
+
+def most_rows(jobs: Sequence[JobLoad], plan: Plan) -> float:
+    """Rows that no micro-batch exceeds, over its CP ranks; the whole budget without jobs."""
+    batches = sum(job.batch_size * job.lengths.longest for job in jobs)
+    multiple = ROW_TILE * plan.cp_size
+    padded = -(-batches // multiple) * multiple
+    return float(min(plan.micro_batch_tokens, padded or plan.micro_batch_tokens))
 
 
 def element_bytes(hardware: HardwareProfile) -> int:
@@ -105,55 +106,79 @@ def element_bytes(hardware: HardwareProfile) -> int:
     return 2 if hardware.dtype == "bfloat16" else 4
 
 
-def _stage_use(
-    spec: ModelSpec,
-    jobs: Sequence[JobLoad],
-    plan: Plan,
-    hardware: HardwareProfile,
-    rows: float,
-    in_round: float,
-    stage: int,
-) -> MemoryUse:
-    size = element_bytes(hardware)
-    layers = spec.num_layers // plan.pp_size
-    is_first, is_last = stage == 0, stage == plan.pp_size - 1
-    local_rows = rows / plan.cp_size
-    adapters = layers * adapter_elements(spec, tuple((j.rank, j.targets) for j in jobs), plan)
-    copies = layers * adapter_elements(
-        spec, tuple((_chunked(j.rank), j.targets) for j in jobs), plan
-    )
-    flight = chunks_in_flight(plan, stage, in_round)
-    kept = layers / plan.vpp_size * local_rows * kept_bytes(spec, jobs, plan, size)
-    workspace = local_rows * workspace_bytes(spec, jobs, plan, size)
-    head = _head_bytes(spec, plan, local_rows, size) if is_last else 0.0
-    boundary = local_rows * spec.hidden_size * size / (plan.tp_size if _shards_rows(plan) else 1)
-    activations = flight * kept + (flight * boundary if plan.pp_size > 1 else 0.0)
-    largest = max((adapter_elements(spec, ((j.rank, j.targets),), plan) for j in jobs), default=0.0)
-    # A refreshed slab is cast as one buffer, and cleaned in another, while nothing else runs.
-    step = layers * largest * 2 * size
-    workspace = max(workspace, step - activations)
-    groups = sum(n > 1 for n in (plan.tp_size, plan.pp_size, plan.cp_size, plan.dp_size))
-    return MemoryUse(
-        base_weights=_base_elements(spec, plan, is_first=is_first, is_last=is_last) * size,
-        adapter_weights=copies * size,
-        adapter_gradients=adapters * 4,
-        adapter_states=adapters * 12,
-        activations=activations,
-        workspace=workspace,
-        logits=max(0.0, head - workspace),
-        collectives=groups * COMMUNICATOR_BYTES,
-        fragmentation=FRAGMENTATION * (activations + max(workspace, head)),
-        reserved=hardware.reserved_bytes,
-        stage=stage,
-    )
+class MemoryModel:
+    """One mix of jobs on one model and kind of machine; plans of it share what they can."""
+
+    def __init__(self, spec: ModelSpec, jobs: Sequence[JobLoad], hardware: HardwareProfile) -> None:
+        self.spec = spec
+        self.jobs = tuple(jobs)
+        self.hardware = hardware
+        self._size = element_bytes(hardware)
+        self._saved = _saved_ranks(self.jobs)
+        self._elements: dict[int, tuple[float, float, float]] = {}
+
+    def use(
+        self, plan: Plan, rows: float | None = None, micro_batches: float | None = None
+    ) -> MemoryUse:
+        """The memory of the pipeline stage that needs most.
+
+        Args:
+            rows: of a micro-batch over its CP ranks; None = the whole budget, or all batches
+                together where they do not fill it.
+            micro_batches: of a round; None = as many as fill the pipeline.
+        """
+        rows = most_rows(self.jobs, plan) if rows is None else rows
+        in_round = 4.0 * plan.pp_size if micro_batches is None else math.ceil(micro_batches)
+        stages = {0, plan.pp_size - 1}
+        uses = [self._stage_use(plan, rows / plan.cp_size, in_round, stage) for stage in stages]
+        return max(uses, key=lambda use: use.total_bytes)
+
+    def _adapters(self, tp_size: int) -> tuple[float, float, float]:
+        """Elements a layer: of all slabs, of all compute copies, of the largest slab."""
+        if tp_size not in self._elements:
+            each = [adapter_elements(self.spec, job, tp_size) for job in self.jobs]
+            copies = [
+                n * _chunked(job.rank) / job.rank for n, job in zip(each, self.jobs, strict=True)
+            ]
+            self._elements[tp_size] = sum(each), sum(copies), max(each, default=0.0)
+        return self._elements[tp_size]
+
+    def _stage_use(self, plan: Plan, local_rows: float, in_round: float, stage: int) -> MemoryUse:
+        spec, size = self.spec, self._size
+        layers = spec.num_layers // plan.pp_size
+        is_first, is_last = stage == 0, stage == plan.pp_size - 1
+        adapters, copies, largest = (layers * n for n in self._adapters(plan.tp_size))
+        flight = chunks_in_flight(plan, stage, in_round)
+        kept = kept_bytes(spec, self._saved, plan, size)
+        boundary = spec.hidden_size * size / _row_shards(plan) if plan.pp_size > 1 else 0.0
+        activations = flight * local_rows * (layers / plan.vpp_size * kept + boundary)
+        # A refreshed slab is cast as one buffer, and cleaned in another, while nothing else runs.
+        refresh = largest * 2 * size - activations
+        workspace = max(local_rows * workspace_bytes(spec, self._saved, plan, size), refresh)
+        head = _head_bytes(spec, plan, local_rows, size) if is_last else 0.0
+        groups = sum(n > 1 for n in (plan.tp_size, plan.pp_size, plan.cp_size, plan.dp_size))
+        return MemoryUse(
+            base_weights=_base_elements(spec, plan, is_first=is_first, is_last=is_last) * size,
+            adapter_weights=copies * size,
+            adapter_gradients=adapters * 4,
+            adapter_states=adapters * 12,
+            activations=activations,
+            workspace=workspace,
+            logits=max(0.0, head - workspace),
+            collectives=groups * COMMUNICATOR_BYTES,
+            fragmentation=FRAGMENTATION * (activations + max(workspace, head)),
+            reserved=self.hardware.reserved_bytes,
+            stage=stage,
+        )
 
 
 def _chunked(rank: int) -> int:
     return -(-rank // RANK_CHUNK) * RANK_CHUNK
 
 
-def _shards_rows(plan: Plan) -> bool:
-    return plan.sequence_parallel and plan.tp_size > 1
+def _row_shards(plan: Plan) -> int:
+    """Tensor-parallel ranks that share the rows between tensor-parallel regions."""
+    return plan.tp_size if plan.sequence_parallel else 1
 
 
 def local_shape(spec: ModelSpec, linear: str, tp_size: int) -> tuple[int, int]:
@@ -170,7 +195,7 @@ def target_width(spec: ModelSpec, target: str, linear: str, tp_size: int) -> int
     return out_size // tp_size if linear in COLUMN_PARALLEL else out_size
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def _elements_a_rank(
     spec: ModelSpec, targets: tuple[str, ...], tp_size: int, *, replicated_only: bool
 ) -> int:
@@ -190,19 +215,11 @@ def _elements_a_rank(
 
 
 def adapter_elements(
-    spec: ModelSpec,
-    adapters: Sequence[tuple[int, tuple[str, ...]]],
-    plan: Plan,
-    *,
-    replicated_only: bool = False,
+    spec: ModelSpec, job: JobLoad, tp_size: int, *, replicated_only: bool = False
 ) -> float:
-    """Elements of adapters `(rank, targets)` in one layer on one GPU."""
-    return float(
-        sum(
-            rank * _elements_a_rank(spec, targets, plan.tp_size, replicated_only=replicated_only)
-            for rank, targets in adapters
-        )
-    )
+    """Elements of a job's adapter in one layer on one tensor-parallel rank."""
+    one = _elements_a_rank(spec, job.targets, tp_size, replicated_only=replicated_only)
+    return float(job.rank * one)
 
 
 def _base_elements(spec: ModelSpec, plan: Plan, *, is_first: bool, is_last: bool) -> float:
@@ -231,36 +248,34 @@ def chunks_in_flight(plan: Plan, stage: int, in_round: float) -> float:
 
 
 def kept_bytes(
-    spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan, size: int, *, part: str = "all"
+    spec: ModelSpec, saved: Mapping[str, float], plan: Plan, size: int, *, part: str = "all"
 ) -> float:
     """Activations that a layer keeps until backward, for one row of the micro-batch.
 
     Without recompute: the residual stream in front of both norms, rotated queries, keys and values,
     attention's output and log-sums, gate and up; of linears with adapters also the input (attention
     keeps that of `linear_proj` already) and the rank-sized s.
+
+    Args:
+        saved: elements of s a row by linear, as `_saved_ranks`; 0 where none is adapted.
+        part: `all` of what the plan keeps; `mlp` or `layer`, what these keep when they run again.
     """
-    hidden, tp = spec.hidden_size, plan.tp_size
-    shard = tp if _shards_rows(plan) else 1
+    hidden, tp, shard = spec.hidden_size, plan.tp_size, _row_shards(plan)
     if plan.recompute == "full" and part == "all":
         return hidden * size / shard
-    has = {linear: _is_adapted(jobs, linear) for linear in LINEAR_TARGETS}
-    ranks = _saved_ranks(jobs)
     stream = 2 * hidden * size / shard + 8
     attention = (2 * spec.q_size + 2 * spec.kv_size) * size / tp + 4 * spec.num_heads / tp
-    attention += has["linear_qkv"] * hidden * size / shard
-    attention += (ranks["linear_qkv"] + ranks["linear_proj"]) * size
+    attention += (saved["linear_qkv"] > 0) * hidden * size / shard
+    attention += (saved["linear_qkv"] + saved["linear_proj"]) * size
     mlp = 2 * spec.ffn_size * size / tp
-    mlp += has["linear_fc1"] * hidden * size / shard + has["linear_fc2"] * spec.ffn_size * size / tp
-    mlp += (ranks["linear_fc1"] + ranks["linear_fc2"]) * size
+    mlp += (saved["linear_fc1"] > 0) * hidden * size / shard
+    mlp += (saved["linear_fc2"] > 0) * spec.ffn_size * size / tp
+    mlp += (saved["linear_fc1"] + saved["linear_fc2"]) * size
     if part == "mlp":
         return mlp
     if plan.recompute == "selective" and part == "all":
         mlp = hidden * size / shard  # the checkpoint's input
     return stream + attention + mlp
-
-
-def _is_adapted(jobs: Sequence[JobLoad], linear: str) -> bool:
-    return any(target in job.targets for job in jobs for target in LINEAR_TARGETS[linear])
 
 
 def _saved_ranks(jobs: Sequence[JobLoad]) -> dict[str, float]:
@@ -274,7 +289,7 @@ def _saved_ranks(jobs: Sequence[JobLoad]) -> dict[str, float]:
     return ranks
 
 
-def workspace_bytes(spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan, size: int) -> float:
+def workspace_bytes(spec: ModelSpec, saved: Mapping[str, float], plan: Plan, size: int) -> float:
     """Backward of one layer, for one row: gradients of gate, up and their product, of the
     residual stream (gathered under sequence parallelism), and what the layer recomputes.
     """
@@ -282,7 +297,7 @@ def workspace_bytes(spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan, size: 
     if plan.recompute == "none":
         return gradients
     part = "mlp" if plan.recompute == "selective" else "layer"
-    return gradients + kept_bytes(spec, jobs, plan, size, part=part)
+    return gradients + kept_bytes(spec, saved, plan, size, part=part)
 
 
 def _head_bytes(spec: ModelSpec, plan: Plan, local_rows: float, size: int) -> float:

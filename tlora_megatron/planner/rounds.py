@@ -44,28 +44,43 @@ class RoundLoad:
         return sum(self.job_tokens)
 
 
-def expected_round(
-    jobs: Sequence[JobLoad],
-    *,
-    micro_batch_tokens: int,
-    dp_size: int,
-    pp_size: int,
-    row_multiple: int,
-) -> RoundLoad:
-    """The mean round of a mix that trains on and on."""
+@dataclass(frozen=True, slots=True)
+class ExpectedRounds:
+    """What the packer makes of a mix, before padding."""
+
+    fullest: tuple[tuple[int, float], ...]
+    """Micro-batches a rank, and rows of the fullest one, of every round looked at."""
+    job_tokens: tuple[float, ...]
+    job_sequences: tuple[float, ...]
+    steps: tuple[float, ...]
+
+    def load(self, row_multiple: int) -> RoundLoad:
+        """The mean round with rows padded to a multiple."""
+        count = sum(count for count, _ in self.fullest)
+        rows = sum(count * _round_up(rows, row_multiple) for count, rows in self.fullest)
+        return RoundLoad(
+            micro_batches=count / len(self.fullest),
+            rows=rows / count,
+            job_tokens=self.job_tokens,
+            job_sequences=self.job_sequences,
+            steps=self.steps,
+        )
+
+
+def expected_rounds(
+    jobs: Sequence[JobLoad], *, micro_batch_tokens: int, dp_size: int, pp_size: int
+) -> ExpectedRounds:
+    """The rounds of a mix that trains on and on."""
     sequences = sum(job.batch_size for job in jobs)
-    room = micro_batch_tokens * dp_size * 4 * pp_size
+    room = micro_batch_tokens * dp_size * (4 * pp_size if pp_size > 1 else 1)
     fits = room / min(job.lengths.mean for job in jobs)
     if min(sequences, fits) > _MOST_SEQUENCES:
-        return _fluid_round(jobs, micro_batch_tokens, dp_size, pp_size, row_multiple)
-    queues = _Queues(jobs)
-    totals = _Totals(len(jobs))
-    rounds = min(max(_FEWEST_ROUNDS, _SIMULATED // sequences), _MOST_ROUNDS)
-    if sum(job.batch_size * job.lengths.longest for job in jobs) <= micro_batch_tokens:
-        rounds = min(rounds, 8)  # nothing waits, so that rounds differ by their lengths only
-    for index in range(rounds):
-        _run_round(queues, totals, index, micro_batch_tokens, dp_size, pp_size, row_multiple)
-    return totals.mean(rounds)
+        return _fluid_round(jobs, micro_batch_tokens, dp_size, pp_size)
+    packer = _Packer(jobs, micro_batch_tokens, dp_size, pp_size)
+    rounds = min(max(_FEWEST_ROUNDS, _SIMULATED // int(min(sequences, fits) + 1)), _MOST_ROUNDS)
+    for first_slot in range(rounds):
+        packer.run_round(first_slot)
+    return packer.result()
 
 
 def num_micro_batches(tokens: float, capacity: int, dp_size: int, pp_size: int) -> int:
@@ -75,84 +90,64 @@ def num_micro_batches(tokens: float, capacity: int, dp_size: int, pp_size: int) 
     return min(max(math.ceil(tokens / (capacity * dp_size)), pp_size), 4 * pp_size)
 
 
-class _Queues:
-    """What is left of every job's batch; longest first, as the packer takes them."""
+class _Packer:
+    """Packs rounds of drawn lengths and counts what they hold."""
 
-    def __init__(self, jobs: Sequence[JobLoad]) -> None:
+    def __init__(self, jobs: Sequence[JobLoad], capacity: int, dp_size: int, pp_size: int) -> None:
         self._jobs = jobs
+        self._capacity, self._dp_size, self._pp_size = capacity, dp_size, pp_size
         self._streams: list[Iterator[int]] = [job.lengths.spread() for job in jobs]
-        self.left: list[list[int]] = [[] for _ in jobs]
+        self._left: list[list[int]] = [[] for _ in jobs]
+        """What is left of every job's batch, ascending: the packer takes the longest first."""
+        self._fullest: list[tuple[int, float]] = []
+        self._tokens = [0] * len(jobs)
+        self._sequences = [0] * len(jobs)
+        self._steps = [0] * len(jobs)
 
-    def refill(self) -> None:
+    def run_round(self, first_slot: int) -> None:
+        """Fills the micro-batches of one round."""
+        self._refill()
+        total = sum(map(sum, self._left))
+        count = num_micro_batches(total, self._capacity, self._dp_size, self._pp_size)
+        bins = [(0, index) for index in range(count * self._dp_size)]
+        slots = len(self._jobs)
+        open_slots = [(first_slot + turn) % slots for turn in range(slots)]
+        while open_slots:
+            open_slots = [slot for slot in open_slots if self._place(slot, bins)]
+        self._fullest.append((count, max(load for load, _ in bins)))
+
+    def _refill(self) -> None:
         for slot, job in enumerate(self._jobs):
-            if not self.left[slot]:
+            if not self._left[slot]:
                 batch = itertools.islice(self._streams[slot], job.batch_size)
-                self.left[slot] = sorted(batch)  # taken from the end
+                self._left[slot] = sorted(batch)
 
-    @property
-    def tokens(self) -> int:
-        return sum(map(sum, self.left))
+    def _place(self, slot: int, bins: list[tuple[int, int]]) -> bool:
+        """Puts one sequence into the lightest bin; whether the slot may go on."""
+        left = self._left[slot]
+        load, index = bins[0]
+        if load + left[-1] > self._capacity:
+            return False
+        length = left.pop()
+        heapq.heapreplace(bins, (load + length, index))
+        self._tokens[slot] += length
+        self._sequences[slot] += 1
+        self._steps[slot] += not left
+        return bool(left)
 
-
-class _Totals:
-    """Sums over rounds."""
-
-    def __init__(self, num_jobs: int) -> None:
-        self.micro_batches = 0
-        self.rows = 0
-        self.tokens = [0] * num_jobs
-        self.sequences = [0] * num_jobs
-        self.steps = [0] * num_jobs
-
-    def mean(self, rounds: int) -> RoundLoad:
-        def each(values: Sequence[int]) -> tuple[float, ...]:
-            return tuple(value / rounds for value in values)
-
-        return RoundLoad(
-            micro_batches=self.micro_batches / rounds,
-            rows=self.rows / self.micro_batches,
-            job_tokens=each(self.tokens),
-            job_sequences=each(self.sequences),
-            steps=each(self.steps),
+    def result(self) -> ExpectedRounds:
+        """Means over the rounds so far."""
+        rounds = len(self._fullest)
+        tokens, sequences, steps = (
+            tuple(value / rounds for value in values)
+            for values in (self._tokens, self._sequences, self._steps)
         )
-
-
-def _run_round(
-    queues: _Queues,
-    totals: _Totals,
-    first_slot: int,
-    capacity: int,
-    dp_size: int,
-    pp_size: int,
-    row_multiple: int,
-) -> None:
-    queues.refill()
-    count = num_micro_batches(queues.tokens, capacity, dp_size, pp_size)
-    bins = [(0, index) for index in range(count * dp_size)]
-    slots = len(queues.left)
-    open_slots = [(first_slot + turn) % slots for turn in range(slots)]
-    while open_slots:
-        for slot in list(open_slots):
-            left = queues.left[slot]
-            load, index = bins[0]
-            if load + left[-1] > capacity:
-                open_slots.remove(slot)
-                continue
-            length = left.pop()
-            heapq.heapreplace(bins, (load + length, index))
-            totals.tokens[slot] += length
-            totals.sequences[slot] += 1
-            if not left:
-                totals.steps[slot] += 1
-                open_slots.remove(slot)
-    longest = max(load for load, _ in bins)
-    totals.micro_batches += count
-    totals.rows += count * _round_up(longest, row_multiple)
+        return ExpectedRounds(tuple(self._fullest), tokens, sequences, steps)
 
 
 def _fluid_round(
-    jobs: Sequence[JobLoad], capacity: int, dp_size: int, pp_size: int, row_multiple: int
-) -> RoundLoad:
+    jobs: Sequence[JobLoad], capacity: int, dp_size: int, pp_size: int
+) -> ExpectedRounds:
     """Large rounds: every job gets as many sequences, or its whole batch."""
     wanted = sum(job.batch_tokens for job in jobs)
     count = num_micro_batches(wanted, capacity, dp_size, pp_size)
@@ -162,9 +157,8 @@ def _fluid_round(
     tokens = [n * job.lengths.mean for n, job in zip(sequences, jobs, strict=True)]
     mean_length = sum(tokens) / sum(sequences)
     rows = min(capacity, sum(tokens) / bins + (mean_length / 2 if bins > 1 else 0))
-    return RoundLoad(
-        micro_batches=count,
-        rows=_round_up(rows, row_multiple),
+    return ExpectedRounds(
+        fullest=((count, rows),),
         job_tokens=tuple(tokens),
         job_sequences=tuple(sequences),
         steps=tuple(n / job.batch_size for n, job in zip(sequences, jobs, strict=True)),

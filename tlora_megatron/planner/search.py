@@ -1,0 +1,288 @@
+"""All ways to run a mix of jobs on some GPUs, ranked; and what would help where none fits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.planner.candidate import RECOMPUTES, Plan, Recompute, misfit
+from tlora_megatron.planner.cost_model import CostModel, StepCost
+from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.memory import MemoryModel, MemoryUse, most_rows
+from tlora_megatron.planner.rates import Rates
+from tlora_megatron.planner.workload import JobLoad, check_jobs
+
+BUDGETS = (1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152, 65536)
+"""Micro-batch tokens that are tried."""
+_MOST_GPUS = 4096
+_GIB = 2.0**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchSpace:
+    """What the search may choose; None leaves it free."""
+
+    tp_size: int | None = None
+    pp_size: int | None = None
+    vpp_size: int | None = None
+    cp_size: int | None = None
+    sequence_parallel: bool | None = None
+    recompute: Recompute | None = None
+    micro_batch_tokens: int | None = None
+    runs_in: Literal["train", "megatron"] | None = None
+    """Only plans that this command can run."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp_size", "pp_size", "vpp_size", "cp_size", "micro_batch_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+    def allows(self, plan: Plan) -> bool:
+        """Whether the plan keeps to what is fixed."""
+        fixed = ("tp_size", "pp_size", "vpp_size", "cp_size", "sequence_parallel")
+        chosen = all(getattr(self, name) in (None, getattr(plan, name)) for name in fixed)
+        return chosen and (self.runs_in is None or self.runs_in in plan.runs_in)
+
+
+@dataclass(frozen=True, slots=True)
+class RankedPlan:
+    """A plan that fits, with where its time and memory go."""
+
+    plan: Plan
+    cost: StepCost
+    memory: MemoryUse
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Plans that were left out for one reason."""
+
+    reason: str
+    count: int
+    example: Plan
+    """The one that missed by least."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """What a search found."""
+
+    plans: tuple[RankedPlan, ...]
+    """Fastest first."""
+    dropped: tuple[Dropped, ...]
+    remedies: tuple[str, ...]
+    """Where nothing fits: the smallest changes that would."""
+
+    @property
+    def best(self) -> RankedPlan | None:
+        """The fastest plan, if any fits."""
+        return self.plans[0] if self.plans else None
+
+
+def search(
+    spec: ModelSpec,
+    jobs: Sequence[JobLoad],
+    hardware: HardwareProfile,
+    num_gpus: int,
+    space: SearchSpace | None = None,
+) -> SearchResult:
+    """Ranks every plan on exactly `num_gpus` GPUs by tokens per second of all jobs.
+
+    Complete over TP, PP, virtual PP, CP and DP sizes that multiply to `num_gpus`, sequence
+    parallelism, recompute, and the budgets of `BUDGETS`; nothing is cut off by a bound.
+
+    Raises:
+        ValueError: for jobs or numbers that cannot be planned for; never because nothing fits.
+    """
+    check_jobs(jobs)
+    if not 1 <= num_gpus <= _MOST_GPUS:
+        raise ValueError(f"num_gpus must be in [1, {_MOST_GPUS}], got {num_gpus}")
+    space = space or SearchSpace()
+    drops = _Drops()
+    model = CostModel(spec, jobs, Rates(hardware))
+    found = []
+    for plan, memory in _fitting(spec, jobs, hardware, num_gpus, space, drops):
+        found.append(RankedPlan(plan, model.step_cost(plan), memory))
+    found.sort(key=lambda r: (-_rounded(r.cost.tokens_per_s), r.memory.total_bytes))
+    remedies = () if found else tuple(_remedies(spec, jobs, hardware, num_gpus, space))
+    return SearchResult(tuple(found), drops.result(), remedies)
+
+
+def _rounded(value: float) -> float:
+    """Four digits: plans closer than that are ranked by memory."""
+    return float(f"{value:.4g}")
+
+
+class _Drops:
+    """Counts plans by the reason they were dropped."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._examples: dict[str, tuple[float, str, Plan]] = {}
+
+    def add(self, kind: str, reason: str, plan: Plan, excess: float = 0.0) -> None:
+        self._counts[kind] += 1
+        if kind not in self._examples or excess < self._examples[kind][0]:
+            self._examples[kind] = (excess, reason, plan)
+
+    def result(self) -> tuple[Dropped, ...]:
+        return tuple(
+            Dropped(self._examples[kind][1], count, self._examples[kind][2])
+            for kind, count in self._counts.most_common()
+        )
+
+
+def _fitting(
+    spec: ModelSpec,
+    jobs: Sequence[JobLoad],
+    hardware: HardwareProfile,
+    num_gpus: int,
+    space: SearchSpace,
+    drops: _Drops,
+) -> Iterator[tuple[Plan, MemoryUse]]:
+    model = MemoryModel(spec, jobs, hardware)
+    for layout in _layouts(spec, num_gpus, space):
+        reason = _layout_misfit(spec, layout, hardware)
+        if reason is not None:
+            drops.add(reason, reason, layout)
+            continue
+        for plan in _variants(jobs, layout, space):
+            reason = misfit(spec, plan)
+            if reason is not None:
+                drops.add(reason, reason, plan)
+                continue
+            memory = model.use(plan)
+            if memory.total_bytes <= hardware.memory_bytes:
+                yield plan, memory
+            else:
+                _drop_for_memory(drops, plan, memory, hardware)
+
+
+def _drop_for_memory(
+    drops: _Drops, plan: Plan, memory: MemoryUse, hardware: HardwareProfile
+) -> None:
+    need, have = memory.total_bytes / _GIB, hardware.memory_bytes / _GIB
+    largest = memory.binding.replace("_", " ")
+    reason = f"memory: at least {need:.1f} GiB of {have:.1f} GiB, most of it {largest}"
+    drops.add(f"memory, {largest}", reason, plan, memory.total_bytes)
+
+
+def _layouts(spec: ModelSpec, num_gpus: int, space: SearchSpace) -> Iterator[Plan]:
+    """Sizes that multiply to the GPUs; also those that the model does not allow, to be named."""
+    divisors = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0]
+    for tp in divisors:
+        for pp in (n for n in divisors if num_gpus % (tp * n) == 0):
+            for cp in (n for n in divisors if num_gpus % (tp * pp * n) == 0):
+                for vpp in _vpp_sizes(spec, pp):
+                    for sequence_parallel in (False, True) if tp > 1 else (False,):
+                        plan = Plan(
+                            tp_size=tp,
+                            pp_size=pp,
+                            vpp_size=vpp,
+                            cp_size=cp,
+                            dp_size=num_gpus // (tp * pp * cp),
+                            sequence_parallel=sequence_parallel,
+                        )
+                        if space.allows(plan):
+                            yield plan
+
+
+def _vpp_sizes(spec: ModelSpec, pp_size: int) -> list[int]:
+    if pp_size == 1 or spec.num_layers % pp_size:
+        return [1]
+    layers = spec.num_layers // pp_size
+    return [n for n in range(1, layers + 1) if layers % n == 0]
+
+
+def _layout_misfit(spec: ModelSpec, layout: Plan, hardware: HardwareProfile) -> str | None:
+    if layout.num_gpus > hardware.gpus_per_node and hardware.inter_node is None:
+        return (
+            f"{layout.num_gpus} GPUs are more than the {hardware.gpus_per_node} of a node, "
+            f"and profile {hardware.name} has no inter_node link"
+        )
+    return misfit(spec, replace(layout, micro_batch_tokens=2 * layout.tp_size * layout.cp_size))
+
+
+def _variants(jobs: Sequence[JobLoad], layout: Plan, space: SearchSpace) -> Iterator[Plan]:
+    recomputes = RECOMPUTES if space.recompute is None else (space.recompute,)
+    for budget in budgets(jobs, layout, space):
+        for recompute in recomputes:
+            yield replace(layout, micro_batch_tokens=budget, recompute=recompute)
+
+
+def budgets(jobs: Sequence[JobLoad], layout: Plan, space: SearchSpace) -> list[int]:
+    """Micro-batch tokens worth trying: from the longest sequence up to all batches together."""
+    longest = max(job.lengths.longest for job in jobs)
+    if space.micro_batch_tokens is not None:
+        if space.micro_batch_tokens < longest:
+            raise ValueError(
+                f"micro_batch_tokens must be at least {longest}, the longest sequence, "
+                f"got {space.micro_batch_tokens}"
+            )
+        return [space.micro_batch_tokens]
+    step = 128 * layout.tp_size * layout.cp_size
+    least = -(-longest // step) * step
+    most = most_rows(jobs, replace(layout, micro_batch_tokens=2**62))
+    fitting = [budget for budget in BUDGETS if budget >= least]
+    enough = [budget for budget in fitting if budget >= most][1:]
+    return [budget for budget in fitting if budget not in enough] or [least]
+
+
+def _remedies(
+    spec: ModelSpec,
+    jobs: Sequence[JobLoad],
+    hardware: HardwareProfile,
+    num_gpus: int,
+    space: SearchSpace,
+) -> Iterator[str]:
+    """The smallest change of each kind that makes some plan fit, the cheapest kind first."""
+
+    def fits(mix: Sequence[JobLoad], gpus: int, within: SearchSpace) -> bool:
+        return next(_fitting(spec, mix, hardware, gpus, within, _Drops()), None) is not None
+
+    free = replace(space, recompute=None, micro_batch_tokens=None)
+    if free != space and fits(jobs, num_gpus, free):
+        yield "leave recompute and micro_batch_tokens free: another choice fits"
+    if fits(jobs, num_gpus, SearchSpace(runs_in=space.runs_in)) and space != free:
+        yield "leave the layout free: another one fits"
+    yield from _fewer_jobs(jobs, lambda mix: fits(mix, num_gpus, space))
+    yield from _shorter(jobs, lambda mix: fits(mix, num_gpus, space))
+    for gpus in _more_gpus(num_gpus, hardware):
+        if fits(jobs, gpus, free):
+            yield f"use {gpus} GPUs"
+            break
+
+
+def _more_gpus(num_gpus: int, hardware: HardwareProfile) -> Iterator[int]:
+    most = _MOST_GPUS if hardware.inter_node is not None else hardware.gpus_per_node
+    for factor in (2, 3, 4, 6, 8, 16, 32, 64, 128):
+        if num_gpus * factor <= most:
+            yield num_gpus * factor
+
+
+def _fewer_jobs(
+    jobs: Sequence[JobLoad], fits: Callable[[Sequence[JobLoad]], bool]
+) -> Iterator[str]:
+    """Leaves the largest adapters out, one after another."""
+    ordered = sorted(jobs, key=lambda job: job.rank * len(job.targets))
+    low, high = 0, len(ordered)
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(ordered[:middle]) else (low, middle)
+    if low:
+        names = ", ".join(job.name for job in ordered[low:])
+        yield f"run {low} of the {len(jobs)} jobs, without {names}"
+
+
+def _shorter(jobs: Sequence[JobLoad], fits: Callable[[Sequence[JobLoad]], bool]) -> Iterator[str]:
+    """Cuts the longest sequences to powers of two."""
+    longest = max(job.lengths.longest for job in jobs)
+    for length in (2**n for n in range(longest.bit_length() - 1, 7, -1)):
+        cut = [replace(job, lengths=job.lengths.clipped(length)) for job in jobs]
+        if length < longest and fits(cut):
+            yield f"cut sequences to {length} tokens"
+            return
