@@ -19,14 +19,18 @@ from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.segments import current_micro_batch
 
 
-class MultiAdapterMixin:
+class MultiAdapter:
+    """What every kind of multi-adapter linear is."""
+
+    tlora_branch: AdapterBranch
+
+
+class MultiAdapterMixin(MultiAdapter):
     """Overrides the GEMM of Megatron's Column- and RowParallelLinear; their reductions stay theirs.
 
     Relies on `_forward_impl(input, weight, *, bias, allreduce_dgrad, sequence_parallel, tp_group,
     ...)`, which both classes call with keywords in megatron-core 0.16 to 0.19.
     """
-
-    tlora_branch: AdapterBranch
 
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
@@ -43,14 +47,22 @@ class MultiAdapterMixin:
 
 
 @functools.cache
-def _multi_adapter_class(base: type[nn.Module]) -> type[nn.Module]:
-    return type(f"MultiLoRA{base.__name__}", (MultiAdapterMixin, base), {"__module__": __name__})
+def _multi_adapter_class(mixin: type[MultiAdapter], base: type[nn.Module]) -> type[nn.Module]:
+    return type(f"MultiLoRA{base.__name__}", (mixin, base), {"__module__": __name__})
+
+
+def make_multi_adapter(module: nn.Module, mixin: type[MultiAdapter] = MultiAdapterMixin) -> None:
+    """Turns a linear into a multi-adapter one, in place; one that is one already stays as it is."""
+    if not isinstance(module, MultiAdapter):
+        base: Any = type(module)
+        module.__class__ = _multi_adapter_class(mixin, base)
 
 
 def attach(linears: Iterable[tuple[Site, nn.Module]], bank: AdapterBank) -> None:
-    """Gives every linear its branch; attaching the same linear again replaces its branch."""
+    """Gives every linear its branch; attaching the same linear again replaces its branch.
+
+    What is not a multi-adapter linear yet is taken for one of Megatron's.
+    """
     for site, module in linears:
-        if not isinstance(module, MultiAdapterMixin):
-            base: Any = type(module)
-            module.__class__ = _multi_adapter_class(base)
+        make_multi_adapter(module)
         object.__setattr__(module, "tlora_branch", AdapterBranch(bank, site))
