@@ -22,6 +22,10 @@ _LLAMA3_ROPE = {
 """Constants of Megatron-core's `RotaryEmbedding._apply_scaling`: only the factor is an argument."""
 
 
+_FLAG_NAMES = {"layernorm_epsilon": "norm_epsilon"}
+"""Where the flag is not called like its argument."""
+
+
 def megatron_arguments(spec: ModelSpec) -> dict[str, Any]:
     """The architecture by the names of Megatron-LM's arguments; False means that a switch is off.
 
@@ -46,7 +50,7 @@ def megatron_arguments(spec: ModelSpec) -> dict[str, Any]:
         "rotary_percent": 1.0,
         **_rope_scaling(spec),
         "normalization": "RMSNorm",
-        "norm_epsilon": spec.norm_eps,
+        "layernorm_epsilon": spec.norm_eps,
         "swiglu": True,
         "disable_bias_linear": True,
         "add_qkv_bias": spec.qkv_bias,
@@ -72,7 +76,7 @@ def megatron_flags(spec: ModelSpec) -> list[str]:
     words = []
     for name, value in arguments.items():
         if value is not False:
-            flag = "--" + name.replace("_", "-")
+            flag = "--" + _FLAG_NAMES.get(name, name).replace("_", "-")
             words += [flag] if value is True else [flag, str(value)]
     return words
 
