@@ -125,9 +125,8 @@ class GroupModel:
         best, least = _Choice(None, None, math.inf), math.inf
         for layout in self._layouts_for(num_gpus):
             for budget in _budgets(jobs):
-                plan, use = self._lightest_that_fits(
-                    jobs, replace(layout, micro_batch_tokens=budget)
-                )
+                tried = replace(layout, micro_batch_tokens=budget)
+                plan, use = self._lightest_that_fits(memory, tried)
                 least = min(least, use.total_bytes)
                 if plan is None:
                     continue
