@@ -43,6 +43,26 @@ class LinearOps(Protocol):
         """Returns y `[T, N]` and s."""
         ...
 
+    def down(self, x_TK: torch.Tensor, factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
+        """Returns s alone: for a base that is computed elsewhere (`layers.black_box`).
+
+        Such a linear has y = base(x) + `up(s)` and dx = the base's + `branch_dgrad(dS)`; s comes
+        from here and not from `forward`.
+        """
+        ...
+
+    def up(
+        self, s: torch.Tensor, num_columns: int, factors: SiteFactors, rows: RowGroups
+    ) -> torch.Tensor:
+        """Returns `s B^T`, `[T, num_columns]`, 0 where no adapter has rows or columns."""
+        ...
+
+    def branch_dgrad(
+        self, ds: torch.Tensor, factors: SiteFactors, rows: RowGroups
+    ) -> torch.Tensor:
+        """Returns `drop(dS A)`, `[T, K]`, 0 in rows without an adapter."""
+        ...
+
     def backward_up(
         self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
     ) -> torch.Tensor:

@@ -71,24 +71,27 @@ class TorchOps:
         rows: RowGroups,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns y `[T, N]` and s."""
+        y_TN = F.linear(x_TK, weight_NK, bias_N)
+        s = self.down(x_TK, factors, rows)
+        return _add_up(y_TN, s, factors, rows), s
+
+    def down(self, x_TK: torch.Tensor, factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
+        """Returns s."""
         blocks = _blocks(rows, factors.layout)
         s = x_TK.new_empty(_size(blocks))
-        y_TN = F.linear(x_TK, weight_NK, bias_N)
         dropped_TK = _dropped(x_TK, factors, rows, 0)
         for block in blocks:
             s_TR = block.of(s)
             lora_a_RK = factors.lora_a[block.a_rows]
             torch.mm(dropped_TK[block.begin : block.end], lora_a_RK.t(), out=s_TR)
             _scale(s_TR, factors, block.slot)
-            y_block_TN = y_TN[block.begin : block.end]
-            for part in block.parts:
-                lora_b_RN = factors.lora_b[part.target][part.b_rows]
-                columns = factors.columns[part.target]
-                if columns.groups == 1:
-                    columns.view(y_block_TN)[:, 0].addmm_(s_TR[:, part.columns], lora_b_RN)
-                else:
-                    columns.add(y_block_TN, s_TR[:, part.columns] @ lora_b_RN)
-        return y_TN, s
+        return s
+
+    def up(
+        self, s: torch.Tensor, num_columns: int, factors: SiteFactors, rows: RowGroups
+    ) -> torch.Tensor:
+        """Returns `s B^T`, `[T, num_columns]`."""
+        return _add_up(s.new_zeros(rows.ends[-1], num_columns), s, factors, rows)
 
     def backward_up(
         self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
@@ -116,7 +119,14 @@ class TorchOps:
         rows: RowGroups,
     ) -> torch.Tensor:
         """Returns dx `[T, K]`."""
-        branch_TK = dy_TN.new_empty(dy_TN.shape[0], weight_NK.shape[1])
+        # The base GEMM adds onto the branch: a pass over [T, K] less than the reverse.
+        return self.branch_dgrad(ds, factors, rows).addmm_(dy_TN, weight_NK)
+
+    def branch_dgrad(
+        self, ds: torch.Tensor, factors: SiteFactors, rows: RowGroups
+    ) -> torch.Tensor:
+        """Returns `drop(dS A)`, `[T, K]`."""
+        branch_TK = ds.new_empty(rows.ends[-1], factors.lora_a.shape[1])
         done = 0
         for block in _blocks(rows, factors.layout):
             branch_TK[done : block.begin].zero_()
@@ -124,8 +134,7 @@ class TorchOps:
             torch.mm(block.of(ds), lora_a_RK, out=branch_TK[block.begin : block.end])
             done = block.end
         branch_TK[done:].zero_()
-        # The base GEMM adds onto the branch: a pass over [T, K] less than the reverse.
-        return _dropped(branch_TK, factors, rows, 0).addmm_(dy_TN, weight_NK)
+        return _dropped(branch_TK, factors, rows, 0)
 
     def backward_down(
         self,
@@ -184,6 +193,23 @@ def _block(slot: int, begin: int, end: int, offset: int, layout: RankLayout) -> 
 
 def _size(blocks: tuple[_Block, ...]) -> int:
     return blocks[-1].stop if blocks else 0
+
+
+def _add_up(
+    y_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
+) -> torch.Tensor:
+    """`y += s B^T`, in place."""
+    for block in _blocks(rows, factors.layout):
+        s_TR = block.of(s)
+        y_block_TN = y_TN[block.begin : block.end]
+        for part in block.parts:
+            lora_b_RN = factors.lora_b[part.target][part.b_rows]
+            columns = factors.columns[part.target]
+            if columns.groups == 1:
+                columns.view(y_block_TN)[:, 0].addmm_(s_TR[:, part.columns], lora_b_RN)
+            else:
+                columns.add(y_block_TN, s_TR[:, part.columns] @ lora_b_RN)
+    return y_TN
 
 
 def _scale(s_TR: torch.Tensor, factors: SiteFactors, slot: int) -> None:

@@ -72,6 +72,24 @@ class TritonOps:
         # The base GEMM adds onto the rank part: a pass over [T, N] less than the reverse.
         return y_TN.addmm_(x_TK, weight_NK.t()), s
 
+    def up(
+        self, s: torch.Tensor, num_columns: int, factors: SiteFactors, rows: RowGroups
+    ) -> torch.Tensor:
+        """Returns `s B^T`, `[T, num_columns]`."""
+        if not len(s):
+            return s.new_zeros(rows.ends[-1], num_columns)
+        plan, config = self.plan(factors, rows), self.config(factors, rows)
+        return up(s, None, num_columns, factors, self.tables[factors], plan, config.up)
+
+    def branch_dgrad(
+        self, ds: torch.Tensor, factors: SiteFactors, rows: RowGroups
+    ) -> torch.Tensor:
+        """Returns `drop(dS A)`, `[T, K]`."""
+        if not len(ds):
+            return ds.new_zeros(rows.ends[-1], factors.lora_a.shape[1])
+        plan, config = self.plan(factors, rows), self.config(factors, rows)
+        return up_dropped(ds, factors, rows, plan, config.up)
+
     def backward_up(
         self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
     ) -> torch.Tensor:
@@ -90,8 +108,7 @@ class TritonOps:
         """Returns dx `[T, K]`."""
         if not len(ds):
             return dy_TN @ weight_NK
-        plan, config = self.plan(factors, rows), self.config(factors, rows)
-        return up_dropped(ds, factors, rows, plan, config.up).addmm_(dy_TN, weight_NK)
+        return self.branch_dgrad(ds, factors, rows).addmm_(dy_TN, weight_NK)
 
     def backward_down(
         self,
