@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tlora_megatron.job import HF_TARGETS
+
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 _REQUIRED = (
@@ -102,6 +104,16 @@ class ModelSpec:
             "linear_fc1": (2 * ffn, hidden),
             "linear_fc2": (hidden, ffn),
         }[target]
+
+    def module_path(self, layer: int, target: str) -> str:
+        """Of a Hugging Face target in transformers' model: `model.layers.0.mlp.up_proj`."""
+        block = "mlp" if target in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+        return f"model.layers.{layer}.{block}.{target}"
+
+    @property
+    def peft_targets(self) -> tuple[str, ...]:
+        """What PEFT can name in this model, in its order."""
+        return HF_TARGETS
 
 
 def read_model_spec(config_json: Path) -> ModelSpec:

@@ -18,10 +18,12 @@ from pathlib import Path
 import pytest
 
 PACKAGE = "tlora_megatron"
-GROUND = ("config", "config_reader", "config_rules", "config_source", "job", "plan", "model")
+GROUND = (
+    "config", "config_reader", "config_rules", "config_source", "job", "plan", "model", "backbone",
+)  # fmt: skip
 CONTROL = ("planner", "scheduler", "sim")
 COMPUTE = ("ops", "parallel", "layers", "training", "integrations")
-ROOF = ("runtime", "cli")
+ROOF = ("runtime", "deepspeed", "cli")
 ONLY_IN = {
     "megatron": f"{PACKAGE}.integrations.megatron",
     "deepspeed": f"{PACKAGE}.integrations.deepspeed",

@@ -14,7 +14,7 @@ import torch
 
 from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.sites import Site, TargetShard
-from tlora_megatron.layers.slab import AdapterSlab, slab_layout
+from tlora_megatron.layers.slab import AdapterSlab, StatePlacement, slab_layout
 from tlora_megatron.ops.dropout import mix_ints
 from tlora_megatron.ops.factors import SiteFactors
 from tlora_megatron.ops.kernel_choice import choose_ops
@@ -40,6 +40,7 @@ class AdapterBank:
             leaving changes no product and no rounding of the others.
         dtype: of the compute copies.
         ops: what computes the linears; None = the fastest that this device and dtype have.
+        placement: of the adapters' master weights and moments.
     """
 
     def __init__(
@@ -50,10 +51,12 @@ class AdapterBank:
         dtype: torch.dtype,
         device: torch.device,
         ops: LinearOps | None = None,
+        placement: StatePlacement = StatePlacement(),  # noqa: B008 - frozen
     ) -> None:
         self.sites = tuple(sites)
         self.dtype = dtype
         self.device = device
+        self.placement = placement
         self.ops = choose_ops(device, dtype) if ops is None else ops
         used = {target for lora in loras for target in lora.target_modules}
         self._targets = {
@@ -70,7 +73,7 @@ class AdapterBank:
 
     def new_slab(self, lora: LoraSpec) -> AdapterSlab:
         """Allocates an adapter's slab, zeros."""
-        return AdapterSlab(slab_layout(self.sites, lora), self.device)
+        return AdapterSlab(slab_layout(self.sites, lora), self.device, self.placement)
 
     def install(self, adapters: Sequence[Adapter]) -> None:
         """Puts adapters into slots 0, 1, ... in this order.
@@ -130,7 +133,7 @@ class AdapterBank:
                 scaling=scaling,
                 dropout=dropout,
                 has_dropout=any(lora.dropout > 0 for lora in loras),
-                dropout_key=mix_ints(site.index),
+                dropout_key=mix_ints(site.dropout_index),
                 first_column=site.first_column,
             )
 
@@ -140,6 +143,8 @@ class AdapterBank:
     def refresh(self, slot: int) -> None:
         """Copies an adapter's master weights into the arenas, without waiting for the device.
 
+        Collective over the ranks that hold slices of them; offloaded ones are waited for.
+
         What is not finite there (an update that overflowed, a master beyond fp16) shows in
         `defects` and never reaches an arena: GEMM tiles that adapters share multiply each one's
         weights with zeros in the rows of the others, and 0 * inf is NaN.
@@ -147,7 +152,7 @@ class AdapterBank:
         slab = self.adapters[slot].slab
         if self._copies[slot]:
             # Cast as one buffer first: copies between dtypes would be a launch a factor.
-            cast = slab.master.to(self.dtype, copy=True)
+            cast = slab.compute_copy(self.dtype)
             self.defects[slot] = torch.linalg.vector_norm(cast, math.inf).float() * 0
             torch._foreach_copy_(self._copies[slot], slab.layout.split(cast.nan_to_num_()))
 

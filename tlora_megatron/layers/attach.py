@@ -47,15 +47,15 @@ class MultiAdapterMixin(MultiAdapter):
 
 
 @functools.cache
-def _multi_adapter_class(mixin: type[MultiAdapter], base: type[nn.Module]) -> type[nn.Module]:
+def _multi_adapter_class(mixin: Any, base: Any) -> type[nn.Module]:
     return type(f"MultiLoRA{base.__name__}", (mixin, base), {"__module__": __name__})
 
 
 def make_multi_adapter(module: nn.Module, mixin: type[MultiAdapter] = MultiAdapterMixin) -> None:
     """Turns a linear into a multi-adapter one, in place; one that is one already stays as it is."""
     if not isinstance(module, MultiAdapter):
-        base: Any = type(module)
-        module.__class__ = _multi_adapter_class(mixin, base)
+        parts: list[Any] = [mixin, type(module)]
+        module.__class__ = _multi_adapter_class(*parts)
 
 
 def attach(linears: Iterable[tuple[Site, nn.Module]], bank: AdapterBank) -> None:

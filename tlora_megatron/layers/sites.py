@@ -63,8 +63,13 @@ class Site:
 
     @property
     def index(self) -> int:
-        """Unique over the model: keys the dropout of this linear."""
+        """Unique over the model."""
         return self.layer * len(LINEAR_TARGETS) + list(LINEAR_TARGETS).index(self.linear)
+
+    @property
+    def dropout_index(self) -> int:
+        """Keys the dropout of this linear."""
+        return self.index
 
     @property
     def first_column(self) -> int:

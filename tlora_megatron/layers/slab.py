@@ -13,10 +13,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from tlora_megatron.backbone import Backbone
 from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.sites import Site, TargetShard
-from tlora_megatron.model import ModelSpec
+from tlora_megatron.parallel.collectives import all_gather_rows
+
+_SLICE_MULTIPLE = 64
+"""Slices begin on 256 bytes: vector instructions then meet the same elements as in the whole."""
 
 
 class Factor(NamedTuple):
@@ -100,32 +105,75 @@ def _sharded(sites: Sequence[Site]) -> bool:
     return any(site.tp_size > 1 for site in sites)
 
 
-class AdapterSlab:
-    """Master weights, gradient and Adam moments of one adapter on this rank, fp32 `[numel]` each.
+class StatePlacement(NamedTuple):
+    """Where an adapter's master weights and Adam moments lie."""
 
-    Backward adds straight to `grad`, through views of it; whoever steps zeroes it.
+    group: dist.ProcessGroup | None = None
+    """Replicas of the adapter, each of which holds one slice; None = every rank holds all."""
+    on_cpu: bool = False
+    """In the host's memory, pinned, whatever the device of the gradient."""
+
+
+class AdapterSlab:
+    """Master weights, gradient and Adam moments of one adapter on this rank, fp32.
+
+    Backward adds straight to `grad` `[numel]`, through views of it; whoever steps zeroes it. The
+    others are `[numel]` too, or this rank's slice of it.
     """
 
-    def __init__(self, layout: SlabLayout, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: SlabLayout,
+        device: torch.device,
+        placement: StatePlacement = StatePlacement(),  # noqa: B008 - frozen
+    ) -> None:
         self.layout = layout
-        self.master = torch.zeros(layout.numel, device=device)
+        self.placement = placement
+        self._slice_size, begin = layout.numel, 0
+        if placement.group is not None:
+            parts = dist.get_world_size(placement.group)
+            self._slice_size = -(-layout.numel // (parts * _SLICE_MULTIPLE)) * _SLICE_MULTIPLE
+            begin = dist.get_rank(placement.group) * self._slice_size
+        self.held = slice(min(begin, layout.numel), min(begin + self._slice_size, layout.numel))
+        """Elements of the whole buffers that this rank holds."""
         self.grad = torch.zeros(layout.numel, device=device)
-        self.exp_avg = torch.zeros(layout.numel, device=device)
-        self.exp_avg_sq = torch.zeros(layout.numel, device=device)
+        self.master, self.exp_avg, self.exp_avg_sq = (self._zeros() for _ in range(3))
+
+    def _zeros(self) -> torch.Tensor:
+        numel = self.held.stop - self.held.start
+        if not self.placement.on_cpu:
+            return torch.zeros(numel, device=self.grad.device)
+        return torch.zeros(numel, pin_memory=self.grad.is_cuda)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The flat buffers by name that a checkpoint holds: all but the gradient."""
+        """What this rank holds of the flat buffers of a checkpoint: all but the gradient."""
         return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
     def load(self, whole: Callable[[str], torch.Tensor], buffer: str = "master") -> None:
         """Fills a buffer from whole canonical tensors, looked up by canonical name."""
-        views = self.layout.views(self.buffers()[buffer])
-        for factor, view in zip(self.layout.factors, views, strict=True):
+        flat = torch.empty(self.layout.numel)
+        for factor, view in zip(self.layout.factors, self.layout.views(flat), strict=True):
             view.copy_(factor.shard_of(whole(factor.name)))
+        self.buffers()[buffer].copy_(flat[self.held])
+
+    def whole(self, buffer: str) -> torch.Tensor:
+        """A buffer `[numel]` on the gradient's device; collective where ranks hold slices."""
+        return self._gather(self.buffers()[buffer].to(self.grad.device))
+
+    def compute_copy(self, dtype: torch.dtype) -> torch.Tensor:
+        """A new `[numel]` of the master weights in a dtype, collective as `whole`."""
+        return self._gather(self.master.to(dtype, copy=True).to(self.grad.device))
+
+    def _gather(self, held: torch.Tensor) -> torch.Tensor:
+        if self.placement.group is None:
+            return held
+        padded = held.new_zeros(self._slice_size)
+        padded[: held.numel()] = held
+        return all_gather_rows(padded, self.placement.group)[: self.layout.numel]
 
 
 def whole_tensors(
-    layouts: Sequence[SlabLayout], buffers: Sequence[torch.Tensor], spec: ModelSpec
+    layouts: Sequence[SlabLayout], buffers: Sequence[torch.Tensor], spec: Backbone
 ) -> dict[str, torch.Tensor]:
     """Joins the flat buffers of all model-parallel ranks into whole canonical CPU tensors."""
     whole: dict[str, torch.Tensor] = {}
@@ -138,7 +186,7 @@ def whole_tensors(
     return whole
 
 
-def factor_shape(spec: ModelSpec, name: str, rank: int) -> tuple[int, int]:
+def factor_shape(spec: Backbone, name: str, rank: int) -> tuple[int, int]:
     """Whole shape of the canonical factor `layers.I.TARGET.lora_a|lora_b`."""
     _, _, target, which = name.split(".")
     out_size, in_size = spec.target_shape(target)
@@ -156,7 +204,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
             raise ValueError(f"{name} must be finite, got NaN or inf")
 
 
-def factor_names(spec: ModelSpec, lora: LoraSpec) -> Iterator[str]:
+def factor_names(spec: Backbone, lora: LoraSpec) -> Iterator[str]:
     """Canonical names of an adapter's factors over the whole model."""
     for layer in range(spec.num_layers):
         for target in lora.target_modules:
@@ -164,7 +212,7 @@ def factor_names(spec: ModelSpec, lora: LoraSpec) -> Iterator[str]:
             yield f"layers.{layer}.{target}.lora_b"
 
 
-def initial_factor(spec: ModelSpec, name: str, rank: int, seed: int) -> torch.Tensor:
+def initial_factor(spec: Backbone, name: str, rank: int, seed: int) -> torch.Tensor:
     """A fresh factor as PEFT draws it: `lora_a` uniform in +-1/sqrt(in), `lora_b` zero.
 
     A function of the job's seed and the name alone, the same under every parallel layout.
@@ -178,6 +226,6 @@ def initial_factor(spec: ModelSpec, name: str, rank: int, seed: int) -> torch.Te
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def initial_factors(spec: ModelSpec, lora: LoraSpec, seed: int) -> Mapping[str, torch.Tensor]:
+def initial_factors(spec: Backbone, lora: LoraSpec, seed: int) -> Mapping[str, torch.Tensor]:
     """All whole factors of a fresh adapter by canonical name."""
     return {name: initial_factor(spec, name, lora.rank, seed) for name in factor_names(spec, lora)}

@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from tlora_megatron.backbone import Backbone
 from tlora_megatron.job import JobSpec
-from tlora_megatron.layers.sites import stage_sites
+from tlora_megatron.layers.linear_sites import rank_sites
 from tlora_megatron.layers.slab import (
     check_finite,
     factor_names,
@@ -32,7 +33,6 @@ from tlora_megatron.layers.slab import (
     slab_layout,
     whole_tensors,
 )
-from tlora_megatron.model import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.atomic_directory import replace_directory
 from tlora_megatron.training.data import JobData
@@ -48,17 +48,18 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def gather_buffer(
-    buffer: str, job: JobState, spec: ModelSpec, groups: ParallelGroups
+    buffer: str, job: JobState, spec: Backbone, groups: ParallelGroups
 ) -> dict[str, torch.Tensor]:
     """Whole canonical tensors of one slab buffer, fp32 on the CPU, on the writer; empty elsewhere.
 
-    Collective over the model-parallel ranks of replica 0; every rank calls it.
+    Collective over the model-parallel ranks of replica 0, and over replicas that hold slices; every
+    rank calls it.
     """
     if not groups.is_first_replica:
         return {}
     layout = groups.layout
     layouts = [
-        slab_layout(stage_sites(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank), job.spec.lora)
+        slab_layout(rank_sites(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank), job.spec.lora)
         for pp_rank in range(layout.pp_size)
         for tp_rank in range(layout.tp_size)
     ]
@@ -75,9 +76,7 @@ def gather_buffer(
     return whole_tensors(layouts, parts, spec)
 
 
-def save_checkpoint(
-    directory: Path, job: JobState, spec: ModelSpec, groups: ParallelGroups
-) -> None:
+def save_checkpoint(directory: Path, job: JobState, spec: Backbone, groups: ParallelGroups) -> None:
     """Writes `directory/step_N`; collective, the writer's rank writes.
 
     Raises:
@@ -137,7 +136,7 @@ class Checkpoint:
         """Optimizer steps done."""
         return int(self.state["progress"]["step"])
 
-    def check_fits(self, job: JobSpec, data: JobData, spec: ModelSpec) -> None:
+    def check_fits(self, job: JobSpec, data: JobData, spec: Backbone) -> None:
         """Refuses a job whose adapter, data or data order is not the saved one.
 
         Raises:
@@ -158,7 +157,7 @@ class Checkpoint:
                 )
         self._check_tensors(job, spec)
 
-    def _check_tensors(self, job: JobSpec, spec: ModelSpec) -> None:
+    def _check_tensors(self, job: JobSpec, spec: Backbone) -> None:
         """Before training, when one job may still be left out."""
         for file, prefixes in _PREFIXES.items():
             with safe_open(self.path / file, "pt") as tensors:

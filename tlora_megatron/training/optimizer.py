@@ -2,7 +2,8 @@
 
 The semantics are `torch.nn.utils.clip_grad_norm_` then `torch.optim.AdamW`, per job: own norm, own
 clip, own moments and step count. A job whose loss, gradient or weights are not finite does not
-move; a job that is not asked for does not move either.
+move; a job that is not asked for does not move either. Replicas that hold slices of the master
+weights and moments update these: elementwise, so with the bits of the whole.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from tlora_megatron.job import OptimizerSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.slab import AdapterSlab
+from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
 from tlora_megatron.ops.adamw import AdamUpdate, fused_adamw
 from tlora_megatron.parallel.collectives import all_reduce
 from tlora_megatron.parallel.groups import ParallelGroups
@@ -55,7 +56,8 @@ def step_adapters(
     The gradients of all requested adapters are zero afterwards.
 
     Collectives: one all-reduce of each adapter's gradient over DP and CP, one of its TP-replicated
-    part over TP, one of all losses and norms over the world.
+    part over TP, one of all losses and norms over the world; where replicas hold slices of the
+    state, an all-gather of the new weights in the compute dtype.
     """
     if not requests:
         return []
@@ -67,11 +69,12 @@ def step_adapters(
         applied = math.isfinite(loss) and math.isfinite(norm)
         if applied:
             updates.append(_update(slab, request, norm))
-        else:
-            # As of those that move: a batch's gradient is used up with its step.
-            slab.grad.zero_()
         outcomes.append(StepOutcome(loss, norm, applied))
-    fused_adamw(updates)
+    fused_adamw([update for update in updates if update.master.numel()])
+    for slab, outcome in zip(slabs, outcomes, strict=True):
+        # Updates zero what they read. A batch's gradient is used up with its step in any case.
+        if not outcome.applied or slab.placement != StatePlacement():
+            slab.grad.zero_()
     for request, outcome in zip(requests, outcomes, strict=True):
         if outcome.applied:
             bank.refresh(request.slot)
@@ -123,7 +126,7 @@ def _update(slab: AdapterSlab, request: StepRequest, norm: float) -> AdamUpdate:
     limit = spec.max_grad_norm or math.inf
     return AdamUpdate(
         master=slab.master,
-        grad=slab.grad,
+        grad=slab.grad[slab.held].to(slab.master.device),
         exp_avg=slab.exp_avg,
         exp_avg_sq=slab.exp_avg_sq,
         lr=request.lr,

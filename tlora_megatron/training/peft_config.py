@@ -103,7 +103,9 @@ def read_peft_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def lora_spec(config: dict[str, Any], present: set[str]) -> LoraSpec:
+def lora_spec(
+    config: dict[str, Any], present: set[str], known: tuple[str, ...] = HF_TARGETS
+) -> LoraSpec:
     """Returns the adapter's values; its targets are the Hugging Face names in `present`.
 
     Args:
@@ -114,7 +116,7 @@ def lora_spec(config: dict[str, Any], present: set[str]) -> LoraSpec:
     Raises:
         ValueError: if a value is of the wrong type or range, or the listed targets do not agree.
     """
-    _check_targets(config.get("target_modules"), present)
+    _check_targets(config.get("target_modules"), present, known)
     use_rslora = config.get("use_rslora") or False
     if not isinstance(use_rslora, bool):
         raise ValueError(f"use_rslora must be true or false, got {use_rslora!r}")
@@ -131,7 +133,7 @@ def lora_spec(config: dict[str, Any], present: set[str]) -> LoraSpec:
         rank=rank,
         alpha=alpha,
         dropout=dropout,
-        target_modules=tuple(target for target in HF_TARGETS if target in present),
+        target_modules=tuple(target for target in known if target in present),
         use_rslora=use_rslora,
     )
 
@@ -149,14 +151,14 @@ def _check_init(init: Any) -> None:
         )
 
 
-def _check_targets(listed: Any, present: set[str]) -> None:
+def _check_targets(listed: Any, present: set[str], known: tuple[str, ...]) -> None:
     if listed is None or isinstance(listed, str):
         return
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
         raise ValueError(f"target_modules must be a list of names or a pattern, got {listed!r}")
     names = {name.rpartition(".")[2] for name in listed}
-    for name in sorted(names - set(HF_TARGETS)):
-        raise ValueError(f"target_modules must be among {', '.join(HF_TARGETS)}, got {name!r}")
+    for name in sorted(names - set(known)):
+        raise ValueError(f"target_modules must be among {', '.join(known)}, got {name!r}")
     if names != present:
         raise ValueError(
             f"target_modules must be the modules that have tensors, {', '.join(sorted(present))}, "

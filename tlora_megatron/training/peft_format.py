@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from tlora_megatron.backbone import Backbone
 from tlora_megatron.job import HF_TARGETS, JobSpec, LoraSpec
 from tlora_megatron.layers.slab import check_finite
-from tlora_megatron.model import ModelSpec
 from tlora_megatron.training.atomic_directory import readable_directory, replace_directory
 from tlora_megatron.training.peft_config import lora_spec, peft_config, read_peft_config
 
@@ -36,13 +36,8 @@ _FUSED_PARTS = {
 }
 """The Hugging Face modules inside a Megatron linear, in the order of its rows."""
 
-_BLOCKS = {
-    target: "mlp" if target in ("gate_proj", "up_proj", "down_proj") else "self_attn"
-    for target in HF_TARGETS
-}
-
 _KEY = re.compile(
-    r"base_model\.model\.model\.layers\.(?P<layer>\d+)\.(?P<block>\w+)\.(?P<target>\w+)"
+    r"base_model\.model\.(?P<above>.+?)\.(?P<layer>\d+)\.(?P<below>.+)"
     r"\.lora_(?P<side>[AB])(?:\.default)?\.weight"
 )
 """The second form, with the adapter's name, was written by early PEFT and by plain state dicts."""
@@ -53,7 +48,7 @@ class AdapterFile:
     """An adapter read from a PEFT directory."""
 
     lora: LoraSpec
-    """`target_modules` in the order of `HF_TARGETS`."""
+    """`target_modules` in the order of the model's `peft_targets`."""
     base_model: str | None
     """What the file calls its base: a path or a hub name, not checked."""
     factors: dict[str, Tensor]
@@ -65,7 +60,7 @@ def export_adapter(
     *,
     lora: LoraSpec,
     factors: Mapping[str, Tensor],
-    model: ModelSpec,
+    model: Backbone,
     base_model: str,
     dtype: torch.dtype = torch.float32,
 ) -> None:
@@ -94,7 +89,7 @@ def export_adapter(
     _check_shapes(factors, model, lora.rank)
     tensors = {}
     for name, factor in _split_fused(factors, model).items():
-        tensors[_peft_key(name)] = factor.detach().to("cpu", dtype, copy=True).contiguous()
+        tensors[_peft_key(name, model)] = factor.detach().to("cpu", dtype, copy=True).contiguous()
     check_finite(tensors)
     config = json.dumps(peft_config(lora, modules, base_model), indent=2, sort_keys=True)
     with replace_directory(directory) as incoming:
@@ -103,7 +98,7 @@ def export_adapter(
         (incoming / WEIGHTS_NAME).write_bytes(save(tensors, metadata={"format": "pt"}))
 
 
-def load_adapter(directory: Path, *, model: ModelSpec) -> AdapterFile:
+def load_adapter(directory: Path, *, model: Backbone) -> AdapterFile:
     """Reads and checks a PEFT LoRA adapter; its targets are those that have tensors.
 
     Raises:
@@ -113,8 +108,9 @@ def load_adapter(directory: Path, *, model: ModelSpec) -> AdapterFile:
     folder = readable_directory(Path(directory))
     try:
         config = read_peft_config(folder / CONFIG_NAME)
-        factors = _read_factors(folder)
-        lora = lora_spec(config, {name.split(".")[2] for name in factors})
+        factors = _read_factors(folder, model)
+        present = {name.split(".")[2] for name in factors}
+        lora = lora_spec(config, present, model.peft_targets)
         _check_complete(factors, model.num_layers, lora.target_modules)
         _check_shapes(factors, model, lora.rank)
         check_finite(factors)
@@ -187,10 +183,11 @@ def _hf_targets(targets: tuple[str, ...]) -> tuple[str, ...]:
                 f"target_modules must adapt each module once, got {module} twice "
                 f"in {', '.join(targets)}"
             )
-    return tuple(target for target in HF_TARGETS if target in modules)
+    order = {target: place for place, target in enumerate(HF_TARGETS)}
+    return tuple(sorted(modules, key=lambda module: order.get(module, len(order))))
 
 
-def _split_fused(factors: Mapping[str, Tensor], model: ModelSpec) -> dict[str, Tensor]:
+def _split_fused(factors: Mapping[str, Tensor], model: Backbone) -> dict[str, Tensor]:
     """Factors of Hugging Face modules only: a fused B cut by rows, its A repeated."""
     split = {}
     for name, factor in factors.items():
@@ -203,25 +200,25 @@ def _split_fused(factors: Mapping[str, Tensor], model: ModelSpec) -> dict[str, T
     return split
 
 
-def _peft_key(name: str) -> str:
+def _peft_key(name: str, model: Backbone) -> str:
     _, layer, target, side = name.split(".")
     letter = "A" if side == "lora_a" else "B"
-    block = _BLOCKS[target]
-    return f"base_model.model.model.layers.{layer}.{block}.{target}.lora_{letter}.weight"
+    return f"base_model.model.{model.module_path(int(layer), target)}.lora_{letter}.weight"
 
 
-def _factor_name(key: str) -> str:
-    """Canonical name of a PEFT tensor."""
+def _factor_name(key: str, targets: Mapping[str, str]) -> str:
+    """Canonical name of a PEFT tensor; `targets` are those of layer 0 by their module paths."""
     match = _KEY.fullmatch(key)
-    if match is None or _BLOCKS.get(match["target"]) != match["block"]:
+    target = match and targets.get(f"{match['above']}.0.{match['below']}")
+    if match is None or target is None:
         raise ValueError(
-            f"tensors must be lora_A or lora_B of a decoder layer's {', '.join(HF_TARGETS)}, "
-            f"got {key!r}"
+            f"tensors must be lora_A or lora_B of a decoder layer's "
+            f"{', '.join(targets.values())}, got {key!r}"
         )
-    return f"layers.{int(match['layer'])}.{match['target']}.lora_{match['side'].lower()}"
+    return f"layers.{int(match['layer'])}.{target}.lora_{match['side'].lower()}"
 
 
-def _read_factors(folder: Path) -> dict[str, Tensor]:
+def _read_factors(folder: Path, model: Backbone) -> dict[str, Tensor]:
     """Canonical factors in fp32; only names and types are checked."""
     path = folder / WEIGHTS_NAME
     if not path.is_file():
@@ -232,9 +229,10 @@ def _read_factors(folder: Path) -> dict[str, Tensor]:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{WEIGHTS_NAME} must be a whole safetensors file, got {error}") from error
+    targets = {model.module_path(0, target): target for target in model.peft_targets}
     factors: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        name = _factor_name(key)
+        name = _factor_name(key, targets)
         if name in factors:
             raise ValueError(f"{name} must be stored once, got a second one under {key!r}")
         if not tensor.is_floating_point():
@@ -267,7 +265,7 @@ def _check_complete(
         )
 
 
-def _check_shapes(factors: Mapping[str, Tensor], model: ModelSpec, rank: int) -> None:
+def _check_shapes(factors: Mapping[str, Tensor], model: Backbone, rank: int) -> None:
     for name, factor in factors.items():
         _, _, target, side = name.split(".")
         rows, columns = model.target_shape(target)

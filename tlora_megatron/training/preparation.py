@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from tlora_megatron.backbone import Backbone
 from tlora_megatron.job import JobSpec
-from tlora_megatron.model import ModelSpec
 from tlora_megatron.training.checkpoint import Checkpoint, find_checkpoint
 from tlora_megatron.training.data import BatchPlan, JobData, load_job_data
 from tlora_megatron.training.peft_format import fit_to_job, load_adapter
@@ -34,7 +34,7 @@ class PreparedJob:
 
 def prepare_job(
     job: JobSpec,
-    spec: ModelSpec,
+    spec: Backbone,
     tokenizer: Any,
     *,
     base_model: str,
@@ -70,7 +70,7 @@ def prepare_job(
     return PreparedJob(spec=job, data=data, plan=plan, checkpoint=checkpoint, imported=imported)
 
 
-def _check_lengths(job: JobSpec, spec: ModelSpec, data: JobData, micro_batch_tokens: int) -> None:
+def _check_lengths(job: JobSpec, spec: Backbone, data: JobData, micro_batch_tokens: int) -> None:
     longest = max(len(s.tokens) - 1 for s in (*data.train, *data.eval))
     if longest > micro_batch_tokens:
         raise ValueError(
@@ -98,9 +98,12 @@ def _warn_of_other_base(job: JobSpec, theirs: str | None, ours: str) -> None:
         )  # fmt: skip
 
 
-def _check_rank(job: JobSpec, spec: ModelSpec) -> None:
+def _check_rank(job: JobSpec, spec: Backbone) -> None:
     for target in job.lora.target_modules:
-        width = min(spec.target_shape(target))
+        try:
+            width = min(spec.target_shape(target))
+        except ValueError as error:
+            raise ValueError(f"job {job.name!r}: {error}") from error
         if job.lora.rank > width:
             raise ValueError(
                 f"lora.rank of job {job.name!r} must be at most {width}, the width of {target}, "
