@@ -72,6 +72,13 @@ class RunSpec:
 
     output_dir: str = rule("directory of the run, relative to the working directory", nonempty=True)
     micro_batch_tokens: int = rule("tokens of one packed micro-batch", default=4096, ge=1)
+    portion_tokens: int | None = rule(
+        "cut each job's batch into portions of at most so many tokens a data-parallel rank, by its "
+        "own sequences alone: its bits then do not depend on its neighbours; null = share the room "
+        "fairly",
+        default=None,
+        ge=1,
+    )
     recompute: Literal["none", "selective", "full"] = rule(
         "activations recomputed in backward", default="none"
     )
@@ -215,6 +222,9 @@ def _read_run(raw: Any, output_dir: str | None) -> RunSpec:
     if output_dir is not None and isinstance(raw, dict):
         raw = {**raw, "output_dir": output_dir}
     run = read_spec(RunSpec, raw, "run")
+    if run.portion_tokens is not None and run.portion_tokens > run.micro_batch_tokens:
+        limit = f"be at most run.micro_batch_tokens = {run.micro_batch_tokens}"
+        raise must("run.portion_tokens", limit, run.portion_tokens)
     return replace(run, output_dir=resolve(run.output_dir, Path.cwd()))
 
 

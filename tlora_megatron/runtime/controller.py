@@ -11,7 +11,7 @@ from torch import nn
 
 from tlora_megatron.config import RunConfig
 from tlora_megatron.layers.sites import Site, stage_sites
-from tlora_megatron.model import read_model_spec
+from tlora_megatron.model import ModelSpec, read_model_spec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.plan import ParallelLayout
 from tlora_megatron.runtime.training_run import DTYPES, TrainingRun
@@ -44,7 +44,7 @@ def train_run(config: RunConfig, listener: RunListener) -> dict[str, Any]:
         base_model=config.base_model.path or str(_model_dir(config)),
         listener=listener,
     ) as run:
-        loop = run.start(*_build(run, layout))
+        loop = run.start(*_build(run, spec, layout))
         loop.run()
         return run.finish()
 
@@ -71,7 +71,7 @@ def _layout(config: RunConfig) -> ParallelLayout:
 
 
 def _build(
-    run: TrainingRun, layout: ParallelLayout
+    run: TrainingRun, spec: ModelSpec, layout: ParallelLayout
 ) -> tuple[ParallelGroups, Sequence[tuple[Site, nn.Module]], Engine]:
     """Sets up processes and backbone; returns groups, linears and engine."""
     try:
@@ -87,7 +87,7 @@ def _build(
             raise
         raise ImportError(_TRITON) from error
 
-    config, spec = run.config, run.spec
+    config = run.config
     backbone.initialize_parallel(layout)
     groups = current_groups(layout)
     run.check_agreement()

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from tlora_megatron.backbone import Backbone
 from tlora_megatron.config import JobError, RunConfig, config_to_dict
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.layers.slab import initial_factor
-from tlora_megatron.model import ModelSpec
+from tlora_megatron.layers.slab import StatePlacement, initial_factor
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.runtime.agreement import check_agreement
 from tlora_megatron.runtime.output_dir import CONFIG_NAME, claim_output_dir, hold_output_dir
@@ -63,7 +63,7 @@ class TrainingRun:
     def __init__(
         self,
         config: RunConfig,
-        spec: ModelSpec,
+        spec: Backbone,
         *,
         tokenizer_dir: Path,
         base_model: str,
@@ -102,16 +102,20 @@ class TrainingRun:
         engine: Engine,
         *,
         round_shape: RoundShape = RoundShape(),  # noqa: B008 - frozen
+        placement: StatePlacement = StatePlacement(),  # noqa: B008 - frozen
     ) -> TrainingLoop:
         """Gives the linears their adapters and returns the loop over the jobs, not yet started.
 
         Args:
             linears: of this rank's part of the frozen backbone.
             engine: runs the backbone.
+            round_shape: what the driver fixes; `portion_tokens` is the configuration's.
+            placement: of the adapters' master weights and moments.
         """
         loras = [job.spec.lora for job in self._prepared]
         dtype = DTYPES[self.config.base_model.dtype]
-        bank = AdapterBank([site for site, _ in linears], loras, dtype=dtype, device=groups.device)
+        sites = [site for site, _ in linears]
+        bank = AdapterBank(sites, loras, dtype=dtype, device=groups.device, placement=placement)
         attach(linears, bank)
         super_model = SuperModel(
             engine,
@@ -119,7 +123,7 @@ class TrainingRun:
             groups,
             [_start_job(job, self.spec, bank) for job in self._prepared],
             micro_batch_tokens=self.config.run.micro_batch_tokens,
-            round_shape=round_shape,
+            round_shape=replace(round_shape, portion_tokens=self.config.run.portion_tokens),
         )
         if groups.is_writer:
             self._open.enter_context(hold_output_dir(self.output_dir))
@@ -189,7 +193,7 @@ class TrainingRun:
         return prepared
 
 
-def _start_job(prepared: PreparedJob, spec: ModelSpec, bank: AdapterBank) -> JobState:
+def _start_job(prepared: PreparedJob, spec: Backbone, bank: AdapterBank) -> JobState:
     """Gives a job its adapter: from its checkpoint, an imported one, or a fresh one."""
     job = prepared.spec
     slab = bank.new_slab(job.lora)

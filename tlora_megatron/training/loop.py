@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tlora_megatron.model import ModelSpec
+from tlora_megatron.backbone import Backbone
 from tlora_megatron.training.checkpoint import gather_buffer, save_checkpoint
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.metrics import JobMetrics
@@ -51,7 +51,7 @@ class TrainingLoop:
     def __init__(
         self,
         super_model: SuperModel,
-        spec: ModelSpec,
+        spec: Backbone,
         listener: RunListener,
         *,
         output_dir: Path,

@@ -76,6 +76,8 @@ class RoundShape:
     """On every data-parallel rank; None = as many as the work asks for."""
     fills_budget: bool = False
     """Every micro-batch has as many rows as the token budget; else as the fullest of its round."""
+    portion_tokens: int | None = None
+    """Of training rounds: see `training.portions`; None = the room is shared fairly."""
 
 
 def choose_num_micro_batches(total_tokens: int, capacity: int, dp_size: int, pp_size: int) -> int:

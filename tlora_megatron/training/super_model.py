@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from tlora_megatron.training.packing import (
     pack,
     round_up,
 )
+from tlora_megatron.training.portions import fill_with_portions
 
 
 class Engine(Protocol):
@@ -179,15 +181,22 @@ class SuperModel:
     def _pack_round_with_items(
         self, queues: Sequence[list[Item]], keys: Sequence[int]
     ) -> tuple[list[PackedBatch], list[list[Item]], list[tuple[Placed, ...]]]:
-        """This rank's micro-batches, padded to one length; what is left queued; who is where."""
-        layout = self.groups.layout
-        bins, left = fill_bins(
+        """This rank's micro-batches, padded to one length; what is left queued; who is where.
+
+        Args:
+            keys: of the slots' dropout; none when evaluating.
+        """
+        layout, shape = self.groups.layout, self.round_shape
+        fill = fill_bins
+        if shape.portion_tokens is not None and keys:
+            fill = partial(fill_with_portions, portion_tokens=shape.portion_tokens)
+        bins, left = fill(
             queues,
             capacity=self.micro_batch_tokens,
             dp_size=layout.dp_size,
             pp_size=layout.pp_size,
             first_slot=self._rounds,
-            num_micro_batches=self.round_shape.num_micro_batches,
+            num_micro_batches=shape.num_micro_batches,
         )
         mine = [self._rows_to_run(placed) for placed in bins.of_rank(self.groups.dp_rank)]
         num_tokens = self._rows_of_round(mine)
