@@ -113,7 +113,9 @@ class FusedLinear:
         operands, factors, rows = self._sets[index], self._factors[index], self._rows
         ds = self._ops.backward_up(operands.dy_TN, forward.saved, factors, rows)
         dx_TK = self._ops.dgrad(operands.dy_TN, ds, operands.weight_NK, factors, rows)
-        self._ops.backward_down(operands.x_TK, ds, factors, rows, self._window)
+        self._ops.backward_down(
+            operands.x_TK, operands.dy_TN, forward.saved, ds, factors, rows, self._window
+        )
         # dS is kept, as s is, so that no call writes where another has just written.
         return Backward(dx_TK, ds)
 

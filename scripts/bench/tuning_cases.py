@@ -48,19 +48,23 @@ class KernelCase:
         def forward(operands: BufferSet, factors: SiteFactors) -> tuple[torch.Tensor, torch.Tensor]:
             return ops.forward(operands.x_TK, operands.weight_NK, None, factors, rows)
 
-        def ds_of(operands: BufferSet, factors: SiteFactors) -> torch.Tensor:
-            return ops.backward_up(operands.dy_TN, forward(operands, factors)[1], factors, rows)
+        def s_and_ds(
+            operands: BufferSet, factors: SiteFactors
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            s = forward(operands, factors)[1]
+            return s, ops.backward_up(operands.dy_TN, s, factors, rows)
 
         def backward_up(operands: BufferSet, factors: SiteFactors) -> Call:
             s = forward(operands, factors)[1]
             return partial(ops.backward_up, operands.dy_TN, s, factors, rows)
 
         def backward_down(operands: BufferSet, factors: SiteFactors) -> Call:
-            ds, window = ds_of(operands, factors), (0, self.tokens)
-            return partial(ops.backward_down, operands.x_TK, ds, factors, rows, window)
+            s, ds = s_and_ds(operands, factors)
+            x, dy, window = operands.x_TK, operands.dy_TN, (0, self.tokens)
+            return partial(ops.backward_down, x, dy, s, ds, factors, rows, window)
 
         def dgrad(operands: BufferSet, factors: SiteFactors) -> Call:
-            ds = ds_of(operands, factors)
+            _, ds = s_and_ds(operands, factors)
             return partial(ops.dgrad, operands.dy_TN, ds, operands.weight_NK, factors, rows)
 
         if kernel == "down":

@@ -180,13 +180,16 @@ class ItemMachine:
 
     def rank_sums(
         self,
-        in_TK: torch.Tensor,
-        rows_TR: torch.Tensor,
+        x_TK: torch.Tensor,
+        ds_TR: torch.Tensor,
+        dy_TN: torch.Tensor,
+        s_TR: torch.Tensor,
         *,
         items: torch.Tensor,
         num_items: int,
         blocks: int,
-        grads: torch.Tensor,
+        grad_a: torch.Tensor,
+        grad_b: torch.Tensor,
         workspace: torch.Tensor,
         counters: torch.Tensor,
         first_row: int,
@@ -196,12 +199,17 @@ class ItemMachine:
         """rank_sums.cu."""
         self.launches.append("sums")
         assert 0 < blocks <= num_items, f"blocks must be 1 to {num_items}, got {blocks}"
-        addresses, parts = grads.numpy(), workspace.numpy()
+        kinds = (
+            (x_TK.numpy(), ds_TR.numpy(), grad_a.numpy(), first_row),
+            (dy_TN.numpy(), s_TR.numpy(), grad_b.numpy(), 0),
+        )
+        parts = workspace.numpy()
         assert not counters.any(), "counters must be zero between launches"
         parts[:] = np.nan
         for item in self._random.permutation(item_table(items, num_items)):
+            values, rows, addresses, first = kinds[item[14]]
             feature, width, count, arena_row = item[4], item[5], item[6], item[8]
-            sums = self._run(in_TK.numpy(), rows_TR.numpy(), item, first_row)
+            sums = self._run(values, rows, item, first)
             if item[11] > 1:
                 gathered = self._gather(item, sums, parts, counters)
                 if gathered is None:

@@ -138,7 +138,7 @@ def run(
     y, s = ops.forward(x_TK, case.weight_NK, case.bias_N, factors, rows)
     ds = ops.backward_up(dy_TN, s, factors, rows)
     dx = ops.dgrad(dy_TN, ds, case.weight_NK, factors, rows)
-    ops.backward_down(x_TK, ds, factors, rows, (0, rows.ends[-1]))
+    ops.backward_down(x_TK, dy_TN, s, ds, factors, rows, (0, rows.ends[-1]))
     return {"y": y, "dx": dx, **gradients(factors)}
 
 

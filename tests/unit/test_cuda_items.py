@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 from tests.helpers.cuda_cases import FUSED_AND_Q, GATE_UP, QKV, WHOLE
 from tests.helpers.item_machine import BLOCK_ROWS, kernel_width
 from tlora_megatron.ops.columns import OutputColumns
-from tlora_megatron.ops.cuda_items import (
-    rank_columns,
-    row_bounds,
-    row_items,
-    row_parts,
+from tlora_megatron.ops.cuda_row_items import rank_columns, row_bounds, row_items, row_parts
+from tlora_megatron.ops.cuda_sum_items import (
+    DOWN,
+    UP,
+    SumInput,
+    moved_bytes,
     rows_per_run,
     sum_bounds,
     sum_items,
 )
-from tlora_megatron.ops.plan_tensors import ItemList, PlanTensors
+from tlora_megatron.ops.plan_tensors import PlanTensors
 from tlora_megatron.ops.tiling import RANK_CHUNK, RankLayout, rank_chunks
 
 CPU = torch.device("cpu")
@@ -63,29 +64,32 @@ def test_row_items_write_every_chunk_of_both_halves_once(
         assert item[9] + item[6] * RANK_CHUNK <= rank_columns(plan.layout)
 
 
-def sums_of(
-    plan: PlanTensors, columns: tuple[OutputColumns, ...], window: tuple[int, int], *, up: bool
-) -> tuple[ItemList, list[int]]:
-    """Items of dB or dA in short runs, and the widths they cover."""
-    widths = [c.size for c in columns] if up else [IN_SIZE]
-    size = columns[0].groups * columns[0].stride if up else IN_SIZE
-    found = sum_items(plan, columns if up else (), size, 256, window, last_first=up)
-    return found, widths
+def sum_inputs(
+    plan: PlanTensors, columns: tuple[OutputColumns, ...], window: tuple[int, int]
+) -> tuple[SumInput, SumInput]:
+    """x over a window and dy over all rows, in short runs."""
+    out_size = columns[0].groups * columns[0].stride
+    all_rows = (0, plan.num_rows)
+    return (
+        SumInput(kind=DOWN, columns=(), in_columns=IN_SIZE, rows_per_run=256, window=window),
+        SumInput(kind=UP, columns=columns, in_columns=out_size, rows_per_run=256, window=all_rows),
+    )
 
 
-@given(plans(), st.booleans(), st.data())
+@given(plans(), st.data())
 @fast
 def test_parts_of_sums_lie_apart_and_count_for_themselves(
-    made: tuple[PlanTensors, tuple[OutputColumns, ...]], up: bool, data: st.DataObject
+    made: tuple[PlanTensors, tuple[OutputColumns, ...]], data: st.DataObject
 ) -> None:
     plan, columns = made
-    window = sorted((data.draw(st.integers(0, plan.num_rows)), plan.num_rows))
-    found, _ = sums_of(plan, columns, tuple(window), up=up)
+    window = data.draw(st.integers(0, plan.num_rows)), plan.num_rows
+    found = sum_items(plan, sum_inputs(plan, columns, window))
     room = []
     blocks: dict[int, list[np.ndarray]] = {}
     for item in found.items:
-        count, part, parts, workspace, counter = (int(item[i]) for i in (6, 10, 11, 12, 13))
-        assert window[0] <= item[0] < item[1] <= window[1]
+        count, part, parts, workspace, counter, kind = (int(item[i]) for i in (6, *range(10, 15)))
+        first_row = window[0] if kind == DOWN else 0
+        assert first_row <= item[0] < item[1] <= plan.num_rows
         assert 0 <= counter < len(found.items)
         if parts > 1:
             units = kernel_width(count) // 2
@@ -98,32 +102,57 @@ def test_parts_of_sums_lie_apart_and_count_for_themselves(
     assert not room or (room[0][0], room[-1][1]) == (0, found.workspace)
     for group in blocks.values():
         assert sorted(item[10] for item in group) == list(range(group[0][11]))
-        same = [(*item[4:10], *item[11:13]) for item in group]
+        same = [(*item[4:10], *item[11:15]) for item in group]
         assert same == same[:1] * len(group)
 
 
-@given(plans(), st.booleans())
+@given(plans())
 @fast
 def test_sums_cover_every_rank_row_feature_and_row_once(
-    made: tuple[PlanTensors, tuple[OutputColumns, ...]], up: bool
+    made: tuple[PlanTensors, tuple[OutputColumns, ...]],
 ) -> None:
     plan, columns = made
-    found, widths = sums_of(plan, columns, (0, plan.num_rows), up=up)
-    covered: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for item in found.items:
+    covered: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    for item in sum_items(plan, sum_inputs(plan, columns, (0, plan.num_rows))).items:
         for chunk in range(int(item[6])):
-            key = (int(item[8]) + chunk * RANK_CHUNK, int(item[4]))
+            key = (int(item[14]), int(item[8]) + chunk * RANK_CHUNK, int(item[4]))
             covered.setdefault(key, []).append((int(item[0]), int(item[1])))
     expected = {}
     for slot, (begin, end) in enumerate(itertools.pairwise((0, *plan.ends[:-1]))):
         for p, rank in enumerate(plan.layout.ranks[slot]):
-            width = widths[p if up else 0]
             for chunk in range(rank_chunks(rank)) if end > begin else ():
                 row = plan.layout.a_begin[slot][p] + chunk * RANK_CHUNK
-                for feature in range(0, width, 128):
-                    cuts = [*range(begin, end, 256), end]
-                    expected[row, feature] = list(itertools.pairwise(cuts))
+                runs = list(itertools.pairwise([*range(begin, end, 256), end]))
+                for kind, width in ((DOWN, IN_SIZE), (UP, columns[p].size)):
+                    for feature in range(0, width, 128):
+                        expected[kind, row, feature] = runs
     assert {key: sorted(runs) for key, runs in covered.items()} == expected
+
+
+@given(plans())
+@fast
+def test_sums_that_move_most_come_first_and_of_equal_ones_those_of_dy(
+    made: tuple[PlanTensors, tuple[OutputColumns, ...]],
+) -> None:
+    plan, columns = made
+    items = sum_items(plan, sum_inputs(plan, columns, (0, plan.num_rows))).items
+    moved = moved_bytes(items)
+    keys = [(-size, item[14] != UP) for size, item in zip(moved, items, strict=True)]
+    assert keys == sorted(keys)
+
+
+def test_bytes_that_sums_move() -> None:
+    """One whole run of 100 rows and rank 40, and a run of 256 rows of two, rank 16."""
+    layout = RankLayout(((40,), (16,)))
+    plan = PlanTensors((100, 500, 500), layout, CPU, graph_safe=False)
+    inputs = sum_inputs(plan, WHOLE, (0, 500))[:1]
+    items = sum_items(plan, inputs).items
+    by_begin = {
+        int(item[0]): int(size) for item, size in zip(items, moved_bytes(items), strict=True)
+    }
+    one_run = 2 * 64 * (2 + 1) * 128 + 2 * 48 * 512
+    first_of_two = 4 * 64 * (2 + 1) * 128 + 2 * 16 * 512
+    assert (by_begin[0], by_begin[100]) == (one_run, first_of_two)
 
 
 @given(plans(), st.data())
@@ -141,18 +170,18 @@ def test_bounds_hold_for_any_micro_batch_of_as_many_rows(
     for per_target in (False, True):
         bound = row_bounds(safe, per_target=per_target)
         assert len(row_items(other, per_target=per_target).items) <= bound.items
-    for up in (False, True):
-        found, widths = sums_of(other, columns, window, up=up)
-        limit = sum_bounds(safe, widths, 256)
-        assert len(found.items) <= limit.items
-        assert found.workspace <= limit.workspace
+    inputs = sum_inputs(plan, columns, window)
+    found, limit = sum_items(other, inputs), sum_bounds(safe, inputs)
+    assert len(found.items) <= limit.items
+    assert found.workspace <= limit.workspace
 
 
 @pytest.mark.parametrize("slots", [1, 64, 1024])
 def test_workspace_does_not_grow_with_the_number_of_adapters(slots: int) -> None:
     layout = RankLayout(((16,),) * slots)
     plan = PlanTensors((0,) * slots + (8192,), layout, CPU, graph_safe=True)
-    assert sum_bounds(plan, [28672], 4096).workspace <= 5 * 224 * 8
+    whole = SumInput(kind=DOWN, columns=(), in_columns=28672, rows_per_run=4096, window=(0, 8192))
+    assert sum_bounds(plan, [whole]).workspace <= 5 * 224 * 8
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tlora_megatron.ops import extension
-from tlora_megatron.ops.cuda_calls import STRUCTS
+from tlora_megatron.ops.cuda_arguments import STRUCTS
 from tlora_megatron.ops.extension import ExtensionUnavailable
 
 needs_compiler = pytest.mark.skipif(

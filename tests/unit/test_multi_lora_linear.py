@@ -146,10 +146,10 @@ def test_windows_of_the_rows_sum_to_the_whole_gradient_of_a(training: bool) -> N
     _, s = ops.forward(x, case.weight, None, factors, view.rows)
     ds = ops.backward_up(dy, s, factors, view.rows)
     case.gradients()
-    ops.backward_down(x, ds, factors, view.rows, (0, 40))
+    ops.backward_down(x, dy, s, ds, factors, view.rows, (0, 40))
     whole = case.gradients()
     for window in ((0, 10), (10, 20), (20, 20), (20, 40)):
-        ops.backward_down(x[slice(*window)].clone(), ds, factors, view.rows, window)
+        ops.backward_down(x[slice(*window)].clone(), dy, s, ds, factors, view.rows, window)
     for name, grad in case.gradients().items():
         assert grad.any() == name.endswith("lora_a"), name
         assert error(grad, whole[name]) < 1e-6, name

@@ -273,7 +273,7 @@ def test_windows_of_rows_add_up() -> None:
     ds = ops.backward_up(dy, s, case.factors, rows)
     gradients(case.factors)
     for window in ((0, 120), (120, 240)):
-        ops.backward_down(x[window[0] : window[1]], ds, case.factors, rows, window)
+        ops.backward_down(x[window[0] : window[1]], dy, s, ds, case.factors, rows, window)
     parts = gradients(case.factors)
     for name in parts:
         if name.startswith("dA"):

@@ -380,7 +380,7 @@ int launch_type(const Problem& problem, int width, bool transposed, int blocks, 
 
 }  // namespace
 
-// What the caller passes: `_GemmArguments` of ops/cuda_calls.py, field by field.
+// What the caller passes: `GemmArguments` of ops/cuda_arguments.py, field by field.
 struct TloraGemm {
   const void *x, *weight, *bias, *ext, *factors[kMaxTargets];
   void* out;

@@ -201,7 +201,7 @@ int launch(const Problem& problem, int items, int parts, cudaStream_t stream) {
 
 }  // namespace
 
-// What the caller passes: `_RowsArguments` of ops/cuda_calls.py, field by field.
+// What the caller passes: `RowsArguments` of ops/cuda_arguments.py, field by field.
 struct TloraRows {
   const void *in, *factors[kMaxTargets];
   void *ext, *rows;

@@ -1,12 +1,15 @@
-// Gradients of the factors: dA += dS^T drop(x) and dB += dy^T s, sums over an adapter's rows.
+// Gradients of the factors: dA += dS^T drop(x) and dB += s^T dy, sums over an adapter's rows, in one launch.
 //
 // Semantics, for rank row j of the item's chunks and feature f of its 128:
 //   grad[j, f] += scale sum_t rows[t, j] drop(in[t, f])   over the rows t of the item's run
-// with scale 1 / (1 - p). Runs are cut from the segment's own first row, and the runs of a segment are added in order
+// with scale 1 / (1 - p); `in` and `rows` are x and dS, or dy and s without dropout. Runs are cut from the segment's own first row, and the runs of a segment are added in order
 // by the block that comes last: bits do not depend on neighbours, on the place in the packing, or on timing.
 //
 // Blocks are persistent: the copying warp is ahead of the multiplying ones, beyond the end of an item, so that memory
 // never waits. Where one run is all of a segment, the gradient comes and goes through the same ring.
+//
+// Only dS may be the previous kernel's work, so items of dy and s begin while that kernel ends. Gradients and parts of
+// sums are touched after it has ended: it may be a launch of this kernel that works on the same ones.
 #include "host.cuh"
 #include "rank_ring.cuh"
 #include "wgmma.cuh"
@@ -18,18 +21,20 @@ constexpr int kGradRows = 32;           // rows of a gradient in a stage
 constexpr int kGradStride = 132 * 4;    // bytes of 128 features and some: neighbours lie in different banks
 constexpr int kGradAddresses = kGradRows * kGradStride;  // where a stage holds the rows' addresses
 
+enum Kind { kDown, kUp, kKinds };  // DOWN and UP of ops/cuda_sum_items.py: dA from x and dS, dB from dy and s
+
 struct Problem {
-  CUtensorMap in, rows;
+  CUtensorMap in[kKinds], rows[kKinds];
   const int* items;
   int num_items, item_fields;
-  const int64_t* grads;  // address of each arena row's gradient, fp32, over features; 0: a row beyond the rank
-  int first_row;         // row of the micro-batch that is row 0 of `in`
+  const int64_t* grads[kKinds];  // address of each arena row's gradient, fp32, over features; 0: beyond the rank
+  int first_row;                 // row of the micro-batch that is row 0 of x
   float* workspace;
   int* counters;
   const float* dropout;  // [slots]; null: none
   const int* row_keys;
   int dropout_key, first_column;
-  int early;  // everything but the gradient's own predecessors was written before the previous kernel started
+  int early;  // dy and s were written before the previous kernel started
 };
 
 struct Item {
@@ -39,17 +44,22 @@ struct Item {
   int width;             // features of the gradient
   int count, rank_column, arena_row, slot;
   int part, parts, workspace, counter;
+  int kind;
 
   __device__ explicit Item(const int* at)
       : begin(at[0]), end(at[1]), columns{at[2], at[3]}, feature(at[4]), width(at[5]), count(at[6]),
         rank_column(at[7]), arena_row(at[8]), slot(at[9]), part(at[10]), parts(at[11]),
-        workspace(at[12]), counter(at[13]) {}
+        workspace(at[12]), counter(at[13]), kind(at[14]) {}
 };
 
-// Runs through this block's items.
+// Runs through this block's items. They come longest first, so every other round goes through the blocks backwards:
+// who had the longest of one has the shortest of the next.
 template <typename Work>
 __device__ void for_items(const Problem& p, Work work) {
-  for (int index = blockIdx.x; index < p.num_items; index += gridDim.x) {
+  const int blocks = gridDim.x, block = blockIdx.x;
+  for (int round = 0;; ++round) {
+    const int index = round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
+    if (index >= p.num_items) return;
     const Item item(p.items + static_cast<int64_t>(index) * p.item_fields);
     if (item.begin < 0) return;
     work(item);
@@ -62,7 +72,7 @@ __device__ void fill_gradient(const Problem& p, const Item& item, RankRing& ring
   const uint32_t bytes = min(128, item.width - item.feature) * 4;
   for (int first = 0; first < item.count * kChunk; first += kGradRows, place.advance()) {
     const int row = first + lane;
-    const int64_t at = row < item.count * kChunk ? p.grads[item.arena_row + row] : 0;
+    const int64_t at = row < item.count * kChunk ? p.grads[item.kind][item.arena_row + row] : 0;
     float* from = at == 0 ? nullptr : reinterpret_cast<float*>(at) + item.feature;
     const int rows = __popc(__ballot_sync(~0u, at != 0));
     uint8_t* to = place.at(ring);
@@ -75,19 +85,29 @@ __device__ void fill_gradient(const Problem& p, const Item& item, RankRing& ring
   }
 }
 
+// The previous kernel has ended, and all before it: the next one may come.
+__device__ void end_of_previous() {
+  wait_for_previous();
+  let_next_start();
+}
+
 __device__ void fill(const Problem& p, const Item& item, RankRing& ring, Place& place) {
   const int panels = item.count > 4 ? 2 : 1;
+  const int first_row = item.kind == kDown ? p.first_row : 0;
+  if (item.kind == kDown || !p.early) end_of_previous();
   for (int row = item.begin; row < item.end; row += kDepth, place.advance()) {
     if (threadIdx.x % 32 == 0) {
       uint8_t* to = place.begin_fill(ring, (2 + panels) * kPanel);
       uint64_t* full = &ring.full[place.stage];
-      for (int i = 0; i < 2; ++i) load_tile(to + i * kPanel, &p.in, full, item.columns[i], row - p.first_row);
+      for (int i = 0; i < 2; ++i) load_tile(to + i * kPanel, &p.in[item.kind], full, item.columns[i], row - first_row);
       for (int i = 0; i < panels; ++i)
-        load_tile(to + (2 + i) * kPanel, &p.rows, full, item.rank_column + i * 64, row);
+        load_tile(to + (2 + i) * kPanel, &p.rows[item.kind], full, item.rank_column + i * 64, row);
     }
     __syncwarp();
   }
-  if (item.parts == 1) fill_gradient(p, item, ring, place);
+  if (item.parts > 1) return;
+  end_of_previous();
+  fill_gradient(p, item, ring, place);
 }
 
 // Adds to the gradient in the ring and sends it back.
@@ -156,6 +176,7 @@ __device__ bool gather(const Problem& p, const Item& item, float (&sums)[N / 2],
   constexpr int size = N / 2 * kMultipliers;
   float* parts = p.workspace + static_cast<int64_t>(item.workspace) * kMultipliers;
   float* mine = parts + static_cast<int64_t>(item.part) * size;
+  wait_for_previous();
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) __stcg(mine + i * kMultipliers + thread, sums[i]);
   __threadfence();
@@ -185,10 +206,10 @@ __device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Pla
   float sums[N / 2];
 #pragma unroll
   for (float& s : sums) s = 0.f;
-  const float probability = kDropout ? p.dropout[item.slot] : 0.f;
+  const float probability = kDropout && item.kind == kDown ? p.dropout[item.slot] : 0.f;
   const Mask mask(probability);
   int key = 0;
-  if (kDropout && item.begin + thread % 128 / 2 < item.end) key = p.row_keys[item.begin + thread % 128 / 2];
+  if (kDropout && mask.threshold != 0 && item.begin + thread % 128 / 2 < item.end) key = p.row_keys[item.begin + thread % 128 / 2];
   __syncwarp();
   int previous = -1;
   for (int row = item.begin; row < item.end; row += kDepth, place.advance()) {
@@ -230,7 +251,8 @@ __device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Pla
   }
   if (thread < kMaxChunks * kChunk)
     ring.rank_rows[thread] =
-        thread < item.count * kChunk ? reinterpret_cast<float*>(p.grads[item.arena_row + thread]) : nullptr;
+        thread < item.count * kChunk ? reinterpret_cast<float*>(p.grads[item.kind][item.arena_row + thread])
+                                      : nullptr;
   multipliers_sync();
   if (gather<N>(p, item, sums, ring, thread)) add<N>(item, sums, scale, ring, thread);
   multipliers_sync();  // the rows' addresses and the flag have been read
@@ -240,8 +262,6 @@ template <typename T, bool kDropout>
 __global__ void __launch_bounds__(kRankThreads, 2) rank_sums(const __grid_constant__ Problem p) {
   RankRing& ring = rank_ring();
   init_ring(ring);
-  if (!p.early) wait_for_previous();
-  let_next_start();
   const int thread = threadIdx.x;
   Place place(kStageBytes);
   if (thread < kMultipliers) {
@@ -256,6 +276,7 @@ __global__ void __launch_bounds__(kRankThreads, 2) rank_sums(const __grid_consta
     if (thread < 32) store_wait_all();
   } else {
     for_items(p, [&](const Item& item) { fill(p, item, ring, place); });
+    end_of_previous();
   }
   wait_for_previous();
 }
@@ -267,16 +288,16 @@ int launch(const Problem& problem, int blocks, cudaStream_t stream) {
 
 }  // namespace
 
-// What the caller passes: `_SumsArguments` of ops/cuda_calls.py, field by field.
+// What the caller passes: `SumsArguments` of ops/cuda_arguments.py, field by field.
 struct TloraSums {
-  const void *in, *rows;
+  const void *x, *ds, *dy, *s;
   const int* items;
-  const int64_t* grads;
+  const int64_t *grad_a, *grad_b;
   float* workspace;
   int* counters;
   const int* row_keys;
   const float* dropout;
-  int64_t num_rows, in_rows, in_columns;
+  int64_t num_rows, x_rows, x_columns, dy_columns;
   int num_items, item_fields, blocks, row_width, first_row, dropout_key, first_column, early, half_precision,
       device;
 };
@@ -289,13 +310,17 @@ TLORA_EXPORT int tlora_sums(const TloraSums* arguments, cudaStream_t stream) {
   if (int failed = prepare(g.device)) return failed;
   Problem p{};
   const bool half_type = g.half_precision != 0;
-  if (!make_map(&p.in, half_type, g.in, g.in_rows, g.in_columns, 64) ||
-      !make_map(&p.rows, half_type, g.rows, g.num_rows, g.row_width, 64))
+  // No row of x: a window outside of all segments may be empty.
+  if ((g.x_rows > 0 && !make_map(&p.in[kDown], half_type, g.x, g.x_rows, g.x_columns, 64)) ||
+      !make_map(&p.rows[kDown], half_type, g.ds, g.num_rows, g.row_width, 64) ||
+      !make_map(&p.in[kUp], half_type, g.dy, g.num_rows, g.dy_columns, 64) ||
+      !make_map(&p.rows[kUp], half_type, g.s, g.num_rows, g.row_width, 64))
     return fail("tensor map", "an operand must be 16-byte aligned in address and row");
   p.items = g.items;
   p.num_items = g.num_items;
   p.item_fields = g.item_fields;
-  p.grads = g.grads;
+  p.grads[kDown] = g.grad_a;
+  p.grads[kUp] = g.grad_b;
   p.first_row = g.first_row;
   p.workspace = g.workspace;
   p.counters = g.counters;

@@ -107,13 +107,13 @@ class MultiLoRALinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             pending = _reduce(ops.dgrad(dy_TN, ds, weight_NK, factors, rows), tp)
         window = tp.window(rows.ends[-1])
-        ops.backward_down(x.flatten(0, -2), summed.wait(), factors, rows, window)
+        ops.backward_down(x.flatten(0, -2), dy_TN, s, summed.wait(), factors, rows, window)
         dx = None if pending is None else pending.wait().view(x.shape)
         return dx, None, None, None, None, None
 
 
 def _reduce(dx_TK: torch.Tensor, tp: TensorParallel) -> Pending:
-    """Starts the reduction of dx; dA is computed while it is under way."""
+    """Starts the reduction of dx; gradients of factors are computed while it is under way."""
     if tp.gather_input:
         return reduce_scatter_rows(dx_TK, tp.group)
     return all_reduce(dx_TK, tp.group if tp.reduce_dgrad else None)

@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 
 from tlora_megatron.ops.columns import OutputColumns
+from tlora_megatron.ops.cuda_arguments import (
+    Columns,
+    GemmArguments,
+    RowsArguments,
+    SumsArguments,
+)
 from tlora_megatron.ops.extension import load_extension
-
-MAX_TARGETS = 4
-"""Targets of one linear: `kMaxTargets` of lora.cuh."""
-_Pointer = ctypes.c_void_p
-_Int = ctypes.c_int
-_Long = ctypes.c_int64
 
 
 class Dropout(NamedTuple):
@@ -66,63 +66,6 @@ class GemmTile(NamedTuple):
     """Row tiles whose column tiles are computed one after another."""
 
 
-class _Columns(ctypes.Structure):
-    _fields_ = [(name, _Int) for name in ("groups", "stride", "begin", "width")]
-
-
-class _GemmArguments(ctypes.Structure):
-    """`TloraGemm` of lora_gemm.cu."""
-
-    _fields_ = [
-        *((name, _Pointer) for name in ("x", "weight", "bias", "ext")),
-        ("factors", _Pointer * MAX_TARGETS),
-        *((name, _Pointer) for name in ("out", "tile_chunks", "chunk_rows")),
-        *((name, _Pointer) for name in ("row_keys", "row_slots", "dropout")),
-        *((name, _Long) for name in ("rows", "columns_out", "depth", "ext_rows")),
-        ("factor_rows", _Long * MAX_TARGETS),
-        ("columns", _Columns * MAX_TARGETS),
-        *((name, _Int) for name in ("num_targets", "dropout_key", "first_column")),
-        *((name, _Int) for name in ("half_precision", "transposed", "tile_columns", "group")),
-        *((name, _Int) for name in ("blocks", "early", "device")),
-    ]
-
-
-class _RowsArguments(ctypes.Structure):
-    """`TloraRows` of rank_rows.cu."""
-
-    _fields_ = [
-        ("input", _Pointer),
-        ("factors", _Pointer * MAX_TARGETS),
-        *((name, _Pointer) for name in ("ext", "rows", "items", "chunks", "row_keys")),
-        *((name, _Pointer) for name in ("scaling", "dropout")),
-        *((name, _Long) for name in ("num_rows", "in_columns")),
-        ("factor_rows", _Long * MAX_TARGETS),
-        ("depth", _Long * MAX_TARGETS),
-        ("columns", _Columns * MAX_TARGETS),
-        *(
-            (name, _Int)
-            for name in ("num_targets", "num_items", "item_fields", "parts", "row_width")
-        ),
-        *((name, _Int) for name in ("dropout_key", "first_column", "half_precision", "device")),
-    ]
-
-
-class _SumsArguments(ctypes.Structure):
-    """`TloraSums` of rank_sums.cu."""
-
-    _fields_ = [
-        *((name, _Pointer) for name in ("input", "rows", "items", "grads", "workspace")),
-        *((name, _Pointer) for name in ("counters", "row_keys", "dropout")),
-        *((name, _Long) for name in ("num_rows", "in_rows", "in_columns")),
-        *(
-            (name, _Int)
-            for name in ("num_items", "item_fields", "blocks", "row_width", "first_row")
-        ),
-        *((name, _Int) for name in ("dropout_key", "first_column", "early")),
-        *((name, _Int) for name in ("half_precision", "device")),
-    ]
-
-
 def gemm(
     x_TK: torch.Tensor,
     weight: torch.Tensor,
@@ -140,7 +83,7 @@ def gemm(
         early: start before the previous kernel has ended. x, W and everything but the rank part's
             ext must have been written before that kernel began.
     """
-    arguments = _GemmArguments(
+    arguments = GemmArguments(
         x=x_TK.data_ptr(),
         weight=weight.data_ptr(),
         bias=None if bias_N is None else bias_N.data_ptr(),
@@ -161,7 +104,7 @@ def gemm(
     _launch("gemm", arguments, x_TK.device)
 
 
-def _add_rank_part(arguments: _GemmArguments, rank: RankPart) -> None:
+def _add_rank_part(arguments: GemmArguments, rank: RankPart) -> None:
     arguments.ext = rank.ext.data_ptr()
     arguments.ext_rows = rank.ext.shape[0]
     arguments.num_targets = rank.num_targets
@@ -192,10 +135,10 @@ def rank_rows(
     Args:
         factors: arenas, one an item's target.
         columns: of `in` that each arena's places stand for; empty = all.
-        items: int32 `[num_items, fields]`, flat (`ops.cuda_items`).
+        items: int32 `[num_items, fields]`, flat (`ops.cuda_row_items`).
         parts: blocks that share the reduction, 1 to 8.
     """
-    arguments = _RowsArguments(
+    arguments = RowsArguments(
         input=in_TK.data_ptr(),
         ext=ext.data_ptr(),
         rows=rows_TR.data_ptr(),
@@ -221,52 +164,61 @@ def rank_rows(
 
 
 def rank_sums(
-    in_TK: torch.Tensor,
-    rows_TR: torch.Tensor,
+    x_TK: torch.Tensor,
+    ds_TR: torch.Tensor,
+    dy_TN: torch.Tensor,
+    s_TR: torch.Tensor,
     *,
     items: torch.Tensor,
     num_items: int,
     blocks: int,
-    grads: torch.Tensor,
+    grad_a: torch.Tensor,
+    grad_b: torch.Tensor,
     workspace: torch.Tensor,
     counters: torch.Tensor,
     first_row: int,
     early: bool,
     dropout: Dropout | None,
 ) -> None:
-    """Adds `rows^T drop(in)` of every adapter to its gradients (rank_sums.cu).
+    """Adds `dS^T drop(x)` and `s^T dy` of every adapter to its gradients (rank_sums.cu).
 
     Args:
-        items: int32 `[num_items, fields]`, flat (`ops.cuda_items`).
+        items: int32 `[num_items, fields]`, flat (`ops.cuda_sum_items`).
         blocks: that run through the items in turn; at most as many as the GPU holds at once.
-        grads: int64 addresses, one a row of the arena of `lora_a`; 0 beyond a rank.
+        grad_a: int64 addresses, one a row of the arena of `lora_a`; 0 beyond a rank.
+        grad_b: the same of B, numbered like `grad_a`.
         workspace: fp32, for runs whose sums are added up.
         counters: int32, zero.
-        first_row: row of the micro-batch that is row 0 of `in`.
-        early: start before the previous kernel has ended, which must have written none of this.
+        first_row: row of the micro-batch that is row 0 of x.
+        early: read dy and s before the previous kernel has ended. They must have been written
+            before it began.
     """
-    arguments = _SumsArguments(
-        input=in_TK.data_ptr(),
-        rows=rows_TR.data_ptr(),
+    arguments = SumsArguments(
+        x=x_TK.data_ptr(),
+        ds=ds_TR.data_ptr(),
+        dy=dy_TN.data_ptr(),
+        s=s_TR.data_ptr(),
         items=items.data_ptr(),
-        grads=grads.data_ptr(),
+        grad_a=grad_a.data_ptr(),
+        grad_b=grad_b.data_ptr(),
         workspace=workspace.data_ptr(),
         counters=counters.data_ptr(),
-        num_rows=rows_TR.shape[0],
-        in_rows=in_TK.shape[0],
-        in_columns=in_TK.shape[1],
+        num_rows=dy_TN.shape[0],
+        x_rows=x_TK.shape[0],
+        x_columns=x_TK.shape[1],
+        dy_columns=dy_TN.shape[1],
         num_items=num_items,
         blocks=blocks,
         item_fields=items.numel() // max(num_items, 1),
-        row_width=rows_TR.shape[1],
+        row_width=s_TR.shape[1],
         first_row=first_row,
         early=early,
-        half_precision=in_TK.dtype == torch.float16,
-        device=in_TK.device.index,
+        half_precision=dy_TN.dtype == torch.float16,
+        device=dy_TN.device.index,
     )
     if dropout is not None:
         _add_dropout(arguments, dropout)
-    _launch("sums", arguments, in_TK.device)
+    _launch("sums", arguments, dy_TN.device)
 
 
 def _add_dropout(arguments: ctypes.Structure, dropout: Dropout) -> None:
@@ -277,7 +229,7 @@ def _add_dropout(arguments: ctypes.Structure, dropout: Dropout) -> None:
 
 
 def _add_factors(
-    arguments: _GemmArguments | _RowsArguments,
+    arguments: GemmArguments | RowsArguments,
     factors: Sequence[torch.Tensor],
     columns: Sequence[OutputColumns],
 ) -> None:
@@ -285,7 +237,7 @@ def _add_factors(
         arguments.factors[i] = factor.data_ptr()
         arguments.factor_rows[i] = factor.shape[0]
     for i, c in enumerate(columns):
-        arguments.columns[i] = _Columns(c.groups, c.stride, c.begin, c.width)
+        arguments.columns[i] = Columns(c.groups, c.stride, c.begin, c.width)
 
 
 def _launch(name: str, arguments: ctypes.Structure, device: torch.device) -> None:
@@ -296,11 +248,3 @@ def _launch(name: str, arguments: ctypes.Structure, device: torch.device) -> Non
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-STRUCTS: dict[str, type[ctypes.Structure]] = {
-    "gemm": _GemmArguments,
-    "rows": _RowsArguments,
-    "sums": _SumsArguments,
-}
-"""What each function of the library takes."""

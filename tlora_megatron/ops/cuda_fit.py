@@ -6,7 +6,8 @@ import functools
 
 import torch
 
-from tlora_megatron.ops.cuda_calls import MAX_TARGETS, GemmTile
+from tlora_megatron.ops.cuda_arguments import MAX_TARGETS
+from tlora_megatron.ops.cuda_calls import GemmTile
 from tlora_megatron.ops.factors import SiteFactors
 from tlora_megatron.ops.tiling import ROW_TILE
 

@@ -66,7 +66,7 @@ class LinearOps(Protocol):
     def backward_up(
         self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
     ) -> torch.Tensor:
-        """Accumulates dB and returns dS."""
+        """Returns dS, and may accumulate dB: otherwise `backward_down` does."""
         ...
 
     def dgrad(
@@ -83,10 +83,15 @@ class LinearOps(Protocol):
     def backward_down(
         self,
         x_TK: torch.Tensor,
+        dy_TN: torch.Tensor,
+        s: torch.Tensor,
         ds: torch.Tensor,
         factors: SiteFactors,
         rows: RowGroups,
         window: tuple[int, int],
     ) -> None:
-        """Accumulates dA over the rows `window[0]:window[1]`, which are all that x holds."""
+        """Accumulates dA over the rows `window[0]:window[1]`, which are all that x holds.
+
+        And dB over all rows, if `backward_up` did not: both are called once, in this order.
+        """
         ...

@@ -113,6 +113,8 @@ class TritonOps:
     def backward_down(
         self,
         x_TK: torch.Tensor,
+        dy_TN: torch.Tensor,
+        s: torch.Tensor,
         ds: torch.Tensor,
         factors: SiteFactors,
         rows: RowGroups,

@@ -1,0 +1,78 @@
+"""The structs that the functions of `csrc/` take, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+
+MAX_TARGETS = 4
+"""Targets of one linear: `kMaxTargets` of lora.cuh."""
+_Pointer = ctypes.c_void_p
+_Int = ctypes.c_int
+_Long = ctypes.c_int64
+
+
+class Columns(ctypes.Structure):
+    """`Columns` of lora.cuh."""
+
+    _fields_ = [(name, _Int) for name in ("groups", "stride", "begin", "width")]
+
+
+class GemmArguments(ctypes.Structure):
+    """`TloraGemm` of lora_gemm.cu."""
+
+    _fields_ = [
+        *((name, _Pointer) for name in ("x", "weight", "bias", "ext")),
+        ("factors", _Pointer * MAX_TARGETS),
+        *((name, _Pointer) for name in ("out", "tile_chunks", "chunk_rows")),
+        *((name, _Pointer) for name in ("row_keys", "row_slots", "dropout")),
+        *((name, _Long) for name in ("rows", "columns_out", "depth", "ext_rows")),
+        ("factor_rows", _Long * MAX_TARGETS),
+        ("columns", Columns * MAX_TARGETS),
+        *((name, _Int) for name in ("num_targets", "dropout_key", "first_column")),
+        *((name, _Int) for name in ("half_precision", "transposed", "tile_columns", "group")),
+        *((name, _Int) for name in ("blocks", "early", "device")),
+    ]
+
+
+class RowsArguments(ctypes.Structure):
+    """`TloraRows` of rank_rows.cu."""
+
+    _fields_ = [
+        ("input", _Pointer),
+        ("factors", _Pointer * MAX_TARGETS),
+        *((name, _Pointer) for name in ("ext", "rows", "items", "chunks", "row_keys")),
+        *((name, _Pointer) for name in ("scaling", "dropout")),
+        *((name, _Long) for name in ("num_rows", "in_columns")),
+        ("factor_rows", _Long * MAX_TARGETS),
+        ("depth", _Long * MAX_TARGETS),
+        ("columns", Columns * MAX_TARGETS),
+        *(
+            (name, _Int)
+            for name in ("num_targets", "num_items", "item_fields", "parts", "row_width")
+        ),
+        *((name, _Int) for name in ("dropout_key", "first_column", "half_precision", "device")),
+    ]
+
+
+class SumsArguments(ctypes.Structure):
+    """`TloraSums` of rank_sums.cu."""
+
+    _fields_ = [
+        *((name, _Pointer) for name in ("x", "ds", "dy", "s", "items", "grad_a", "grad_b")),
+        *((name, _Pointer) for name in ("workspace", "counters", "row_keys", "dropout")),
+        *((name, _Long) for name in ("num_rows", "x_rows", "x_columns", "dy_columns")),
+        *(
+            (name, _Int)
+            for name in ("num_items", "item_fields", "blocks", "row_width", "first_row")
+        ),
+        *((name, _Int) for name in ("dropout_key", "first_column", "early")),
+        *((name, _Int) for name in ("half_precision", "device")),
+    ]
+
+
+STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "gemm": GemmArguments,
+    "rows": RowsArguments,
+    "sums": SumsArguments,
+}
+"""What each function of the library takes."""
