@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlora_megatron.integrations.megatron.core_attention import _attend_spans, _attend_varlen
+from tlora_megatron.ops.packed_attention import attend_spans, attend_varlen
 from tlora_megatron.ops.segments import Document, MicroBatchView, pack_micro_batch
 
 pytestmark = pytest.mark.gpu
@@ -42,8 +42,8 @@ def test_varlen_equals_spans(
     tensors = inputs(view, 8, groups, dtype)
     weights = torch.randn(view.num_tokens, 8, 64, device="cuda")
     results = []
-    for attend in (_attend_spans, _attend_varlen):
-        used = [t.float() if attend is _attend_spans else t for t in tensors]
+    for attend in (attend_spans, attend_varlen):
+        used = [t.float() if attend is attend_spans else t for t in tensors]
         used = [t.detach().requires_grad_() for t in used]
         out = attend(*used, view, 0.125)
         grads = torch.autograd.grad((out.float() * weights).sum(), used)
@@ -70,7 +70,7 @@ def test_gradients_are_bitwise_the_same_where_torch_is_asked_for_it(
     results = []
     try:
         for _ in range(4):
-            out = _attend_varlen(*tensors, view, 0.125)
+            out = attend_varlen(*tensors, view, 0.125)
             results.append((out, *torch.autograd.grad(out.float().square().sum(), tensors)))
     finally:
         torch.use_deterministic_algorithms(before)

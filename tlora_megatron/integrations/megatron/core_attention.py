@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
@@ -19,9 +18,9 @@ from torch import Tensor
 
 from tlora_megatron.integrations.megatron.rotary import PackedRotaryEmbedding
 from tlora_megatron.ops.host_copy import to_device
+from tlora_megatron.ops.packed_attention import attend_documents
 from tlora_megatron.ops.qkv_rotary import unpack_qkv
 from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch
-from tlora_megatron.ops.varlen_attention import CumulativeLengths, varlen_attention
 
 
 class PackedCoreAttention(MegatronModule):
@@ -118,9 +117,7 @@ class PackedCoreAttention(MegatronModule):
         k_KGD, v_KGD = k_TGD, v_TGD
         if self.cp_group is not None:
             k_KGD, v_KGD = self._gather_keys(k_TGD, v_TGD, micro_batch)
-        fused = q_TND.is_cuda and q_TND.dtype != torch.float32 and q_TND.shape[-1] % 8 == 0
-        attend = _attend_varlen if fused else _attend_spans
-        out_TND = attend(q_TND, k_KGD, v_KGD, micro_batch, self.scale)
+        out_TND = attend_documents(q_TND, k_KGD, v_KGD, micro_batch, self.scale)
         return out_TND.reshape(len(q_TND), 1, -1)
 
     def _gather_keys(
@@ -153,49 +150,3 @@ def _key_rows(micro_batch: MicroBatchView, device: torch.device) -> Tensor:
     order = micro_batch.packed_order(device)
     assert order is not None, "keys are gathered under context parallelism only"
     return order[to_device(packed, device)]
-
-
-def _attend_spans(
-    q_TND: Tensor, k_KGD: Tensor, v_KGD: Tensor, micro_batch: MicroBatchView, scale: float
-) -> Tensor:
-    spans = micro_batch.attention
-    parts = zip(
-        q_TND.split(spans.q_lens), k_KGD.split(spans.k_lens), v_KGD.split(spans.k_lens), strict=True
-    )
-    return torch.cat([_attend_one_span(q, k, v, scale) for q, k, v in parts])
-
-
-def _attend_one_span(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    rows, keys = len(q), len(k)
-    mask = None
-    if rows < keys:
-        mask = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
-    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out[0].transpose(0, 1)
-
-
-def _attend_varlen(
-    q_TND: Tensor, k_KGD: Tensor, v_KGD: Tensor, micro_batch: MicroBatchView, scale: float
-) -> Tensor:
-    lengths = micro_batch.cached(
-        "attention.cumulative", lambda: _cumulative_lengths(micro_batch, q_TND.device)
-    )
-    return varlen_attention(q_TND, k_KGD, v_KGD, lengths, scale)
-
-
-def _cumulative_lengths(micro_batch: MicroBatchView, device: torch.device) -> CumulativeLengths:
-    spans = micro_batch.attention
-    queries, keys = (
-        to_device(torch.tensor((0, *lens)).cumsum(0).to(torch.int32), device)
-        for lens in (spans.q_lens, spans.k_lens)
-    )
-    return CumulativeLengths(queries, keys, max(spans.q_lens), max(spans.k_lens))
