@@ -1,0 +1,64 @@
+"""Whom free GPUs go to first: the queue discipline that all policies share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tlora_megatron.scheduler.cluster import ClusterState
+from tlora_megatron.scheduler.draft import Draft, Proposal
+from tlora_megatron.scheduler.jobs import Waiting
+from tlora_megatron.scheduler.policy import Rules
+from tlora_megatron.scheduler.queue import WaitingQueue
+
+
+def overdue(now_s: float, jobs: WaitingQueue, cluster: ClusterState, rules: Rules) -> list[Waiting]:
+    """Jobs past the shared patience, oldest first, whatever their priority."""
+    return jobs.overdue(now_s - rules.patience_s, rules.lookahead, cluster.may_run)
+
+
+def in_turn(late: Sequence[Waiting], others: Sequence[Waiting]) -> list[Waiting]:
+    """Overdue jobs, then the others in their order."""
+    first = {waiting.job.index for waiting in late}
+    return [*late, *(waiting for waiting in others if waiting.job.index not in first)]
+
+
+def as_asked(draft: Draft, waiting: Waiting) -> Proposal | None:
+    """The job alone on the GPUs it asks for."""
+    return draft.alone(waiting, waiting.job.num_gpus)
+
+
+def start_alone(
+    draft: Draft,
+    order: Sequence[Waiting],
+    num_late: int,
+    choose: Callable[[Draft, Waiting], Proposal | None] = as_asked,
+) -> list[Waiting]:
+    """Starts jobs alone on free GPUs, in order; returns those that still wait.
+
+    A job that does not fit is passed over by the next ones, unless it is overdue: then the GPUs
+    stay free until there are enough. So no job submitted more than the patience after another
+    starts on free GPUs before it.
+
+    Args:
+        draft: is drawn on.
+        order: waiting jobs; the first `num_late` are overdue.
+        num_late: how many are.
+        choose: on which GPUs a job would start; None where there are none.
+    """
+    left: list[Waiting] = []
+    refused: set[tuple[int, int]] = set()
+    for place, waiting in enumerate(order):
+        key = (waiting.job.kind, waiting.job.num_gpus)
+        if not draft.free.num or key in refused:
+            left.append(waiting)
+            continue
+        proposal = choose(draft, waiting)
+        if proposal is not None:
+            draft.accept(proposal)
+            continue
+        left.append(waiting)
+        if draft.within_quota(waiting):
+            if place < num_late:
+                return left + list(order[place + 1 :])
+            refused.add(key)
+    return left

@@ -1,0 +1,99 @@
+"""How a group comes to be: one arithmetic for policies that try and for what carries it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tlora_megatron.scheduler.group_throughput import GroupRates, Kinds
+from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
+from tlora_megatron.scheduler.policy import RegroupCost
+
+_TOLERANCE = 1e-9
+"""Relative; a speed or end equal to its bound must not fail on rounding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """Where the members of a group to be formed come from."""
+
+    running: tuple[tuple[Group, Member], ...] = ()
+    """Members of running groups."""
+    joining: tuple[Waiting, ...] = ()
+    """Jobs from the queue."""
+
+    @classmethod
+    def of(cls, group: Group) -> Parts:
+        """A running group as it is."""
+        return cls(running=tuple((group, member) for member in group.members))
+
+    def __add__(self, other: Parts) -> Parts:
+        return Parts(running=self.running + other.running, joining=self.joining + other.joining)
+
+    def __len__(self) -> int:
+        return len(self.running) + len(self.joining)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All members' jobs."""
+        return [member.job for _, member in self.running] + [w.job for w in self.joining]
+
+    @property
+    def kinds(self) -> Kinds:
+        """Their kinds, ascending."""
+        return tuple(sorted([job.kind for job in self.jobs]))
+
+
+def formed(
+    parts: Parts,
+    *,
+    gpus: tuple[int, ...],
+    rates: GroupRates,
+    now_s: float,
+    cost: RegroupCost,
+    number: int,
+) -> Group:
+    """The group that `parts` make on `gpus`, standing still until its save, move and re-plan end.
+
+    A job's start, from which its bound counts, is when the first group that it is in trains.
+    """
+    ready_s = max([now_s, *(group.ready_s for group, _ in parts.running)])
+    ready_s += _pause_s(parts, gpus, cost)
+    by_kind = rates.by_kind
+    members = [
+        Member(
+            job=member.job,
+            tokens_per_s=by_kind[member.job.kind],
+            tokens_left=group.tokens_left(member, now_s),
+            started_s=member.started_s,
+        )
+        for group, member in parts.running
+    ]
+    members += [
+        Member(
+            job=waiting.job,
+            tokens_per_s=by_kind[waiting.job.kind],
+            tokens_left=waiting.tokens_left,
+            started_s=ready_s,
+        )
+        for waiting in parts.joining
+    ]
+    return Group(number=number, members=tuple(members), gpus=gpus, formed_s=now_s, ready_s=ready_s)
+
+
+def _pause_s(parts: Parts, gpus: tuple[int, ...], cost: RegroupCost) -> float:
+    sources = {group.number: group for group, _ in parts.running}
+    stay = next((group.number for group in sources.values() if group.gpus == gpus), None)
+    moved = [member.job for group, member in parts.running if group.number != stay]
+    moved += [waiting.job for waiting in parts.joining if waiting.has_state]
+    return cost.pause_s(tuple(sources.values()), gpus, moved)
+
+
+def speeds_in_bounds(jobs: list[Job], rates: GroupRates) -> bool:
+    """Whether each job's speed is at least what its bound demands."""
+    by_kind = rates.by_kind
+    return all(by_kind[job.kind] * (1 + _TOLERANCE) >= job.least_tokens_per_s for job in jobs)
+
+
+def ends_in_bounds(group: Group) -> bool:
+    """Whether each member ends by its deadline if nothing changes, pauses so far included."""
+    return all(group.end_s(m) <= m.deadline_s * (1 + _TOLERANCE) + 1e-6 for m in group.members)

@@ -1,0 +1,139 @@
+"""How fast jobs train together: the interface to the planner's model, and a memo over it.
+
+The planner's `GroupModel` implements `GroupThroughput`; tests use a table. Schedulers and the
+simulator ask nothing else about speed or memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+
+
+class GroupEstimate(Protocol):
+    """What the model says of one super-model on some GPUs."""
+
+    @property
+    def tokens_per_s(self) -> Sequence[float]:
+        """Of each job, in the order they were given."""
+
+    @property
+    def memory_bytes(self) -> float:
+        """Peak on the fullest GPU."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is within the GPU's memory."""
+
+
+class GroupThroughput(Protocol):
+    """Speed and memory of jobs that train together on one base model."""
+
+    def estimate(self, jobs: Sequence[JobLoad], num_gpus: int) -> GroupEstimate:
+        """The best plan's speed for `jobs` on `num_gpus` GPUs of one kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRates:
+    """Tokens per second of a group's members; equal jobs have equal rates."""
+
+    by_kind: Mapping[int, float]
+    total: float
+    """Sum over the members."""
+    memory_bytes: float
+
+
+Kinds = tuple[int, ...]
+"""The kinds of a group's members, ascending; a kind occurs once for each of its members."""
+
+
+class Speeds:
+    """Every estimate a run needs, asked of the models once each.
+
+    Jobs of one base model, adapter, batch and lengths are of one *kind*, a small integer. A trace
+    has tens of kinds and hundreds of thousands of questions about them.
+    """
+
+    def __init__(self, models: Mapping[str, GroupThroughput]) -> None:
+        self._models = models
+        self._kinds: dict[tuple[str, JobLoad], int] = {}
+        self._loads: list[tuple[str, JobLoad]] = []
+        self._memo: dict[tuple[Kinds, int], GroupRates | None] = {}
+        self._full: dict[tuple[str, int], float] = {}
+        self._residual: dict[tuple[Kinds, int], float] = {}
+
+    @property
+    def bases(self) -> tuple[str, ...]:
+        """Base models there is an answer for."""
+        return tuple(self._models)
+
+    @property
+    def num_estimates(self) -> int:
+        """Different questions answered so far."""
+        return len(self._memo)
+
+    def kind(self, base: str, load: JobLoad) -> int:
+        """The number of a base model and load; loads that differ by name only are two.
+
+        Raises:
+            ValueError: if the base model is not known.
+        """
+        if base not in self._models:
+            known = ", ".join(self._models)
+            raise ValueError(f"base model must be one of {known}, got {base!r}")
+        key = (base, load)
+        number = self._kinds.setdefault(key, len(self._loads))
+        if number == len(self._loads):
+            self._loads.append(key)
+        return number
+
+    def rates(self, kinds: Kinds, num_gpus: int) -> GroupRates | None:
+        """Rates of a group on `num_gpus` GPUs, or None where it does not fit their memory."""
+        key = (kinds, num_gpus)
+        try:
+            return self._memo[key]
+        except KeyError:
+            found = self._memo[key] = self._ask(kinds, num_gpus)
+            return found
+
+    def _ask(self, kinds: Kinds, num_gpus: int) -> GroupRates | None:
+        base = self._loads[kinds[0]][0]
+        # Members of one kind are different jobs, and the model asks for different names.
+        loads = [replace(self._loads[kind][1], name=str(i)) for i, kind in enumerate(kinds)]
+        estimate = self._models[base].estimate(loads, num_gpus)
+        if not estimate.fits:
+            return None
+        rates = tuple(estimate.tokens_per_s)
+        by_kind = dict(zip(kinds, rates, strict=True))
+        return GroupRates(by_kind, sum(rates), estimate.memory_bytes)
+
+    def residual(self, kinds: Kinds, num_gpus: int) -> float:
+        """Share of the GPUs' full speed that a group leaves unused, 0 to 1."""
+        key = (kinds, num_gpus)
+        if key not in self._residual:
+            rates = self.rates(kinds, num_gpus)
+            full = self.full_speed(kinds[0], num_gpus)
+            used = 1.0 if rates is None or not full else rates.total / full
+            self._residual[key] = max(0.0, 1.0 - used)
+        return self._residual[key]
+
+    def full_speed(self, kind: int, num_gpus: int) -> float:
+        """Tokens per second of the GPUs when they lack no work: a large batch of short sequences.
+
+        No group of this base model is faster, but for what cheaper adapters or longer sequences
+        change.
+        """
+        base = self._loads[kind][0]
+        key = (base, num_gpus)
+        if key not in self._full:
+            load = replace(_FULL, batch_size=_FULL.batch_size * num_gpus)
+            estimate = self._models[base].estimate([load], num_gpus)
+            self._full[key] = sum(estimate.tokens_per_s)
+        return self._full[key]
+
+
+_FULL = JobLoad(name="full", rank=1, batch_size=64, lengths=LengthHistogram.single(256))
+"""A job a GPU of which is at its full speed; `batch_size` is for one GPU."""

@@ -1,0 +1,96 @@
+"""Waiting jobs in the orders that policies ask for, kept sorted as jobs come and go."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
+from itertools import islice
+
+from tlora_megatron.scheduler.jobs import Waiting
+
+_Key = tuple[float, float, int]
+MayRun = Callable[[Waiting], bool] | None
+"""Leaves out jobs that a quota holds back; None = none is."""
+
+
+def _by_arrival(waiting: Waiting) -> _Key:
+    job = waiting.job
+    return (-job.priority, job.submit_s, job.index)
+
+
+def _by_size(waiting: Waiting) -> _Key:
+    return (-waiting.job.priority, waiting.isolated_left_s, waiting.job.index)
+
+
+def _by_age(waiting: Waiting) -> _Key:
+    return (waiting.job.submit_s, 0.0, waiting.job.index)
+
+
+class WaitingQueue:
+    """The jobs that hold no GPUs. Policies read it; whoever runs the policy adds and removes."""
+
+    def __init__(self, waiting: Iterable[Waiting] = ()) -> None:
+        self._entries: dict[int, Waiting] = {}
+        self._orders: dict[str, list[_Key]] = {"arrival": [], "size": [], "age": []}
+        self.arrived: set[int] = set()
+        """Indices of the jobs that no decision has seen yet."""
+        for entry in waiting:
+            self.add(entry)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._entries
+
+    def __getitem__(self, index: int) -> Waiting:
+        return self._entries[index]
+
+    def add(self, waiting: Waiting) -> None:
+        """Puts a job in."""
+        index = waiting.job.index
+        assert index not in self._entries, f"job {index} must not wait twice"
+        self._entries[index] = waiting
+        self.arrived.add(index)
+        for name, key in _KEYS.items():
+            insort(self._orders[name], key(waiting))
+
+    def remove(self, index: int) -> Waiting:
+        """Takes a job out."""
+        waiting = self._entries.pop(index)
+        self.arrived.discard(index)
+        for name, key in _KEYS.items():
+            order = self._orders[name]
+            place = bisect_left(order, key(waiting))
+            assert order[place][2] == index, "orders must hold every waiting job"
+            del order[place]
+        return waiting
+
+    def by_arrival(self, limit: int, may_run: MayRun = None) -> list[Waiting]:
+        """The first `limit` that may run, by priority, then submission."""
+        return self._first("arrival", limit, may_run)
+
+    def by_size(self, limit: int, may_run: MayRun = None) -> list[Waiting]:
+        """The first `limit` that may run, by priority, then time that the rest takes alone."""
+        return self._first("size", limit, may_run)
+
+    def overdue(self, before_s: float, limit: int, may_run: MayRun = None) -> list[Waiting]:
+        """Of those submitted at `before_s` or earlier the first `limit`, oldest first."""
+        order = self._orders["age"]
+        if not order or order[0][0] > before_s:
+            return []
+        first = self._first("age", limit, may_run)
+        return [entry for entry in first if entry.job.submit_s <= before_s]
+
+    def new(self) -> list[Waiting]:
+        """The jobs that no decision has seen yet, in order of submission."""
+        return [self._entries[index] for index in sorted(self.arrived)]
+
+    def _first(self, order: str, limit: int, may_run: MayRun) -> list[Waiting]:
+        entries, keys = self._entries, self._orders[order]
+        if may_run is None:
+            return [entries[key[2]] for key in keys[:limit]]
+        return list(islice(filter(may_run, (entries[key[2]] for key in keys)), limit))
+
+
+_KEYS = {"arrival": _by_arrival, "size": _by_size, "age": _by_age}

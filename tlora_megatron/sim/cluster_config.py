@@ -1,0 +1,66 @@
+"""A cluster's description: nodes, racks, the GPUs' profile, what changes to groups cost, quotas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlora_megatron.config_reader import ConfigError, read_spec
+from tlora_megatron.config_source import read_document
+from tlora_megatron.job import rule
+from tlora_megatron.planner.hardware import HardwareProfile, find_profile
+from tlora_megatron.scheduler.cluster import ClusterShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegroupSpec:
+    """Time that groups stand still when they change."""
+
+    admit_s: float = rule("a job joins a running super-model", ge=0)
+    replan_s: float = rule("other GPUs: plan, process groups, warm-up", ge=0)
+    state_bytes_per_s: float = rule("saving and loading of adapters and optimizer state", gt=0)
+    weights_bytes_per_s: float = rule("loading of the base onto GPUs that lack it", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuotaSpec:
+    """A tenant's limit."""
+
+    tenant: str = rule("as the trace names it", nonempty=True)
+    gpus: int = rule("that its running jobs may ask for together", ge=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterSpec:
+    """A cluster of equal nodes."""
+
+    name: str = rule("as reports print it", nonempty=True)
+    nodes: int = rule("nodes in all", ge=1)
+    gpus_per_node: int = rule("GPUs of a node", ge=1)
+    nodes_per_rack: int = rule("nodes of a rack", ge=1)
+    profile: str = rule("hardware profile, by name in this file's folder or by path", nonempty=True)
+    regroup: RegroupSpec = rule("cost of changes to groups")
+    quotas: tuple[QuotaSpec, ...] = rule("limits of tenants", default=())
+
+    @property
+    def shape(self) -> ClusterShape:
+        """As the scheduler sees it."""
+        return ClusterShape(
+            num_nodes=self.nodes,
+            gpus_per_node=self.gpus_per_node,
+            nodes_per_rack=self.nodes_per_rack,
+        )
+
+
+def load_cluster(path: str | Path) -> tuple[ClusterSpec, HardwareProfile]:
+    """A cluster and the profile of its GPUs.
+
+    Raises:
+        ConfigError: if either file is missing or holds anything that does not belong there.
+    """
+    path = Path(path)
+    try:
+        spec = read_spec(ClusterSpec, read_document(path), "cluster")
+    except ConfigError as error:
+        raise ConfigError(f"{error} in {path}") from None
+    return spec, find_profile(spec.profile, path.parent)

@@ -1,0 +1,150 @@
+"""Which LoRA jobs stand behind a trace's rows: shares of attributes, read from a file and drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from random import Random
+from typing import TypeVar
+
+from tlora_megatron.config_reader import ConfigError, must, read_spec
+from tlora_megatron.config_source import read_document
+from tlora_megatron.job import HF_TARGETS, MEGATRON_TARGETS, rule
+from tlora_megatron.model import ModelSpec, read_model_spec
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseShare:
+    """A base model."""
+
+    name: str = rule("jobs of one name can train together", nonempty=True)
+    config: str = rule("its config.json, relative to the mix", nonempty=True)
+    share: float = rule("of the jobs", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IntShare:
+    """A rank or batch size."""
+
+    value: int = rule("the rank, or sequences a step", ge=1)
+    share: float = rule("of the jobs", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DropoutShare:
+    """A dropout."""
+
+    value: float = rule("probability", ge=0, lt=1)
+    share: float = rule("of the jobs", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetsShare:
+    """A choice of linears."""
+
+    value: tuple[str, ...] = rule("names", nonempty=True, choices=HF_TARGETS + MEGATRON_TARGETS)
+    share: float = rule("of the jobs", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthsShare:
+    """Lengths of a data set's sequences."""
+
+    name: str = rule("of the data", nonempty=True)
+    tokens: tuple[int, ...] = rule("equally likely lengths, ascending", nonempty=True, ge=1)
+    share: float = rule("of the jobs", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobMix:
+    """Each attribute is drawn on its own, by its shares (they need not add up to 1)."""
+
+    name: str = rule("of the mix", nonempty=True)
+    source: str = rule("where the shares come from", nonempty=True)
+    bases: tuple[BaseShare, ...] = rule("base models", nonempty=True)
+    ranks: tuple[IntShare, ...] = rule("ranks", nonempty=True)
+    batch_sizes: tuple[IntShare, ...] = rule("sequences a step", nonempty=True)
+    batch_per_gpu: bool = rule(
+        "whether batch sizes are per GPU that the job asks for; else of the whole job",
+        default=False,
+    )
+    targets: tuple[TargetsShare, ...] = rule("linears with adapters", nonempty=True)
+    dropouts: tuple[DropoutShare, ...] = rule("dropout", nonempty=True)
+    lengths: tuple[LengthsShare, ...] = rule("lengths", nonempty=True)
+    max_slowdown: float = rule("every job's bound", default=1.5, ge=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attributes:
+    """What was drawn for one job."""
+
+    base: str
+    load: JobLoad
+
+
+_FOLDER = "mixes"
+_Option = TypeVar("_Option", BaseShare, IntShare, DropoutShare, TargetsShare, LengthsShare)
+
+
+def shipped_mixes() -> tuple[str, ...]:
+    """Names of the mixes that come with the package."""
+    folder = files(__package__).joinpath(_FOLDER)
+    names = (Path(entry.name) for entry in folder.iterdir())
+    return tuple(sorted(name.stem for name in names if name.suffix == ".yaml"))
+
+
+def load_mix(name: str) -> tuple[JobMix, dict[str, ModelSpec]]:
+    """A mix by name or by path, and the shapes of its base models.
+
+    Raises:
+        ConfigError: if there is none, or it holds anything that is not a mix.
+        ValueError: if a base model cannot be read.
+    """
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        if name not in shipped_mixes():
+            raise must("--mix", f"be a file or one of {', '.join(shipped_mixes())}", name)
+        path = Path(str(files(__package__).joinpath(_FOLDER, f"{name}.yaml")))
+    try:
+        mix = read_spec(JobMix, read_document(path), "mix")
+    except ConfigError as error:
+        raise ConfigError(f"{error} in {path}") from None
+    return mix, {base.name: read_model_spec(path.parent / base.config) for base in mix.bases}
+
+
+class MixDraw:
+    """Draws attributes job after job; the same seed gives the same jobs."""
+
+    def __init__(self, mix: JobMix, seed: int) -> None:
+        self._mix = mix
+        self._rng = Random(f"attributes {seed}")
+        self._lengths = {
+            entry.name: LengthHistogram.from_lengths(entry.tokens) for entry in mix.lengths
+        }
+
+    def next(self, num_gpus: int) -> Attributes:
+        """The attributes of the next job, which asks for `num_gpus` GPUs."""
+        mix = self._mix
+        base = self._pick(mix.bases).name
+        rank = self._pick(mix.ranks).value
+        batch_size = self._pick(mix.batch_sizes).value * (num_gpus if mix.batch_per_gpu else 1)
+        targets = self._pick(mix.targets).value
+        dropout = self._pick(mix.dropouts).value
+        lengths = self._lengths[self._pick(mix.lengths).name]
+        load = JobLoad(
+            name="job",
+            rank=rank,
+            targets=targets,
+            batch_size=batch_size,
+            lengths=lengths,
+            dropout=dropout,
+        )
+        return Attributes(base=base, load=load)
+
+    def _pick(self, options: tuple[_Option, ...]) -> _Option:
+        if len(options) == 1:
+            return options[0]
+        weights = [option.share for option in options]
+        return self._rng.choices(options, weights)[0]

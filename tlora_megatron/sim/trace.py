@@ -1,0 +1,197 @@
+"""Cluster traces as rows: AcmeTrace's, Philly's (as CSV or its own JSON), and plain CSV files."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+End = Literal["completed", "failed", "cancelled"]
+
+_COLUMNS = {
+    "name": ("job_id", "jobid", "name", "id"),
+    "submit_s": ("submit_time", "submit_s", "submitted_time", "arrival_s"),
+    "duration_s": ("duration", "duration_s", "run_time"),
+    "num_gpus": ("gpu_num", "num_gpus", "gpus"),
+    "end": ("status", "state"),
+    "tenant": ("vc", "tenant", "user", "queue"),
+    "priority": ("priority",),
+}
+"""What a trace must or may say, with the names that known formats give it."""
+_REQUIRED = ("submit_s", "duration_s", "num_gpus")
+_ENDS: dict[str, End] = {
+    "failed": "failed",
+    "node_fail": "failed",
+    "timeout": "failed",
+    "cancelled": "cancelled",
+    "canceled": "cancelled",
+    "killed": "cancelled",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceRow:
+    """One job as the trace recorded it."""
+
+    name: str
+    submit_s: float
+    """From the trace's first submission."""
+    duration_s: float
+    """Time it held its GPUs."""
+    num_gpus: int
+    end: End = "completed"
+    tenant: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """Rows in order of submission, and what was left out."""
+
+    name: str
+    rows: tuple[TraceRow, ...]
+    dropped: Mapping[str, int]
+    """Rows that are no job here, by reason."""
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Reads a trace; `.gz` is unpacked, the format is seen from the header.
+
+    Jobs without GPUs or without a duration are left out and counted.
+
+    Raises:
+        ValueError: if the file is missing, holds no usable job, or a row that cannot be read.
+    """
+    path = Path(path)
+    try:
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"trace must be a readable text file, got {path}: {error}") from error
+    records = _philly_json(text, path) if text.lstrip()[:1] == "[" else _csv(text, path)
+    rows, dropped = [], Counter[str]()
+    for place, record in enumerate(records):
+        row = _row(record, place, path)
+        if isinstance(row, str):
+            dropped[row] += 1
+        else:
+            rows.append(row)
+    if not rows:
+        raise ValueError(f"trace must hold at least one job with GPUs and a duration, got {path}")
+    return Trace(name=_name(path), rows=_from_zero(rows), dropped=dict(sorted(dropped.items())))
+
+
+def _name(path: Path) -> str:
+    return path.name.removesuffix(".gz").removesuffix(".csv").removesuffix(".json")
+
+
+def _from_zero(rows: list[TraceRow]) -> tuple[TraceRow, ...]:
+    rows.sort(key=lambda row: row.submit_s)
+    first = rows[0].submit_s
+    return tuple(
+        TraceRow(
+            name=row.name,
+            submit_s=row.submit_s - first,
+            duration_s=row.duration_s,
+            num_gpus=row.num_gpus,
+            end=row.end,
+            tenant=row.tenant,
+            priority=row.priority,
+        )
+        for row in rows
+    )
+
+
+def _csv(text: str, path: Path) -> Iterator[dict[str, Any]]:
+    reader = csv.DictReader(io.StringIO(text))
+    header = reader.fieldnames or ()
+    columns = {}
+    for key, names in _COLUMNS.items():
+        found = next((name for name in names if name in header), None)
+        if found is not None:
+            columns[key] = found
+        elif key in _REQUIRED:
+            wanted = " or ".join(names)
+            raise ValueError(
+                f"trace must have a column {wanted}, got {', '.join(header)} in {path}"
+            )
+    for line in reader:
+        yield {key: line[name] for key, name in columns.items()}
+
+
+def _philly_json(text: str, path: Path) -> Iterator[dict[str, Any]]:
+    """Philly's `cluster_job_log`: attempts add up, the GPUs are those of the first attempt."""
+    try:
+        jobs = json.loads(text)
+        for job in jobs:
+            attempts = [a for a in job["attempts"] if a.get("start_time") and a.get("end_time")]
+            spans = [_seconds(a["end_time"]) - _seconds(a["start_time"]) for a in attempts]
+            gpus = [len(d["gpus"]) for a in attempts[:1] for d in a["detail"]]
+            yield {
+                "name": job["jobid"],
+                "submit_s": job["submitted_time"],
+                "duration_s": sum(spans),
+                "num_gpus": sum(gpus),
+                "end": job.get("status", ""),
+                "tenant": job.get("vc", ""),
+            }
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} must be Philly's job log, got {error!r}") from error
+
+
+def _row(record: dict[str, Any], place: int, path: Path) -> TraceRow | str:
+    """The row, or why it is none."""
+    try:
+        num_gpus = _number(record["num_gpus"])
+        duration_s = _number(record["duration_s"])
+        priority = _number(record.get("priority") or 0)
+        if not num_gpus > 0:
+            return "no GPUs"
+        if not duration_s > 0:
+            return "no duration"
+        submit_s = _seconds(record["submit_s"])
+    except ValueError as error:
+        raise ValueError(f"row {place + 1} of {path} must hold numbers, got {error}") from error
+    return TraceRow(
+        name=str(record.get("name") or place),
+        submit_s=submit_s,
+        duration_s=duration_s,
+        num_gpus=round(num_gpus),
+        end=_ENDS.get(str(record.get("end") or "").strip().lower(), "completed"),
+        tenant=str(record.get("tenant") or ""),
+        priority=round(priority),
+    )
+
+
+def _number(value: Any) -> float:
+    """A finite number; nothing is 0."""
+    if value in ("", None):
+        return 0.0
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value!r}")
+    return number
+
+
+def _seconds(value: Any) -> float:
+    """Seconds, from a number of them or a date."""
+    try:
+        return _number(value)
+    except ValueError:
+        return datetime.fromisoformat(str(value).strip()).timestamp()
+
+
+def offered_gpus(rows: Iterable[TraceRow]) -> float:
+    """GPUs that the rows would keep busy on average between first and last submission."""
+    rows = list(rows)
+    work = math.fsum(row.num_gpus * row.duration_s for row in rows)
+    span = max(row.submit_s for row in rows) - min(row.submit_s for row in rows)
+    return work / span if span else math.inf

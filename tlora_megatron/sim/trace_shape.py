@@ -1,0 +1,65 @@
+"""A trace cut to a cluster: fewer jobs, fewer GPUs a job, faster arrivals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Literal
+
+from tlora_megatron.sim.trace import Trace, TraceRow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceShape:
+    """What is done to a trace before it is replayed, in this order."""
+
+    sample: float = 1.0
+    """Share of the jobs that is kept, drawn from the seed: a smaller cluster's part."""
+    gpu_divisor: float = 1.0
+    """Jobs' GPUs are divided by this, rounded, at least 1."""
+    oversize: Literal["skip", "clamp"] = "skip"
+    """Jobs that ask for more GPUs than the cluster has: left out, or given all it has."""
+    most_jobs: int | None = None
+    """Only the first so many."""
+    load: float = 1.0
+    """Arrivals come so many times as fast; durations stay."""
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("sample", "be in (0, 1]", self.sample, 0 < self.sample <= 1),
+            ("gpu_divisor", "be at least 1", self.gpu_divisor, self.gpu_divisor >= 1),
+            ("load", "be positive and finite", self.load, 0 < self.load < float("inf")),
+            ("jobs", "be at least 1", self.most_jobs, self.most_jobs is None or self.most_jobs > 0),
+        )
+        for name, obligation, value, holds in rules:
+            if not holds:
+                raise ValueError(f"{name} must {obligation}, got {value}")
+
+
+def shaped(trace: Trace, shape: TraceShape, num_gpus: int, seed: int) -> Trace:
+    """The trace as it is replayed on a cluster of `num_gpus` GPUs.
+
+    Raises:
+        ValueError: if no job is left.
+    """
+    rng = Random(f"sample {seed}")
+    dropped = Counter(trace.dropped)
+    rows: list[TraceRow] = []
+    for row in trace.rows:
+        if shape.sample < 1 and rng.random() >= shape.sample:
+            dropped["not sampled"] += 1
+            continue
+        asked = max(1, round(row.num_gpus / shape.gpu_divisor))
+        if asked > num_gpus and shape.oversize == "skip":
+            dropped["more GPUs than the cluster has"] += 1
+            continue
+        rows.append(replace(row, num_gpus=min(asked, num_gpus)))
+    kept = rows[: shape.most_jobs]
+    if len(kept) < len(rows):
+        dropped["after the first so many"] += len(rows) - len(kept)
+    if not kept:
+        raise ValueError(f"trace must keep at least one job, got none of {len(trace.rows)}")
+    first = kept[0].submit_s
+    kept = [replace(row, submit_s=(row.submit_s - first) / shape.load) for row in kept]
+    return Trace(name=trace.name, rows=tuple(kept), dropped=dict(sorted(dropped.items())))

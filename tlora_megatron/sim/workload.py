@@ -1,0 +1,106 @@
+"""Trace rows become jobs: attributes are drawn, and the recorded time defines the work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.planner.workload import JobLoad
+from tlora_megatron.scheduler.group_throughput import Speeds
+from tlora_megatron.scheduler.jobs import Job
+from tlora_megatron.sim.job_mix import JobMix, MixDraw
+from tlora_megatron.sim.trace import Trace, TraceRow
+
+_STATE_BYTES = 2 + 4 * 4
+"""Of an adapter's parameter: bf16 copy, fp32 master, gradient and two moments."""
+
+_RANK_STEP = 16
+_ANY_DROPOUT = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """The jobs of a run, in order of submission, with what became of each in the trace."""
+
+    jobs: list[Job]
+    rows: tuple[TraceRow, ...]
+
+
+def make_workload(
+    trace: Trace,
+    mix: JobMix,
+    specs: dict[str, ModelSpec],
+    speeds: Speeds,
+    seed: int,
+    max_slowdown: float | None = None,
+) -> Workload:
+    """Jobs whose work is what they would train alone in the time the trace recorded.
+
+    Tokens = speed alone on the GPUs asked for x recorded duration; so every job that trains alone
+    takes as long as in the trace, whatever attributes were drawn.
+
+    Raises:
+        ValueError: if a job fits the memory of neither the GPUs it asks for nor a node's.
+    """
+    draw = MixDraw(mix, seed)
+    bound = mix.max_slowdown if max_slowdown is None else max_slowdown
+    jobs = []
+    for index, row in enumerate(trace.rows):
+        drawn = draw.next(row.num_gpus)
+        kind = speeds.kind(drawn.base, _as_costed(drawn.load))
+        rates = speeds.rates((kind,), row.num_gpus)
+        if rates is None:
+            raise ValueError(
+                f"job {row.name!r} must fit into the memory of {row.num_gpus} GPUs, got rank "
+                f"{drawn.load.rank}, batch {drawn.load.batch_size} on {drawn.base}"
+            )
+        jobs.append(
+            Job(
+                index=index,
+                name=row.name,
+                base=drawn.base,
+                kind=kind,
+                num_gpus=row.num_gpus,
+                submit_s=row.submit_s,
+                isolated_s=row.duration_s,
+                isolated_tokens_per_s=rates.total,
+                max_slowdown=bound,
+                priority=row.priority,
+                tenant=row.tenant,
+                state_bytes=_state_bytes(specs[drawn.base], drawn.load),
+            )
+        )
+    return Workload(jobs=jobs, rows=trace.rows)
+
+
+def _as_costed(load: JobLoad) -> JobLoad:
+    """The load as the cost model sees it, so that alike jobs are one kind.
+
+    Kernels take ranks in sixteenths, and any dropout costs the same.
+    """
+    return replace(
+        load,
+        rank=-(-load.rank // _RANK_STEP) * _RANK_STEP,
+        dropout=_ANY_DROPOUT if load.dropout else 0.0,
+    )
+
+
+def _state_bytes(spec: ModelSpec, load: JobLoad) -> float:
+    sizes = (sum(spec.target_shape(target)) for target in load.targets)
+    return float(_STATE_BYTES * load.rank * spec.num_layers * sum(sizes))
+
+
+def flops_per_token(spec: ModelSpec) -> float:
+    """Operations of the frozen linears and the output layer, forward and input gradients.
+
+    Attention, adapters and recomputation are left out: this is what the tokens need at least.
+    """
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    shapes = (spec.target_shape(target) for target in targets)
+    weights = spec.num_layers * sum(rows * columns for rows, columns in shapes)
+    return 4.0 * (weights + spec.vocab_size * spec.hidden_size)
+
+
+def weights_bytes(spec: ModelSpec) -> float:
+    """The base in bf16, input embedding included."""
+    return flops_per_token(spec) / 2 + 2.0 * spec.vocab_size * spec.hidden_size
