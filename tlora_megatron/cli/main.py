@@ -11,9 +11,10 @@ import traceback
 from collections.abc import Sequence
 
 import tlora_megatron
-from tlora_megatron.cli import convert, inspect, train
+from tlora_megatron.cli import convert, inspect, profile, train
 from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.config import ConfigError
+from tlora_megatron.runtime.launcher import describe_failure
 
 _OTHER_RANKS_WAIT_S = 2.0
 
@@ -26,16 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         1 for a failure while running, or a run with a job that did not finish; 130 on Ctrl-C.
     """
     args = _parser().parse_args(argv)
-    _configure_logging()
+    configure_logging(logging.WARNING if global_rank() == 0 else logging.ERROR)
     try:
         return int(args.command(args))
     except KeyboardInterrupt:
         return 130
     except (ValueError, NotImplementedError) as error:
-        _show_error(error)
+        show_error(error)
         return 2
     except (RuntimeError, OSError, ImportError) as error:
-        _show_error(error)
+        show_error(error)
         return 1
 
 
@@ -44,21 +45,22 @@ def _parser() -> argparse.ArgumentParser:
     version = f"%(prog)s {tlora_megatron.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (train, inspect, convert):
+    for module in (train, inspect, convert, profile):
         module.add_parser(commands)
     return parser
 
 
-def _show_error(error: Exception) -> None:
-    if global_rank() != 0:
-        # Most errors meet every rank, and torchrun ends this one as soon as rank 0 has reported.
-        # What only this rank has met must still be seen.
+def show_error(error: Exception) -> None:
+    """Prints an error's message; on ranks but the first after a while, for it may be the same."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        # Most errors meet every rank, and torchrun ends this one as soon as its node's first has
+        # reported. What only this rank has met must still be seen.
         time.sleep(_OTHER_RANKS_WAIT_S)
     if os.environ.get("TLORA_DEBUG") == "1":
         traceback.print_exception(error)
     where = f" on rank {global_rank()}" if global_rank() else ""
     console = open_console(stderr=True)
-    console.print(f"error{where}: {str(error) or type(error).__name__}", style="red")
+    console.print(f"error{where}: {describe_failure(error)}", style="red")
     if not isinstance(error, ConfigError):
         console.print("TLORA_DEBUG=1 shows where it was raised", style="dim")
 
@@ -70,9 +72,10 @@ class _StderrHandler(logging.Handler):
         print(self.format(record), file=sys.stderr)
 
 
-def _configure_logging() -> None:
+def configure_logging(level: int) -> None:
+    """Shows what the package logs at this level and above."""
     logger = logging.getLogger("tlora_megatron")
-    logger.setLevel(logging.WARNING if global_rank() == 0 else logging.ERROR)
+    logger.setLevel(level)
     if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
         handler = _StderrHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))

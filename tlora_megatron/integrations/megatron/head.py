@@ -40,6 +40,14 @@ class _Chunk(NamedTuple):
     labels_n: Tensor
 
 
+class VocabularyShard(NamedTuple):
+    """This rank's columns of the logits."""
+
+    tp_group: dist.ProcessGroup
+    is_split: bool
+    first_column: int
+
+
 class VocabularyHead:
     """Losses and predictions of a vocabulary-parallel output layer.
 
@@ -56,6 +64,7 @@ class VocabularyHead:
         columns = len(self.weight_VH)
         self.first_column = groups.tp_rank * columns
         self.valid = max(0, min(columns, vocab_size - self.first_column))
+        self.shard = VocabularyShard(self.tp_group, self.is_split, self.first_column)
 
     def losses(self, hidden: Tensor, rows_n: Tensor, labels_T: Tensor) -> Tensor:
         """Losses of the rows with a target, zero for the others, fp32 `[T]`.
@@ -78,7 +87,7 @@ class VocabularyHead:
         right_T = torch.zeros_like(labels_T, dtype=torch.bool)
         for chunk in self.chunks(hidden_TH, rows_n, labels_T):
             rows, size = rows_n[chunk.begin : chunk.end], chunk.end - chunk.begin
-            first_n = vocab_parallel_argmax(chunk.logits_nV[:, : self.valid], self)
+            first_n = vocab_parallel_argmax(chunk.logits_nV[:, : self.valid], self.shard)
             right_T[rows] = (first_n == chunk.labels_n)[:size]
             losses_T[rows] = self.chunk_losses(chunk, gradient=False)[:size]
         return losses_T, right_T
@@ -161,7 +170,7 @@ class _HeadLosses(torch.autograd.Function):
         return dhidden_TH.view(ctx.shape), None, None, None
 
 
-def vocab_parallel_argmax(logits_nV: Tensor, head: VocabularyHead) -> Tensor:
+def vocab_parallel_argmax(logits_nV: Tensor, shard: VocabularyShard) -> Tensor:
     """Column, of this rank's numbering, of the largest logit of every row, int64 `[n]`.
 
     The smallest token on a tie; a token of another rank is a column outside of this one's.
@@ -173,11 +182,11 @@ def vocab_parallel_argmax(logits_nV: Tensor, head: VocabularyHead) -> Tensor:
     else:
         best_n = logits_nV.new_full((len(logits_nV),), -torch.inf)
         index_n = torch.full_like(best_n, none, dtype=torch.int64)
-    if not head.is_split:
+    if not shard.is_split:
         return index_n
     best_n = best_n.float()
     top_n = best_n.clone()
-    dist.all_reduce(top_n, op=dist.ReduceOp.MAX, group=head.tp_group)
-    index_n = torch.where(best_n == top_n, index_n + head.first_column, none)
-    dist.all_reduce(index_n, op=dist.ReduceOp.MIN, group=head.tp_group)
-    return index_n - head.first_column
+    dist.all_reduce(top_n, op=dist.ReduceOp.MAX, group=shard.tp_group)
+    index_n = torch.where(best_n == top_n, index_n + shard.first_column, none)
+    dist.all_reduce(index_n, op=dist.ReduceOp.MIN, group=shard.tp_group)
+    return index_n - shard.first_column

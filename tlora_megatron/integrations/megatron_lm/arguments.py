@@ -1,0 +1,263 @@
+"""What Megatron-LM's arguments decide of a run, and the configuration that goes with them.
+
+Parallel sizes, precision, recompute, seed, output folder and token budget come from the trainer's
+own flags; `jobs` and `defaults` from the file of `--tlora-config`. What the file says beside that
+must say the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tlora_megatron.config import BaseModelSpec, ConfigError, RunConfig, read_config
+from tlora_megatron.config_reader import read_spec, show
+from tlora_megatron.config_rules import resolve
+from tlora_megatron.config_source import read_document
+from tlora_megatron.integrations.megatron_lm.guard import FLAG
+from tlora_megatron.model import ModelSpec, read_model_spec
+from tlora_megatron.plan import ParallelLayout
+
+_ORIGINAL_POSITIONS = 8192
+_LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR = 1.0, 4.0
+"""Constants of Megatron-core's `RotaryEmbedding._apply_scaling`; only the factor is an argument."""
+
+_COMPARED = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "ffn_size",
+    "norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "tied_embeddings",
+    "qkv_bias",
+    "qk_norm",
+)
+"""Fields of `ModelSpec` that arguments and a Hugging Face config.json both fix."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchSettings:
+    """One run under Megatron-LM's trainer."""
+
+    config: RunConfig
+    spec: ModelSpec
+    layout: ParallelLayout
+    tokenizer_dir: Path
+    base_model: str
+    """What exported adapters call their base."""
+
+
+def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds `--tlora-config` to Megatron's parser."""
+    group = parser.add_argument_group("tlora", "Many LoRA jobs on one frozen base.")
+    group.add_argument(
+        FLAG,
+        metavar="FILE",
+        default=None,
+        help="YAML or JSON with the jobs (jobs, defaults), as for `tlora train`; the layout, the "
+        "precision and --save come from the other arguments",
+    )
+    return parser
+
+
+def settle(args: argparse.Namespace) -> list[str]:
+    """Sets what follows from the flag, before Megatron validates its arguments.
+
+    Returns:
+        A sentence for each value given that the flag leaves without effect.
+    """
+    # The base starts every run as it is; the jobs' own checkpoints say how far they are.
+    args.finetune = args.no_load_optim = args.no_load_rng = True
+    ignored = []
+    if args.eval_iters:
+        ignored.append(f"--eval-iters {args.eval_iters}: jobs are evaluated on their own data.eval")
+    args.eval_iters = 0
+    if getattr(args, "full_validation", False):
+        args.full_validation = False
+    # One schedule, clip and decay a job; Megatron asks for these whatever the optimizer.
+    if args.lr is None:
+        args.lr = 0.0
+    return ignored
+
+
+def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchSettings:
+    """Reads the jobs and joins them with what Megatron's arguments decide.
+
+    Args:
+        args: Megatron's, validated.
+        tokenizer_size: entries of Megatron's tokenizer: the vocabulary where no Hugging Face
+            config says another.
+
+    Raises:
+        ValueError: for a file that contradicts the arguments, or cannot be used.
+    """
+    path = Path(args.tlora_config)
+    document = read_document(path)
+    given = document.get("base_model") or {}
+    _join(document, _decided(args))
+    folder = path.resolve().parent
+    base_model, tokenizer_dir = _base_model(args, document.pop("base_model"), folder)
+    config = read_config(document, folder, base_model=base_model)
+    spec = spec_from_arguments(args, vocab_size=min(args.padded_vocab_size, tokenizer_size))
+    if "path" in given:
+        spec = _agreed(spec, read_model_spec(tokenizer_dir / "config.json"), args, tokenizer_dir)
+    return LaunchSettings(
+        config=config,
+        spec=spec,
+        layout=_layout(args),
+        tokenizer_dir=tokenizer_dir,
+        base_model=str(base_model.path),
+    )
+
+
+def spec_from_arguments(args: argparse.Namespace, *, vocab_size: int) -> ModelSpec:
+    """The backbone's shape as Megatron's arguments describe it."""
+    qkv_bias, qk_norm = bool(args.add_qkv_bias), bool(args.qk_layernorm)
+    return ModelSpec(
+        model_type="qwen3" if qk_norm else "qwen2" if qkv_bias else "llama",
+        num_layers=_num_layers(args),
+        hidden_size=args.hidden_size,
+        num_heads=args.num_attention_heads,
+        num_kv_heads=args.num_query_groups
+        if args.group_query_attention
+        else args.num_attention_heads,
+        head_dim=args.kv_channels,
+        ffn_size=args.ffn_hidden_size,
+        vocab_size=vocab_size,
+        max_positions=args.max_position_embeddings,
+        norm_eps=_norm_eps(args),
+        rope_theta=float(args.rotary_base),
+        rope_scaling=_rope_scaling(args),
+        tied_embeddings=not args.untie_embeddings_and_output_weights,
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def _num_layers(args: argparse.Namespace) -> int:
+    """Transformer layers; HybridModel counts an attention and its MLP as two."""
+    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(
+        args, "hybrid_override_pattern", None
+    )
+    return int(args.num_layers) if pattern is None else pattern.split("/")[0].count("*")
+
+
+def _norm_eps(args: argparse.Namespace) -> float:
+    eps = getattr(args, "layernorm_epsilon", None)
+    return float(args.norm_epsilon if eps is None else eps)
+
+
+def _rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
+    if not args.use_rope_scaling:
+        return None
+    return {
+        "factor": float(args.rope_scaling_factor),
+        "low_freq_factor": _LOW_FREQ_FACTOR,
+        "high_freq_factor": _HIGH_FREQ_FACTOR,
+        "original_max_position_embeddings": _ORIGINAL_POSITIONS,
+    }
+
+
+def _layout(args: argparse.Namespace) -> ParallelLayout:
+    return ParallelLayout(
+        tp_size=args.tensor_model_parallel_size,
+        pp_size=args.pipeline_model_parallel_size,
+        cp_size=args.context_parallel_size,
+        dp_size=args.data_parallel_size,
+        sequence_parallel=bool(args.sequence_parallel),
+    )
+
+
+def _decided(args: argparse.Namespace) -> dict[str, dict[str, tuple[Any, str]]]:
+    """Section -> key -> value and the flag that it comes from."""
+    dtype = "bfloat16" if args.params_dtype == torch.bfloat16 else "float32"
+    return {
+        "base_model": {"dtype": (dtype, "--bf16")},
+        "parallel": {
+            "tp_size": (args.tensor_model_parallel_size, "--tensor-model-parallel-size"),
+            "pp_size": (args.pipeline_model_parallel_size, "--pipeline-model-parallel-size"),
+            "cp_size": (args.context_parallel_size, "--context-parallel-size"),
+            "sequence_parallel": (bool(args.sequence_parallel), "--sequence-parallel"),
+        },
+        "run": {
+            "output_dir": (resolve(args.save, Path.cwd()), "--save"),
+            "micro_batch_tokens": (args.seq_length, "--seq-length"),
+            "recompute": (args.recompute_granularity or "none", "--recompute-granularity"),
+            # Between jobs' ends, all are saved together: every so many iterations.
+            "checkpoint_every_steps": (0, "--save-interval"),
+            "seed": (args.seed, "--seed"),
+        },
+    }
+
+
+def _join(document: dict[str, Any], decided: Mapping[str, Mapping[str, tuple[Any, str]]]) -> None:
+    """Lays what arguments decide under the document's sections, in place."""
+    for section, values in decided.items():
+        raw = document.get(section)
+        raw = {} if raw is None else raw
+        if not isinstance(raw, dict):
+            continue  # the reader refuses it
+        for key, (value, flag) in values.items():
+            if key in raw and _plain(key, raw[key]) != value:
+                raise ConfigError(
+                    f"{section}.{key} must agree with {flag}, which makes it {show(value)}, got "
+                    f"{show(raw[key])}; leave it out of the file of {FLAG}"
+                )
+        document[section] = raw | {key: value for key, (value, _) in values.items()}
+
+
+def _plain(key: str, value: Any) -> Any:
+    is_path = key == "output_dir" and isinstance(value, str)
+    return resolve(value, Path.cwd()) if is_path else value
+
+
+def _base_model(args: argparse.Namespace, raw: Any, folder: Path) -> tuple[BaseModelSpec, Path]:
+    """The section with its path filled in, and the folder of the tokenizer."""
+    base = read_spec(BaseModelSpec, raw, "base_model")
+    if base.config is not None:
+        raise ConfigError(
+            f"base_model.config must be absent with {FLAG}: Megatron's arguments describe the base"
+        )
+    if base.path is not None:
+        directory = Path(resolve(base.path, folder))
+        name = "base_model.path"
+    elif args.tokenizer_type == "HuggingFaceTokenizer" and args.tokenizer_model:
+        directory = Path(args.tokenizer_model).resolve()
+        name = "--tokenizer-model"
+    else:
+        raise ConfigError(
+            f"base_model.path, or --tokenizer-type HuggingFaceTokenizer with --tokenizer-model, "
+            f"must name the base's Hugging Face folder for the tokenizer, got --tokenizer-type "
+            f"{args.tokenizer_type}"
+        )
+    if not directory.is_dir():
+        raise ConfigError(f"{name} must be an existing directory, got {directory}")
+    return replace(base, path=str(directory)), directory
+
+
+def _agreed(
+    ours: ModelSpec, theirs: ModelSpec, args: argparse.Namespace, directory: Path
+) -> ModelSpec:
+    """The Hugging Face config's spec, once the arguments are seen to describe the same model."""
+    described, expected = asdict(ours), asdict(theirs)
+    for name in _COMPARED:
+        if described[name] != expected[name]:
+            raise ValueError(
+                f"Megatron's arguments must describe the model of base_model.path {directory}: "
+                f"{name} must be {expected[name]}, got {described[name]}"
+            )
+    if theirs.vocab_size > args.padded_vocab_size:
+        raise ValueError(
+            f"Megatron's vocabulary must hold the {theirs.vocab_size} entries of base_model.path "
+            f"{directory}, got {args.padded_vocab_size}; give --padded-vocab-size or --vocab-size"
+        )
+    return theirs

@@ -1,0 +1,169 @@
+"""Runs packed micro-batches through the user's model, in the trainer's schedule or in our own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from tlora_megatron.integrations.megatron.built_model import language_models
+from tlora_megatron.integrations.megatron.head import VocabularyShard, vocab_parallel_argmax
+from tlora_megatron.ops.segments import use_micro_batch
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.packing import PackedBatch
+
+
+class MicroBatchFeed:
+    """The data iterators of the trainer: each hands out the same round's micro-batches.
+
+    Every tensor- and pipeline-parallel rank packs them for itself, so that routing is at hand on
+    middle stages too and rides inside what the iterator gives.
+    """
+
+    def __init__(self) -> None:
+        self._queues: list[deque[PackedBatch]] = []
+
+    def reader(self) -> Iterator[PackedBatch]:
+        """One iterator; virtual pipeline stages have one each."""
+        queue: deque[PackedBatch] = deque()
+        self._queues.append(queue)
+        return _Reader(queue)
+
+    def fill(self, batches: Sequence[PackedBatch]) -> None:
+        """Sets what all readers give next."""
+        for queue in self._queues:
+            queue.clear()
+            queue.extend(batches)
+
+
+class _Reader:
+    def __init__(self, queue: deque[PackedBatch]) -> None:
+        self._queue = queue
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        return self
+
+    def __next__(self) -> PackedBatch:
+        if not self._queue:
+            raise RuntimeError("a round must have as many micro-batches as the trainer asks for")
+        return self._queue.popleft()
+
+
+class UserModel:
+    """`training.super_model.Engine` over the model that the user's script built.
+
+    Training rounds are the trainer's: it calls `forward_step`, and `take_losses` gives what came of
+    it. Evaluation runs in a forward-only schedule of our own.
+
+    Args:
+        chunks: as the trainer holds them, wrapped.
+        vocab_size: tokens; further columns of the logits only fill them up.
+        seq_length: rows of a micro-batch over its context-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        groups: ParallelGroups,
+        *,
+        vocab_size: int,
+        seq_length: int,
+    ) -> None:
+        self.chunks = list(chunks)
+        self.groups = groups
+        self.vocab_size = vocab_size
+        self.seq_length = seq_length
+        self._losses: list[Tensor] = []
+        self._models = language_models(chunks)
+        for model in self._models:
+            # The schedules then leave the loss as it is: jobs are weighted by their own tokens.
+            model.config.calculate_per_token_loss = True
+            if model.post_process:
+                model.output_layer.register_forward_hook(self._mask_padding)
+
+    def forward_backward(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Not here: the trainer drives these rounds."""
+        raise RuntimeError("training rounds must be run by Megatron-LM's trainer")
+
+    def forward_step(
+        self, batches: Iterator[PackedBatch], model: nn.Module, *_: Any
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        """Megatron's forward step of one micro-batch, in training."""
+        batch = next(batches)
+        return self._call(batch, model, labels=batch.labels), partial(self._weighted, batch)
+
+    def take_losses(self) -> list[Tensor]:
+        """Weighted losses `[T]` of the micro-batches since the last call; none on early stages."""
+        losses, self._losses = self._losses, []
+        return losses
+
+    def predict(self, batches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
+        """See `Engine.predict`."""
+        iterators = [iter(batches) for _ in self.chunks]
+        config = self._models[0].config
+        timers, config.timers = config.timers, None
+        try:
+            with torch.no_grad():
+                outs = get_forward_backward_func()(
+                    forward_step_func=self._predict_step,
+                    data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                    model=self.chunks,
+                    num_microbatches=len(batches),
+                    seq_length=self.seq_length,
+                    micro_batch_size=1,
+                    forward_only=True,
+                )
+        finally:
+            config.timers = timers
+        return [(out["losses"], out["right"]) for out in outs]
+
+    def _call(self, batch: PackedBatch, model: nn.Module, labels: Tensor | None) -> Tensor:
+        positions = batch.view.positions(self.groups.device).unsqueeze(0)
+        with use_micro_batch(batch.view):
+            return model(batch.tokens, positions, None, labels=labels)
+
+    def _weighted(self, batch: PackedBatch, losses: Tensor) -> tuple[Any, ...]:
+        losses_T = losses.flatten().float() * batch.weights
+        self._losses.append(losses_T.detach())
+        return losses_T.sum(), _ONE, {}
+
+    def _predict_step(
+        self, batches: Iterator[PackedBatch], model: nn.Module, *_: Any
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        batch = next(batches)
+        return self._call(batch, model, labels=None), partial(self._score, batch)
+
+    def _score(self, batch: PackedBatch, logits: Tensor) -> tuple[Any, ...]:
+        """Losses and right first choices from logits `[1, T, V / tp]`."""
+        rows_n = batch.target_rows
+        columns = logits.shape[-1]
+        first_column = self.groups.tp_rank * columns
+        labels_n = batch.labels[0][rows_n] - first_column
+        split = self.groups.layout.tp_size > 1
+        shard = VocabularyShard(self.groups.tp_group, split, first_column)
+        right_T = torch.zeros_like(batch.labels[0], dtype=torch.bool)
+        right_T[rows_n] = vocab_parallel_argmax(logits[0][rows_n], shard) == labels_n
+        # After the first choice: for fp32 logits the loss is computed in their place.
+        losses = self._models[-1].compute_language_model_loss(
+            batch.labels, logits.transpose(0, 1).contiguous()
+        )
+        losses_T = losses.flatten().float() * batch.weights
+        return losses_T.sum(), _ONE, {"losses": losses_T, "right": right_T}
+
+    def _mask_padding(self, module: nn.Module, args: Any, output: tuple[Tensor, Any]) -> None:
+        """Sets logits of columns that only fill the vocabulary up to the dtype's least value."""
+        logits = output[0]
+        columns = logits.shape[-1]
+        valid = max(0, min(columns, self.vocab_size - self.groups.tp_rank * columns))
+        if valid < columns:
+            logits[..., valid:].fill_(torch.finfo(logits.dtype).min)
+
+
+_ONE = torch.tensor(1, dtype=torch.int)
+"""Megatron's token count; unused, since `calculate_per_token_loss` scales nothing but gradients of
+parameters that the trainer knows, and there are none."""

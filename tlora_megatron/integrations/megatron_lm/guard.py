@@ -1,0 +1,220 @@
+"""What of Megatron-LM the hooks rely on, and which of its settings adapters cannot train with.
+
+Checked before anything is built: a trainer that has moved on is named with its version, and a
+setting that would be silently wrong is refused with what to change.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FLAG = "--tlora-config"
+OLDEST, NEWEST = (0, 16), (0, 20)
+"""Megatron-core versions, major and minor, both included; 0.20 as its development version."""
+
+_TRAINING = "megatron.training.training"
+_RELIED_ON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "megatron.training.arguments": {
+        "add_megatron_arguments": ("parser",),
+        "validate_args": ("args",),
+    },
+    _TRAINING: {
+        "pretrain": ("train_valid_test_dataset_provider", "forward_step_func"),
+        "setup_model_and_optimizer": ("model_provider_func",),
+        "get_model": ("model_provider_func",),
+        "get_megatron_optimizer": ("config",),
+        "get_optimizer_param_scheduler": ("optimizer",),
+        "update_train_iters": ("args",),
+        "build_train_valid_test_data_iterators": (),
+        "train_step": ("forward_step_func", "data_iterator", "model", "optimizer"),
+        "training_log": ("loss_dict", "total_loss_dict", "iteration"),
+        "save_checkpoint": ("iteration",),
+    },
+    "megatron.training.checkpointing": {"checkpoint_exists": ()},
+    "megatron.training.global_vars": {"get_args": (), "get_tokenizer": ()},
+    "megatron.core.num_microbatches_calculator": {"get_num_microbatches": ()},
+    "megatron.core.optimizer.optimizer": {"MegatronOptimizer": ("optimizer", "config")},
+    "megatron.core.pipeline_parallel": {"get_forward_backward_func": ()},
+    "megatron.core.rerun_state_machine": {"RerunDataIterator": ("iterable",)},
+    "megatron.core.tensor_parallel.layers": {
+        "ColumnParallelLinear._forward_impl": ("input", "weight"),
+        "RowParallelLinear._forward_impl": ("input", "weight"),
+    },
+    "megatron.core.tensor_parallel.random": {
+        "CheckpointFunction.forward": ("run_function",),
+        "CheckpointWithoutOutput.checkpoint": ("run_function",),
+    },
+}
+"""Module -> name -> parameters it must have, in any order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rule:
+    """Values of one Megatron argument under which adapters train right."""
+
+    argument: str
+    allowed: tuple[Any, ...]
+    why: str
+
+    def check(self, args: Any) -> None:
+        """Raises ValueError; an argument that this version lacks is as it should be."""
+        value = getattr(args, self.argument, self.allowed[0])
+        if value not in self.allowed:
+            flag = "--" + self.argument.replace("_", "-")
+            raise ValueError(
+                f"{flag} must be {_show(self.allowed[0])} with {FLAG}, got {_show(value)}; "
+                f"{self.why}"
+            )
+
+
+_NO_GRAPHS = "jobs join and leave between iterations, which captured CUDA graphs do not see"
+_NO_EXPERT_OVERLAP = "it calls parts of layers past the model, without the micro-batch's routing"
+_NO_FSDP = "use --use-distributed-optimizer, or DeepSpeed ZeRO for sharded base weights"
+_FROZEN = "the base is frozen and its activations are those of inference"
+_PER_JOB = "it would mix the jobs' gradients"
+_DOCUMENTS = "packed documents of several jobs do not have it"
+_ARCHITECTURE = "adapters are exported for Hugging Face's Llama, Mistral and Qwen"
+_OWN_DATA = "data come from the jobs of the configuration"
+_NOT_TRIED = "it has not been tried"
+
+RULES: tuple[_Rule, ...] = tuple(
+    _Rule(argument=argument, allowed=allowed, why=why)
+    for argument, allowed, why in (
+        ("micro_batch_size", (1,), "a micro-batch is one packed row of --seq-length tokens"),
+        ("fp16", (False,), "loss scaling would skip all jobs for one; use --bf16"),
+        ("cuda_graph_impl", ("none", None), _NO_GRAPHS),
+        ("enable_cuda_graph", (False, None), _NO_GRAPHS),
+        ("external_cuda_graph", (False, None), _NO_GRAPHS),
+        ("overlap_moe_expert_parallel_comm", (False,), _NO_EXPERT_OVERLAP),
+        ("moe_token_dispatcher_type", ("alltoall", "allgather"), _NO_EXPERT_OVERLAP),
+        ("moe_enable_deepep", (False, None), _NO_EXPERT_OVERLAP),
+        ("use_megatron_fsdp", (False, None), _NO_FSDP),
+        ("use_custom_fsdp", (False, None), _NO_FSDP),
+        ("use_torch_fsdp2", (False, None), _NO_FSDP),
+        ("attention_dropout", (0.0,), _FROZEN),
+        ("hidden_dropout", (0.0,), _FROZEN),
+        ("moe_aux_loss_coeff", (0.0, 0, None, [0.0], [0]), _PER_JOB),
+        ("moe_z_loss_coeff", (None, 0.0), _PER_JOB),
+        ("moe_expert_capacity_factor", (None,), "a job's tokens would push out another's"),
+        ("moe_input_jitter_eps", (None, 0.0), _FROZEN),
+        ("optimizer", ("adam", "sgd"), "each job has the optimizer of its own configuration"),
+        ("position_embedding_type", ("rope",), _DOCUMENTS),
+        ("multi_latent_attention", (False,), _ARCHITECTURE),
+        ("experimental_attention_variant", (None,), _ARCHITECTURE),
+        ("window_size", (None,), "train jobs that fit into the window without it"),
+        ("normalization", ("RMSNorm",), _ARCHITECTURE),
+        ("swiglu", (True,), _ARCHITECTURE),
+        ("add_bias_linear", (False,), _ARCHITECTURE),
+        ("rotary_percent", (1.0,), _ARCHITECTURE),
+        ("rotary_interleaved", (False,), _ARCHITECTURE),
+        ("rotary_seq_len_interpolation_factor", (None, 1), _ARCHITECTURE),
+        ("no_rope_freq", (None,), _ARCHITECTURE),
+        ("mtp_num_layers", (None, 0), "its losses are not the jobs'"),
+        ("heterogeneous_layers_config_path", (None,), _ARCHITECTURE),
+        ("iterations_to_skip", ([], None), _OWN_DATA),
+        ("hybrid_context_parallel", (False,), _OWN_DATA),
+        ("dynamic_context_parallel", (False,), _OWN_DATA),
+        ("phase_transition_iterations", (None, []), _OWN_DATA),
+        ("perform_rl_step", (False,), _OWN_DATA),
+        ("vision_pretraining", (False,), _OWN_DATA),
+        ("rerun_mode", ("validate_results", "disabled"), "a rerun would add gradients twice"),
+        ("skip_train", (False,), "there is nothing to do without training"),
+        ("freeze_all_layers", (False,), "the hooks freeze the base and leave adapters trainable"),
+        ("init_model_with_meta_device", (False,), _NOT_TRIED),
+        ("inprocess_restart", (False,), "use torchrun --max-restarts: jobs resume by themselves"),
+        ("gtp_weight_remat_size", (1, None), _NOT_TRIED),
+        ("num_distributed_optimizer_instances", (1,), _NOT_TRIED),
+        ("moe_use_upcycling", (False,), _NOT_TRIED),
+        ("ckpt_convert_format", (None,), "convert the base first, without the flag"),
+        ("use_legacy_models", (False,), _NOT_TRIED),
+    )
+)
+
+
+def check_trainer() -> None:
+    """Refuses a Megatron-LM that lacks what the hooks rely on.
+
+    Raises:
+        ImportError: naming its version, the supported ones and what is missing.
+    """
+    version = _version()
+    for module_name, names in _RELIED_ON.items():
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if not module_name.startswith(error.name or "?"):
+                raise  # a dependency of the trainer
+            raise _mismatch(version, f"there is no {module_name}") from error
+        for name, parameters in names.items():
+            problem = _problem(module, name, parameters)
+            if problem is not None:
+                raise _mismatch(version, f"{module_name} {problem}")
+    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if not OLDEST <= found <= NEWEST:
+        raise _mismatch(version, "its version is another")
+
+
+def _version() -> str:
+    try:
+        return str(importlib.import_module("megatron.core").__version__)
+    except ModuleNotFoundError as error:
+        if error.name not in ("megatron", "megatron.core"):
+            raise
+        raise ImportError(
+            f"a Megatron-LM checkout must be importable for {FLAG}: start its own script, or put "
+            f"it on PYTHONPATH"
+        ) from error
+
+
+def _mismatch(version: str, what: str) -> ImportError:
+    oldest, newest = (".".join(map(str, pair)) for pair in (OLDEST, NEWEST))
+    return ImportError(
+        f"Megatron-LM must be of megatron-core {oldest} to {newest} for {FLAG}, got {version}: "
+        f"{what}"
+    )
+
+
+def _problem(module: Any, name: str, parameters: tuple[str, ...]) -> str | None:
+    target = module
+    for part in name.split("."):
+        target = getattr(target, part, None)
+        if target is None:
+            return f"has no {name}"
+    missing = set(parameters) - set(inspect.signature(target).parameters)
+    return f"{name} has no parameter {sorted(missing)[0]}" if missing else None
+
+
+def check_arguments(args: Any) -> None:
+    """Refuses settings that adapters of several jobs cannot be trained with.
+
+    Args:
+        args: Megatron's, validated.
+
+    Raises:
+        ValueError: naming the flag, its value and what to change.
+    """
+    for rule in RULES:
+        rule.check(args)
+    if not args.save:
+        raise ValueError(f"--save must be given with {FLAG}: it is the output folder of the jobs")
+    multiple = args.context_parallel_size
+    if multiple > 1:
+        multiple *= 2
+    if args.seq_length % multiple:
+        raise ValueError(
+            f"--seq-length must be a multiple of 2 * context-parallel size = {multiple} with "
+            f"{FLAG}, got {args.seq_length}"
+        )
+
+
+def _show(value: Any) -> str:
+    if value is False:
+        return "off"
+    if value is True:
+        return "on"
+    return "absent" if value is None else str(value)

@@ -1,0 +1,225 @@
+"""One run of jobs inside Megatron-LM's trainer: an iteration of the trainer is a round of ours."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from torch import Tensor, nn
+
+from tlora_megatron.config import RunConfig
+from tlora_megatron.integrations.megatron import recompute
+from tlora_megatron.integrations.megatron.built_model import freeze
+from tlora_megatron.integrations.megatron.discover import discover, record_stages
+from tlora_megatron.integrations.megatron.engine import current_groups
+from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
+from tlora_megatron.integrations.megatron_lm import local_parts
+from tlora_megatron.integrations.megatron_lm.arguments import LaunchSettings
+from tlora_megatron.integrations.megatron_lm.engine import MicroBatchFeed, UserModel
+from tlora_megatron.integrations.megatron_lm.interval_losses import IntervalLosses
+from tlora_megatron.integrations.megatron_lm.job_optimizer import JobOptimizer
+from tlora_megatron.layers.sites import Site
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.loop import TrainingLoop
+from tlora_megatron.training.metrics import write_atomic
+from tlora_megatron.training.packing import PackedBatch, RoundShape
+from tlora_megatron.training.super_model import Engine, StepReport
+
+logger = logging.getLogger(__name__)
+
+ITERATION_FILE = "iteration.json"
+"""In the output folder: where the trainer's own count goes on when the run is resumed."""
+
+
+class Run(Protocol):
+    """What `runtime.training_run.TrainingRun` does for a session."""
+
+    def check_agreement(self) -> None:
+        """Refuses processes that have read different files."""
+
+    def start(
+        self,
+        groups: ParallelGroups,
+        linears: Sequence[tuple[Site, nn.Module]],
+        engine: Engine,
+        *,
+        round_shape: RoundShape,
+    ) -> TrainingLoop:
+        """Gives the linears their adapters; returns the loop."""
+        ...
+
+    def finish(self) -> dict[str, Any]:
+        """Writes summary and report; the summary on the writer."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of files."""
+
+
+class OpenRun(Protocol):
+    """Makes a `Run`."""
+
+    def __call__(
+        self, config: RunConfig, spec: ModelSpec, *, tokenizer_dir: Path, base_model: str
+    ) -> Run:
+        """See `runtime.training_run.TrainingRun`."""
+        ...
+
+
+class Session:
+    """The run from the trainer's set-up to its end. Every process makes every call.
+
+    Args:
+        args: Megatron's, validated; `train_iters` is set when all jobs have ended.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, settings: LaunchSettings, open_run: OpenRun
+    ) -> None:
+        self._args = args
+        self._settings = settings
+        self._feed = MicroBatchFeed()
+        self._reports: list[StepReport] = []
+        self._interval = IntervalLosses()
+        self._loop: TrainingLoop | None = None
+        self._frozen: set[int] = set()
+        layout = settings.layout
+        local_parts.install(
+            context_parallel=layout.cp_size > 1, sequence_parallel=layout.sequence_parallel
+        )
+        recompute.install()
+        self._run = open_run(
+            settings.config,
+            settings.spec,
+            tokenizer_dir=settings.tokenizer_dir,
+            base_model=settings.base_model,
+        )
+        self._run.check_agreement()
+
+    @property
+    def loop(self) -> TrainingLoop:
+        """The loop over the jobs, once the model stands."""
+        assert self._loop is not None, "start comes first"
+        return self._loop
+
+    def freeze(self, chunks: Sequence[nn.Module]) -> None:
+        """Freezes the base, before the trainer wraps it in DDP."""
+        new = [chunk for chunk in chunks if id(chunk) not in self._frozen]
+        self._frozen |= {id(chunk) for chunk in new}
+        freeze(new)
+
+    def optimizer(self, config: Any) -> JobOptimizer:
+        """What the trainer takes for its optimizer."""
+        return JobOptimizer(config, self._end_round, torch.device(torch.cuda.current_device()))
+
+    def start(self, chunks: Sequence[nn.Module]) -> None:
+        """Gives the built and loaded model its adapters, and evaluates the jobs that are new."""
+        settings, spec = self._settings, self._settings.spec
+        groups = current_groups(settings.layout)
+        linears = discover(chunks, spec, groups)
+        groups = record_stages(groups, linears)
+        install_packed_attention(chunks)
+        engine = UserModel(
+            chunks, groups, vocab_size=spec.vocab_size, seq_length=self._args.seq_length
+        )
+        self._engine = engine
+        self._loop = self._run.start(groups, linears, engine, round_shape=self._shape())
+        self._resume_iteration()
+        self.loop.start()
+        if self.loop.is_over:
+            self._args.train_iters = self._args.iteration
+
+    def reader(self) -> Iterator[PackedBatch]:
+        """A training data iterator."""
+        return self._feed.reader()
+
+    def forward_step(self, *args: Any) -> tuple[Tensor, Callable[..., Any]]:
+        """In the place of the script's forward step."""
+        return self._engine.forward_step(*args)
+
+    def train_step(self, run_step: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """One iteration.
+
+        Args:
+            run_step: the trainer's `train_step` with `forward_step` in it, whose optimizer ends the
+                round.
+
+        Returns:
+            What `run_step` does, with the losses of the jobs that stepped.
+        """
+        super_model = self.loop.super_model
+        begin_s = time.perf_counter()
+        super_model.round_shape = self._shape()
+        self._feed.fill(super_model.begin_round())
+        self._reports = []
+        _, *rest = run_step()
+        reports, self._reports = self._reports, []
+        self.loop.after_round(reports, time.perf_counter() - begin_s)
+        if self.loop.is_over:
+            self._args.train_iters = self._args.curr_iteration + 1
+        losses = self._interval.add(reports)
+        device = super_model.groups.device
+        return {key: torch.tensor(loss, device=device) for key, loss in losses.items()}, *rest
+
+    def before_log(
+        self, loss_dict: dict[str, Tensor], totals: dict[str, Any], iteration: int
+    ) -> None:
+        """Corrects what the trainer's log line is going to average; see `IntervalLosses`."""
+        if iteration % self._args.log_interval == 0:
+            self._interval.correct(loss_dict, totals)
+
+    def save(self, iteration: int) -> None:
+        """Checkpoints every job that trains at its last completed step; never the base."""
+        self.loop.save_active()
+        if self.loop.super_model.groups.is_writer:
+            state = {"iteration": iteration, "samples": self._args.consumed_train_samples}
+            try:
+                write_atomic(self.loop.output_dir / ITERATION_FILE, json.dumps(state))
+            except OSError as error:
+                logger.warning("%s could not be written: %s", ITERATION_FILE, error)
+
+    def finish(self) -> dict[str, Any]:
+        """Writes summary and report; returns the summary, empty but on the writer."""
+        if self._loop is None:
+            return {}
+        left = [job.name for job in self.loop.super_model.jobs if job.is_active]
+        summary = self._run.finish()
+        if summary and left:
+            logger.warning(
+                "%d jobs have steps left (%s); run again, with a larger --train-iters if that is "
+                "what ended it, and they go on from their checkpoints",
+                len(left), ", ".join(left),
+            )  # fmt: skip
+        return summary
+
+    def close(self) -> None:
+        """Lets go of files."""
+        self._run.close()
+
+    def _shape(self) -> RoundShape:
+        return RoundShape(num_micro_batches=get_num_microbatches(), fills_budget=True)
+
+    def _end_round(self) -> tuple[float, float]:
+        losses = self._engine.take_losses()
+        self._reports = self.loop.super_model.end_round(losses)
+        norms = [report.outcome.grad_norm for report in self._reports]
+        rates = [report.lr for report in self._reports]
+        return max((n for n in norms if math.isfinite(n)), default=0.0), max(rates, default=0.0)
+
+    def _resume_iteration(self) -> None:
+        """Goes on with the trainer's count where the resumed run's was saved."""
+        file = self.loop.output_dir / ITERATION_FILE
+        if not any(job.step for job in self.loop.jobs) or not file.is_file():
+            return
+        state = json.loads(file.read_text())
+        self._args.iteration = state["iteration"]
+        self._args.consumed_train_samples = state["samples"]

@@ -1,0 +1,74 @@
+"""Runs an unmodified Megatron-LM training script with `--tlora-config`.
+
+    torchrun ... -m tlora_megatron.launch pretrain_gpt.py ARGS --tlora-config jobs.yaml
+
+The script runs as `python pretrain_gpt.py ARGS` would; `tlora_megatron.autohook` does the same for
+a script that imports it first.
+"""
+
+from __future__ import annotations
+
+import logging
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tlora_megatron.cli.console import global_rank, open_console
+from tlora_megatron.cli.main import configure_logging, show_error
+from tlora_megatron.cli.progress import SilentProgress
+from tlora_megatron.cli.tables import print_run
+
+_USAGE = "usage: python -m tlora_megatron.launch SCRIPT [ARGS] --tlora-config FILE"
+
+
+class Host:
+    """`integrations.megatron_lm.hooks.Host`."""
+
+    def __init__(self) -> None:
+        self._output_dir = ""
+
+    def open_run(self, *args: Any, **kwargs: Any) -> Any:
+        """A `TrainingRun` that leaves the console to Megatron's log."""
+        from tlora_megatron.runtime.training_run import TrainingRun
+
+        run = TrainingRun(*args, **kwargs, listener=SilentProgress())
+        self._output_dir = str(run.output_dir)
+        return run
+
+    def show_summary(self, summary: dict[str, Any]) -> None:
+        """The table at the end of `tlora train`."""
+        print_run(open_console(), summary, self._output_dir)
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Ends with the exit code 2 for what the user can correct, as `tlora` does."""
+        show_error(error)
+        raise SystemExit(2) from error
+
+
+def install() -> None:
+    """Hooks the Megatron-LM on `sys.path`."""
+    from tlora_megatron.integrations.megatron_lm import hooks
+
+    configure_logging(logging.INFO if global_rank() == 0 else logging.ERROR)
+    hooks.install(Host())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the script that the command line (`sys.argv` where None) names."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0].startswith("-"):
+        raise SystemExit(_USAGE)
+    script = Path(words[0])
+    if not script.is_file():
+        raise SystemExit(f"SCRIPT must be an existing file, got {script}\n{_USAGE}")
+    sys.argv = words
+    # As Python does for a script: its folder holds the checkout's packages.
+    sys.path.insert(0, str(script.resolve().parent))
+    install()
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
