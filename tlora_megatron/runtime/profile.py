@@ -172,8 +172,7 @@ class _Measurement:
         if self.world_size == 1 or self.device.type != "cuda":
             return 0.0
         timer = CollectiveTimer(self.world_size, self.device)
-        return timer.overlap(_WARM_GEMM = 8192
-_OVERLAP_BYTES, _OVERLAP_GEMM)
+        return timer.overlap(_OVERLAP_BYTES, _OVERLAP_GEMM)
 
     def _within(self, items: Iterable[T], stage: str) -> Iterator[T]:
         """The items until the stage's share of the budget is spent, the same ones on every rank."""
