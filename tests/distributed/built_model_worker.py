@@ -1,8 +1,9 @@
 """Worker: a user's model with packed attention and adapters, in every layout named, against the
 same model untouched, document by document, in one process.
 
-Arguments: file of the reference, then variants `rope=scaled,tp=2,sp=1,pp=2,vp=2,first=1,cp=1,
-recompute=full,model=gpt`. With the one argument besides it `reference=...` it writes the file.
+Arguments: file of the reference, then variants such as `rope=scaled,tp=2,sp=1,recompute=full` or
+`pp=2,vp=2,first=1`, `cp=2`, with `linears=te` (the stand-in of Transformer Engine's) or
+`linears=around` (Megatron's own as black boxes). A variant `reference=plain+yarn` writes the file.
 """
 
 from __future__ import annotations
@@ -106,13 +107,16 @@ def build(options: dict[str, str], layout: ParallelLayout) -> tuple[list[Any], A
     if "vp" in options:
         parallel_state.set_virtual_pipeline_model_parallel_world_size(int(options["vp"]))
     recompute.install()
-    chunks = build_user_gpt(options.get("rope", "plain"), **config_options(options, layout))
+    linear_kind = options.get("linears", "local")
+    chunks = build_user_gpt(
+        options.get("rope", "plain"), te=linear_kind == "te", **config_options(options, layout)
+    )
     groups = current_groups(layout)
     freeze(chunks)
     linears = discover(chunks, SPEC, groups)
     groups = record_stages(groups, linears)
     bank = AdapterBank([s for s, _ in linears], LORAS, dtype=torch.float32, device=groups.device)
-    attach(linears, bank)
+    attach(linears, bank, black_box=linear_kind == "around")
     fill_bank(bank)
     return chunks, groups, bank
 

@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -24,6 +25,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from tests.helpers import te_stand_in
 from tests.helpers.tiny_models import random_factors
 from tlora_megatron.integrations.megatron.core_attention import PackedCoreAttention
 from tlora_megatron.integrations.megatron.norm import RMSNorm
@@ -67,6 +69,11 @@ ROPE: dict[str, dict[str, Any]] = {
     "stretched": {"seq_len_interpolation_factor": 2.0},
     "yarn": {"position_embedding_type": "yarn"},
 }
+_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""What Transformer Engine's spec calls a norm's weight -> what the local spec does."""
 _CONFIG_FIELDS = ("rotary_interleaved",)
 _YARN = {
     "yarn_rotary_scaling_factor": 4.0,
@@ -107,8 +114,12 @@ def user_config(**options: Any) -> TransformerConfig:
     return TransformerConfig(**(fields | options))
 
 
-def build_user_gpt(rope: str = "plain", **options: Any) -> list[GPTModel]:
-    """This rank's chunks of a GPTModel of the local spec; weights depend on their names only."""
+def build_user_gpt(rope: str = "plain", *, te: bool = False, **options: Any) -> list[GPTModel]:
+    """This rank's chunks of a GPTModel; weights depend on their names only.
+
+    Args:
+        te: linears as in Megatron's Transformer Engine spec, norms inside (`te_stand_in`).
+    """
     arguments = dict(ROPE[rope])
     fields = {key: arguments[key] for key in _CONFIG_FIELDS if key in arguments}
     if rope == "yarn":
@@ -120,16 +131,26 @@ def build_user_gpt(rope: str = "plain", **options: Any) -> list[GPTModel]:
             setattr(config, name, value)
     vp_size = config.virtual_pipeline_model_parallel_size
     stages = [None] if vp_size is None else list(range(vp_size))
-    chunks = [_gpt_chunk(config, stage, arguments) for stage in stages]
+    chunks = [_gpt_chunk(config, stage, arguments, te) for stage in stages]
     for chunk in chunks:
         set_weights(chunk)
     return chunks
 
 
-def _gpt_chunk(config: Any, vp_stage: int | None, arguments: Mapping[str, Any]) -> GPTModel:
+def _gpt_chunk(
+    config: Any, vp_stage: int | None, arguments: Mapping[str, Any], te: bool
+) -> GPTModel:
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if te:
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+        for module, column, row in (
+            (parts.self_attention, "linear_qkv", "linear_proj"),
+            (parts.mlp, "linear_fc1", "linear_fc2"),
+        ):
+            setattr(module.submodules, column, te_stand_in.TELayerNormColumnParallelLinear)
+            setattr(module.submodules, row, te_stand_in.TERowParallelLinear)
     if config.context_parallel_size > 1:
         # Megatron's own refuses context parallelism when it is built.
         parts.self_attention.submodules.core_attention = PackedCoreAttention
@@ -163,11 +184,14 @@ def _shard(model: Any, name: str, weight: Tensor, tp_rank: int, tp_size: int) ->
     if "layers" in parts:
         place = parts.index("layers") + 1
         parts[place] = str(model.decoder.layers[int(parts[place])].layer_number)
+    whole_name = ".".join(parts)
+    for inside, outside in _NORMS.items():
+        whole_name = whole_name.replace(inside, outside)
     shape = list(weight.shape)
     dim = getattr(weight, "partition_dim", -1) if weight.dim() == 2 else -1
     if dim >= 0:
         shape[dim] *= tp_size
-    generator = torch.Generator().manual_seed(zlib.crc32(".".join(parts).encode()))
+    generator = torch.Generator().manual_seed(zlib.crc32(whole_name.encode()))
     whole = torch.randn(shape, generator=generator)
     whole = whole * 0.1 + 1.0 if weight.dim() == 1 else whole * 0.15
     if dim < 0:

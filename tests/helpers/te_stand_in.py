@@ -1,0 +1,170 @@
+"""Transformer Engine's parallel linears as megatron-core wraps them, on the CPU.
+
+Not its kernels but its contract, read off megatron-core 0.16 to 0.20
+(`extensions/transformer_engine.py`) and Transformer Engine 2.17 (`module/linear.py`,
+`module/layernorm_linear.py`): constructors, attributes, layouts under tensor and sequence
+parallelism, which collective runs where, outputs that are views made inside an autograd function,
+`(y, bias or None)`, and FP8 weights that are quantised where `is_first_microbatch` says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from tlora_megatron.parallel.collectives import all_gather_rows, reduce_scatter_rows
+
+
+def quantised(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """Rounds to FP8 with a scale of the whole tensor, and back."""
+    scale = torch.finfo(dtype).max / x.abs().max().clamp(min=1e-12)
+    return (x * scale).to(dtype).to(x.dtype) / scale
+
+
+class _Linear(torch.autograd.Function):
+    """The frozen-weight path: input, norm and weight are all that is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: Any) -> Tensor:
+        normed = module.norm(x)
+        inputs = normed.flatten(0, -2)
+        if module.fp8:
+            inputs = quantised(inputs)
+        if module.gathers_input:
+            inputs = all_gather_rows(inputs, module.tp_group)
+        out = F.linear(inputs, weight, None if module.parallel_mode == "row" else bias)
+        if module.parallel_mode == "row" and module.tp_size > 1:
+            if module.sequence_parallel:
+                out = reduce_scatter_rows(out, module.tp_group).wait()
+            else:
+                dist.all_reduce(out, group=module.tp_group)
+        if module.parallel_mode == "row" and bias is not None:
+            out = out + bias
+        ctx.save_for_backward(x, weight)
+        ctx.module = module
+        return out.view(-1, *x.shape[1:-1], out.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), module = ctx.saved_tensors, ctx.module
+        dy = dy.flatten(0, -2)
+        if module.fp8:
+            dy = quantised(dy, torch.float8_e5m2)
+        if module.parallel_mode == "row" and module.sequence_parallel:
+            dy = all_gather_rows(dy, module.tp_group)
+        dx = dy @ weight
+        if module.gathers_input:
+            dx = reduce_scatter_rows(dx, module.tp_group).wait()
+        elif module.parallel_mode == "column" and module.tp_size > 1:
+            dist.all_reduce(dx, group=module.tp_group)
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            normed = module.norm(leaf)
+        return torch.autograd.grad(normed, leaf, dx.view(x.shape))[0], None, None, None
+
+
+class _TELinear(nn.Module):
+    """What the wrappers have in common."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        parallel_mode: str,
+        config: Any,
+        bias: bool,
+        skip_bias_add: bool,
+        tp_group: dist.ProcessGroup | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.tp_group = self._tp_group = (
+            tp_group or parallel_state.get_tensor_model_parallel_group()
+        )
+        self.tp_size = dist.get_world_size(self._tp_group)
+        self.parallel_mode = parallel_mode
+        self.sequence_parallel = config.sequence_parallel and self.tp_size > 1
+        self.te_return_bias = skip_bias_add and bias
+        self.is_first_microbatch = True
+        self.workspace: Tensor | None = None
+        self.num_quantisations = 0
+        if parallel_mode == "column":
+            output_size //= self.tp_size
+        else:
+            input_size //= self.tp_size
+        dtype = config.params_dtype
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=dtype))
+        self.weight.partition_dim = 0 if parallel_mode == "column" else 1
+        self.bias = nn.Parameter(torch.zeros(output_size, dtype=dtype)) if bias else None
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the caller is inside FP8 autocast; here: whether the configuration says FP8."""
+        return bool(getattr(self.config, "fp8", None))
+
+    @property
+    def gathers_input(self) -> bool:
+        """Column-parallel under sequence parallelism."""
+        return self.parallel_mode == "column" and self.sequence_parallel
+
+    def norm(self, x: Tensor) -> Tensor:
+        """None here."""
+        return x * 1
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As the wrappers: always two values."""
+        weight: Tensor = self.weight
+        if self.fp8:
+            if self.is_first_microbatch or self.workspace is None:
+                self.workspace = quantised(self.weight.detach())
+                self.num_quantisations += 1
+            weight = self.workspace
+        bias = None if self.te_return_bias else self.bias
+        out = _Linear.apply(x, weight, bias, self)
+        self.is_first_microbatch = False
+        return out, self.bias if self.te_return_bias else None
+
+
+class TEColumnParallelLinear(_TELinear):
+    """Output features are cut; under sequence parallelism the input is gathered."""
+
+    def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
+        super().__init__(input_size, output_size, parallel_mode="column", **options)
+
+
+class TERowParallelLinear(_TELinear):
+    """Input features are cut; the output is summed, or summed and scattered over rows."""
+
+    def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
+        super().__init__(input_size, output_size, parallel_mode="row", **options)
+
+
+class TELayerNormColumnParallelLinear(_TELinear):
+    """`TEColumnParallelLinear` behind a norm of the rows that this rank holds."""
+
+    def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
+        super().__init__(input_size, output_size, parallel_mode="column", **options)
+        config = self.config
+        self.eps = config.layernorm_epsilon
+        self.normalization = config.normalization
+        self.zero_centered_gamma = config.layernorm_zero_centered_gamma
+        weight = torch.zeros if self.zero_centered_gamma else torch.ones
+        self.layer_norm_weight = nn.Parameter(weight(input_size, dtype=config.params_dtype))
+        self.layer_norm_bias = None
+        if self.normalization == "LayerNorm":
+            self.layer_norm_bias = nn.Parameter(torch.zeros(input_size, dtype=config.params_dtype))
+
+    def norm(self, x: Tensor) -> Tensor:
+        """RMSNorm or LayerNorm of `[..., input_size]`, written out."""
+        gamma = self.layer_norm_weight + 1 if self.zero_centered_gamma else self.layer_norm_weight
+        if self.normalization == "LayerNorm":
+            x = x - x.mean(-1, keepdim=True)
+        scaled = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * gamma
+        return scaled if self.layer_norm_bias is None else scaled + self.layer_norm_bias

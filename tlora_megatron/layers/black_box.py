@@ -1,0 +1,152 @@
+"""Adapters around a base linear whose GEMM and collective are not ours: Transformer Engine's.
+
+The base is called as it is (its FP8, its overlapped collectives) and the branch is added to its
+output. What ranks exchange is rank-sized, s forward and dS backward:
+
+                 forward                              backward
+    column       s whole on every rank                dS summed, for dx
+    column, SP   s of own rows, then gathered         dS summed, for dx and dA
+    row          s summed                             nothing
+    row, SP      s summed, used in own rows           dS of own rows, then gathered
+
+Gradients of factors are what `training.optimizer` expects: complete for the sharded factor, a
+partial sum over TP for the replicated one. Gathering is summing: s and dS of rows that a rank does
+not hold are zero there. Layout of s and dS is the implementation's own (`ops.linear_ops`), so a
+rank that holds a part of the rows fills the others with zeros and computes all; the base, by far
+the larger part, is cut as ever.
+
+Shapes: T rows of the micro-batch, W of them on this rank, K features in, N features out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tlora_megatron.layers.linear import AdapterBranch
+from tlora_megatron.ops.segments import MicroBatchView
+from tlora_megatron.parallel.collectives import Pending, all_reduce
+
+
+class Exchange(NamedTuple):
+    """How a base linear is parallel."""
+
+    group: dist.ProcessGroup | None
+    is_column: bool
+    sequence_parallel: bool
+    """Column: x is this rank's rows. Row: y is."""
+
+    def window(self, num_rows: int, *, of_input: bool) -> tuple[int, int]:
+        """The rows, `begin, end`, of x or of y that this rank holds."""
+        if not self.sequence_parallel or of_input != self.is_column:
+            return 0, num_rows
+        size = num_rows // dist.get_world_size(self.group)
+        begin = dist.get_rank(self.group) * size
+        return begin, begin + size
+
+
+class InputNorm(NamedTuple):
+    """The norm that a base linear begins with; frozen, as the base."""
+
+    weight_K: torch.Tensor
+    bias_K: torch.Tensor | None
+    eps: float
+    is_rms: bool
+    zero_centered: bool
+    """The weight is held less 1."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalises `[..., K]` in fp32, which is then rounded once."""
+        weight_K = self.weight_K.float() + 1 if self.zero_centered else self.weight_K.float()
+        size = weight_K.shape
+        if self.is_rms:
+            return F.rms_norm(x.float(), size, weight_K, self.eps).to(x.dtype)
+        bias_K = None if self.bias_K is None else self.bias_K.float()
+        return F.layer_norm(x.float(), size, weight_K, bias_K, self.eps).to(x.dtype)
+
+
+class BlackBoxBranch(torch.autograd.Function):
+    """`base_y + branch(norm(x))`, in the layouts and with the collectives of the module's table.
+
+    Layout in: what the base got, x `[W, 1, K]`, and what it returned, `[W, 1, N]`; out: the latter.
+    x must require grad, or autograd never comes by. Saved: x and the rank-sized s; the norm is
+    computed again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        base_y: torch.Tensor,
+        branch: AdapterBranch,
+        view: MicroBatchView,
+        exchange: Exchange,
+        norm: InputNorm | None,
+    ) -> torch.Tensor:
+        factors, rows = branch.factors, view.rows
+        assert factors is not None, f"site {branch.site.index} must have factors, got none"
+        num_rows = rows.ends[-1]
+        window = exchange.window(num_rows, of_input=True)
+        inputs_WK = (x if norm is None else norm(x)).flatten(0, -2).to(factors.lora_a.dtype)
+        own = branch.ops.down(_spread(inputs_WK, window, num_rows), factors, rows)
+        s = own
+        if not exchange.is_column or exchange.sequence_parallel:
+            s = _sum(own.clone(), exchange).wait()
+        y_TN = branch.ops.up(s, base_y.shape[-1], factors, rows)
+        begin, end = exchange.window(num_rows, of_input=False)
+        base_WN = base_y.flatten(0, -2)
+        # A view of fewer rows would keep all of them in memory.
+        y_WN = y_TN.add_(base_WN) if len(base_WN) == num_rows else y_TN[begin:end] + base_WN
+        # dB of a row-parallel linear is to be a partial sum: of own features, or of own rows.
+        partial_features = not exchange.is_column and not exchange.sequence_parallel
+        ctx.save_for_backward(x, own if partial_features else s)
+        ctx.branch, ctx.factors, ctx.rows = branch, factors, rows
+        ctx.exchange, ctx.norm = exchange, norm
+        return y_WN.view(base_y.shape).to(base_y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, s = ctx.saved_tensors
+        factors, rows, exchange, ops = ctx.factors, ctx.rows, ctx.exchange, ctx.branch.ops
+        num_rows = rows.ends[-1]
+        dy_WN = dy.flatten(0, -2).to(s.dtype)
+        dy_TN = _spread(dy_WN, exchange.window(num_rows, of_input=False), num_rows)
+        ds = ops.backward_up(dy_TN, s, factors, rows)
+        summed = Pending(ds, None)
+        if exchange.is_column or exchange.sequence_parallel:
+            # Column without SP: dA is a partial sum over TP, of what each rank's columns give.
+            keep = exchange.is_column and not exchange.sequence_parallel
+            summed = _sum(ds.clone() if keep else ds, exchange)
+            ds = ds if keep else summed.wait()
+        begin, end = window = exchange.window(num_rows, of_input=True)
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_(ctx.norm is not None)
+            inputs = leaf if ctx.norm is None else ctx.norm(leaf)
+        inputs_WK = inputs.detach().flatten(0, -2).to(s.dtype).contiguous()
+        ops.backward_down(inputs_WK, dy_TN, s, ds, factors, rows, window)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx_TK = ops.branch_dgrad(summed.wait(), factors, rows)
+            dx = dx_TK[begin:end].to(x.dtype).view(x.shape)
+            if ctx.norm is not None:
+                (dx,) = torch.autograd.grad(inputs, leaf, dx)
+        return dx, dy, None, None, None, None
+
+
+def _spread(x_WK: torch.Tensor, window: tuple[int, int], num_rows: int) -> torch.Tensor:
+    """The rows in their place among all of the micro-batch's, zeros elsewhere."""
+    begin, end = window
+    assert len(x_WK) == end - begin, f"rows must be {end - begin} on this rank, got {len(x_WK)}"
+    if end - begin == num_rows:
+        return x_WK.contiguous()
+    x_TK = x_WK.new_zeros(num_rows, x_WK.shape[1])
+    x_TK[begin:end] = x_WK
+    return x_TK
+
+
+def _sum(ranked: torch.Tensor, exchange: Exchange) -> Pending:
+    """Starts summing s or dS over the group, in place."""
+    return all_reduce(ranked, exchange.group) if ranked.numel() else Pending(ranked, None)
