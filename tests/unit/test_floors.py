@@ -23,7 +23,7 @@ GROUND = (
 )  # fmt: skip
 CONTROL = ("planner", "scheduler", "sim")
 COMPUTE = ("ops", "parallel", "layers", "training", "integrations")
-ROOF = ("runtime", "deepspeed", "cli", "launch", "autohook")
+ROOF = ("runtime", "cli", "deepspeed", "launch", "autohook")
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "megatron.training": (f"{PACKAGE}.integrations.megatron_lm",),
     "megatron": (f"{PACKAGE}.integrations.megatron", f"{PACKAGE}.integrations.megatron_lm"),

@@ -1,0 +1,15 @@
+"""Many LoRA jobs at once on one frozen Hugging Face model under DeepSpeed.
+
+    import tlora_megatron.deepspeed
+
+    engine = tlora_megatron.deepspeed.initialize(config="ds.json")
+    engine.train()
+
+`deepspeed` and `torchrun` start the same as `-m tlora_megatron.deepspeed --deepspeed_config F`.
+"""
+
+from __future__ import annotations
+
+from tlora_megatron.deepspeed.engine import MultiLoRAEngine, initialize
+
+__all__ = ["MultiLoRAEngine", "initialize"]

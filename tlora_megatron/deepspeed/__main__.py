@@ -1,0 +1,75 @@
+"""Trains all jobs of a DeepSpeed config: `deepspeed|torchrun ... -m tlora_megatron.deepspeed`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tlora_megatron.cli.console import global_rank, open_console
+from tlora_megatron.cli.main import configure_logging, show_error
+from tlora_megatron.cli.progress import RichProgress, SilentProgress
+from tlora_megatron.cli.tables import print_run
+from tlora_megatron.cli.train import add_config_arguments
+from tlora_megatron.runtime.launcher import end_with_agent, leave_process_group
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line (`sys.argv` where None); exit codes as `tlora`."""
+    parser = argparse.ArgumentParser(prog="tlora_megatron.deepspeed", description=__doc__)
+    parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="JSON")
+    parser.add_argument("--deepspeed", action="store_true", help="without effect")
+    parser.add_argument("--local_rank", type=int, default=0, help="set by DeepSpeed's launcher")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add_config_arguments(parser)
+    args = parser.parse_args(argv)
+    configure_logging(logging.INFO if global_rank() == 0 else logging.ERROR)
+    try:
+        return _train(args)
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, NotImplementedError) as error:
+        show_error(error)
+        return 2
+    except (RuntimeError, OSError, ImportError) as error:
+        show_error(error)
+        return 1
+
+
+def _train(args: argparse.Namespace) -> int:
+    from tlora_megatron.deepspeed import initialize
+
+    # DeepSpeed says what it does at every turn; its warnings and errors stay.
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    end_with_agent()
+    is_main = global_rank() == 0
+    show = RichProgress(open_console(stderr=args.json)) if is_main else SilentProgress()
+    try:
+        engine = initialize(
+            config=args.deepspeed_config,
+            overrides=args.overrides,
+            output_dir=args.output_dir,
+            listener=show,
+        )
+        summary = engine.train()
+    finally:
+        show.on_finish()
+    # Not when it fails: a rank that waits here for the others would keep torchrun from ending them.
+    leave_process_group()
+    if is_main:
+        _print_summary(summary, str(engine.loop.output_dir), as_json=args.json)
+    return int(any(job["status"] != "finished" for job in summary.get("jobs", {}).values()))
+
+
+def _print_summary(summary: dict[str, Any], output_dir: str, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(summary, indent=2))
+    else:
+        print_run(open_console(), summary, output_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""What a user holds: jobs over one base, trained to their ends or round by round."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tlora_megatron.cli.progress import SilentProgress
+from tlora_megatron.config import RunConfig, ignored_settings
+from tlora_megatron.job import JobSpec
+from tlora_megatron.runtime.training_run import TrainingRun
+from tlora_megatron.training.job_state import EvalResult
+from tlora_megatron.training.loop import RunListener, TrainingLoop
+from tlora_megatron.training.super_model import StepReport
+
+if TYPE_CHECKING:
+    from tlora_megatron.integrations.deepspeed.frozen_base import FrozenBase
+
+logger = logging.getLogger(__name__)
+
+
+def initialize(
+    model: Any = None,
+    config: str | Path | dict[str, Any] | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    output_dir: str | None = None,
+    listener: RunListener | None = None,
+) -> MultiLoRAEngine:
+    """Puts a model under DeepSpeed and the configured jobs on it; called by every process.
+
+    Args:
+        model: a causal model of transformers, or its directory; None = `tlora.base_model` says it.
+        config: a DeepSpeed JSON with a `tlora` section or a `tlora_config` file, or its values.
+        overrides: `path=value` texts for the section.
+        output_dir: takes the place of `run.output_dir`.
+        listener: is told what happens; on ranks but the first it should be silent.
+
+    Raises:
+        ValueError: for input that cannot be used, before any training.
+        RuntimeError: if this DeepSpeed is not one of those supported.
+    """
+    from tlora_megatron.integrations.deepspeed.guard import check_deepspeed
+
+    check_deepspeed()
+    if config is None:
+        raise ValueError("config must be a DeepSpeed JSON with a tlora section, got None")
+    from tlora_megatron.integrations.deepspeed.config import load_deepspeed_config
+    from tlora_megatron.integrations.deepspeed.frozen_base import base_of_model, build_base
+    from tlora_megatron.integrations.deepspeed.processes import join_processes
+
+    overrides = list(overrides)
+    if isinstance(model, str | Path):
+        overrides.append(f"base_model.path={Path(model).resolve()}")
+        model = None
+    given = None if model is None else base_of_model(model)
+    settings = load_deepspeed_config(config, overrides, output_dir=output_dir, base_model=given)
+    for sentence in (*settings.changes, *ignored_settings(settings.run)):
+        logger.info("%s", sentence)
+    join_processes()
+    base = build_base(settings, model)
+    return MultiLoRAEngine(base, settings.run, listener or SilentProgress())
+
+
+class MultiLoRAEngine:
+    """Jobs over one base. Every process of the run makes every call; `close` at the end.
+
+    `train` runs all jobs to their ends. `train_round` runs one round, for callers with a loop of
+    their own. `install_jobs` puts a new set of jobs on the same base.
+    """
+
+    def __init__(self, base: FrozenBase, config: RunConfig, listener: RunListener) -> None:
+        self.base = base
+        self._listener = listener
+        self._has_started = False
+        self._run = self._open_run(config)
+
+    def _open_run(self, config: RunConfig) -> TrainingRun:
+        path = config.base_model.path or str(Path(str(config.base_model.config)).parent)
+        run = TrainingRun(
+            config, self.base.spec, tokenizer_dir=Path(path), base_model=path,
+            listener=self._listener,
+        )  # fmt: skip
+        try:
+            run.check_agreement()
+            base = self.base
+            run.start(base.groups, base.linears, base.engine, placement=base.placement)
+        except BaseException:
+            run.close()
+            raise
+        self._has_started = False
+        return run
+
+    @property
+    def loop(self) -> TrainingLoop:
+        """The loop over the jobs that are installed."""
+        assert self._run.loop is not None, "a run has a loop once it has started"
+        return self._run.loop
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every job has finished or failed."""
+        return self._has_started and self.loop.is_over
+
+    def train(self) -> dict[str, Any]:
+        """Trains every job to its end.
+
+        Returns:
+            What `OUT/summary.json` holds; empty on every process but the first.
+        """
+        try:
+            while not self.is_over:
+                self.train_round()
+            return self._run.finish()
+        finally:
+            self._run.close()
+
+    def train_round(self) -> list[StepReport]:
+        """Runs one round, and what is due behind it: metrics, evaluation, checkpoints, ends.
+
+        Returns:
+            One entry for each job that made a step; none once all is over.
+        """
+        if not self._has_started:
+            self.loop.start()
+            self._has_started = True
+        if self.loop.is_over:
+            return []
+        begin_s = time.perf_counter()
+        reports = self.loop.super_model.train_round()
+        self.loop.after_round(reports, time.perf_counter() - begin_s)
+        return reports
+
+    def finish(self) -> dict[str, Any]:
+        """Writes summary and report of a caller's own loop; as `train` returns."""
+        try:
+            return self._run.finish()
+        finally:
+            self._run.close()
+
+    def evaluate(self) -> dict[str, EvalResult]:
+        """Evaluates the jobs that train on their evaluation rows, as they are now."""
+        jobs = [job for job in self.loop.super_model.jobs if job.is_active]
+        results = self.loop.super_model.evaluate(jobs)
+        return {
+            job.name: result
+            for job, result in zip(jobs, results, strict=True)
+            if result is not None
+        }
+
+    def install_jobs(
+        self, jobs: Sequence[JobSpec], *, output_dir: str | Path | None = None
+    ) -> None:
+        """Takes the present jobs off the base, saved where they are, and puts new ones on it.
+
+        A job that has a checkpoint in the run's directory goes on from there.
+
+        Args:
+            output_dir: of the new run; None = the same.
+
+        Raises:
+            ValueError: if a job cannot start; the base is then without jobs.
+        """
+        self.save()
+        self._run.close()
+        config = self._run.config
+        run = config.run
+        if output_dir is not None:
+            run = replace(run, output_dir=str(Path(output_dir).resolve()))
+        self._run = self._open_run(replace(config, run=run, jobs=tuple(jobs), job_errors=()))
+
+    def save(self) -> None:
+        """Checkpoints every job that trains at its last completed step."""
+        self.loop.save_active()
+
+    def export(self, name: str, directory: str | Path) -> None:
+        """Writes a job's adapter, as it is now, as a PEFT directory; the first process writes.
+
+        Raises:
+            ValueError: if no such job is there, or the directory holds something else.
+        """
+        from tlora_megatron.training.checkpoint import gather_buffer
+        from tlora_megatron.training.peft_format import export_adapter
+
+        jobs = {job.name: job for job in self.loop.jobs}
+        if name not in jobs:
+            raise ValueError(f"job must be one of {', '.join(jobs)}, got {name!r}")
+        job = jobs[name]
+        factors = gather_buffer("master", job, self.base.spec, self.base.groups)
+        if self.base.groups.is_writer:
+            export_adapter(
+                Path(directory),
+                lora=job.spec.lora,
+                factors=factors,
+                model=self.base.spec,
+                base_model=self._run.base_model,
+            )
+
+    def close(self) -> None:
+        """Lets go of files; the model stays as it is, with the adapters on it."""
+        self._run.close()

@@ -1,0 +1,202 @@
+"""The `"tlora"` section of a DeepSpeed JSON, and what becomes of the keys around it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tlora_megatron.config import BaseModelSpec, RunConfig, read_config
+from tlora_megatron.config_reader import ConfigError, must
+from tlora_megatron.config_source import apply_override, merge, read_document
+from tlora_megatron.integrations.deepspeed.job_defaults import take_job_defaults
+
+_OWNED = {
+    "gradient_accumulation_steps": "a job's batch_size may span any number of micro-batches",
+    "train_batch_size": "every job has a batch_size of its own",
+    "train_micro_batch_size_per_gpu": "micro-batches hold run.micro_batch_tokens tokens",
+    "zero_allow_untested_optimizer": "DeepSpeed gets no optimizer",
+    "zero_force_ds_cpu_optimizer": "DeepSpeed gets no optimizer",
+}
+"""Keys that mean nothing here, with what does."""
+
+_REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("fp16", "enabled"), "one loss scale for all jobs would let one job's inf stop the others"),
+    (("amp", "enabled"), "adapters' products are in the base's dtype"),
+    (("torch_autocast", "enabled"), "adapters' products are in the base's dtype"),
+    (
+        ("data_types", "grad_accum_dtype"),
+        "it selects BF16_Optimizer, and adapters accumulate in fp32 in any case",
+    ),
+    (("zero_optimization", "zenflow"), "adapters have an optimizer of their own"),
+    (
+        ("zero_optimization", "offload_optimizer", "super_offload"),
+        "adapters have an optimizer of their own",
+    ),
+    (("zero_optimization", "leaf_module"), "linears must be gathered one by one"),
+    (("pipeline",), "pipelines need PipelineModule; use tlora train with parallel.pp_size"),
+    (("tensor_parallel", "tp_overlap_comm"), "it computes gradients of frozen weights"),
+    (("compile", "deepcompile"), "compiled graphs do not see the micro-batch's routing"),
+)
+"""Settings that are turned on only to be refused, with the reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepSpeedConfig:
+    """A checked DeepSpeed JSON."""
+
+    engine: dict[str, Any]
+    """What `deepspeed.initialize` gets."""
+    run: RunConfig
+    stage: int
+    """ZeRO stage that was asked for: the engine's own is 0 below 3."""
+    tp_size: int
+    offload_optimizer: bool
+    """Master weights and moments of the adapters lie in the host's memory."""
+    changes: tuple[str, ...]
+    """One sentence for every key that means something else than in DeepSpeed, or nothing."""
+
+
+def load_deepspeed_config(
+    source: str | Path | dict[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    output_dir: str | None = None,
+    base_model: BaseModelSpec | None = None,
+) -> DeepSpeedConfig:
+    """Reads and checks a DeepSpeed JSON with a `tlora` section, or a `tlora_config` file.
+
+    Args:
+        source: the file, or its values; relative paths start at its folder, or the working
+            directory. `tlora` holds what a `tlora train` file holds, without `parallel`.
+        overrides: `path=value` texts for the section, as `tlora train --set` takes them.
+        output_dir: takes the place of `run.output_dir`.
+        base_model: takes the place of the section's.
+
+    Raises:
+        ConfigError: for the first thing that is wrong or refused.
+    """
+    if isinstance(source, dict):
+        document, folder = copy.deepcopy(source), Path.cwd()
+    else:
+        document, folder = read_document(Path(source)), Path(source).resolve().parent
+    document = _without_auto(document)
+    section, folder = _section(document, folder)
+    for override in overrides:
+        apply_override(section, override)
+    _refuse(document)
+    changes = [f"{key} has no effect: {why}" for key, why in _OWNED.items() if key in document]
+    defaults, taken = take_job_defaults(document)
+    section["defaults"] = merge(defaults, section.get("defaults", {}))
+    if "parallel" in section:
+        raise ConfigError("tlora must not hold parallel: tensor_parallel.autotp_size says it")
+    _set_dtype(section, document)
+    _set_portions(section)
+    run = read_config(section, folder, output_dir=output_dir, targets=None, base_model=base_model)
+    if run.run.recompute == "selective":
+        raise must("run.recompute", "be none or full under DeepSpeed", run.run.recompute)
+    zero = _zero_section(document)
+    offload = zero.pop("offload_optimizer", {}).get("device", "none")
+    if offload not in ("none", "cpu"):
+        raise must("zero_optimization.offload_optimizer.device", "be none or cpu", offload)
+    stage = zero.get("stage", 0)
+    return DeepSpeedConfig(
+        engine=_engine_section(document, zero, stage, run.base_model.dtype),
+        run=run,
+        stage=stage,
+        tp_size=_tp_size(document),
+        offload_optimizer=offload == "cpu",
+        changes=(*changes, *taken),
+    )
+
+
+def _without_auto(value: Any) -> Any:
+    """Leaves out what the HF Trainer is asked to fill in: all of it has a default here."""
+    if isinstance(value, dict):
+        return {key: _without_auto(item) for key, item in value.items() if item != "auto"}
+    return value
+
+
+def _section(document: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path]:
+    """Takes the section out; returns it and the folder where its paths start."""
+    section, file = document.pop("tlora", None), document.pop("tlora_config", None)
+    if (section is None) == (file is None):
+        got = "neither" if section is None else "both"
+        raise ConfigError(
+            f"the DeepSpeed config must hold one of tlora and tlora_config, got {got}"
+        )
+    if file is not None:
+        path = folder / str(file)
+        return read_document(path), path.resolve().parent
+    if not isinstance(section, dict):
+        raise must("tlora", "be a mapping of sections", section)
+    return section, folder
+
+
+def _refuse(document: dict[str, Any]) -> None:
+    for path, reason in _REFUSED:
+        value: Any = document
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        if value not in (None, False, {}):
+            name = ".".join(path)
+            raise ConfigError(f"{name} must be left out, got {json.dumps(value)}: {reason}")
+    sequence_parallel = document.get("sequence_parallel_size", 1)
+    if sequence_parallel != 1:
+        raise must("sequence_parallel_size", "be 1", sequence_parallel)
+
+
+def _set_dtype(section: dict[str, Any], document: dict[str, Any]) -> None:
+    """Lets `bf16` and `base_model.dtype` say the same, whichever is given."""
+    bf16 = document.get("bf16", {}).get("enabled")
+    base = section.get("base_model")
+    if bf16 is None or not isinstance(base, dict):
+        return
+    dtype = base.setdefault("dtype", "bfloat16" if bf16 else "float32")
+    if bf16 and dtype != "bfloat16":
+        raise must("base_model.dtype", "be bfloat16 with bf16.enabled", dtype)
+
+
+def _set_portions(section: dict[str, Any]) -> None:
+    """A quarter of a micro-batch unless asked otherwise: together is then alone, to the bit."""
+    run = section.get("run")
+    if isinstance(run, dict) and "portion_tokens" not in run:
+        tokens = run.get("micro_batch_tokens")
+        if isinstance(tokens, int) and tokens >= 4:
+            run["portion_tokens"] = tokens // 4
+
+
+def _zero_section(document: dict[str, Any]) -> dict[str, Any]:
+    zero = dict(document.get("zero_optimization", {}))
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise must("zero_optimization.stage", "be 0, 1, 2 or 3", stage)
+    return zero
+
+
+def _tp_size(document: dict[str, Any]) -> int:
+    size = document.get("tensor_parallel", {}).get("autotp_size", 1) or 1
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise must("tensor_parallel.autotp_size", "be an integer of at least 1", size)
+    return size
+
+
+def _engine_section(
+    document: dict[str, Any], zero: dict[str, Any], stage: int, dtype: str
+) -> dict[str, Any]:
+    """The JSON of an engine with nothing to train.
+
+    Stages 1 and 2 concern an optimizer alone, and DeepSpeed refuses them without one; so does
+    `bf16` below stage 3, where it would make one.
+    """
+    dropped = {*_OWNED, "optimizer", "scheduler", "gradient_clipping", "bf16", "fp16", "data_types"}
+    engine = {key: value for key, value in document.items() if key not in dropped}
+    engine["train_micro_batch_size_per_gpu"] = 1
+    engine.setdefault("steps_per_print", 2**31)
+    engine["zero_optimization"] = zero if stage == 3 else {"stage": 0}
+    if stage == 3:
+        engine["bf16"] = {"enabled": dtype == "bfloat16"}
+    return engine

@@ -1,0 +1,179 @@
+"""Finds the linears of any Hugging Face causal model that may carry adapters."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
+from torch import nn
+
+from tlora_megatron.backbone import LinearShape, LinearsSpec
+from tlora_megatron.layers.linear_sites import rank_sites
+from tlora_megatron.layers.sites import Site
+from tlora_megatron.parallel.groups import ParallelGroups
+
+_IN_LAYER = re.compile(r"(?P<above>.*?)\.(?P<layer>\d+)\.(?P<below>.+)")
+
+
+class _Found(NamedTuple):
+    """A linear of one layer."""
+
+    layer: int
+    path: str
+    """With `{}` for the layer."""
+    shape: tuple[int, int]
+
+
+def model_spec(model: Any) -> LinearsSpec:
+    """Describes a model whose weights nobody has cut yet, but perhaps `zero.Init`.
+
+    Raises:
+        ValueError: if it has no embedding, no plain output layer, or no layers with linears.
+    """
+    config = model.config.get_text_config()
+    layers = _decoder_layers(model)
+    by_target: dict[str, list[_Found]] = defaultdict(list)
+    refused: dict[str, str] = {}
+    for name, module in model.named_modules():
+        match = _IN_LAYER.fullmatch(name)
+        if match is None or not name.startswith(f"{layers}."):
+            continue
+        below = match["below"]
+        target = below.rsplit(".", 1)[-1]
+        if isinstance(module, nn.Linear):
+            reason = _why_not(module, below)
+            path = f"{match['above']}.{{}}.{below}"
+            by_target[target].append(_Found(int(match["layer"]), path, weight_shape(module)))
+            if reason:
+                refused[target] = reason
+        elif _is_other_linear(module):
+            refused[target] = f"{type(module).__name__} is no nn.Linear"
+    num_layers = len(model.get_submodule(layers))
+    linears = []
+    for target, found in by_target.items():
+        reason = refused.get(target) or _why_not_everywhere(found, num_layers)
+        if reason:
+            refused[target] = reason
+        else:
+            out_size, in_size = found[0].shape
+            linears.append(
+                LinearShape(target=target, path=found[0].path, out_size=out_size, in_size=in_size)
+            )
+    return LinearsSpec(
+        num_layers=num_layers,
+        vocab_size=weight_shape(_output_layer(model))[0],
+        max_positions=config.max_position_embeddings,
+        linears=tuple(linears),
+        refused=tuple(sorted(refused.items())),
+        sliding_window=_sliding_window(config),
+    )
+
+
+def _decoder_layers(model: Any) -> str:
+    """Module name of the list of decoder layers: the longest list of modules with linears."""
+    lists = [
+        (len(module), name)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and any(isinstance(m, nn.Linear) for m in module.modules())
+        and not _IN_LAYER.match(name)
+    ]
+    if not lists:
+        raise ValueError(
+            f"the model must have a list of decoder layers with linears, got {type(model).__name__}"
+        )
+    return max(lists)[1]
+
+
+def _output_layer(model: Any) -> nn.Linear:
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        kind = "one with a bias" if isinstance(head, nn.Linear) else type(head).__name__
+        raise ValueError(f"the model's output layer must be an nn.Linear without bias, got {kind}")
+    return head
+
+
+def weight_shape(module: Any) -> tuple[int, int]:
+    """`(out, in)` of a linear's weight on this rank, also where ZeRO-3 holds a part of it."""
+    weight = module.weight
+    out_size, in_size = getattr(weight, "ds_shape", weight.shape)
+    return int(out_size), int(in_size)
+
+
+def _why_not(module: nn.Linear, below: str) -> str:
+    if any(part.isdigit() for part in below.split(".")):
+        return "routed experts carry no adapters"
+    if type(module) is not nn.Linear:
+        return f"{type(module).__name__} is no plain nn.Linear"
+    return ""
+
+
+def _is_other_linear(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return weight is not None and len(getattr(weight, "ds_shape", weight.shape)) == 2
+
+
+def _why_not_everywhere(found: Sequence[_Found], num_layers: int) -> str:
+    paths = sorted({f.path for f in found})
+    if len(paths) > 1:
+        return f"it names several linears of a layer, {', '.join(paths)}"
+    if [f.layer for f in found] != list(range(num_layers)):
+        return f"only {len(found)} of {num_layers} layers have it"
+    if len({f.shape for f in found}) > 1:
+        return "its size is not the same in all layers"
+    return ""
+
+
+def _sliding_window(config: Any) -> int | None:
+    """Tokens a query sees in some layer; None without windows."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    if kinds is None and not getattr(config, "use_sliding_window", True):
+        return None
+    return window
+
+
+def sharded_spec(model: Any, spec: LinearsSpec, groups: ParallelGroups) -> LinearsSpec:
+    """The model's description after AutoTP: how each linear is cut.
+
+    Raises:
+        ValueError: if AutoTP left a linear whole, or did not cut it into equal consecutive parts.
+    """
+    tp_size = groups.layout.tp_size
+    if tp_size == 1:
+        return spec
+    linears, refused = [], dict(spec.refused)
+    for linear in spec.linears:
+        module = model.get_submodule(linear.path.format(0))
+        kind = _KINDS.get(type(module))
+        cut = (linear.out_size, linear.in_size)[kind == "row"]
+        if kind is None:
+            refused[linear.target] = f"AutoTP made it a {type(module).__name__}"
+        elif cut % tp_size or weight_shape(module) != _part(linear, kind, tp_size):
+            refused[linear.target] = f"AutoTP cuts its {cut} {kind}s into unequal parts"
+        else:
+            linears.append(replace(linear, kind=kind))
+    return replace(spec, linears=tuple(linears), refused=tuple(sorted(refused.items())))
+
+
+_KINDS: dict[type, Any] = {LinearLayer: "column", LinearAllreduce: "row"}
+
+
+def _part(linear: LinearShape, kind: str, tp_size: int) -> tuple[int, int]:
+    if kind == "column":
+        return linear.out_size // tp_size, linear.in_size
+    return linear.out_size, linear.in_size // tp_size
+
+
+def pair_linears(
+    model: Any, spec: LinearsSpec, groups: ParallelGroups
+) -> list[tuple[Site, nn.Module]]:
+    """Every site of this rank with its module."""
+    sites = rank_sites(spec, groups.layout, tp_rank=groups.tp_rank, pp_rank=groups.pp_rank)
+    return [(s, model.get_submodule(spec.module_path(s.layer, s.linear))) for s in sites]

@@ -1,0 +1,107 @@
+"""Runs packed micro-batches through a frozen Hugging Face model under DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tlora_megatron.backbone import LinearsSpec
+from tlora_megatron.integrations.deepspeed import attention
+from tlora_megatron.integrations.deepspeed.scoring import score
+from tlora_megatron.ops.segments import use_micro_batch
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.data import TokenSequence
+from tlora_megatron.training.packing import Item, PackedBatch, Placed, pack
+
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Relative, of losses: rounding of another order of sums stays a tenth below."""
+_PROBE_LENGTHS = (9, 22)
+
+
+class DeepSpeedEngine:
+    """`training.super_model.Engine` over a model that DeepSpeed has cut.
+
+    A micro-batch is bound through its backward too, so that recomputed layers find it.
+
+    Args:
+        model: DeepSpeed's hooks are set on it; called directly, since DeepSpeed's own engine would
+            look for an optimizer in backward.
+    """
+
+    def __init__(self, model: Any, groups: ParallelGroups) -> None:
+        self.model = model
+        self.groups = groups
+
+    def forward_backward(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        """See `Engine.forward_backward`."""
+        self.model.train()
+        return [self._train_step(batch) for batch in batches]
+
+    def predict(self, batches: Sequence[PackedBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """See `Engine.predict`."""
+        self.model.eval()
+        with torch.no_grad():
+            return [self._predict_step(batch) for batch in batches]
+
+    def _train_step(self, batch: PackedBatch) -> torch.Tensor:
+        with use_micro_batch(batch.view):
+            with score(batch):
+                losses_T = self._run(batch)[0] * batch.weights
+            losses_T.sum().backward()
+        return losses_T.detach()
+
+    def _predict_step(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        with use_micro_batch(batch.view), score(batch, predict=True):
+            losses_T, right_T = self._run(batch)[0]
+        return losses_T * batch.weights, right_T > 0
+
+    def _run(self, batch: PackedBatch) -> torch.Tensor:
+        positions = batch.view.positions(self.groups.device).unsqueeze(0)
+        out = self.model(input_ids=batch.tokens, position_ids=positions, use_cache=False)
+        return out.logits
+
+
+def check_packing(model: Any, spec: LinearsSpec, groups: ParallelGroups, plain: str) -> None:
+    """Refuses a model that scores packed documents other than it does each by itself.
+
+    Such as: positions or masks that do not restart, logits that are scaled behind the output layer.
+    Collective like any forward.
+
+    Args:
+        plain: the attention implementation that the model came with.
+
+    Raises:
+        ValueError: if losses differ by more than rounding.
+    """
+    documents = [(torch.arange(n) * 7 + n) % spec.vocab_size for n in _PROBE_LENGTHS]
+    placed = [
+        Placed(0, Item(TokenSequence(d.numpy(), (d >= 0).numpy()), i, 0, 1.0))
+        for i, d in enumerate(documents)
+    ]
+    batch = pack(
+        placed, num_tokens=32, num_slots=1, dropout_keys=(), cp_rank=0, cp_size=1,
+        device=groups.device,
+    )  # fmt: skip
+    losses_T, _ = DeepSpeedEngine(model, groups).predict([batch])[0]
+    model.set_attn_implementation(plain)
+    try:
+        expected = torch.cat([_losses_alone(model, d.to(groups.device)) for d in documents])
+    finally:
+        model.set_attn_implementation(attention.NAME)
+    error = float((losses_T[batch.target_rows] - expected).norm() / expected.norm())
+    dtype = next(model.parameters()).dtype
+    if not error <= _TOLERANCE[dtype]:
+        raise ValueError(
+            f"{type(model).__name__} must score packed documents as it does each alone, got losses "
+            f"that differ by {error:.1e} of their size: it is not supported"
+        )
+
+
+def _losses_alone(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Losses of predicting each token but the first, by the model as it came, fp32 `[n - 1]`."""
+    with torch.no_grad():
+        logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0]
+    return F.cross_entropy(logits.float(), tokens[1:], reduction="none")

@@ -1,0 +1,92 @@
+"""The base that jobs come to and leave: one model under DeepSpeed, built once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tlora_megatron.backbone import LinearsSpec
+from tlora_megatron.config import BaseModelSpec
+from tlora_megatron.integrations.deepspeed import discover, processes
+from tlora_megatron.integrations.deepspeed import model as models
+from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
+from tlora_megatron.integrations.deepspeed.engine import DeepSpeedEngine, check_packing
+from tlora_megatron.integrations.deepspeed.linears import prepare_linear
+from tlora_megatron.integrations.deepspeed.scoring import prepare_output_layer
+from tlora_megatron.layers.sites import Site
+from tlora_megatron.layers.slab import StatePlacement
+from tlora_megatron.parallel.groups import ParallelGroups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenBase:
+    """A frozen model cut by DeepSpeed, ready for adapters."""
+
+    model: Any
+    deepspeed: Any
+    """DeepSpeed's engine around the model."""
+    spec: LinearsSpec
+    groups: ParallelGroups
+    linears: tuple[tuple[Site, nn.Module], ...]
+    engine: DeepSpeedEngine
+    placement: StatePlacement
+    """Of the adapters' master weights and moments, as the ZeRO stage says."""
+
+
+def base_of_model(model: Any) -> BaseModelSpec:
+    """What a configuration says of a model that the caller has built.
+
+    Raises:
+        ValueError: if its weights are neither fp32 nor bf16.
+    """
+    dtypes = {p.dtype for p in model.parameters()}
+    if dtypes == {torch.bfloat16}:
+        return BaseModelSpec(path=model.name_or_path or None, dtype="bfloat16")
+    if dtypes == {torch.float32}:
+        return BaseModelSpec(path=model.name_or_path or None, dtype="float32")
+    raise ValueError(f"the model's weights must be all float32 or all bfloat16, got {dtypes}")
+
+
+def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
+    """Reads the base, unless it is given, and hands it to DeepSpeed; collective over the world.
+
+    Raises:
+        ValueError: if the model is not supported, saying why.
+    """
+    tp_size = config.tp_size
+    if model is None:
+        model = models.load_model(config.run.base_model, config.engine, tp_size=tp_size)
+    models.freeze(model)
+    whole_spec = discover.model_spec(model)
+    plain = model.config._attn_implementation
+    deepspeed = models.start_engine(model, config.engine)
+    groups = processes.current_groups(tp_size)
+    spec = discover.sharded_spec(model, whole_spec, groups)
+    models.require_grad_from_embedding(model)
+    models.use_packed_attention(model)
+    prepare_output_layer(model, spec.vocab_size, groups)
+    check_packing(model, spec, groups, plain)
+    if config.run.run.recompute == "full":
+        models.recompute_layers(model)
+    linears = tuple(discover.pair_linears(model, spec, groups))
+    for _, module in linears:
+        prepare_linear(module)
+    return FrozenBase(
+        model=model,
+        deepspeed=deepspeed,
+        spec=spec,
+        groups=groups,
+        linears=linears,
+        engine=DeepSpeedEngine(model, groups),
+        placement=_placement(config, groups),
+    )
+
+
+def _placement(config: DeepSpeedConfig, groups: ParallelGroups) -> StatePlacement:
+    shards = config.stage > 0 and groups.layout.dp_size > 1
+    return StatePlacement(
+        group=groups.dp_cp_group if shards else None, on_cpu=config.offload_optimizer
+    )

@@ -1,0 +1,122 @@
+"""The frozen Hugging Face model under DeepSpeed: how it is read, frozen and handed over."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tlora_megatron.config import BaseModelSpec
+from tlora_megatron.integrations.deepspeed import attention
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_model(base: BaseModelSpec, engine: dict[str, Any], *, tp_size: int) -> Any:
+    """Reads or draws a causal model; under ZeRO-3 without TP every rank only ever holds its part.
+
+    Args:
+        engine: what `deepspeed.initialize` will get.
+
+    Raises:
+        ValueError: if transformers cannot build the model.
+        ImportError: if ZeRO-3 needs accelerate and there is none.
+    """
+    dtype = _DTYPES[base.dtype]
+    keep = None
+    if engine["zero_optimization"].get("stage") == 3 and tp_size == 1:
+        keep = _zero_init(engine)
+    try:
+        if base.path is not None:
+            # Weights are read as safetensors only: nothing is ever unpickled.
+            return AutoModelForCausalLM.from_pretrained(
+                base.path, dtype=dtype, use_safetensors=True, local_files_only=True
+            )
+        config = AutoConfig.from_pretrained(Path(str(base.config)).parent, local_files_only=True)
+        torch.manual_seed(base.seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        where = base.path or base.config
+        raise ValueError(f"base_model must be a causal model, got {where}: {error}") from error
+    finally:
+        del keep
+
+
+def _zero_init(engine: dict[str, Any]) -> Any:
+    """Lets transformers build models under `zero.Init` as long as the returned object lives."""
+    try:
+        import accelerate  # noqa: F401 - transformers' object is empty without it
+    except ImportError as error:
+        raise ImportError("ZeRO-3 needs accelerate: pip install accelerate") from error
+    from transformers.integrations import HfDeepSpeedConfig
+
+    return HfDeepSpeedConfig(engine)
+
+
+def freeze(model: nn.Module) -> None:
+    """Freezes every parameter and turns the backbone's dropout off.
+
+    Raises:
+        ValueError: if the model carries adapters already.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "base_layer"):
+            raise ValueError(f"the model must carry no adapters yet, got some at {name}")
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            logger.warning("dropout %s of %s is off: the backbone is frozen", module.p, name)
+            module.p = 0.0
+        if getattr(module, "attention_dropout", None):
+            logger.warning("attention dropout of %s is off: the backbone is frozen", name)
+            module.attention_dropout = 0.0
+    model.requires_grad_(False)
+
+
+def start_engine(model: Any, engine: dict[str, Any]) -> Any:
+    """Hands a frozen model to DeepSpeed: AutoTP and ZeRO-3 cut its weights; nothing is to train."""
+    engine = dict(engine)
+    if "vocab_parallel_lm_head" in TPTrainingConfig.model_fields and "tensor_parallel" in engine:
+        # A tied head would bring DeepSpeed's own loss with it.
+        engine["tensor_parallel"] = {"vocab_parallel_lm_head": False, **engine["tensor_parallel"]}
+    started, *_ = deepspeed.initialize(model=model, config=engine)
+    return started
+
+
+def use_packed_attention(model: Any) -> None:
+    """Puts attention inside documents into the model.
+
+    Raises:
+        ValueError: if the model's attention is not transformers' to replace.
+    """
+    attention.register()
+    if not getattr(type(model), "_supports_attention_backend", False):
+        raise ValueError(
+            f"the model's attention must go through transformers' attention interface, "
+            f"got {type(model).__name__}"
+        )
+    model.set_attn_implementation(attention.NAME)
+    model.config.use_cache = False
+
+
+def require_grad_from_embedding(model: Any) -> None:
+    """Makes autograd reach the first linear; call it once DeepSpeed has set its hooks.
+
+    Set before them, it would make ZeRO-3 gather the embedding for its backward, which has none.
+    """
+    model.get_input_embeddings().register_forward_hook(_require_grad)
+
+
+def _require_grad(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_(torch.is_grad_enabled())
+
+
+def recompute_layers(model: Any) -> None:
+    """Keeps only the layers' inputs and runs each layer again in backward."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
