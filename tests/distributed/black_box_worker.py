@@ -278,15 +278,14 @@ def gathered_rank_errors(groups: ParallelGroups) -> dict[str, float]:
     x, a_own, b_own = (t.clone().requires_grad_() for t in (case.x, a[own], b[cut.weight[0]]))
     middle = gather_from_tensor_model_parallel_region(x @ a_own.t())
     (middle @ b_own.t()).backward(case.dy[cut.y[0]][:, cut.y[1]])
-    assert x.grad is not None and a_own.grad is not None and b_own.grad is not None
     dist.all_reduce(x.grad, group=groups.tp_group)  # the base linear's own reduction
     dx, da, db = (t.grad for t in whole)
-    assert dx is not None and da is not None and db is not None
-    return {
-        "dx": relative(x.grad, dx),
-        "dA": relative(a_own.grad, da[own]),
-        "dB": relative(b_own.grad, db[cut.weight[0]]),
+    pairs: dict[str, Any] = {
+        "dx": (x.grad, dx),
+        "dA": (a_own.grad, da[own]),  # type: ignore[index]
+        "dB": (b_own.grad, db[cut.weight[0]]),  # type: ignore[index]
     }
+    return {name: relative(*pair) for name, pair in pairs.items()}
 
 
 def main() -> None:

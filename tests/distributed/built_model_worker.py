@@ -3,7 +3,8 @@ same model untouched, document by document, in one process.
 
 Arguments: file of the reference, then variants such as `rope=scaled,tp=2,sp=1,recompute=full` or
 `pp=2,vp=2,first=1`, `cp=2`, with `linears=te` (the stand-in of Transformer Engine's) or
-`linears=around` (Megatron's own as black boxes). A variant `reference=plain+yarn` writes the file.
+`linears=around` (Megatron's own as black boxes); `rope=hybrid` is HybridModel. A variant
+`reference=plain+yarn` writes the file.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.helpers.built_model import (
     LORAS,
     SPEC,
     build_user_gpt,
+    build_user_hybrid,
     fill_bank,
     largest_error,
     run_documents_alone,
@@ -107,10 +109,12 @@ def build(options: dict[str, str], layout: ParallelLayout) -> tuple[list[Any], A
     if "vp" in options:
         parallel_state.set_virtual_pipeline_model_parallel_world_size(int(options["vp"]))
     recompute.install()
-    linear_kind = options.get("linears", "local")
-    chunks = build_user_gpt(
-        options.get("rope", "plain"), te=linear_kind == "te", **config_options(options, layout)
-    )
+    kind, linear_kind = options.get("rope", "plain"), options.get("linears", "local")
+    fields = config_options(options, layout)
+    if kind == "hybrid":
+        chunks = build_user_hybrid(**fields)
+    else:
+        chunks = build_user_gpt(kind, te=linear_kind == "te", **fields)
     groups = current_groups(layout)
     freeze(chunks)
     linears = discover(chunks, SPEC, groups)

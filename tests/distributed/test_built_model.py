@@ -7,13 +7,14 @@ The reference is the untouched model (Megatron's attention and rotary embedding)
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers.built_model import ROPE
-from tests.helpers.launch import python, torchrun
+from tests.helpers.launch import REPO, python, torchrun
 
 WORKER = Path(__file__).with_name("built_model_worker.py")
 TWO_PROCESSES = (
@@ -24,27 +25,44 @@ TWO_PROCESSES = (
     "rope=yarn,pp=2",
     "rope=scaled,pp=2,first=1,recompute=mlp",
     "rope=scaled,pp=2,vp=2,recompute=full",
+    "rope=hybrid,tp=2,sp=1",
+    "rope=hybrid,pp=2,first=3,recompute=full",
 )
+"""The last cut lies between a layer's attention and its MLP."""
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Losses and gradients of every kind of rotary embedding, documents alone."""
     file = tmp_path_factory.mktemp("built") / "reference.pt"
-    python(WORKER, file, "reference=" + "+".join(ROPE))
+    python(WORKER, file, "reference=" + "+".join((*ROPE, "hybrid")))
     return file
 
 
 def test_the_kinds_of_rotary_embedding_differ(reference: Path) -> None:
     losses = {kind: torch.cat(found[0]) for kind, found in torch.load(reference).items()}
-    for one, other in itertools.combinations(losses, 2):
+    for one, other in itertools.combinations(ROPE, 2):
         assert (losses[one] - losses[other]).abs().max() > 1e-2, (one, other)
 
 
 def test_one_process(reference: Path) -> None:
-    variants = [f"rope={rope}" for rope in ROPE]
+    variants = [f"rope={rope}" for rope in (*ROPE, "hybrid")]
     assert "all equal" in python(WORKER, reference, *variants, "rope=yarn,recompute=full")
 
 
 def test_two_processes(reference: Path) -> None:
+    assert "all equal" in torchrun(WORKER, 2, reference, *TWO_PROCESSES, timeout=400)
+
+
+@pytest.mark.megatron_lm
+def test_the_checkout_named_by_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout = os.environ.get("MEGATRON_LM_PATH")
+    if not checkout:
+        pytest.skip("needs MEGATRON_LM_PATH")
+    # The repository first: a checkout has a package `tests` of its own.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(REPO), checkout)))
+    reference = tmp_path / "reference.pt"
+    python(WORKER, reference, "reference=scaled+interleaved+yarn+hybrid")
     assert "all equal" in torchrun(WORKER, 2, reference, *TWO_PROCESSES, timeout=400)

@@ -6,6 +6,7 @@ attention, rotary embedding and positions.
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,12 +18,18 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 from torch import Tensor
 
 from tests.helpers import te_stand_in
@@ -168,6 +175,53 @@ def _gpt_chunk(
         vp_stage=vp_stage,
         **{k: v for k, v in options.items() if k not in _CONFIG_FIELDS},
     )
+
+
+def build_user_hybrid(**options: Any) -> list[Any]:
+    """This rank's chunk of Megatron's other kind of model, whose attention and MLP are layers.
+
+    As many parameters as the GPTModel has, of other names. It is HybridModel, or MambaModel before
+    megatron-core 0.18.
+    """
+    try:
+        from megatron.core.models.hybrid import hybrid_block as block
+        from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
+
+        stack, submodules = block.HybridStack, block.HybridStackSubmodules
+    except ImportError:
+        from megatron.core.models.mamba import MambaModel as Model
+        from megatron.core.ssm import mamba_block as block
+
+        stack, submodules = block.MambaStack, block.MambaStackSubmodules
+    block.TENorm = RMSNorm  # the final norm's class is not in the spec
+    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=RMSNorm,
+        self_attention=layer.self_attention,
+        self_attn_bda=layer.self_attn_bda,
+    )
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=RMSNorm, mlp=layer.mlp, mlp_bda=layer.mlp_bda
+    )
+    parts = submodules(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+    )
+    pattern = {"hybrid_layer_pattern": "*-" * SPEC.num_layers}
+    if "hybrid_layer_pattern" not in inspect.signature(Model).parameters:
+        pattern = {"hybrid_override_pattern": "*-" * SPEC.num_layers}
+    model = Model(
+        user_config(**(options | {"num_layers": 2 * SPEC.num_layers})),
+        ModuleSpec(module=stack, submodules=parts),
+        vocab_size=SPEC.vocab_size,
+        max_sequence_length=SPEC.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        **pattern,
+    )
+    set_weights(model)
+    return [model]
 
 
 def set_weights(model: Any) -> None:

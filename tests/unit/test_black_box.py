@@ -99,7 +99,7 @@ def test_without_a_micro_batch_or_a_target_it_is_the_base(groups: ParallelGroups
 def test_rows_that_are_not_the_micro_batch_s_are_refused(groups: ParallelGroups) -> None:
     module, site = make(groups, TEColumnParallelLinear, "linear_qkv")
     attached(module, site)
-    with use_micro_batch(VIEW), pytest.raises(AssertionError, match="must be 12 .*, got 24"):
+    with use_micro_batch(VIEW), pytest.raises(AssertionError, match=r"must be 12 .*, got 24"):
         module(torch.randn(12, 2, SPEC.hidden_size))
 
 

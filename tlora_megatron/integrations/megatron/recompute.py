@@ -7,6 +7,7 @@ the region is checkpointed and restored where it is recomputed.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from megatron.core.tensor_parallel import random
@@ -20,8 +21,9 @@ def install() -> None:
     """Wraps Megatron's two checkpointing primitives, once a process.
 
     Covers `tensor_parallel.checkpoint` (full recompute) and `CheckpointWithoutOutput` (selective)
-    at all call sites. Not covered: Transformer Engine's own `te_checkpoint`.
+    at all call sites, and Transformer Engine's checkpoint, which Megatron takes under FP8.
     """
+    _install_in_transformer_engine()
     if getattr(random, _MARK, False):
         return
     setattr(random, _MARK, True)
@@ -37,3 +39,20 @@ def install() -> None:
         return checkpoint(self, bind_current(run_function), *args, **kwargs)
 
     random.CheckpointWithoutOutput.checkpoint = bound_checkpoint
+
+
+def _install_in_transformer_engine() -> None:
+    """Wraps the function that `te_checkpoint` imports whenever it is called."""
+    try:
+        distributed: Any = importlib.import_module("transformer_engine.pytorch.distributed")
+    except ImportError:
+        return
+    if getattr(distributed, _MARK, False):
+        return
+    setattr(distributed, _MARK, True)
+    checkpoint = distributed.checkpoint
+
+    def bound_checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(bind_current(function), *args, **kwargs)
+
+    distributed.checkpoint = bound_checkpoint
