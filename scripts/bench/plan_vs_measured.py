@@ -277,7 +277,8 @@ class Bench:
                 torch.cuda.reset_peak_memory_stats()
             for _ in range(_WARM_ROUNDS):
                 model.train_round()
-            times, tokens = [], []
+            times: list[float] = []
+            tokens: list[int] = []
             end = time.monotonic() + self.args.seconds
             while len(times) < self.args.rounds and (len(times) < 3 or not self._late(end)):
                 self._wait()

@@ -9,6 +9,8 @@ from tlora_megatron.model import ModelSpec
 from tlora_megatron.plan import ParallelLayout
 
 Recompute = Literal["none", "selective", "full"]
+Runner = Literal["train", "megatron", "deepspeed"]
+"""`tlora train`, a Megatron-LM script with `--tlora-config`, a DeepSpeed JSON with `tlora`."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -48,9 +50,18 @@ class Plan:
         )
 
     @property
-    def runs_in(self) -> tuple[str, ...]:
-        """The commands that can run it: only Megatron-LM scripts have virtual stages."""
-        return ("megatron",) if self.vpp_size > 1 else ("train", "megatron")
+    def runs_in(self) -> tuple[Runner, ...]:
+        """What can run it.
+
+        Only Megatron-LM's scripts have virtual stages; DeepSpeed's engine has tensor and data
+        parallelism without sequence parallelism, and recomputes all or nothing.
+        """
+        if self.vpp_size > 1:
+            return ("megatron",)
+        plain = self.pp_size == self.cp_size == 1 and not self.sequence_parallel
+        if plain and self.recompute != "selective":
+            return ("train", "megatron", "deepspeed")
+        return ("train", "megatron")
 
     @property
     def label(self) -> str:

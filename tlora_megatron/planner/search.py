@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from tlora_megatron.model import ModelSpec
-from tlora_megatron.planner.candidate import RECOMPUTES, Plan, Recompute, misfit
+from tlora_megatron.planner.candidate import RECOMPUTES, Plan, Recompute, Runner, misfit
 from tlora_megatron.planner.cost_model import CostModel, StepCost
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.memory import MemoryModel, MemoryUse, most_rows
@@ -32,8 +31,8 @@ class SearchSpace:
     sequence_parallel: bool | None = None
     recompute: Recompute | None = None
     micro_batch_tokens: int | None = None
-    runs_in: Literal["train", "megatron"] | None = None
-    """Only plans that this command can run."""
+    runs_in: Runner | None = None
+    """Only plans that this can run."""
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "vpp_size", "cp_size", "micro_batch_tokens"):
@@ -44,8 +43,11 @@ class SearchSpace:
     def allows(self, plan: Plan) -> bool:
         """Whether the plan keeps to what is fixed."""
         fixed = ("tp_size", "pp_size", "vpp_size", "cp_size", "sequence_parallel")
-        chosen = all(getattr(self, name) in (None, getattr(plan, name)) for name in fixed)
-        return chosen and (self.runs_in is None or self.runs_in in plan.runs_in)
+        return all(getattr(self, name) in (None, getattr(plan, name)) for name in fixed)
+
+    def can_run(self, plan: Plan) -> bool:
+        """Whether the plan, recompute chosen, runs where it should."""
+        return self.runs_in is None or self.runs_in in plan.runs_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +109,20 @@ def search(
     found = []
     for plan, memory in _fitting(spec, jobs, hardware, num_gpus, space, drops):
         found.append(RankedPlan(plan, model.step_cost(plan), memory))
-    found.sort(key=lambda r: (-_rounded(r.cost.tokens_per_s), r.memory.total_bytes))
+    found.sort(key=_place)
     remedies = () if found else tuple(_remedies(spec, jobs, hardware, num_gpus, space))
     return SearchResult(tuple(found), drops.result(), remedies)
 
 
-def _rounded(value: float) -> float:
-    """Four digits: plans closer than that are ranked by memory."""
-    return float(f"{value:.4g}")
+def _place(ranked: RankedPlan) -> tuple[float, ...]:
+    """Fastest first; of plans within a three-digit rounding the least cut one, then the smallest.
+
+    The model is no better than that, and less communication is less that can go wrong.
+    """
+    plan = ranked.plan
+    parts = plan.tp_size * plan.pp_size * plan.vpp_size * plan.cp_size
+    rate = float(f"{ranked.cost.tokens_per_s:.3g}")
+    return -rate, parts, plan.sequence_parallel, ranked.memory.total_bytes
 
 
 class _Drops:
@@ -151,6 +159,8 @@ def _fitting(
             drops.add(reason, reason, layout)
             continue
         for plan in _variants(jobs, layout, space):
+            if not space.can_run(plan):
+                continue
             reason = misfit(spec, plan)
             if reason is not None:
                 drops.add(reason, reason, plan)

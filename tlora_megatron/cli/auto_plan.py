@@ -1,0 +1,60 @@
+"""`--plan auto` of `tlora train`, and what the planner is told on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from tlora_megatron.cli.console import global_rank, open_console
+from tlora_megatron.config import RunConfig
+from tlora_megatron.runtime.plan_files import overrides_of
+from tlora_megatron.runtime.plan_inputs import parse_lengths, plan_hardware
+
+
+def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the planner must know beside the configuration."""
+    parser.add_argument(
+        "--hardware",
+        default="h200",
+        metavar="NAME",
+        help="the planner's profile of the machine: a file, or a name in configs/hardware "
+        "(default h200)",
+    )
+    parser.add_argument(
+        "--lengths",
+        metavar="HIST",
+        help="for the planner: tokens of a sequence, 512 or 256:3,1024:1, instead of reading the "
+        "jobs' data",
+    )
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--plan` and what goes with it."""
+    parser.add_argument(
+        "--plan",
+        choices=("auto",),
+        help="auto: take layout, micro-batch tokens and recompute from the planner",
+    )
+    add_hardware_arguments(parser)
+
+
+def planned_overrides(args: argparse.Namespace, config: RunConfig) -> list[str]:
+    """The best plan for this run's processes as overrides, the same ones on every process.
+
+    Raises:
+        ValueError: if no plan fits, with what would.
+    """
+    from tlora_megatron.runtime.auto_plan import best_plan
+
+    starts_here = "RANK" not in os.environ
+    num_gpus = (args.nproc or 1) if starts_here else int(os.environ["WORLD_SIZE"])
+    hardware = plan_hardware(args.hardware)
+    lengths = parse_lengths(args.lengths) if args.lengths else None
+    best = best_plan(config, num_gpus, hardware, lengths)
+    if global_rank() == 0:
+        open_console(stderr=True).print(
+            f"plan: {best.plan.label}; {best.cost.tokens_per_s:,.0f} tokens/s and "
+            f"{best.memory.total_bytes / 2**30:.1f} GiB predicted (profile {hardware.name}, "
+            f"{hardware.source} {hardware.date})"
+        )
+    return overrides_of(best.plan)

@@ -1,0 +1,136 @@
+"""`tlora plan`: ranks the ways to run a configuration's jobs on some GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from tlora_megatron.cli.auto_plan import add_hardware_arguments
+from tlora_megatron.cli.console import open_console
+from tlora_megatron.cli.plan_tables import print_explanation, print_result, result_document
+from tlora_megatron.cli.train import add_config_arguments
+from tlora_megatron.config import load_config
+from tlora_megatron.config_reader import must
+from tlora_megatron.planner.candidate import Runner
+from tlora_megatron.planner.search import SearchSpace, search
+from tlora_megatron.runtime.plan_files import KINDS, write_plan
+from tlora_megatron.runtime.plan_inputs import parse_lengths, plan_hardware, plan_jobs, plan_model
+
+_EPILOG = """\
+examples:
+  tlora plan run.yaml --gpus 8 --hardware h200
+  tlora plan run.yaml --gpus 4 --lengths 256:3,1024:1 --explain
+  tlora plan run.yaml --gpus 64 --hardware h100-infiniband --write slurm plan.sbatch
+  tlora plan run.yaml --gpus 2 --tp 2 --recompute none --json
+
+exit code: 0 a plan fits, 1 none does, 2 something to correct in the input
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the subcommand to argparse's `commands`."""
+    parser = commands.add_parser(
+        "plan",
+        help="rank the ways to run a configuration's jobs on some GPUs",
+        description=__doc__.split(": ", 1)[1],
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML or JSON file")
+    add_config_arguments(parser)
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs to use")
+    add_hardware_arguments(parser)
+    _add_space_arguments(parser)
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="plans to show")
+    parser.add_argument(
+        "--explain",
+        type=int,
+        nargs="?",
+        const=1,
+        metavar="RANK",
+        help="show where time and memory of the plan of this rank go (default: the first)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument(
+        "--write",
+        nargs=2,
+        metavar=("KIND", "PATH"),
+        help=f"write the plan of --explain's rank, or the first; KIND: {', '.join(KINDS)}",
+    )
+    parser.set_defaults(command=run)
+
+
+def _add_space_arguments(parser: argparse.ArgumentParser) -> None:
+    for name, what in (
+        ("tp", "tensor-parallel size"),
+        ("pp", "pipeline stages"),
+        ("vpp", "chunks of a stage"),
+        ("cp", "context-parallel size"),
+        ("tokens", "micro-batch tokens"),
+    ):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"fix the {what}")
+    parser.add_argument("--sp", choices=("on", "off"), help="fix sequence parallelism")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), help="fix it")
+    parser.add_argument(
+        "--runs-in",
+        choices=("train", "megatron", "deepspeed", "any"),
+        help="only plans that this can run (default: what --write is for, else any)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Searches, prints, and writes what was asked for."""
+    if args.write is not None and args.write[0] not in KINDS:
+        raise must("--write", f"name one of {', '.join(KINDS)}", args.write[0])
+    if args.top < 1:
+        raise must("--top", "be at least 1", args.top)
+    config = load_config(args.config, args.overrides, args.output_dir)
+    hardware = plan_hardware(args.hardware)
+    spec = plan_model(config)
+    jobs = plan_jobs(config, spec, parse_lengths(args.lengths) if args.lengths else None)
+    result = search(spec, jobs, hardware, args.gpus, _space(args))
+    console = open_console()
+    if args.json:
+        print(json.dumps(result_document(result, jobs, hardware, args.gpus, args.top), indent=2))
+    else:
+        print_result(console, result, jobs, hardware, args.gpus, args.top)
+    if not result.plans:
+        return 1
+    rank = args.explain or 1
+    if not 1 <= rank <= len(result.plans):
+        raise must("--explain", f"be in [1, {len(result.plans)}]", rank)
+    chosen = result.plans[rank - 1]
+    if args.explain is not None and not args.json:
+        print_explanation(console, chosen, jobs, hardware)
+    if args.write is not None:
+        kind, path = args.write
+        lines = write_plan(
+            kind, Path(path), config=config, spec=spec, ranked=chosen, hardware=hardware
+        )
+        notes = open_console(stderr=args.json)
+        notes.print(f"written: {path}")
+        for line in lines:
+            notes.print(f"start it: {line}")
+    return 0
+
+
+def _space(args: argparse.Namespace) -> SearchSpace:
+    return SearchSpace(
+        tp_size=args.tp,
+        pp_size=args.pp,
+        vpp_size=args.vpp,
+        cp_size=args.cp,
+        sequence_parallel=None if args.sp is None else args.sp == "on",
+        recompute=args.recompute,
+        micro_batch_tokens=args.tokens,
+        runs_in=_runner(args),
+    )
+
+
+def _runner(args: argparse.Namespace) -> Runner | None:
+    if args.runs_in is not None or args.write is None:
+        return None if args.runs_in == "any" else args.runs_in
+    kind = args.write[0]
+    return "train" if kind == "slurm" else kind

@@ -1,0 +1,222 @@
+"""What `tlora plan` prints: the ranked plans, and where one plan's time and memory go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from tlora_megatron.planner import cost_model, memory
+from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.search import Dropped, RankedPlan, SearchResult
+from tlora_megatron.planner.workload import JobLoad
+
+_GIB = 2.0**30
+_BAR = 40
+_SHOWN_REASONS = 8
+
+
+def print_result(
+    console: Console,
+    result: SearchResult,
+    jobs: Sequence[JobLoad],
+    hardware: HardwareProfile,
+    num_gpus: int,
+    top: int,
+) -> None:
+    """The ranked plans, what was dropped and why, and what would help where none fits."""
+    tokens = sum(job.batch_tokens for job in jobs)
+    console.print(
+        f"{len(jobs)} jobs, {tokens:,.0f} tokens in all batches, on {num_gpus} x {hardware.gpu} "
+        f"(profile {hardware.name}: {hardware.source}, {hardware.date})"
+    )
+    if result.plans:
+        shown = _best_of_layouts(result.plans)[:top]
+        _print_plans(console, shown, hardware)
+        more = len(result.plans) - len(shown)
+        if more:
+            console.print(f"best of each layout; {more:,} more plans fit")
+    else:
+        console.print("no plan fits", style="red")
+        for remedy in result.remedies:
+            console.print(f"would fit: {remedy}")
+        if not result.remedies:
+            console.print("no change of jobs, lengths or GPUs that was tried helps")
+    _print_dropped(console, result.dropped)
+
+
+def _best_of_layouts(plans: Sequence[RankedPlan]) -> list[tuple[int, RankedPlan]]:
+    """With its rank among all, the first plan of each layout: budgets and recompute vary below."""
+    best: dict[tuple[int | bool, ...], tuple[int, RankedPlan]] = {}
+    for rank, ranked in enumerate(plans, start=1):
+        plan = ranked.plan
+        sizes = (plan.tp_size, plan.pp_size, plan.vpp_size, plan.cp_size, plan.sequence_parallel)
+        best.setdefault(sizes, (rank, ranked))
+    return list(best.values())
+
+
+def _print_plans(
+    console: Console, plans: Sequence[tuple[int, RankedPlan]], hardware: HardwareProfile
+) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("", "TP", "SP", "PP", "VPP", "CP", "DP", "tokens", "recompute", "tokens/s"):
+        table.add_column(name, justify="left" if name == "recompute" else "right", no_wrap=True)
+    for name in ("round ms", "GiB", "of it"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("time", no_wrap=True)
+    table.add_column("runs in", no_wrap=True)
+    total = hardware.memory_bytes
+    for rank, ranked in plans:
+        plan, cost, use = ranked.plan, ranked.cost, ranked.memory
+        table.add_row(
+            str(rank),
+            str(plan.tp_size),
+            "yes" if plan.sequence_parallel else "-",
+            str(plan.pp_size),
+            str(plan.vpp_size),
+            str(plan.cp_size),
+            str(plan.dp_size),
+            f"{plan.micro_batch_tokens:,}",
+            plan.recompute,
+            f"{cost.tokens_per_s:,.0f}",
+            f"{cost.step_time_s * 1e3:,.1f}",
+            f"{use.total_bytes / _GIB:.1f}",
+            f"{use.total_bytes / total:.0%}",
+            _second_term(cost),
+            ", ".join(plan.runs_in),
+        )
+    console.print(table, soft_wrap=False)
+
+
+def _second_term(cost: cost_model.StepCost) -> str:
+    """The largest term behind the GEMMs, which lead almost always, with its share."""
+    rest = [name for name in cost_model.TERMS if name != "gemm_s"]
+    name = max(rest, key=lambda term: getattr(cost, term))
+    share = getattr(cost, name) / cost.step_time_s
+    return f"GEMM {cost.gemm_s / cost.step_time_s:.0%}, {_words(name)} {share:.0%}"
+
+
+def _print_dropped(console: Console, dropped: Sequence[Dropped]) -> None:
+    for entry in dropped[:_SHOWN_REASONS]:
+        number = f"{entry.count:,} plans" if entry.count > 1 else "1 plan"
+        console.print(f"dropped {number}: {entry.reason}", style="dim")
+    if len(dropped) > _SHOWN_REASONS:
+        rest = sum(entry.count for entry in dropped[_SHOWN_REASONS:])
+        console.print(f"dropped {rest:,} plans for other reasons (--json lists them)", style="dim")
+
+
+def print_explanation(
+    console: Console, ranked: RankedPlan, jobs: Sequence[JobLoad], hardware: HardwareProfile
+) -> None:
+    """Where the time of a round and the memory of the fullest GPU go, as bars; then the jobs."""
+    cost, use = ranked.cost, ranked.memory
+    console.print(f"\n{ranked.plan.label}")
+    load = cost.load
+    console.print(
+        f"a round: {load.tokens:,.0f} tokens in {load.micro_batches:.3g} micro-batches a rank of "
+        f"up to {load.rows:,.0f} rows, {cost.step_time_s * 1e3:,.1f} ms"
+    )
+    times = {name: getattr(cost, name) for name in cost_model.TERMS}
+    _print_bars(console, times, cost.step_time_s, 1e3, "ms")
+    console.print(
+        f"\nmemory of stage {use.stage}: {use.total_bytes / _GIB:.1f} of "
+        f"{hardware.memory_bytes / _GIB:.1f} GiB"
+    )
+    sizes = {name: getattr(use, name) for name in memory.TERMS}
+    _print_bars(console, sizes, hardware.memory_bytes, 1 / _GIB, "GiB")
+    _print_jobs(console, cost, jobs)
+
+
+def _print_bars(
+    console: Console, terms: dict[str, float], whole: float, scale: float, unit: str
+) -> None:
+    for name, value in terms.items():
+        if value > 0:
+            length = value / whole * _BAR
+            bar = "█" * int(length) + ("▌" if length % 1 >= 0.5 else "")
+            console.print(
+                f"  {_words(name):18} {value * scale:10,.2f} {unit:3} {value / whole:6.1%}  {bar}"
+            )
+
+
+def _print_jobs(console: Console, cost: cost_model.StepCost, jobs: Sequence[JobLoad]) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("job")
+    for name in ("rank", "batch", "mean tokens", "tokens/s", "s a step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rates = zip(jobs, cost.job_tokens_per_s, cost.job_step_time_s, strict=True)
+    for job, tokens_per_s, step_time_s in rates:
+        table.add_row(
+            job.name,
+            str(job.rank),
+            str(job.batch_size),
+            f"{job.lengths.mean:,.0f}",
+            f"{tokens_per_s:,.0f}",
+            f"{step_time_s:.3f}",
+        )
+    console.print(table, soft_wrap=False)
+
+
+def _words(name: str) -> str:
+    return name.removesuffix("_s").replace("_", " ").replace("comm", "communication")
+
+
+def result_document(
+    result: SearchResult,
+    jobs: Sequence[JobLoad],
+    hardware: HardwareProfile,
+    num_gpus: int,
+    top: int,
+) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "num_gpus": num_gpus,
+        "hardware": {
+            "name": hardware.name,
+            "gpu": hardware.gpu,
+            "source": hardware.source,
+            "date": hardware.date,
+        },
+        "jobs": [
+            {
+                "name": job.name,
+                "rank": job.rank,
+                "batch_size": job.batch_size,
+                "mean_tokens": job.lengths.mean,
+                "longest_tokens": job.lengths.longest,
+            }
+            for job in jobs
+        ],
+        "plans_that_fit": len(result.plans),
+        "plans": [_plan_document(ranked, jobs) for ranked in result.plans[:top]],
+        "dropped": [
+            {"reason": entry.reason, "count": entry.count, "example": entry.example.label}
+            for entry in result.dropped
+        ],
+        "would_fit": list(result.remedies),
+    }
+
+
+def _plan_document(ranked: RankedPlan, jobs: Sequence[JobLoad]) -> dict[str, Any]:
+    plan, cost, use = ranked.plan, ranked.cost, ranked.memory
+    return {
+        **asdict(plan),
+        "runs_in": list(plan.runs_in),
+        "step_time_s": cost.step_time_s,
+        "tokens_per_s": cost.tokens_per_s,
+        "binding_time": cost.binding,
+        "time_s": {name: getattr(cost, name) for name in cost_model.TERMS},
+        "memory_bytes": use.total_bytes,
+        "binding_memory": use.binding,
+        "memory": {name: getattr(use, name) for name in memory.TERMS},
+        "jobs": [
+            {"name": job.name, "tokens_per_s": rate, "step_time_s": step_s}
+            for job, rate, step_s in zip(
+                jobs, cost.job_tokens_per_s, cost.job_step_time_s, strict=True
+            )
+        ],
+    }

@@ -1,0 +1,33 @@
+"""`tlora train --plan auto`: the fastest plan that this run can take."""
+
+from __future__ import annotations
+
+from tlora_megatron.config import RunConfig
+from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.search import RankedPlan, SearchSpace, search
+from tlora_megatron.planner.workload import LengthHistogram
+from tlora_megatron.runtime.plan_inputs import plan_jobs, plan_model
+
+
+def best_plan(
+    config: RunConfig,
+    num_gpus: int,
+    hardware: HardwareProfile,
+    lengths: LengthHistogram | None = None,
+) -> RankedPlan:
+    """The plan that `tlora train` would be fastest with; the same one on every process.
+
+    Raises:
+        ValueError: if none fits, with what would; or if jobs or data cannot be used.
+    """
+    spec = plan_model(config)
+    jobs = plan_jobs(config, spec, lengths)
+    result = search(spec, jobs, hardware, num_gpus, SearchSpace(runs_in="train"))
+    if result.best is None:
+        reasons = "; ".join(dropped.reason for dropped in result.dropped[:3])
+        remedies = "; or ".join(result.remedies) or "no change of jobs or GPUs that was tried helps"
+        raise ValueError(
+            f"--plan auto must find a plan that fits {num_gpus} x {hardware.gpu}, got none: "
+            f"{reasons}. What would fit: {remedies}"
+        )
+    return result.best

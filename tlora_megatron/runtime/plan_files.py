@@ -1,0 +1,207 @@
+"""A chosen plan as files that run it: for `tlora train`, Megatron-LM, DeepSpeed and SLURM."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tlora_megatron.config import ParallelSpec, RunConfig, config_to_dict
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.search import RankedPlan
+from tlora_megatron.training.megatron_flags import megatron_flags
+
+KINDS = ("train", "megatron", "deepspeed", "slurm")
+
+
+def apply_plan(config: RunConfig, plan: Plan) -> RunConfig:
+    """The configuration with a plan's layout, budget and recompute.
+
+    Raises:
+        ValueError: if the run has no virtual stages to offer and the plan needs them.
+    """
+    if "train" not in plan.runs_in:
+        raise ValueError(f"a plan for tlora train must have VPP 1, got {plan.vpp_size}")
+    parallel = ParallelSpec(
+        tp_size=plan.tp_size,
+        pp_size=plan.pp_size,
+        cp_size=plan.cp_size,
+        sequence_parallel=plan.sequence_parallel,
+    )
+    run = replace(config.run, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute)
+    return replace(config, parallel=parallel, run=run)
+
+
+def overrides_of(plan: Plan) -> list[str]:
+    """The plan as `tlora train --set` takes it."""
+    return [
+        f"parallel.tp_size={plan.tp_size}",
+        f"parallel.pp_size={plan.pp_size}",
+        f"parallel.cp_size={plan.cp_size}",
+        f"parallel.sequence_parallel={json.dumps(plan.sequence_parallel)}",
+        f"run.micro_batch_tokens={plan.micro_batch_tokens}",
+        f"run.recompute={plan.recompute}",
+    ]
+
+
+def write_plan(
+    kind: str,
+    path: Path,
+    *,
+    config: RunConfig,
+    spec: ModelSpec,
+    ranked: RankedPlan,
+    hardware: HardwareProfile,
+) -> list[str]:
+    """Writes what `kind` needs and returns the command lines that start it.
+
+    Raises:
+        ValueError: if the plan cannot run there.
+    """
+    plan, nodes, local = ranked.plan, *_nodes(ranked.plan, hardware)
+    if kind == "train":
+        _write(path, _yaml(config_to_dict(apply_plan(config, plan))))
+        return [_torchrun(nodes, local, ["-m", "tlora_megatron.cli", "train", str(path)])]
+    if kind == "deepspeed":
+        _write(path, json.dumps(_deepspeed(config, plan), indent=2) + "\n")
+        script = ["-m", "tlora_megatron.deepspeed", "--deepspeed_config", str(path)]
+        return [_torchrun(nodes, local, script)]
+    if kind == "megatron":
+        jobs = path.with_suffix(".jobs.yaml")
+        _write(jobs, _yaml(_jobs_only(config)))
+        _write(path, _megatron(config, spec, ranked, jobs, nodes, local))
+        return [f"bash {shlex.quote(str(path))}"]
+    jobs = path.with_suffix(".jobs.yaml")
+    _write(jobs, _yaml(config_to_dict(apply_plan(config, plan))))
+    _write(path, _slurm(jobs, nodes, local))
+    return [f"sbatch {shlex.quote(str(path))}"]
+
+
+def _nodes(plan: Plan, hardware: HardwareProfile) -> tuple[int, int]:
+    """Nodes, and GPUs on each.
+
+    Raises:
+        ValueError: if they do not fill whole nodes.
+    """
+    local = min(plan.num_gpus, hardware.gpus_per_node)
+    if plan.num_gpus % local:
+        raise ValueError(f"GPUs must fill nodes of {local}, got {plan.num_gpus}")
+    return plan.num_gpus // local, local
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def _yaml(document: dict[str, Any]) -> str:
+    return yaml.safe_dump(document, sort_keys=False, width=100)
+
+
+def _jobs_only(config: RunConfig) -> dict[str, Any]:
+    document = config_to_dict(config)
+    return {"base_model": document["base_model"], "jobs": document["jobs"]}
+
+
+def _torchrun(nodes: int, local: int, words: Sequence[str]) -> str:
+    where = ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes), "--rdzv-backend", "c10d"]
+    end = [] if nodes == 1 else ["--rdzv-endpoint", "HOST:29500"]
+    return shlex.join(["torchrun", *where, *end, "--nproc-per-node", str(local), *words])
+
+
+def _deepspeed(config: RunConfig, plan: Plan) -> dict[str, Any]:
+    """The engine's JSON: data parallel only, the base whole on every GPU.
+
+    Raises:
+        ValueError: for a layout that DeepSpeed's engine does not have here.
+    """
+    for name, size in (("pp_size", plan.pp_size), ("cp_size", plan.cp_size)):
+        if size > 1:
+            raise ValueError(f"{name} must be 1 for a DeepSpeed plan, got {size}")
+    if plan.recompute == "selective":
+        raise ValueError("recompute must be none or full for a DeepSpeed plan, got selective")
+    section = config_to_dict(apply_plan(config, plan))
+    del section["parallel"]
+    document: dict[str, Any] = {
+        "bf16": {"enabled": config.base_model.dtype == "bfloat16"},
+        "zero_optimization": {"stage": 1 if plan.dp_size > 1 else 0},
+        "tlora": section,
+    }
+    if plan.tp_size > 1:
+        document["tensor_parallel"] = {"autotp_size": plan.tp_size}
+    return document
+
+
+def _megatron(
+    config: RunConfig, spec: ModelSpec, ranked: RankedPlan, jobs: Path, nodes: int, local: int
+) -> str:
+    flags = shlex.join(_layout_flags(config, spec, ranked))
+    launch = _torchrun(nodes, local, ["-m", "tlora_megatron.launch", "pretrain_gpt.py"])
+    model = shlex.join(megatron_flags(spec))
+    base = config.base_model.path or str(Path(str(config.base_model.config)).parent)
+    return (
+        "#!/usr/bin/env bash\n"
+        f"# {ranked.plan.label}: {ranked.cost.tokens_per_s:,.0f} tokens/s predicted.\n"
+        "# In a Megatron-LM checkout; CHECKPOINT is what `tlora convert` made of the base.\n"
+        "set -euo pipefail\n"
+        "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
+        f"{launch} \\\n  {model} \\\n  {flags} \\\n"
+        f"  --tokenizer-type HuggingFaceTokenizer --tokenizer-model {shlex.quote(base)} \\\n"
+        f'  --load "$CHECKPOINT" --save {shlex.quote(config.run.output_dir)} \\\n'
+        f'  --tlora-config {shlex.quote(str(jobs))} "$@"\n'
+    )
+
+
+def _layout_flags(config: RunConfig, spec: ModelSpec, ranked: RankedPlan) -> list[str]:
+    plan = ranked.plan
+    count = math.ceil(ranked.cost.load.micro_batches)
+    if plan.vpp_size > 1:
+        # Megatron's interleaved schedule takes whole groups of micro-batches.
+        count = -(-count // plan.pp_size) * plan.pp_size
+    words: dict[str, object] = {
+        "tensor-model-parallel-size": plan.tp_size,
+        "pipeline-model-parallel-size": plan.pp_size,
+        "context-parallel-size": plan.cp_size,
+        "micro-batch-size": 1,
+        "global-batch-size": plan.dp_size * count,
+        "seq-length": plan.micro_batch_tokens,
+        "seed": max(1, config.run.seed),
+    }
+    if plan.vpp_size > 1:
+        layers = spec.num_layers // (plan.pp_size * plan.vpp_size)
+        words["num-layers-per-virtual-pipeline-stage"] = layers
+    if plan.recompute == "full":
+        words |= {
+            "recompute-granularity": "full",
+            "recompute-method": "uniform",
+            "recompute-num-layers": 1,
+        }
+    elif plan.recompute == "selective":
+        words |= {"recompute-granularity": "selective", "recompute-modules": "mlp"}
+    flags = [text for name, value in words.items() for text in (f"--{name}", str(value))]
+    flags += ["--sequence-parallel"] if plan.sequence_parallel else []
+    return flags + (["--bf16"] if config.base_model.dtype == "bfloat16" else [])
+
+
+def _slurm(jobs: Path, nodes: int, local: int) -> str:
+    return (
+        "#!/usr/bin/env bash\n"
+        "#SBATCH --job-name=tlora\n"
+        f"#SBATCH --nodes={nodes}\n"
+        "#SBATCH --ntasks-per-node=1\n"
+        f"#SBATCH --gpus-per-node={local}\n"
+        "#SBATCH --exclusive\n"
+        "set -euo pipefail\n"
+        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+        f"srun torchrun --nnodes {nodes} --nproc-per-node {local} \\\n"
+        '  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$head:29500" \\\n'
+        f"  -m tlora_megatron.cli train {shlex.quote(str(jobs))}\n"
+    )

@@ -1,0 +1,142 @@
+"""What the planner is told of a configured run: the model's shape and every job's lengths.
+
+Lengths come from the jobs' own data through the base's tokenizer, which takes a while the first
+time, so they are kept in the user's cache directory; or from an option, for planning without data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import tlora_megatron
+from tlora_megatron.config import RunConfig
+from tlora_megatron.config_reader import must
+from tlora_megatron.job import JobSpec
+from tlora_megatron.model import ModelSpec, read_model_spec
+from tlora_megatron.planner.hardware import HardwareProfile, find_profile
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+"""Of the cached files."""
+
+
+def plan_model(config: RunConfig) -> ModelSpec:
+    """The shape of a run's base model."""
+    base = config.base_model
+    path = Path(base.path) / "config.json" if base.path is not None else Path(str(base.config))
+    return read_model_spec(path)
+
+
+def plan_hardware(name: str) -> HardwareProfile:
+    """A profile by path, or by name among `configs/hardware` of the project or the working folder.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    places = [Path(tlora_megatron.__file__).parents[1], Path.cwd()]
+    folders = [place / "configs" / "hardware" for place in places]
+    folder = next((folder for folder in folders if folder.is_dir()), folders[-1])
+    return find_profile(name, folder)
+
+
+def parse_lengths(text: str) -> LengthHistogram:
+    """A histogram from `512`, or from `256:3,1024:1`: tokens of a sequence and how often.
+
+    Raises:
+        ConfigError: naming what is wrong.
+    """
+    pairs = []
+    for part in text.split(","):
+        tokens, _, count = part.partition(":")
+        try:
+            pairs.append((int(tokens), float(count) if count else 1.0))
+        except ValueError:
+            raise must("--lengths", "be like 512 or 256:3,1024:1", text) from None
+    if any(tokens < 2 for tokens, _ in pairs):
+        raise must("--lengths", "hold sequences of at least 2 tokens", text)
+    try:
+        # A sequence takes a row less than it has tokens: the last is only predicted.
+        return LengthHistogram.from_counts((tokens - 1, count) for tokens, count in pairs)
+    except ValueError as error:
+        raise must("--lengths", "be like 512 or 256:3,1024:1", text, str(error)) from None
+
+
+def plan_jobs(config: RunConfig, spec: ModelSpec, lengths: LengthHistogram | None) -> list[JobLoad]:
+    """Every job's load.
+
+    Args:
+        lengths: of all jobs, cut to each one's max_seq_len; None reads the jobs' data.
+
+    Raises:
+        ValueError: if data or tokenizer cannot be used.
+        ImportError: without transformers, which reads tokenizers.
+    """
+    if lengths is not None:
+        clipped = [lengths.clipped(job.max_seq_len - 1) for job in config.jobs]
+        return [JobLoad.from_spec(j, c) for j, c in zip(config.jobs, clipped, strict=True)]
+    base = config.base_model
+    folder = Path(base.path) if base.path is not None else Path(str(base.config)).parent
+    return [_job_load(job, spec, folder) for job in config.jobs]
+
+
+def _job_load(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> JobLoad:
+    cached = _cache_file(job, tokenizer_dir)
+    known = _read_cache(cached)
+    if known is None:
+        known = _measure(job, spec, tokenizer_dir)
+        _write_cache(cached, known)
+    pairs = tuple((int(length), float(share)) for length, share in known["lengths"])
+    return JobLoad.from_spec(job, LengthHistogram(pairs), known["target_share"])
+
+
+def _measure(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> dict[str, Any]:
+    # Here, since they import numpy and transformers.
+    from tlora_megatron.training.data import load_job_data, load_tokenizer
+
+    data = load_job_data(job, load_tokenizer(tokenizer_dir), spec.vocab_size)
+    rows = [len(s.tokens) - 1 for s in data.train]
+    targets = sum(int(s.is_target.sum()) for s in data.train)
+    histogram = LengthHistogram.from_lengths(rows)
+    return {"lengths": histogram.pairs, "target_share": min(1.0, targets / sum(rows))}
+
+
+def _cache_file(job: JobSpec, tokenizer_dir: Path) -> Path:
+    """Named after everything that the lengths depend on."""
+    files = [Path(job.data.train), *sorted(tokenizer_dir.glob("token*"))]
+    files += sorted(tokenizer_dir.glob("vocab*")) + sorted(tokenizer_dir.glob("chat_template*"))
+    stamps = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+    what = json.dumps([_FORMAT, stamps, job.max_seq_len, asdict(job.data)])
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return (
+        root / "tlora_megatron" / f"lengths-{hashlib.sha256(what.encode()).hexdigest()[:24]}.json"
+    )
+
+
+def _read_cache(path: Path) -> dict[str, Any] | None:
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return (
+        known if isinstance(known, dict) and {"lengths", "target_share"} <= known.keys() else None
+    )
+
+
+def _write_cache(path: Path, known: dict[str, Any]) -> None:
+    """Whole or not at all: other processes may write the same."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(known, file)
+        os.replace(file.name, path)
+    except OSError as error:
+        logger.debug("lengths are not kept: %s", error)
