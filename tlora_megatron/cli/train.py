@@ -7,6 +7,7 @@ import json
 import os
 from typing import Any
 
+from tlora_megatron.cli.auto_plan import add_plan_arguments, planned_overrides
 from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.cli.progress import RichProgress, SilentProgress
 from tlora_megatron.cli.tables import print_run
@@ -17,6 +18,7 @@ from tlora_megatron.plan import ParallelLayout
 _EPILOG = """\
 examples:
   tlora train configs/quickstart.yaml --nproc 2
+  tlora train run.yaml --nproc 8 --plan auto --hardware h200
   tlora train run.yaml --set jobs.gsm8k.lora.rank=8 --set run.seed=1 --output-dir runs/rank8
   torchrun --nnodes 2 --nproc-per-node 8 ... -m tlora_megatron.cli train run.yaml
 
@@ -54,6 +56,7 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="start N processes on this machine; without effect under torchrun",
     )
+    add_plan_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.set_defaults(command=run)
 
@@ -62,6 +65,9 @@ def run(args: argparse.Namespace) -> int:
     """Trains, in this process or in `--nproc` of them, and prints the results."""
     # Here even when other processes are going to train: a mistake then costs no start of N ranks.
     config = load_config(args.config, args.overrides, args.output_dir)
+    if args.plan is not None:
+        args.overrides = [*args.overrides, *planned_overrides(args, config)]
+        config = load_config(args.config, args.overrides, args.output_dir)
     if args.nproc is not None and "RANK" not in os.environ:
         return _launch(args, config)
     is_main = global_rank() == 0
