@@ -132,6 +132,12 @@ def _replace_trainer() -> None:
     initialize._compile_dependencies = lambda *_: None
     # gloo's asynchronous send would read the freed storage.
     schedules.deallocate_output_tensor = lambda *_, **__: None
+    schedules.custom_backward = _backward
+
+
+def _backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
+    """Megatron's own takes outputs whose storage is freed, and no others."""
+    torch.autograd.backward(output, grad_output)
 
 
 def main() -> None:

@@ -114,15 +114,15 @@ class _Hooks:
             bound = inspect.signature(original).bind(*args, **kwargs).arguments
             model_config: Any = getattr(bound.get("cfg_container"), "model", None)
             if hasattr(model_config, "pre_wrap_hooks"):
-                model_config.pre_wrap_hooks.append(self._freeze)
+                model_config.pre_wrap_hooks.append(self._take_model)
             result = original(*args, **kwargs)
             self.session.start(result[0])
         except (ValueError, NotImplementedError) as error:
             self.host.fail(error)
         return result
 
-    def _freeze(self, chunks: Any) -> Any:
-        self.session.freeze(chunks if isinstance(chunks, list) else [chunks])
+    def _take_model(self, chunks: Any) -> Any:
+        self.session.take_model(chunks if isinstance(chunks, list) else [chunks])
         return chunks
 
     def _get_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ class _Hooks:
             return original(*args, **kwargs)
         bound = inspect.signature(original).bind(*args, **kwargs)
         provide = bound.arguments["model_provider_func"]
-        bound.arguments["model_provider_func"] = lambda *a, **k: self._freeze(provide(*a, **k))
+        bound.arguments["model_provider_func"] = lambda *a, **k: self._take_model(provide(*a, **k))
         return original(*bound.args, **bound.kwargs)
 
     def _get_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -91,7 +91,6 @@ class Session:
         self._reports: list[StepReport] = []
         self._interval = IntervalLosses()
         self._loop: TrainingLoop | None = None
-        self._frozen: set[int] = set()
         layout = settings.layout
         local_parts.install(
             context_parallel=layout.cp_size > 1, sequence_parallel=layout.sequence_parallel
@@ -111,11 +110,13 @@ class Session:
         assert self._loop is not None, "start comes first"
         return self._loop
 
-    def freeze(self, chunks: Sequence[nn.Module]) -> None:
-        """Freezes the base, before the trainer wraps it in DDP."""
-        new = [chunk for chunk in chunks if id(chunk) not in self._frozen]
-        self._frozen |= {id(chunk) for chunk in new}
-        freeze(new)
+    def take_model(self, chunks: Sequence[nn.Module]) -> None:
+        """Freezes the built base and replaces its attention, before the trainer wraps it in DDP.
+
+        DDP keeps a table of the modules that it finds.
+        """
+        freeze(chunks)
+        install_packed_attention(chunks)
 
     def optimizer(self, config: Any) -> JobOptimizer:
         """What the trainer takes for its optimizer."""
@@ -127,7 +128,6 @@ class Session:
         groups = current_groups(settings.layout)
         linears = discover(chunks, spec, groups)
         groups = record_stages(groups, linears)
-        install_packed_attention(chunks)
         engine = UserModel(
             chunks, groups, vocab_size=spec.vocab_size, seq_length=self._args.seq_length
         )
