@@ -103,7 +103,9 @@ def _launch(args: argparse.Namespace, config: RunConfig) -> int:
 def _train(config: RunConfig, *, is_main: bool, stderr: bool) -> dict[str, Any]:
     quiet.install()
     from tlora_megatron.runtime.controller import train_run
-    from tlora_megatron.runtime.launcher import leave_process_group
+    from tlora_megatron.runtime.launcher import join_agent, leave_process_group
+
+    join_agent()
 
     show = RichProgress(open_console(stderr=stderr)) if is_main else SilentProgress()
     try:

@@ -1,12 +1,29 @@
-"""Starts one process per rank on this machine with torchrun, and lets a process leave."""
+"""Processes under torchrun: how they start, learn of each other's end, and leave."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import signal
+import socket
+import time
+import uuid
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_MEET_S = 300
+"""Between the first and the last rank's start: imports from a slow file system."""
+_POLL_S = 0.05
+_LOST_TYPES = ("DistBackendError", "DistNetworkError")
+_LOST_TEXTS = ("gloo/transport/", "Gloo connectFullMesh failed")
 
 
 def run_with_torchrun(argv: Sequence[str], nproc: int) -> int:
@@ -39,6 +56,76 @@ def run_with_torchrun(argv: Sequence[str], nproc: int) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def join_agent() -> None:
+    """What a rank owes the torchrun agent that started it, before it joins a process group.
+
+    The kernel ends it when the agent is gone: torchrun ends its ranks when it is asked to end, but
+    not when it is killed, and they would train on and hold the GPUs and the output directory.
+
+    Where torchrun may restart the ranks, they get a new store: torchrun (2.11 to 2.13) gives every
+    life of them the same one, and they would read the addresses of dead processes there. The count
+    of restarts does not tell the lives apart, for torchrun does not count a restart that follows
+    one of another node. Does nothing without torchrun.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    may_restart = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    if may_restart and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _renew_store()
+
+
+def _renew_store() -> None:
+    """Has rank 0 open a store of its own on another port; collective over the ranks."""
+    from torch.distributed import TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    shared = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_MEET_S))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    port = _welcome(shared, world_size) if rank == 0 else _arrive(shared, rank)
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+
+def _arrive(shared: TCPStore, rank: int) -> int:
+    """Waits to be told this life's port; an answer to an earlier life's visit is not read."""
+    visit = uuid.uuid4().hex
+    shared.set(f"tlora/visit/{rank}", visit)
+    life, port = shared.get(f"tlora/welcome/{visit}").decode().split()
+    shared.set(f"tlora/thanks/{life}/{rank}", "")
+    return int(port)
+
+
+def _welcome(shared: TCPStore, world_size: int) -> int:
+    """Tells every visitor the port, those of an earlier life too, until all of this one thanked."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = int(probe.getsockname()[1])
+    life, missing, end_s = uuid.uuid4().hex, set(range(1, world_size)), time.monotonic() + _MEET_S
+    while missing:
+        if time.monotonic() > end_s:
+            raise RuntimeError(f"ranks must meet within {_MEET_S} s, got none of {sorted(missing)}")
+        for rank in sorted(missing):
+            if shared.check([f"tlora/visit/{rank}"]):
+                visit = shared.get(f"tlora/visit/{rank}").decode()
+                shared.set(f"tlora/welcome/{visit}", f"{life} {port}")
+        missing = {rank for rank in missing if not shared.check([f"tlora/thanks/{life}/{rank}"])}
+        time.sleep(_POLL_S)
+    return port
+
+
+def describe_failure(error: BaseException) -> str:
+    """The error's own words; for a lost connection what happened and what to do, then those."""
+    text = str(error) or type(error).__name__
+    is_lost = type(error).__name__ in _LOST_TYPES or any(part in text for part in _LOST_TEXTS)
+    if not is_lost:
+        return text
+    return (
+        "the connection to another process of this run is lost: that process or its node has ended "
+        "or cannot be reached, and its own output says why. The same command continues every job "
+        f"from its last checkpoint. ({text.splitlines()[0]})"
+    )
 
 
 def leave_process_group() -> None:

@@ -1,0 +1,184 @@
+"""Two torchrun agents with a rendezvous: results, a dead node, a restart.
+
+Each node is a network namespace of this machine, or localhost where there are none; its ranks are
+processes over gloo. What is compared with is the same run on one node.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.launch import torchrun
+from tests.helpers.nodes import Agent, Network, agents, two_nodes, wait_until
+from tests.helpers.scenario import JOBS, make_scenario
+from tlora_megatron.training.checkpoint import find_checkpoint
+from tlora_megatron.training.metrics import read_metrics
+
+NAMES = ("attention", "everything")
+NUM_STEPS = 30
+CHECKPOINT_EVERY = 4
+
+RUN_S = 150
+"""A run takes about 20 s on two free cores."""
+END_S = 30
+"""Within which a run must have ended after one of its agents was killed."""
+
+LAYOUTS = {
+    "DP across": (1, ()),
+    "TP inside, DP across": (2, ("parallel.tp_size=2",)),
+    "TP inside, PP across": (2, ("parallel.tp_size=2", "parallel.pp_size=2")),
+}
+"""Ranks a node, and settings."""
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    """The nodes."""
+    with two_nodes() as network:
+        if network.reason is not None:
+            warnings.warn(f"both nodes are localhost: {network.reason}", stacklevel=1)
+        yield network
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two uneven jobs, one with dropout."""
+    path = make_scenario(tmp_path_factory.mktemp("nodes"))
+    document = json.loads(path.read_text())
+    # Room for all batches: a resumed run then packs the same micro-batches.
+    document["run"] |= {"micro_batch_tokens": 2048, "checkpoint_every_steps": CHECKPOINT_EVERY}
+    document["jobs"] = [job for job in document["jobs"] if job["name"] in NAMES]
+    for job in document["jobs"]:
+        job["max_steps"] = NUM_STEPS
+    document["jobs"][-1]["lora"]["dropout"] = 0.1
+    path.write_text(json.dumps(document))
+    assert {job["name"] for job in JOBS} > set(NAMES)
+    return path
+
+
+class Training:
+    """`torchrun -m tlora_megatron.cli train`."""
+
+    def __init__(self, config: Path, output_dir: Path, settings: tuple[str, ...] = ()) -> None:
+        self.output_dir = output_dir
+        overrides = [f"--set={setting}" for setting in settings]
+        self.target = ("-m", "tlora_megatron.cli", "train", config, *overrides)
+        self.target += (f"--output-dir={output_dir}",)
+
+    def on_one_node(self, nproc: int) -> None:
+        """Trains with all ranks under one agent."""
+        torchrun(self.target[1], nproc, *self.target[2:], timeout=RUN_S)
+
+    def job(self, name: str) -> Path:
+        """A job's folder."""
+        return self.output_dir / "jobs" / name
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        """A job's metrics without times; empty before the first."""
+        path = self.job(name) / "metrics.jsonl"
+        if not path.exists():
+            return []
+        return [{k: v for k, v in line.items() if k != "time_s"} for line in read_metrics(path)]
+
+    def steps(self, name: str) -> list[int]:
+        """The optimizer steps a job has reported, in order."""
+        return [line["step"] for line in self.records(name) if "loss" in line]
+
+    def saved_steps(self) -> dict[str, int]:
+        """The step of every job's newest checkpoint."""
+        found = {name: find_checkpoint(self.job(name) / "checkpoints") for name in NAMES}
+        return {name: checkpoint.step for name, checkpoint in found.items() if checkpoint}
+
+
+@pytest.fixture(scope="module")
+def whole(config: Path) -> Training:
+    """The run of two data-parallel ranks on one node, never interrupted."""
+    training = Training(config, config.parent / "whole")
+    training.on_one_node(2)
+    return training
+
+
+def assert_same(found: Training, expected: Training) -> None:
+    """Every step once, the same metrics, and the same adapters to the last bit."""
+    for name in NAMES:
+        assert found.steps(name) == list(range(1, NUM_STEPS + 1)), name
+        assert found.records(name) == expected.records(name), name
+        file = "adapter/adapter_model.safetensors"
+        mine, other = load_file(found.job(name) / file), load_file(expected.job(name) / file)
+        assert mine.keys() == other.keys()
+        for key, tensor in mine.items():
+            assert torch.equal(tensor, other[key]), f"{name}: {key}"
+
+
+def finish(nodes: tuple[Agent, Agent]) -> None:
+    """Waits for both agents to end well."""
+    for node in nodes:
+        assert node.wait(RUN_S) == 0, node.output()[-8000:]
+
+
+@pytest.mark.parametrize(
+    "layout", ["DP across", *(pytest.param(k, marks=pytest.mark.slow) for k in (*LAYOUTS,)[1:])]
+)
+def test_two_nodes_equal_one(
+    network: Network, config: Path, tmp_path: Path, layout: str, request: pytest.FixtureRequest
+) -> None:
+    nproc, settings = LAYOUTS[layout]
+    if nproc == 1:
+        alone = request.getfixturevalue("whole")
+    else:
+        alone = Training(config, tmp_path / "alone", settings)
+        alone.on_one_node(2 * nproc)
+    training = Training(config, tmp_path / "out", settings)
+    with agents(network, tmp_path / "logs", nproc, training.target) as nodes:
+        finish(nodes)
+    assert_same(training, alone)
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_dead_node_ends_the_run_and_the_same_command_continues_it(
+    network: Network, config: Path, whole: Training, tmp_path: Path, victim: int
+) -> None:
+    training = Training(config, tmp_path / "out")
+    with agents(network, tmp_path / "first", 1, training.target) as nodes:
+        wait_until(lambda: len(training.steps("attention")) > 6, RUN_S, "six steps")
+        ranks = [rank for node in nodes for rank in node.ranks()]
+        nodes[victim].kill()
+        survivor = nodes[1 - victim]
+        assert survivor.wait(END_S) != 0
+        wait_until(lambda: not any(map(is_alive, ranks)), END_S, "the ranks' end")
+        # torchrun's own words where the rendezvous was on the dead node.
+        said = "the connection to another process of this run is lost: that process or its node"
+        assert said in survivor.output() or (
+            victim == 0 and "The connection to the C10d store has failed" in survivor.output()
+        )
+    saved = training.saved_steps()
+    assert all(0 < saved[name] < NUM_STEPS for name in NAMES), saved
+    with agents(network, tmp_path / "second", 1, training.target) as nodes:
+        finish(nodes)
+    assert_same(training, whole)
+
+
+def test_torchrun_restarts_the_ranks_once(
+    network: Network, config: Path, whole: Training, tmp_path: Path
+) -> None:
+    training = Training(config, tmp_path / "out")
+    with agents(network, tmp_path / "logs", 1, training.target, max_restarts=1) as nodes:
+        wait_until(lambda: len(training.steps("attention")) > 6, RUN_S, "six steps")
+        (rank,) = nodes[1].ranks()
+        rank.kill()
+        finish(nodes)
+        assert not is_alive(rank)
+    assert_same(training, whole)
+
+
+def is_alive(process: Any) -> bool:
+    """Whether a process runs; one that has ended and is not yet collected does not."""
+    return process.is_running() and process.status() != "zombie"
