@@ -14,7 +14,7 @@ from tlora_megatron.cli.main import configure_logging, show_error
 from tlora_megatron.cli.progress import RichProgress, SilentProgress
 from tlora_megatron.cli.tables import print_run
 from tlora_megatron.cli.train import add_config_arguments
-from tlora_megatron.runtime.launcher import end_with_agent, leave_process_group
+from tlora_megatron.runtime.launcher import join_agent, leave_process_group
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def _train(args: argparse.Namespace) -> int:
 
     # DeepSpeed says what it does at every turn; its warnings and errors stay.
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    end_with_agent()
+    join_agent()
     is_main = global_rank() == 0
     show = RichProgress(open_console(stderr=args.json)) if is_main else SilentProgress()
     try:
