@@ -55,6 +55,7 @@ def gather_buffer(
     Collective over the model-parallel ranks of replica 0, and over replicas that hold slices; every
     rank calls it.
     """
+    held = job.adapter.slab.whole(buffer)
     if not groups.is_first_replica:
         return {}
     layout = groups.layout
@@ -65,7 +66,6 @@ def gather_buffer(
     ]
     # A collective takes equal sizes only, and stages may hold different numbers of layers.
     most = max(one.numel for one in layouts)
-    held = job.adapter.slab.buffers()[buffer]
     local = F.pad(held, (0, most - held.numel()))
     if not groups.is_writer:
         dist.gather(local, group=groups.model_group, group_dst=0)

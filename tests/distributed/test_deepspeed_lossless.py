@@ -1,0 +1,119 @@
+"""Under DeepSpeed, too, a job gets what transformers and PEFT give it alone, in every layout.
+
+All runs of one world and tensor-parallel size share one set of processes; each is a whole run,
+checked by the files it leaves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs deepspeed")
+
+from tests.helpers.deepspeed_cases import run_cases, write_config, zero
+from tests.helpers.oracle import OracleResult
+from tests.helpers.scenario import (
+    JOBS,
+    NUM_STEPS,
+    exported,
+    load_scenario,
+    losses,
+    make_scenario,
+    oracle_results,
+)
+
+NAMES = tuple(job["name"] for job in JOBS)
+TP2: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+FULL = ("run.recompute=full",)
+Case = tuple[dict[str, Any], tuple[str, ...]]
+WORLDS: dict[str, tuple[int, dict[str, Case]]] = {
+    "one process": (1, {"ZeRO-0": (zero(0), ()), "ZeRO-3 recompute": (zero(3), FULL)}),
+    "DP2": (
+        2,
+        {
+            "ZeRO-0": (zero(0), ()),
+            "ZeRO-0 offload": (zero(0, **OFFLOAD), ()),
+            "ZeRO-1": (zero(1), ()),
+            "ZeRO-2 offload": (zero(2, **OFFLOAD), ()),
+            "ZeRO-3": (zero(3), ()),
+            "ZeRO-3 recompute": (zero(3), FULL),
+            "ZeRO-3 offload": (
+                zero(3, offload_param={"device": "cpu"}, **OFFLOAD),
+                ("run.micro_batch_tokens=104",),
+            ),
+            "ZeRO-3 hpZ": (zero(3, zero_hpz_partition_size=2), ()),
+            "ZeRO-3 fair": (zero(3), ("run.portion_tokens=null",)),
+        },
+    ),
+    "TP2": (
+        2,
+        {
+            "ZeRO-0": (zero(0) | TP2, ()),
+            "ZeRO-1 recompute": (zero(1) | TP2, FULL),
+            "ZeRO-3": (zero(3) | TP2, ()),
+        },
+    ),
+    "DP2xTP2": (4, {"ZeRO-1": (zero(1) | TP2, ()), "ZeRO-3 recompute": (zero(3) | TP2, FULL)}),
+}
+CASES = [(world, name) for world, (_, cases) in WORLDS.items() for name in cases]
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config file of the scenario."""
+    return make_scenario(tmp_path_factory.mktemp("deepspeed"))
+
+
+@pytest.fixture(scope="module")
+def oracle(scenario: Path) -> dict[str, OracleResult]:
+    """Each job alone under transformers and PEFT."""
+    return oracle_results(load_scenario(scenario, output_dir=scenario.parent / "unused"))
+
+
+@pytest.fixture(scope="module")
+def run_world(scenario: Path) -> Callable[[str], Path]:
+    """Trains all cases of a world, once; returns the folder of their outputs."""
+    section = json.loads(scenario.read_text())
+
+    def run(world: str) -> Path:
+        root = scenario.parent / world
+        if not root.exists():
+            root.mkdir()
+            size, cases = WORLDS[world]
+            entries = []
+            for name, (deepspeed, overrides) in cases.items():
+                # Beside the scenario: its paths are relative.
+                config = write_config(scenario.parent / f"{world} {name}.json", deepspeed, section)
+                entries.append(
+                    {"config": str(config), "output_dir": str(root / name), "set": overrides}
+                )
+            run_cases(size, entries, root / "cases.json")
+        return root
+
+    return run
+
+
+@pytest.mark.parametrize(("world", "case"), CASES, ids=[f"{w}, {c}" for w, c in CASES])
+def test_losses_and_weights_equal_the_oracle(
+    world: str,
+    case: str,
+    run_world: Callable[[str], Path],
+    oracle: dict[str, OracleResult],
+    scenario: Path,
+) -> None:
+    output_dir = run_world(world) / case
+    for name in NAMES:
+        expected = oracle[name]
+        assert losses(output_dir, name) == pytest.approx(expected.losses, rel=1e-5), name
+        assert len(expected.losses) == NUM_STEPS
+        factors = exported(output_dir, name, scenario.parent / "base")
+        assert factors.keys() == expected.factors.keys()
+        for key, value in expected.factors.items():
+            error = float((factors[key] - value).norm() / value.norm())
+            assert error < 1e-4, f"{name} {key}"

@@ -1,0 +1,31 @@
+"""Trains DeepSpeed configurations one after another in one set of processes.
+
+`deepspeed_worker.py CASES.json` with `[{"config": PATH, "output_dir": DIR, "set": [...]}]`; all
+cases of a call have the same tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+import tlora_megatron.deepspeed
+
+
+def main() -> None:
+    """Runs every case; all processes take part in all of them."""
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        engine = tlora_megatron.deepspeed.initialize(
+            config=case["config"], overrides=case["set"], output_dir=case["output_dir"]
+        )
+        engine.train()
+        engine.base.deepspeed.destroy()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
