@@ -1,0 +1,120 @@
+"""Under DeepSpeed a job together with others equals the job alone, to the bit.
+
+Whatever the ZeRO stage and the dtype, beside jobs that step at another pace, and beside one whose
+updates overflow.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("deepspeed", reason="needs deepspeed")
+
+from tests.helpers.deepspeed_cases import run_cases, write_config, zero
+from tests.helpers.scenario import make_scenario
+from tlora_megatron.training.metrics import read_metrics
+
+BF16 = {"bf16": {"enabled": True}}
+STAGES: dict[str, tuple[dict[str, Any], str]] = {
+    **{f"fp32 ZeRO-{stage}": (zero(stage), "float32") for stage in range(4)},
+    **{f"bf16 ZeRO-{stage}": (zero(stage) | BF16, "bfloat16") for stage in (1, 2, 3)},
+    # The base alone is said to be bf16, as by users who load it so.
+    "bf16 base ZeRO-1": (zero(1), "bfloat16"),
+    "bf16 base ZeRO-3": (zero(3), "bfloat16"),
+}
+HEALTHY = ("attention", "everything", "outputs")
+ILL = "mlp"
+NUM_STEPS = 5
+PORTION = 48
+CHANGES: dict[str, dict[str, Any]] = {
+    "attention": {"batch_size": 2},
+    "everything": {"batch_size": 6},
+    "outputs": {"batch_size": 4},
+    # Its warm-up makes the rates of the first updates 0, 5e29, 1e30.
+    ILL: {"optimizer": {"lr": 1e30}, "schedule": {"name": "constant", "warmup_steps": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Runs everything, once; returns the folder of a stage's runs."""
+    root = tmp_path_factory.mktemp("deepspeed_isolation")
+    section = json.loads(make_scenario(root).read_text())
+    jobs = {job["name"]: job | {"max_steps": NUM_STEPS} for job in section["jobs"]}
+    for name, change in CHANGES.items():
+        jobs[name] |= change
+        jobs[name]["lora"] |= {"dropout": 0.1}
+    runs = {"together": list(jobs), **{f"{name} alone": [name] for name in HEALTHY}}
+    entries = []
+    for stage, (deepspeed, dtype) in STAGES.items():
+        for run, names in runs.items():
+            tlora = {
+                "base_model": {"path": "base", "dtype": dtype},
+                "run": section["run"] | {"portion_tokens": PORTION},
+                "jobs": [jobs[name] for name in names],
+            }
+            config = write_config(root / f"{stage} {run}.json", deepspeed, tlora)
+            output_dir = root / stage / run
+            entries.append({"config": str(config), "output_dir": str(output_dir), "set": ()})
+
+    def folder(stage: str) -> Path:
+        if not (root / stage).exists():
+            run_cases(2, entries, root / "cases.json", timeout=900)
+        return root / stage
+
+    return folder
+
+
+def records(output_dir: Path, name: str) -> list[dict[str, Any]]:
+    """A job's metrics without the times."""
+    lines = read_metrics(output_dir / "jobs" / name / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key != "time_s"} for line in lines]
+
+
+def tensors(output_dir: Path, name: str) -> dict[str, torch.Tensor]:
+    """Weights and moments of a job's last checkpoint."""
+    folder = output_dir / "jobs" / name / "checkpoints" / f"step_{NUM_STEPS:08d}"
+    return load_file(folder / "adapter.safetensors") | load_file(folder / "optimizer.safetensors")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_together_equals_alone_to_the_bit(stage: str, out: Callable[[str], Path]) -> None:
+    folder = out(stage)
+    for name in HEALTHY:
+        together, alone = (folder / run for run in ("together", f"{name} alone"))
+        assert len([r for r in records(alone, name) if "loss" in r]) == NUM_STEPS
+        assert records(together, name) == records(alone, name), name
+        ours, expected = tensors(together, name), tensors(alone, name)
+        assert ours.keys() == expected.keys()
+        assert any(bool(value.any()) for key, value in expected.items() if "lora_b" in key)
+        for key, value in expected.items():
+            assert torch.equal(ours[key], value), f"{name} {key}"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_scenario_mixes_paces_and_an_overflow(stage: str, out: Callable[[str], Path]) -> None:
+    folder = out(stage)
+    rounds = {
+        name: json.loads((folder / f"{name} alone" / "summary.json").read_text())["run"]["rounds"]
+        for name in HEALTHY
+    }
+    assert rounds["attention"] == NUM_STEPS
+    assert rounds["everything"] >= 2 * NUM_STEPS
+    skipped = [r for r in records(folder / "together", ILL) if r.get("skipped")]
+    assert len(skipped) == NUM_STEPS - 2
+
+
+def test_stages_give_the_same_bits(out: Callable[[str], Path]) -> None:
+    """What is sliced is elementwise. (GEMM libraries round by where gathered weights lie.)"""
+    for name in HEALTHY:
+        expected = tensors(out("fp32 ZeRO-0") / "together", name)
+        for stage in ("fp32 ZeRO-1", "fp32 ZeRO-2"):
+            ours = tensors(out(stage) / "together", name)
+            assert all(torch.equal(ours[key], value) for key, value in expected.items()), stage
