@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 import tlora_megatron
-from tlora_megatron.cli import convert, inspect, plan, profile, train
+from tlora_megatron.cli import convert, inspect, plan, profile, simulate, train
 from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.config import ConfigError
 from tlora_megatron.runtime.launcher import describe_failure
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     version = f"%(prog)s {tlora_megatron.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (train, inspect, convert, plan, profile):
+    for module in (train, inspect, convert, plan, profile, simulate):
         module.add_parser(commands)
     return parser
 

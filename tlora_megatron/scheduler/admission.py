@@ -12,8 +12,8 @@ from tlora_megatron.scheduler.queue import WaitingQueue
 
 
 def overdue(now_s: float, jobs: WaitingQueue, cluster: ClusterState, rules: Rules) -> list[Waiting]:
-    """Jobs past the shared patience, oldest first, whatever their priority."""
-    return jobs.overdue(now_s - rules.patience_s, rules.lookahead, cluster.may_run)
+    """Jobs past their due time, longest first, whatever their priority."""
+    return jobs.overdue(now_s, rules.lookahead, cluster.may_run)
 
 
 def in_turn(late: Sequence[Waiting], others: Sequence[Waiting]) -> list[Waiting]:
@@ -35,9 +35,9 @@ def start_alone(
 ) -> list[Waiting]:
     """Starts jobs alone on free GPUs, in order; returns those that still wait.
 
-    A job that does not fit is passed over by the next ones, unless it is overdue: then the GPUs
-    stay free until there are enough. So no job submitted more than the patience after another
-    starts on free GPUs before it.
+    A job that does not fit is passed over by the next ones. If it is due, the nodes that can take
+    it first are kept for it: nobody starts there, and groups there take nobody in. So a job that is
+    due the longest starts no later than what then runs on those nodes ends.
 
     Args:
         draft: is drawn on.
@@ -49,7 +49,7 @@ def start_alone(
     refused: set[tuple[int, int]] = set()
     for place, waiting in enumerate(order):
         key = (waiting.job.kind, waiting.job.num_gpus)
-        if not draft.free.num or key in refused:
+        if key in refused or not (draft.free.num or place < num_late):
             left.append(waiting)
             continue
         proposal = choose(draft, waiting)
@@ -58,7 +58,7 @@ def start_alone(
             continue
         left.append(waiting)
         if draft.within_quota(waiting):
-            if place < num_late:
-                return left + list(order[place + 1 :])
             refused.add(key)
+            if place < num_late:
+                draft.reserve(num_gpus=waiting.job.num_gpus)
     return left

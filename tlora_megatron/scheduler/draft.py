@@ -9,6 +9,7 @@ from tlora_megatron.scheduler.formation import Parts, ends_in_bounds, formed, sp
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.jobs import Group, Job, Waiting
 from tlora_megatron.scheduler.policy import Decision, Rules
+from tlora_megatron.scheduler.reservation import soonest_nodes
 
 _MOST_OF_FULL = 1.05
 """Full speed is a reference load's; a group may be a little faster."""
@@ -40,6 +41,7 @@ class Draft:
         self._dissolved: set[int] = set()
         self._new = 0
         self._asked: dict[str, int] = {}
+        self._reserved: set[int] = set()
 
     def within_quota(self, waiting: Waiting) -> bool:
         """Whether the job's tenant may run it beside what is drafted."""
@@ -49,6 +51,24 @@ class Draft:
             return True
         held = self._cluster.tenant_gpus.get(job.tenant, 0) + self._asked.get(job.tenant, 0)
         return held + job.num_gpus <= quota
+
+    def reserve(self, num_gpus: int) -> None:
+        """Keeps the nodes on which `num_gpus` become free first from all that is drafted next.
+
+        At most a quarter of the nodes is kept, or one job's.
+        """
+        most = max(1, self.shape.num_nodes // 4)
+        nodes = soonest_nodes(num_gpus, self.shape, self.free, self.groups.values(), self._reserved)
+        if self._reserved and len(self._reserved) + len(nodes) > most:
+            return
+        self._reserved.update(nodes)
+        for node in nodes:
+            self.free.take(self.free.in_node(node))
+
+    def is_reserved(self, group: Group) -> bool:
+        """Whether a group is on a kept node, where it must end as soon as it can."""
+        size = self.shape.gpus_per_node
+        return bool(self._reserved) and any(gpu // size in self._reserved for gpu in group.gpus)
 
     def parts_of(self, group: Group) -> Parts:
         """Where a drafted or running group's members come from."""
@@ -93,6 +113,8 @@ class Draft:
     def with_newcomer(self, host: Group, waiting: Waiting) -> Proposal | None:
         """A group with one more member on its GPUs; None as in `propose`, or beyond a quota."""
         if host.base != waiting.job.base or not self.within_quota(waiting):
+            return None
+        if self.is_reserved(host):
             return None
         parts = self.parts_of(host) + Parts(joining=(waiting,))
         return self.propose(parts, host.gpus, host)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from tlora_megatron.scheduler.group_throughput import Kinds
@@ -31,6 +32,8 @@ class Job:
     """Higher goes first."""
     tenant: str = ""
     """Whose quota it counts against."""
+    due_s: float = math.inf
+    """From then on it goes before all others, and free GPUs are kept for it: nobody starves."""
     state_bytes: float = 0.0
     """Adapter, gradients and optimizer, what a move carries."""
     tokens: float = field(init=False, repr=False)

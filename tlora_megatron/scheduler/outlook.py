@@ -2,47 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Sequence
 
 from tlora_megatron.scheduler.draft import Draft
 from tlora_megatron.scheduler.jobs import Group, Waiting
 
 
 class Outlook:
-    """When waiting jobs would start on GPUs of their own, and what GPU time is worth to them."""
+    """When waiting jobs would start on GPUs of their own, and what GPU time is worth to others."""
 
-    def __init__(self, draft: Draft, order: Iterable[Waiting], num_waiting: int) -> None:
-        """`order`: the waiting jobs in the order in which they would start."""
+    def __init__(self, draft: Draft, order: Sequence[Waiting], num_waiting: int) -> None:
+        """`order`: the first of `num_waiting` jobs in the order in which they would start."""
         self._now_s = draft.now_s
         self._num_gpus = draft.shape.num_gpus
-        self._num_others = num_waiting - 1
-        ends = sorted((group.last_end_s, len(group.gpus)) for group in draft.groups.values())
-        self._ends = [(draft.now_s, draft.free.num), *ends]
-        self._ahead: dict[int, int] = {}
-        demand = 0
-        for waiting in order:
-            demand += waiting.job.num_gpus
-            self._ahead[waiting.job.index] = demand
-
-    def start_s(self, waiting: Waiting) -> float:
-        """When the GPUs of the jobs ahead of it and its own have become free, one after another."""
-        demand = self._ahead[waiting.job.index]
-        end = self._now_s
-        for end, num_gpus in self._ends:
-            demand -= num_gpus
-            if demand <= 0:
-                return end
-        return end + demand * waiting.isolated_left_s / self._num_gpus
+        self._behind = {w.job.index: num_waiting - 1 - i for i, w in enumerate(order)}
+        self._starts_s = _list_schedule(draft, order)
 
     def gain_s(self, waiting: Waiting, host: Group, merged: Group) -> float:
         """Seconds by which all jobs together end earlier with the merge than without it.
 
         The newcomer, against waiting for GPUs of its own; the host's members, slowed as long as it
-        is there; and the others in the queue, who get the GPU seconds it does not take.
+        is there; and those behind it in the queue, who get the GPU time it does not take: a GPU
+        second brings each of them forward by a second over the cluster's GPUs.
         """
-        newcomer = next(m for m in merged.members if m.job.index == waiting.job.index)
+        index = waiting.job.index
+        newcomer = next(m for m in merged.members if m.job.index == index)
         end = merged.end_s(newcomer)
-        own_end = self.start_s(waiting) + waiting.isolated_left_s
+        own_end = self._starts_s[index] + waiting.isolated_left_s
         delay, last_end = 0.0, end
         pause = merged.ready_s - max(self._now_s, host.ready_s)
         speeds = {m.job.index: m.tokens_per_s for m in merged.members}
@@ -55,4 +42,23 @@ class Outlook:
             last_end = max(last_end, host.end_s(member) + late)
         longer = max(0.0, last_end - host.last_end_s) * len(host.gpus)
         saved = waiting.job.num_gpus * waiting.isolated_left_s - longer
-        return own_end - end - delay + self._num_others * saved / self._num_gpus
+        return own_end - end - delay + self._behind[index] * saved / self._num_gpus
+
+
+def _list_schedule(draft: Draft, order: Sequence[Waiting]) -> dict[int, float]:
+    """When each job starts if all run alone in this order as GPUs become free; by index.
+
+    Where the GPUs are does not count.
+    """
+    releases = [(group.last_end_s, len(group.gpus)) for group in draft.groups.values()]
+    heapq.heapify(releases)
+    starts, now_s, free = {}, draft.now_s, draft.free.num
+    for waiting in order:
+        needed = waiting.job.num_gpus
+        while free < needed and releases:
+            end_s, num = heapq.heappop(releases)
+            now_s, free = max(now_s, end_s), free + num
+        starts[waiting.job.index] = now_s
+        free -= needed
+        heapq.heappush(releases, (now_s + waiting.isolated_left_s, needed))
+    return starts

@@ -64,8 +64,6 @@ class RegroupCost:
 class Rules:
     """What all policies share."""
 
-    patience_s: float = 86400.0
-    """A job that has waited so long goes before all others, and free GPUs are kept for it."""
     lookahead: int = 256
     """Waiting jobs that a decision looks at, from the front of the queue."""
     max_group_size: int = 16

@@ -22,8 +22,8 @@ def _by_size(waiting: Waiting) -> _Key:
     return (-waiting.job.priority, waiting.isolated_left_s, waiting.job.index)
 
 
-def _by_age(waiting: Waiting) -> _Key:
-    return (waiting.job.submit_s, 0.0, waiting.job.index)
+def _by_due(waiting: Waiting) -> _Key:
+    return (waiting.job.due_s, waiting.job.submit_s, waiting.job.index)
 
 
 class WaitingQueue:
@@ -31,7 +31,7 @@ class WaitingQueue:
 
     def __init__(self, waiting: Iterable[Waiting] = ()) -> None:
         self._entries: dict[int, Waiting] = {}
-        self._orders: dict[str, list[_Key]] = {"arrival": [], "size": [], "age": []}
+        self._orders: dict[str, list[_Key]] = {"arrival": [], "size": [], "due": []}
         self.arrived: set[int] = set()
         """Indices of the jobs that no decision has seen yet."""
         for entry in waiting:
@@ -74,13 +74,12 @@ class WaitingQueue:
         """The first `limit` that may run, by priority, then time that the rest takes alone."""
         return self._first("size", limit, may_run)
 
-    def overdue(self, before_s: float, limit: int, may_run: MayRun = None) -> list[Waiting]:
-        """Of those submitted at `before_s` or earlier the first `limit`, oldest first."""
-        order = self._orders["age"]
-        if not order or order[0][0] > before_s:
+    def overdue(self, now_s: float, limit: int, may_run: MayRun = None) -> list[Waiting]:
+        """The first `limit` that may run of those due at `now_s`, longest due first."""
+        order = self._orders["due"]
+        if not order or order[0][0] > now_s:
             return []
-        first = self._first("age", limit, may_run)
-        return [entry for entry in first if entry.job.submit_s <= before_s]
+        return [e for e in self._first("due", limit, may_run) if e.job.due_s <= now_s]
 
     def new(self) -> list[Waiting]:
         """The jobs that no decision has seen yet, in order of submission."""
@@ -93,4 +92,4 @@ class WaitingQueue:
         return list(islice(filter(may_run, (entries[key[2]] for key in keys)), limit))
 
 
-_KEYS = {"arrival": _by_arrival, "size": _by_size, "age": _by_age}
+_KEYS = {"arrival": _by_arrival, "size": _by_size, "due": _by_due}

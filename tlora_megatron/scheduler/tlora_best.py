@@ -8,7 +8,10 @@ start on fewer GPUs than it asks for, and groups get them back when nothing wait
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from tlora_megatron.scheduler.admission import in_turn, overdue, start_alone
 from tlora_megatron.scheduler.cluster import ClusterState
@@ -41,7 +44,7 @@ class NetBenefit:
         if len(jobs):
             late = overdue(now_s, jobs, cluster, rules)
             order = in_turn(late, jobs.by_size(rules.lookahead, cluster.may_run))
-            sizes = _Sizes(self.speeds, order, len(jobs), cluster)
+            sizes = _Sizes(self.speeds, order, cluster)
             left = start_alone(draft, order, len(late), sizes.choose)
             if rules.use_residual:
                 self._merge(draft, left, Hosts(draft, jobs, cluster), len(jobs))
@@ -51,9 +54,12 @@ class NetBenefit:
         return draft.decisions()
 
     def _merge(self, draft: Draft, left: list[Waiting], hosts: Hosts, num_waiting: int) -> None:
-        outlook = Outlook(draft, left, num_waiting)
         refused: set[tuple[int, int, bool]] = set()
-        for waiting in hosts.candidates(left):
+        candidates = hosts.candidates(left)
+        if not candidates:
+            return
+        outlook = Outlook(draft, left, num_waiting)
+        for waiting in candidates:
             key = (waiting.job.kind, waiting.job.num_gpus, hosts.is_new(waiting))
             if key in refused:
                 continue
@@ -84,33 +90,40 @@ class NetBenefit:
 class _Sizes:
     """On how many GPUs a job starts: fewer than it asks for where others wait for the rest."""
 
-    def __init__(
-        self, speeds: Speeds, order: list[Waiting], num_waiting: int, cluster: ClusterState
-    ) -> None:
+    def __init__(self, speeds: Speeds, order: Sequence[Waiting], cluster: ClusterState) -> None:
         self._speeds = speeds
-        self._crowded = sum(w.job.num_gpus for w in order) > cluster.free.num
-        self._weight = (num_waiting - 1) / cluster.shape.num_gpus
+        self._num_gpus = cluster.shape.num_gpus
+        asked = [waiting.job.num_gpus for waiting in order]
+        self._demand = [0, *accumulate(asked)]
+        self._place = {waiting.job.index: place for place, waiting in enumerate(order)}
 
     def choose(self, draft: Draft, waiting: Waiting) -> Proposal | None:
         """The best size that free GPUs and the job's bound allow."""
         asked = waiting.job.num_gpus
-        sizes = _halvings(asked) if self._crowded else (asked,)
-        for size in sorted(sizes, key=lambda size: self._cost_s(waiting, size)):
+        others = self._held_up(draft, waiting)
+        sizes = _halvings(asked) if others else (asked,)
+        for size in sorted(sizes, key=lambda size: self._cost_s(waiting, size, others)):
             proposal = draft.alone(waiting, size)
             if proposal is not None:
                 return proposal
         return None
 
-    def _cost_s(self, waiting: Waiting, num_gpus: int) -> tuple[float, int]:
-        """Its own time, and what its GPU seconds cost all others; fewer GPUs where that is equal.
+    def _held_up(self, draft: Draft, waiting: Waiting) -> int:
+        """Jobs behind it that would not start now beside it."""
+        place = self._place[waiting.job.index]
+        room = self._demand[place] + draft.free.num
+        return len(self._demand) - max(place + 2, bisect_right(self._demand, room))
 
-        Each GPU second brings every other waiting job back by a second over the cluster's GPUs.
+    def _cost_s(self, waiting: Waiting, num_gpus: int, others: int) -> tuple[float, int]:
+        """Its own time, and what its GPU time costs the others; fewer GPUs where that is equal.
+
+        Each GPU second puts every job that is held up off by a second over the cluster's GPUs.
         """
         rates = self._speeds.rates((waiting.job.kind,), num_gpus)
         if rates is None:
             return (float("inf"), num_gpus)
         time_s = waiting.tokens_left / rates.total
-        return (time_s * (1 + self._weight * num_gpus), num_gpus)
+        return (time_s * (1 + others * num_gpus / self._num_gpus), num_gpus)
 
 
 def _halvings(num: int) -> tuple[int, ...]:

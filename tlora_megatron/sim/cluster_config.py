@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tlora_megatron.config_reader import ConfigError, read_spec
+from tlora_megatron.config_reader import ConfigError, must, read_spec
 from tlora_megatron.config_source import read_document
 from tlora_megatron.job import rule
-from tlora_megatron.planner.hardware import HardwareProfile, find_profile
+from tlora_megatron.planner.hardware import HardwareProfile, Link, find_profile
 from tlora_megatron.scheduler.cluster import ClusterShape
 
 
@@ -39,6 +39,7 @@ class ClusterSpec:
     gpus_per_node: int = rule("GPUs of a node", ge=1)
     nodes_per_rack: int = rule("nodes of a rack", ge=1)
     profile: str = rule("hardware profile, by name in this file's folder or by path", nonempty=True)
+    inter_node: Link = rule("network between nodes, one GPU's share; takes the profile's place")
     regroup: RegroupSpec = rule("cost of changes to groups")
     quotas: tuple[QuotaSpec, ...] = rule("limits of tenants", default=())
 
@@ -63,4 +64,11 @@ def load_cluster(path: str | Path) -> tuple[ClusterSpec, HardwareProfile]:
         spec = read_spec(ClusterSpec, read_document(path), "cluster")
     except ConfigError as error:
         raise ConfigError(f"{error} in {path}") from None
-    return spec, find_profile(spec.profile, path.parent)
+    profile = find_profile(spec.profile, path.parent)
+    if spec.gpus_per_node > profile.gpus_per_node:
+        raise must(
+            "cluster.gpus_per_node",
+            f"be at most {profile.gpus_per_node}, what {profile.name} connects",
+            spec.gpus_per_node,
+        )
+    return spec, replace(profile, inter_node=spec.inter_node, gpus_per_node=spec.gpus_per_node)

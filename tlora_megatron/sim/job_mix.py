@@ -84,14 +84,13 @@ class Attributes:
     load: JobLoad
 
 
-_FOLDER = "mixes"
+_FOLDER = "tlora_megatron.sim.mixes"
 _Option = TypeVar("_Option", BaseShare, IntShare, DropoutShare, TargetsShare, LengthsShare)
 
 
 def shipped_mixes() -> tuple[str, ...]:
     """Names of the mixes that come with the package."""
-    folder = files(__package__).joinpath(_FOLDER)
-    names = (Path(entry.name) for entry in folder.iterdir())
+    names = (Path(entry.name) for entry in files(_FOLDER).iterdir())
     return tuple(sorted(name.stem for name in names if name.suffix == ".yaml"))
 
 
@@ -106,7 +105,7 @@ def load_mix(name: str) -> tuple[JobMix, dict[str, ModelSpec]]:
     if path.suffix not in (".yaml", ".yml", ".json"):
         if name not in shipped_mixes():
             raise must("--mix", f"be a file or one of {', '.join(shipped_mixes())}", name)
-        path = Path(str(files(__package__).joinpath(_FOLDER, f"{name}.yaml")))
+        path = Path(str(files(_FOLDER).joinpath(f"{name}.yaml")))
     try:
         mix = read_spec(JobMix, read_document(path), "mix")
     except ConfigError as error:

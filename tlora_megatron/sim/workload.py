@@ -19,11 +19,22 @@ _ANY_DROPOUT = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """How long a job waits until it goes before all others: `base_s + factor * time alone`."""
+
+    base_s: float = 86400.0
+    factor: float = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """The jobs of a run, in order of submission, with what became of each in the trace."""
 
     jobs: list[Job]
     rows: tuple[TraceRow, ...]
+
+
+_PATIENCE = Patience()
 
 
 def make_workload(
@@ -33,6 +44,7 @@ def make_workload(
     speeds: Speeds,
     seed: int,
     max_slowdown: float | None = None,
+    patience: Patience = _PATIENCE,
 ) -> Workload:
     """Jobs whose work is what they would train alone in the time the trace recorded.
 
@@ -67,6 +79,7 @@ def make_workload(
                 max_slowdown=bound,
                 priority=row.priority,
                 tenant=row.tenant,
+                due_s=row.submit_s + patience.base_s + patience.factor * row.duration_s,
                 state_bytes=_state_bytes(specs[drawn.base], drawn.load),
             )
         )

@@ -1,0 +1,190 @@
+"""`tlora simulate`: replays a cluster trace under several scheduling policies."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from tlora_megatron.cli.console import open_console
+from tlora_megatron.config_reader import read_spec
+from tlora_megatron.scheduler.registry import POLICIES
+from tlora_megatron.sim.cluster_config import load_cluster
+from tlora_megatron.sim.faults import FaultRates
+from tlora_megatron.sim.job_mix import load_mix, shipped_mixes
+from tlora_megatron.sim.report import COLUMNS, cells_of, write_report
+from tlora_megatron.sim.results import as_document, job_rows, summary_rows, write_csv
+from tlora_megatron.sim.study import Options, PolicyRun, Study, check_policies
+from tlora_megatron.sim.trace import read_trace
+from tlora_megatron.sim.trace_shape import TraceShape
+
+_EPILOG = """\
+examples:
+  tlora simulate --trace philly.csv.gz --policy isolated,tlora,tlora_best \\
+      --cluster configs/hardware/cluster-128xA100.yaml --sample 0.05 --html report.html
+  tlora simulate --trace trace_kalos.csv --policy isolated,tlora --gpu-divisor 8 --load 2 \\
+      --cluster configs/hardware/cluster-128xH100.yaml --json
+
+The first policy is what the others are compared with.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the subcommand to argparse's `commands`."""
+    parser = commands.add_parser(
+        "simulate",
+        help="replay a cluster trace under scheduling policies",
+        description=__doc__.split(": ", 1)[1],
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    policies = ",".join(POLICIES)
+    parser.add_argument("--trace", required=True, metavar="FILE", help="CSV (.gz) or Philly's JSON")
+    parser.add_argument("--policy", default=policies, metavar="A,B", help=f"some of {policies}")
+    parser.add_argument("--cluster", required=True, metavar="FILE", help="description, YAML")
+    mixes = ", ".join(shipped_mixes())
+    parser.add_argument("--mix", default="paper", help=f"LoRA attributes: {mixes} or a file")
+    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
+    _add_trace_arguments(parser)
+    _add_fault_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--csv", metavar="FILE", help="write a row a policy")
+    parser.add_argument("--jobs-csv", metavar="FILE", help="write a row a policy and job")
+    parser.add_argument("--html", metavar="FILE", help="write a report with pictures")
+    parser.set_defaults(command=run)
+
+
+_FAULTS = ("job_failures", "cancellations", "node_mtbf_hours", "node_repair_hours")
+
+
+def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    default = TraceShape()
+    group = parser.add_argument_group("the trace on this cluster")
+    add = group.add_argument
+    add("--load", type=float, default=default.load, help="arrivals come so many times as fast")
+    add("--sample", type=float, default=default.sample, help="share of the jobs that is kept")
+    add("--gpu-divisor", type=float, default=default.gpu_divisor, help="divides jobs' GPUs")
+    add("--oversize", choices=("skip", "clamp"), default=default.oversize, help="larger jobs")
+    add("--jobs", type=int, metavar="N", help="only the first N jobs")
+    add("--max-slowdown", type=float, help="every job's bound, in place of the mix's")
+
+
+def _add_fault_arguments(parser: argparse.ArgumentParser) -> None:
+    default = FaultRates()
+    group = parser.add_argument_group("what goes wrong")
+    add = group.add_argument
+    add("--job-failures", type=float, default=default.job_failures, help="share of jobs")
+    add("--cancellations", type=float, default=default.cancellations, help="share of jobs")
+    add("--node-mtbf-hours", type=float, default=default.node_mtbf_hours, help="0 = none")
+    add("--node-repair-hours", type=float, default=default.node_repair_hours)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulates, shows and writes what was asked for."""
+    policies = [name for name in args.policy.split(",") if name]
+    check_policies(policies)
+    for path in filter(None, (args.csv, args.jobs_csv, args.html)):
+        _check_writable(Path(path))
+    cluster, profile = load_cluster(args.cluster)
+    mix, specs = load_mix(args.mix)
+    study = Study(
+        trace=read_trace(args.trace),
+        cluster=cluster,
+        profile=profile,
+        mix=mix,
+        specs=specs,
+        options=_options(args),
+    )
+    runs = _run_all(study, policies)
+    if args.json:
+        print(json.dumps(as_document(study, runs), indent=2))
+    else:
+        _print_table(open_console(), study, runs)
+    _write_files(args, study, runs)
+    return 0
+
+
+def _check_writable(path: Path) -> None:
+    """Said before the run, not after it."""
+    if not path.parent.is_dir():
+        raise ValueError(f"folder of {path} must exist, got {path.parent}")
+
+
+def _options(args: argparse.Namespace) -> Options:
+    if args.max_slowdown is not None and not args.max_slowdown >= 1:
+        raise ValueError(f"--max-slowdown must be at least 1, got {args.max_slowdown}")
+    return Options(
+        shape=TraceShape(
+            sample=args.sample,
+            gpu_divisor=args.gpu_divisor,
+            oversize=args.oversize,
+            most_jobs=args.jobs,
+            load=args.load,
+        ),
+        seed=args.seed,
+        max_slowdown=args.max_slowdown,
+        faults=read_spec(FaultRates, {name: getattr(args, name) for name in _FAULTS}, "faults"),
+    )
+
+
+def _run_all(study: Study, policies: list[str]) -> list[PolicyRun]:
+    """Every policy in turn, with bars on a terminal."""
+    console = open_console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    runs = []
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        for policy in policies:
+            task = progress.add_task(policy, total=1.0)
+            runs.append(study.run(policy, partial(_advance, progress, task)))
+            progress.update(task, completed=1.0)
+    return runs
+
+
+def _advance(progress: Progress, task: TaskID, done: float) -> None:
+    progress.update(task, completed=done)
+
+
+def _print_table(console: Console, study: Study, runs: list[PolicyRun]) -> None:
+    options = study.options
+    console.print(
+        f"{study.trace.name} on {study.cluster.name}: {len(study.workload.jobs):,} jobs, "
+        f"load {options.shape.load:g}x ({study.offered_load:.2f} of the GPUs' time asked for), "
+        f"mix {study.mix.name}, seed {options.seed}"
+    )
+    for reason, count in study.trace.dropped.items():
+        console.print(f"left out: {count:,} jobs, {reason}", style="dim")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("policy")
+    for name in (*COLUMNS, "run in"):
+        table.add_column(name, justify="right")
+    for entry in runs:
+        table.add_row(entry.policy, *cells_of(entry, runs[0]), f"{entry.wall_s:.1f} s")
+    console.print(table, soft_wrap=False)
+
+
+def _write_files(args: argparse.Namespace, study: Study, runs: list[PolicyRun]) -> None:
+    if args.csv:
+        write_csv(args.csv, summary_rows(study, runs))
+    if args.jobs_csv:
+        write_csv(args.jobs_csv, job_rows(runs))
+    if args.html:
+        write_report(args.html, study, runs)

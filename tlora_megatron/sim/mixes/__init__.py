@@ -1,0 +1,1 @@
+"""Job mixes that come with the package."""

@@ -1,0 +1,93 @@
+"""A study's results as JSON and CSV."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from tlora_megatron.sim.metrics import Summary
+from tlora_megatron.sim.study import PolicyRun, Study
+
+_JSON_KEYS = (
+    "mean_jct_s",
+    "p50_jct_s",
+    "p95_jct_s",
+    "p99_jct_s",
+    "makespan_s",
+    "throughput_tokens_per_s",
+    "gpu_utilisation",
+    "max_slowdown",
+    "jobs_finished",
+)
+_JOB_COLUMNS = (
+    *("policy", "job", "tenant", "num_gpus", "submit_s", "start_s", "end_s", "status"),
+    *("isolated_s", "jct_s", "slowdown", "max_slowdown"),
+)
+
+
+def as_document(study: Study, runs: Sequence[PolicyRun]) -> dict[str, Any]:
+    """What `tlora simulate --json` prints."""
+    return {
+        "trace": study.trace.name,
+        "cluster": study.cluster.name,
+        "load": study.options.shape.load,
+        "seed": study.options.seed,
+        "policies": {
+            run.policy: {key: getattr(run.summary, key) for key in _JSON_KEYS}
+            | {"wall_s": run.wall_s}
+            for run in runs
+        },
+    }
+
+
+def summary_rows(study: Study, runs: Sequence[PolicyRun]) -> list[dict[str, Any]]:
+    """One row a policy, every number of its summary; nothing that differs between equal runs."""
+    about = {
+        "trace": study.trace.name,
+        "cluster": study.cluster.name,
+        "profile": study.profile.name,
+        "mix": study.mix.name,
+        "jobs": len(study.workload.jobs),
+        "load": study.options.shape.load,
+        "offered_load": round(study.offered_load, 4),
+        "seed": study.options.seed,
+    }
+    return [about | {"policy": run.policy} | _rounded(run.summary) for run in runs]
+
+
+def _rounded(summary: Summary) -> dict[str, Any]:
+    return {
+        field.name: round(value, 6) if isinstance(value, float) else value
+        for field in fields(summary)
+        for value in (getattr(summary, field.name),)
+    }
+
+
+def write_csv(path: str | Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes rows of equal keys."""
+    with Path(path).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def job_rows(runs: Sequence[PolicyRun]) -> list[dict[str, Any]]:
+    """One row a policy and job, in the order in which jobs ended."""
+    rows = []
+    for run in runs:
+        for record in run.ledger.records:
+            job = record.job
+            values = (
+                *(run.policy, job.name, job.tenant, job.num_gpus, job.submit_s, record.start_s),
+                *(record.end_s, record.status, job.isolated_s, record.jct_s, record.slowdown),
+                job.max_slowdown,
+            )
+            rows.append(dict(zip(_JOB_COLUMNS, map(_plain, values), strict=True)))
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    return round(value, 6) if isinstance(value, float) else value

@@ -1,0 +1,172 @@
+"""One trace, one cluster, several policies: the same jobs and the same faults for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.planner.group import GroupModel
+from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.scheduler.group_throughput import Speeds
+from tlora_megatron.scheduler.policy import RegroupCost, Rules
+from tlora_megatron.scheduler.registry import make_policy
+from tlora_megatron.sim.cluster_config import ClusterSpec
+from tlora_megatron.sim.faults import FaultRates, Faults, draw_faults
+from tlora_megatron.sim.job_mix import JobMix
+from tlora_megatron.sim.ledger import Ledger
+from tlora_megatron.sim.metrics import GpuCount, Summary, summarise
+from tlora_megatron.sim.simulator import Simulator
+from tlora_megatron.sim.trace import Trace
+from tlora_megatron.sim.trace_shape import TraceShape, shaped
+from tlora_megatron.sim.workload import (
+    Patience,
+    Workload,
+    flops_per_token,
+    make_workload,
+    weights_bytes,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What a study varies."""
+
+    shape: TraceShape = field(default_factory=TraceShape)
+    seed: int = 0
+    max_slowdown: float | None = None
+    """Every job's bound; None = the mix's."""
+    patience: Patience = field(default_factory=Patience)
+    faults: FaultRates = field(default_factory=FaultRates)
+    use_residual: bool = True
+    keep_bounds: bool = True
+    free_moves: bool = False
+    """Changes to groups cost nothing."""
+    lookahead: int = Rules().lookahead
+    max_group_size: int = Rules().max_group_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyRun:
+    """One policy's books and numbers."""
+
+    policy: str
+    summary: Summary
+    ledger: Ledger = field(repr=False)
+    num_decisions: int
+    longest_decide_s: float
+    mean_decide_s: float
+    wall_s: float
+
+
+class Study:
+    """Prepared once: trace cut, jobs drawn, faults drawn. `run` replays it under a policy."""
+
+    def __init__(
+        self,
+        *,
+        trace: Trace,
+        cluster: ClusterSpec,
+        profile: HardwareProfile,
+        mix: JobMix,
+        specs: dict[str, ModelSpec],
+        options: Options,
+    ) -> None:
+        """Prepares.
+
+        Raises:
+            ValueError: if no job is left, or one fits no memory.
+        """
+        self.cluster = cluster
+        self.options = options
+        self.mix = mix
+        self.profile = profile
+        shape = cluster.shape
+        self.trace = shaped(trace, options.shape, shape.num_gpus, options.seed)
+        self.speeds = Speeds({name: GroupModel(spec, profile) for name, spec in specs.items()})
+        self.workload: Workload = make_workload(
+            self.trace,
+            mix,
+            specs,
+            self.speeds,
+            options.seed,
+            options.max_slowdown,
+            options.patience,
+        )
+        self._faults: Faults = draw_faults(
+            options.faults, self.workload.jobs, shape.num_nodes, options.seed
+        )
+        self._flops = {name: flops_per_token(spec) for name, spec in specs.items()}
+        self._cost = _regroup_cost(cluster, specs, free=options.free_moves)
+
+    @property
+    def offered_load(self) -> float:
+        """GPU time the jobs ask for alone, over the cluster's from first to last submission."""
+        jobs = self.workload.jobs
+        span = jobs[-1].submit_s - jobs[0].submit_s
+        asked = sum(job.num_gpus * job.isolated_s for job in jobs)
+        return asked / (span * self.cluster.shape.num_gpus) if span else float("inf")
+
+    def run(self, policy: str, on_progress: Callable[[float], None] | None = None) -> PolicyRun:
+        """Replays the trace under a policy.
+
+        Raises:
+            ValueError: if there is no such policy.
+            InvariantError: if the books do not balance.
+        """
+        options = self.options
+        rules = Rules(
+            lookahead=options.lookahead,
+            max_group_size=options.max_group_size,
+            keep_bounds=options.keep_bounds,
+            use_residual=options.use_residual,
+            cost=self._cost,
+        )
+        outcome = Simulator(
+            jobs=self.workload.jobs,
+            shape=self.cluster.shape,
+            policy=make_policy(policy, self.speeds, rules),
+            speeds=self.speeds,
+            cost=self._cost,
+            faults=self._faults,
+            quotas={quota.tenant: quota.gpus for quota in self.cluster.quotas},
+            on_progress=on_progress,
+        ).run()
+        ledger = outcome.ledger
+        best_rate = max(point.forward_flops_per_s for point in self.profile.gemms)
+        gpus = GpuCount(num_gpus=self.cluster.shape.num_gpus, flops_per_s=best_rate)
+        return PolicyRun(
+            policy=policy,
+            summary=summarise(ledger.records, ledger.segments, self._flops, gpus),
+            ledger=ledger,
+            num_decisions=outcome.num_decisions,
+            longest_decide_s=outcome.longest_decide_s,
+            mean_decide_s=outcome.decide_s / max(1, outcome.num_decisions),
+            wall_s=outcome.wall_s,
+        )
+
+
+def check_policies(names: Sequence[str]) -> None:
+    """Refuses names that no policy has, before anything is computed.
+
+    Raises:
+        ValueError: naming the policies there are.
+    """
+    for name in names:
+        make_policy(name, Speeds({}), Rules())
+
+
+def _regroup_cost(cluster: ClusterSpec, specs: dict[str, ModelSpec], *, free: bool) -> RegroupCost:
+    if free:
+        infinite = float("inf")
+        return RegroupCost(
+            admit_s=0.0, replan_s=0.0, state_bytes_per_s=infinite, weights_bytes_per_s=infinite
+        )
+    spec = cluster.regroup
+    return RegroupCost(
+        admit_s=spec.admit_s,
+        replan_s=spec.replan_s,
+        state_bytes_per_s=spec.state_bytes_per_s,
+        weights_bytes_per_s=spec.weights_bytes_per_s,
+        weights_bytes={name: weights_bytes(spec) for name, spec in specs.items()},
+    )
