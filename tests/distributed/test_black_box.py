@@ -43,3 +43,23 @@ def test_models_in_two_processes(reference: Path) -> None:
     variants = [f"rope=scaled,linears=te,{layout}" for layout in layouts]
     around = "rope=scaled,linears=around,tp=2,sp=1"
     assert "all equal" in torchrun(MODELS, 2, reference, *variants, around, timeout=400)
+
+
+def test_the_gpu_script_runs_with_the_stand_in() -> None:
+    """What compares Transformer Engine with the local spec on GPUs, before it costs GPU time."""
+    script = Path(__file__).parents[1] / "helpers" / "te_bench_worker.py"
+    size = ("--hidden", 128, "--tokens", 256)
+    modes = ("--modes", "local", "te", "te-fp8")
+    assert "all modes passed" in torchrun(script, 2, "check", *size, *modes)
+
+
+def test_the_gpu_script_draws_curves(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "helpers" / "te_bench_worker.py"
+    files = ("--csv", tmp_path / "te.csv", "--png", tmp_path / "te.png")
+    size = ("--hidden", 64, "--tokens", 128, "--layers", 1, "--steps", 3)
+    out = python(script, "train", *size, "--modes", "local", "te", *files)
+    assert "all modes passed" in out
+    rows = (tmp_path / "te.csv").read_text().splitlines()
+    assert rows[0].startswith("mode,step,job,loss")
+    assert len(rows) == 1 + 2 * 3 * 3
+    assert (tmp_path / "te.png").is_file()

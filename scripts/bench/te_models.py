@@ -1,0 +1,322 @@
+"""One small GPTModel with adapters, by Megatron's local spec and by its Transformer Engine spec.
+
+A mode is a spec and what of Transformer Engine is on. All modes share weights, adapters, data,
+dropout masks and core attention, so that what differs is rounding.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from tlora_megatron.integrations.megatron.built_model import freeze
+from tlora_megatron.integrations.megatron.discover import discover, record_stages
+from tlora_megatron.integrations.megatron.norm import RMSNorm
+from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
+from tlora_megatron.job import LoraSpec
+from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
+from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.sites import stage_sites
+from tlora_megatron.layers.slab import initial_factor, slab_layout, whole_tensors
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.ops.dropout import mix_ints
+from tlora_megatron.ops.segments import (
+    Document,
+    MicroBatchView,
+    pack_micro_batch,
+    use_micro_batch,
+)
+from tlora_megatron.parallel.groups import ParallelGroups
+
+LORAS = (
+    LoraSpec(rank=16, alpha=16),
+    LoraSpec(rank=8, alpha=16, target_modules=("linear_qkv", "linear_fc1", "linear_fc2")),
+    LoraSpec(rank=4, alpha=8, dropout=0.1, target_modules=("q_proj", "v_proj", "down_proj")),
+)
+
+
+class Mode(NamedTuple):
+    """How the frozen base is computed."""
+
+    te: bool = False
+    black_box: bool = False
+    """Adapters go around Megatron's own linears as they go around Transformer Engine's."""
+    fused_rope: bool = False
+    fp8_recipe: str | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+
+MODES = {
+    "fp32": Mode(dtype=torch.float32),
+    "local": Mode(),
+    "local-black-box": Mode(black_box=True),
+    "te": Mode(te=True),
+    "te-fused-rope": Mode(te=True, fused_rope=True),
+    "te-fp8": Mode(te=True, fused_rope=True, fp8_recipe="tensorwise"),
+    "te-fp8-delayed": Mode(te=True, fused_rope=True, fp8_recipe="delayed"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A model of one mode with its adapters."""
+
+    model: Any
+    groups: ParallelGroups
+    bank: AdapterBank
+    spec: ModelSpec
+
+
+class Batch(NamedTuple):
+    """A micro-batch on the device; all rows of it."""
+
+    view: MicroBatchView
+    tokens: Tensor
+    labels: Tensor
+    weights: Tensor
+    """Of each row's loss; 0 in padding."""
+
+
+def small_spec(num_layers: int, hidden_size: int) -> ModelSpec:
+    """Llama-like, of heads of 128 (16 below a hidden size of 512), two to a key-value head."""
+    head_dim = 128 if hidden_size >= 512 else 16
+    heads = hidden_size // head_dim
+    return ModelSpec(
+        model_type="llama",
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=heads,
+        num_kv_heads=heads // 2,
+        head_dim=head_dim,
+        ffn_size=hidden_size * 11 // 4,
+        vocab_size=1024,
+        max_positions=4096,
+        norm_eps=1e-5,
+        rope_theta=1e4,
+    )
+
+
+def build(mode: Mode, spec: ModelSpec, groups: ParallelGroups, source: Any = None) -> Subject:
+    """Builds, freezes and attaches.
+
+    Args:
+        source: a model whose weights to take; None keeps what Megatron drew.
+    """
+    config = _config(mode, spec, groups)
+    model: Any = GPTModel(
+        config,
+        _block(mode, config),
+        vocab_size=spec.vocab_size,
+        max_sequence_length=spec.max_positions,
+        position_embedding_type="rope",
+        rotary_base=int(spec.rope_theta),
+    ).to(groups.device)
+    _set_weights(model, source)
+    freeze([model])
+    install_packed_attention([model])
+    linears = discover([model], spec, groups)
+    groups = record_stages(groups, linears)
+    bank = AdapterBank([s for s, _ in linears], LORAS, dtype=mode.dtype, device=groups.device)
+    attach(linears, bank, black_box=mode.black_box)
+    return Subject(model=model.train(), groups=groups, bank=bank, spec=spec)
+
+
+def _config(mode: Mode, spec: ModelSpec, groups: ParallelGroups) -> TransformerConfig:
+    fp8: dict[str, Any] = {}
+    if mode.fp8_recipe is not None:
+        fp8 = {"fp8": "hybrid", "fp8_recipe": mode.fp8_recipe}
+    return TransformerConfig(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_heads,
+        num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim,
+        ffn_hidden_size=spec.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=groups.layout.tp_size,
+        sequence_parallel=groups.layout.sequence_parallel,
+        params_dtype=mode.dtype,
+        pipeline_dtype=mode.dtype,
+        bf16=mode.dtype == torch.bfloat16,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=mode.fused_rope,
+        calculate_per_token_loss=True,
+        deallocate_pipeline_outputs=False,
+        **fp8,
+    )
+
+
+def _block(mode: Mode, config: TransformerConfig) -> TransformerBlockSubmodules:
+    if mode.te:
+        layer, norm = te_layer()
+    else:
+        layer, norm = get_gpt_layer_local_spec(normalization="RMSNorm"), RMSNorm
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=norm)
+
+
+def te_layer() -> tuple[Any, Any]:
+    """Megatron's spec of a Transformer Engine layer, and the class of the final norm.
+
+    Raises:
+        ImportError: if Transformer Engine is not installed.
+    """
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    if not getattr(transformer_engine, "HAVE_TE", True):
+        raise ImportError("transformer_engine must be installed for the modes te*")
+    return get_gpt_layer_with_transformer_engine_spec(), transformer_engine.TENorm
+
+
+_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def _set_weights(model: Any, source: Any) -> None:
+    """Takes the weights of `source`, or makes its own norms other than ones."""
+    given = {} if source is None else dict(source.named_parameters())
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            local_name = name
+            for inside, outside in _NORMS.items():
+                local_name = local_name.replace(inside, outside)
+            if given:
+                weight.copy_(given[local_name])
+            elif weight.dim() == 1:
+                noise = torch.randn(weight.shape, generator=_generator(name)) * 0.1
+                weight.copy_((1 + noise).to(weight.dtype))
+
+
+def _generator(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+
+def install_adapters(subject: Subject, *, b_std: float) -> None:
+    """Puts one adapter a LoraSpec into the bank; `b_std=0` gives fresh ones."""
+    adapters = []
+    for slot, lora in enumerate(LORAS):
+
+        def whole(name: str, slot: int = slot, rank: int = lora.rank) -> Tensor:
+            factor = initial_factor(subject.spec, name, rank, slot)
+            if name.endswith("lora_b"):
+                factor = torch.randn(factor.shape, generator=_generator(f"{slot}{name}")) * b_std
+            return factor
+
+        slab = subject.bank.new_slab(lora)
+        slab.load(whole)
+        adapters.append(Adapter(name=f"job{slot}", lora=lora, slab=slab))
+    subject.bank.install(adapters)
+
+
+def make_batch(step: int, num_tokens: int, spec: ModelSpec, device: torch.device) -> Batch:
+    """Documents of every job: a token is followed by what the job's own table says.
+
+    About an eighth of the rows is padding. A job's loss is the mean over its tokens.
+    """
+    draw = torch.Generator().manual_seed(step)
+    shares = ((0, 0.3), (0, 0.07), (1, 0.2), (2, 0.13), (2, 0.18))
+    documents, tokens, labels, weights = [], [], [], []
+    for slot, share in shares:
+        length = int(share * num_tokens)
+        total = sum(int(s * num_tokens) for other, s in shares if other == slot)
+        table = torch.randperm(spec.vocab_size, generator=torch.Generator().manual_seed(slot))
+        row = torch.randint(spec.vocab_size // 8, (length,), generator=draw)
+        documents.append(Document(slot=slot, length=length))
+        tokens.append(row)
+        labels.append(table[row])
+        weights.append(torch.full((length,), 1.0 / total))
+    padding = num_tokens - sum(len(row) for row in tokens)
+    zeros = torch.zeros(padding, dtype=torch.long)
+    view = pack_micro_batch(
+        documents,
+        num_slots=len(LORAS),
+        num_tokens=num_tokens,
+        dropout_keys=[mix_ints(slot, step) for slot in range(len(LORAS))],
+    )
+    return Batch(
+        view,
+        torch.cat([*tokens, zeros]).to(device),
+        torch.cat([*labels, zeros]).to(device),
+        torch.cat([*weights, torch.zeros(padding)]).to(device),
+    )
+
+
+def run(subject: Subject, batches: Sequence[Batch]) -> list[Tensor]:
+    """One forward and backward of all micro-batches; each job's loss, summed over them, on TP 0.
+
+    Gradients are left in the slabs.
+    """
+    losses = [torch.zeros((), device=subject.groups.device) for _ in LORAS]
+
+    def step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
+        batch = next(iterator)
+        with use_micro_batch(batch.view):
+            output = model(batch.tokens[None], None, None, labels=batch.labels[None])
+
+        def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            weighted = output.flatten().float() * batch.weights
+            ends = batch.view.rows.ends
+            for slot in range(len(LORAS)):
+                losses[slot] += weighted[(0, *ends)[slot] : ends[slot]].detach().sum()
+            return weighted.sum(), torch.ones((), dtype=torch.int, device=output.device), {}
+
+        return output, loss
+
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(batches),
+        model=[subject.model],
+        num_microbatches=len(batches),
+        seq_length=len(batches[0].tokens),
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return losses
+
+
+def take_gradients(subject: Subject) -> list[dict[str, Tensor]]:
+    """Every adapter's whole gradient by canonical name, fp32 on the CPU; the slabs' are zero then.
+
+    Collective over the ranks, which are one tensor-parallel replica.
+    """
+    groups, wholes = subject.groups, []
+    for adapter in subject.bank.adapters:
+        slab = adapter.slab
+        replicated = slab.grad[: slab.layout.replicated_numel]
+        if replicated.numel():
+            dist.all_reduce(replicated, group=groups.tp_group)
+        held = [torch.empty_like(slab.grad) for _ in range(groups.layout.tp_size)]
+        dist.all_gather(held, slab.grad, group=groups.tp_group)
+        slab.grad.zero_()
+        layouts = [
+            slab_layout(
+                stage_sites(subject.spec, groups.layout, tp_rank=tp_rank, pp_rank=0), adapter.lora
+            )
+            for tp_rank in range(groups.layout.tp_size)
+        ]
+        wholes.append(whole_tensors(layouts, held, subject.spec))
+    return wholes
