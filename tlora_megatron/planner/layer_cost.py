@@ -224,18 +224,25 @@ class LayerModel:
             return dict.fromkeys(BLOCKS, (once, once))
         once = self._over_tp(plan, "all_gather", size)
         once += self._over_tp(plan, "reduce_scatter", size)
-        widest = max((-(-job.rank // RANK_CHUNK) * RANK_CHUNK for job in self.jobs), default=0)
-        targets = {"attention": 3, "mlp": 2}
+        size_a_column = rows * self.rates.element_bytes
         return {
             block: (
                 once,
                 once
-                + self._over_tp(
-                    plan, "all_reduce", rows * widest * count * self.rates.element_bytes
-                ),
+                + self._over_tp(plan, "all_reduce", size_a_column * self._ds_columns(linears[0])),
             )
-            for block, count in targets.items()
+            for block, linears in BLOCKS.items()
         }
+
+    def _ds_columns(self, linear: str) -> int:
+        """Width of dS: the widest adapter's rank, once for each of its targets there."""
+        each = [
+            -(-job.rank // RANK_CHUNK)
+            * RANK_CHUNK
+            * sum(target in job.targets for target in LINEAR_TARGETS[linear])
+            for job in self.jobs
+        ]
+        return max(each, default=0)
 
     def _over_tp(self, plan: Plan, op: CollectiveOp, size_bytes: float) -> float:
         spans = plan.tp_size > self.rates.hardware.gpus_per_node

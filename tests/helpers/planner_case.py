@@ -1,0 +1,79 @@
+"""A model and a machine with round numbers, so that times and bytes can be worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.planner.hardware import (
+    AttentionPoint,
+    GemmPoint,
+    HardwareProfile,
+    HostCost,
+    Link,
+    LoraCost,
+)
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+
+SPEC = ModelSpec(
+    model_type="llama",
+    num_layers=4,
+    hidden_size=100,
+    num_heads=10,
+    num_kv_heads=2,
+    head_dim=10,
+    ffn_size=200,
+    vocab_size=1000,
+    max_positions=4096,
+    norm_eps=1e-5,
+    rope_theta=1e4,
+)
+"""q 100, k and v 20 rows: qkv 140 x 100, proj 100 x 100, fc1 400 x 100, fc2 100 x 200."""
+
+FREE_LORA = LoraCost(
+    forward_fixed_s=0.0,
+    forward_input_s=0.0,
+    forward_rank_s=0.0,
+    forward_factor_s=0.0,
+    forward_dropout_s=0.0,
+    backward_fixed_s=0.0,
+    backward_stream_s=0.0,
+    backward_rank_s=0.0,
+    backward_factor_s=0.0,
+    backward_dropout_s=0.0,
+)
+
+HARDWARE = HardwareProfile(
+    name="round",
+    gpu="round numbers",
+    source="datasheet",
+    date="2026-01-01",
+    memory_bytes=1e9,
+    reserved_bytes=0.0,
+    copy_bytes_per_s=1e30,
+    stream_bytes_per_s=1e9,
+    gemms=(
+        GemmPoint(
+            rows=128, columns=100, inner=100, forward_flops_per_s=1e9, backward_flops_per_s=5e8
+        ),
+    ),
+    attention=(AttentionPoint(length=1, forward_flops_per_s=1e9, backward_flops_per_s=1e9),),
+    lora=FREE_LORA,
+    host=HostCost(layer_s=0.0, round_s=0.0, job_step_s=0.0),
+    gpus_per_node=8,
+    intra_node=Link(bytes_per_s=1e9, latency_s=0.0),
+    inter_node=Link(bytes_per_s=1e8, latency_s=0.0),
+)
+"""1 GFLOP/s forward and half of it backward, 1 GB/s everywhere, nothing else costs anything."""
+
+
+def job(name: str = "a", **changes: object) -> JobLoad:
+    """Rank 16 on q_proj alone, one sequence of 128 tokens a step, unless told otherwise."""
+    base = JobLoad(
+        name=name,
+        rank=16,
+        targets=("q_proj",),
+        batch_size=1,
+        lengths=LengthHistogram.single(128),
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
