@@ -257,12 +257,15 @@ def _remedies(
     free = replace(space, recompute=None, micro_batch_tokens=None)
     if free != space and fits(jobs, num_gpus, free):
         yield "leave recompute and micro_batch_tokens free: another choice fits"
-    if fits(jobs, num_gpus, SearchSpace(runs_in=space.runs_in)) and space != free:
+    any_layout = replace(
+        space, tp_size=None, pp_size=None, vpp_size=None, cp_size=None, sequence_parallel=None
+    )
+    if any_layout != space and fits(jobs, num_gpus, any_layout):
         yield "leave the layout free: another one fits"
     yield from _fewer_jobs(jobs, lambda mix: fits(mix, num_gpus, space))
     yield from _shorter(jobs, lambda mix: fits(mix, num_gpus, space))
     for gpus in _more_gpus(num_gpus, hardware):
-        if fits(jobs, gpus, free):
+        if fits(jobs, gpus, space):
             yield f"use {gpus} GPUs"
             break
 
