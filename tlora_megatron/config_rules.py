@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from tlora_megatron.config_reader import ConfigError, must, nearest
-from tlora_megatron.job import HF_TARGETS, MEGATRON_TARGETS, JobSpec
+from tlora_megatron.job import HF_TARGETS, MEGATRON_TARGETS, SHARED_EXPERT_TARGETS, JobSpec
 
-KNOWN_TARGETS = HF_TARGETS + MEGATRON_TARGETS
+KNOWN_TARGETS = HF_TARGETS + SHARED_EXPERT_TARGETS + MEGATRON_TARGETS
 
 _BASE_LINEAR = {
     "q_proj": "linear_qkv",

@@ -13,6 +13,13 @@ from typing import Any, Literal
 HF_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Hugging Face names: each has factors of its own, even where Megatron fuses the base weight."""
 
+SHARED_EXPERT_TARGETS = (
+    "shared_expert.gate_proj",
+    "shared_expert.up_proj",
+    "shared_expert.down_proj",
+)
+"""The expert that every token goes through, in models of Megatron-LM that have one."""
+
 MEGATRON_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron names: one A for the whole fused linear (Megatron-Bridge's plain LoRA)."""
 

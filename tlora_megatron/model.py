@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.job import HF_TARGETS
+from tlora_megatron.job import HF_TARGETS, SHARED_EXPERT_TARGETS
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -74,6 +74,8 @@ class ModelSpec:
     qkv_bias: bool = False
     qk_norm: bool = False
     """RMSNorm over head_dim of every query and key head (Qwen3)."""
+    shared_ffn_size: int | None = None
+    """Of the shared expert that every layer has; None = no such expert."""
     sliding_window: int | None = None
     """Tokens that a query sees in some or all layers, its own included; None = all before it. The
     backbone has no window: only sequences that fit into one may be trained."""
@@ -89,8 +91,18 @@ class ModelSpec:
         return self.num_kv_heads * self.head_dim
 
     def target_shape(self, target: str) -> tuple[int, int]:
-        """`(out, in)` of a target module's whole weight; fused rows: q, k, v or gate, up."""
+        """`(out, in)` of a target module's whole weight; fused rows: q, k, v or gate, up.
+
+        Raises:
+            ValueError: if it is of a shared expert and there is none.
+        """
         hidden, ffn = self.hidden_size, self.ffn_size
+        if target.startswith("shared_"):
+            if self.shared_ffn_size is None:
+                raise ValueError(
+                    f"target {target} must be in the model, which has no shared expert"
+                )
+            target, ffn = _SHARED[target], self.shared_ffn_size
         return {
             "q_proj": (self.q_size, hidden),
             "k_proj": (self.kv_size, hidden),
@@ -107,13 +119,22 @@ class ModelSpec:
 
     def module_path(self, layer: int, target: str) -> str:
         """Of a Hugging Face target in transformers' model: `model.layers.0.mlp.up_proj`."""
-        block = "mlp" if target in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+        attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+        block = "self_attn" if target in attention else "mlp"
         return f"model.layers.{layer}.{block}.{target}"
 
     @property
     def peft_targets(self) -> tuple[str, ...]:
         """What PEFT can name in this model, in its order."""
-        return HF_TARGETS
+        return HF_TARGETS + (SHARED_EXPERT_TARGETS if self.shared_ffn_size is not None else ())
+
+
+_SHARED = {
+    "shared_fc1": "linear_fc1",
+    "shared_fc2": "linear_fc2",
+    **{target: target.partition(".")[2] for target in SHARED_EXPERT_TARGETS},
+}
+"""A shared expert's linear or target -> that of a dense MLP."""
 
 
 def read_model_spec(config_json: Path) -> ModelSpec:

@@ -3,14 +3,15 @@ same model untouched, document by document, in one process.
 
 Arguments: file of the reference, then variants such as `rope=scaled,tp=2,sp=1,recompute=full` or
 `pp=2,vp=2,first=1`, `cp=2`, with `linears=te` (the stand-in of Transformer Engine's) or
-`linears=around` (Megatron's own as black boxes); `rope=hybrid` is HybridModel. A variant
-`reference=plain+yarn` writes the file.
+`linears=around` (Megatron's own as black boxes); `rope=hybrid` is HybridModel, `rope=moe`
+has experts, a shared one among them. A variant `reference=plain+yarn` writes the file.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from tests.helpers.built_model import (
     LORAS,
+    MOE_LORAS,
+    MOE_SPEC,
     SPEC,
     build_user_gpt,
     build_user_hybrid,
@@ -38,8 +41,11 @@ from tlora_megatron.integrations.megatron.discover import discover, record_stage
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
+from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.sites import check_targets
+from tlora_megatron.model import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.plan import ParallelLayout
 from tlora_megatron.training.checkpoint import gather_buffer
@@ -117,12 +123,20 @@ def build(options: dict[str, str], layout: ParallelLayout) -> tuple[list[Any], A
         chunks = build_user_gpt(kind, te=linear_kind == "te", **fields)
     groups = current_groups(layout)
     freeze(chunks)
-    linears = discover(chunks, SPEC, groups)
+    spec, loras = adapted(kind)
+    linears = discover(chunks, spec, groups)
     groups = record_stages(groups, linears)
-    bank = AdapterBank([s for s, _ in linears], LORAS, dtype=torch.float32, device=groups.device)
+    for lora in loras:
+        check_targets(spec, groups.layout, "a job", lora.target_modules)
+    bank = AdapterBank([s for s, _ in linears], loras, dtype=torch.float32, device=groups.device)
     attach(linears, bank, black_box=linear_kind == "around")
-    fill_bank(bank)
+    fill_bank(bank, spec, loras)
     return chunks, groups, bank
+
+
+def adapted(kind: str) -> tuple[ModelSpec, Sequence[LoraSpec]]:
+    """The model that a kind builds, and its adapters."""
+    return (MOE_SPEC, MOE_LORAS) if kind == "moe" else (SPEC, LORAS)
 
 
 def reference(ropes: list[str]) -> dict[str, Any]:
@@ -130,7 +144,7 @@ def reference(ropes: list[str]) -> dict[str, Any]:
     found = {}
     for rope in ropes:
         chunks, groups, bank = build({"rope": rope}, ParallelLayout())
-        found[rope] = (run_documents_alone(chunks), whole_gradients(bank, groups))
+        found[rope] = (run_documents_alone(chunks), whole_gradients(bank, groups, adapted(rope)[0]))
     return found
 
 
@@ -139,26 +153,28 @@ def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> 
     chunks, groups, bank = build(options, layout_of(options))
     install_packed_attention(chunks)
     losses = run_packed(chunks, groups)
-    expected_losses, expected = references[options.get("rope", "plain")]
+    kind = options.get("rope", "plain")
+    spec, _ = adapted(kind)
+    expected_losses, expected = references[kind]
     if groups.is_last_stage:
         assert len(losses) == len(expected_losses)
         for got, whole in zip(losses, expected_losses, strict=True):
             used = whole != 0
             assert_close(variant, got[used], whole[used])
-    check_gathered(bank, groups)
-    error, name = largest_error(whole_gradients(bank, groups), expected)
+    check_gathered(bank, groups, spec)
+    error, name = largest_error(whole_gradients(bank, groups, spec), expected)
     if dist.get_rank() == 0:
         print(f"{variant}: gradients off by {error:.1e} at most ({name})")
     assert error < 1e-5, f"{variant}: {name} is off by {error}"
     parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
 
 
-def check_gathered(bank: AdapterBank, groups: ParallelGroups) -> None:
+def check_gathered(bank: AdapterBank, groups: ParallelGroups, spec: ModelSpec) -> None:
     """What a checkpoint gathers is what was loaded, however many layers each stage has."""
     for seed, adapter in enumerate(bank.adapters):
         job: Any = SimpleNamespace(adapter=adapter, spec=SimpleNamespace(lora=adapter.lora))
-        whole = gather_buffer("master", job, SPEC, groups)
-        expected = random_factors(SPEC, adapter.lora, seed=seed) if groups.is_writer else {}
+        whole = gather_buffer("master", job, spec, groups)
+        expected = random_factors(spec, adapter.lora, seed=seed) if groups.is_writer else {}
         assert whole.keys() == expected.keys()
         assert all(torch.equal(whole[name], expected[name]) for name in expected)
 

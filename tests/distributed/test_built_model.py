@@ -27,15 +27,17 @@ TWO_PROCESSES = (
     "rope=scaled,pp=2,vp=2,recompute=full",
     "rope=hybrid,tp=2,sp=1",
     "rope=hybrid,pp=2,first=3,recompute=full",
+    "rope=moe,tp=2,sp=1",
+    "rope=moe,pp=2",
 )
-"""The last cut lies between a layer's attention and its MLP."""
+"""`first=3` of HybridModel cuts between a layer's attention and its MLP."""
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Losses and gradients of every kind of rotary embedding, documents alone."""
     file = tmp_path_factory.mktemp("built") / "reference.pt"
-    python(WORKER, file, "reference=" + "+".join((*ROPE, "hybrid")))
+    python(WORKER, file, "reference=" + "+".join((*ROPE, "hybrid", "moe")))
     return file
 
 
@@ -46,7 +48,7 @@ def test_the_kinds_of_rotary_embedding_differ(reference: Path) -> None:
 
 
 def test_one_process(reference: Path) -> None:
-    variants = [f"rope={rope}" for rope in (*ROPE, "hybrid")]
+    variants = [f"rope={rope}" for rope in (*ROPE, "hybrid", "moe")]
     assert "all equal" in python(WORKER, reference, *variants, "rope=yarn,recompute=full")
 
 
@@ -64,5 +66,5 @@ def test_the_checkout_named_by_the_environment(
     # The repository first: a checkout has a package `tests` of its own.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(REPO), checkout)))
     reference = tmp_path / "reference.pt"
-    python(WORKER, reference, "reference=scaled+interleaved+yarn+hybrid")
+    python(WORKER, reference, "reference=scaled+interleaved+yarn+hybrid+moe")
     assert "all equal" in torchrun(WORKER, 2, reference, *TWO_PROCESSES, timeout=400)

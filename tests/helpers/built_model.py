@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -61,6 +63,23 @@ LORAS = (
     LoraSpec(rank=4, alpha=8, target_modules=("q_proj", "v_proj", "o_proj", "linear_fc1")),
     LoraSpec(rank=3, alpha=3, target_modules=("linear_qkv", "gate_proj", "up_proj", "down_proj")),
 )
+MOE_SPEC = replace(SPEC, shared_ffn_size=48)
+MOE_LORAS = (
+    LoraSpec(rank=4, alpha=8, target_modules=("q_proj", "o_proj", "shared_expert.up_proj")),
+    LoraSpec(
+        rank=3,
+        alpha=3,
+        target_modules=("linear_qkv", "shared_expert.gate_proj", "shared_expert.down_proj"),
+    ),
+)
+MOE = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "allgather",
+}
 PACKINGS = (
     ((0, 7), (0, 9), (1, 13), (1, 1)),
     ((0, 32),),
@@ -127,10 +146,14 @@ def build_user_gpt(rope: str = "plain", *, te: bool = False, **options: Any) -> 
     Args:
         te: linears as in Megatron's Transformer Engine spec, norms inside (`te_stand_in`).
     """
-    arguments = dict(ROPE[rope])
+    arguments = dict(ROPE.get(rope, {}))
     fields = {key: arguments[key] for key in _CONFIG_FIELDS if key in arguments}
     if rope == "yarn":
         fields |= dict.fromkeys(_YARN)
+    if rope == "moe":
+        options |= MOE
+        # megatron-core 0.16.1 names it without Transformer Engine too.
+        vars(moe_utils).setdefault("te_general_gemm", None)
     config = user_config(**options, **{k: v for k, v in fields.items() if k in _CONFIG_FIELDS})
     if rope == "yarn":
         # As Megatron's trainer does: these are no fields of TransformerConfig in every version.
@@ -147,7 +170,9 @@ def build_user_gpt(rope: str = "plain", *, te: bool = False, **options: Any) -> 
 def _gpt_chunk(
     config: Any, vp_stage: int | None, arguments: Mapping[str, Any], te: bool
 ) -> GPTModel:
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm"
+    )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     if te:

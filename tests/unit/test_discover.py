@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from safetensors.torch import load_file
 from torch import nn
 
-from tests.helpers.built_model import SPEC, build_user_gpt
+from tests.helpers.built_model import MOE_SPEC, SPEC, build_user_gpt
+from tests.helpers.tiny_models import random_factors
 from tlora_megatron.integrations.megatron.built_model import freeze, language_models
 from tlora_megatron.integrations.megatron.core_attention import PackedCoreAttention
 from tlora_megatron.integrations.megatron.discover import discover, record_stages
@@ -22,9 +26,11 @@ from tlora_megatron.integrations.megatron.packed_attention import (
     DocumentRotaryEmbedding,
     install_packed_attention,
 )
+from tlora_megatron.job import SHARED_EXPERT_TARGETS, LoraSpec
 from tlora_megatron.layers.sites import LINEAR_TARGETS, check_targets, stage_sites
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.training.peft_format import export_adapter, load_adapter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")
 
@@ -126,6 +132,40 @@ def test_unknown_modules_are_refused(chunk: Any, groups: ParallelGroups) -> None
         discover([chunk], SPEC, groups)
     with pytest.raises(ValueError, match=r"must be a GPTModel or HybridModel .*, got Linear"):
         language_models([nn.Linear(2, 2)])
+
+
+def test_of_experts_the_shared_one_is_found_if_the_spec_has_it(groups: ParallelGroups) -> None:
+    (chunk,) = build_user_gpt("moe")
+    attention = ["linear_qkv", "linear_proj"]
+    found = discover([chunk], SPEC, groups)
+    assert [site.linear for site, _ in found] == attention * SPEC.num_layers
+    linears = discover([chunk], MOE_SPEC, groups)
+    assert [s.linear for s, _ in linears] == [*attention, "shared_fc1", "shared_fc2"] * 4
+    assert linears[2][1] is chunk.decoder.layers[0].mlp.shared_experts.linear_fc1
+    assert len({site.index for site, _ in linears}) == len(linears)
+    layout = record_stages(groups, linears).layout
+    check_targets(MOE_SPEC, layout, "a", ("q_proj", "shared_expert.up_proj"))
+    with pytest.raises(ValueError, match=r"job 'a': .*routed experts.*'down_proj', which layer 0"):
+        check_targets(MOE_SPEC, layout, "a", ("q_proj", "down_proj"))
+
+
+def test_a_shared_expert_s_adapter_goes_to_peft_and_back(tmp_path: Path) -> None:
+    lora = LoraSpec(rank=2, target_modules=("o_proj", *SHARED_EXPERT_TARGETS))
+    factors = random_factors(MOE_SPEC, lora)
+    export_adapter(tmp_path / "a", lora=lora, factors=factors, model=MOE_SPEC, base_model="base")
+    keys = load_file(tmp_path / "a" / "adapter_model.safetensors").keys()
+    assert "base_model.model.model.layers.1.mlp.shared_expert.up_proj.lora_A.weight" in keys
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert set(config["target_modules"]) == set(lora.target_modules)
+    back = load_adapter(tmp_path / "a", model=MOE_SPEC)
+    assert set(back.lora.target_modules) == set(lora.target_modules)
+    assert back.factors.keys() == factors.keys()
+    assert all(torch.equal(back.factors[name], factors[name]) for name in factors)
+
+
+def test_without_a_shared_expert_its_targets_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"shared_expert.up_proj must be in the model, which has"):
+        SPEC.target_shape("shared_expert.up_proj")
 
 
 @pytest.mark.parametrize("pattern", ["*-*-*-", "M-*-", "**--", "*-*"])

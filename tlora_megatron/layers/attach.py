@@ -50,9 +50,9 @@ class MultiAdapterMixin(MultiAdapter):
 class BlackBoxMixin(MultiAdapter):
     """Adds the branch to what a parallel linear of any making returns.
 
-    Relies on what Transformer Engine's layers and its own have in megatron-core 0.16 to 0.20:
-    `forward(x)` gives `(y, bias or None)`; `_tp_group` or `tp_group`, `sequence_parallel`; and where
-    a norm comes first `layer_norm_weight`, `layer_norm_bias`, `eps`, `normalization`,
+    Relies on what Transformer Engine's layers and Megatron's own have in megatron-core 0.16 to
+    0.20: `forward(x)` gives `(y, bias or None)`; `_tp_group` or `tp_group`, `sequence_parallel`;
+    and where a norm comes first `layer_norm_weight`, `layer_norm_bias`, `eps`, `normalization`,
     `zero_centered_gamma`.
     """
 

@@ -24,7 +24,16 @@ LINEAR_TARGETS: dict[str, tuple[str, ...]] = {
     "linear_fc1": ("gate_proj", "up_proj", "linear_fc1"),
     "linear_fc2": ("down_proj", "linear_fc2"),
 }
-"""Targets that live on each Megatron linear."""
+"""Targets that live on each Megatron linear of a dense layer."""
+SHARED_EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
+    "shared_fc1": ("shared_expert.gate_proj", "shared_expert.up_proj"),
+    "shared_fc2": ("shared_expert.down_proj",),
+}
+"""The same of a shared expert: in models that someone else built."""
+ALL_LINEARS = LINEAR_TARGETS | SHARED_EXPERT_LINEARS
+_COLUMN = ("linear_qkv", "linear_fc1", "shared_fc1")
+_FIRST_SHARED = 1 << 20
+"""Index of layer 0's: beyond any dense linear's, which dropout masks of old runs depend on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,7 +62,7 @@ class Site:
 
     layer: int
     linear: str
-    """A key of `LINEAR_TARGETS`."""
+    """A key of `ALL_LINEARS`."""
     kind: Literal["column", "row"]
     tp_rank: int
     tp_size: int
@@ -64,6 +73,9 @@ class Site:
     @property
     def index(self) -> int:
         """Unique over the model."""
+        if self.linear in SHARED_EXPERT_LINEARS:
+            shared = list(SHARED_EXPERT_LINEARS)
+            return _FIRST_SHARED + self.layer * len(shared) + shared.index(self.linear)
         return self.layer * len(LINEAR_TARGETS) + list(LINEAR_TARGETS).index(self.linear)
 
     @property
@@ -80,7 +92,7 @@ class Site:
 def make_site(spec: ModelSpec, layer: int, linear: str, tp_rank: int, tp_size: int) -> Site:
     """Describes the linear `linear` of global layer `layer` on one TP rank."""
     out_size, in_size = spec.target_shape(linear)
-    kind: Literal["column", "row"] = "column" if linear in ("linear_qkv", "linear_fc1") else "row"
+    kind: Literal["column", "row"] = "column" if linear in _COLUMN else "row"
     if kind == "column":
         out_size //= tp_size
     else:
@@ -97,7 +109,7 @@ def make_site(spec: ModelSpec, layer: int, linear: str, tp_rank: int, tp_size: i
             lora_b_rows=_lora_b_rows(spec, target, tp_rank, tp_size) if kind == "column" else None,
             in_size=in_size,
         )
-        for target in LINEAR_TARGETS[linear]
+        for target in ALL_LINEARS[linear]
     )
     return Site(
         layer=layer,
@@ -146,7 +158,7 @@ def check_targets(
     if layout.stage_linears is None:
         return
     held = {pair for stage in layout.stage_linears for pair in stage}
-    for linear, of_linear in LINEAR_TARGETS.items():
+    for linear, of_linear in ALL_LINEARS.items():
         wanted = [target for target in targets if target in of_linear]
         missing = [layer for layer in range(spec.num_layers) if (layer, linear) not in held]
         if wanted and missing:
@@ -194,14 +206,15 @@ def _output_columns(
             for name, (begin, width) in begins.items()
         }
         return {**parts, "linear_qkv": whole}
-    if linear == "linear_fc1":
+    if linear in ("linear_fc1", "shared_fc1"):
         half = out_size // 2
+        gate, up, *fused = ALL_LINEARS[linear]
         return {
-            "gate_proj": OutputColumns(groups=1, stride=out_size, begin=0, width=half),
-            "up_proj": OutputColumns(groups=1, stride=out_size, begin=half, width=half),
-            "linear_fc1": whole,
+            gate: OutputColumns(groups=1, stride=out_size, begin=0, width=half),
+            up: OutputColumns(groups=1, stride=out_size, begin=half, width=half),
+            **dict.fromkeys(fused, whole),
         }
-    return dict.fromkeys(LINEAR_TARGETS[linear], whole)
+    return dict.fromkeys(ALL_LINEARS[linear], whole)
 
 
 def _lora_b_rows(spec: ModelSpec, target: str, tp_rank: int, tp_size: int) -> torch.Tensor:

@@ -186,9 +186,16 @@ def whole_tensors(
     return whole
 
 
+def split_name(name: str) -> tuple[int, str, str]:
+    """Layer, target and which factor of a canonical name; a target may hold dots."""
+    _, layer, rest = name.split(".", 2)
+    target, _, which = rest.rpartition(".")
+    return int(layer), target, which
+
+
 def factor_shape(spec: Backbone, name: str, rank: int) -> tuple[int, int]:
     """Whole shape of the canonical factor `layers.I.TARGET.lora_a|lora_b`."""
-    _, _, target, which = name.split(".")
+    _, target, which = split_name(name)
     out_size, in_size = spec.target_shape(target)
     return (rank, in_size) if which == "lora_a" else (out_size, rank)
 

@@ -156,7 +156,7 @@ def _check_targets(listed: Any, present: set[str], known: tuple[str, ...]) -> No
         return
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
         raise ValueError(f"target_modules must be a list of names or a pattern, got {listed!r}")
-    names = {name.rpartition(".")[2] for name in listed}
+    names = {_known_part(name, known) for name in listed}
     for name in sorted(names - set(known)):
         raise ValueError(f"target_modules must be among {', '.join(known)}, got {name!r}")
     if names != present:
@@ -164,6 +164,12 @@ def _check_targets(listed: Any, present: set[str], known: tuple[str, ...]) -> No
             f"target_modules must be the modules that have tensors, {', '.join(sorted(present))}, "
             f"got {', '.join(sorted(names))}"
         )
+
+
+def _known_part(name: str, known: tuple[str, ...]) -> str:
+    """The longest known target that a listed name ends in, as PEFT matches; else its last part."""
+    ends = [target for target in known if f".{name}".endswith(f".{target}")]
+    return max(ends, key=len, default=name.rpartition(".")[2])
 
 
 def _number(config: dict[str, Any], key: str, *, default: float | None = None) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tlora_megatron.backbone import Backbone
 from tlora_megatron.job import HF_TARGETS, JobSpec, LoraSpec
-from tlora_megatron.layers.slab import check_finite
+from tlora_megatron.layers.slab import check_finite, split_name
 from tlora_megatron.training.atomic_directory import readable_directory, replace_directory
 from tlora_megatron.training.peft_config import lora_spec, peft_config, read_peft_config
 
@@ -109,7 +109,7 @@ def load_adapter(directory: Path, *, model: Backbone) -> AdapterFile:
     try:
         config = read_peft_config(folder / CONFIG_NAME)
         factors = _read_factors(folder, model)
-        present = {name.split(".")[2] for name in factors}
+        present = {split_name(name)[1] for name in factors}
         lora = lora_spec(config, present, model.peft_targets)
         _check_complete(factors, model.num_layers, lora.target_modules)
         _check_shapes(factors, model, lora.rank)
@@ -191,19 +191,19 @@ def _split_fused(factors: Mapping[str, Tensor], model: Backbone) -> dict[str, Te
     """Factors of Hugging Face modules only: a fused B cut by rows, its A repeated."""
     split = {}
     for name, factor in factors.items():
-        prefix, layer, target, side = name.split(".")
+        layer, target, side = split_name(name)
         parts = _FUSED_PARTS.get(target, (target,))
         rows = [model.target_shape(part)[0] for part in parts]
         pieces = factor.split(rows) if side == "lora_b" else [factor] * len(parts)
         for part, piece in zip(parts, pieces, strict=True):
-            split[f"{prefix}.{layer}.{part}.{side}"] = piece
+            split[f"layers.{layer}.{part}.{side}"] = piece
     return split
 
 
 def _peft_key(name: str, model: Backbone) -> str:
-    _, layer, target, side = name.split(".")
+    layer, target, side = split_name(name)
     letter = "A" if side == "lora_a" else "B"
-    return f"base_model.model.{model.module_path(int(layer), target)}.lora_{letter}.weight"
+    return f"base_model.model.{model.module_path(layer, target)}.lora_{letter}.weight"
 
 
 def _factor_name(key: str, targets: Mapping[str, str]) -> str:
@@ -267,7 +267,7 @@ def _check_complete(
 
 def _check_shapes(factors: Mapping[str, Tensor], model: Backbone, rank: int) -> None:
     for name, factor in factors.items():
-        _, _, target, side = name.split(".")
+        _, target, side = split_name(name)
         rows, columns = model.target_shape(target)
         expected = [rank, columns] if side == "lora_a" else [rows, rank]
         if list(factor.shape) != expected:

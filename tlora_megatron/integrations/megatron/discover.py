@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from tlora_megatron.integrations.megatron.built_model import language_models
-from tlora_megatron.layers.sites import LINEAR_TARGETS, Site, make_site
+from tlora_megatron.layers.sites import ALL_LINEARS, Site, make_site
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 
@@ -62,8 +62,8 @@ def discover(
         _check_groups(model.config, groups)
         for layer in model.decoder.layers:
             index = _layer_index(model, layer)
-            found |= {(index, linear): module for linear, module in _linears(layer)}
-    order = list(LINEAR_TARGETS)
+            found |= {(index, linear): module for linear, module in _linears(layer, spec)}
+    order = list(ALL_LINEARS)
     pairs = sorted(found, key=lambda pair: (pair[0], order.index(pair[1])))
     tp_size = groups.layout.tp_size
     sites = [make_site(spec, *pair, groups.tp_rank, tp_size) for pair in pairs]
@@ -130,8 +130,8 @@ def _layer_index(model: Any, layer: nn.Module) -> int:
     return number // 2
 
 
-def _linears(layer: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of a layer's linears; routed experts have none."""
+def _linears(layer: Any, spec: ModelSpec) -> Iterator[tuple[str, nn.Module]]:
+    """Name and module of a layer's linears; routed experts' are none of them."""
     where = f"layer {layer.layer_number - 1}"
     attention, mlp = layer.self_attention, layer.mlp
     if not isinstance(getattr(layer, "cross_attention", None), IdentityOp | None):
@@ -144,7 +144,11 @@ def _linears(layer: Any) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(mlp, MLP):
         yield "linear_fc1", mlp.linear_fc1
         yield "linear_fc2", mlp.linear_fc2
-    elif not isinstance(mlp, IdentityOp | BaseMoELayer):
+    elif isinstance(mlp, BaseMoELayer):
+        if mlp.shared_experts is not None and spec.shared_ffn_size is not None:
+            yield "shared_fc1", mlp.shared_experts.linear_fc1
+            yield "shared_fc2", mlp.shared_experts.linear_fc2
+    elif not isinstance(mlp, IdentityOp):
         raise ValueError(f"{where} must have an MLP or experts, got {type(mlp).__name__}")
 
 
