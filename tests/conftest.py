@@ -24,14 +24,18 @@ def _shared_data() -> Path:
     return Path(os.environ.get("TLORA_SHARED_DATA") or REPO.parent / "shared" / "data")
 
 
+def _megatron_lm() -> Path:
+    return Path(os.environ.get("MEGATRON_LM_PATH") or "nowhere") / "pretrain_gpt.py"
+
+
 def _reason_to_skip(mark: str) -> str | None:
     """Why this machine cannot run tests with the mark, or None."""
     if mark == "gpu" and _num_gpus() < 1:
         return "needs a CUDA device"
     if mark == "multigpu" and _num_gpus() < 2:
         return f"needs two CUDA devices, got {_num_gpus()}"
-    if mark == "megatron_lm" and not Path(os.environ.get("TLORA_MEGATRON_LM", "")).is_absolute():
-        return "needs TLORA_MEGATRON_LM to name a Megatron-LM checkout"
+    if mark == "megatron_lm" and not _megatron_lm().is_file():
+        return "needs MEGATRON_LM_PATH to name a Megatron-LM checkout"
     if mark == "shared" and not _shared_data().is_dir():
         return "needs TLORA_SHARED_DATA to name the shared data folder"
     return None

@@ -2,15 +2,18 @@
 
 The trainer assumes CUDA in more places than the package has to answer for; what
 `integrations/megatron/cpu.py` does not cover is replaced here, for tests alone. The checkout is
-named by MEGATRON_LM_PATH. `TLORA_PLAIN=1` runs the script as `python SCRIPT` would, with no hook.
+named by MEGATRON_LM_PATH. `TLORA_PLAIN=1` runs the script as `python SCRIPT` would, with no hook;
+`TLORA_KILL_AT=N` kills the processes when the trainer is about to take its N-th iteration.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 import runpy
+import signal
 import sys
 import types
 import typing
@@ -133,11 +136,25 @@ def _replace_trainer() -> None:
     # gloo's asynchronous send would read the freed storage.
     schedules.deallocate_output_tensor = lambda *_, **__: None
     schedules.custom_backward = _backward
+    if kill_at := int(os.environ.get("TLORA_KILL_AT") or 0):
+        training.train_step = _until(kill_at, training.train_step)
 
 
 def _backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
     """Megatron's own takes outputs whose storage is freed, and no others."""
     torch.autograd.backward(output, grad_output)
+
+
+def _until(count: int, train_step: Any) -> Any:
+    calls = itertools.count(1)
+
+    @functools.wraps(train_step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return train_step(*args, **kwargs)
+
+    return step
 
 
 def main() -> None:

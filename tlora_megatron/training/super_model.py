@@ -107,7 +107,7 @@ class SuperModel:
         for job in self.jobs:
             job.begin_batch(self.groups.device)
         keys = [job.dropout_key for job in self.jobs]
-        self._batches, left = self._pack_round([job.queue for job in self.jobs], keys)
+        self._batches, left, _ = self._pack_round([job.queue for job in self.jobs], keys)
         for job, queue in zip(self.jobs, left, strict=True):
             job.queue = queue
         return self._batches
@@ -151,7 +151,7 @@ class SuperModel:
         while any(queues):
             counts = [self._most_of_a_round(queue) for queue in queues]
             portions = [q[:n] for q, n in zip(queues, counts, strict=True)]
-            batches, left, placed = self._pack_round_with_items(portions, ())
+            batches, left, placed = self._pack_round(portions, ())
             queues = [rest + q[n:] for rest, q, n in zip(left, queues, counts, strict=True)]
             for items, batch, result in zip(
                 placed, batches, self.engine.predict(batches), strict=False
@@ -173,12 +173,6 @@ class SuperModel:
         return len(queue)
 
     def _pack_round(
-        self, queues: Sequence[list[Item]], keys: Sequence[int]
-    ) -> tuple[list[PackedBatch], list[list[Item]]]:
-        batches, left, _ = self._pack_round_with_items(queues, keys)
-        return batches, left
-
-    def _pack_round_with_items(
         self, queues: Sequence[list[Item]], keys: Sequence[int]
     ) -> tuple[list[PackedBatch], list[list[Item]], list[tuple[Placed, ...]]]:
         """This rank's micro-batches, padded to one length; what is left queued; who is where.

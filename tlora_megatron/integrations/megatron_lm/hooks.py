@@ -44,7 +44,7 @@ def install(host: Host) -> None:
     try:
         check_trainer()
     except ImportError as error:
-        if _flag_on_command_line():
+        if flag_on_command_line():
             host.fail(error)
         return
     training = importlib.import_module("megatron.training.training")
@@ -53,7 +53,7 @@ def install(host: Host) -> None:
         _Hooks(host).install(training)
 
 
-def _flag_on_command_line() -> bool:
+def flag_on_command_line() -> bool:
     return any(word.split("=")[0] == FLAG for word in sys.argv[1:])
 
 
@@ -106,7 +106,7 @@ class _Hooks:
 
         megatron_args = get_args()
         if not getattr(megatron_args, "tlora_config", None):
-            if _flag_on_command_line():
+            if flag_on_command_line():
                 self.host.fail(ValueError(f"{FLAG} must be read by Megatron's own parser"))
             return original(*args, **kwargs)
         try:

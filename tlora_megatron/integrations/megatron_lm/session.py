@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ from tlora_megatron.integrations.megatron_lm.arguments import LaunchSettings
 from tlora_megatron.integrations.megatron_lm.engine import MicroBatchFeed, UserModel
 from tlora_megatron.integrations.megatron_lm.interval_losses import IntervalLosses
 from tlora_megatron.integrations.megatron_lm.job_optimizer import JobOptimizer
-from tlora_megatron.layers.sites import Site
+from tlora_megatron.layers.sites import Site, check_targets
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.loop import TrainingLoop
@@ -128,11 +129,14 @@ class Session:
         groups = current_groups(settings.layout)
         linears = discover(chunks, spec, groups)
         groups = record_stages(groups, linears)
+        for job in settings.config.jobs:
+            check_targets(spec, groups.layout, job.name, job.lora.target_modules)
         engine = UserModel(
             chunks, groups, vocab_size=spec.vocab_size, seq_length=self._args.seq_length
         )
         self._engine = engine
-        self._loop = self._run.start(groups, linears, engine, round_shape=self._shape())
+        shape = RoundShape(num_micro_batches=get_num_microbatches(), fills_budget=True)
+        self._loop = self._run.start(groups, linears, engine, round_shape=shape)
         self._resume_iteration()
         self.loop.start()
         if self.loop.is_over:
@@ -158,7 +162,8 @@ class Session:
         """
         super_model = self.loop.super_model
         begin_s = time.perf_counter()
-        super_model.round_shape = self._shape()
+        shape = replace(super_model.round_shape, num_micro_batches=get_num_microbatches())
+        super_model.round_shape = shape
         self._feed.fill(super_model.begin_round())
         self._reports = []
         _, *rest = run_step()
@@ -204,9 +209,6 @@ class Session:
     def close(self) -> None:
         """Lets go of files."""
         self._run.close()
-
-    def _shape(self) -> RoundShape:
-        return RoundShape(num_micro_batches=get_num_microbatches(), fills_budget=True)
 
     def _end_round(self) -> tuple[float, float]:
         losses = self._engine.take_losses()

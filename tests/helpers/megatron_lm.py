@@ -1,0 +1,147 @@
+"""Unmodified scripts of a Megatron-LM checkout on the losslessness scenario, without CUDA."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.launch import REPO
+from tests.helpers.oracle import OracleResult
+from tests.helpers.scenario import load_scenario, make_scenario, oracle_results
+
+RUNNER = Path(__file__).with_name("megatron_lm_cpu.py")
+SEED = 1
+"""Megatron's `--seed`, which has to be positive and is added to every job's own."""
+
+
+def words(text: str) -> list[str]:
+    """A command line's words."""
+    return text.split()
+
+
+CPU = words(
+    "--transformer-impl local --distributed-backend gloo --no-masked-softmax-fusion "
+    "--no-gradient-accumulation-fusion --no-bias-swiglu-fusion --no-rope-fusion "
+    "--no-persist-layer-norm"
+)
+"""Megatron's own switches for running without CUDA and Transformer Engine."""
+COMMON = words(
+    "--micro-batch-size 1 --lr 1e-3 --log-interval 1 --eval-interval 100 --eval-iters 0 "
+    f"--num-workers 0 --seed {SEED} --mock-data --no-create-attention-mask-in-dataloader"
+)
+SIZES = words("--seq-length 256 --global-batch-size 2 --train-iters 400 --save-interval 10")
+
+
+def checkout() -> Path:
+    """The Megatron-LM checkout under test."""
+    return Path(os.environ["MEGATRON_LM_PATH"])
+
+
+def make_launch_scenario(root: Path, **base_model: Any) -> Path:
+    """The scenario of `scenario.make_scenario`, and its `jobs.json` for the flag, returned."""
+    document = json.loads(make_scenario(root).read_text())
+    return write_jobs(root / "jobs.json", document, base_model=base_model)
+
+
+def write_jobs(
+    path: Path,
+    document: Mapping[str, Any],
+    *,
+    base_model: Mapping[str, Any] = {},
+    run: Mapping[str, Any] = {},
+) -> Path:
+    """Writes what of a configuration goes with the flag."""
+    sections = {
+        "base_model": {"path": "base", **base_model},
+        "run": {"tensorboard": False, **run},
+        "jobs": document["jobs"],
+    }
+    path.write_text(json.dumps(sections))
+    return path
+
+
+def convert(base: Path, out: Path) -> None:
+    """`tlora convert`."""
+    command = [sys.executable, "-m", "tlora_megatron.cli", "convert", str(base), str(out)]
+    subprocess.run(command, check=True, cwd=REPO, capture_output=True, timeout=120)
+
+
+def model_flags(checkpoint: Path) -> list[str]:
+    """The words with which Megatron-LM builds the model of a converted checkpoint."""
+    return (checkpoint / "model_flags.txt").read_text().split("\n")[:-1]
+
+
+def start(
+    script: Path,
+    args: Sequence[object],
+    *,
+    nproc: int = 1,
+    plain: bool = False,
+    environment: Mapping[str, str] = {},
+) -> subprocess.Popen[str]:
+    """Starts a script under torchrun through the launcher; `plain` leaves the launcher out."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    command = [sys.executable, *launcher, str(RUNNER), str(script), *map(str, args)]
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    paths = [str(REPO), str(RUNNER.parent), os.environ.get("PYTHONPATH")]
+    return subprocess.Popen(
+        command,
+        env=inherited
+        | {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "TOKENIZERS_PARALLELISM": "false",
+            "TLORA_PLAIN": "1" if plain else "",
+            **environment,
+        },
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(script: Path, args: Sequence[object], *, timeout: float = 240, **options: Any) -> str:
+    """Runs a script to its end; returns what it wrote.
+
+    Raises:
+        AssertionError: if it fails or takes too long.
+    """
+    code, output = finish(start(script, args, **options), timeout=timeout)
+    assert code == 0, f"exit {code}: {script}\n{output[-8000:]}"
+    return output
+
+
+def finish(process: subprocess.Popen[str], *, timeout: float = 240) -> tuple[int, str]:
+    """Exit code and output of a started script."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        output, _ = process.communicate(timeout=60)
+        raise AssertionError(f"took over {timeout} s\n{output[-8000:]}") from None
+    return process.returncode, output
+
+
+def logged(output: str) -> list[dict[str, float]]:
+    """The numbers of each of the trainer's log lines, by what the line calls them."""
+    lines = [line for line in output.splitlines() if re.search(r"iteration +\d+/", line)]
+    number = re.compile(r" ([^|:]+): ([-+\d.eE]+|nan|inf) \|")
+    return [{key.strip(): float(value) for key, value in number.findall(line)} for line in lines]
+
+
+@functools.cache
+def oracle(root: Path) -> dict[str, OracleResult]:
+    """Each job alone under transformers and PEFT, with the seeds that Megatron's `--seed` makes."""
+    config = load_scenario(root / "config.json", output_dir=root / "unused")
+    jobs = tuple(replace(job, seed=job.seed + SEED) for job in config.jobs)
+    return oracle_results(replace(config, jobs=jobs))

@@ -1,0 +1,455 @@
+"""Unmodified Megatron-LM training scripts with `--tlora-config`: every job gets what it gets alone.
+
+Each run is a whole life of `pretrain_gpt.py` of the checkout that MEGATRON_LM_PATH names, over a
+base that `tlora convert` wrote and Megatron's own `--load` read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.megatron_lm import (
+    COMMON,
+    CPU,
+    SIZES,
+    checkout,
+    convert,
+    finish,
+    logged,
+    make_launch_scenario,
+    model_flags,
+    oracle,
+    run,
+    start,
+    words,
+    write_jobs,
+)
+from tests.helpers.scenario import JOBS, NUM_STEPS, exported, losses
+from tlora_megatron.job import LoraSpec
+from tlora_megatron.layers.slab import factor_names, factor_shape
+from tlora_megatron.model import read_model_spec
+from tlora_megatron.training.metrics import read_metrics
+from tlora_megatron.training.peft_format import export_adapter
+
+pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow]
+
+NAMES = tuple(job["name"] for job in JOBS)
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LAYOUTS = {
+    "one process": "",
+    "TP2+SP": "--tensor-model-parallel-size 2 --sequence-parallel --tensorboard-dir {out}/events",
+    "TP2+SP full recompute": f"--tensor-model-parallel-size 2 --sequence-parallel {FULL}",
+    "PP2 full recompute": f"--pipeline-model-parallel-size 2 {FULL}",
+    "PP2 selective recompute": "--pipeline-model-parallel-size 2 --recompute-granularity selective",
+    "VPP2": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+    "--log-interval 5",
+    "DP2 distributed optimizer": "--use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather",
+    "CP2": "--context-parallel-size 2",
+}
+TIED = {"TP2": "--tensor-model-parallel-size 2", "PP2": "--pipeline-model-parallel-size 2"}
+
+Launch = Callable[..., tuple[Path, str]]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the scenario, its base and the base converted."""
+    root = tmp_path_factory.mktemp("megatron_lm")
+    make_launch_scenario(root)
+    convert(root / "base", root / "megatron")
+    return root
+
+
+@pytest.fixture(scope="module")
+def launch(root: Path) -> Launch:
+    """Runs pretrain_gpt.py over the scenario, once a name; gives the output folder and the log."""
+    done: dict[str, tuple[Path, str]] = {}
+
+    def launch(name: str, flags: str = "", *, config: str = "jobs.json") -> tuple[Path, str]:
+        if name not in done:
+            out = root / "runs" / name.replace(" ", "_")
+            given = flags.format(out=out).split()
+            nproc = 1 if not given or "--single" in given else 2
+            args = [*arguments(root, out, config=config), *(w for w in given if w != "--single")]
+            done[name] = out, run(checkout() / "pretrain_gpt.py", args, nproc=nproc)
+        return done[name]
+
+    return launch
+
+
+def arguments(root: Path, out: Path, *, config: str = "jobs.json", base: str = "") -> list[Any]:
+    """A whole command line of pretrain_gpt.py, behind the script."""
+    checkpoint = root / (base or "megatron")
+    sources = ["--load", checkpoint, "--save", out, "--tlora-config", root / config]
+    return [*model_flags(checkpoint), *CPU, *COMMON, *SIZES, *sources]
+
+
+def records(out: Path, name: str) -> list[dict[str, Any]]:
+    """A job's metrics without the times."""
+    lines = read_metrics(out / "jobs" / name / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key != "time_s"} for line in lines]
+
+
+def adapter(out: Path, name: str) -> dict[str, torch.Tensor]:
+    """A job's exported tensors as they lie in the file."""
+    return load_file(out / "jobs" / name / "adapter" / "adapter_model.safetensors")
+
+
+def summary(out: Path) -> dict[str, Any]:
+    """The content of `summary.json`."""
+    return json.loads((out / "summary.json").read_text())
+
+
+def assert_same_bits(one: Path, other: Path, name: str) -> None:
+    """A job's losses, norms, evaluations and weights."""
+    assert records(one, name) == records(other, name), name
+    weights = adapter(one, name), adapter(other, name)
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0]), name
+
+
+def assert_equals_oracle(out: Path, root: Path) -> None:
+    for name, expected in oracle(root).items():
+        assert losses(out, name) == pytest.approx(expected.losses, rel=1e-5), name
+        factors = exported(out, name, root / "base")
+        assert factors.keys() == expected.factors.keys()
+        for key, value in expected.factors.items():
+            assert float((factors[key] - value).norm() / value.norm()) < 1e-4, f"{name} {key}"
+
+
+def test_the_flag_is_in_the_help() -> None:
+    output = run(checkout() / "pretrain_gpt.py", ["--help"])
+    assert "--tlora-config FILE" in output
+    assert "--micro-batch-size" in output
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_and_weights_equal_the_oracle(layout: str, launch: Launch, root: Path) -> None:
+    out, _ = launch(layout, LAYOUTS[layout])
+    assert_equals_oracle(out, root)
+    assert {job["status"] for job in summary(out)["jobs"].values()} == {"finished"}
+    assert (out / "report.html").is_file()
+
+
+def test_evaluation_is_that_of_the_files(launch: Launch) -> None:
+    out, _ = launch("one process")
+    for layout, flags in LAYOUTS.items():
+        other, _ = launch(layout, flags)
+        for name in NAMES:
+            evals = [
+                [r["eval_loss"] for r in records(folder, name) if "eval_loss" in r]
+                for folder in (out, other)
+            ]
+            assert len(evals[0]) == 2
+            assert evals[1] == pytest.approx(evals[0], rel=1e-5), f"{layout} {name}"
+
+
+def test_bf16_follows_the_oracle(launch: Launch, root: Path) -> None:
+    out, _ = launch("bf16", "--bf16 --tensor-model-parallel-size 2 --sequence-parallel")
+    for name in NAMES:
+        assert losses(out, name) == pytest.approx(oracle(root)[name].losses, rel=1e-2), name
+        values = torch.cat([f.flatten() for f in exported(out, name, root / "base").values()])
+        assert (values != values.bfloat16().float()).float().mean() > 0.9, name
+
+
+@pytest.mark.parametrize("layout", TIED)
+def test_tied_embeddings(layout: str, tmp_path: Path) -> None:
+    from tests.helpers.tiny_models import make_tiny_model
+    from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
+
+    make_launch_scenario(tmp_path)
+    save_tiny_tokenizer(
+        make_tiny_model(tmp_path / "base", "qwen2", tied=True, vocab_size=VOCAB_SIZE)
+    )
+    convert(tmp_path / "base", tmp_path / "megatron")
+    args = [*arguments(tmp_path, tmp_path / "out"), *TIED[layout].split()]
+    run(checkout() / "pretrain_gpt.py", args, nproc=2)
+    assert_equals_oracle(tmp_path / "out", tmp_path)
+
+
+def test_the_trainer_s_log_line_holds_the_jobs_losses(launch: Launch) -> None:
+    out, log = launch("TP2+SP", LAYOUTS["TP2+SP"])
+    lines = logged(log)
+    for name in NAMES:
+        shown = [line[f"loss/{name}"] for line in lines if f"loss/{name}" in line]
+        assert shown == pytest.approx(losses(out, name), rel=1e-5), name
+    assert len(lines) == summary(out)["run"]["rounds"] < 400
+    weighted = [
+        (record["loss"] * record["target_tokens"], record["target_tokens"])
+        for name in NAMES
+        for record in records(out, name)
+        if record["step"] == 1 and "loss" in record
+    ]
+    assert all("lm loss" in line for line in lines)
+    if len({next(i for i, line in enumerate(lines) if f"loss/{n}" in line) for n in NAMES}) == 1:
+        total, tokens = map(sum, zip(*weighted, strict=True))
+        assert lines[0]["lm loss"] == pytest.approx(total / tokens, rel=1e-5)
+
+
+def test_an_interval_of_the_log_is_averaged_over_the_steps_a_job_took(launch: Launch) -> None:
+    out, log = launch("VPP2", LAYOUTS["VPP2"])
+    lines = logged(log)
+    # The first iteration has a line of its own and is part of the first interval nevertheless.
+    intervals = lines[1:]
+    for name in NAMES:
+        steps = losses(out, name)
+        shown = [line[f"loss/{name}"] for line in intervals if f"loss/{name}" in line]
+        assert min(steps) - 1e-5 <= min(shown)
+        assert max(shown) <= max(steps) + 1e-5
+    # This job steps in every iteration while it trains.
+    shown = [line["loss/attention"] for line in intervals if "loss/attention" in line]
+    steps = losses(out, "attention")
+    expected = [sum(steps[i : i + 5]) / len(steps[i : i + 5]) for i in range(0, NUM_STEPS, 5)]
+    assert shown == pytest.approx(expected[: len(shown)], rel=1e-5)
+
+
+def test_the_trainer_s_tensorboard_holds_the_jobs_losses(launch: Launch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out, _ = launch("TP2+SP", LAYOUTS["TP2+SP"])
+    events = EventAccumulator(str(out / "events")).Reload()
+    for name in NAMES:
+        values = [event.value for event in events.Scalars(f"loss/{name}")]
+        assert values == pytest.approx(losses(out, name), rel=1e-6)
+
+
+KILL = {"TLORA_KILL_AT": "13"}
+RESUMED = {
+    "one process": "",
+    "TP2+SP": "--tensor-model-parallel-size 2 --sequence-parallel",
+}
+
+
+@pytest.mark.parametrize("layout", RESUMED)
+def test_a_killed_run_goes_on_from_the_jobs_checkpoints(layout: str, root: Path) -> None:
+    out = root / "killed" / layout
+    script, flags = checkout() / "pretrain_gpt.py", RESUMED[layout].split()
+    args, nproc = [*arguments(root, out), *flags], 2 if flags else 1
+    code, output = finish(start(script, args, nproc=nproc, environment=KILL))
+    assert code != 0, output[-2000:]
+    assert not (out / "summary.json").exists()
+    saved = {name: len(losses(out, name)) for name in NAMES}
+    assert min(saved.values()) > 0
+    assert max(saved.values()) < NUM_STEPS
+    output = run(script, args, nproc=nproc)
+    # --save-interval 10: the trainer counts on from there.
+    first = next(line for line in output.splitlines() if "iteration  " in line)
+    assert " 11/" in first
+    assert_equals_oracle(out, root)
+
+
+def test_a_run_that_reached_train_iters_goes_on_with_more(root: Path) -> None:
+    out, script = root / "capped", checkout() / "pretrain_gpt.py"
+    output = run(script, [*arguments(root, out), "--train-iters", "6"])
+    assert {job["status"] for job in summary(out)["jobs"].values()} == {"running"}
+    assert "4 jobs have steps left" in output
+    run(script, [*arguments(root, out), "--pipeline-model-parallel-size", "2"], nproc=2)
+    assert_equals_oracle(out, root)
+    # Nothing is left to do, and nothing is done.
+    before = {name: records(out, name) for name in NAMES}
+    output = run(script, arguments(root, out))
+    assert not logged(output)
+    assert {name: records(out, name) for name in NAMES} == before
+
+
+WIDE = "--seq-length 2048 --global-batch-size 1 --single"
+"""One micro-batch a round, in which every job's whole batch finds room."""
+
+
+def variant(
+    root: Path,
+    name: str,
+    names: tuple[str, ...] = NAMES,
+    changes: Mapping[str, Mapping[str, Any]] = {},
+    run: Mapping[str, Any] = {},
+) -> str:
+    """Writes a configuration of some of the jobs, with changes to some; returns its file's name."""
+    document = json.loads((root / "config.json").read_text())
+    jobs = [job for job in document["jobs"] if job["name"] in names]
+    document["jobs"] = [job | dict(changes.get(job["name"], {})) for job in jobs]
+    return write_jobs(root / f"{name}.json", document, run=run).name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_job_alone_equals_the_job_in_company_to_the_bit(
+    name: str, launch: Launch, root: Path
+) -> None:
+    together, _ = launch("together", WIDE)
+    alone, _ = launch(f"alone {name}", WIDE, config=variant(root, f"alone_{name}", (name,)))
+    assert_same_bits(together, alone, name)
+
+
+def poison(root: Path) -> dict[str, Any]:
+    """An adapter whose values are finite, but no product of them is."""
+    settings = next(job for job in JOBS if job["name"] == "outputs")["lora"]
+    lora = LoraSpec(**{**settings, "target_modules": tuple(settings["target_modules"])})
+    model = read_model_spec(root / "base" / "config.json")
+    shapes = {name: factor_shape(model, name, lora.rank) for name in factor_names(model, lora)}
+    export_adapter(
+        root / "poison",
+        lora=lora,
+        factors={name: torch.full(shape, 1e38) for name, shape in shapes.items()},
+        model=model,
+        base_model="base",
+    )
+    return {"init_from": "poison", "on_nonfinite": "fail"}
+
+
+def test_a_job_gone_wrong_leaves_its_neighbours_their_bits(launch: Launch, root: Path) -> None:
+    flags = LAYOUTS["TP2+SP full recompute"]
+    healthy, _ = launch("TP2+SP full recompute", flags)
+    config = variant(root, "poisoned", changes={"outputs": poison(root)})
+    ill, log = launch("poisoned", flags, config=config)
+    assert summary(ill)["jobs"]["outputs"]["status"] == "failed"
+    assert "job outputs: failed: not finite at step 1" in log
+    assert not (ill / "jobs" / "outputs" / "adapter").exists()
+    for name in NAMES[:-1]:
+        assert_same_bits(healthy, ill, name)
+
+
+def test_a_job_whose_file_is_missing_is_left_out(launch: Launch, root: Path) -> None:
+    missing = {"mlp": {"data": {"train": "nowhere.jsonl"}}}
+    config = variant(root, "missing", changes=missing, run={"on_job_error": "skip"})
+    out, _ = launch("missing", WIDE, config=config)
+    together, _ = launch("together", WIDE)
+    jobs = summary(out)["jobs"]
+    assert jobs["mlp"]["status"] == "rejected"
+    assert "nowhere.jsonl" in jobs["mlp"]["reason"]
+    for name in ("attention", "everything", "outputs"):
+        assert_same_bits(together, out, name)
+
+
+PRETRAINING = words(
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 "
+    "--seq-length 64 --max-position-embeddings 64 --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights "
+    "--global-batch-size 4 --train-iters 4 --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--use-cpu-initialization --save-interval 4 --ckpt-format torch_dist --eval-iters 1"
+)
+
+
+def checkpoint_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a distributed checkpoint, optimizer and all, by name."""
+    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = FileSystemReader(folder / "iter_0000004")
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def test_without_the_flag_nothing_changes(tmp_path: Path) -> None:
+    script, shown, saved = checkout() / "pretrain_gpt.py", [], []
+    for plain in (True, False):
+        out = tmp_path / ("plain" if plain else "hooked")
+        args = [*CPU, *COMMON, *PRETRAINING, "--save", out]
+        lines = logged(run(script, args, plain=plain, nproc=2))
+        assert len(lines) == 4
+        shown.append([{k: v for k, v in line.items() if "elapsed" not in k} for line in lines])
+        saved.append(checkpoint_tensors(out))
+    assert shown[0] == shown[1]
+    assert saved[0].keys() == saved[1].keys()
+    assert any("exp_avg" in key for key in saved[0])
+    for key, tensor in saved[0].items():
+        assert torch.equal(tensor, saved[1][key]), key
+
+
+REFUSED = {
+    "micro-batch size": ("--micro-batch-size 2", "--micro-batch-size must be 1"),
+    "fp16": ("--fp16", "--fp16 must be off"),
+    "missing base": ("--load {out}/none", "must hold a Megatron checkpoint of the base"),
+    "contradiction": ("--seq-length 128", "run.micro_batch_tokens must agree with --seq-length"),
+    "another model": ("--rotary-base 20000", "rope_theta must be 10000.0, got 20000.0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_trained_ends_with_a_sentence(case: str, root: Path) -> None:
+    flags, message = REFUSED[case]
+    run_section = {"micro_batch_tokens": 256} if case == "contradiction" else {}
+    config = variant(root, "refused", run=run_section)
+    out = root / "refused" / case
+    args = [*arguments(root, out, config=config), *flags.format(out=out).split()]
+    code, output = finish(start(checkout() / "pretrain_gpt.py", args))
+    assert code != 0
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in " ".join(output.split())
+    assert "exitcode  : 2" in output
+    assert not (out / "jobs").exists()
+
+
+OWN_SCRIPT = """
+import tlora_megatron.autohook
+import sys
+from functools import partial
+
+sys.path.insert(0, {checkout!r})
+import pretrain_gpt
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+
+if __name__ == "__main__":
+    {call}
+"""
+PARSE = (
+    "from megatron.training.arguments import parse_and_validate_args; "
+    "from megatron.training.argument_utils import *; args = parse_and_validate_args(); "
+)
+DATA = "pretrain_gpt.train_valid_test_datasets_provider"
+MODEL = "partial(pretrain_gpt.model_provider, pretrain_gpt.gpt_builder)"
+REST = "ModelType.encoder_or_decoder, pretrain_gpt.forward_step"
+CALLS = {
+    "0.16": f"pretrain({DATA}, {MODEL}, {REST})",
+    "0.18": f"{PARSE}pretrain(pretrain_cfg_container_from_args(args), {DATA}, {MODEL}, {REST})",
+    "0.19": f"{PARSE}pretrain(pretrain_cfg_container_from_args(args, gpt_config_from_args(args)), "
+    f"{DATA}, {REST})",
+}
+"""How scripts of a version, and of those behind it, call the trainer."""
+
+
+def test_a_script_of_the_user_s_own_with_one_import(root: Path, tmp_path: Path) -> None:
+    text = (checkout() / "pretrain_gpt.py").read_text()
+    version = "0.19" if "gpt_config_from_args" in text else "0.18"
+    call = CALLS[version if "pretrain_cfg_container_from_args" in text else "0.16"]
+    script = tmp_path / "train.py"
+    script.write_text(OWN_SCRIPT.format(checkout=str(checkout()), call=call))
+    run(script, arguments(root, tmp_path / "out"), plain=True)
+    assert_equals_oracle(tmp_path / "out", root)
+
+
+def test_hybrid_model(root: Path, tmp_path: Path) -> None:
+    script = checkout() / "pretrain_hybrid.py"
+    if not script.is_file():
+        pytest.skip("HybridModel has no script in this version")
+    document = json.loads((root / "config.json").read_text())
+    config = write_jobs(root / "hybrid.json", document, base_model={"random_init": True})
+    flags = model_flags(root / "megatron")
+    at = flags.index("--num-layers")
+    model = [*flags[:at], *flags[at + 2 :], "--hybrid-layer-pattern", "*-*-*-*-"]
+    spec = ["--spec", "hybrid_local_spec", "spec", "--use-cpu-initialization"]
+    outs = {1: tmp_path / "one", 2: tmp_path / "two"}
+    for nproc, out in outs.items():
+        args = [*model, *spec, *CPU, *COMMON, *SIZES, "--save", out, "--tlora-config", config]
+        if nproc == 2:
+            args += LAYOUTS["TP2+SP full recompute"].split()
+        run(script, args, nproc=nproc)
+    for name in NAMES:
+        expected = losses(outs[1], name)
+        assert losses(outs[2], name) == pytest.approx(expected, rel=1e-5), name
+        assert sum(expected[-3:]) < sum(expected[:3])
+        assert len(exported(outs[2], name, root / "base")) == len(oracle(root)[name].factors)

@@ -1,0 +1,220 @@
+"""Versions and settings of Megatron-LM that are refused, and hooks that stay out of the way."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NoReturn
+
+import pytest
+
+from tlora_megatron import launch
+from tlora_megatron.integrations.megatron_lm import guard, hooks
+
+FINE: dict[str, Any] = {
+    "micro_batch_size": 1,
+    "save": "out",
+    "seq_length": 64,
+    "context_parallel_size": 1,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "position_embedding_type": "rope",
+    "optimizer": "adam",
+    "cuda_graph_impl": "none",
+    "moe_token_dispatcher_type": "allgather",
+    "moe_aux_loss_coeff": 0.0,
+    "rerun_mode": "validate_results",
+}
+BAD: dict[str, Any] = {
+    "micro_batch_size": 2,
+    "fp16": True,
+    "cuda_graph_impl": "local",
+    "enable_cuda_graph": True,
+    "external_cuda_graph": True,
+    "overlap_moe_expert_parallel_comm": True,
+    "moe_token_dispatcher_type": "flex",
+    "moe_enable_deepep": True,
+    "use_megatron_fsdp": True,
+    "use_custom_fsdp": True,
+    "use_torch_fsdp2": True,
+    "attention_dropout": 0.1,
+    "hidden_dropout": 0.1,
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_z_loss_coeff": 1e-3,
+    "moe_expert_capacity_factor": 1.0,
+    "moe_input_jitter_eps": 0.1,
+    "optimizer": "muon",
+    "position_embedding_type": "learned_absolute",
+    "multi_latent_attention": True,
+    "experimental_attention_variant": "gated_delta_net",
+    "window_size": (128, 0),
+    "normalization": "LayerNorm",
+    "swiglu": False,
+    "add_bias_linear": True,
+    "rotary_percent": 0.5,
+    "rotary_interleaved": True,
+    "rotary_seq_len_interpolation_factor": 4,
+    "no_rope_freq": 4,
+    "mtp_num_layers": 1,
+    "heterogeneous_layers_config_path": "layers.json",
+    "iterations_to_skip": [3],
+    "hybrid_context_parallel": True,
+    "dynamic_context_parallel": True,
+    "phase_transition_iterations": [100],
+    "perform_rl_step": True,
+    "vision_pretraining": True,
+    "rerun_mode": "report_stats",
+    "skip_train": True,
+    "freeze_all_layers": True,
+    "init_model_with_meta_device": True,
+    "inprocess_restart": True,
+    "gtp_weight_remat_size": 2,
+    "num_distributed_optimizer_instances": 2,
+    "moe_use_upcycling": True,
+    "ckpt_convert_format": "torch_dist",
+    "use_legacy_models": True,
+}
+
+
+def test_usual_settings_pass() -> None:
+    guard.check_arguments(argparse.Namespace(**FINE))
+
+
+@pytest.mark.parametrize("argument", [rule.argument for rule in guard.RULES])
+def test_each_setting_is_refused_by_its_flag(argument: str) -> None:
+    args = argparse.Namespace(**(FINE | {argument: BAD[argument]}))
+    flag = "--" + argument.replace("_", "-")
+    with pytest.raises(ValueError, match=rf"^{flag} must be .* with --tlora-config, got .*; \S"):
+        guard.check_arguments(args)
+
+
+def test_the_output_folder_must_be_given() -> None:
+    with pytest.raises(ValueError, match="--save must be given"):
+        guard.check_arguments(argparse.Namespace(**(FINE | {"save": None})))
+
+
+def test_rows_are_cut_evenly_over_context_parallel_ranks() -> None:
+    args = argparse.Namespace(**(FINE | {"seq_length": 66, "context_parallel_size": 2}))
+    with pytest.raises(ValueError, match=r"--seq-length must be a multiple of .* = 4 .* got 66"):
+        guard.check_arguments(args)
+
+
+def _function(parameters: tuple[str, ...]) -> Callable[..., Any]:
+    """A function with these parameters that returns what it was called with."""
+    names = ", ".join(parameters) or "*values"
+    scope: dict[str, Any] = {}
+    exec(f"def f({names}): return ({', '.join(parameters) or '*values'},)", scope)
+    function: Callable[..., Any] = scope["f"]
+    return function
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """Modules of a trainer that holds what the hooks rely on; `megatron.core` is the real one."""
+    modules = {"megatron.training": ModuleType("megatron.training")}
+    for name, functions in guard._RELIED_ON.items():
+        if name.startswith("megatron.training"):
+            modules[name] = module = ModuleType(name)
+            for function, parameters in functions.items():
+                setattr(module, function, _function(parameters))
+    modules["megatron.training.initialize"] = ModuleType("megatron.training.initialize")
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return modules
+
+
+TRAINING = "megatron.training.training"
+
+
+def test_a_trainer_with_all_names_passes(trainer: dict[str, ModuleType]) -> None:
+    guard.check_trainer()
+
+
+def test_a_missing_name_is_named_with_the_version(trainer: dict[str, ModuleType]) -> None:
+    del trainer[TRAINING].train_step  # type: ignore[attr-defined]
+    message = r"megatron-core 0.16 to 0.20 .*, got 0\.\S+: megatron.training.training has no train_"
+    with pytest.raises(ImportError, match=message):
+        guard.check_trainer()
+
+
+def test_a_missing_parameter_is_named(trainer: dict[str, ModuleType]) -> None:
+    trainer[TRAINING].train_step = lambda iterator, model: None  # type: ignore[attr-defined]
+    with pytest.raises(ImportError, match="train_step has no parameter data_iterator"):
+        guard.check_trainer()
+
+
+def test_another_version_is_refused(
+    trainer: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.core.__version__", "0.21.0")
+    with pytest.raises(ImportError, match=r"got 0.21.0: its version is another"):
+        guard.check_trainer()
+
+
+@pytest.mark.skipif("megatron.training" in sys.modules, reason="there is a trainer")
+def test_without_a_checkout_the_remedy_is_named() -> None:
+    with pytest.raises(ImportError, match=r"there is no megatron.training"):
+        guard.check_trainer()
+
+
+class RecordingHost:
+    """A host that raises what it is told."""
+
+    def open_run(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("no run without the flag")
+
+    def show_summary(self, summary: dict[str, Any]) -> None:
+        raise AssertionError("no summary without the flag")
+
+    def fail(self, error: Exception) -> NoReturn:
+        raise SystemExit(2) from error
+
+
+def test_without_the_flag_every_hook_calls_what_it_wraps(
+    trainer: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    global_vars = trainer["megatron.training.global_vars"]
+    monkeypatch.setattr(global_vars, "get_args", lambda: argparse.Namespace(tlora_config=None))
+    training = trainer[TRAINING]
+    before = dict(vars(training))
+    hooks.install(RecordingHost())
+    hooked = [name for name, value in vars(training).items() if before.get(name) is not value]
+    assert len([name for name in hooked if not name.startswith("_")]) == 9
+    for name in hooked:
+        if name.startswith("_"):
+            continue
+        parameters = guard._RELIED_ON[TRAINING][name]
+        values = [object() for _ in parameters]
+        assert getattr(training, name)(*values) == tuple(values), name
+    namespace = argparse.Namespace(tlora_config=None)
+    assert trainer["megatron.training.arguments"].validate_args(namespace) == (namespace,)
+
+
+def test_hooks_are_installed_once(trainer: dict[str, ModuleType]) -> None:
+    hooks.install(RecordingHost())
+    first = dict(vars(trainer[TRAINING]))
+    hooks.install(RecordingHost())
+    assert dict(vars(trainer[TRAINING])) == first
+
+
+def test_a_trainer_that_does_not_fit_is_left_alone_without_the_flag(
+    trainer: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = trainer[TRAINING]
+    del training.train_step  # type: ignore[attr-defined]
+    before = dict(vars(training))
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--lr", "1"])
+    hooks.install(RecordingHost())
+    assert dict(vars(training)) == before
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--tlora-config=jobs.yaml"])
+    with pytest.raises(SystemExit) as leaving:
+        hooks.install(RecordingHost())
+    assert isinstance(leaving.value.__cause__, ImportError)
+
+
+@pytest.mark.parametrize("words", [[], ["--lr", "1"], ["nowhere.py"]])
+def test_the_launcher_wants_a_script(words: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r"usage: python -m tlora_megatron.launch SCRIPT"):
+        launch.main(words)
