@@ -150,6 +150,26 @@ def test_half_precision_and_the_default_blocks() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("lengths", [(5, 20, 7, 9), (0, 0, 0, 0)])
+def test_the_branch_alone_is_what_the_linear_adds_to_its_base(lengths: tuple[int, ...]) -> None:
+    columns, ranks = CASES["q k v"]
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
+    rows, ops, factors = make_rows(lengths, padding=6), TritonOps(config=SMALL), case.factors
+    x, dy = draw(case, rows.ends[-1])
+    y_base, dx_base = x @ case.weight_NK.t(), dy @ case.weight_NK
+    with poisoned_memory():
+        y, s = ops.forward(x, case.weight_NK, None, factors, rows)
+        dx = ops.dgrad(dy, ops.backward_up(dy, s, factors, rows), case.weight_NK, factors, rows)
+        alone = ops.down(x, factors, rows)
+        y_alone = ops.up(alone, y.shape[1], factors, rows)
+        ds = ops.backward_up(dy, alone, factors, rows)
+        dx_alone = ops.branch_dgrad(ds, factors, rows)
+    torch.testing.assert_close(y_base + y_alone, y, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx_base + dx_alone, dx, rtol=1e-5, atol=1e-5)
+    assert y_alone.any() == any(lengths)
+
+
+@interpreted
 def test_gradients_add_to_what_is_there() -> None:
     columns, ranks = CASES["gate up"]
     case = make_case(ranks, columns, K, dtype=torch.float32)
