@@ -102,6 +102,13 @@ class Draft:
             return None
         return Proposal(group=group, parts=parts)
 
+    def has_room(self, host: Group, waiting: Waiting) -> bool:
+        """Whether it is worth asking the model about one more member."""
+        if host.base != waiting.job.base or self.is_reserved(host):
+            return False
+        jobs = [*(member.job for member in host.members), waiting.job]
+        return not self._rules.keep_bounds or not self._demands_too_much(jobs, len(host.gpus))
+
     def _demands_too_much(self, jobs: list[Job], num_gpus: int) -> bool:
         """Whether the bounds together demand more than the GPUs' full speed.
 

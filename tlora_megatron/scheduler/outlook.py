@@ -17,7 +17,7 @@ class Outlook:
         self._now_s = draft.now_s
         self._num_gpus = draft.shape.num_gpus
         self._behind = {w.job.index: num_waiting - 1 - i for i, w in enumerate(order)}
-        self._starts_s = _list_schedule(draft, order)
+        self._starts_s = list_schedule(draft, order)
 
     def gain_s(self, waiting: Waiting, host: Group, merged: Group) -> float:
         """Seconds by which all jobs together end earlier with the merge than without it.
@@ -45,7 +45,7 @@ class Outlook:
         return own_end - end - delay + self._behind[index] * saved / self._num_gpus
 
 
-def _list_schedule(draft: Draft, order: Sequence[Waiting]) -> dict[int, float]:
+def list_schedule(draft: Draft, order: Sequence[Waiting]) -> dict[int, float]:
     """When each job starts if all run alone in this order as GPUs become free; by index.
 
     Where the GPUs are does not count.

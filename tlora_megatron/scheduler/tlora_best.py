@@ -1,6 +1,6 @@
 """`tlora_best`: the same moves as `tlora`, each weighed by what it does to all completion times.
 
-What differs: shortest work first; every host is tried, since a host with more residual capacity
+What differs: shortest work first; several hosts are tried, since a host with more residual capacity
 may refuse a job that one with less takes; a merge must bring more than waiting for free GPUs would,
 with the delay of the host's members and the GPU time it saves the queue in the balance; a job may
 start on fewer GPUs than it asks for, and groups get them back when nothing waits.
@@ -19,10 +19,15 @@ from tlora_megatron.scheduler.draft import Draft, Proposal
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.hosts import Hosts
 from tlora_megatron.scheduler.jobs import Group, Waiting
-from tlora_megatron.scheduler.outlook import Outlook
+from tlora_megatron.scheduler.outlook import Outlook, list_schedule
 from tlora_megatron.scheduler.policy import Decision, Rules
 from tlora_megatron.scheduler.queue import WaitingQueue
 from tlora_megatron.scheduler.separation import grow, separate
+
+_MOST_HOSTS = 8
+"""Hosts tried for a job, those with most residual capacity first: bounds the time to decide."""
+_EXPECTED = 0.05
+"""Jobs that count as held up beside those that are: GPUs that bring nothing go to who comes next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +81,9 @@ class NetBenefit:
     ) -> tuple[Group, Proposal] | bool:
         """The host and the merge that bring most; otherwise whether any host could take the job."""
         best, most, possible = None, 0.0, False
-        for host in groups:
+        roomy = [host for host in groups if draft.has_room(host, waiting)]
+        roomy.sort(key=lambda host: (-self._residual(host), host.number))
+        for host in roomy[:_MOST_HOSTS]:
             proposal = draft.with_newcomer(host, waiting)
             if proposal is None:
                 continue
@@ -85,6 +92,9 @@ class NetBenefit:
             if gain > most:
                 best, most = (host, proposal), gain
         return possible if best is None else best
+
+    def _residual(self, group: Group) -> float:
+        return self.speeds.residual(group.kinds, len(group.gpus))
 
 
 class _Sizes:
@@ -101,12 +111,18 @@ class _Sizes:
         """The best size that free GPUs and the job's bound allow."""
         asked = waiting.job.num_gpus
         others = self._held_up(draft, waiting)
-        sizes = _halvings(asked) if others else (asked,)
-        for size in sorted(sizes, key=lambda size: self._cost_s(waiting, size, others)):
+        for size in sorted(_halvings(asked), key=lambda size: self._cost_s(waiting, size, others)):
             proposal = draft.alone(waiting, size)
             if proposal is not None:
-                return proposal
+                return proposal if self._ends_earlier(draft, waiting, proposal.group) else None
         return None
+
+    def _ends_earlier(self, draft: Draft, waiting: Waiting, group: Group) -> bool:
+        """Whether fewer GPUs now are better for the job than those it asks for later."""
+        if draft.free.find(waiting.job.num_gpus) is not None:
+            return True
+        later_s = list_schedule(draft, (waiting,))[waiting.job.index]
+        return group.last_end_s <= later_s + waiting.isolated_left_s
 
     def _held_up(self, draft: Draft, waiting: Waiting) -> int:
         """Jobs behind it that would not start now beside it."""
@@ -123,7 +139,8 @@ class _Sizes:
         if rates is None:
             return (float("inf"), num_gpus)
         time_s = waiting.tokens_left / rates.total
-        return (time_s * (1 + others * num_gpus / self._num_gpus), num_gpus)
+        others_share = (others + _EXPECTED) / self._num_gpus
+        return (time_s * (1 + others_share * num_gpus), num_gpus)
 
 
 def _halvings(num: int) -> tuple[int, ...]:
