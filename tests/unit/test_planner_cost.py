@@ -126,6 +126,14 @@ def test_tensor_parallelism_halves_compute_and_reduces_four_times_a_layer() -> N
     assert two.gradient_sync_s == pytest.approx(LAYERS * 16 * 100 * 4 / 1e9)
 
 
+def test_collectives_between_kernels_are_stretched() -> None:
+    plan = Plan(tp_size=2, micro_batch_tokens=128, recompute="full")
+    plain, stretched = cost(plan), cost(plan, replace(HARDWARE, stretch=1.5))
+    assert stretched.tp_comm_s == pytest.approx(1.5 * plain.tp_comm_s)
+    again = LAYERS * 2 * 2 * STREAM / 1e9
+    assert stretched.recompute_s == pytest.approx(plain.recompute_s + 0.5 * again)
+
+
 def test_sequence_parallelism_gathers_and_scatters_and_sums_ds() -> None:
     plan = Plan(tp_size=2, sequence_parallel=True, micro_batch_tokens=128)
     moved = 2 * STREAM / 1e9  # a gather and a scatter of half the tensor each

@@ -147,7 +147,8 @@ def _print_summary(console: Console, profile: HardwareProfile, path: Path) -> No
     link = profile.intra_node
     console.print(
         f"link: {link.bytes_per_s / 1e9:.4g} GB/s, {link.latency_s * 1e6:.3g} us "
-        f"({len(profile.collectives)} collectives), overlap {profile.overlap:.2f}"
+        f"({len(profile.collectives)} collectives), overlap {profile.overlap:.2f}, stretch "
+        f"{profile.stretch:.2f}"
     )
     if profile.notes:
         console.print(f"notes: {profile.notes}")

@@ -106,6 +106,12 @@ class HardwareProfile:
     collectives: tuple[CollectivePoint, ...] = rule(
         "measured ones, taken before intra_node", default=()
     )
+    stretch: float = rule(
+        "time of a tensor-parallel collective between a layer's kernels over that of the same "
+        "one after another",
+        default=1.0,
+        gt=0,
+    )
     overlap: float = rule(
         "share of a collective that a GEMM beside it hides", default=0.0, ge=0, le=1
     )

@@ -245,8 +245,10 @@ class LayerModel:
         return max(each, default=0)
 
     def _over_tp(self, plan: Plan, op: CollectiveOp, size_bytes: float) -> float:
-        spans = plan.tp_size > self.rates.hardware.gpus_per_node
-        return self.rates.collective_s(op, plan.tp_size, size_bytes, spans_nodes=spans)
+        hardware = self.rates.hardware
+        spans = plan.tp_size > hardware.gpus_per_node
+        alone = self.rates.collective_s(op, plan.tp_size, size_bytes, spans_nodes=spans)
+        return hardware.stretch * alone
 
     def _hidden(self, plan: Plan, rows: float, lora_backward_s: float) -> float:
         """The reductions of dx run beside dA, about half of the adapters' backward."""

@@ -27,7 +27,7 @@ from tlora_megatron.planner.hardware import (
 )
 from tlora_megatron.runtime.profile_collectives import OPS, CollectiveTimer, fit_link
 from tlora_megatron.runtime.profile_fit import fit_lora
-from tlora_megatron.runtime.profile_layers import measure_layers
+from tlora_megatron.runtime.profile_layers import measure_layers, measure_stretch
 from tlora_megatron.runtime.profile_ops import (
     LoraSample,
     copy_bytes_per_s,
@@ -45,7 +45,8 @@ _SHARES = {"gemms": 0.35, "lora": 0.3, "collectives": 0.2}
 """Of the budget; the other stages are short and always run to their end."""
 _RESERVED_BYTES = 1e9
 """Taken for driver and libraries where the device does not tell."""
-_WARM_GEMM = 8192
+_WARM_GEMM, _WARM_TURNS = 8192, 1000
+"""About 1.6 s on an H100."""
 _OVERLAP_BYTES, _OVERLAP_GEMM = 2**26, 6144
 
 
@@ -118,20 +119,22 @@ class _Measurement:
         profile = self._profile(copy, gemms, attention, lora, points)
         profile = replace(profile, overlap=overlap)
         layers = measure_layers(self.timer, profile, self.sizes, self.dtype, self.world_size)
-        on_stage("done", 1.0)
-        return replace(
+        profile = replace(
             profile,
             stream_bytes_per_s=layers.stream_bytes_per_s,
             host=layers.host,
             reserved_bytes=reserved,
             notes="; ".join(self.notes),
         )
+        stretch = measure_stretch(self.timer, profile, self.sizes, self.dtype, self.world_size)
+        on_stage("done", 1.0)
+        return replace(profile, stretch=stretch)
 
     def _warm_up(self) -> None:
         """Brings the clock to where it stays under load."""
-        size = _WARM_GEMM if self.device.type == "cuda" else 64
+        size, turns = (_WARM_GEMM, _WARM_TURNS) if self.device.type == "cuda" else (64, 3)
         a, b = (torch.randn(size, size, device=self.device, dtype=self.dtype) for _ in range(2))
-        self.timer.sustained_s(lambda: a @ b, 0.01 * self.request.budget_s)
+        self.timer.sustained_s(lambda: a @ b, turns)
 
     def _gemms(self) -> Iterator[GemmPoint]:
         shapes = [(shape, self.sizes.gemm_rows) for shape in self.sizes.gemm_shapes]

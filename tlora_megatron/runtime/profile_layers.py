@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from tlora_megatron.plan import ParallelLayout
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import HardwareProfile, HostCost
-from tlora_megatron.planner.layer_cost import LayerModel
+from tlora_megatron.planner.layer_cost import LayerCost, LayerModel
 from tlora_megatron.planner.rates import Rates
 from tlora_megatron.planner.rounds import RoundLoad
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
@@ -20,6 +21,9 @@ from tlora_megatron.runtime.synthetic_run import SyntheticRun
 
 _FEW, _MANY = 1, 4
 """Layers of the two models whose difference is taken."""
+_TURNS = 20
+_TP_SIZES = (2, 4, 8)
+_PLAUSIBLE_STRETCH = (0.8, 3.0)
 _JOBS = 4
 _RANKS = (8, 16, 32, 64)
 _PLAUSIBLE = (0.2, 1.0)
@@ -74,6 +78,44 @@ def measure_layers(
     return LayerMeasurement(layer_s=layer_s, stream_bytes_per_s=stream, host=host)
 
 
+def measure_stretch(
+    timer: DeviceTimer,
+    profile: HardwareProfile,
+    sizes: ProfileSizes,
+    dtype: torch.dtype,
+    world_size: int,
+) -> float:
+    """How much longer tensor-parallel collectives take between a layer's kernels than alone.
+
+    From whole layers under each TP size that this world has, with sequence parallelism: what their
+    time is beyond compute, over the collectives measured one after another. 1 with one process.
+
+    Args:
+        profile: with everything else as measured before.
+    """
+    found = []
+    for tp_size in (n for n in _TP_SIZES if world_size % n == 0 and n <= world_size):
+        if sizes.layer_spec.num_kv_heads % tp_size:
+            continue
+        layout = ParallelLayout(
+            tp_size=tp_size, dp_size=world_size // tp_size, sequence_parallel=True
+        )
+        times = []
+        for layers in (_FEW, _MANY):
+            spec = replace(sizes.layer_spec, num_layers=layers)
+            run = SyntheticRun(spec, layout, dtype=dtype)
+            try:
+                times.append(_sustained_s(timer, run, sizes.layer_tokens, layout.dp_size))
+            finally:
+                run.close()
+        plan = Plan(tp_size=tp_size, sequence_parallel=True)
+        cost = _layer_cost(profile, sizes, plan)
+        beyond = (times[1] - times[0]) / (_MANY - _FEW) - (cost.total_s - cost.tp_comm_s)
+        found.append(beyond / cost.tp_comm_s)
+    low, high = _PLAUSIBLE_STRETCH
+    return min(high, max(low, statistics.fmean(found))) if found else 1.0
+
+
 def _loads(tokens: int, count: int, world_size: int) -> list[JobLoad]:
     """Jobs whose batches together fill a micro-batch of `tokens` rows on every rank."""
     length = max(2, min(512, tokens // count))
@@ -107,7 +149,7 @@ def _sustained_s(timer: DeviceTimer, run: SyntheticRun, tokens: int, world_size:
     """Forward and backward of full micro-batches, one after another."""
     model = run.super_model(_loads(tokens, _JOBS, world_size), tokens)
     batches = model.begin_round()
-    return timer.sustained_s(lambda: model.engine.forward_backward(batches))
+    return timer.sustained_s(lambda: model.engine.forward_backward(batches), _TURNS)
 
 
 def _step_s(
@@ -121,8 +163,8 @@ def _step_s(
     return forward_s, max(0.0, timer.host_s(model.train_round) - forward_s)
 
 
-def _stream_bytes_per_s(profile: HardwareProfile, sizes: ProfileSizes, layer_s: float) -> float:
-    """The rate at which the elementwise passes explain what the other parts leave of a layer."""
+def _layer_cost(profile: HardwareProfile, sizes: ProfileSizes, plan: Plan) -> LayerCost:
+    """A layer at `layer_tokens` as the planner has it."""
     loads = _loads(sizes.layer_tokens, _JOBS, 1)
     tokens = tuple(job.batch_tokens for job in loads)
     load = RoundLoad(
@@ -132,8 +174,12 @@ def _stream_bytes_per_s(profile: HardwareProfile, sizes: ProfileSizes, layer_s: 
         job_sequences=tuple(float(job.batch_size) for job in loads),
         steps=(1.0,) * len(loads),
     )
-    unit = replace(profile, stream_bytes_per_s=1.0)
-    cost = LayerModel(sizes.layer_spec, loads, Rates(unit)).cost(Plan(), load)
+    return LayerModel(sizes.layer_spec, loads, Rates(profile)).cost(plan, load)
+
+
+def _stream_bytes_per_s(profile: HardwareProfile, sizes: ProfileSizes, layer_s: float) -> float:
+    """The rate at which the elementwise passes explain what the other parts leave of a layer."""
+    cost = _layer_cost(replace(profile, stream_bytes_per_s=1.0), sizes, Plan())
     left_s = layer_s - (cost.total_s - cost.elementwise_s)
     low, high = (share * profile.copy_bytes_per_s for share in _PLAUSIBLE)
     return min(high, max(low, cost.elementwise_s / left_s)) if left_s > 0 else high

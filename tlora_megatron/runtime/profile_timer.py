@@ -53,10 +53,12 @@ class DeviceTimer:
         self.synchronize()
         return [statistics.median(times) for times in zip(*map(_gaps, rounds), strict=True)]
 
-    def sustained_s(self, call: Callable[[], object], seconds: float = 1.0) -> float:
-        """Mean seconds of a call repeated for so long, without waiting in between."""
+    def sustained_s(self, call: Callable[[], object], turns: int) -> float:
+        """Mean seconds of a call repeated so often, without waiting in between.
+
+        Not for so long: a call with collectives must be made as often on every process.
+        """
         call()
-        turns = max(3, int(seconds / self.host_s(call, 1)))
         self.synchronize()
         begin = time.perf_counter()
         for _ in range(turns):
