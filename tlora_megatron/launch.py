@@ -13,12 +13,14 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.cli.main import configure_logging, show_error
 from tlora_megatron.cli.progress import SilentProgress
 from tlora_megatron.cli.tables import print_run
+from tlora_megatron.runtime.launcher import is_lost_connection, join_agent
 
 _USAGE = "usage: python -m tlora_megatron.launch SCRIPT [ARGS] --tlora-config FILE"
 
@@ -52,7 +54,17 @@ def install() -> None:
     from tlora_megatron.integrations.megatron_lm import hooks
 
     configure_logging(logging.INFO if global_rank() == 0 else logging.ERROR)
+    if hooks.flag_on_command_line():
+        join_agent()
+        sys.excepthook = _explain
     hooks.install(Host())
+
+
+def _explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The trainer's traceback, and below it what a lost connection means."""
+    sys.__excepthook__(kind, error, trace)
+    if isinstance(error, Exception) and is_lost_connection(error):
+        show_error(error)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -17,6 +17,15 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.launch import torchrun
+from tests.helpers.megatron_lm import (
+    COMMON,
+    CPU,
+    RUNNER,
+    checkout,
+    convert,
+    model_flags,
+    write_jobs,
+)
 from tests.helpers.nodes import Agent, Network, agents, two_nodes, wait_until
 from tests.helpers.scenario import JOBS, make_scenario
 from tlora_megatron.training.checkpoint import find_checkpoint
@@ -32,11 +41,13 @@ END_S = 30
 """Within which a run must have ended after one of its agents was killed."""
 
 LAYOUTS = {
-    "DP across": (1, ()),
-    "TP inside, DP across": (2, ("parallel.tp_size=2",)),
-    "TP inside, PP across": (2, ("parallel.tp_size=2", "parallel.pp_size=2")),
+    "DP across": (1, 1, 1),
+    "TP inside, DP across": (2, 2, 1),
+    "TP inside, PP across": (2, 2, 2),
 }
-"""Ranks a node, and settings."""
+"""Ranks a node, TP size and PP size."""
+DRIVERS = ["train", pytest.param("launch", marks=[pytest.mark.megatron_lm, pytest.mark.slow])]
+"""`tlora train`; Megatron-LM's pretrain_gpt.py with the flag."""
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +76,29 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Training:
-    """`torchrun -m tlora_megatron.cli train`."""
+    """A run by one of the drivers, and its files.
 
-    def __init__(self, config: Path, output_dir: Path, settings: tuple[str, ...] = ()) -> None:
+    Args:
+        config: of the jobs; the base model, also converted, lies beside it.
+    """
+
+    def __init__(
+        self, driver: str, config: Path, output_dir: Path, *, tp: int = 1, pp: int = 1
+    ) -> None:
         self.output_dir = output_dir
-        overrides = [f"--set={setting}" for setting in settings]
-        self.target = ("-m", "tlora_megatron.cli", "train", config, *overrides)
-        self.target += (f"--output-dir={output_dir}",)
+        self.target: tuple[object, ...]
+        if driver == "train":
+            sizes = (f"--set=parallel.tp_size={tp}", f"--set=parallel.pp_size={pp}")
+            self.target = ("-m", "tlora_megatron.cli", "train", config, *sizes)
+            self.target += (f"--output-dir={output_dir}",)
+        else:
+            self.target = (RUNNER, checkout() / "pretrain_gpt.py")
+            self.target += tuple(_trainer_words(config, output_dir, tp, pp))
 
     def on_one_node(self, nproc: int) -> None:
         """Trains with all ranks under one agent."""
-        torchrun(self.target[1], nproc, *self.target[2:], timeout=RUN_S)
+        worker, *words = self.target[1:] if self.target[0] == "-m" else self.target
+        torchrun(worker if isinstance(worker, Path) else str(worker), nproc, *words, timeout=RUN_S)
 
     def job(self, name: str) -> Path:
         """A job's folder."""
@@ -98,10 +121,31 @@ class Training:
         return {name: checkpoint.step for name, checkpoint in found.items() if checkpoint}
 
 
+def _trainer_words(config: Path, output_dir: Path, tp: int, pp: int) -> list[object]:
+    """Arguments of pretrain_gpt.py; its token budget is the configuration's."""
+    base = config.parent / "base"
+    jobs = config.with_name("jobs.json")
+    if not jobs.exists():
+        convert(base, config.with_name("megatron"))
+        write_jobs(jobs, json.loads(config.read_text()))
+    layout = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
+    sizes = "--seq-length 2048 --max-position-embeddings 2048 --global-batch-size 2"
+    steps = f"--train-iters 400 --save-interval {CHECKPOINT_EVERY}"
+    folders = ["--load", config.with_name("megatron"), "--save", output_dir]
+    fixed = [*CPU, *COMMON, *f"{layout} {sizes} {steps}".split(), *folders]
+    return [*model_flags(config.with_name("megatron")), *fixed, "--tlora-config", jobs]
+
+
+@pytest.fixture(scope="module", params=DRIVERS)
+def driver(request: pytest.FixtureRequest) -> str:
+    """What trains."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def whole(config: Path) -> Training:
+def whole(driver: str, config: Path) -> Training:
     """The run of two data-parallel ranks on one node, never interrupted."""
-    training = Training(config, config.parent / "whole")
+    training = Training(driver, config, config.parent / f"whole-{driver}")
     training.on_one_node(2)
     return training
 
@@ -128,15 +172,20 @@ def finish(nodes: tuple[Agent, Agent]) -> None:
     "layout", ["DP across", *(pytest.param(k, marks=pytest.mark.slow) for k in (*LAYOUTS,)[1:])]
 )
 def test_two_nodes_equal_one(
-    network: Network, config: Path, tmp_path: Path, layout: str, request: pytest.FixtureRequest
+    network: Network,
+    driver: str,
+    config: Path,
+    tmp_path: Path,
+    layout: str,
+    request: pytest.FixtureRequest,
 ) -> None:
-    nproc, settings = LAYOUTS[layout]
+    nproc, tp, pp = LAYOUTS[layout]
     if nproc == 1:
         alone = request.getfixturevalue("whole")
     else:
-        alone = Training(config, tmp_path / "alone", settings)
+        alone = Training(driver, config, tmp_path / "alone", tp=tp, pp=pp)
         alone.on_one_node(2 * nproc)
-    training = Training(config, tmp_path / "out", settings)
+    training = Training(driver, config, tmp_path / "out", tp=tp, pp=pp)
     with agents(network, tmp_path / "logs", nproc, training.target) as nodes:
         finish(nodes)
     assert_same(training, alone)
@@ -144,9 +193,9 @@ def test_two_nodes_equal_one(
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_dead_node_ends_the_run_and_the_same_command_continues_it(
-    network: Network, config: Path, whole: Training, tmp_path: Path, victim: int
+    network: Network, driver: str, config: Path, whole: Training, tmp_path: Path, victim: int
 ) -> None:
-    training = Training(config, tmp_path / "out")
+    training = Training(driver, config, tmp_path / "out")
     with agents(network, tmp_path / "first", 1, training.target) as nodes:
         wait_until(lambda: len(training.steps("attention")) > 6, RUN_S, "six steps")
         ranks = [rank for node in nodes for rank in node.ranks()]
@@ -167,9 +216,9 @@ def test_a_dead_node_ends_the_run_and_the_same_command_continues_it(
 
 
 def test_torchrun_restarts_the_ranks_once(
-    network: Network, config: Path, whole: Training, tmp_path: Path
+    network: Network, driver: str, config: Path, whole: Training, tmp_path: Path
 ) -> None:
-    training = Training(config, tmp_path / "out")
+    training = Training(driver, config, tmp_path / "out")
     with agents(network, tmp_path / "logs", 1, training.target, max_restarts=1) as nodes:
         wait_until(lambda: len(training.steps("attention")) > 6, RUN_S, "six steps")
         (rank,) = nodes[1].ranks()

@@ -115,11 +115,15 @@ def _welcome(shared: TCPStore, world_size: int) -> int:
     return port
 
 
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether gloo, NCCL or the store says that another process cannot be reached."""
+    return type(error).__name__ in _LOST_TYPES or any(part in str(error) for part in _LOST_TEXTS)
+
+
 def describe_failure(error: BaseException) -> str:
     """The error's own words; for a lost connection what happened and what to do, then those."""
     text = str(error) or type(error).__name__
-    is_lost = type(error).__name__ in _LOST_TYPES or any(part in text for part in _LOST_TEXTS)
-    if not is_lost:
+    if not is_lost_connection(error):
         return text
     return (
         "the connection to another process of this run is lost: that process or its node has ended "

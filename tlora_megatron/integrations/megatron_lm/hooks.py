@@ -54,6 +54,7 @@ def install(host: Host) -> None:
 
 
 def flag_on_command_line() -> bool:
+    """Whether this process was started with the flag; Megatron has not parsed anything yet."""
     return any(word.split("=")[0] == FLAG for word in sys.argv[1:])
 
 
