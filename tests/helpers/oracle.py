@@ -7,6 +7,7 @@ those of transformers, PEFT and torch. Sequences run one by one, without padding
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoModelForCausalLM, get_scheduler
 
-from tlora_megatron.job import HF_TARGETS, JobSpec
+from tlora_megatron.job import MEGATRON_TARGETS, JobSpec
 
 _HF_SCHEDULE = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
@@ -63,7 +64,7 @@ def train_alone(
         num_steps: length of the schedule; None = `job.max_steps`, else the number of batches.
     """
     assert job.lora.dropout == 0.0, f"the oracle has no dropout, got {job.lora.dropout}"
-    assert set(job.lora.target_modules) <= set(HF_TARGETS), (
+    assert not set(job.lora.target_modules) & set(MEGATRON_TARGETS), (
         "the oracle knows Hugging Face targets only"
     )
     model = _peft_model(base_dir, job)
@@ -137,9 +138,11 @@ def _peft_model(base_dir: Path, job: JobSpec) -> PeftModel:
 def _parameter(model: PeftModel, name: str) -> torch.nn.Parameter:
     """PEFT's parameter of a canonical name such as `layers.3.q_proj.lora_a`."""
     _, layer, target, side = name.split(".")
-    block = "mlp" if target in ("gate_proj", "up_proj", "down_proj") else "self_attn"
-    linear = model.get_submodule(f"base_model.model.model.layers.{layer}.{block}.{target}")
-    return getattr(linear, "lora_A" if side == "lora_a" else "lora_B")["default"].weight
+    letter = "A" if side == "lora_a" else "B"
+    pattern = rf"[^\d]*\.{layer}\.([^\d]+\.)?{target}\.lora_{letter}\.default\.weight"
+    found = [p for n, p in model.named_parameters() if re.fullmatch(pattern, n)]
+    assert len(found) == 1, f"{name} must be one parameter, got {len(found)}"
+    return found[0]
 
 
 def _write_factors(model: PeftModel, factors: Mapping[str, Tensor]) -> None:

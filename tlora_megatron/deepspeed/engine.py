@@ -61,6 +61,7 @@ def initialize(
     settings = load_deepspeed_config(config, overrides, output_dir=output_dir, base_model=given)
     for sentence in (*settings.changes, *ignored_settings(settings.run)):
         logger.info("%s", sentence)
+    check_deepspeed(settings.tp_size)
     join_processes()
     base = build_base(settings, model)
     return MultiLoRAEngine(base, settings.run, listener or SilentProgress())

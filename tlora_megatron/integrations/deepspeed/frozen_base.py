@@ -59,7 +59,7 @@ def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
     tp_size = config.tp_size
     if model is None:
         model = models.load_model(config.run.base_model, config.engine, tp_size=tp_size)
-    models.freeze(model)
+    models.still_dropout(model)
     whole_spec = discover.model_spec(model)
     plain = model.config._attn_implementation
     deepspeed = models.start_engine(model, config.engine)

@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 OLDEST = (0, 18, 0)
 NEXT = (0, 20, 0)
 """The first release that is not supported."""
+OLDEST_WITH_AUTOTP = (0, 19, 8)
+"""Before it AutoTP has another call, or knows not all of transformers' plans, or no ZeRO-3."""
 
 _RELIED_ON: dict[str, tuple[str, ...]] = {
     "deepspeed.initialize": ("model", "config"),
@@ -31,8 +33,11 @@ _RELIED_ON: dict[str, tuple[str, ...]] = {
 """Dotted name -> arguments that it must take."""
 
 
-def check_deepspeed() -> None:
+def check_deepspeed(tp_size: int = 1) -> None:
     """Refuses a DeepSpeed that is missing, of an untried version, or without what is relied on.
+
+    Args:
+        tp_size: over 1 needs AutoTP.
 
     Raises:
         ImportError: if it is missing.
@@ -44,21 +49,22 @@ def check_deepspeed() -> None:
         raise ImportError(
             "DeepSpeed is missing: pip install 'tlora-megatron[deepspeed]'"
         ) from error
-    check_version(installed)
+    check_version(installed, tp_size)
     for name, arguments in _RELIED_ON.items():
         _check_name(name, arguments, installed)
 
 
-def check_version(installed: str) -> None:
+def check_version(installed: str, tp_size: int = 1) -> None:
     """Refuses a release out of the supported range.
 
     Raises:
         RuntimeError: naming the range.
     """
     numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:3])
-    if not OLDEST <= numbers < NEXT:
-        oldest, following = (".".join(map(str, v)) for v in (OLDEST, NEXT))
-        raise RuntimeError(f"deepspeed must be >={oldest},<{following}, got {installed}")
+    oldest, what = (OLDEST, "") if tp_size == 1 else (OLDEST_WITH_AUTOTP, " under AutoTP")
+    if not oldest <= numbers < NEXT:
+        low, high = (".".join(map(str, v)) for v in (oldest, NEXT))
+        raise RuntimeError(f"the installed DeepSpeed{what} must be >={low},<{high}, got {installed}")
 
 
 def _check_name(name: str, arguments: tuple[str, ...], installed: str) -> None:

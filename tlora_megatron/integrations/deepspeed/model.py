@@ -61,8 +61,8 @@ def _zero_init(engine: dict[str, Any]) -> Any:
     return HfDeepSpeedConfig(engine)
 
 
-def freeze(model: nn.Module) -> None:
-    """Freezes every parameter and turns the backbone's dropout off.
+def still_dropout(model: nn.Module) -> None:
+    """Turns the backbone's dropout off, as befits what is frozen.
 
     Raises:
         ValueError: if the model carries adapters already.
@@ -76,16 +76,18 @@ def freeze(model: nn.Module) -> None:
         if getattr(module, "attention_dropout", None):
             logger.warning("attention dropout of %s is off: the backbone is frozen", name)
             module.attention_dropout = 0.0
-    model.requires_grad_(False)
 
 
 def start_engine(model: Any, engine: dict[str, Any]) -> Any:
-    """Hands a frozen model to DeepSpeed: AutoTP and ZeRO-3 cut its weights; nothing is to train."""
+    """Hands a model to DeepSpeed, where AutoTP and ZeRO-3 cut its weights, and freezes it."""
     engine = dict(engine)
+    # AutoTP hooks what it leaves whole, and fails on what is frozen; what it cuts it unfreezes.
+    model.requires_grad_(engine.get("tensor_parallel", {}).get("autotp_size", 1) > 1)
     if "vocab_parallel_lm_head" in TPTrainingConfig.model_fields and "tensor_parallel" in engine:
         # A tied head would bring DeepSpeed's own loss with it.
         engine["tensor_parallel"] = {"vocab_parallel_lm_head": False, **engine["tensor_parallel"]}
     started, *_ = deepspeed.initialize(model=model, config=engine)
+    model.requires_grad_(False)
     return started
 
 

@@ -1,0 +1,98 @@
+"""Causal models of several families under DeepSpeed: each job gets what PEFT gives it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("deepspeed", reason="needs deepspeed")
+
+from tests.helpers.deepspeed_cases import run_cases, zero
+from tests.helpers.deepspeed_models import (
+    FAMILIES,
+    family_oracle,
+    make_family,
+    write_family_config,
+)
+from tests.helpers.scenario import losses
+from tlora_megatron.integrations.deepspeed.discover import model_spec
+from tlora_megatron.training.peft_format import load_adapter
+
+WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, zero(0)),
+    "DP2 ZeRO-3": (2, zero(3)),
+    "TP2 ZeRO-1": (2, zero(1) | {"tensor_parallel": {"autotp_size": 2}}),
+}
+Results = dict[str, tuple[Any, Any]]
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of every family its folder, section, description and oracle."""
+    found = {}
+    for family in FAMILIES:
+        root = tmp_path_factory.mktemp(family)
+        section = make_family(root, family)
+        spec = model_spec(AutoModelForCausalLM.from_pretrained(root / "base"))
+        found[family] = (root, section, spec, family_oracle(root, section, spec))
+    return found
+
+
+@pytest.fixture(scope="module")
+def run_world(
+    families: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Trains all families in a world, once; returns the folder of their outputs."""
+    done: dict[str, Path] = {}
+
+    def run(world: str) -> Path:
+        if world not in done:
+            out = done[world] = tmp_path_factory.mktemp("out")
+            size, deepspeed = WORLDS[world]
+            entries = []
+            for family, (root, section, *_) in families.items():
+                config = write_family_config(root, world, deepspeed, section)
+                entries.append({"config": str(config), "output_dir": str(out / family), "set": ()})
+            run_cases(size, entries, out / "cases.json", timeout=400)
+        return done[world]
+
+    return run
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_losses_and_weights_equal_the_oracle(
+    world: str, family: str, run_world: Callable[[str], Path], families: dict[str, Any]
+) -> None:
+    output_dir = run_world(world) / family
+    _, _, spec, oracle = families[family]
+    for name, expected in oracle.items():
+        assert losses(output_dir, name) == pytest.approx(expected.losses, rel=1e-5), name
+        factors = load_adapter(output_dir / "jobs" / name / "adapter", model=spec).factors
+        assert factors.keys() == expected.factors.keys()
+        for key, value in expected.factors.items():
+            assert float((factors[key] - value).norm() / value.norm()) < 1e-4, f"{name} {key}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_loads_the_adapters(
+    family: str, run_world: Callable[[str], Path], families: dict[str, Any]
+) -> None:
+    root, _, spec, oracle = families[family]
+    base = AutoModelForCausalLM.from_pretrained(root / "base")
+    for name in oracle:
+        folder = run_world("one process") / family / "jobs" / name / "adapter"
+        model = PeftModel.from_pretrained(base, folder)
+        held = {n: p for n, p in model.named_parameters() if "lora_" in n}
+        ours = load_adapter(folder, model=spec).factors
+        assert len(held) == len(ours)
+        total = sum(float(value.double().sum()) for value in ours.values())
+        assert sum(float(p.double().sum()) for p in held.values()) == pytest.approx(total)
+        assert any(bool(torch.any(p)) for n, p in held.items() if "lora_B" in n)
+        base = model.unload()

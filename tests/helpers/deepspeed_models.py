@@ -1,0 +1,97 @@
+"""Small runs over models of several families, Llama's names or not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GPTNeoXConfig
+
+from tests.helpers.oracle import OracleResult, train_alone
+from tests.helpers.scenario import write_rows
+from tests.helpers.tiny_models import make_tiny_model, randomize
+from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
+from tlora_megatron.backbone import LinearsSpec
+from tlora_megatron.config import read_config
+from tlora_megatron.layers.slab import initial_factors
+from tlora_megatron.training.data import BatchPlan, load_job_data, load_tokenizer
+
+FAMILIES = ("qwen3", "mistral", "gpt_neox")
+NUM_STEPS = 6
+
+_NEOX_TARGETS = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
+
+
+def make_family(root: Path, family: str) -> dict[str, Any]:
+    """Writes `root/base` and two jobs' data; returns a `tlora` section over them."""
+    base = root / "base"
+    if family == "gpt_neox":
+        make_gpt_neox(base)
+    else:
+        make_tiny_model(base, family, vocab_size=VOCAB_SIZE, tied=family == "qwen3")  # type: ignore[arg-type]
+    save_tiny_tokenizer(base)
+    wide = {"target_modules": _NEOX_TARGETS} if family == "gpt_neox" else {}
+    narrow = _NEOX_TARGETS[1:3] if family == "gpt_neox" else ["v_proj", "down_proj"]
+    loras = [{"rank": 8, "alpha": 16, **wide}, {"rank": 4, "alpha": 8, "target_modules": narrow}]
+    jobs = []
+    for index, lora in enumerate(loras):
+        write_rows(root / f"{index}.jsonl", 12, seed=index)
+        jobs.append(
+            {
+                "name": f"job{index}",
+                "data": {"train": f"{index}.jsonl"},
+                "lora": lora,
+                "batch_size": 2 + index,
+                "max_steps": NUM_STEPS,
+                "max_seq_len": 80,
+                "optimizer": {"lr": 4e-3},
+            }
+        )
+    run = {"output_dir": "out", "micro_batch_tokens": 256, "tensorboard": False}
+    return {"base_model": {"path": "base", "dtype": "float32"}, "run": run, "jobs": jobs}
+
+
+def make_gpt_neox(directory: Path) -> None:
+    """A random GPT-NeoX: fused query_key_value, biases, partial rotary, parallel residual."""
+    config = GPTNeoXConfig(
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        intermediate_size=96,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    randomize(model, seed=0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "layernorm.weight" in name or name.endswith("layer_norm.weight"):
+                weight.add_(1.0)
+    model.save_pretrained(directory)
+
+
+def family_oracle(
+    root: Path, section: dict[str, Any], spec: LinearsSpec
+) -> dict[str, OracleResult]:
+    """Each job alone under transformers and PEFT."""
+    config = read_config(section, root, targets=None)
+    tokenizer = load_tokenizer(root / "base")
+    results = {}
+    for job in config.jobs:
+        data = load_job_data(job, tokenizer, spec.vocab_size)
+        plan = BatchPlan.for_job(job, len(data.train))
+        batches = [[data.train[i] for i in plan.indices(step)] for step in range(plan.num_steps)]
+        factors = initial_factors(spec, job.lora, job.seed)
+        results[job.name] = train_alone(root / "base", job, factors, batches)
+    return results
+
+
+def write_family_config(root: Path, name: str, deepspeed: dict[str, Any], section: Any) -> Path:
+    """A DeepSpeed JSON beside the family's files."""
+    path = root / f"{name}.json"
+    path.write_text(json.dumps({**deepspeed, "tlora": section}))
+    return path
