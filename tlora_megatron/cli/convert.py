@@ -96,6 +96,8 @@ def _write(
 
     columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn())
     # Not drawn where the output is a file: a bar would leave only its last state there.
+    if not console.is_terminal:
+        console.print(f"writing {planned.size_bytes / 1e9:,.2f} GB to {out}")
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=planned.size_bytes)
         write_megatron_checkpoint(
