@@ -302,3 +302,8 @@ def test_times_are_finite_and_not_negative_in_odd_corners() -> None:
     tiny = job(lengths=LengthHistogram.single(1))
     found = cost(Plan(tp_size=2, pp_size=2, cp_size=2, dp_size=8), HARDWARE, tiny)
     assert all(0 <= getattr(found, name) < math.inf for name in TERMS)
+
+
+def test_a_micro_batch_must_hold_the_longest_sequence() -> None:
+    with pytest.raises(ValueError, match="at least 128, the longest sequence of job 'a', got 64"):
+        cost(Plan(micro_batch_tokens=64))

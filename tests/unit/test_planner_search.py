@@ -124,6 +124,11 @@ def test_shorter_sequences_or_recompute_may_be_what_helps() -> None:
     assert pinned.remedies[0].startswith("leave recompute")
 
 
+def test_a_micro_batch_holds_what_is_evaluated_too() -> None:
+    plans = search(SPEC, [job(longest_eval=3000)], HARDWARE, 1).plans
+    assert min(p.plan.micro_batch_tokens for p in plans) == 3072
+
+
 def test_several_nodes_need_a_link_and_a_result_says_so() -> None:
     alone = replace(HARDWARE, inter_node=None, gpus_per_node=2)
     result = search(SPEC, jobs(4), alone, 4)

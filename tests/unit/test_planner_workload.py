@@ -147,6 +147,15 @@ def test_a_pipeline_gets_as_many_micro_batches_as_the_jobs_fill() -> None:
     assert (one.load(1).micro_batches, many.load(1).micro_batches) == (8, 16)
 
 
+def test_every_job_gets_room_and_large_batches_step_in_the_end() -> None:
+    # Each round holds two sequences; a batch of 1,000 takes more rounds than are looked at.
+    many = [job(f"job{i}", batch_size=1000 if i == 0 else 1) for i in range(60)]
+    load = expected_rounds(many, micro_batch_tokens=256, dp_size=1, pp_size=1).load(128)
+    assert min(load.job_tokens) > 0
+    assert 0 < load.steps[0] < 0.001
+    assert load.tokens == pytest.approx(256)
+
+
 _MIXES = st.lists(
     st.tuples(
         st.integers(1, 6),

@@ -122,7 +122,17 @@ class CostModel:
         """Of a plan without virtual stages, which change neither."""
 
     def round_load(self, plan: Plan) -> RoundLoad:
-        """What a round holds."""
+        """What a round holds.
+
+        Raises:
+            ValueError: if a micro-batch cannot hold the longest sequence.
+        """
+        for job in self.jobs:
+            if job.lengths.longest > plan.micro_batch_tokens:
+                raise ValueError(
+                    f"micro_batch_tokens must be at least {job.lengths.longest}, the longest "
+                    f"sequence of job {job.name!r}, got {plan.micro_batch_tokens}"
+                )
         key = (plan.micro_batch_tokens, plan.dp_size, plan.pp_size)
         if key not in self._rounds:
             self._rounds[key] = expected_rounds(

@@ -78,6 +78,7 @@ def expected_rounds(
         return _fluid_round(jobs, micro_batch_tokens, dp_size, pp_size)
     packer = _Packer(jobs, micro_batch_tokens, dp_size, pp_size)
     rounds = min(max(_FEWEST_ROUNDS, _SIMULATED // int(min(sequences, fits) + 1)), _MOST_ROUNDS)
+    rounds = max(rounds, len(jobs))  # every job has the first turn once
     for first_slot in range(rounds):
         packer.run_round(first_slot)
     return packer.result()
@@ -102,7 +103,6 @@ class _Packer:
         self._fullest: list[tuple[int, float]] = []
         self._tokens = [0] * len(jobs)
         self._sequences = [0] * len(jobs)
-        self._steps = [0] * len(jobs)
 
     def run_round(self, first_slot: int) -> None:
         """Fills the micro-batches of one round."""
@@ -132,16 +132,16 @@ class _Packer:
         heapq.heapreplace(bins, (load + length, index))
         self._tokens[slot] += length
         self._sequences[slot] += 1
-        self._steps[slot] += not left
         return bool(left)
 
     def result(self) -> ExpectedRounds:
         """Means over the rounds so far."""
         rounds = len(self._fullest)
-        tokens, sequences, steps = (
-            tuple(value / rounds for value in values)
-            for values in (self._tokens, self._sequences, self._steps)
+        tokens, sequences = (
+            tuple(value / rounds for value in values) for values in (self._tokens, self._sequences)
         )
+        # Not counted: a large batch may take more rounds than were looked at.
+        steps = tuple(n / job.batch_size for n, job in zip(sequences, self._jobs, strict=True))
         return ExpectedRounds(tuple(self._fullest), tokens, sequences, steps)
 
 

@@ -226,7 +226,7 @@ def _variants(jobs: Sequence[JobLoad], layout: Plan, space: SearchSpace) -> Iter
 
 def budgets(jobs: Sequence[JobLoad], layout: Plan, space: SearchSpace) -> list[int]:
     """Micro-batch tokens worth trying: from the longest sequence up to all batches together."""
-    longest = max(job.lengths.longest for job in jobs)
+    longest = max(max(job.lengths.longest, job.longest_eval) for job in jobs)
     if space.micro_batch_tokens is not None:
         if space.micro_batch_tokens < longest:
             raise ValueError(
@@ -295,7 +295,12 @@ def _shorter(jobs: Sequence[JobLoad], fits: Callable[[Sequence[JobLoad]], bool])
     """Cuts the longest sequences to powers of two."""
     longest = max(job.lengths.longest for job in jobs)
     for length in (2**n for n in range(longest.bit_length() - 1, 7, -1)):
-        cut = [replace(job, lengths=job.lengths.clipped(length)) for job in jobs]
+        cut = [replace(job, lengths=job.lengths.clipped(length), longest_eval=0) for job in jobs]
         if length < longest and fits(cut):
             yield f"cut sequences to {length} tokens"
             return
+
+
+def _cut(job: JobLoad, length: int) -> JobLoad:
+    longest_eval = min(job.longest_eval, length)
+    return replace(job, lengths=job.lengths.clipped(length), longest_eval=longest_eval)

@@ -134,6 +134,8 @@ class JobLoad:
     dropout: float = 0.0
     target_share: float = 1.0
     """Of the rows that predict something: only these reach the output layer."""
+    longest_eval: int = 0
+    """Rows of the longest sequence that is evaluated: a micro-batch must hold it too."""
 
     def __post_init__(self) -> None:
         known = HF_TARGETS + MEGATRON_TARGETS
@@ -151,7 +153,11 @@ class JobLoad:
 
     @classmethod
     def from_spec(
-        cls, job: JobSpec, lengths: LengthHistogram, target_share: float = 1.0
+        cls,
+        job: JobSpec,
+        lengths: LengthHistogram,
+        target_share: float = 1.0,
+        longest_eval: int = 0,
     ) -> JobLoad:
         """A configured job with the lengths of its sequences."""
         return cls(
@@ -162,6 +168,7 @@ class JobLoad:
             lengths=lengths,
             dropout=job.lora.dropout,
             target_share=target_share,
+            longest_eval=longest_eval,
         )
 
     @property

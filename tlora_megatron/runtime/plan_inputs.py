@@ -95,7 +95,9 @@ def _job_load(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> JobLoad:
         known = _measure(job, spec, tokenizer_dir)
         _write_cache(cached, known)
     pairs = tuple((int(length), float(share)) for length, share in known["lengths"])
-    return JobLoad.from_spec(job, LengthHistogram(pairs), known["target_share"])
+    return JobLoad.from_spec(
+        job, LengthHistogram(pairs), known["target_share"], known["longest_eval"]
+    )
 
 
 def _measure(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> dict[str, Any]:
@@ -106,12 +108,17 @@ def _measure(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> dict[str, An
     rows = [len(s.tokens) - 1 for s in data.train]
     targets = sum(int(s.is_target.sum()) for s in data.train)
     histogram = LengthHistogram.from_lengths(rows)
-    return {"lengths": histogram.pairs, "target_share": min(1.0, targets / sum(rows))}
+    return {
+        "lengths": histogram.pairs,
+        "target_share": min(1.0, targets / sum(rows)),
+        "longest_eval": max((len(s.tokens) - 1 for s in data.eval), default=0),
+    }
 
 
 def _cache_file(job: JobSpec, tokenizer_dir: Path) -> Path:
     """Named after everything that the lengths depend on."""
-    files = [Path(job.data.train), *sorted(tokenizer_dir.glob("token*"))]
+    data = [Path(path) for path in (job.data.train, job.data.eval) if path is not None]
+    files = [*data, *sorted(tokenizer_dir.glob("token*"))]
     files += sorted(tokenizer_dir.glob("vocab*")) + sorted(tokenizer_dir.glob("chat_template*"))
     stamps = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
     what = json.dumps([_FORMAT, stamps, job.max_seq_len, asdict(job.data)])
