@@ -20,7 +20,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -176,13 +175,7 @@ def _gpt_chunk(
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     if te:
-        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
-        for module, column, row in (
-            (parts.self_attention, "linear_qkv", "linear_proj"),
-            (parts.mlp, "linear_fc1", "linear_fc2"),
-        ):
-            setattr(module.submodules, column, te_stand_in.TELayerNormColumnParallelLinear)
-            setattr(module.submodules, row, te_stand_in.TERowParallelLinear)
+        te_stand_in.use_in(layer)
     if config.context_parallel_size > 1:
         # Megatron's own refuses context parallelism when it is built.
         parts.self_attention.submodules.core_attention = PackedCoreAttention

@@ -9,7 +9,6 @@ import sys
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.identity_op import IdentityOp
 
 from tests.helpers import te_stand_in
 from tests.helpers.bench_modules import bench_modules
@@ -19,14 +18,7 @@ from tlora_megatron.integrations.megatron.norm import RMSNorm
 def stand_in_layer() -> tuple[Any, Any]:
     """As `te_models.te_layer`."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
-    for module, column, row in (
-        (parts.self_attention, "linear_qkv", "linear_proj"),
-        (parts.mlp, "linear_fc1", "linear_fc2"),
-    ):
-        setattr(module.submodules, column, te_stand_in.TELayerNormColumnParallelLinear)
-        setattr(module.submodules, row, te_stand_in.TERowParallelLinear)
+    te_stand_in.use_in(layer)
     return layer, RMSNorm
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from tlora_megatron.parallel.collectives import all_gather_rows, reduce_scatter_rows
@@ -24,6 +25,18 @@ def quantised(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     """Rounds to FP8 with a scale of the whole tensor, and back."""
     scale = torch.finfo(dtype).max / x.abs().max().clamp(min=1e-12)
     return (x * scale).to(dtype).to(x.dtype) / scale
+
+
+def use_in(layer: Any) -> None:
+    """Turns Megatron's local spec of a layer into what its Transformer Engine spec is."""
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    for module, column, row in (
+        (parts.self_attention, "linear_qkv", "linear_proj"),
+        (parts.mlp, "linear_fc1", "linear_fc2"),
+    ):
+        setattr(module.submodules, column, TELayerNormColumnParallelLinear)
+        setattr(module.submodules, row, TERowParallelLinear)
 
 
 class _Linear(torch.autograd.Function):

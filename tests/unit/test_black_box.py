@@ -21,6 +21,7 @@ from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import BlackBoxMixin, MultiAdapterMixin, attach
+from tlora_megatron.layers.black_box import InputNorm
 from tlora_megatron.layers.sites import Site, make_site
 from tlora_megatron.ops.segments import Document, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
@@ -130,6 +131,23 @@ def test_a_frozen_weight_is_quantised_once_unless_its_scale_is_delayed(
             with use_micro_batch(VIEW):
                 module(torch.randn(12, 1, SPEC.hidden_size))
     assert module.num_quantisations == expected
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("is_rms", [False, True])
+def test_the_norm_is_rounded_once(is_rms: bool, zero_centered: bool) -> None:
+    torch.manual_seed(0)
+    x, beta = (torch.randn(shape).bfloat16() for shape in ((40, 96), (96,)))
+    gamma = (torch.randn(96) * 0.2 + (not zero_centered)).bfloat16()
+    norm = InputNorm(gamma, None if is_rms else beta, 1e-5, is_rms, zero_centered)
+    wide, weight = x.double(), gamma.double() + int(zero_centered)
+    centred = wide if is_rms else wide - wide.mean(-1, keepdim=True)
+    exact = centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+    exact = exact if is_rms else exact + beta.double()
+    got = norm(x)
+    assert got.dtype == torch.bfloat16
+    # Half a unit in the last of 8 bits, and what fp32 adds to it: twice rounded is beyond.
+    torch.testing.assert_close(got.double(), exact, rtol=2**-8 * 1.01, atol=1e-6)
 
 
 def test_half_precision_factors_beside_a_wider_input(groups: ParallelGroups) -> None:

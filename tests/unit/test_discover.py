@@ -134,6 +134,15 @@ def test_unknown_modules_are_refused(chunk: Any, groups: ParallelGroups) -> None
         language_models([nn.Linear(2, 2)])
 
 
+def test_an_mlp_that_does_not_call_its_linears_is_refused(
+    chunk: Any, groups: ParallelGroups
+) -> None:
+    mlp = chunk.decoder.layers[1].mlp
+    mlp.__class__ = type("TEFusedMLP", (type(mlp),), {})
+    with pytest.raises(ValueError, match=r"layer 1 must have an MLP whose .*, got TEFusedMLP"):
+        discover([chunk], SPEC, groups)
+
+
 def test_of_experts_the_shared_one_is_found_if_the_spec_has_it(groups: ParallelGroups) -> None:
     (chunk,) = build_user_gpt("moe")
     attention = ["linear_qkv", "linear_proj"]

@@ -60,12 +60,15 @@ class InputNorm(NamedTuple):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalises `[..., K]` in fp32, which is then rounded once."""
-        weight_K = self.weight_K.float() + 1 if self.zero_centered else self.weight_K.float()
-        size = weight_K.shape
+        weight_K, bias_K, wide = self.weight_K, self.bias_K, x
+        if self.zero_centered or weight_K.dtype != x.dtype:
+            # torch's norms of one dtype are fp32 inside, in a pass; 1 + weight would be rounded.
+            weight_K = weight_K.float() + self.zero_centered
+            bias_K = None if bias_K is None else bias_K.float()
+            wide = x.float()
         if self.is_rms:
-            return F.rms_norm(x.float(), size, weight_K, self.eps).to(x.dtype)
-        bias_K = None if self.bias_K is None else self.bias_K.float()
-        return F.layer_norm(x.float(), size, weight_K, bias_K, self.eps).to(x.dtype)
+            return F.rms_norm(wide, weight_K.shape, weight_K, self.eps).to(x.dtype)
+        return F.layer_norm(wide, weight_K.shape, weight_K, bias_K, self.eps).to(x.dtype)
 
 
 class BlackBoxBranch(torch.autograd.Function):

@@ -31,6 +31,9 @@ _LINEAR_CLASSES = {
 }
 """Transformer Engine's, by name: it may not be installed."""
 
+_FUSED_MLPS = ("TEFusedMLP", "FusedSharedExpertMLP")
+"""They hold linears and compute without calling them."""
+
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "hidden_dropout": (0.0,),
     "gated_linear_unit": (True,),
@@ -142,14 +145,25 @@ def _linears(layer: Any, spec: ModelSpec) -> Iterator[tuple[str, nn.Module]]:
     elif not isinstance(attention, IdentityOp):
         raise ValueError(f"{where} must have SelfAttention, got {type(attention).__name__}")
     if isinstance(mlp, MLP):
+        _check_calls_linears(mlp, where)
         yield "linear_fc1", mlp.linear_fc1
         yield "linear_fc2", mlp.linear_fc2
     elif isinstance(mlp, BaseMoELayer):
         if mlp.shared_experts is not None and spec.shared_ffn_size is not None:
+            _check_calls_linears(mlp.shared_experts, where)
             yield "shared_fc1", mlp.shared_experts.linear_fc1
             yield "shared_fc2", mlp.shared_experts.linear_fc2
     elif not isinstance(mlp, IdentityOp):
         raise ValueError(f"{where} must have an MLP or experts, got {type(mlp).__name__}")
+
+
+def _check_calls_linears(mlp: nn.Module, where: str) -> None:
+    names = {c.__name__ for c in type(mlp).__mro__}
+    if not names.isdisjoint(_FUSED_MLPS):
+        raise ValueError(
+            f"{where} must have an MLP whose linears are called (no --use-transformer-engine-op-"
+            f"fuser), got {type(mlp).__name__}"
+        )
 
 
 def _check_linear(site: Site, module: nn.Module, spec: ModelSpec) -> None:
