@@ -260,7 +260,7 @@ def test_a_run_that_reached_train_iters_goes_on_with_more(root: Path) -> None:
     assert {name: records(out, name) for name in NAMES} == before
 
 
-WIDE = "--seq-length 2048 --global-batch-size 1 --single"
+WIDE = "--seq-length 2048 --max-position-embeddings 2048 --global-batch-size 1 --single"
 """One micro-batch a round, in which every job's whole batch finds room."""
 
 

@@ -11,7 +11,8 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NoReturn, Protocol
 
@@ -96,10 +97,8 @@ class _Hooks:
         for sentence in settle(parsed):
             logger.info("has no effect with %s: %s", FLAG, sentence)
         result = original(*args, **kwargs)
-        try:
+        with self._input_errors():
             check_arguments(parsed)
-        except ValueError as error:
-            self.host.fail(error)
         return result
 
     def _set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -110,21 +109,29 @@ class _Hooks:
             if flag_on_command_line():
                 self.host.fail(ValueError(f"{FLAG} must be read by Megatron's own parser"))
             return original(*args, **kwargs)
-        try:
+        with self._input_errors():
             self.session = _open_session(megatron_args, self.host)
-            bound = inspect.signature(original).bind(*args, **kwargs).arguments
-            model_config: Any = getattr(bound.get("cfg_container"), "model", None)
-            if hasattr(model_config, "pre_wrap_hooks"):
-                model_config.pre_wrap_hooks.append(self._take_model)
-            result = original(*args, **kwargs)
+        bound = inspect.signature(original).bind(*args, **kwargs).arguments
+        model_config: Any = getattr(bound.get("cfg_container"), "model", None)
+        if hasattr(model_config, "pre_wrap_hooks"):
+            model_config.pre_wrap_hooks.append(self._take_model)
+        result = original(*args, **kwargs)
+        with self._input_errors():
             self.session.start(result[0])
-        except (ValueError, NotImplementedError) as error:
-            self.host.fail(error)
         return result
 
     def _take_model(self, chunks: Any) -> Any:
-        self.session.take_model(chunks if isinstance(chunks, list) else [chunks])
+        with self._input_errors():
+            self.session.take_model(chunks if isinstance(chunks, list) else [chunks])
         return chunks
+
+    @contextmanager
+    def _input_errors(self) -> Iterator[None]:
+        """Ends the process with a sentence for what the user can correct; not for Megatron's errors."""
+        try:
+            yield
+        except (ValueError, NotImplementedError) as error:
+            self.host.fail(error)
 
     def _get_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.session is None:

@@ -27,6 +27,7 @@ class IntervalLosses:
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, int]] = {}
         """Key -> sum and how many were added."""
+        self._latest: dict[str, float] = {}
 
     def add(self, reports: Sequence[StepReport]) -> dict[str, float]:
         """The losses of an iteration: `loss/NAME` of every job that stepped, and `lm loss`."""
@@ -39,6 +40,7 @@ class IntervalLosses:
         for key, loss in losses.items():
             total, count = self._sums.get(key, (0.0, 0))
             self._sums[key] = (total + loss, count + 1)
+        self._latest = losses
         return losses
 
     def correct(self, loss_dict: dict[str, Tensor], totals: dict[str, Any]) -> None:
@@ -54,8 +56,8 @@ class IntervalLosses:
         for key in known:
             del totals[key]
         for key, (total, count) in self._sums.items():
-            pending = float(loss_dict[key]) if key in loss_dict else 0.0
-            value = total / count * iterations - pending
+            # Not read from `loss_dict`: that would wait for the device.
+            value = total / count * iterations - self._latest.get(key, 0.0)
             device = loss_dict[key].device if key in loss_dict else None
             totals[key] = torch.tensor([value], dtype=torch.float64, device=device)
         self._sums = {}
