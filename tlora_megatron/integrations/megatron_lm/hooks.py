@@ -127,7 +127,7 @@ class _Hooks:
 
     @contextmanager
     def _input_errors(self) -> Iterator[None]:
-        """Ends the process with a sentence for what the user can correct; not for Megatron's errors."""
+        """Ends the process with a sentence for what the user can correct."""
         try:
             yield
         except (ValueError, NotImplementedError) as error:
