@@ -1,0 +1,107 @@
+"""A job's checkpoint is taken up by any ZeRO stage and TP size, and by Megatron's engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+pytest.importorskip("deepspeed", reason="needs deepspeed")
+
+from tests.helpers.deepspeed_cases import run_cases, write_config, zero
+from tests.helpers.launch import python
+from tests.helpers.scenario import JOBS, losses, make_scenario
+
+MEGATRON_WORKER = Path(__file__).parents[1] / "helpers" / "train_worker.py"
+NAMES = tuple(job["name"] for job in JOBS)
+NUM_STEPS, HALF = 8, 4
+TP2 = {"tensor_parallel": {"autotp_size": 2}}
+Layout = tuple[str, dict[str, Any] | None]
+"""The processes, and the DeepSpeed JSON; None = Megatron's engine."""
+LAYOUTS: dict[str, Layout] = {
+    "Megatron": ("one", None),
+    "ZeRO-1": ("DP2", zero(1)),
+    "ZeRO-2": ("DP2", zero(2)),
+    "ZeRO-3": ("DP2", zero(3)),
+    "TP2 ZeRO-0": ("TP2", zero(0) | TP2),
+    "TP2 ZeRO-3": ("TP2", zero(3) | TP2),
+}
+SOURCES = ("Megatron", "ZeRO-2", "TP2 ZeRO-3")
+MOVES = (
+    ("Megatron", "ZeRO-3"),
+    ("Megatron", "TP2 ZeRO-0"),
+    ("ZeRO-2", "Megatron"),
+    ("ZeRO-2", "TP2 ZeRO-0"),
+    ("ZeRO-2", "ZeRO-3"),
+    ("TP2 ZeRO-3", "ZeRO-1"),
+    ("TP2 ZeRO-3", "Megatron"),
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the scenario, the runs from the start, and those that go on from their middle."""
+    root = tmp_path_factory.mktemp("deepspeed_checkpoints")
+    section = json.loads(make_scenario(root).read_text())
+    section["run"]["checkpoint_every_steps"] = HALF
+    section["run"]["portion_tokens"] = 64
+    for job in section["jobs"]:
+        job["max_steps"] = NUM_STEPS
+        job["lora"]["dropout"] = 0.1  # its masks, too, are the same in every layout
+    _train(root, [(f"from {name}", name, section) for name in SOURCES])
+    _train(root, [(f"{a} to {b}", b, _resumed(root, section, a)) for a, b in MOVES])
+    return root
+
+
+def _resumed(root: Path, section: dict[str, Any], source: str) -> dict[str, Any]:
+    """Every job goes on from its checkpoint in the middle of a source's run."""
+    step = f"checkpoints/step_{HALF:08d}"
+    jobs = [
+        job | {"resume_from": str(root / f"from {source}" / "jobs" / job["name"] / step)}
+        for job in section["jobs"]
+    ]
+    return section | {"jobs": jobs}
+
+
+def _train(root: Path, runs: list[tuple[str, str, dict[str, Any]]]) -> None:
+    by_world: dict[str, list[dict[str, Any]]] = {}
+    for name, layout, section in runs:
+        world, deepspeed = LAYOUTS[layout]
+        config = root / f"{name}.json"
+        if deepspeed is None:
+            config.write_text(json.dumps(section))
+        else:
+            write_config(config, deepspeed, section)
+        case = {"config": str(config), "output_dir": str(root / name), "set": ()}
+        by_world.setdefault(world, []).append(case)
+    for world, cases in by_world.items():
+        path = root / "cases.json"
+        if world == "one":
+            path.write_text(json.dumps(cases))
+            python(MEGATRON_WORKER, path)
+        else:
+            run_cases(2, cases, path)
+
+
+@pytest.mark.parametrize(("source", "target"), MOVES)
+def test_a_job_goes_on_elsewhere_as_if_it_had_stayed(source: str, target: str, root: Path) -> None:
+    stayed, moved = root / f"from {source}", root / f"{source} to {target}"
+    for name in NAMES:
+        expected = losses(stayed, name)
+        assert len(expected) == NUM_STEPS
+        assert losses(moved, name) == pytest.approx(expected[HALF:], rel=1e-5), name
+        file = f"jobs/{name}/adapter/adapter_model.safetensors"
+        ours, theirs = load_file(moved / file), load_file(stayed / file)
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert float((ours[key] - value).norm() / value.norm()) < 1e-4, f"{name} {key}"
+
+
+def test_sources_agree(root: Path) -> None:
+    for name in NAMES:
+        expected = losses(root / "from Megatron", name)
+        for source in SOURCES[1:]:
+            assert losses(root / f"from {source}", name) == pytest.approx(expected, rel=1e-5)
