@@ -27,7 +27,7 @@ from tlora_megatron.scheduler.separation import grow, separate
 _MOST_HOSTS = 8
 """Hosts tried for a job, those with most residual capacity first: bounds the time to decide."""
 _EXPECTED = 0.05
-"""Jobs that count as held up beside those that are: GPUs that bring nothing go to who comes next."""
+"""Jobs that count as held up beside those that are: GPUs that bring nothing are left to others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

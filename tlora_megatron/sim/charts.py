@@ -33,8 +33,9 @@ def draw(size: tuple[float, float], salt: str, paint: Callable[[Any], None]) -> 
     except ImportError as error:
         raise ImportError("the report needs matplotlib; pip install matplotlib") from error
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 8}):
-        figure = Figure(figsize=size, layout="constrained")
-        axes = figure.add_subplot()
+        figure = Figure(figsize=size)
+        left, bottom = 0.6 / size[0], 0.42 / size[1]
+        axes = figure.add_axes((left, bottom, 0.98 - left, 0.96 - bottom))
         paint(axes)
         axes.tick_params(length=0, colors=_MUTED, which="both")
         axes.xaxis.label.set_color(_MUTED)
@@ -164,7 +165,7 @@ def gpu_time_line(run: PolicyRun, num_gpus: int, until_s: float) -> str:
         image = axes.imshow(
             list(rows.values()), aspect="auto", cmap=shades, vmin=0, vmax=8, extent=extent
         )
-        bar = axes.figure.colorbar(image, ax=axes, pad=0.01)
+        bar = axes.figure.colorbar(image, ax=axes, pad=0.01, aspect=12)
         bar.set_label("jobs on the GPU", color=_MUTED)
         bar.ax.tick_params(colors=_MUTED, length=0)
         bar.outline.set_visible(False)

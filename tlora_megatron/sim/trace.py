@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,7 +132,7 @@ def _philly_json(text: str, path: Path) -> Iterator[dict[str, Any]]:
     try:
         jobs = json.loads(text)
         for job in jobs:
-            attempts = [a for a in job["attempts"] if a.get("start_time") and a.get("end_time")]
+            attempts = [a for a in job["attempts"] if _is_over(a)]
             spans = [_seconds(a["end_time"]) - _seconds(a["start_time"]) for a in attempts]
             gpus = [len(d["gpus"]) for a in attempts[:1] for d in a["detail"]]
             yield {
@@ -143,8 +143,12 @@ def _philly_json(text: str, path: Path) -> Iterator[dict[str, Any]]:
                 "end": job.get("status", ""),
                 "tenant": job.get("vc", ""),
             }
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} must be Philly's job log, got {error!r}") from error
+
+
+def _is_over(attempt: dict[str, Any]) -> bool:
+    return not {attempt.get("start_time"), attempt.get("end_time")} & {None, "", "None"}
 
 
 def _row(record: dict[str, Any], place: int, path: Path) -> TraceRow | str:
@@ -182,11 +186,12 @@ def _number(value: Any) -> float:
 
 
 def _seconds(value: Any) -> float:
-    """Seconds, from a number of them or a date."""
+    """Seconds, from a number of them or a date (UTC where it does not say)."""
     try:
         return _number(value)
     except ValueError:
-        return datetime.fromisoformat(str(value).strip()).timestamp()
+        date = datetime.fromisoformat(str(value).strip())
+        return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
 
 def offered_gpus(rows: Iterable[TraceRow]) -> float:

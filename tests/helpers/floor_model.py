@@ -1,0 +1,108 @@
+"""A group model whose numbers can be worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.scheduler.cluster import ClusterShape
+from tlora_megatron.scheduler.group_throughput import Speeds
+from tlora_megatron.scheduler.jobs import Job
+from tlora_megatron.scheduler.policy import RegroupCost, Rules
+from tlora_megatron.scheduler.registry import make_policy
+from tlora_megatron.sim.simulator import Outcome, Simulator
+
+FREE = RegroupCost(
+    admit_s=0.0, replan_s=0.0, state_bytes_per_s=float("inf"), weights_bytes_per_s=float("inf")
+)
+"""Changes to groups cost nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a `GroupThroughput` answers."""
+
+    fits: bool
+    tokens_per_s: tuple[float, ...]
+    memory_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FloorModel:
+    """A step takes a second, or longer where a GPU has more than 1,000 tokens to train in it.
+
+    A job of batch 1 trains 100 tokens a step. `most_jobs` fit into the memory.
+    """
+
+    most_jobs: int = 8
+
+    def estimate(self, jobs: Sequence[JobLoad], num_gpus: int) -> Estimate:
+        """See the class."""
+        tokens = [job.batch_tokens for job in jobs]
+        step_s = max(1.0, sum(tokens) / (1000 * num_gpus))
+        return Estimate(
+            fits=len(jobs) <= self.most_jobs,
+            tokens_per_s=tuple(t / step_s for t in tokens),
+            memory_bytes=float(len(jobs)),
+        )
+
+
+class World:
+    """Jobs, speeds and a cluster for tests."""
+
+    def __init__(self, *, nodes: int = 1, gpus_per_node: int = 1, most_jobs: int = 8) -> None:
+        self.shape = ClusterShape(num_nodes=nodes, gpus_per_node=gpus_per_node, nodes_per_rack=2)
+        model = FloorModel(most_jobs=most_jobs)
+        self.speeds = Speeds({"base": model, "other": model})
+        self.jobs: list[Job] = []
+
+    def add(
+        self,
+        submit_s: float,
+        isolated_s: float,
+        *,
+        batch: int = 5,
+        num_gpus: int = 1,
+        base: str = "base",
+        **fields: Any,
+    ) -> Job:
+        """One more job; those that come later must be added later."""
+        load = JobLoad(name="job", rank=16, batch_size=batch, lengths=LengthHistogram.single(100))
+        kind = self.speeds.kind(base, load)
+        rates = self.speeds.rates((kind,), num_gpus)
+        assert rates is not None
+        index = len(self.jobs)
+        job = Job(
+            index=index,
+            name=f"job{index}",
+            base=base,
+            kind=kind,
+            num_gpus=num_gpus,
+            submit_s=submit_s,
+            isolated_s=isolated_s,
+            isolated_tokens_per_s=rates.total,
+            **{"max_slowdown": 2.0, **fields},
+        )
+        self.jobs.append(job)
+        return job
+
+    def run(
+        self,
+        policy: str,
+        *,
+        cost: RegroupCost = FREE,
+        rules: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Outcome:
+        """Simulates the jobs added so far."""
+        made = make_policy(policy, self.speeds, Rules(cost=cost, **(rules or {})))
+        return Simulator(
+            jobs=self.jobs, shape=self.shape, policy=made, speeds=self.speeds, cost=cost, **more
+        ).run()
+
+    def ends(self, policy: str, **more: Any) -> list[float]:
+        """When each job ends, in order of submission."""
+        records = self.run(policy, **more).ledger.records
+        return [record.end_s for record in sorted(records, key=lambda r: r.job.index)]

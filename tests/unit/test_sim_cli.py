@@ -1,0 +1,121 @@
+"""`tlora simulate` from files to files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tlora_megatron.cli.main import main
+
+POLICIES = "isolated,isolated_sjf,mlora,tlora,tlora_best"
+KEYS = [
+    "mean_jct_s",
+    "p50_jct_s",
+    "p95_jct_s",
+    "p99_jct_s",
+    "makespan_s",
+    "throughput_tokens_per_s",
+    "gpu_utilisation",
+    "max_slowdown",
+    "jobs_finished",
+    "wall_s",
+]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "small.csv"
+    lines = [f"{i},{30 * i},{600 + 10 * i},{(1, 2, 8, 128)[i % 4]}" for i in range(40)]
+    path.write_text("\n".join(["job_id,submit_time,duration,gpu_num", *lines]))
+    return path
+
+
+@pytest.fixture
+def arguments(repo: Path, trace: Path) -> list[str]:
+    cluster = repo / "configs" / "hardware" / "cluster-128xA100.yaml"
+    return ["simulate", "--trace", str(trace), "--cluster", str(cluster), "--policy", POLICIES]
+
+
+def test_json_is_the_agreed_schema(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--json", "--load", "2", "--seed", "5"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert list(document) == ["trace", "cluster", "load", "seed", "policies"]
+    assert (document["trace"], document["load"], document["seed"]) == ("small", 2.0, 5)
+    assert list(document["policies"]) == POLICIES.split(",")
+    for numbers in document["policies"].values():
+        assert list(numbers) == KEYS
+        assert numbers["jobs_finished"] == 40
+        assert 0 < numbers["gpu_utilisation"] < 1
+    assert document["policies"]["isolated"]["max_slowdown"] == pytest.approx(1)
+    assert document["policies"]["tlora"]["max_slowdown"] <= 1.5 + 1e-6
+
+
+def test_files_are_the_seeds_to_the_byte(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = []
+    for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
+        paths = [tmp_path / f"{name}{end}" for end in (".csv", "-jobs.csv", ".html")]
+        options = ("--csv", "--jobs-csv", "--html")
+        extra = [text for pair in zip(options, map(str, paths), strict=True) for text in pair]
+        extra += ["--policy", "isolated,tlora_best"]
+        assert main([*arguments, *extra, "--seed", seed, "--job-failures", "0.1"]) == 0
+        written.append([path.read_bytes() for path in paths])
+    assert written[0] == written[1]
+    assert written[0][1] != written[2][1]
+    assert "tlora_best" in capsys.readouterr().out
+    with (tmp_path / "a-jobs.csv").open() as file:
+        jobs = list(csv.DictReader(file))
+    assert len(jobs) == 2 * 40
+    assert {job["status"] for job in jobs} == {"finished", "failed"}
+
+
+def test_the_report_is_one_page_that_loads_nothing(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.html"
+    assert main([*arguments, "--html", str(path)]) == 0
+    text = path.read_text()
+    references: list[str] = []
+
+    class Page(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            assert tag not in ("script", "link", "iframe")
+            references.extend(
+                str(value) for name, value in attrs if name in ("src", "href", "xlink:href")
+            )
+
+    Page().feed(text)
+    assert all(reference.startswith(("#", "data:image/png")) for reference in references)
+    assert text.count("<figure>") == 6 + 5
+    assert text.count("<svg") == text.count("</svg>") == 6 + 5
+    for name in POLICIES.split(","):
+        assert text.count(f">{name}<") + text.count(f"</i>{name}") >= 2
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--policy", "fifo"], "policy must be one of isolated"),
+        (["--load", "0"], "load must be positive and finite, got 0.0"),
+        (["--mix", "nothing"], "--mix must be a file or one of"),
+        (["--max-slowdown", "0.5"], "--max-slowdown must be at least 1, got 0.5"),
+        (["--job-failures", "2"], "faults.job_failures must be at most 1, got 2"),
+        (["--csv", "/nowhere/x.csv"], "folder of /nowhere/x.csv must exist"),
+        (["--cluster", "nothing.yaml"], "nothing.yaml"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str],
+    extra: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*arguments, *extra]) == 2
+    assert message in capsys.readouterr().err

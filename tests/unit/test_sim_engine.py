@@ -1,0 +1,237 @@
+"""The simulator on cases worked out by hand: faults, quotas, priorities, order, books."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.floor_model import FREE, World
+from tlora_megatron.scheduler.policy import Decision, RegroupCost
+from tlora_megatron.scheduler.registry import POLICIES
+from tlora_megatron.sim.faults import FaultRates, Faults, draw_faults
+from tlora_megatron.sim.ledger import InvariantError
+from tlora_megatron.sim.metrics import GpuCount, quantile, summarise, time_line
+from tlora_megatron.sim.simulator import Simulator
+
+
+def by_job(outcome):  # type: ignore[no-untyped-def]
+    return sorted(outcome.ledger.records, key=lambda record: record.job.index)
+
+
+def test_a_node_fails_and_the_job_goes_on_from_its_checkpoint() -> None:
+    world = World()
+    world.add(0, 100)
+    faults = Faults(
+        fails_after_tokens={}, cancelled_s={}, outages=((50.0, 60.0, 0),), checkpoint_s=20.0
+    )
+    (record,) = by_job(world.run("isolated", faults=faults))
+    assert record.end_s == 60 + 60  # ten seconds since the last checkpoint are lost
+    assert record.lost_tokens == pytest.approx(10 * 500)
+    assert record.start_s == 0
+    cost = RegroupCost(replan_s=7.0)
+    assert by_job(world.run("isolated", faults=faults, cost=cost))[0].end_s == 120 + 7
+
+
+def test_other_nodes_do_not_notice() -> None:
+    world = World(nodes=2)
+    world.add(0, 100)
+    world.add(0, 100)
+    faults = Faults(
+        fails_after_tokens={}, cancelled_s={}, outages=((50.0, 200.0, 1),), checkpoint_s=60.0
+    )
+    # The second loses its 50 s and waits for the first one's node.
+    assert world.ends("isolated", faults=faults) == [100, 200]
+
+
+def test_a_job_fails_where_it_was_drawn_to() -> None:
+    world = World()
+    world.add(0, 100)
+    world.add(0, 100)
+    faults = Faults(fails_after_tokens={0: 25000.0}, cancelled_s={})
+    first, second = by_job(world.run("isolated", faults=faults))
+    assert (first.status, first.end_s, first.slowdown) == ("failed", 50, None)
+    assert (second.status, second.end_s) == ("finished", 150)
+
+
+def test_cancelled_while_running_waiting_and_too_late() -> None:
+    world = World()
+    for _ in range(3):
+        world.add(0, 100)
+    faults = Faults(fails_after_tokens={}, cancelled_s={0: 30.0, 1: 20.0, 2: 1000.0})
+    records = by_job(world.run("isolated", faults=faults))
+    assert [(r.status, r.end_s) for r in records] == [
+        ("cancelled", 30),
+        ("cancelled", 20),
+        ("finished", 130),
+    ]
+    assert records[1].start_s is None
+
+
+@pytest.mark.parametrize("policy", ["mlora", "tlora", "tlora_best"])
+def test_a_cancelled_member_leaves_its_group(policy: str) -> None:
+    world = World()
+    world.add(0, 100, batch=8)
+    world.add(0, 100, batch=8)
+    faults = Faults(fails_after_tokens={}, cancelled_s={1: 40.0})
+    first, _ = by_job(world.run(policy, faults=faults, rules={"keep_bounds": False}))
+    together = first.end_s > 100
+    # 500 tokens/s for 40 s, then 800: 75 s more; or alone from the start.
+    assert first.end_s == pytest.approx(115 if together else 100)
+
+
+def test_quota_holds_a_tenant_back_but_no_other() -> None:
+    world = World(gpus_per_node=3)
+    for tenant in ("a", "a", "b"):
+        world.add(0, 100, batch=10, tenant=tenant)
+    world.add(0, 100, batch=10, num_gpus=2, tenant="a")
+    outcome = world.run("isolated", quotas={"a": 1})
+    records = by_job(outcome)
+    assert [record.end_s for record in records] == [100, 200, 100, 0]
+    assert records[3].status == "rejected"  # asks for more than its tenant may ever have
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_higher_priority_goes_first(policy: str) -> None:
+    world = World()
+    world.add(0, 100, batch=10, max_slowdown=1.0)
+    world.add(1, 100, batch=10, max_slowdown=1.0)
+    world.add(2, 100, batch=10, max_slowdown=1.0, priority=1)
+    rules = {"max_group_size": 1}
+    assert world.ends(policy, rules=rules) == [100, 300, 200]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nobody_starves(policy: str) -> None:
+    """One-GPU jobs come faster than they end; a job for both GPUs starts soon after it is due."""
+    world = World(gpus_per_node=2)
+    world.add(0, 10, batch=10)
+    world.add(1, 10, batch=20, num_gpus=2, due_s=61.0, max_slowdown=1.1)
+    for step in range(200):
+        world.add(4.0 * step + 2, 10, batch=10)
+    record = by_job(world.run(policy))[1]
+    assert record.start_s is not None
+    # What ran when it was due, at its bound of 2; without bounds, as many as memory allows.
+    assert record.start_s <= 61 + 10 * (8 if policy == "mlora" else 2)
+
+
+@pytest.mark.parametrize("policy", ["isolated", "isolated_sjf"])
+def test_without_a_due_time_it_waits_for_a_gap(policy: str) -> None:
+    world = World(gpus_per_node=2)
+    world.add(0, 10, batch=10)
+    world.add(1, 10, batch=20, num_gpus=2)
+    for step in range(200):
+        world.add(4.0 * step + 2, 10, batch=10)
+    assert by_job(world.run(policy))[1].start_s > 800
+
+
+@pytest.mark.parametrize("policy", ["isolated", "tlora", "tlora_best"])
+def test_low_priority_is_due_at_last(policy: str) -> None:
+    world = World()
+    world.add(0, 10, batch=10)
+    world.add(1, 10, batch=10, due_s=35.0)
+    for step in range(20):
+        world.add(2 + 5.0 * step, 10, batch=10, priority=1)
+    assert by_job(world.run(policy))[1].start_s == 40
+
+
+def test_the_largest_job_the_cluster_can_never_run_is_rejected() -> None:
+    world = World()
+    world.add(0, 10)
+    world.add(5, 10, num_gpus=2)
+    assert [r.status for r in by_job(world.run("isolated"))] == ["finished", "rejected"]
+
+
+def test_events_of_one_moment_are_taken_in_before_deciding() -> None:
+    """The end at 10 frees the GPU for the shorter of two jobs that come at 10."""
+    world = World()
+    world.add(0, 10)
+    world.add(10, 50)
+    world.add(10, 20)
+    assert world.ends("isolated_sjf") == [10, 80, 30]
+
+
+class Scripted:
+    """Decides what it is told."""
+
+    keeps_bounds = True
+
+    def __init__(self, *decisions: Decision) -> None:
+        self.decisions = list(decisions)
+
+    def decide(self, *_: object) -> list[Decision]:
+        found, self.decisions = self.decisions, []
+        return found
+
+
+@pytest.mark.parametrize(
+    ("decision", "message"),
+    [
+        (Decision(members=(0, 1), gpus=(0,)), "slowdown bounds must hold for jobs"),
+        (Decision(members=(0, 2), gpus=(0,)), "members must share a base model"),
+        (
+            Decision(members=(0, 1, 3), gpus=(0,)),
+            "memory of 1 GPUs must hold jobs job0, job1, job3",
+        ),
+    ],
+)
+def test_a_policy_that_breaks_a_rule_is_found_out(decision: Decision, message: str) -> None:
+    world = World(gpus_per_node=2, most_jobs=2)
+    for base in ("base", "base", "other", "base"):
+        world.add(0, 10, batch=10, base=base, max_slowdown=1.5)
+    simulator = Simulator(
+        jobs=world.jobs,
+        shape=world.shape,
+        policy=Scripted(decision),
+        speeds=world.speeds,
+        cost=FREE,
+    )
+    with pytest.raises(InvariantError, match=message):
+        simulator.run()
+
+
+def test_a_policy_that_never_starts_a_job_is_found_out() -> None:
+    world = World()
+    world.add(0, 10)
+    simulator = Simulator(
+        jobs=world.jobs, shape=world.shape, policy=Scripted(), speeds=world.speeds, cost=FREE
+    )
+    with pytest.raises(InvariantError, match="each of 1 jobs must end once, got 0 ends"):
+        simulator.run()
+
+
+def test_summary_by_hand() -> None:
+    world = World(gpus_per_node=2)
+    world.add(0, 100, batch=10)
+    world.add(50, 100, batch=10)
+    world.add(100, 50, batch=10)
+    ledger = world.run("isolated").ledger
+    summary = summarise(
+        ledger.records, ledger.segments, {"base": 2.0}, GpuCount(num_gpus=2, flops_per_s=4000.0)
+    )
+    assert (summary.mean_jct_s, summary.p50_jct_s, summary.p99_jct_s) == (250 / 3, 100, 100)
+    assert (summary.makespan_s, summary.window_s) == (150, 100)
+    assert summary.throughput_tokens_per_s == (100 + 50) * 1000 / 100
+    assert summary.gpu_utilisation == 150000 * 2 / (2 * 100 * 4000)
+    assert summary.gpu_allocation == 150 / 200
+    assert (summary.max_slowdown, summary.jobs_finished) == (1, 3)
+    line = time_line(ledger.records, ledger.segments, until_s=150, bins=3)
+    assert line.busy_gpus == (1, 2, 2)
+    assert line.tokens_per_s == (1000, 2000, 2000)
+
+
+def test_quantiles_are_nearest_ranks() -> None:
+    assert [quantile([1, 2, 3, 4], q) for q in (0.25, 0.5, 0.51, 1.0)] == [1, 2, 3, 4]
+    assert quantile([], 0.5) == 0
+
+
+def test_faults_are_the_seeds() -> None:
+    world = World()
+    for _ in range(200):
+        world.add(0, 100)
+    rates = FaultRates(job_failures=0.2, cancellations=0.1, node_mtbf_hours=10.0)
+    drawn = draw_faults(rates, world.jobs, 4, seed=3)
+    assert drawn == draw_faults(rates, world.jobs, 4, seed=3)
+    assert drawn != draw_faults(rates, world.jobs, 4, seed=4)
+    assert 20 < len(drawn.fails_after_tokens) < 60
+    assert 5 < len(drawn.cancelled_s) < 40
+    assert drawn.outages
+    assert not drawn.fails_after_tokens.keys() & drawn.cancelled_s.keys()
