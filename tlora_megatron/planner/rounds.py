@@ -81,6 +81,8 @@ def expected_rounds(
     rounds = max(rounds, len(jobs))  # every job has the first turn once
     for first_slot in range(rounds):
         packer.run_round(first_slot)
+        if first_slot >= _FEWEST_ROUNDS and not packer.ever_waited:
+            break  # all batches fit into every round, so that only lengths differ
     return packer.result()
 
 
@@ -100,6 +102,8 @@ class _Packer:
         self._streams: list[Iterator[int]] = [job.lengths.spread() for job in jobs]
         self._left: list[list[int]] = [[] for _ in jobs]
         """What is left of every job's batch, ascending: the packer takes the longest first."""
+        self.ever_waited = False
+        """Whether some batch had to go on in the next round."""
         self._fullest: list[tuple[int, float]] = []
         self._tokens = [0] * len(jobs)
         self._sequences = [0] * len(jobs)
@@ -115,6 +119,7 @@ class _Packer:
         while open_slots:
             open_slots = [slot for slot in open_slots if self._place(slot, bins)]
         self._fullest.append((count, max(load for load, _ in bins)))
+        self.ever_waited = self.ever_waited or any(self._left)
 
     def _refill(self) -> None:
         for slot, job in enumerate(self._jobs):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from tlora_megatron.job import HF_TARGETS, MEGATRON_TARGETS, JobSpec
 
 _SUM_TOLERANCE = 1e-6
 _MOST_BINS = 64
+_SPREAD = 256
+"""Lengths of a job's stream before it repeats, a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,28 +101,17 @@ class LengthHistogram:
 
     def spread(self) -> Iterator[int]:
         """Lengths without end whose shares come out right in every run: van der Corput's order."""
-        index = 1
-        while True:
-            yield self._quantile(_radical_inverse(index))
-            index += 1
-
-    def _quantile(self, q: float) -> int:
-        total = 0.0
-        for length, share in self.pairs:
-            total += share
-            if q < total:
-                return length
-        return self.longest
+        return itertools.cycle(_spread_lengths(self.pairs))
 
 
-def _radical_inverse(index: int) -> float:
-    """The binary digits of an index mirrored behind the point: 1/2, 1/4, 3/4, 1/8, 5/8, ..."""
-    value, place = 0.0, 0.5
-    while index:
-        value += place * (index & 1)
-        index >>= 1
-        place /= 2
-    return value
+@functools.lru_cache(maxsize=1024)
+def _spread_lengths(pairs: tuple[tuple[int, float], ...]) -> tuple[int, ...]:
+    """Quantiles at 1/2, 1/4, 3/4, 1/8, 5/8, ... of a histogram, all that `_SPREAD` cuts have."""
+    ends = list(itertools.accumulate(share for _, share in pairs))
+    digits, order = _SPREAD.bit_length() - 1, (*range(1, _SPREAD), 0)
+    mirrored = (int(f"{index:0{digits}b}"[::-1], 2) / _SPREAD for index in order)
+    places = (min(bisect_right(ends, q), len(pairs) - 1) for q in mirrored)
+    return tuple(pairs[place][0] for place in places)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
