@@ -48,7 +48,9 @@ class Bench:
     def run(self) -> None:
         """All cases that there is time and memory for."""
         end = time.monotonic() + self.args.budget_s
-        texts = self.args.cases or CASES[self.world_size]
+        texts = self.args.cases or CASES.get(self.world_size)
+        if texts is None:
+            raise ValueError(f"--cases must be given for a world of {self.world_size}")
         for case in [parse_case(text, self.world_size) for text in texts]:
             cost, memory = predict(case, self.hardware)
             if memory.total_bytes > self.hardware.memory_bytes:
