@@ -4,10 +4,6 @@ The format is Megatron-core's `torch_dist`: a torch distributed checkpoint (DCP)
 beside `metadata.json` and `common.pt`. `megatron.core.dist_checkpointing.save` would hold the whole
 model in memory; here DCP's own writer gets one layer after another, as if each were a rank, which
 gives one file a layer. `common.pt` is what core 0.16 needs and newer ones still read.
-
-Layers are stacked: `decoder.layers.mlp.linear_fc2.weight` is `[num_layers, hidden, ffn]`, every
-layer a chunk. The norms that Transformer Engine fuses into the next linear carry its names, and the
-local spec maps to them itself.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ import io
 import json
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -29,28 +25,20 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_global_save_plan,
 )
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.training.atomic_directory import replace_directory
-from tlora_megatron.training.hf_checkpoint import Rows
-from tlora_megatron.training.hf_convert import (
-    WeightSource,
-    check_weights,
-    hf_shapes,
-    megatron_tensors,
-)
+from tlora_megatron.training.hf_convert import WeightSource, check_weights, hf_shapes
 from tlora_megatron.training.megatron_flags import megatron_arguments, megatron_flags
+from tlora_megatron.training.megatron_layout import (
+    Part,
+    ShapesOnly,
+    checkpoint_key,
+    part_tensors,
+    parts,
+    write_items,
+)
 
 FLAGS_NAME = "model_flags.txt"
 """The architecture's words of Megatron-LM's command line, one a line, beside the checkpoint."""
@@ -61,17 +49,6 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_RENAMED = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
-_WITH_EXTRA_STATE = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
-"""Linears that ask for a state of FP8; None is "there is none" to both specs."""
 _SPACE_LEFT = 1.02
 """Of the tensors' size: what DCP adds, and blocks that are not full."""
 
@@ -103,7 +80,9 @@ def plan_megatron_checkpoint(
     flags = tuple(megatron_flags(spec))
     check_weights(spec, source)
     dtype = _shared_dtype(spec, source, dtype)
-    tensors = chain.from_iterable(_part_tensors(spec, _Shapes(spec), part) for part in _parts(spec))
+    tensors = chain.from_iterable(
+        part_tensors(spec, ShapesOnly(spec), part) for part in parts(spec)
+    )
     num_parameters = sum(tensor.numel() for _, tensor in tensors)
     return MegatronCheckpoint(
         dtype=dtype,
@@ -171,12 +150,14 @@ def _write_tensors(
 ) -> None:
     writer = FileSystemWriter(directory, thread_count=1)
     writer.set_up_storage_writer(True)
-    plans = [SavePlan(_write_items(spec, part, dtype)) for part in _parts(spec)]
+    plans = [SavePlan(write_items(spec, part, dtype)) for part in parts(spec)]
     plans, metadata = create_default_global_save_plan(plans)
     results = []
-    for part, plan in zip(_parts(spec), writer.prepare_global_plan(plans), strict=True):
-        named = _part_tensors(spec, source, part)
-        planner = _PartPlanner({_key(name): tensor.to(dtype) for name, tensor in named}, part)
+    for part, plan in zip(parts(spec), writer.prepare_global_plan(plans), strict=True):
+        named = part_tensors(spec, source, part)
+        planner = _PartPlanner(
+            {checkpoint_key(name): tensor.to(dtype) for name, tensor in named}, part
+        )
         results.append(writer.write_data(plan, planner).wait())
         on_bytes(sum(tensor.nbytes for tensor in planner.tensors.values()))
     writer.finish(metadata, results)
@@ -198,96 +179,10 @@ def _common_state(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-_Part = int | str
-"""What is written at once: a layer by its index, `embedding`, or `output`."""
-
-
-def _parts(spec: ModelSpec) -> list[_Part]:
-    return ["embedding", *range(spec.num_layers), "output"]
-
-
-def _part_tensors(
-    spec: ModelSpec, source: WeightSource, part: _Part
-) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors of one part, under `GPTModel`'s names for a stage that holds only that part."""
-    tensors = megatron_tensors(
-        spec,
-        source,
-        tp_rank=0,
-        tp_size=1,
-        layers=range(part, part + 1) if isinstance(part, int) else range(0),
-        with_embedding=part == "embedding",
-        with_output=part == "output",
-    )
-    for name, tensor in tensors:
-        # Tied, the output layer reads the embedding's tensor.
-        if name != "output_layer.weight" or not spec.tied_embeddings:
-            yield name, tensor
-
-
-def _key(name: str) -> str:
-    """The checkpoint's name of a tensor of `_part_tensors`."""
-    layer = "decoder.layers.0."
-    if not name.startswith(layer):
-        return name
-    inside = name.removeprefix(layer)
-    return "decoder.layers." + _RENAMED.get(inside, inside)
-
-
-def _write_items(spec: ModelSpec, part: _Part, dtype: torch.dtype) -> list[WriteItem]:
-    layer = (part, spec.num_layers) if isinstance(part, int) else None
-    items = [
-        _tensor_item(_key(name), tensor.shape, dtype, layer)
-        for name, tensor in _part_tensors(spec, _Shapes(spec), part)
-    ]
-    return items + [
-        WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)
-        for key in _extra_states(spec, part)
-    ]
-
-
-def _extra_states(spec: ModelSpec, part: _Part) -> list[str]:
-    """Keys of empty objects, as `ShardedObject.unique_key` writes them: offset and global shape.
-
-    The norms' are asked for by Transformer Engine's spec only, from 2.0 on.
-    """
-    if part == "output":
-        return ["decoder.final_layernorm._extra_state/shard_0_1"]
-    if part == "embedding":
-        return []
-    norms = [f"self_attention.{name}_layernorm" for name in ("q", "k") if spec.qk_norm]
-    return [
-        f"decoder.layers.{name}._extra_state/shard_{part}_{spec.num_layers}"
-        for name in (*_WITH_EXTRA_STATE, *norms)
-    ]
-
-
-def _tensor_item(
-    key: str, shape: torch.Size, dtype: torch.dtype, layer: tuple[int, int] | None
-) -> WriteItem:
-    """One chunk: the whole tensor, or with `(index, count)` one layer of a stack."""
-    offset, size, whole = torch.Size([0] * len(shape)), shape, shape
-    if layer is not None:
-        index, count = layer
-        offset, size, whole = (
-            torch.Size([n, *s])
-            for n, s in zip((index, 1, count), (offset, shape, shape), strict=True)
-        )
-    return WriteItem(
-        index=MetadataIndex(key, offset),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=offset, sizes=size),
-            properties=TensorProperties(dtype=dtype),
-            size=whole,
-        ),
-    )
-
-
 class _PartPlanner(DefaultSavePlanner):
     """Hands DCP's writer the tensors of one part."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], part: _Part) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], part: Part) -> None:
         super().__init__(flatten_state_dict=False)
         self.tensors = tensors
         self._is_layer = isinstance(part, int)
@@ -300,25 +195,6 @@ class _PartPlanner(DefaultSavePlanner):
             return empty
         tensor = self.tensors[write_item.index.fqn]
         return tensor.unsqueeze(0) if self._is_layer else tensor
-
-
-class _Shapes:
-    """A `WeightSource` of shapes alone, on the meta device."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self._shapes = hf_shapes(spec)
-
-    def keys(self) -> list[str]:
-        return list(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def read(self, name: str, rows: Rows = None, cols: slice | None = None) -> Tensor:
-        whole = torch.empty(self._shapes[name], device="meta")
-        runs = rows if isinstance(rows, list) else [rows or slice(None)]
-        picked = torch.cat([whole[run] for run in runs])
-        return picked if cols is None else picked[:, cols]
 
 
 def _shared_dtype(spec: ModelSpec, source: WeightSource, wanted: torch.dtype | None) -> torch.dtype:
