@@ -35,8 +35,10 @@ def use_in(layer: Any) -> None:
         (parts.self_attention, "linear_qkv", "linear_proj"),
         (parts.mlp, "linear_fc1", "linear_fc2"),
     ):
-        setattr(module.submodules, column, TELayerNormColumnParallelLinear)
-        setattr(module.submodules, row, TERowParallelLinear)
+        # From megatron-core 0.19.2 on an MLP's spec is a `functools.partial`.
+        inner = getattr(module, "keywords", vars(module))["submodules"]
+        setattr(inner, column, TELayerNormColumnParallelLinear)
+        setattr(inner, row, TERowParallelLinear)
 
 
 class _Linear(torch.autograd.Function):
