@@ -49,7 +49,7 @@ class Source:
 SOURCES = {
     # 128 of the 2,400 GPUs or so that the traced cluster had.
     "philly": Source(file="philly_4w_20171002.csv.gz", shape=TraceShape(sample=1 / 19)),
-    "lingjun": Source(file="alibaba_lingjun2023_16d.csv.gz", shape=TraceShape(sample=0.5)),
+    "lingjun": Source(file="alibaba_lingjun2023_16d.csv.gz", shape=TraceShape(sample=0.25)),
     # Jobs of up to 1,024 GPUs: cut so that the largest fits.
     "kalos": Source(
         file="acme_kalos_completed_nonEval_90d.csv.gz", shape=TraceShape(gpu_divisor=8)
@@ -131,7 +131,7 @@ def mixes(seeds: int) -> Iterator[Cell]:
 PARTS = {"loads": loads, "ablations": ablations, "mixes": mixes}
 
 
-def synthetic(seed: int, num_jobs: int = 2000) -> Trace:
+def synthetic(seed: int, num_jobs: int = 1500) -> Trace:
     """Poisson arrivals; log-normal durations, median 30 min; one GPU mostly, 16 at most."""
     rng = Random(f"synthetic {seed}")
     rows, now_s = [], 0.0

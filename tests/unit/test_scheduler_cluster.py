@@ -77,11 +77,11 @@ def test_reserved_nodes_are_those_that_drain_first() -> None:
     groups = [group((0, 1, 2, 3), 50), group((4,), 90, 2), group((8, 12), 20, 3)]
     for entry in groups:
         free.take(entry.gpus)
-    assert soonest_nodes(3, SHAPE, free, groups, set()) == (1,)
-    assert soonest_nodes(4, SHAPE, free, groups, set()) == (2,)
-    assert soonest_nodes(4, SHAPE, free, groups, {2, 3}) == (0,)
-    assert soonest_nodes(12, SHAPE, free, groups, set()) == (0, 2, 3)
-    assert soonest_nodes(12, SHAPE, free, groups, {0, 1}) == ()
+    assert soonest_nodes(3, SHAPE, free, groups, set()) == ((1,), 0.0)
+    assert soonest_nodes(4, SHAPE, free, groups, set()) == ((2,), 20)
+    assert soonest_nodes(4, SHAPE, free, groups, {2, 3}) == ((0,), 50)
+    assert soonest_nodes(12, SHAPE, free, groups, set()) == ((0, 2, 3), 50)
+    assert soonest_nodes(12, SHAPE, free, groups, {0, 1}) == ((), 0.0)
 
 
 def test_queue_orders() -> None:

@@ -175,3 +175,13 @@ def test_an_unknown_base_is_refused() -> None:
     world = World()
     with pytest.raises(ValueError, match="base model must be one of base, other, got 'third'"):
         world.add(0, 1, base="third")
+
+
+@pytest.mark.parametrize("policy", ["isolated", "isolated_sjf", "tlora"])
+def test_short_jobs_use_the_gap_before_a_job_that_is_due(policy: str) -> None:
+    world = World(gpus_per_node=2)
+    world.add(0, 100, batch=10, max_slowdown=1.0)
+    world.add(1, 50, batch=20, num_gpus=2, due_s=1.0, max_slowdown=1.0)
+    world.add(2, 40, batch=10, max_slowdown=1.0)
+    world.add(3, 200, batch=10, max_slowdown=1.0)  # would be in the way until 203
+    assert world.ends(policy) == [100, 150, 42, 350]

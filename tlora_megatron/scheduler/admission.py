@@ -36,8 +36,9 @@ def start_alone(
     """Starts jobs alone on free GPUs, in order; returns those that still wait.
 
     A job that does not fit is passed over by the next ones. If it is due, the nodes that can take
-    it first are kept for it: nobody starts there, and groups there take nobody in. So a job that is
-    due the longest starts no later than what then runs on those nodes ends.
+    it first are kept for it: nobody starts there who would be in the way, and groups there take
+    nobody in. So a job that is due the longest starts no later than what then runs on those nodes
+    ends. (Backfilling, as batch schedulers do it.)
 
     Args:
         draft: is drawn on.
@@ -49,16 +50,18 @@ def start_alone(
     refused: set[tuple[int, int]] = set()
     for place, waiting in enumerate(order):
         key = (waiting.job.kind, waiting.job.num_gpus)
-        if key in refused or not (draft.free.num or place < num_late):
+        is_late = place < num_late
+        proposal = None
+        if key not in refused and (draft.free.num or is_late):
+            proposal = choose(draft, waiting)
+            if proposal is None and draft.within_quota(waiting):
+                refused.add(key)
+                if is_late:
+                    draft.reserve(waiting.job.num_gpus)
+        if proposal is None:
+            proposal = draft.in_the_gap(waiting)
+        if proposal is None:
             left.append(waiting)
-            continue
-        proposal = choose(draft, waiting)
-        if proposal is not None:
+        else:
             draft.accept(proposal)
-            continue
-        left.append(waiting)
-        if draft.within_quota(waiting):
-            refused.add(key)
-            if place < num_late:
-                draft.reserve(num_gpus=waiting.job.num_gpus)
     return left

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tlora_megatron.scheduler.cluster import ClusterState
+from tlora_megatron.scheduler.cluster import ClusterState, FreeGpus
 from tlora_megatron.scheduler.formation import Parts, ends_in_bounds, formed, speeds_in_bounds
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.jobs import Group, Job, Waiting
@@ -42,6 +42,8 @@ class Draft:
         self._new = 0
         self._asked: dict[str, int] = {}
         self._reserved: set[int] = set()
+        self._reserved_until_s = float("inf")
+        self._kept = FreeGpus(self.shape, [()] * self.shape.num_nodes)
 
     def within_quota(self, waiting: Waiting) -> bool:
         """Whether the job's tenant may run it beside what is drafted."""
@@ -53,17 +55,34 @@ class Draft:
         return held + job.num_gpus <= quota
 
     def reserve(self, num_gpus: int) -> None:
-        """Keeps the nodes on which `num_gpus` become free first from all that is drafted next.
+        """Keeps the nodes on which `num_gpus` become free first from all that would be in the way.
 
         At most a quarter of the nodes is kept, or one job's.
         """
         most = max(1, self.shape.num_nodes // 4)
-        nodes = soonest_nodes(num_gpus, self.shape, self.free, self.groups.values(), self._reserved)
-        if self._reserved and len(self._reserved) + len(nodes) > most:
+        nodes, start_s = soonest_nodes(
+            num_gpus, self.shape, self.free, self.groups.values(), self._reserved
+        )
+        if not nodes or (self._reserved and len(self._reserved) + len(nodes) > most):
             return
         self._reserved.update(nodes)
+        self._reserved_until_s = min(self._reserved_until_s, start_s)
         for node in nodes:
-            self.free.take(self.free.in_node(node))
+            gpus = self.free.in_node(node)
+            self.free.take(gpus)
+            self._kept.give(gpus)
+
+    def in_the_gap(self, waiting: Waiting) -> Proposal | None:
+        """The job alone on kept GPUs, where it ends before they are needed; None as in `alone`."""
+        if not self._kept.num or not self.within_quota(waiting):
+            return None
+        if self.now_s + waiting.isolated_left_s > self._reserved_until_s:
+            return None
+        gpus = self._kept.find(waiting.job.num_gpus)
+        proposal = None if gpus is None else self.propose(Parts(joining=(waiting,)), gpus)
+        if proposal is None or proposal.group.last_end_s > self._reserved_until_s:
+            return None
+        return proposal
 
     def is_reserved(self, group: Group) -> bool:
         """Whether a group is on a kept node, where it must end as soon as it can."""
@@ -148,7 +167,7 @@ class Draft:
                 self._asked[tenant] = self._asked.get(tenant, 0) + waiting.job.num_gpus
         group = proposal.group
         self._new += group.number < 0
-        self.free.take(group.gpus)
+        (self._kept if self.is_reserved(group) else self.free).take(group.gpus)
         self.groups[group.number] = group
         self._parts[group.number] = proposal.parts
         return group

@@ -10,11 +10,11 @@ from tlora_megatron.scheduler.jobs import Group
 
 def soonest_nodes(
     num_gpus: int, shape: ClusterShape, free: FreeGpus, groups: Iterable[Group], taken: set[int]
-) -> tuple[int, ...]:
-    """The nodes, none of `taken`, on which `num_gpus` GPUs become free first.
+) -> tuple[tuple[int, ...], float]:
+    """The nodes, none of `taken`, on which `num_gpus` GPUs become free first, and when.
 
-    Nothing that starts or grows there afterwards may be admitted; then that time only gets nearer.
-    Empty where too few nodes are left.
+    What starts there afterwards must have ended by then, and nothing there may grow; so that time
+    only gets nearer. No nodes, at time 0, where too few are left.
     """
     size = shape.gpus_per_node
     needed = min(num_gpus, size)
@@ -33,8 +33,9 @@ def soonest_nodes(
         if node not in taken and free_s is not None:
             ready.append((free_s, node))
     if len(ready) < count:
-        return ()
-    return tuple(sorted(node for _, node in sorted(ready)[:count]))
+        return (), 0.0
+    chosen = sorted(ready)[:count]
+    return tuple(sorted(node for _, node in chosen)), chosen[-1][0]
 
 
 def _free_from(needed: int, free: int, releases: list[tuple[float, int]]) -> float | None:
