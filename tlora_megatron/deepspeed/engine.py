@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from tlora_megatron.cli.progress import SilentProgress
 from tlora_megatron.config import RunConfig, ignored_settings
 from tlora_megatron.job import JobSpec
@@ -168,6 +170,7 @@ class MultiLoRAEngine:
         """
         self.save()
         self._run.close()
+        dist.barrier()  # every process is about to look for what the first has written
         config = self._run.config
         run = config.run
         if output_dir is not None:

@@ -1,0 +1,58 @@
+"""Uses the DeepSpeed engine as a program would: `deepspeed_api_worker.py CONFIG OUT`.
+
+Trains the first two jobs of a configuration round by round over a model it has built itself, then
+installs the third on the same base.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+import tlora_megatron.deepspeed
+from tlora_megatron.config import read_config
+
+
+def main() -> None:
+    """Every process runs it; the first writes what it saw."""
+    path, out = Path(sys.argv[1]), Path(sys.argv[2])
+    config = json.loads(path.read_text())
+    section = config["tlora"]
+    jobs = read_config(section, path.parent).jobs
+    model = AutoModelForCausalLM.from_pretrained(section["base_model"]["path"], dtype=torch.float32)
+    section["jobs"] = section["jobs"][:2]
+    del section["base_model"]
+    engine = tlora_megatron.deepspeed.initialize(model, config, output_dir=str(out / "first"))
+    seen: dict[str, Any] = {"steps": []}
+    while not engine.is_over:
+        seen["steps"] += [report.job.name for report in engine.train_round()]
+    engine.finish()
+    with patch.object(AutoModelForCausalLM, "from_pretrained", _not_again):
+        engine.install_jobs([replace(jobs[2], seed=jobs[2].seed)], output_dir=out / "second")
+    while engine.loop.jobs[0].step < 3:
+        engine.train_round()
+    seen["evaluated"] = {name: r.loss for name, r in engine.evaluate().items()}
+    engine.export(jobs[2].name, out / "exported")
+    engine.install_jobs([jobs[0], jobs[2]], output_dir=out / "second")
+    seen["resumed_at"] = [job.step for job in engine.loop.jobs]
+    engine.train()
+    if dist.get_rank() == 0:
+        (out / "seen.json").write_text(json.dumps(seen))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _not_again(*_: Any, **__: Any) -> NoReturn:
+    raise AssertionError("the base must stay as it is when jobs are installed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Hugging Face's Trainer for many jobs: its arguments, callbacks and logs, this package's training.
+
+trainer = MultiLoRATrainer(model=model, args=TrainingArguments(..., deepspeed="ds.json"))
+trainer.train()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Trainer, TrainerControl
+from transformers.trainer_utils import TrainOutput
+
+from tlora_megatron.deepspeed.engine import MultiLoRAEngine, initialize
+from tlora_megatron.training.super_model import StepReport
+
+
+class MultiLoRATrainer(Trainer):
+    """Trains the jobs of the `tlora` section of `args.deepspeed` on a frozen causal model.
+
+    Data, batches, optimizers, schedules, clipping, evaluation, checkpoints and ends are each job's
+    own, as its section says; what Trainer takes for one model (`train_dataset`, `learning_rate`,
+    `max_steps`, ...) has no effect. A step of Trainer is a round; callbacks hear of it, and of each
+    job's `loss/NAME` and `learning_rate/NAME`, and may stop the training, which saves every job.
+
+    Args:
+        model: a causal model of transformers.
+        args: with `deepspeed`; its `output_dir` takes the place of `run.output_dir`.
+
+    Raises:
+        ValueError: if `args.deepspeed` is missing.
+    """
+
+    control: TrainerControl
+
+    def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
+        if not args.deepspeed:
+            raise ValueError("args.deepspeed must name a DeepSpeed JSON with a tlora section")
+        super().__init__(model=model, args=args, **kwargs)
+        self.engine: MultiLoRAEngine | None = None
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Trains every job to its end, or until a callback stops it.
+
+        Jobs go on from the checkpoints that `output_dir` holds. Arguments have no effect.
+
+        Returns:
+            The number of rounds, the mean of the jobs' last losses, and `loss/NAME` of each.
+        """
+        engine = self.engine = initialize(
+            self.model, self.args.deepspeed, output_dir=str(self.args.output_dir)
+        )
+        self.model_wrapped = self.model
+        self.state.is_world_process_zero = engine.base.groups.is_writer
+        self._call("on_train_begin")
+        while not engine.is_over and not self.control.should_training_stop:
+            self._call("on_step_begin")
+            reports = engine.train_round()
+            self.state.global_step += 1
+            self._call("on_step_end")
+            if reports:
+                self.log(_logs(reports))
+        engine.save()
+        engine.finish()
+        self._call("on_train_end")
+        last = {f"loss/{j.name}": j.last_loss for j in engine.loop.jobs if j.last_loss is not None}
+        mean = sum(last.values()) / len(last) if last else 0.0
+        return TrainOutput(self.state.global_step, mean, last)
+
+    def _call(self, event: str) -> None:
+        notify = getattr(self.callback_handler, event)
+        self.control = notify(self.args, self.state, self.control)
+
+
+def _logs(reports: list[StepReport]) -> dict[str, float]:
+    """What one round's steps give to log."""
+    logs = {}
+    for report in reports:
+        logs[f"loss/{report.job.name}"] = report.outcome.loss
+        logs[f"learning_rate/{report.job.name}"] = report.lr
+    return logs
