@@ -18,13 +18,14 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor, nn
 
-from tests.helpers.built_model import SPEC, fill_bank, user_config, whole_gradients
+from tests.helpers.built_model import fill_bank, whole_gradients
 from tests.helpers.te_stand_in import (
     TEColumnParallelLinear,
     TELayerNormColumnParallelLinear,
     TERowParallelLinear,
 )
 from tests.helpers.tiny_models import random_factors
+from tests.helpers.user_models import SPEC, user_config
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.job import LoraSpec

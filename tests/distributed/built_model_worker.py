@@ -24,10 +24,6 @@ from torch import Tensor
 from tests.helpers.built_model import (
     LORAS,
     MOE_LORAS,
-    MOE_SPEC,
-    SPEC,
-    build_user_gpt,
-    build_user_hybrid,
     fill_bank,
     largest_error,
     run_documents_alone,
@@ -35,6 +31,7 @@ from tests.helpers.built_model import (
     whole_gradients,
 )
 from tests.helpers.tiny_models import random_factors
+from tests.helpers.user_models import MOE_SPEC, SPEC, build_user_gpt, build_user_hybrid
 from tlora_megatron.integrations.megatron import recompute
 from tlora_megatron.integrations.megatron.built_model import freeze
 from tlora_megatron.integrations.megatron.discover import discover, record_stages

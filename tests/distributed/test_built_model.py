@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.built_model import ROPE
 from tests.helpers.launch import REPO, python, torchrun
+from tests.helpers.user_models import ROPE
 
 WORKER = Path(__file__).with_name("built_model_worker.py")
 TWO_PROCESSES = (

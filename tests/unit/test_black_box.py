@@ -11,12 +11,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
-from tests.helpers.built_model import LORAS, SPEC, fill_bank, user_config
+from tests.helpers.built_model import LORAS, fill_bank
 from tests.helpers.te_stand_in import (
     TEColumnParallelLinear,
     TELayerNormColumnParallelLinear,
     TERowParallelLinear,
 )
+from tests.helpers.user_models import SPEC, user_config
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.layers.adapter_bank import AdapterBank

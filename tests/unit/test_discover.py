@@ -15,8 +15,8 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.helpers.built_model import MOE_SPEC, SPEC, build_user_gpt
 from tests.helpers.tiny_models import random_factors
+from tests.helpers.user_models import MOE_SPEC, SPEC, build_user_gpt
 from tlora_megatron.integrations.megatron.built_model import freeze, language_models
 from tlora_megatron.integrations.megatron.core_attention import PackedCoreAttention
 from tlora_megatron.integrations.megatron.discover import discover, record_stages
