@@ -126,7 +126,7 @@ def _section(document: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Pa
     if (section is None) == (file is None):
         got = "neither" if section is None else "both"
         raise ConfigError(
-            f"the DeepSpeed config must hold one of tlora and tlora_config, got {got}"
+            f"the JSON must hold exactly one of tlora and tlora_config, got {got}"
         )
     if file is not None:
         path = folder / str(file)

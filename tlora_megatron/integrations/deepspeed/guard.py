@@ -64,7 +64,7 @@ def check_version(installed: str, tp_size: int = 1) -> None:
     oldest, what = (OLDEST, "") if tp_size == 1 else (OLDEST_WITH_AUTOTP, " under AutoTP")
     if not oldest <= numbers < NEXT:
         low, high = (".".join(map(str, v)) for v in (oldest, NEXT))
-        raise RuntimeError(f"the installed DeepSpeed{what} must be >={low},<{high}, got {installed}")
+        raise RuntimeError(f"DeepSpeed{what} must be >={low},<{high}, got {installed}")
 
 
 def _check_name(name: str, arguments: tuple[str, ...], installed: str) -> None:

@@ -1,0 +1,158 @@
+"""The tlora section of a DeepSpeed JSON: what is taken, changed and refused around it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlora_megatron.config_reader import ConfigError
+from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
+from tlora_megatron.integrations.deepspeed.guard import check_version
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Holds a base and a job's data."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    return tmp_path
+
+
+def section(**job: Any) -> dict[str, Any]:
+    """A tlora section with one job."""
+    return {
+        "base_model": {"path": "base"},
+        "run": {"output_dir": "out", "micro_batch_tokens": 4096},
+        "jobs": [{"name": "a", "data": {"train": "a.jsonl"}, "max_steps": 9} | job],
+    }
+
+
+def load(folder: Path, document: dict[str, Any], **extra: Any) -> DeepSpeedConfig:
+    """Reads a document from a file in the folder."""
+    path = folder / "ds.json"
+    path.write_text(json.dumps({"tlora": section()} | document))
+    return load_deepspeed_config(path, **extra)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_engine_has_nothing_to_train(folder: Path, stage: int) -> None:
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True}
+    config = load(folder, {"zero_optimization": zero, "bf16": {"enabled": True}})
+    assert (config.stage, config.tp_size, config.offload_optimizer) == (stage, 1, True)
+    assert config.run.base_model.dtype == "bfloat16"
+    if stage == 3:
+        assert config.engine["zero_optimization"] == {"stage": 3, "overlap_comm": True}
+        assert config.engine["bf16"] == {"enabled": True}
+    else:
+        assert config.engine["zero_optimization"] == {"stage": 0}
+        assert "bf16" not in config.engine
+    assert not {"tlora", "optimizer", "scheduler"} & config.engine.keys()
+
+
+def test_owned_keys_become_defaults_of_the_jobs(folder: Path) -> None:
+    document = {
+        "gradient_clipping": 0.5,
+        "gradient_accumulation_steps": 4,
+        "train_batch_size": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.9]}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_num_steps": 3, "warmup_type": "linear", "total_num_steps": 50},
+        },
+        "tlora": section(optimizer={"lr": 5e-3}),
+    }
+    config = load(folder, document)
+    (job,) = config.run.jobs
+    assert job.optimizer.max_grad_norm == 0.5
+    assert (job.optimizer.lr, job.optimizer.betas) == (5e-3, (0.8, 0.9))
+    assert (job.schedule.name, job.schedule.warmup_steps) == ("linear", 3)
+    told = "\n".join(config.changes)
+    for key in ("gradient_clipping", "gradient_accumulation_steps", "optimizer", "scheduler"):
+        assert key in told
+    assert "train_batch_size" not in told
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fp16": {"enabled": True}}, r"fp16\.enabled must be left out.*loss scale"),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, r"grad_accum_dtype .*BF16_Optimizer"),
+        ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zenflow"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"super_offload": True}}},
+            "super_offload must be left out",
+        ),
+        ({"pipeline": {"stages": 2}}, "pipeline must be left out"),
+        ({"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}}, "tp_overlap_comm"),
+        ({"tensor_parallel": {"autotp_size": 0.5}}, "autotp_size must be an integer"),
+        ({"zero_optimization": {"stage": 4}}, "stage must be 0, 1, 2 or 3, got 4"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "be none or cpu"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size must be 1"),
+        ({"optimizer": {"type": "Lamb"}}, r"optimizer\.type must be one of Adam, AdamW"),
+        ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "got 'amsgrad'"),
+        ({"scheduler": {"type": "OneCycle"}}, r"scheduler\.type .*tlora\.defaults\.schedule"),
+        ({"scheduler": {"type": "WarmupLR"}}, "warmup_type must be linear"),
+        ({"tlora_config": "jobs.yaml"}, "exactly one of tlora and tlora_config, got both"),
+        ({"tlora": section() | {"parallel": {"tp_size": 2}}}, "must not hold parallel"),
+        ({"tlora": section() | {"jbos": []}}, "jbos.*mean jobs"),
+        (
+            {"bf16": {"enabled": True}, "tlora": section() | {"base_model": {"dtype": "float32"}}},
+            r"base_model\.dtype must be bfloat16 with bf16\.enabled",
+        ),
+        (
+            {"tlora": section() | {"run": {"output_dir": "o", "recompute": "selective"}}},
+            r"run\.recompute must be none or full",
+        ),
+    ],
+)
+def test_refusals(folder: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(folder, change)
+
+
+def test_a_file_of_jobs_starts_at_its_own_folder(folder: Path) -> None:
+    (folder / "jobs.json").write_text(json.dumps(section()))
+    (folder / "deep").mkdir()
+    path = folder / "deep" / "ds.json"
+    path.write_text(json.dumps({"tlora_config": "../jobs.json"}))
+    (job,) = load_deepspeed_config(path, ["run.seed=3"]).run.jobs
+    assert job.data.train == str(folder / "a.jsonl")
+
+
+def test_targets_may_have_any_name(folder: Path) -> None:
+    tlora = section(lora={"target_modules": ["query_key_value"]})
+    (job,) = load(folder, {"tlora": tlora}).run.jobs
+    assert job.lora.target_modules == ("query_key_value",)
+
+
+def test_portions_are_a_quarter_of_a_micro_batch_unless_said(folder: Path) -> None:
+    assert load(folder, {}).run.run.portion_tokens == 1024
+    fair = load(folder, {}, overrides=["run.portion_tokens=null"])
+    assert fair.run.run.portion_tokens is None
+
+
+def test_auto_is_left_to_us(folder: Path) -> None:
+    config = load(folder, {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3,
+                  "reduce_bucket_size": "auto"}})  # fmt: skip
+    assert config.engine["zero_optimization"] == {"stage": 3}
+
+
+@pytest.mark.parametrize("version", ["0.18.0", "0.19.8", "0.19.9+cu128"])
+def test_supported_releases(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize(
+    ("version", "tp_size", "message"),
+    [
+        ("0.17.6", 1, r"DeepSpeed must be >=0\.18\.0,<0\.20\.0, got 0\.17\.6"),
+        ("0.20.0", 1, "got 0.20.0"),
+        ("0.19.6", 2, r"under AutoTP must be >=0\.19\.8"),
+    ],
+)
+def test_other_releases_are_refused(version: str, tp_size: int, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        check_version(version, tp_size)
