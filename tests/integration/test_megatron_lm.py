@@ -7,13 +7,16 @@ base that `tlora convert` wrote and Megatron's own `--load` read.
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from tests.helpers.megatron_lm import (
     COMMON,
@@ -126,7 +129,12 @@ def assert_equals_oracle(out: Path, root: Path) -> None:
 
 
 def test_the_flag_is_in_the_help() -> None:
-    output = run(checkout() / "pretrain_gpt.py", ["--help"])
+    script = checkout() / "pretrain_gpt.py"
+    code, output = finish(start(script, ["--help"]))
+    if code:
+        # A help text of Megatron's own that argparse cannot format; the usage shows the flags too.
+        assert finish(start(script, ["--help"], plain=True))[0] != 0
+        _, output = finish(start(script, ["--no-such-flag"]))
     assert "--tlora-config FILE" in output
     assert "--micro-batch-size" in output
 
@@ -332,24 +340,29 @@ PRETRAINING = words(
     "--seq-length 64 --max-position-embeddings 64 --normalization RMSNorm --swiglu "
     "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights "
     "--global-batch-size 4 --train-iters 4 --tokenizer-type NullTokenizer --vocab-size 127 "
-    "--use-cpu-initialization --save-interval 4 --ckpt-format torch_dist --eval-iters 1"
+    "--use-cpu-initialization --save-interval 4 --ckpt-format torch --eval-iters 1"
 )
 
 
-def checkpoint_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a distributed checkpoint, optimizer and all, by name."""
-    from torch.distributed.checkpoint import FileSystemReader, load
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+class _TensorsAlone(pickle.Unpickler):
+    """Reads the checkout's own classes, arguments for the most part, as empty ones."""
 
-    reader = FileSystemReader(folder / "iter_0000004")
-    entries = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("megatron"):
+            return type(name, (dict,), {"__init__": lambda self, *_: None})
+        return super().find_class(module, name)
+
+
+def checkpoint_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, optimizer and all, by its place in it."""
+    reader = SimpleNamespace(Unpickler=_TensorsAlone, load=pickle.load, __name__="pickle")
+    file = folder / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False, pickle_module=reader)
+    return {
+        keystr(path): leaf
+        for path, leaf in tree_flatten_with_path(content)[0]
+        if isinstance(leaf, torch.Tensor)
     }
-    load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
 
 
 def test_without_the_flag_nothing_changes(tmp_path: Path) -> None:
@@ -382,7 +395,7 @@ def test_what_cannot_be_trained_ends_with_a_sentence(case: str, root: Path) -> N
     flags, message = REFUSED[case]
     run_section = {"micro_batch_tokens": 256} if case == "contradiction" else {}
     config = variant(root, "refused", run=run_section)
-    out = root / "refused" / case
+    out = root / "refused" / case.replace(" ", "_")
     args = [*arguments(root, out, config=config), *flags.format(out=out).split()]
     code, output = finish(start(checkout() / "pretrain_gpt.py", args))
     assert code != 0
@@ -391,6 +404,16 @@ def test_what_cannot_be_trained_ends_with_a_sentence(case: str, root: Path) -> N
     assert message in " ".join(output.split())
     assert "exitcode  : 2" in output
     assert not (out / "jobs").exists()
+
+
+def test_the_base_is_loaded_strictly(root: Path) -> None:
+    document = json.loads((root / "config.json").read_text())
+    config = write_jobs(root / "no_base.json", document, base_model={"path": None})
+    args = [*arguments(root, root / "strict", config=config.name), "--qk-layernorm"]
+    code, output = finish(start(checkout() / "pretrain_gpt.py", args))
+    assert code != 0
+    assert "q_layernorm.weight" in output
+    assert not (root / "strict" / "jobs" / "mlp" / "metrics.jsonl").exists()
 
 
 OWN_SCRIPT = """
@@ -438,18 +461,20 @@ def test_hybrid_model(root: Path, tmp_path: Path) -> None:
         pytest.skip("HybridModel has no script in this version")
     document = json.loads((root / "config.json").read_text())
     config = write_jobs(root / "hybrid.json", document, base_model={"random_init": True})
-    flags = model_flags(root / "megatron")
-    at = flags.index("--num-layers")
-    model = [*flags[:at], *flags[at + 2 :], "--hybrid-layer-pattern", "*-*-*-*-"]
+    flags_of_model = model_flags(root / "megatron")
+    at = flags_of_model.index("--num-layers")
+    model = [*flags_of_model[:at], *flags_of_model[at + 2 :], "--hybrid-layer-pattern", "*-*-*-*-"]
     spec = ["--spec", "hybrid_local_spec", "spec", "--use-cpu-initialization"]
-    outs = {1: tmp_path / "one", 2: tmp_path / "two"}
-    for nproc, out in outs.items():
-        args = [*model, *spec, *CPU, *COMMON, *SIZES, "--save", out, "--tlora-config", config]
-        if nproc == 2:
-            args += LAYOUTS["TP2+SP full recompute"].split()
-        run(script, args, nproc=nproc)
+    flags = {"one": "", "CP2": LAYOUTS["CP2"], "TP2+SP": LAYOUTS["TP2+SP full recompute"]}
+    for layout, words_of_layout in flags.items():
+        sources = ["--save", tmp_path / layout, "--tlora-config", config]
+        args = [*model, *spec, *CPU, *COMMON, *SIZES, *sources, *words_of_layout.split()]
+        run(script, args, nproc=2 if words_of_layout else 1)
     for name in NAMES:
-        expected = losses(outs[1], name)
-        assert losses(outs[2], name) == pytest.approx(expected, rel=1e-5), name
-        assert sum(expected[-3:]) < sum(expected[:3])
-        assert len(exported(outs[2], name, root / "base")) == len(oracle(root)[name].factors)
+        # Not under TP: Megatron draws other weights of gate and up for every size of it.
+        expected = losses(tmp_path / "one", name)
+        assert losses(tmp_path / "CP2", name) == pytest.approx(expected, rel=1e-5), name
+        job = summary(tmp_path / "TP2+SP")["jobs"][name]
+        assert job["eval_loss_after"] < job["eval_loss_before"]
+        factors = exported(tmp_path / "TP2+SP", name, root / "base")
+        assert len(factors) == len(oracle(root)[name].factors)

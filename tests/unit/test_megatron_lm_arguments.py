@@ -115,10 +115,11 @@ def test_settings_join_file_and_arguments(tmp_path: Path, spec: ModelSpec) -> No
     assert settings.base_model == str(tmp_path / "base")
 
 
+@pytest.mark.parametrize("section", [None, {}, {"path": None}])
 def test_without_a_base_model_the_tokenizer_s_folder_stands_for_it(
-    tmp_path: Path, spec: ModelSpec
+    tmp_path: Path, spec: ModelSpec, section: dict[str, Any] | None
 ) -> None:
-    path = write_config(tmp_path, base_model=None)
+    path = write_config(tmp_path, base_model=section)
     args = arguments(
         replace(spec, norm_eps=0.5), tlora_config=path, tokenizer_model=str(tmp_path / "base")
     )

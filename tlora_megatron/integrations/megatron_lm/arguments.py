@@ -102,13 +102,14 @@ def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchS
     """
     path = Path(args.tlora_config)
     document = read_document(path)
-    given = document.get("base_model") or {}
+    given = document.get("base_model")
+    is_named = isinstance(given, dict) and given.get("path") is not None
     _join(document, _decided(args))
     folder = path.resolve().parent
     base_model, tokenizer_dir = _base_model(args, document.pop("base_model"), folder)
     config = read_config(document, folder, base_model=base_model)
     spec = spec_from_arguments(args, vocab_size=min(args.padded_vocab_size, tokenizer_size))
-    if "path" in given:
+    if is_named:
         spec = _agreed(spec, read_model_spec(tokenizer_dir / "config.json"), args, tokenizer_dir)
     return LaunchSettings(
         config=config,

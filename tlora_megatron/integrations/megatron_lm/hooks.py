@@ -99,6 +99,13 @@ class _Hooks:
         result = original(*args, **kwargs)
         with self._input_errors():
             check_arguments(parsed)
+        from tlora_megatron.integrations.megatron_lm import local_parts
+
+        # Before the script makes its specs of layers.
+        local_parts.install(
+            context_parallel=parsed.context_parallel_size > 1,
+            sequence_parallel=parsed.sequence_parallel,
+        )
         return result
 
     def _set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,6 @@ from tlora_megatron.integrations.megatron.built_model import freeze
 from tlora_megatron.integrations.megatron.discover import discover, record_stages
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
-from tlora_megatron.integrations.megatron_lm import local_parts
 from tlora_megatron.integrations.megatron_lm.arguments import LaunchSettings
 from tlora_megatron.integrations.megatron_lm.engine import MicroBatchFeed, UserModel
 from tlora_megatron.integrations.megatron_lm.interval_losses import IntervalLosses
@@ -92,10 +91,6 @@ class Session:
         self._reports: list[StepReport] = []
         self._interval = IntervalLosses()
         self._loop: TrainingLoop | None = None
-        layout = settings.layout
-        local_parts.install(
-            context_parallel=layout.cp_size > 1, sequence_parallel=layout.sequence_parallel
-        )
         recompute.install()
         self._run = open_run(
             settings.config,
