@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 
 from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.draft import Draft, Proposal
@@ -11,15 +12,34 @@ from tlora_megatron.scheduler.policy import Rules
 from tlora_megatron.scheduler.queue import WaitingQueue
 
 
-def overdue(now_s: float, jobs: WaitingQueue, cluster: ClusterState, rules: Rules) -> list[Waiting]:
-    """Jobs past their due time, longest first, whatever their priority."""
-    return jobs.overdue(now_s, rules.lookahead, cluster.may_run)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """The waiting jobs that a decision looks at, in the order in which they may start."""
+
+    order: list[Waiting]
+    num_late: int
+    """The first so many are past their due time."""
 
 
-def in_turn(late: Sequence[Waiting], others: Sequence[Waiting]) -> list[Waiting]:
-    """Overdue jobs, then the others in their order."""
+def turn(
+    now_s: float,
+    jobs: WaitingQueue,
+    cluster: ClusterState,
+    rules: Rules,
+    others: Sequence[Waiting],
+) -> Turn:
+    """Jobs past their due time, the longest first whatever their priority, then `others`."""
+    late = jobs.overdue(now_s, rules.lookahead, cluster.may_run)
+    if not late:
+        return Turn(order=list(others), num_late=0)
     first = {waiting.job.index for waiting in late}
-    return [*late, *(waiting for waiting in others if waiting.job.index not in first)]
+    rest = [waiting for waiting in others if waiting.job.index not in first]
+    return Turn(order=[*late, *rest], num_late=len(late))
+
+
+def unseen(jobs: WaitingQueue, cluster: ClusterState) -> Set[int] | None:
+    """Jobs to try on free GPUs: those no decision has seen, or all (None) if GPUs were freed."""
+    return None if cluster.freed else jobs.arrived
 
 
 def as_asked(draft: Draft, waiting: Waiting) -> Proposal | None:
@@ -29,8 +49,8 @@ def as_asked(draft: Draft, waiting: Waiting) -> Proposal | None:
 
 def start_alone(
     draft: Draft,
-    order: Sequence[Waiting],
-    num_late: int,
+    turn: Turn,
+    only: Set[int] | None = None,
     choose: Callable[[Draft, Waiting], Proposal | None] = as_asked,
 ) -> list[Waiting]:
     """Starts jobs alone on free GPUs, in order; returns those that still wait.
@@ -42,15 +62,19 @@ def start_alone(
 
     Args:
         draft: is drawn on.
-        order: waiting jobs; the first `num_late` are overdue.
-        num_late: how many are.
+        turn: jobs in order.
+        only: of those that are not due only these indices are tried; None = all. Where no GPUs
+            became free since the last decision, jobs it has seen cannot start now.
         choose: on which GPUs a job would start; None where there are none.
     """
     left: list[Waiting] = []
     refused: set[tuple[int, int]] = set()
-    for place, waiting in enumerate(order):
+    for place, waiting in enumerate(turn.order):
+        is_late = place < turn.num_late
+        if not is_late and only is not None and waiting.job.index not in only:
+            left.append(waiting)
+            continue
         key = (waiting.job.kind, waiting.job.num_gpus)
-        is_late = place < num_late
         proposal = None
         if key not in refused and (draft.free.num or is_late):
             proposal = choose(draft, waiting)

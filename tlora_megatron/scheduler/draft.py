@@ -13,6 +13,8 @@ from tlora_megatron.scheduler.reservation import soonest_nodes
 
 _MOST_OF_FULL = 1.05
 """Full speed is a reference load's; a group may be a little faster."""
+_MOST_RESERVATIONS = 2
+"""Jobs that nodes are kept for at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,7 @@ class Draft:
         self._asked: dict[str, int] = {}
         self._reserved: set[int] = set()
         self._reserved_until_s = float("inf")
+        self._reservations = 0
         self._kept = FreeGpus(self.shape, [()] * self.shape.num_nodes)
 
     def within_quota(self, waiting: Waiting) -> bool:
@@ -57,13 +60,15 @@ class Draft:
     def reserve(self, num_gpus: int) -> None:
         """Keeps the nodes on which `num_gpus` become free first from all that would be in the way.
 
-        At most a quarter of the nodes is kept, or one job's.
+        Only for the first jobs that ask: others come after them anyway.
         """
-        most = max(1, self.shape.num_nodes // 4)
+        if self._reservations == _MOST_RESERVATIONS:
+            return
+        self._reservations += 1
         nodes, start_s = soonest_nodes(
             num_gpus, self.shape, self.free, self.groups.values(), self._reserved
         )
-        if not nodes or (self._reserved and len(self._reserved) + len(nodes) > most):
+        if not nodes:
             return
         self._reserved.update(nodes)
         self._reserved_until_s = min(self._reserved_until_s, start_s)

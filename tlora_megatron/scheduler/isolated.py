@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tlora_megatron.scheduler.admission import in_turn, overdue, start_alone
+from tlora_megatron.scheduler.admission import start_alone, turn, unseen
 from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.draft import Draft
 from tlora_megatron.scheduler.group_throughput import Speeds
@@ -26,9 +26,9 @@ class Isolated:
         """See `Policy.decide`."""
         if not len(jobs) or not cluster.free.num:
             return []
-        late = overdue(now_s, jobs, cluster, self.rules)
         ordered = jobs.by_size if self.shortest_first else jobs.by_arrival
-        order = in_turn(late, ordered(self.rules.lookahead, cluster.may_run))
+        others = ordered(self.rules.lookahead, cluster.may_run)
         draft = Draft(now_s, cluster, self.speeds, self.rules)
-        start_alone(draft, order, len(late))
+        order = turn(now_s, jobs, cluster, self.rules, others)
+        start_alone(draft, order, unseen(jobs, cluster))
         return draft.decisions()

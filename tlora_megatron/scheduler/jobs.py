@@ -95,6 +95,11 @@ class Group:
     formed_s: float
     ready_s: float
     """When it trains, after the save, move and re-plan that formed it."""
+    last_end_s: float = field(init=False, repr=False, compare=False)
+    """When its GPUs become free if nothing changes."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "last_end_s", max([self.end_s(m) for m in self.members]))
 
     @property
     def base(self) -> str:
@@ -119,15 +124,3 @@ class Group:
     def end_s(self, member: Member) -> float:
         """When a member ends if nothing changes."""
         return self.ready_s + member.tokens_left / member.tokens_per_s
-
-    @property
-    def next_end_s(self) -> float:
-        """When its first member ends."""
-        ready = self.ready_s
-        return min([ready + m.tokens_left / m.tokens_per_s for m in self.members])
-
-    @property
-    def last_end_s(self) -> float:
-        """When its GPUs become free if nothing changes."""
-        ready = self.ready_s
-        return max([ready + m.tokens_left / m.tokens_per_s for m in self.members])

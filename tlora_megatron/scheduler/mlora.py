@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tlora_megatron.scheduler.admission import in_turn, overdue, start_alone
+from tlora_megatron.scheduler.admission import start_alone, turn, unseen
 from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.draft import Draft, Proposal
 from tlora_megatron.scheduler.group_throughput import Speeds
@@ -34,10 +34,10 @@ class MemoryDriven:
         if not len(jobs):
             return []
         rules = replace(self.rules, keep_bounds=False)
-        late = overdue(now_s, jobs, cluster, rules)
-        order = in_turn(late, jobs.by_arrival(rules.lookahead, cluster.may_run))
+        others = jobs.by_arrival(rules.lookahead, cluster.may_run)
         draft = Draft(now_s, cluster, self.speeds, rules)
-        left = start_alone(draft, order, len(late))
+        order = turn(now_s, jobs, cluster, rules, others)
+        left = start_alone(draft, order, unseen(jobs, cluster))
         hosts = Hosts(draft, jobs, cluster)
         refused: set[tuple[int, int, bool]] = set()
         for waiting in hosts.candidates(left):

@@ -64,7 +64,7 @@ class RegroupCost:
 class Rules:
     """What all policies share."""
 
-    lookahead: int = 256
+    lookahead: int = 128
     """Waiting jobs that a decision looks at, from the front of the queue."""
     max_group_size: int = 16
     """Members of a group."""

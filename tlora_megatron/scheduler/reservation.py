@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from tlora_megatron.scheduler.cluster import ClusterShape, FreeGpus
@@ -19,23 +20,31 @@ def soonest_nodes(
     size = shape.gpus_per_node
     needed = min(num_gpus, size)
     count = -(-num_gpus // size)
-    releases: dict[int, list[tuple[float, int]]] = {}
-    for group in groups:
-        held: dict[int, int] = {}
-        for gpu in group.gpus:
-            held[gpu // size] = held.get(gpu // size, 0) + 1
-        end_s = group.last_end_s
-        for node, num in held.items():
-            releases.setdefault(node, []).append((end_s, num))
+    releases = _releases(shape, groups)
     ready = []
     for node in range(shape.num_nodes):
-        free_s = _free_from(needed, len(free.in_node(node)), sorted(releases.get(node, ())))
-        if node not in taken and free_s is not None:
-            ready.append((free_s, node))
+        if node not in taken:
+            free_s = _free_from(needed, len(free.in_node(node)), sorted(releases[node]))
+            if free_s is not None:
+                ready.append((free_s, node))
     if len(ready) < count:
         return (), 0.0
     chosen = sorted(ready)[:count]
     return tuple(sorted(node for _, node in chosen)), chosen[-1][0]
+
+
+def _releases(shape: ClusterShape, groups: Iterable[Group]) -> list[list[tuple[float, int]]]:
+    """By node: when how many GPUs are given back."""
+    size = shape.gpus_per_node
+    releases: list[list[tuple[float, int]]] = [[] for _ in range(shape.num_nodes)]
+    for group in groups:
+        gpus = group.gpus
+        if gpus[0] // size == gpus[-1] // size:
+            releases[gpus[0] // size].append((group.last_end_s, len(gpus)))
+            continue
+        for node, num in Counter(gpu // size for gpu in gpus).items():
+            releases[node].append((group.last_end_s, num))
+    return releases
 
 
 def _free_from(needed: int, free: int, releases: list[tuple[float, int]]) -> float | None:

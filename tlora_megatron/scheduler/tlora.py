@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 
-from tlora_megatron.scheduler.admission import in_turn, overdue, start_alone
+from tlora_megatron.scheduler.admission import start_alone, turn, unseen
 from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.draft import Draft, Proposal
 from tlora_megatron.scheduler.group_throughput import Speeds
@@ -47,10 +47,10 @@ class ResidualGrouping:
         rules = self.rules
         draft = Draft(now_s, cluster, self.speeds, rules)
         if len(jobs):
-            late = overdue(now_s, jobs, cluster, rules)
             queue = jobs.by_arrival(rules.lookahead, cluster.may_run)
-            order = in_turn(late, sorted(queue, key=lambda w: self._urgent_first(w, now_s)))
-            left = start_alone(draft, order, len(late))
+            others = sorted(queue, key=lambda w: self._urgent_first(w, now_s))
+            order = turn(now_s, jobs, cluster, rules, others)
+            left = start_alone(draft, order, unseen(jobs, cluster))
             if rules.use_residual:
                 self._merge(draft, left, Hosts(draft, jobs, cluster))
         elif cluster.freed and cluster.free.num:

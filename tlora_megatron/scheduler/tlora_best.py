@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tlora_megatron.scheduler.admission import in_turn, overdue, start_alone
+from tlora_megatron.scheduler.admission import start_alone, turn, unseen
 from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.draft import Draft, Proposal
 from tlora_megatron.scheduler.group_throughput import Speeds
@@ -47,10 +47,10 @@ class NetBenefit:
         rules = self.rules
         draft = Draft(now_s, cluster, self.speeds, rules)
         if len(jobs):
-            late = overdue(now_s, jobs, cluster, rules)
-            order = in_turn(late, jobs.by_size(rules.lookahead, cluster.may_run))
-            sizes = _Sizes(self.speeds, order, cluster)
-            left = start_alone(draft, order, len(late), sizes.choose)
+            others = jobs.by_size(rules.lookahead, cluster.may_run)
+            order = turn(now_s, jobs, cluster, rules, others)
+            sizes = _Sizes(self.speeds, order.order, cluster)
+            left = start_alone(draft, order, unseen(jobs, cluster), sizes.choose)
             if rules.use_residual:
                 self._merge(draft, left, Hosts(draft, jobs, cluster), len(jobs))
         elif cluster.freed and cluster.free.num:
