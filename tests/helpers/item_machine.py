@@ -3,7 +3,7 @@
 Stands in for the functions of `ops.cuda_calls`, block by block: reads in boxes of 64 columns with
 zeros outside a tensor, passes over at most 128 rank rows of which those not asked for hold
 anything, zeros for rows of other adapters, parts of sums through the workspace in any order of
-arrival. Buffers come poisoned with NaN; what is written twice is refused. Dropout is left out.
+arrival. Buffers come poisoned with NaN; what is written twice is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from tlora_megatron.ops.columns import OutputColumns
-from tlora_megatron.ops.cuda_calls import GemmTile, RankPart
+from tlora_megatron.ops.cuda_calls import Dropout, GemmTile, RankPart
+from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.factors import SiteFactors
 from tlora_megatron.ops.plan_tensors import ITEM_FIELDS
 
@@ -41,6 +42,22 @@ def box(matrix: Array, row: int, column: int, rows: int) -> Array:
     inside = matrix[row : row + rows, column : column + PANEL]
     found[: inside.shape[0], : inside.shape[1]] = inside
     return found
+
+
+def keep_mask(dropout: Dropout, first_row: int, num_rows: int, columns: int) -> np.ndarray:
+    """bool `[num_rows, columns]`: what stays of the rows from `first_row` on."""
+    mine = slice(first_row, first_row + num_rows)
+    slots = dropout.row_slots[mine]
+    p_T = torch.where(slots < 0, 0.0, dropout.probability[slots.clamp(min=0)])
+    args = dropout.row_keys[mine], p_T, dropout.key, dropout.first_column
+    return (dropout_reference(torch.ones(len(slots), columns), *args) != 0).numpy()
+
+
+def drop(values: Array, dropout: Dropout | None, first_row: int = 0) -> Array:
+    """`values`, zero where dropped."""
+    if dropout is None:
+        return values
+    return np.where(keep_mask(dropout, first_row, *values.shape), values, 0.0)
 
 
 def output_column(c: OutputColumns, place: int) -> int:
@@ -129,23 +146,26 @@ class ItemMachine:
         chunks: torch.Tensor,
         scaling: torch.Tensor,
         parts: int,
-        dropout: None,
+        dropout: Dropout | None,
+        masked: bool,
     ) -> None:
         """rank_rows.cu."""
         self.launches.append("rows")
         assert parts in (1, 2, 4, 8), f"a cluster must have 1 to 8 blocks, got {parts}"
         out, rows = ext.numpy(), rows_TR.numpy()
+        values = drop(in_TK.numpy(), dropout if masked else None)
         for item in item_table(items, num_items):
             row, begin, end, tile_column, target, slot, count, factor_row, first, rank = item[:10]
             factor = factors[target].numpy()
             sums = np.zeros((BLOCK_ROWS, kernel_width(count)))
             if begin < row + BLOCK_ROWS and end > row:
                 c = columns[target] if columns else None
-                args = (in_TK.numpy(), row, factor, factor_row, count, c)
+                args = (values, row, factor, factor_row, count, c)
                 sums = sum(self._rank_part(*args, part, parts) for part in range(parts))
             t = row + np.arange(BLOCK_ROWS)
             inside = (t >= begin) & (t < end)
-            wanted = sums[:, : count * CHUNK] * float(scaling[slot])
+            p = 0.0 if dropout is None else float(dropout.probability[slot])
+            wanted = sums[:, : count * CHUNK] * float(scaling[slot]) / (1 - p)
             found = np.where(inside[:, None], wanted, 0.0)
             for i in range(count):
                 at = int(chunks[first + i]) * CHUNK
@@ -194,13 +214,13 @@ class ItemMachine:
         counters: torch.Tensor,
         first_row: int,
         early: bool,
-        dropout: None,
+        dropout: Dropout | None,
     ) -> None:
         """rank_sums.cu."""
         self.launches.append("sums")
         assert 0 < blocks <= num_items, f"blocks must be 1 to {num_items}, got {blocks}"
         kinds = (
-            (x_TK.numpy(), ds_TR.numpy(), grad_a.numpy(), first_row),
+            (drop(x_TK.numpy(), dropout, first_row), ds_TR.numpy(), grad_a.numpy(), first_row),
             (dy_TN.numpy(), s_TR.numpy(), grad_b.numpy(), 0),
         )
         parts = workspace.numpy()
@@ -271,6 +291,9 @@ class ItemMachine:
         base = (x_TK @ (weight.t() if transposed else weight)).numpy()
         if bias_N is not None:
             base = base + bias_N.numpy()
+        keep = np.ones(out.shape, dtype=bool)
+        if rank is not None and rank.dropout is not None:
+            keep = keep_mask(rank.dropout, 0, *out.shape)
         for row in range(0, len(out), TILE_ROWS):
             for column in range(0, out.shape[1], tile.columns):
                 at = np.s_[row : row + TILE_ROWS, column : column + tile.columns]
@@ -278,7 +301,7 @@ class ItemMachine:
                 if rank is not None:
                     rows, columns = out[at].shape
                     delta = self._rank_tile(rank, row // TILE_ROWS, column, tile.columns)
-                    out[at] += delta[:rows, :columns]
+                    out[at] += delta[:rows, :columns] * keep[at]
 
     def _rank_tile(self, rank: RankPart, row_tile: int, column: int, width: int) -> Array:
         """What the chunks add to a tile, `[256, width]`."""

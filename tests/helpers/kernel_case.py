@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tlora_megatron.ops.columns import OutputColumns
-from tlora_megatron.ops.dropout import dropout_reference, mix_ints
+from tlora_megatron.ops.dropout import SEED_COLUMNS, dropout_reference, mix_ints
 from tlora_megatron.ops.factors import SiteFactors
 from tlora_megatron.ops.linear_ops import LinearOps
 from tlora_megatron.ops.row_groups import RowGroups
@@ -105,7 +105,7 @@ def make_case(
         dropout=torch.tensor(p_S, device=device),
         has_dropout=any(p_S),
         dropout_key=mix_ints(11),
-        first_column=6,
+        first_column=3 * SEED_COLUMNS,
     )
     weight = (draw(out_size, in_size) * in_size**-0.5).to(dtype)
     bias = draw(out_size).to(dtype)

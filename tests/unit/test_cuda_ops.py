@@ -116,6 +116,18 @@ def test_outputs_and_gradients_are_the_definitions(name: str, run: type) -> None
     assert bench.machine.launches == ["rows", "gemm", "rows", "gemm", "sums"]
 
 
+@pytest.mark.parametrize("name", ["ragged segments", "one adapter among rows without"])
+def test_dropout_scales_once_and_masks_three_times(name: str, run: type) -> None:
+    columns, ranks, lengths, padding = CASES[name]
+    dropout = (0.3, 0.1, 0.9)
+    case = make_case(ranks, columns, IN_SIZE, dtype=torch.float64, dropout=dropout)
+    rows = make_rows(lengths, padding)
+    x, dy = operands(case, rows.ends[-1])
+    check(run(case)(x, dy, rows), definition(case, x, dy, rows))
+    shards = [(0, 130), (130, rows.ends[-1])]
+    check(run(case)(x, dy, rows, shards), definition(case, x, dy, rows))
+
+
 @pytest.mark.parametrize("tile", [128, 192])
 @pytest.mark.parametrize("multiprocessors", [1, 200])
 def test_any_tile_and_any_gpu_give_the_same(tile: int, multiprocessors: int, run: type) -> None:
@@ -317,11 +329,11 @@ def test_a_gemm_never_has_more_column_tiles_than_the_kernel_counts(cuda_ops: Mod
     ("columns", "sizes", "first_column", "taken"),
     [
         (QKV, (512, 136), 0, True),
-        (WHOLE, (200, 136), 8, True),
+        (WHOLE, (200, 136), 32, True),
         (FUSED_AND_Q, (512, 136), 0, True),
         (WHOLE, (200, 132), 0, False),
         (WHOLE, (204, 136), 0, False),
-        (WHOLE, (200, 136), 3, False),
+        (WHOLE, (200, 136), 16, False),
         ((replace(QKV[0], begin=32),), (512, 136), 0, False),
         ((replace(QKV[0], width=96),), (512, 136), 0, False),
         ((replace(QKV[0], stride=224),), (448, 136), 0, False),

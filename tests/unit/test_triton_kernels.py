@@ -195,16 +195,18 @@ def test_evaluation_has_no_dropout() -> None:
 
 
 @interpreted
-def test_the_mask_is_that_of_the_definition() -> None:
+@pytest.mark.parametrize("column", [0, 6, 96, 1001])
+def test_the_mask_is_that_of_the_definition(column: int) -> None:
     p = (0.25, 0.1, 0.7, 1e-5)
     case = make_case([[K]] * 4, WHOLE, K, dtype=torch.float32, dropout=p)
+    case = dataclasses.replace(case, factors=dataclasses.replace(case.factors, first_column=column))
     rows = make_rows((40, 3, 100, 20))
     for slot in range(4):
         begin = case.layout.a_begin[slot][0]
         case.factors.lora_a[begin : begin + K] = torch.eye(K)
     ones = torch.ones(rows.ends[-1], K)
     p_T = torch.tensor((*p, 0.0))[rows.row_slots(ones.device)]
-    key, column = case.factors.dropout_key, case.factors.first_column
+    key = case.factors.dropout_key
     expected = dropout_reference(ones, rows.row_keys(ones.device), p_T, key, column) != 0
     ops = TritonOps(config=SMALL)
     s = ops.down(ones, case.factors, rows)

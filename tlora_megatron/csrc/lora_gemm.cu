@@ -2,8 +2,8 @@
 // the adapters that have rows in the tile.
 //
 // Semantics, for row m of row tile t (256 rows) and output column n:
-//   out[m, n] = sum_k x[m, k] W[k, n] + bias[n] + drop(sum_c sum_j ext[16 c + j, m % 256] F_c[row_c + j, n])
-// over the chunks c of t. `ext` holds zeros in the rows of other adapters, so any number of adapters may share
+//   out[m, n] = sum_k x[m, k] W[k, n] + bias[n] + mask(sum_c sum_j ext[16 c + j, m % 256] F_c[row_c + j, n])
+// over the chunks c of t; dS, and so ext, holds dropout's 1 / (1 - p). `ext` holds zeros in the rows of other adapters, so any number of adapters may share
 // a tile. F_c is the arena of the chunk's target; columns that the target does not write read as zeros.
 // Sums are fp32, over K in ascending order and then the rank chunks (with dropout, which masks their sum alone, the
 // chunks come first): a row's result depends on nothing else.
@@ -264,29 +264,36 @@ struct Consumer {
   }
 
   // The accumulators' layout: warp w holds rows 16 w + lane / 4 (and + 8), of every 8 columns the pair
-  // lane % 4: one hash for two columns.
+  // lane % 4: one seed for four pairs.
   __device__ void drop(float (&sums)[BN / 2], int row, int column) {
     const int first = row + thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = first + half * 8;
       const int slot = r < p.rows ? p.row_slots[r] : -1;
-      const float probability = slot < 0 ? 0.f : p.dropout[slot];
-      if (probability == 0.f) continue;
+      const Mask mask(slot < 0 ? 0.f : p.dropout[slot]);
+      if (mask.dropped == 0) continue;
       const uint32_t key = mix32(p.row_keys[r] ^ p.dropout_key);
-      const uint32_t threshold = dropout_threshold(probability);
-      const float scale = 1.f / (1.f - probability);
-      const uint32_t pair = (p.first_column + column) / 2 + thread % 4;
-#pragma unroll
-      for (int i = 0; i < BN / 8; ++i) {
-        const uint32_t bits = mix32(key ^ (pair + i * 4) * kColumnStep);
-        float& even = sums[i * 4 + half * 2];
-        float& odd = sums[i * 4 + half * 2 + 1];
-        even = (bits & 0xFFFF) >= threshold ? even * scale : 0.f;
-        odd = bits >> 16 >= threshold ? odd * scale : 0.f;
-      }
+      const uint32_t steps = seed_steps(p.first_column + column) + thread % 4 * kSeedStep;
+      if (mask.comparable())
+        drop_row<true>(sums, half, mask, key, steps);
+      else
+        drop_row<false>(sums, half, mask, key, steps);
     }
     __syncwarp();
+  }
+
+  template <bool kComparable>
+  __device__ void drop_row(float (&sums)[BN / 2], int half, Mask mask, uint32_t key, uint32_t steps) {
+#pragma unroll
+    for (int block = 0; block < BN / kSeedColumns; ++block) {
+      const uint32_t seed = seed_of(key, steps + block * 4 * kSeedStep);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float* two = sums + (block * 4 + i) * 4 + half * 2;
+        mask.apply<kComparable>(pair_bits(seed, i), two[0], two[1]);
+      }
+    }
   }
 
   __device__ void store(float (&sums)[BN / 2], int row, int column) {

@@ -66,34 +66,32 @@ struct Place {
   }
 };
 
-struct Mask {
-  uint32_t threshold;  // of 65536; 0: nothing is dropped
-
-  __device__ explicit Mask(float probability) : threshold(dropout_threshold(probability)) {}
-
-  __device__ uint32_t apply(uint32_t two_values, uint32_t key, uint32_t pair) const {
-    const uint32_t bits = mix32(key ^ pair * kColumnStep);
-    const uint32_t even = (bits & 0xFFFF) >= threshold ? 0x0000FFFFu : 0;
-    const uint32_t odd = bits >> 16 >= threshold ? 0xFFFF0000u : 0;
-    return two_values & (even | odd);
-  }
-};
-
-// Drops elements of a panel [64 rows, 64 columns], swizzled, by 128 threads, two a row. Scaling by 1 / (1 - p) is
-// the caller's: on the sums it is cheaper.
-__device__ __forceinline__ void drop_panel(uint8_t* panel, int thread, Mask mask, uint32_t key, uint32_t pair) {
+// Drops elements of a panel [64 rows, 64 columns], swizzled, by 128 threads, two a row; `steps` are those of the panel's
+// first columns. Scaling by 1 / (1 - p) is the caller's.
+template <bool kComparable>
+__device__ __forceinline__ void drop_panel(uint8_t* panel, int thread, Mask mask, uint32_t key, uint32_t steps) {
   const int row = thread / 2;
+  const uint32_t begin = shared_address(panel) + row * 128;
+  uint32_t seeds[4];
+#pragma unroll
+  for (int q = 0; q < 4; ++q) seeds[q] = seed_of(key, steps + (thread % 2 * 4 + q) * kSeedStep);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int chunk = thread % 2 * 4 + i;
-    uint4* at = reinterpret_cast<uint4*>(panel + row * 128 + (chunk ^ row % 8) * 16);
-    uint4 v = *at;
-    v.x = mask.apply(v.x, key, pair + chunk * 4);
-    v.y = mask.apply(v.y, key, pair + chunk * 4 + 1);
-    v.z = mask.apply(v.z, key, pair + chunk * 4 + 2);
-    v.w = mask.apply(v.w, key, pair + chunk * 4 + 3);
-    *at = v;
+    const uint32_t at = begin + ((thread % 2 * 4 + i) ^ row % 8) * 16;
+    uint4 v = load_shared(at);
+    v.x &= mask.kept<kComparable>(pair_bits(seeds[0], i));
+    v.y &= mask.kept<kComparable>(pair_bits(seeds[1], i));
+    v.z &= mask.kept<kComparable>(pair_bits(seeds[2], i));
+    v.w &= mask.kept<kComparable>(pair_bits(seeds[3], i));
+    store_shared(at, v);
   }
+}
+
+__device__ __forceinline__ void drop_panel(uint8_t* panel, int thread, Mask mask, uint32_t key, uint32_t steps) {
+  if (mask.comparable())
+    drop_panel<true>(panel, thread, mask, key, steps);
+  else
+    drop_panel<false>(panel, thread, mask, key, steps);
 }
 
 // Zeros the rows of a panel from `first` on: rows of another adapter may hold anything, NaN too.

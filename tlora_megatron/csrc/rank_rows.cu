@@ -1,8 +1,8 @@
-// Rank-sized rows from wide ones: s = scaling drop(x) A^T and dS = scaling dy B.
+// Rank-sized rows from wide ones: s = scaling drop(x) A^T and dS = scaling / (1 - p) dy B.
 //
 // Semantics, for row t of the item's segment and rank row j of its chunks:
-//   out[t, j] = scaling[slot] sum_k drop(in[t, column(k)]) F[j, k]
-// over the places k of the target's arena F. Written twice: transposed into ext, [chunk 16, 256] a chunk, with
+//   out[t, j] = scaling[slot] / (1 - p) sum_k mask(in[t, column(k)]) F[j, k]
+// over the places k of the target's arena F; dS masks nothing, but what reads it does. Written twice: transposed into ext, [chunk 16, 256] a chunk, with
 // zeros in rows of other adapters (what lora_gemm.cu reads), and as rows (what rank_sums.cu reads).
 //
 // A cluster computes 128 rows; its blocks share k and sum their parts, in order of blocks, through each other's
@@ -27,7 +27,7 @@ struct Problem {
   void *ext, *rows;
   int row_width;
   const float *scaling, *dropout;  // [slots]; dropout null: none
-  const int* row_keys;
+  const int* row_keys;             // null: dropout does not mask `in`
   int dropout_key, first_column;
 };
 
@@ -125,8 +125,8 @@ __device__ void multiply(const Problem& p, const Item& item, Range range, RankRi
   for (int step = range.begin; step < range.end; ++step, place.advance()) {
     barrier_wait(&ring.full[place.stage], place.parity);
     uint8_t* panel = place.at(ring) + warpgroup * kPanel;
-    if (kDropout && mask.threshold != 0) {
-      drop_panel(panel, thread % 128, mask, key, (p.first_column + step * kDepth) / 2);
+    if (kDropout && mask.dropped != 0) {
+      drop_panel(panel, thread % 128, mask, key, seed_steps(p.first_column + step * kDepth));
       finish_writes(warpgroup);
     }
     const uint64_t a = operand(panel, 0);
@@ -239,8 +239,8 @@ TLORA_EXPORT int tlora_rows(const TloraRows* arguments, cudaStream_t stream) {
   p.row_keys = g.row_keys;
   p.dropout_key = g.dropout_key;
   p.first_column = g.first_column;
-  if (half_type) return g.dropout ? launch<half, true>(p, g.num_items, g.parts, stream)
-                                  : launch<half, false>(p, g.num_items, g.parts, stream);
-  return g.dropout ? launch<__nv_bfloat16, true>(p, g.num_items, g.parts, stream)
-                   : launch<__nv_bfloat16, false>(p, g.num_items, g.parts, stream);
+  if (half_type) return g.row_keys ? launch<half, true>(p, g.num_items, g.parts, stream)
+                                   : launch<half, false>(p, g.num_items, g.parts, stream);
+  return g.row_keys ? launch<__nv_bfloat16, true>(p, g.num_items, g.parts, stream)
+                    : launch<__nv_bfloat16, false>(p, g.num_items, g.parts, stream);
 }

@@ -1,9 +1,10 @@
-// Gradients of the factors: dA += dS^T drop(x) and dB += s^T dy, sums over an adapter's rows, in one launch.
+// Gradients of the factors: dA += dS^T mask(x) and dB += s^T dy, sums over an adapter's rows, in one launch.
 //
 // Semantics, for rank row j of the item's chunks and feature f of its 128:
-//   grad[j, f] += scale sum_t rows[t, j] drop(in[t, f])   over the rows t of the item's run
-// with scale 1 / (1 - p); `in` and `rows` are x and dS, or dy and s without dropout. Runs are cut from the segment's own first row, and the runs of a segment are added in order
-// by the block that comes last: bits do not depend on neighbours, on the place in the packing, or on timing.
+//   grad[j, f] += sum_t rows[t, j] mask(in[t, f])   over the rows t of the item's run
+// `in` and `rows` are x and dS, which holds 1 / (1 - p), or dy and s without a mask. Runs are cut from the segment's own
+// first row, and the runs of a segment are added in order by the block that comes last: bits do not depend on
+// neighbours, on the place in the packing, or on timing.
 //
 // Blocks are persistent: the copying warp is ahead of the multiplying ones, beyond the end of an item, so that memory
 // never waits. Where one run is all of a segment, the gradient comes and goes through the same ring.
@@ -112,8 +113,7 @@ __device__ void fill(const Problem& p, const Item& item, RankRing& ring, Place& 
 
 // Adds to the gradient in the ring and sends it back.
 template <int N>
-__device__ void add_in_ring(const Item& item, const float (&sums)[N / 2], float scale, RankRing& ring, Place& place,
-                            int thread) {
+__device__ void add_in_ring(const Item& item, const float (&sums)[N / 2], RankRing& ring, Place& place, int thread) {
   const int lane = thread % 32;
   const int feature = thread / 32 * 16 + lane / 4;
   const uint32_t bytes = min(128, item.width - item.feature) * 4;
@@ -126,7 +126,7 @@ __device__ void add_in_ring(const Item& item, const float (&sums)[N / 2], float 
     for (int i = first / 2; i < (first + kGradRows) / 2 && i < N / 2; ++i) {
       const int rank = i / 4 * 8 + lane % 4 * 2 + i % 2 - first;
       float* at = reinterpret_cast<float*>(stage + rank * kGradStride) + feature + i / 2 % 2 * 8;
-      *at += scale * sums[i];
+      *at += sums[i];
     }
     fence_shared_for_copies();
     multipliers_sync();
@@ -145,7 +145,7 @@ __device__ void add_in_ring(const Item& item, const float (&sums)[N / 2], float 
 // Adds to the gradient, many elements at a time: one by one, each would wait for the one before. Where accumulator i
 // lies: of every 8 rank columns a thread holds a pair, in features 8 apart.
 template <int N>
-__device__ void add(const Item& item, const float (&sums)[N / 2], float scale, const RankRing& ring, int thread) {
+__device__ void add(const Item& item, const float (&sums)[N / 2], const RankRing& ring, int thread) {
   constexpr int batch = 16;
   const int lane = thread % 32;
   const int feature = item.feature + thread / 32 * 16 + lane / 4;
@@ -165,7 +165,7 @@ __device__ void add(const Item& item, const float (&sums)[N / 2], float scale, c
 #pragma unroll
     for (int j = 0; j < batch && first + j < N / 2; ++j) {
       float* at = place(first + j);
-      if (at != nullptr) __stcg(at, old[j] + scale * sums[first + j]);
+      if (at != nullptr) __stcg(at, old[j] + sums[first + j]);
     }
   }
 }
@@ -206,10 +206,10 @@ __device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Pla
   float sums[N / 2];
 #pragma unroll
   for (float& s : sums) s = 0.f;
-  const float probability = kDropout && item.kind == kDown ? p.dropout[item.slot] : 0.f;
-  const Mask mask(probability);
+  const Mask mask(kDropout && item.kind == kDown ? p.dropout[item.slot] : 0.f);
+  const int own_row = item.begin + thread % 128 / 2;
   int key = 0;
-  if (kDropout && mask.threshold != 0 && item.begin + thread % 128 / 2 < item.end) key = p.row_keys[item.begin + thread % 128 / 2];
+  if (kDropout && mask.dropped != 0 && own_row < item.end) key = p.row_keys[own_row];
   __syncwarp();
   int previous = -1;
   for (int row = item.begin; row < item.end; row += kDepth, place.advance()) {
@@ -217,9 +217,9 @@ __device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Pla
     uint8_t* panel = place.at(ring) + warpgroup * kPanel;
     uint8_t* ranks = place.at(ring) + 2 * kPanel;
     const int valid = item.end - row;
-    if (kDropout && mask.threshold != 0) {
-      const uint32_t pair = (p.first_column + item.columns[warpgroup]) / 2;
-      drop_panel(panel, thread % 128, mask, mix32(key ^ p.dropout_key), pair);
+    if (kDropout && mask.dropped != 0) {
+      const uint32_t steps = seed_steps(p.first_column + item.columns[warpgroup]);
+      drop_panel(panel, thread % 128, mask, mix32(key ^ p.dropout_key), steps);
       const int next = row + kDepth + thread % 128 / 2;
       if (next < item.end) key = p.row_keys[next];
     }
@@ -228,7 +228,7 @@ __device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Pla
 #pragma unroll
       for (int i = 0; i < panels; ++i) clear_rows(ranks + i * kPanel, thread % 128, valid);
     }
-    if (valid < kDepth || (kDropout && mask.threshold != 0)) finish_writes(warpgroup);
+    if (valid < kDepth || (kDropout && mask.dropped != 0)) finish_writes(warpgroup);
     const uint64_t a = operand(panel, kPanel);
     const uint64_t b = operand(ranks, kPanel);
     wgmma_fence();
@@ -244,9 +244,8 @@ __device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Pla
   }
   wgmma_wait<0>();
   if (thread % 32 == 0) barrier_arrive(&ring.empty[previous]);
-  const float scale = 1.f / (1.f - probability);
   if (item.parts == 1) {
-    add_in_ring<N>(item, sums, scale, ring, place, thread);
+    add_in_ring<N>(item, sums, ring, place, thread);
     return;
   }
   if (thread < kMaxChunks * kChunk)
@@ -254,7 +253,7 @@ __device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Pla
         thread < item.count * kChunk ? reinterpret_cast<float*>(p.grads[item.kind][item.arena_row + thread])
                                       : nullptr;
   multipliers_sync();
-  if (gather<N>(p, item, sums, ring, thread)) add<N>(item, sums, scale, ring, thread);
+  if (gather<N>(p, item, sums, ring, thread)) add<N>(item, sums, ring, thread);
   multipliers_sync();  // the rows' addresses and the flag have been read
 }
 

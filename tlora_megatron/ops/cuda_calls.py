@@ -37,7 +37,7 @@ class Dropout(NamedTuple):
     key: int
     """Of the linear."""
     first_column: int
-    """Global index of the first local input feature; even."""
+    """Global index of the first local input feature; a multiple of `dropout.SEED_COLUMNS`."""
 
 
 class RankPart(NamedTuple):
@@ -129,14 +129,16 @@ def rank_rows(
     scaling: torch.Tensor,
     parts: int,
     dropout: Dropout | None,
+    masked: bool,
 ) -> None:
-    """`scaling drop(in) F^T` into ext and into rows (rank_rows.cu).
+    """`scaling / (1 - p) mask(in) F^T` into ext and into rows (rank_rows.cu).
 
     Args:
         factors: arenas, one an item's target.
         columns: of `in` that each arena's places stand for; empty = all.
         items: int32 `[num_items, fields]`, flat (`ops.cuda_row_items`).
         parts: blocks that share the reduction, 1 to 8.
+        masked: whether dropout masks `in`, as it does for s; dS has its `1 / (1 - p)` alone.
     """
     arguments = RowsArguments(
         input=in_TK.data_ptr(),
@@ -158,8 +160,10 @@ def rank_rows(
     _add_factors(arguments, factors, columns)
     for i, factor in enumerate(factors):
         arguments.depth[i] = factor.shape[1]
-    if dropout is not None:
+    if dropout is not None and masked:
         _add_dropout(arguments, dropout)
+    elif dropout is not None:
+        arguments.dropout = dropout.probability.data_ptr()
     _launch("rows", arguments, in_TK.device)
 
 
@@ -180,7 +184,7 @@ def rank_sums(
     early: bool,
     dropout: Dropout | None,
 ) -> None:
-    """Adds `dS^T drop(x)` and `s^T dy` of every adapter to its gradients (rank_sums.cu).
+    """Adds `dS^T mask(x)` and `s^T dy` of every adapter to its gradients (rank_sums.cu).
 
     Args:
         items: int32 `[num_items, fields]`, flat (`ops.cuda_sum_items`).

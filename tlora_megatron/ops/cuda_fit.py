@@ -8,6 +8,7 @@ import torch
 
 from tlora_megatron.ops.cuda_arguments import MAX_TARGETS
 from tlora_megatron.ops.cuda_calls import GemmTile
+from tlora_megatron.ops.dropout import SEED_COLUMNS
 from tlora_megatron.ops.factors import SiteFactors
 from tlora_megatron.ops.tiling import ROW_TILE
 
@@ -18,13 +19,14 @@ _MAX_COLUMNS = 256 * max(_SPEEDS)
 
 
 def suits(factors: SiteFactors, weight_NK: torch.Tensor) -> bool:
-    """Whether the kernels take a linear: rows of whole 16 bytes, fused columns in 64s.
+    """Whether the kernels take a linear: rows of whole 16 bytes, fused columns in 64s, shards of x
+    that begin where a block of the dropout mask does.
 
     A function of the linear alone: y of its rows must not change with the micro-batch.
     """
     size_out, size_in = weight_NK.shape
     columns = factors.columns
-    aligned = size_in % 8 == 0 and size_out % 8 == 0 and factors.first_column % 2 == 0
+    aligned = not (size_in % 8 or size_out % 8 or factors.first_column % SEED_COLUMNS)
     fused = all(c.is_whole or not (c.begin % 64 or c.width % 64 or c.stride % 64) for c in columns)
     fits = len(columns) <= MAX_TARGETS and max(size_in, size_out) <= _MAX_COLUMNS
     return aligned and fused and fits

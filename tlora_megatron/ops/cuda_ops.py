@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from tlora_megatron.ops.columns import OutputColumns
 from tlora_megatron.ops.cuda_calls import (
     Dropout,
     GemmTile,
@@ -74,7 +73,7 @@ class CudaOps(TritonOps):
         )
         dropout = dropout_of(factors, rows, plan)
         parts = _row_parts(rows, x_TK.device)
-        _rank_rows(x_TK, (factors.lora_a,), (), ext, s_TR, items, factors, plan, parts, dropout)
+        _rank_rows(x_TK, ext, s_TR, items, factors, plan, parts, dropout, masked=True)
         tile = _gemm_tile(rows, len(weight_NK), x_TK.device)
         y_TN = x_TK.new_empty(len(x_TK), len(weight_NK))
         rank = forward_part(ext, factors, plan)
@@ -84,7 +83,7 @@ class CudaOps(TritonOps):
     def backward_up(
         self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
     ) -> torch.Tensor:
-        """Returns dS."""
+        """Returns dS, with the `1 / (1 - p)` of dropout: masks are all that its readers apply."""
         plan = self.plan(factors, rows)
         if not is_flat(s):
             return super().backward_up(dy_TN, s, factors, rows)
@@ -95,8 +94,8 @@ class CudaOps(TritonOps):
             functools.partial(row_items, per_target=True),
             functools.partial(row_bounds, per_target=True),
         )
-        parts, columns = _row_parts(rows, dy_TN.device), factors.columns
-        _rank_rows(dy_TN, factors.lora_b, columns, ext, ds_TR, items, factors, plan, parts, None)
+        parts, dropout = _row_parts(rows, dy_TN.device), dropout_of(factors, rows, plan)
+        _rank_rows(dy_TN, ext, ds_TR, items, factors, plan, parts, dropout, masked=False)
         return ds
 
     def dgrad(
@@ -174,8 +173,6 @@ def _gemm_tile(rows: RowGroups, columns: int, device: torch.device) -> GemmTile:
 
 def _rank_rows(
     in_TK: torch.Tensor,
-    arenas: tuple[torch.Tensor, ...],
-    columns: tuple[OutputColumns, ...],
     ext: torch.Tensor,
     rows_TR: torch.Tensor,
     items: WorkItems,
@@ -183,13 +180,16 @@ def _rank_rows(
     plan: PlanTensors,
     parts: int,
     dropout: Dropout | None,
+    *,
+    masked: bool,
 ) -> None:
+    """s from a masked x and `lora_a`, or dS from dy and `lora_b`."""
     if not items.count:
         return
     rank_rows(
         in_TK,
-        arenas,
-        columns,
+        (factors.lora_a,) if masked else factors.lora_b,
+        () if masked else factors.columns,
         ext,
         rows_TR,
         items=items.items,
@@ -198,6 +198,7 @@ def _rank_rows(
         scaling=factors.scaling,
         parts=parts,
         dropout=dropout,
+        masked=masked,
     )
 
 

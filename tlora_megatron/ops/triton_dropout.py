@@ -1,9 +1,9 @@
 """The dropout mask of `ops.dropout` inside Triton kernels: equal to it bit for bit.
 
-One hash serves two neighbouring columns. Triton has no way to say "the other column of this
+One word decides on two neighbouring columns. Triton has no way to say "the other column of this
 thread's pair", so on a GPU a few lines of PTX mask both halves of a register that holds two 16-bit
-values; the interpreter, and a dtype of 32 bits, hash every column. Scaling by `1 / (1 - p)` is left
-to the caller, who does it in fp32 on a sum.
+values; the interpreter, and a dtype of 32 bits, compute every column's. Scaling by `1 / (1 - p)` is
+left to the caller, who does it in fp32 on a sum.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_COLUMN_STEP = tl.constexpr(0x9E3779B9)  # `ops.dropout._COLUMN_STEP` as an unsigned number
+from tlora_megatron.ops import dropout
+
+_SEED_STEP = tl.constexpr(dropout.SEED_STEP)
+_SEED_FACTOR = tl.constexpr(dropout.SEED_FACTOR)
+_FACTOR_0, _FACTOR_1, _FACTOR_2, _FACTOR_3 = (tl.constexpr(f) for f in dropout.PAIR_FACTORS)
+_LOWEST = tl.constexpr(dropout.LOWEST)
+_MOST_DROPPED = tl.constexpr(dropout.MOST_DROPPED)
 
 _MASK_PAIR = tl.constexpr(
     """
@@ -19,18 +25,17 @@ _MASK_PAIR = tl.constexpr(
     .reg .pred low, high;
     .reg .b32 h, t, lo, hi;
     xor.b32 h, $2, $4;
-    shr.u32 t, h, 16;
-    xor.b32 h, h, t;
     mul.lo.u32 h, h, 0x85EBCA6B;
-    shr.u32 t, h, 13;
-    xor.b32 h, h, t;
-    mul.lo.u32 h, h, 0xC2B2AE35;
     shr.u32 t, h, 16;
     xor.b32 h, h, t;
-    and.b32 t, h, 0xFFFF;
-    setp.ge.u32 low, t, $6;
+    mul.lo.u32 h, h, $6;
+    sub.u32 t, 0xFC00, h;
+    and.b32 t, t, 0xFFFF;
+    setp.ge.u32 low, t, $8;
     shr.u32 t, h, 16;
-    setp.ge.u32 high, t, $6;
+    sub.u32 t, 0xFC00, t;
+    and.b32 t, t, 0xFFFF;
+    setp.ge.u32 high, t, $8;
     selp.b32 lo, 0x0000FFFF, 0, low;
     selp.b32 hi, 0xFFFF0000, 0, high;
     or.b32 lo, lo, hi;
@@ -59,17 +64,31 @@ def row_hash(row_keys: tl.tensor, rows: tl.tensor, live: tl.tensor, key: tl.tens
 
 @triton.jit
 def dropped_below(p: tl.tensor) -> tl.tensor:
-    """16-bit hashes below this are dropped, uint32."""
-    return (p * 65536.0 + 0.5).to(tl.uint32)
+    """Places below this are dropped, uint32: `ops.dropout.dropped_places`."""
+    return tl.minimum((p * 65536.0 + 0.5).to(tl.uint32), _MOST_DROPPED)
+
+
+@triton.jit
+def seed_steps(columns: tl.tensor) -> tl.tensor:
+    """What a column adds to its row's hash, uint32."""
+    return ((columns >> 5) * 4 + ((columns >> 1) & 3)).to(tl.uint32) * _SEED_STEP
+
+
+@triton.jit
+def pair_factors(columns: tl.tensor) -> tl.tensor:
+    """What a column's seed is multiplied by, uint32."""
+    i = (columns >> 3) & 3
+    low = tl.where(i == 0, _FACTOR_0, _FACTOR_1)
+    return tl.where(i < 2, low, tl.where(i == 2, _FACTOR_2, _FACTOR_3)).to(tl.uint32)
 
 
 @triton.jit
 def keep_mask(hash_M: tl.tensor, columns: tl.tensor, below: tl.tensor) -> tl.tensor:
     """Whether each element is kept; `columns` broadcasts against `hash_M`, as does `below`."""
-    steps = (columns >> 1).to(tl.uint32) * _COLUMN_STEP
-    hashes = mix32(hash_M ^ steps)
-    bits = (hashes >> ((columns & 1) << 4).to(tl.uint32)) & 0xFFFF
-    return bits >= below
+    seeds = (hash_M ^ seed_steps(columns)) * _SEED_FACTOR
+    seeds = seeds ^ (seeds >> 16)
+    bits = (seeds * pair_factors(columns)) >> ((columns & 1) << 4).to(tl.uint32)
+    return ((_LOWEST - bits) & 0xFFFF) >= below
 
 
 @triton.jit
@@ -87,12 +106,11 @@ def drop_zero(
             layout gives a thread at least two neighbours of the fastest dimension.
     """
     if PAIRS:
-        steps = (columns >> 1).to(tl.uint32) * _COLUMN_STEP
-        hashes, steps = tl.broadcast(hash_M, steps)
+        hashes, steps = tl.broadcast(hash_M, seed_steps(columns))
         return tl.inline_asm_elementwise(
             _MASK_PAIR,
-            "=r,r,r,r,r,r,r,r",
-            [x, hashes, steps, below],
+            "=r,r,r,r,r,r,r,r,r,r",
+            [x, hashes, steps, pair_factors(columns), below],
             dtype=x.dtype,
             is_pure=True,
             pack=2,
