@@ -3,7 +3,8 @@
 The trainer assumes CUDA in more places than the package has to answer for; what
 `integrations/megatron/cpu.py` does not cover is replaced here, for tests alone. The checkout is
 named by MEGATRON_LM_PATH. `TLORA_PLAIN=1` runs the script as `python SCRIPT` would, with no hook;
-`TLORA_KILL_AT=N` kills the processes when the trainer is about to take its N-th iteration.
+`TLORA_KILL_AT=N` kills the processes when the trainer is about to take its N-th iteration;
+`TLORA_WEIGHTS=1` draws weights that depend on their names and shapes only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import sys
 import types
 import typing
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +138,9 @@ def _replace_trainer() -> None:
     # gloo's asynchronous send would read the freed storage.
     schedules.deallocate_output_tensor = lambda *_, **__: None
     schedules.custom_backward = _backward
+    if os.environ.get("TLORA_WEIGHTS"):
+        build = _with_named_weights(training.setup_model_and_optimizer)
+        training.setup_model_and_optimizer = build
     if kill_at := int(os.environ.get("TLORA_KILL_AT") or 0):
         training.train_step = _until(kill_at, training.train_step)
 
@@ -143,6 +148,20 @@ def _replace_trainer() -> None:
 def _backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
     """Megatron's own takes outputs whose storage is freed, and no others."""
     torch.autograd.backward(output, grad_output)
+
+
+def _with_named_weights(set_up: Any) -> Any:
+    @functools.wraps(set_up)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        result = set_up(*args, **kwargs)
+        with torch.no_grad():
+            for name, weight in (pair for chunk in result[0] for pair in chunk.named_parameters()):
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                noise = torch.randn(weight.shape, generator=generator) * 0.1
+                weight.copy_(noise + 1.0 if weight.dim() == 1 else noise)
+        return result
+
+    return build
 
 
 def _until(count: int, train_step: Any) -> Any:
