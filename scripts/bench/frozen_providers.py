@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from tlora_megatron.integrations.megatron import head as head_module
-from tlora_megatron.integrations.megatron.head import VocabularyHead
+from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.ops.qkv_rotary import rotate_halves, unpack_qkv, unpack_qkv_reference
 from tlora_megatron.ops.rms_norm import add_rms_norm
 from tlora_megatron.ops.swiglu import swiglu, swiglu_reference

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlora_megatron.integrations.megatron import head as head_module
-from tlora_megatron.integrations.megatron.head import VocabularyHead
+from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.plan import ParallelLayout
 

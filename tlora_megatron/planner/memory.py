@@ -17,7 +17,7 @@ from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad
 
 HEAD_ROWS = 1024
-"""Rows of logits that exist at a time: `integrations.megatron.head.ROWS_AT_ONCE`."""
+"""Rows of logits that exist at a time: `layers.vocabulary_head.ROWS_AT_ONCE`."""
 ROW_TILE = 128
 """Rows of a micro-batch on a GPU come in multiples of it: `SuperModel._row_multiple`."""
 RANK_CHUNK = 16

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tlora_megatron.integrations.deepspeed.discover import weight_shape
-from tlora_megatron.integrations.megatron.head import VocabularyHead
+from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.packing import PackedBatch
 

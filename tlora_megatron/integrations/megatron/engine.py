@@ -12,8 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
-from tlora_megatron.integrations.megatron.head import VocabularyHead
 from tlora_megatron.layers.sites import Site
+from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.ops.segments import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.plan import ParallelLayout

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.built_model import language_models
-from tlora_megatron.integrations.megatron.head import VocabularyShard, vocab_parallel_argmax
+from tlora_megatron.layers.vocabulary_head import VocabularyShard, vocab_parallel_argmax
 from tlora_megatron.ops.segments import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.packing import PackedBatch
