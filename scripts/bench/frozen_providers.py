@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from tlora_megatron.integrations.megatron import head as head_module
+from tlora_megatron.layers import vocabulary_head as head_module
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.ops.qkv_rotary import rotate_halves, unpack_qkv, unpack_qkv_reference
 from tlora_megatron.ops.rms_norm import add_rms_norm

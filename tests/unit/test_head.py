@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlora_megatron.integrations.megatron import head as head_module
+from tlora_megatron.layers import vocabulary_head as head_module
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.plan import ParallelLayout

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.planner_case import HARDWARE, SPEC, job
-from tlora_megatron.integrations.megatron import head
-from tlora_megatron.layers import sites
+from tlora_megatron.layers import sites, vocabulary_head
 from tlora_megatron.model import read_model_spec
 from tlora_megatron.ops import tiling
 from tlora_megatron.planner import memory
@@ -35,7 +34,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 def test_what_the_model_shares_with_the_run_is_the_same_there() -> None:
     assert memory.LINEAR_TARGETS == sites.LINEAR_TARGETS
-    assert head.ROWS_AT_ONCE == memory.HEAD_ROWS
+    assert vocabulary_head.ROWS_AT_ONCE == memory.HEAD_ROWS
     assert tiling.RANK_CHUNK == memory.RANK_CHUNK
 
 
