@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tlora_megatron.config import BaseModelSpec
 from tlora_megatron.config_reader import ConfigError
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
 from tlora_megatron.integrations.deepspeed.guard import check_version
@@ -138,6 +139,19 @@ def test_auto_is_left_to_us(folder: Path) -> None:
     config = load(folder, {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3,
                   "reduce_bucket_size": "auto"}})  # fmt: skip
     assert config.engine["zero_optimization"] == {"stage": 3}
+
+
+def test_a_built_model_has_its_own_dtype_and_the_section_s_tokenizer(folder: Path) -> None:
+    built = BaseModelSpec(dtype="bfloat16")
+    config = load(folder, {"zero_optimization": {"stage": 3}}, base_model=built)
+    assert config.run.base_model == BaseModelSpec(path=str(folder / "base"), dtype="bfloat16")
+    assert config.engine["bf16"] == {"enabled": True}
+    with pytest.raises(ConfigError, match=r"bf16\.enabled must agree with the model's bfloat16"):
+        load(folder, {"bf16": {"enabled": False}}, base_model=built)
+    bare = section()
+    del bare["base_model"]
+    with pytest.raises(ConfigError, match="directory of the model's tokenizer, got none"):
+        load(folder, {"tlora": bare}, base_model=built)
 
 
 @pytest.mark.parametrize("version", ["0.18.0", "0.19.8", "0.19.9+cu128"])

@@ -28,7 +28,11 @@ from tlora_megatron.integrations.deepspeed import attention
 from tlora_megatron.integrations.deepspeed.discover import model_spec
 from tlora_megatron.integrations.deepspeed.engine import check_packing
 from tlora_megatron.integrations.deepspeed.linears import prepare_linear
-from tlora_megatron.integrations.deepspeed.model import still_dropout, use_packed_attention
+from tlora_megatron.integrations.deepspeed.model import (
+    refuse_adapters,
+    turn_dropout_off,
+    use_packed_attention,
+)
 from tlora_megatron.integrations.deepspeed.scoring import prepare_output_layer
 from tlora_megatron.job import HF_TARGETS, LoraSpec
 from tlora_megatron.layers.linear_sites import rank_sites
@@ -149,14 +153,14 @@ def test_windows_bound_the_sequences() -> None:
 def test_dropout_of_the_backbone_is_off() -> None:
     config = LlamaConfig(**TINY, attention_dropout=0.1)
     model = build(config)
-    still_dropout(model)
+    turn_dropout_off(model)
     assert all(layer.self_attn.attention_dropout == 0.0 for layer in model.model.layers)
 
 
 def test_peft_on_the_model_is_refused() -> None:
     model = get_peft_model(build(LlamaConfig(**TINY)), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match=r"no adapters yet, got some at .*q_proj"):
-        still_dropout(model)
+        refuse_adapters(model)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tlora_megatron.config import BaseModelSpec, RunConfig, read_config
 from tlora_megatron.config_reader import ConfigError, must
+from tlora_megatron.config_rules import resolve
 from tlora_megatron.config_source import apply_override, merge, read_document
 from tlora_megatron.integrations.deepspeed.job_defaults import take_job_defaults
 
@@ -74,7 +75,7 @@ def load_deepspeed_config(
             directory. `tlora` holds what a `tlora train` file holds, without `parallel`.
         overrides: `path=value` texts for the section, as `tlora train --set` takes them.
         output_dir: takes the place of `run.output_dir`.
-        base_model: takes the place of the section's.
+        base_model: of a model that is built already; the section's may then say its directory.
 
     Raises:
         ConfigError: for the first thing that is wrong or refused.
@@ -93,7 +94,13 @@ def load_deepspeed_config(
     section["defaults"] = merge(defaults, section.get("defaults", {}))
     if "parallel" in section:
         raise ConfigError("tlora must not hold parallel: tensor_parallel.autotp_size says it")
-    _set_dtype(section, document)
+    bf16 = document.get("bf16", {}).get("enabled")
+    if base_model is None:
+        _set_dtype(section, bf16)
+    else:
+        base_model = _with_tokenizer(base_model, section.pop("base_model", None), folder)
+        if bf16 is not None and bf16 != (base_model.dtype == "bfloat16"):
+            raise must("bf16.enabled", f"agree with the model's {base_model.dtype}", bf16)
     _set_portions(section)
     run = read_config(section, folder, output_dir=output_dir, targets=None, base_model=base_model)
     if run.run.recompute == "selective":
@@ -125,9 +132,7 @@ def _section(document: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Pa
     section, file = document.pop("tlora", None), document.pop("tlora_config", None)
     if (section is None) == (file is None):
         got = "neither" if section is None else "both"
-        raise ConfigError(
-            f"the JSON must hold exactly one of tlora and tlora_config, got {got}"
-        )
+        raise ConfigError(f"the JSON must hold exactly one of tlora and tlora_config, got {got}")
     if file is not None:
         path = folder / str(file)
         return read_document(path), path.resolve().parent
@@ -149,15 +154,26 @@ def _refuse(document: dict[str, Any]) -> None:
         raise must("sequence_parallel_size", "be 1", sequence_parallel)
 
 
-def _set_dtype(section: dict[str, Any], document: dict[str, Any]) -> None:
+def _set_dtype(section: dict[str, Any], bf16: bool | None) -> None:
     """Lets `bf16` and `base_model.dtype` say the same, whichever is given."""
-    bf16 = document.get("bf16", {}).get("enabled")
     base = section.get("base_model")
     if bf16 is None or not isinstance(base, dict):
         return
     dtype = base.setdefault("dtype", "bfloat16" if bf16 else "float32")
     if bf16 and dtype != "bfloat16":
         raise must("base_model.dtype", "be bfloat16 with bf16.enabled", dtype)
+
+
+def _with_tokenizer(given: BaseModelSpec, stated: Any, folder: Path) -> BaseModelSpec:
+    """A built model's description; the section may say where its tokenizer lies."""
+    path = stated.get("path") if isinstance(stated, dict) else None
+    if path is not None:
+        return replace(given, path=resolve(str(path), folder))
+    if given.path is None:
+        raise ConfigError(
+            "tlora.base_model.path must name the directory of the model's tokenizer, got none"
+        )
+    return given
 
 
 def _set_portions(section: dict[str, Any]) -> None:

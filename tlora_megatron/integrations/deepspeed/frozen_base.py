@@ -59,7 +59,8 @@ def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
     tp_size = config.tp_size
     if model is None:
         model = models.load_model(config.run.base_model, config.engine, tp_size=tp_size)
-    models.still_dropout(model)
+    models.refuse_adapters(model)
+    models.turn_dropout_off(model)
     whole_spec = discover.model_spec(model)
     plain = model.config._attn_implementation
     deepspeed = models.start_engine(model, config.engine)

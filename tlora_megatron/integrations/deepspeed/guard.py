@@ -21,12 +21,10 @@ _RELIED_ON: dict[str, tuple[str, ...]] = {
     "deepspeed.initialize": ("model", "config"),
     "deepspeed.init_distributed": ("dist_backend",),
     "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload": ("module", "ds_config"),
-    "deepspeed.runtime.zero.partition_parameters.is_zero_param": (),
     "deepspeed.module_inject.layers.LinearLayer": ("mp_group",),
     "deepspeed.module_inject.layers.LinearAllreduce": ("mp_group",),
     "deepspeed.utils.groups.get_tensor_model_parallel_group": (),
-    "deepspeed.utils.groups.get_tensor_model_parallel_rank": (),
-    "deepspeed.utils.groups._get_data_parallel_group": (),
+    "deepspeed.utils.groups.get_data_parallel_group": (),
     "deepspeed.runtime.tensor_parallel.config.TPTrainingConfig": (),
     "deepspeed.ops.__compatible_ops__": (),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -40,7 +39,7 @@ def load_model(base: BaseModelSpec, engine: dict[str, Any], *, tp_size: int) -> 
             return AutoModelForCausalLM.from_pretrained(
                 base.path, dtype=dtype, use_safetensors=True, local_files_only=True
             )
-        config = AutoConfig.from_pretrained(Path(str(base.config)).parent, local_files_only=True)
+        config = AutoConfig.from_pretrained(str(base.config), local_files_only=True)
         torch.manual_seed(base.seed)
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
@@ -61,21 +60,28 @@ def _zero_init(engine: dict[str, Any]) -> Any:
     return HfDeepSpeedConfig(engine)
 
 
-def still_dropout(model: nn.Module) -> None:
-    """Turns the backbone's dropout off, as befits what is frozen.
+def refuse_adapters(model: nn.Module) -> None:
+    """Refuses a model that is not a bare base.
 
     Raises:
-        ValueError: if the model carries adapters already.
+        ValueError: naming the first module with an adapter.
     """
     for name, module in model.named_modules():
         if hasattr(module, "base_layer"):
             raise ValueError(f"the model must carry no adapters yet, got some at {name}")
+
+
+def turn_dropout_off(model: nn.Module) -> None:
+    """Turns the backbone's dropout off, as befits what is frozen; one warning says so."""
+    found = False
+    module: Any
+    for module in model.modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
-            logger.warning("dropout %s of %s is off: the backbone is frozen", module.p, name)
-            module.p = 0.0
+            module.p, found = 0.0, True
         if getattr(module, "attention_dropout", None):
-            logger.warning("attention dropout of %s is off: the backbone is frozen", name)
-            module.attention_dropout = 0.0
+            module.attention_dropout, found = 0.0, True
+    if found:
+        logger.warning("the backbone's own dropout is off: it is frozen")
 
 
 def start_engine(model: Any, engine: dict[str, Any]) -> Any:
