@@ -166,7 +166,7 @@ class MultiLoRAEngine:
             output_dir: of the new run; None = the same.
 
         Raises:
-            ValueError: if a job cannot start; the base is then without jobs.
+            ValueError: if a job cannot start; nothing trains then until others are installed.
         """
         self.save()
         self._run.close()

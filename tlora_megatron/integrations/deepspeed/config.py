@@ -84,14 +84,16 @@ def load_deepspeed_config(
         document, folder = copy.deepcopy(source), Path.cwd()
     else:
         document, folder = read_document(Path(source)), Path(source).resolve().parent
-    document = _without_auto(document)
     section, folder = _section(document, folder)
+    document = _without_auto(document)
+    _check_mappings(document)
     for override in overrides:
         apply_override(section, override)
     _refuse(document)
     changes = [f"{key} has no effect: {why}" for key, why in _OWNED.items() if key in document]
     defaults, taken = take_job_defaults(document)
-    section["defaults"] = merge(defaults, section.get("defaults", {}))
+    if defaults and isinstance(section.get("defaults", {}), dict):
+        section["defaults"] = merge(defaults, section.get("defaults", {}))
     if "parallel" in section:
         raise ConfigError("tlora must not hold parallel: tensor_parallel.autotp_size says it")
     bf16 = document.get("bf16", {}).get("enabled")
@@ -125,6 +127,15 @@ def _without_auto(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_auto(item) for key, item in value.items() if item != "auto"}
     return value
+
+
+def _check_mappings(document: dict[str, Any]) -> None:
+    zero = document.get("zero_optimization", {})
+    for key in ("bf16", "zero_optimization", "tensor_parallel"):
+        if not isinstance(document.get(key, {}), dict):
+            raise must(key, "be a mapping", document[key])
+    if not isinstance(zero.get("offload_optimizer", {}), dict):
+        raise must("zero_optimization.offload_optimizer", "be a mapping", zero["offload_optimizer"])
 
 
 def _section(document: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path]:

@@ -66,7 +66,7 @@ def model_spec(model: Any) -> LinearsSpec:
     return LinearsSpec(
         num_layers=num_layers,
         vocab_size=weight_shape(_output_layer(model))[0],
-        max_positions=config.max_position_embeddings,
+        max_positions=_max_positions(config),
         linears=tuple(linears),
         refused=tuple(sorted(refused.items())),
         sliding_window=_sliding_window(config),
@@ -126,6 +126,15 @@ def _why_not_everywhere(found: Sequence[_Found], num_layers: int) -> str:
     if len({f.shape for f in found}) > 1:
         return "its size is not the same in all layers"
     return ""
+
+
+def _max_positions(config: Any) -> int:
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        raise ValueError(
+            f"the model's config must hold max_position_embeddings, got {type(config).__name__}"
+        )
+    return positions
 
 
 def _sliding_window(config: Any) -> int | None:

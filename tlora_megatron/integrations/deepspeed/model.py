@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
@@ -21,6 +22,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def load_model(base: BaseModelSpec, engine: dict[str, Any], *, tp_size: int) -> Any:
     """Reads or draws a causal model; under ZeRO-3 without TP every rank only ever holds its part.
+
+    Drawn weights are transformers'; under ZeRO-3 they are others than below it.
 
     Args:
         engine: what `deepspeed.initialize` will get.
@@ -109,6 +112,8 @@ def use_packed_attention(model: Any) -> None:
             f"the model's attention must go through transformers' attention interface, "
             f"got {type(model).__name__}"
         )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"the model must take position_ids, got {type(model).__name__}")
     model.set_attn_implementation(attention.NAME)
     model.config.use_cache = False
 
