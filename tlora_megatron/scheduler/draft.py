@@ -126,6 +126,11 @@ class Draft:
             return None
         return Proposal(group=group, parts=parts)
 
+    def trains_more(self, proposal: Proposal, host: Group) -> bool:
+        """Whether the merge trains more tokens than its parts: a waiting job trains none."""
+        least = host.tokens_per_s * (1 + self._rules.min_gain)
+        return proposal.group.tokens_per_s > least
+
     def has_room(self, host: Group, waiting: Waiting) -> bool:
         """Whether it is worth asking the model about one more member."""
         if host.base != waiting.job.base or self.is_reserved(host):

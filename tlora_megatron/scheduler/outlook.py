@@ -8,6 +8,11 @@ from collections.abc import Sequence
 from tlora_megatron.scheduler.draft import Draft
 from tlora_megatron.scheduler.jobs import Group, Waiting
 
+_DELAY_WEIGHT, _OTHERS_WEIGHT = 2.0, 3.0
+"""A host that takes one newcomer will take more, and a queue that is there will last: both count
+beyond the merge at hand. The best of 11 pairs on five cells of scripts/bench/simulate_sweep.py
+(Philly and Lingjun, loads 2 to 5, seeds 0 and 1); the sweep's other seeds were not looked at."""
+
 
 class Outlook:
     """When waiting jobs would start on GPUs of their own, and what GPU time is worth to others."""
@@ -20,7 +25,7 @@ class Outlook:
         self._starts_s = list_schedule(draft, order)
 
     def gain_s(self, waiting: Waiting, host: Group, merged: Group) -> float:
-        """Seconds by which all jobs together end earlier with the merge than without it.
+        """Seconds by which jobs end earlier with the merge than without it, weighted.
 
         The newcomer, against waiting for GPUs of its own; the host's members, slowed as long as it
         is there; and those behind it in the queue, who get the GPU time it does not take: a GPU
@@ -42,7 +47,8 @@ class Outlook:
             last_end = max(last_end, host.end_s(member) + late)
         longer = max(0.0, last_end - host.last_end_s) * len(host.gpus)
         saved = waiting.job.num_gpus * waiting.isolated_left_s - longer
-        return own_end - end - delay + self._behind[index] * saved / self._num_gpus
+        others = self._behind[index] * saved / self._num_gpus
+        return own_end - end - _DELAY_WEIGHT * delay + _OTHERS_WEIGHT * others
 
 
 def list_schedule(draft: Draft, order: Sequence[Waiting]) -> dict[int, float]:

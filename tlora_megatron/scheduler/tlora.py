@@ -102,19 +102,11 @@ class ResidualGrouping:
             while low <= high:
                 middle = (low + high) // 2
                 host = draft.groups[tier[middle][1]]
-                proposal = self._benefit(draft, host, waiting)
-                if proposal is None:
+                proposal = draft.with_newcomer(host, waiting)
+                if proposal is None or not draft.trains_more(proposal, host):
                     low = middle + 1
                 else:
                     found, high = (host, proposal), middle - 1
             if found is not None:
                 return found
         return None
-
-    def _benefit(self, draft: Draft, host: Group, waiting: Waiting) -> Proposal | None:
-        """The merge if it trains more tokens than its parts do: the job trains none where it is."""
-        proposal = draft.with_newcomer(host, waiting)
-        if proposal is None:
-            return None
-        least = host.tokens_per_s * (1 + self.rules.min_gain)
-        return proposal if proposal.group.tokens_per_s > least else None

@@ -85,7 +85,7 @@ class NetBenefit:
         roomy.sort(key=lambda host: (-self._residual(host), host.number))
         for host in roomy[:_MOST_HOSTS]:
             proposal = draft.with_newcomer(host, waiting)
-            if proposal is None:
+            if proposal is None or not draft.trains_more(proposal, host):
                 continue
             possible = True
             gain = outlook.gain_s(waiting, host, proposal.group)

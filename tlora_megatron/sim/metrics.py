@@ -8,9 +8,6 @@ from dataclasses import dataclass
 
 from tlora_megatron.sim.ledger import JobRecord, Segment
 
-_SHORTEST_WINDOW = 0.1
-"""Of the makespan; submissions that span less are no steady state."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuCount:
@@ -51,7 +48,8 @@ class Summary:
     lost_tokens: float
     """Trained, then lost to failures of nodes."""
     window_s: float
-    """From the first to the last submission; the whole run where that is too short."""
+    """From the first to the last submission; the whole run where that is shorter than the mean job.
+    """
 
 
 def summarise(
@@ -64,7 +62,7 @@ def summarise(
     first = min(record.job.submit_s for record in records)
     makespan = max(record.end_s for record in records) - first
     window = max(record.job.submit_s for record in records) - first
-    if window < _SHORTEST_WINDOW * makespan:
+    if window < _mean([record.job.isolated_s for record in records]):
         window = makespan
     end = first + window
     finished = [record for record in records if record.status == "finished"]
