@@ -80,6 +80,31 @@ def formed(
     return Group(number=number, members=tuple(members), gpus=gpus, formed_s=now_s, ready_s=ready_s)
 
 
+def carried_on(
+    group: Group, parts: Parts, *, rates: GroupRates, now_s: float, number: int
+) -> Group:
+    """The members of a group that are left when others leave: same GPUs, no pause.
+
+    They may keep the plan they have, so that nobody gets slower by another's leaving.
+    """
+    members = tuple(
+        Member(
+            job=member.job,
+            tokens_per_s=max(member.tokens_per_s, rates.by_kind[member.job.kind]),
+            tokens_left=group.tokens_left(member, now_s),
+            started_s=member.started_s,
+        )
+        for _, member in parts.running
+    )
+    return Group(
+        number=number,
+        members=members,
+        gpus=group.gpus,
+        formed_s=now_s,
+        ready_s=max(now_s, group.ready_s),
+    )
+
+
 def _pause_s(parts: Parts, gpus: tuple[int, ...], cost: RegroupCost) -> float:
     sources = {group.number: group for group, _ in parts.running}
     stay = next((group.number for group in sources.values() if group.gpus == gpus), None)

@@ -12,7 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tlora_megatron.scheduler.cluster import ClusterShape, ClusterState, FreeGpus
-from tlora_megatron.scheduler.formation import Parts, ends_in_bounds, formed, speeds_in_bounds
+from tlora_megatron.scheduler.formation import (
+    Parts,
+    carried_on,
+    ends_in_bounds,
+    formed,
+    speeds_in_bounds,
+)
 from tlora_megatron.scheduler.group_throughput import GroupRates, Speeds
 from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
 from tlora_megatron.scheduler.policy import Decision, Policy, RegroupCost
@@ -224,31 +230,13 @@ class Simulator:
         self._events.push(stop_s, Kind.GROUP, group.number)
 
     def _continue(self, group: Group, without: list[Member], now_s: float) -> None:
-        """What is left of a group trains on, on its GPUs, without a pause.
-
-        It may keep its plan, so that nobody gets slower by another's leaving.
-        """
+        """What is left of a group trains on."""
         gone = {member.job.index for member in without}
         parts = Parts(running=tuple((group, m) for m in group.members if m.job.index not in gone))
         if not len(parts):
             return
         rates = self._rates(parts, len(group.gpus))
-        members = tuple(
-            Member(
-                job=member.job,
-                tokens_per_s=max(member.tokens_per_s, rates.by_kind[member.job.kind]),
-                tokens_left=group.tokens_left(member, now_s),
-                started_s=member.started_s,
-            )
-            for _, member in parts.running
-        )
-        rest = Group(
-            number=self._next_number(),
-            members=members,
-            gpus=group.gpus,
-            formed_s=now_s,
-            ready_s=max(now_s, group.ready_s),
-        )
+        rest = carried_on(group, parts, rates=rates, now_s=now_s, number=self._next_number())
         self._open(rest)
         self._state.changed.add(rest.number)
 
