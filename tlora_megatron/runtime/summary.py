@@ -66,7 +66,7 @@ def _job_summary(job: JobState, loop: TrainingLoop) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    names = ("tlora-megatron", "torch", "megatron-core", "transformers")
+    names = ("tlora-megatron", "torch", "megatron-core", "deepspeed", "transformers")
     found = {"python": platform.python_version()}
     for name in names:
         try:
