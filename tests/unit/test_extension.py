@@ -50,6 +50,14 @@ def test_sources_compile_once_and_load(
     assert [p.name for p in cache.iterdir() if p.suffix == ".so"] == [path.name]
 
 
+def test_an_installation_without_sources_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extension, "SOURCES", tmp_path / "csrc")
+    with pytest.raises(ExtensionUnavailable, match=r"csrc, which does not exist: install tlora"):
+        extension.load_extension()
+
+
 def test_other_sources_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = extension.built_library()
     changed = tmp_path / "sources"

@@ -62,8 +62,14 @@ def load_extension() -> Extension:
     """Returns the library, building it if the cache does not hold it.
 
     Raises:
-        ExtensionUnavailable: if there is no CUDA compiler, or the build or the loading fails.
+        ExtensionUnavailable: if the sources or a CUDA compiler are missing, or the build or the
+            loading fails.
     """
+    if not SOURCES.is_dir():
+        raise ExtensionUnavailable(
+            f"the CUDA sources must lie in {SOURCES}, which does not exist: install tlora_megatron "
+            "anew, from its checkout or a wheel with csrc/"
+        )
     path = built_library()
     if not path.exists():
         build(path)
