@@ -131,7 +131,7 @@ def build_backbone(
     The model is called as `model(input_ids, position_ids, None)` inside `use_micro_batch(view)`:
     one packed row `[1, T]` of tokens; positions and document borders come from the view. The last
     stage returns vocabulary-parallel logits `[1, T, padded_vocab / tp_size]`; columns beyond the
-    vocabulary hold the dtype's least value.
+    vocabulary mean nothing, and `layers.vocabulary_head` passes over them.
 
     Args:
         recompute: `selective` recomputes every MLP in backward, `full` every layer. Both need
@@ -163,8 +163,6 @@ def build_backbone(
         freeze_layer(decoder_layer)
     if pre_process:
         model.embedding.register_forward_hook(_require_grad)
-    if post_process:
-        _mask_padded_vocabulary(model.output_layer, spec, layout)
     return model
 
 
@@ -225,23 +223,6 @@ def _block_spec(spec: ModelSpec, layout: ParallelLayout) -> TransformerBlockSubm
 def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     """Keeps adapters' gradients: a re-entrant checkpoint drops them if no input requires grad."""
     return output.requires_grad_(torch.is_grad_enabled())
-
-
-def _mask_padded_vocabulary(
-    output_layer: nn.Module, spec: ModelSpec, layout: ParallelLayout
-) -> None:
-    """Sets logits of rows that only fill the vocabulary up to the dtype's least value."""
-    columns = padded_vocab_size(spec, layout.tp_size) // layout.tp_size
-    begin = parallel_state.get_tensor_model_parallel_rank() * columns
-    valid = max(0, min(columns, spec.vocab_size - begin))
-    if valid == columns:
-        return
-
-    def mask(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Any]) -> None:
-        logits = output[0]
-        logits[..., valid:].fill_(torch.finfo(logits.dtype).min)
-
-    output_layer.register_forward_hook(mask)
 
 
 def load_backbone(
