@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.cuda_cases import FUSED_AND_Q, GATE_UP, QKV, WHOLE
-from tests.helpers.item_machine import BLOCK_ROWS, kernel_width
+from tests.helpers.item_parts import BLOCK_ROWS, kernel_width
 from tlora_megatron.ops.columns import OutputColumns
 from tlora_megatron.ops.cuda_row_items import rank_columns, row_bounds, row_items, row_parts
 from tlora_megatron.ops.cuda_sum_items import (

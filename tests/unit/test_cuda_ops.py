@@ -12,15 +12,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers.cuda_cases import CASES, FUSED_AND_Q, QKV, WHOLE
-from tests.helpers.item_machine import TILE_ROWS, ItemMachine
+from tests.helpers.cuda_cases import CASES, WHOLE, rank_rows_by_definition
+from tests.helpers.item_machine import ItemMachine
 from tests.helpers.kernel_case import KernelCase, gradients, make_case, make_rows, reference
 from tests.helpers.linear_case import error
-from tlora_megatron.ops.columns import OutputColumns
-from tlora_megatron.ops.cuda_row_items import rank_columns
-from tlora_megatron.ops.plan_tensors import PlanTensors, update_plans
+from tlora_megatron.ops.plan_tensors import update_plans
 from tlora_megatron.ops.row_groups import RowGroups
-from tlora_megatron.ops.tiling import RANK_CHUNK, rank_chunks
 
 CPU = torch.device("cpu")
 IN_SIZE = 136
@@ -135,32 +132,6 @@ def test_any_tile_and_any_gpu_give_the_same(tile: int, multiprocessors: int, run
     x, dy = operands(case, rows.ends[-1])
     bench = run(case, tile=tile, multiprocessors=multiprocessors)
     check(bench(x, dy, rows), definition(case, x, dy, rows))
-
-
-def rank_rows_by_definition(
-    case: KernelCase, values: torch.Tensor, rows: RowGroups, *, per_target: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """s or dS as `[chunks * 16, 256]` and as rows, where NaN is what nobody writes."""
-    plan = PlanTensors(rows.ends, case.layout, CPU, graph_safe=False)
-    ext = torch.zeros(plan.num_chunks * RANK_CHUNK, TILE_ROWS, dtype=values.dtype)
-    row_form = torch.full((plan.num_rows, rank_columns(case.layout)), torch.nan, dtype=values.dtype)
-    for pair in plan.plan.pairs:
-        mine = slice(pair.begin, pair.end)
-        in_tile = slice(pair.begin - pair.tile * TILE_ROWS, pair.end - pair.tile * TILE_ROWS)
-        column = 0
-        for p, (chunk, rank) in enumerate(
-            zip(pair.chunks, case.layout.ranks[pair.slot], strict=True)
-        ):
-            size = RANK_CHUNK * rank_chunks(rank)
-            begins = case.layout.b_begin if per_target else case.layout.a_begin
-            arena = case.factors.lora_b[p] if per_target else case.factors.lora_a
-            begin = begins[pair.slot][p]
-            read = case.columns[p].read(values[mine]) if per_target else values[mine]
-            found = read @ arena[begin : begin + size].t() * case.factors.scaling[pair.slot]
-            row_form[mine, column : column + size] = found
-            ext[chunk * RANK_CHUNK : chunk * RANK_CHUNK + size, in_tile] = found.t()
-            column += size
-    return ext, row_form
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -294,65 +265,6 @@ def test_a_plan_keeps_no_activations(run: type) -> None:
     kept = weakref.ref(x), weakref.ref(dy)
     del x, dy
     assert [ref() is None for ref in kept] == [True, True]
-
-
-H100_CLUSTERS = 66
-
-
-@pytest.mark.parametrize(
-    ("row_budget", "columns", "width"),
-    [
-        (8192, 4096, 256),
-        (8192, 6144, 256),
-        (8192, 28672, 256),
-        (2048, 4096, 256),
-        (4096, 2560, 128),
-        (1024, 6144, 192),
-        (1024, 14336, 128),
-        (1024, 2560, 192),
-        (2048, 2560, 192),
-        (300, 4096, 128),
-        (8192, 65536, 256),
-    ],
-)
-def test_gemm_tile(row_budget: int, columns: int, width: int, cuda_ops: ModuleType) -> None:
-    assert cuda_ops.gemm_tile(row_budget, columns, H100_CLUSTERS).columns == width
-
-
-def test_a_gemm_never_has_more_column_tiles_than_the_kernel_counts(cuda_ops: ModuleType) -> None:
-    for columns in (*range(8, 65_536, 1000), 65_536):
-        tile = cuda_ops.gemm_tile(8192, columns, H100_CLUSTERS)
-        assert -(-columns // tile.columns) <= 256
-
-
-@pytest.mark.parametrize(
-    ("columns", "sizes", "first_column", "taken"),
-    [
-        (QKV, (512, 136), 0, True),
-        (WHOLE, (200, 136), 32, True),
-        (FUSED_AND_Q, (512, 136), 0, True),
-        (WHOLE, (200, 132), 0, False),
-        (WHOLE, (204, 136), 0, False),
-        (WHOLE, (200, 136), 16, False),
-        ((replace(QKV[0], begin=32),), (512, 136), 0, False),
-        ((replace(QKV[0], width=96),), (512, 136), 0, False),
-        ((replace(QKV[0], stride=224),), (448, 136), 0, False),
-        (QKV[:1] * 4, (512, 136), 0, True),
-        (QKV[:1] * 5, (512, 136), 0, False),
-        (WHOLE, (65536, 136), 0, True),
-        (WHOLE, (65544, 136), 0, False),
-        (WHOLE, (200, 65544), 0, False),
-    ],
-)
-def test_suits(
-    columns: tuple[OutputColumns, ...],
-    sizes: tuple[int, int],
-    first_column: int,
-    taken: bool,
-    cuda_ops: ModuleType,
-) -> None:
-    factors = SimpleNamespace(columns=columns, first_column=first_column)
-    assert cuda_ops.suits(factors, torch.empty(sizes)) is taken
 
 
 def test_a_plan_goes_with_its_micro_batch(run: type) -> None:
