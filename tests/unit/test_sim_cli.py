@@ -103,6 +103,8 @@ def test_the_report_is_one_page_that_loads_nothing(
     ("extra", "message"),
     [
         (["--policy", "fifo"], "policy must be one of isolated"),
+        (["--policy", ","], "--policy must name policies once each, got ''"),
+        (["--policy", "mlora,mlora"], "--policy must name policies once each"),
         (["--load", "0"], "load must be positive and finite, got 0.0"),
         (["--mix", "nothing"], "--mix must be a file or one of"),
         (["--max-slowdown", "0.5"], "--max-slowdown must be at least 1, got 0.5"),

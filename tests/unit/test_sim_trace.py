@@ -114,6 +114,13 @@ def test_cutting_to_a_cluster() -> None:
     assert clamped.dropped == {"after the first so many": 2}
 
 
+def test_only_completed(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "t.csv", ACME))
+    cut = shaped(trace, TraceShape(only_completed=True), 8, seed=0)
+    assert [row.name for row in cut.rows] == ["a"]
+    assert cut.dropped == {"cancelled in the trace": 1, "failed in the trace": 1, "no GPUs": 1}
+
+
 def test_samples_are_the_seeds() -> None:
     trace = rows(*[1] * 400)
     kept = [len(shaped(trace, TraceShape(sample=0.25), 8, seed=s).rows) for s in (0, 0, 1)]

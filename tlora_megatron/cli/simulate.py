@@ -76,6 +76,9 @@ def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the trace on this cluster")
     add = group.add_argument
     add("--load", type=float, default=default.load, help="arrivals come so many times as fast")
+    add(
+        "--only-completed", action="store_true", help="leave out jobs that failed or were cancelled"
+    )
     add("--sample", type=float, default=default.sample, help="share of the jobs that is kept")
     add("--gpu-divisor", type=float, default=default.gpu_divisor, help="divides jobs' GPUs")
     add("--oversize", choices=("skip", "clamp"), default=default.oversize, help="larger jobs")
@@ -129,6 +132,7 @@ def _options(args: argparse.Namespace) -> Options:
         raise ValueError(f"--max-slowdown must be at least 1, got {args.max_slowdown}")
     return Options(
         shape=TraceShape(
+            only_completed=args.only_completed,
             sample=args.sample,
             gpu_divisor=args.gpu_divisor,
             oversize=args.oversize,

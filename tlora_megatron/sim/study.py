@@ -147,11 +147,13 @@ class Study:
 
 
 def check_policies(names: Sequence[str]) -> None:
-    """Refuses names that no policy has, before anything is computed.
+    """Refuses names that no policy has, or that come twice, before anything is computed.
 
     Raises:
         ValueError: naming the policies there are.
     """
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"--policy must name policies once each, got {','.join(names)!r}")
     for name in names:
         make_policy(name, Speeds({}), Rules())
 

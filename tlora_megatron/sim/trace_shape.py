@@ -14,6 +14,9 @@ from tlora_megatron.sim.trace import Trace, TraceRow
 class TraceShape:
     """What is done to a trace before it is replayed, in this order."""
 
+    only_completed: bool = False
+    """Leaves out jobs that failed or were cancelled in the trace; else how they ended is ignored:
+    they held their GPUs as long as it says."""
     sample: float = 1.0
     """Share of the jobs that is kept, drawn from the seed: a smaller cluster's part."""
     gpu_divisor: float = 1.0
@@ -47,6 +50,9 @@ def shaped(trace: Trace, shape: TraceShape, num_gpus: int, seed: int) -> Trace:
     dropped = Counter(trace.dropped)
     rows: list[TraceRow] = []
     for row in trace.rows:
+        if shape.only_completed and row.end != "completed":
+            dropped[f"{row.end} in the trace"] += 1
+            continue
         if shape.sample < 1 and rng.random() >= shape.sample:
             dropped["not sampled"] += 1
             continue
