@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.ops.host_copy import to_device
+from tlora_megatron.ops.segment_sums import segment_sums
 from tlora_megatron.ops.segments import MicroBatchView
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.job_state import EvalResult, JobState
@@ -298,8 +299,3 @@ class SuperModel:
             loss=sum(losses[begin : begin + count]) / targets,
             exact_match=sum(w == 0 for w in wrong[begin : begin + count]) / count,
         )
-
-
-def segment_sums(values_T: torch.Tensor, lengths_G: torch.Tensor) -> torch.Tensor:
-    """Sums of consecutive runs, fp32 `[G]`, in a fixed order; a NaN stays in its own run."""
-    return torch.segment_reduce(values_T.float(), "sum", lengths=lengths_G, initial=0, unsafe=True)
