@@ -60,12 +60,12 @@ struct Mask {
 
   // As half floats, places count up from -inf through the negative numbers: up to so many places (and with room to the
   // numbers that hardware may take for zero), one comparison with the first number that stays decides on a pair.
-  static constexpr uint32_t kComparable = 0x7800;
+  static constexpr uint32_t kMostComparable = 0x7800;
 
   __device__ explicit Mask(float probability)
       : dropped(min(static_cast<uint32_t>(probability * 65536.f + 0.5f), 0xFFFFu)) {}
 
-  __device__ bool comparable() const { return dropped <= kComparable; }
+  __device__ bool comparable() const { return dropped <= kMostComparable; }
 
   __device__ uint32_t first_kept() const { return (0xFC00u - dropped) * 0x10001u; }
 
