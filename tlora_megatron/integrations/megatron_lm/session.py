@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch import Tensor, nn
 
@@ -188,11 +189,13 @@ class Session:
                 logger.warning("%s could not be written: %s", ITERATION_FILE, error)
 
     def finish(self) -> dict[str, Any]:
-        """Writes summary and report; returns the summary, empty but on the writer."""
+        """Writes summary and report; returns the summary, empty but on the writer. Collective."""
         if self._loop is None:
             return {}
         left = [job.name for job in self.loop.super_model.jobs if job.is_active]
         summary = self._run.finish()
+        # All leave together: Megatron's scripts exit with the process group still standing.
+        dist.barrier()
         if summary and left:
             logger.warning(
                 "%d jobs have steps left (%s); run again, with a larger --train-iters if that is "
