@@ -43,6 +43,17 @@ class Row:
         return self.predicted_s / self.measured_s - 1
 
     @property
+    def tokens_error(self) -> float:
+        """Of the tokens of a round."""
+        return self.predicted_round_tokens / self.measured_round_tokens - 1
+
+    @property
+    def rate_error(self) -> float:
+        """Of tokens per second: what is left where the rounds measured were not the mean ones."""
+        predicted = self.predicted_round_tokens / self.predicted_s
+        return predicted * self.measured_s / self.measured_round_tokens - 1
+
+    @property
     def memory_error(self) -> float:
         """Predicted over measured, less 1; 0 where memory is not measured."""
         return self.predicted_bytes / self.measured_bytes - 1 if self.measured_bytes else 0.0
@@ -81,11 +92,17 @@ def read_csv(path: Path) -> list[Row]:
 
 def report(rows: Sequence[Row]) -> list[str]:
     """Errors over all rows, and of each mix run under several layouts the choice."""
-    times = sorted(abs(row.time_error) for row in rows)
-    lines = [
-        f"{len(rows)} cases; step time: median error {statistics.median(times):.1%}, "
-        f"worst {times[-1]:.1%}"
-    ]
+    lines = [f"{len(rows)} cases"]
+    for what, errors in (
+        ("step time", [row.time_error for row in rows]),
+        ("tokens/s", [row.rate_error for row in rows]),
+        ("tokens a round", [row.tokens_error for row in rows]),
+    ):
+        sizes = [abs(error) for error in errors]
+        lines.append(
+            f"{what}: median error {statistics.median(sizes):.1%}, worst {max(sizes):.1%}, "
+            f"mean {statistics.fmean(errors):+.1%}"
+        )
     memory = [row.memory_error for row in rows if row.measured_bytes]
     if memory:
         lines.append(f"peak memory: {min(memory):+.1%} to {max(memory):+.1%}")

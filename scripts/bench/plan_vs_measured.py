@@ -8,8 +8,14 @@
 
 Every case builds the project's own super-model on random weights under its layout, inside one
 torchrun, runs whole rounds (packing, pipeline, optimizer steps) and writes its row at once. The
-world size decides which run, unless `--cases` does: `MODEL/LAYERS tpN ppN RECOMPUTE JOBSj TOKENSt`,
-what is left of the world is data parallel. A case that the planner thinks does not fit is left out.
+planner knows the jobs' lengths as histograms and predicts the mean round. Only a few rounds can be
+timed, so those are chosen whose tokens and padded rows are most like the mean of the first
+hundreds, which are packed without a model; the rounds before are packed and not run.
+
+The world size decides which cases run, unless `--cases` does: `MODEL/LAYERS tpN ppN RECOMPUTE
+JOBSj TOKENSt`, what is left of the world is data parallel. A case that the planner thinks does not
+fit is left out. `--repredict OLD.csv --csv NEW.csv` measures nothing: it writes the rows of OLD
+with what the planner predicts now.
 """
 
 from __future__ import annotations
@@ -22,17 +28,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from plan_cases import CASES, Case, parse_case, predict
 from plan_results import Row, append_csv, plot, read_csv, report, show
+from plan_rounds import packed_rounds, typical_window
 
 from tlora_megatron.planner.cost_model import TERMS, StepCost
-from tlora_megatron.planner.hardware import load_profile
+from tlora_megatron.planner.hardware import HardwareProfile, load_profile
 from tlora_megatron.planner.memory import MemoryUse
 
-_WARM_ROUNDS = 2
+_WARM_ROUNDS, _FEWEST_ROUNDS = 2, 3
+_MEAN_OF, _SKIPPED = 256, 64
+"""Rounds whose mean the timed ones should be like, and that may pass before them."""
 
 
 class Bench:
@@ -62,7 +72,11 @@ class Bench:
 
     def _run_case(self, case: Case, cost: StepCost, memory: MemoryUse) -> None:
         begin = time.monotonic()
-        measured_s, tokens, peak = self._measure(case)
+        size = int(self.args.seconds / cost.step_time_s)
+        size = min(max(size, _FEWEST_ROUNDS), self.args.rounds)
+        rounds = packed_rounds(case, _MEAN_OF)
+        first = typical_window(rounds[: _SKIPPED + size], size, _WARM_ROUNDS)
+        measured_s, tokens, peak = self._measure(case, first, size)
         plan = case.plan
         row = Row(
             gpu=_device_name(),
@@ -92,8 +106,8 @@ class Bench:
         if self.is_main and self.args.csv:
             append_csv(Path(self.args.csv), row)
 
-    def _measure(self, case: Case) -> tuple[float, float, int]:
-        """Seconds and tokens of a round, and the largest peak of any rank."""
+    def _measure(self, case: Case, first: int, size: int) -> tuple[float, float, int]:
+        """Mean seconds and tokens of `size` rounds from `first` on; the largest peak of a rank."""
         import torch
 
         from tlora_megatron.runtime.synthetic_run import SyntheticRun
@@ -105,12 +119,14 @@ class Bench:
             model = run.super_model(case.jobs, case.plan.micro_batch_tokens)
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
+            for _ in range(first - _WARM_ROUNDS):
+                model.begin_round()
+                model.end_round([])
             for _ in range(_WARM_ROUNDS):
                 model.train_round()
             times: list[float] = []
             tokens: list[int] = []
-            end = time.monotonic() + self.args.seconds
-            while len(times) < self.args.rounds and (len(times) < 3 or not self._late(end)):
+            for _ in range(size):
                 self._wait()
                 begin = time.perf_counter()
                 batches = model.begin_round()
@@ -127,9 +143,6 @@ class Bench:
             self._say(f"memory still held: {held / 2**30:.1f} GiB")
         whole = _summed(statistics.fmean(tokens)) / (case.plan.tp_size * case.plan.pp_size)
         return statistics.fmean(times), whole, int(_largest(peak))
-
-    def _late(self, end: float) -> bool:
-        return self._any(time.monotonic() > end)
 
     def _any(self, value: bool) -> bool:
         """Whether it holds on any rank: all must go the same way."""
@@ -148,6 +161,19 @@ class Bench:
     def _say(self, text: str) -> None:
         if self.is_main:
             print(text, flush=True)
+
+
+def repredicted(row: Row, hardware: HardwareProfile) -> Row:
+    """A row with what the planner says now; what was measured stays."""
+    model = row.model.removeprefix("llama-3.1-")
+    text = f"{model}/{row.layers} tp{row.tp} pp{row.pp} {row.recompute} {row.jobs}j {row.tokens}t"
+    cost, memory = predict(parse_case(text, row.gpus), hardware)
+    return replace(
+        row,
+        predicted_s=round(cost.step_time_s, 5),
+        predicted_bytes=round(memory.allocated_bytes),
+        predicted_round_tokens=round(cost.load.tokens),
+    )
 
 
 def _real_tokens(batch: Any) -> int:
@@ -194,6 +220,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     if args.report:
         rows = read_csv(args.report)
+    elif args.repredict:
+        hardware = load_profile(args.hardware)
+        rows = [repredicted(row, hardware) for row in read_csv(args.repredict)]
+        for row in rows:
+            print(show(row))
+            if args.csv:
+                append_csv(Path(args.csv), row)
     else:
         bench = Bench(args)
         bench.run()
@@ -223,6 +256,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--csv", help="append rows to this file")
     parser.add_argument("--commit", default="", help="where git is not at hand")
     parser.add_argument("--report", type=Path, help="read this CSV and measure nothing")
+    parser.add_argument("--repredict", type=Path, help="predict this CSV's cases again")
     parser.add_argument("--plot", type=Path, help="write a picture here")
     return parser.parse_args(argv)
 

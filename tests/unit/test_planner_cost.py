@@ -228,6 +228,20 @@ def test_a_gpu_that_is_faster_than_the_host_waits() -> None:
     assert cost(full, hardware).step_time_s == pytest.approx(LAYERS * 1.4)
 
 
+def test_a_gpu_waits_in_small_rounds_even_where_it_does_not_in_the_mean_one() -> None:
+    # The device takes as long as the host for a mean round. In one a quarter as large it waits for
+    # three quarters of that, one of 1.75 takes as much longer: 0.25 -> 1, 1.75 -> 1.75.
+    plan = Plan(micro_batch_tokens=128)
+    device_s = cost().step_time_s
+    host = HostCost(layer_s=device_s / LAYERS, round_s=0, job_step_s=0)
+    model = CostModel(SPEC, [job()], Rates(replace(HARDWARE, host=host)))
+    load = model.round_load(plan)
+    assert load.sizes == ((1.0, 1.0),)
+    assert model.step_cost(plan, load).host_s == pytest.approx(0, abs=1e-12)
+    uneven = replace(load, sizes=((0.5, 0.25), (0.5, 1.75)))
+    assert model.step_cost(plan, uneven).host_s == pytest.approx(0.375 * device_s)
+
+
 def _gemm(rows: int, columns: int, inner: int, rate: float) -> GemmPoint:
     return GemmPoint(
         rows=rows,

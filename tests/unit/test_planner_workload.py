@@ -74,6 +74,19 @@ def test_spread_lengths_have_the_histograms_shares() -> None:
     assert [drawn.count(length) for length in (10, 20, 80)] == [16, 32, 16]
 
 
+@pytest.mark.parametrize("batch_size", [1, 32])
+def test_shuffled_lengths_have_the_histograms_shares_and_batches_that_differ(
+    batch_size: int,
+) -> None:
+    histogram = LengthHistogram.from_counts([(10, 1), (20, 2), (80, 1)])
+    drawn = list(itertools.islice(histogram.shuffled(3, batch_size), 1024))
+    assert [drawn.count(length) for length in (10, 20, 80)] == [256, 512, 256]
+    assert drawn != list(itertools.islice(histogram.shuffled(4, batch_size), 1024))
+    sums = [sum(drawn[b : b + 8]) for b in range(0, 1024, 8)]
+    independent = (8 * histogram.variance) ** 0.5
+    assert statistics.pstdev(sums) == pytest.approx(independent, rel=0.15)
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
@@ -156,6 +169,35 @@ def test_every_job_gets_room_and_large_batches_step_in_the_end() -> None:
     assert load.tokens == pytest.approx(256)
 
 
+def test_a_batch_that_hardly_fits_waits_for_room_now_and_then() -> None:
+    # Ten sequences of 100 or 200, 1,500 rows in the mean, where 1,700 fit. Sums of more are 1,800
+    # (45 of 1,024 draws), 1,900 (10), 2,000 (1): these take a second round for one to three more.
+    lengths = LengthHistogram.from_counts([(100, 1), (200, 1)])
+    mix = [job(batch_size=10, lengths=lengths)]
+    waiting = expected_rounds(mix, micro_batch_tokens=1700, dp_size=1, pp_size=1).load(1)
+    roomy = expected_rounds(mix, micro_batch_tokens=2000, dp_size=1, pp_size=1).load(1)
+    assert roomy.steps[0] == 1
+    assert roomy.tokens == pytest.approx(1500)
+    assert waiting.steps[0] == pytest.approx(1 / (1 + 56 / 1024), abs=0.03)
+    assert waiting.tokens == pytest.approx(1500 * waiting.steps[0], rel=0.02)
+    assert roomy.sizes[0][1] > 0.6 > waiting.sizes[0][1]
+    for load in (roomy, waiting):
+        assert sum(share for share, _ in load.sizes) == pytest.approx(1)
+        assert sum(share * size for share, size in load.sizes) == pytest.approx(1)
+
+
+def test_large_batches_over_the_room_leave_rounds_with_their_rest() -> None:
+    # One job, room for 970 of its 1,100 sequences: rounds of 970 and 130.
+    load = expected_rounds(
+        [job(batch_size=1100, lengths=LengthHistogram.single(10))],
+        micro_batch_tokens=10000,
+        dp_size=1,
+        pp_size=1,
+    ).load(1)
+    assert load.steps[0] == pytest.approx(1 / 2)
+    assert load.tokens == pytest.approx(5500)
+
+
 _MIXES = st.lists(
     st.tuples(
         st.integers(1, 6),
@@ -180,16 +222,17 @@ def test_rounds_hold_what_the_real_packer_puts_into_them(
     tokens, fullest = _packed(jobs, 512, dp_size, pp_size, rounds)
     assert [count for count, _ in expected.fullest] == [count for count, _ in fullest]
     assert [rows for _, rows in expected.fullest] == [rows for _, rows in fullest]
-    assert sum(expected.job_tokens) == pytest.approx(tokens / rounds)
+    assert expected.drawn * sum(expected.job_tokens) == pytest.approx(tokens / rounds)
     load = expected.load(128)
-    assert load.rows * load.micro_batches * rounds == sum(n * round_up(r, 128) for n, r in fullest)
+    padded = sum(n * round_up(r, 128) for n, r in fullest)
+    assert load.rows * load.micro_batches * rounds * expected.drawn == pytest.approx(padded)
 
 
 def _packed(
     jobs: list[JobLoad], capacity: int, dp_size: int, pp_size: int, rounds: int
 ) -> tuple[int, list[tuple[int, int]]]:
     """Rows of all rounds, and of each the micro-batches and the rows of the fullest one."""
-    streams = [j.lengths.spread() for j in jobs]
+    streams = [j.lengths.shuffled(slot, j.batch_size) for slot, j in enumerate(jobs)]
     queues: list[list] = [[] for _ in jobs]
     tokens, fullest = 0, []
     for index in range(rounds):
@@ -213,14 +256,14 @@ def _sequence(rows: int) -> TokenSequence:
 
 
 def test_large_rounds_are_shared_fairly() -> None:
-    # 1,600 sequences of 100 and 10 of 1,000; room for 97 % of 64 micro-batches of 1,000.
+    # 1,600 sequences of 100 and 10 of 1,000, room for 97 % of 64 micro-batches of 1,000: 520.8 of
+    # the first and all of the second go into a round, and the fourth has what is left of the first.
     jobs = [
         job("many", batch_size=1600, lengths=LengthHistogram.single(100)),
         job("few", batch_size=10, lengths=LengthHistogram.single(1000)),
     ]
     load = expected_rounds(jobs, micro_batch_tokens=1000, dp_size=64, pp_size=1).load(1)
-    assert load.job_sequences[1] == 10
-    assert load.steps[1] == 1
-    assert load.tokens == pytest.approx(0.97 * 64000)
-    assert load.job_sequences[0] == pytest.approx((0.97 * 64000 - 10000) / 100)
+    assert load.job_sequences == (pytest.approx(400), pytest.approx(10))
+    assert load.steps == (pytest.approx(1 / 4), pytest.approx(1))
+    assert load.tokens == pytest.approx(50000)
     assert load.rows <= 1000

@@ -12,7 +12,12 @@ from tlora_megatron.planner.hardware import CollectiveOp, HardwareProfile
 from tlora_megatron.planner.layer_cost import LayerCost, LayerModel
 from tlora_megatron.planner.memory import HEAD_ROWS, ROW_TILE, adapter_elements
 from tlora_megatron.planner.rates import Rates
-from tlora_megatron.planner.rounds import ExpectedRounds, RoundLoad, expected_rounds
+from tlora_megatron.planner.rounds import (
+    LOOKED_AT,
+    ExpectedRounds,
+    RoundLoad,
+    expected_rounds,
+)
 from tlora_megatron.planner.workload import JobLoad, check_jobs
 
 OPTIMIZER_BYTES = 52
@@ -108,9 +113,22 @@ def step_cost(
 
 
 class CostModel:
-    """One mix of jobs on one model and kind of machine; plans of it share what they can."""
+    """One mix of jobs on one model and kind of machine; plans of it share what they can.
 
-    def __init__(self, spec: ModelSpec, jobs: Sequence[JobLoad], rates: Rates) -> None:
+    Args:
+        looked_at: sequences of the rounds that are packed to know the mean one; fewer take less
+            time and are less exact.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        jobs: Sequence[JobLoad],
+        rates: Rates,
+        *,
+        looked_at: int = LOOKED_AT,
+    ) -> None:
+        self._looked_at = looked_at
         self.spec = spec
         self.jobs = tuple(jobs)
         self.rates = rates
@@ -140,6 +158,7 @@ class CostModel:
                 micro_batch_tokens=plan.micro_batch_tokens,
                 dp_size=plan.dp_size,
                 pp_size=plan.pp_size,
+                looked_at=self._looked_at,
             )
         return self._rounds[key].load(ROW_TILE * plan.cp_size)
 
@@ -156,7 +175,7 @@ class CostModel:
         first = self._embedding_s(plan, rows)
         host = layers * self.hardware.host.layer_s * _HOST_AGAIN[plan.recompute]
         device = self._stages(plan, layers * layer.total_s + hop, first, head)
-        stages = [max(time_s, host) for time_s in device]
+        stages = [_waits_for(host, time_s, load) for time_s in device]
         mean, slowest = sum(stages) / len(stages), max(stages)
         count = load.micro_batches
         return StepCost(
@@ -259,6 +278,11 @@ class CostModel:
                 for job in self.jobs
             ]
         return self._adapters[tp_size]
+
+
+def _waits_for(host_s: float, device_s: float, load: RoundLoad) -> float:
+    """The longer of both in the mean over micro-batches, the device's in proportion to rows."""
+    return sum(share * max(host_s, size * device_s) for share, size in load.sizes)
 
 
 def _layer_terms(layer: LayerCost, count: float) -> dict[str, float]:

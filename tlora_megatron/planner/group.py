@@ -17,6 +17,8 @@ from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs
 BUDGETS = (8192, 16384)
 """Micro-batch tokens that are tried; one that holds the longest sequence is added."""
 _LAYOUTS_KEPT = 3
+_LOOKED_AT = 1024
+"""Sequences: a scheduler asks for thousands of groups, and 4 % do not change what it chooses."""
 _REFERENCES = ((8, 8), (1, 4))
 """Mixes (jobs, batch) of 512-token sequences whose best layouts are tried for every group."""
 
@@ -120,7 +122,7 @@ class GroupModel:
         return self._choices[key]
 
     def _best(self, jobs: Sequence[JobLoad], num_gpus: int) -> _Choice:
-        model = CostModel(self.spec, jobs, self._rates)
+        model = CostModel(self.spec, jobs, self._rates, looked_at=_LOOKED_AT)
         memory = MemoryModel(self.spec, jobs, self.hardware)
         best, least = _Choice(None, None, math.inf), math.inf
         for layout in self._layouts_for(num_gpus):

@@ -299,8 +299,3 @@ def _shorter(jobs: Sequence[JobLoad], fits: Callable[[Sequence[JobLoad]], bool])
         if length < longest and fits(cut):
             yield f"cut sequences to {length} tokens"
             return
-
-
-def _cut(job: JobLoad, length: int) -> JobLoad:
-    longest_eval = min(job.longest_eval, length)
-    return replace(job, lengths=job.lengths.clipped(length), longest_eval=longest_eval)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import random
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -15,8 +16,9 @@ from tlora_megatron.job import HF_TARGETS, MEGATRON_TARGETS, JobSpec
 
 _SUM_TOLERANCE = 1e-6
 _MOST_BINS = 64
-_SPREAD = 256
+_SPREAD = 1024
 """Lengths of a job's stream before it repeats, a power of two."""
+_SMALLEST_BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,11 @@ class LengthHistogram:
         return sum(length * share for length, share in self.pairs)
 
     @property
+    def variance(self) -> float:
+        """Of the length of one sequence."""
+        return sum(length**2 * share for length, share in self.pairs) - self.mean**2
+
+    @property
     def longest(self) -> int:
         """The longest length."""
         return self.pairs[-1][0]
@@ -103,13 +110,41 @@ class LengthHistogram:
         """Lengths without end whose shares come out right in every run: van der Corput's order."""
         return itertools.cycle(_spread_lengths(self.pairs))
 
+    def shuffled(self, seed: int, batch_size: int) -> Iterator[int]:
+        """The same lengths in a random order, as a job's data comes: batches differ in their sums.
+
+        In the order of `spread` they would hardly, and too many batches would fit where real ones
+        have to wait. Shares come out right again in every 32 batches.
+        """
+        if len(self.pairs) == 1:
+            return itertools.repeat(self.longest)
+        block = max(_SMALLEST_BLOCK, 2 ** math.ceil(math.log2(32 * batch_size)))
+        return itertools.cycle(_shuffled_lengths(self.pairs, seed, min(block, _SPREAD)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _shuffled_lengths(
+    pairs: tuple[tuple[int, float], ...], seed: int, block: int
+) -> tuple[int, ...]:
+    lengths = _spread_lengths(pairs)
+    return tuple(lengths[place] for place in _permutation(seed, block))
+
+
+@functools.lru_cache(maxsize=1024)
+def _permutation(seed: int, block: int) -> tuple[int, ...]:
+    """Places of a stream, mixed within each block of a power of two."""
+    draw = random.Random(seed)
+    blocks = (range(begin, begin + block) for begin in range(0, _SPREAD, block))
+    return tuple(place for own in blocks for place in draw.sample(own, block))
+
 
 @functools.lru_cache(maxsize=1024)
 def _spread_lengths(pairs: tuple[tuple[int, float], ...]) -> tuple[int, ...]:
-    """Quantiles at 1/2, 1/4, 3/4, 1/8, 5/8, ... of a histogram, all that `_SPREAD` cuts have."""
+    """Quantiles at 1/2, 1/4, 3/4, 1/8, 5/8, ... of a histogram, all that `_SPREAD` parts have, in
+    the middle of each part."""
     ends = list(itertools.accumulate(share for _, share in pairs))
     digits, order = _SPREAD.bit_length() - 1, (*range(1, _SPREAD), 0)
-    mirrored = (int(f"{index:0{digits}b}"[::-1], 2) / _SPREAD for index in order)
+    mirrored = ((int(f"{index:0{digits}b}"[::-1], 2) + 0.5) / _SPREAD for index in order)
     places = (min(bisect_right(ends, q), len(pairs) - 1) for q in mirrored)
     return tuple(pairs[place][0] for place in places)
 

@@ -22,7 +22,9 @@ from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.super_model import SuperModel
 
 _BATCHES = 8
-"""Global batches of different sequences that a job's data holds."""
+"""Global batches of different sequences that a job's data holds at least."""
+_SEQUENCES = 512
+"""That it holds at least where lengths differ: fewer leave the longest out."""
 
 
 class SyntheticRun:
@@ -105,11 +107,18 @@ def _job_spec(load: JobLoad, index: int) -> JobSpec:
     )
 
 
+def data_lengths(load: JobLoad) -> list[int]:
+    """Rows of each sequence of a job's data, before any shuffling."""
+    least = 1 if len(load.lengths.pairs) == 1 else _SEQUENCES
+    count = max(_BATCHES * load.batch_size, least)
+    return list(itertools.islice(load.lengths.spread(), count))
+
+
 def _sequences(load: JobLoad, vocab_size: int, seed: int) -> list[TokenSequence]:
     """Random tokens in the job's lengths; the last `target_share` of each are targets."""
     draw = np.random.default_rng(seed)
     sequences = []
-    for length in itertools.islice(load.lengths.spread(), _BATCHES * load.batch_size):
+    for length in data_lengths(load):
         is_target = np.arange(length + 1) > length * (1 - load.target_share)
         is_target[0], is_target[-1] = False, True
         tokens = draw.integers(0, vocab_size, length + 1, dtype=np.int32)
