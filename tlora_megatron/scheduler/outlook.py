@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from tlora_megatron.scheduler.draft import Draft
 from tlora_megatron.scheduler.jobs import Group, Waiting
+from tlora_megatron.scheduler.reservation import soonest_nodes
 
 _DELAY_WEIGHT, _OTHERS_WEIGHT = 2.0, 3.0
 """A host that takes one newcomer will take more, and a queue that is there will last: both count
@@ -19,6 +20,8 @@ class Outlook:
 
     def __init__(self, draft: Draft, order: Sequence[Waiting], num_waiting: int) -> None:
         """`order`: the first of `num_waiting` jobs in the order in which they would start."""
+        self._draft = draft
+        self._room_s: dict[int, float] = {}
         self._now_s = draft.now_s
         self._num_gpus = draft.shape.num_gpus
         self._behind = {w.job.index: num_waiting - 1 - i for i, w in enumerate(order)}
@@ -34,7 +37,7 @@ class Outlook:
         index = waiting.job.index
         newcomer = next(m for m in merged.members if m.job.index == index)
         end = merged.end_s(newcomer)
-        own_end = self._starts_s[index] + waiting.isolated_left_s
+        own_end = self._start_s(waiting) + waiting.isolated_left_s
         delay, last_end = 0.0, end
         pause = merged.ready_s - max(self._now_s, host.ready_s)
         speeds = {m.job.index: m.tokens_per_s for m in merged.members}
@@ -49,6 +52,19 @@ class Outlook:
         saved = waiting.job.num_gpus * waiting.isolated_left_s - longer
         others = self._behind[index] * saved / self._num_gpus
         return own_end - end - _DELAY_WEIGHT * delay + _OTHERS_WEIGHT * others
+
+    def _start_s(self, waiting: Waiting) -> float:
+        """By the list schedule, but not before nodes have room for all the GPUs it asks for."""
+        index, num_gpus = waiting.job.index, waiting.job.num_gpus
+        if num_gpus == 1:
+            return self._starts_s[index]
+        if num_gpus not in self._room_s:
+            draft = self._draft
+            groups = draft.groups.values()
+            _, self._room_s[num_gpus] = soonest_nodes(
+                num_gpus, draft.shape, draft.free, groups, set()
+            )
+        return max(self._starts_s[index], self._room_s[num_gpus])
 
 
 def list_schedule(draft: Draft, order: Sequence[Waiting]) -> dict[int, float]:
