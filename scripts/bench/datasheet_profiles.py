@@ -4,6 +4,12 @@
     python scripts/bench/datasheet_profiles.py --base configs/hardware/h200.json \
         --out configs/hardware
 
+    python scripts/bench/datasheet_profiles.py --links-for one_gpu.json \
+        --base configs/hardware/h200.json --out configs/hardware/h100.json
+
+The second form gives a profile measured by one process, which has no links, those of the base,
+where both machines have the same NVLink and switches; `notes` says so.
+
 GEMM and attention rates scale with the attainable rate of dense bf16, elementwise passes and
 adapters with memory bandwidth; times of the host stay. `attainable` is the share of the data
 sheet's peak that large GEMMs reach, from public measurements of that generation.
@@ -142,6 +148,23 @@ def scaled(base: HardwareProfile, sheet: DataSheet) -> HardwareProfile:
     )
 
 
+def with_links(measured: HardwareProfile, base: HardwareProfile) -> HardwareProfile:
+    """A profile of one GPU with the links of another machine."""
+    links = f"links and collectives are those of {base.name}.json, not measured here"
+    return replace(
+        measured,
+        notes="; ".join(
+            [note for note in measured.notes.split("; ") if "link" not in note] + [links]
+        ),
+        gpus_per_node=base.gpus_per_node,
+        intra_node=base.intra_node,
+        inter_node=base.inter_node,
+        collectives=base.collectives,
+        stretch=base.stretch,
+        overlap=base.overlap,
+    )
+
+
 def _slower(cost: LoraCost, factor: float) -> LoraCost:
     """All but the fixed costs, which are launches."""
     return LoraCost(
@@ -153,15 +176,20 @@ def _slower(cost: LoraCost, factor: float) -> LoraCost:
 
 
 def main() -> int:
-    """Writes all of them."""
+    """Writes all of them, or links into one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--base", type=Path, default=Path("configs/hardware/h200.json"))
     parser.add_argument("--out", type=Path, default=Path("configs/hardware"))
+    parser.add_argument("--links-for", type=Path, help="a measured profile without links")
     parser.add_argument("--only", nargs="+", help="names of machines, where some are measured now")
     args = parser.parse_args()
     base = load_profile(args.base)
+    if args.links_for is not None:
+        profile = with_links(load_profile(args.links_for), base)
+        args.out.write_text(profile_json(profile), encoding="utf-8")
+        return 0
     for sheet in SHEETS:
         if args.only is None or sheet.name in args.only:
             path = args.out / f"{sheet.name}.json"

@@ -136,6 +136,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 5))
     parts = (
@@ -163,6 +164,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             low, high = ([e * (1 + s * band) for e in ends] for s in (-1, 1))
             axis.fill_between(ends, low, high, color="grey", alpha=0.15, label="within 10 %")
             axis.set(xscale="log", yscale="log")
+            for side in (axis.xaxis, axis.yaxis):
+                side.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                side.set_major_formatter(StrMethodFormatter("{x:g}"))
+                side.set_minor_formatter(NullFormatter())
         axis.set(title=title, xlabel="measured", ylabel="predicted")
         axis.legend(fontsize=8)
     figure.tight_layout()

@@ -138,6 +138,10 @@ class Bench:
             del model, batches
         finally:
             run.close()
+        if on_gpu:
+            free, total = torch.cuda.mem_get_info()
+            beside = (total - free - torch.cuda.memory_reserved()) / 2**30
+            self._say(f"memory beside torch's: {beside:.1f} GiB")
         held = torch.cuda.memory_allocated() if on_gpu else 0
         if held > 2**30:
             self._say(f"memory still held: {held / 2**30:.1f} GiB")
