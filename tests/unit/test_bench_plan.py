@@ -127,3 +127,16 @@ def test_the_report_says_errors_and_what_the_choice_is_worth(bench: SimpleNamesp
     assert "peak memory: +10.0% to +10.0%" in lines
     assert lines[-1].endswith("chosen TP1 PP1 DP2 1,000 tokens/s, 80.0% of the best measured, "
                               "TP2 PP1 DP1")  # fmt: skip
+
+
+def test_a_profile_of_one_gpu_gets_another_machines_links(
+    bench: SimpleNamespace, repo: Path
+) -> None:
+    base = load_profile(repo / "configs/hardware/h200.json")
+    notes = "adapters fit; one process: the link is a guess"
+    alone = replace(base, name="h100", notes=notes, gpus_per_node=1, collectives=(), stretch=1.0)
+    found = bench.load("datasheet_profiles").with_links(alone, base)
+    assert found.notes == (
+        "adapters fit; links and collectives are those of h200.json, not measured here"
+    )
+    assert found == replace(base, name="h100", notes=found.notes)

@@ -282,7 +282,8 @@ class CostModel:
 
 def _waits_for(host_s: float, device_s: float, load: RoundLoad) -> float:
     """The longer of both in the mean over micro-batches, the device's in proportion to rows."""
-    return sum(share * max(host_s, size * device_s) for share, size in load.sizes)
+    waits = sum(share * max(0.0, host_s - size * device_s) for share, size in load.sizes)
+    return device_s + waits
 
 
 def _layer_terms(layer: LayerCost, count: float) -> dict[str, float]:

@@ -145,6 +145,8 @@ class _Packer:
         ]
         self._left: list[list[int]] = [[] for _ in jobs]
         """What is left of every job's batch, ascending: the packer takes the longest first."""
+        self._waited = False
+        """Whether some batch had to go on in the next round."""
         self._fullest: list[tuple[int, float]] = []
         self._tokens = [0] * len(jobs)
         self._sequences = [0] * len(jobs)
@@ -160,6 +162,7 @@ class _Packer:
         while open_slots:
             open_slots = [slot for slot in open_slots if self._place(slot, bins)]
         self._fullest.append((count, max(load for load, _ in bins)))
+        self._waited = self._waited or any(self._left)
 
     def _refill(self) -> None:
         for slot, job in enumerate(self._jobs):
@@ -186,9 +189,8 @@ class _Packer:
             tuple(value / rounds for value in values) for values in (self._tokens, self._sequences)
         )
         drawn = 1.0
-        if all(n % job.batch_size == 0 for n, job in zip(self._sequences, self._jobs, strict=True)):
-            # Whole batches, whose expected rows are known; those of the lengths drawn are an
-            # accident.
+        if not self._waited:
+            # Whole batches, whose expected rows are known; the lengths drawn are an accident.
             expected = tuple(
                 n * job.lengths.mean for n, job in zip(sequences, self._jobs, strict=True)
             )
