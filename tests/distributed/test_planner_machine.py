@@ -54,7 +54,7 @@ def test_predictions_and_measurements_come_as_rows(
     script, out = repo / "scripts/bench/plan_vs_measured.py", tmp_path / "rows.csv"
     argv = ("--hardware", profile_path, "--csv", out, "--rounds", 3, "--seconds", 1)
     output = torchrun(script, 2, *argv, "--commit", "test", "--cases", *CASES)
-    assert "3 cases; step time: median error" in output
+    assert "3 cases\nstep time: median error" in output
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     layouts = [(int(r["tp"]), int(r["pp"]), int(r["dp"]), r["recompute"]) for r in rows]
@@ -62,6 +62,6 @@ def test_predictions_and_measurements_come_as_rows(
     for row in rows:
         assert float(row["measured_s"]) > 0
         assert float(row["predicted_s"]) > 0
-        # A full round holds what the planner expects of it.
+        # The rounds that are timed hold what the planner expects of the mean one.
         measured, expected = (int(row[f"{k}_round_tokens"]) for k in ("measured", "predicted"))
-        assert measured == pytest.approx(expected, rel=0.25)
+        assert measured == pytest.approx(expected, rel=0.05)
