@@ -19,6 +19,7 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     PhiConfig,
+    Starcoder2Config,
 )
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
@@ -155,6 +156,16 @@ def test_dropout_of_the_backbone_is_off() -> None:
     model = build(config)
     turn_dropout_off(model)
     assert all(layer.self_attn.attention_dropout == 0.0 for layer in model.model.layers)
+
+
+def test_rates_that_models_hand_to_functions_are_zero() -> None:
+    rates = {"residual_dropout": 0.5, "embedding_dropout": 0.5, "attention_dropout": 0.5}
+    model = AutoModelForCausalLM.from_config(Starcoder2Config(**TINY, **rates)).train()
+    tokens = torch.arange(16)[None]
+    turn_dropout_off(model)
+    first, second = (model(input_ids=tokens).logits for _ in range(2))
+    assert torch.equal(first, second)
+    assert model.config.residual_dropout == 0.0
 
 
 def test_peft_on_the_model_is_refused() -> None:

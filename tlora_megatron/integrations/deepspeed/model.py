@@ -75,14 +75,22 @@ def refuse_adapters(model: nn.Module) -> None:
 
 
 def turn_dropout_off(model: nn.Module) -> None:
-    """Turns the backbone's dropout off, as befits what is frozen; one warning says so."""
+    """Turns the backbone's dropout off, as befits what is frozen; one warning says so.
+
+    That of modules, and rates that models hand to functions, which stand on the modules or in their
+    configurations (`residual_dropout`, `layerdrop`).
+    """
     found = False
-    module: Any
-    for module in model.modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            module.p, found = 0.0, True
-        if getattr(module, "attention_dropout", None):
-            module.attention_dropout, found = 0.0, True
+    holders: list[Any] = list(model.modules())
+    configs = (getattr(module, "config", None) for module in holders)
+    holders += {id(config): config for config in configs if config is not None}.values()
+    for holder in holders:
+        if isinstance(holder, nn.Dropout) and holder.p > 0:
+            holder.p, found = 0.0, True
+        for name, rate in vars(holder).items():
+            if "drop" in name and isinstance(rate, float) and rate > 0:
+                setattr(holder, name, 0.0)
+                found = True
     if found:
         logger.warning("the backbone's own dropout is off: it is frozen")
 
