@@ -58,6 +58,7 @@ def test_owned_keys_become_defaults_of_the_jobs(folder: Path) -> None:
         "gradient_clipping": 0.5,
         "gradient_accumulation_steps": 4,
         "train_batch_size": "auto",
+        "flops_profiler": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.9]}},
         "scheduler": {
             "type": "WarmupDecayLR",
@@ -73,6 +74,8 @@ def test_owned_keys_become_defaults_of_the_jobs(folder: Path) -> None:
     told = "\n".join(config.changes)
     for key in ("gradient_clipping", "gradient_accumulation_steps", "optimizer", "scheduler"):
         assert key in told
+    assert "flops_profiler has no effect" in told
+    assert "flops_profiler" not in config.engine
     assert "train_batch_size" not in told
 
 
@@ -92,6 +95,14 @@ def test_owned_keys_become_defaults_of_the_jobs(folder: Path) -> None:
         ({"zero_optimization": {"stage": 4}}, "stage must be 0, 1, 2 or 3, got 4"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "be none or cpu"),
         ({"bf16": True}, "bf16 must be a mapping, got true"),
+        ({"bf16": {"enabled": "yes"}}, "bf16.enabled must be true or false"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights must be"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "mics_shard_size must be left"),
+        ({"bfloat16": {"enabled": True}}, "bfloat16 must be left out.*its name is bf16"),
+        ({"optimizer": "AdamW"}, "optimizer must be a mapping of type and params"),
+        ({"optimizer": {"type": "AdamW", "params": [1]}}, r"optimizer\.params must be a mapping"),
+        ({"scheduler": "WarmupLR"}, "scheduler must be a mapping of type and params"),
+        ({"scheduler": {"type": ["WarmupLR"]}}, r"scheduler\.type must be one of"),
         ({"zero_optimization": 3}, "zero_optimization must be a mapping, got 3"),
         ({"tlora": section() | {"defaults": []}, "gradient_clipping": 1.0}, "defaults must be a"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size must be 1"),
@@ -134,6 +145,11 @@ def test_targets_may_have_any_name(folder: Path) -> None:
 
 def test_portions_are_a_quarter_of_a_micro_batch_unless_said(folder: Path) -> None:
     assert load(folder, {}).run.run.portion_tokens == 1024
+    short = section()
+    del short["run"]["micro_batch_tokens"]
+    assert load(folder, {"tlora": short}).run.run.portion_tokens == 1024
+    del short["run"]
+    assert load(folder, {"tlora": short}, output_dir="o").run.run.portion_tokens == 1024
     fair = load(folder, {}, overrides=["run.portion_tokens=null"])
     assert fair.run.run.portion_tokens is None
 
@@ -151,6 +167,13 @@ def test_a_built_model_has_its_own_dtype_and_the_section_s_tokenizer(folder: Pat
     assert config.engine["bf16"] == {"enabled": True}
     with pytest.raises(ConfigError, match=r"bf16\.enabled must agree with the model's bfloat16"):
         load(folder, {"bf16": {"enabled": False}}, base_model=built)
+    for stated, message in (
+        ({"path": "base", "dtype": "float32"}, r"base_model\.dtype must agree with the model's"),
+        ({"pth": "base"}, "pth.*mean path"),
+        ("base", "base_model must be a mapping"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(folder, {"tlora": section() | {"base_model": stated}}, base_model=built)
     bare = section()
     del bare["base_model"]
     with pytest.raises(ConfigError, match="directory of the model's tokenizer, got none"):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.config import BaseModelSpec, RunConfig, read_config
-from tlora_megatron.config_reader import ConfigError, must
+from tlora_megatron.config import BaseModelSpec, RunConfig, RunSpec, read_config
+from tlora_megatron.config_reader import ConfigError, must, read_spec
 from tlora_megatron.config_rules import resolve
 from tlora_megatron.config_source import apply_override, merge, read_document
 from tlora_megatron.integrations.deepspeed.job_defaults import take_job_defaults
@@ -21,10 +21,24 @@ _OWNED = {
     "train_micro_batch_size_per_gpu": "micro-batches hold run.micro_batch_tokens tokens",
     "zero_allow_untested_optimizer": "DeepSpeed gets no optimizer",
     "zero_force_ds_cpu_optimizer": "DeepSpeed gets no optimizer",
+    "activation_checkpointing": "run.recompute says what is recomputed",
+    **dict.fromkeys(
+        ("flops_profiler", "wall_clock_breakdown", "tensorboard", "wandb", "csv_monitor"),
+        "DeepSpeed's engine makes no steps here; every job has metrics of its own",
+    ),
+    **dict.fromkeys(
+        ("progressive_layer_drop", "curriculum_learning", "data_efficiency"),
+        "DeepSpeed's engine makes no steps here; every job has data of its own",
+    ),
 }
 """Keys that mean nothing here, with what does."""
 
+_MICRO_BATCH_TOKENS = next(
+    field.default for field in fields(RunSpec) if field.name == "micro_batch_tokens"
+)
+
 _REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("bfloat16",), "its name is bf16"),
     (("fp16", "enabled"), "one loss scale for all jobs would let one job's inf stop the others"),
     (("amp", "enabled"), "adapters' products are in the base's dtype"),
     (("torch_autocast", "enabled"), "adapters' products are in the base's dtype"),
@@ -38,6 +52,15 @@ _REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
         "adapters have an optimizer of their own",
     ),
     (("zero_optimization", "leaf_module"), "linears must be gathered one by one"),
+    (("zero_optimization", "zero_quantized_weights"), "jobs' losses would be a rounded base's"),
+    (
+        ("zero_optimization", "zero_quantized_nontrainable_weights"),
+        "jobs' losses would be a rounded base's",
+    ),
+    (
+        ("zero_optimization", "mics_shard_size"),
+        "DeepSpeed leaves it out without an optimizer; zero_hpz_partition_size gathers in a node",
+    ),
     (("pipeline",), "pipelines need PipelineModule; use tlora train with parallel.pp_size"),
     (("tensor_parallel", "tp_overlap_comm"), "it computes gradients of frozen weights"),
     (("compile", "deepcompile"), "compiled graphs do not see the micro-batch's routing"),
@@ -134,6 +157,9 @@ def _check_mappings(document: dict[str, Any]) -> None:
     for key in ("bf16", "zero_optimization", "tensor_parallel"):
         if not isinstance(document.get(key, {}), dict):
             raise must(key, "be a mapping", document[key])
+    bf16 = document.get("bf16", {}).get("enabled", False)
+    if not isinstance(bf16, bool):
+        raise must("bf16.enabled", "be true or false", bf16)
     if not isinstance(zero.get("offload_optimizer", {}), dict):
         raise must("zero_optimization.offload_optimizer", "be a mapping", zero["offload_optimizer"])
 
@@ -177,9 +203,12 @@ def _set_dtype(section: dict[str, Any], bf16: bool | None) -> None:
 
 def _with_tokenizer(given: BaseModelSpec, stated: Any, folder: Path) -> BaseModelSpec:
     """A built model's description; the section may say where its tokenizer lies."""
-    path = stated.get("path") if isinstance(stated, dict) else None
-    if path is not None:
-        return replace(given, path=resolve(str(path), folder))
+    if stated is not None:
+        said = read_spec(BaseModelSpec, stated, "base_model")
+        if "dtype" in stated and said.dtype != given.dtype:
+            raise must("base_model.dtype", f"agree with the model's {given.dtype}", said.dtype)
+        if said.path is not None:
+            return replace(given, path=resolve(said.path, folder))
     if given.path is None:
         raise ConfigError(
             "tlora.base_model.path must name the directory of the model's tokenizer, got none"
@@ -189,11 +218,11 @@ def _with_tokenizer(given: BaseModelSpec, stated: Any, folder: Path) -> BaseMode
 
 def _set_portions(section: dict[str, Any]) -> None:
     """A quarter of a micro-batch unless asked otherwise: together is then alone, to the bit."""
-    run = section.get("run")
+    run = section.setdefault("run", {})
     if isinstance(run, dict) and "portion_tokens" not in run:
-        tokens = run.get("micro_batch_tokens")
-        if isinstance(tokens, int) and tokens >= 4:
-            run["portion_tokens"] = tokens // 4
+        tokens = run.get("micro_batch_tokens", _MICRO_BATCH_TOKENS)
+        if isinstance(tokens, int):
+            run["portion_tokens"] = max(1, tokens // 4)
 
 
 def _zero_section(document: dict[str, Any]) -> dict[str, Any]:

@@ -39,11 +39,19 @@ def take_job_defaults(document: dict[str, Any]) -> tuple[dict[str, Any], list[st
     return defaults, changes
 
 
+def _type_and_params(name: str, section: Any) -> tuple[Any, dict[str, Any]]:
+    if not isinstance(section, dict):
+        raise must(name, "be a mapping of type and params", section)
+    params = section.get("params", {})
+    if not isinstance(params, dict):
+        raise must(f"{name}.params", "be a mapping", params)
+    return section.get("type"), dict(params)
+
+
 def _adam(section: Any) -> dict[str, Any]:
-    kind = section.get("type") if isinstance(section, dict) else section
+    kind, params = _type_and_params("optimizer", section)
     if kind not in _ADAM:
         raise must("optimizer.type", f"be one of {', '.join(_ADAM)}", kind)
-    params = dict(section.get("params", {}))
     if kind == "Adam" and not params.get("adam_w_mode", True) and params.get("weight_decay"):
         raise must("optimizer.params.adam_w_mode", "be true: weight decay is decoupled", False)
     for key in _WITHOUT_EFFECT:
@@ -57,15 +65,14 @@ def _adam(section: Any) -> dict[str, Any]:
 
 
 def _schedule(section: Any, optimizer: dict[str, Any]) -> dict[str, Any]:
-    kind = section.get("type") if isinstance(section, dict) else section
-    if kind not in _SCHEDULES:
+    kind, params = _type_and_params("scheduler", section)
+    if not isinstance(kind, str) or kind not in _SCHEDULES:
         raise must(
             "scheduler.type",
             f"be one of {', '.join(_SCHEDULES)}",
             kind,
             "or give tlora.defaults.schedule",
         )
-    params = dict(section.get("params", {}))
     params.pop("total_num_steps", None)  # a job's own number of steps
     for key in params:
         if key not in _SCHEDULE_KEYS:
