@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def run_script(script: Path, settings: dict[str, str], *words: str) -> tuple[int
     clean = {k: v for k, v in _environment().items() if not k.startswith("SLURM")}
     done = subprocess.run(
         [str(script), *words],
-        env=clean | {"PYTHON": shutil.which("python") or "python3"} | settings,
+        env=clean | {"PYTHON": sys.executable} | settings,
         capture_output=True,
         text=True,
         timeout=60,
@@ -154,7 +155,7 @@ def test_megatron_lm_parses_what_they_print(
     words = printed_words(ONE_NODE, settings | change)
     script = words.index(f"{settings['MEGATRON_LM']}/pretrain_gpt.py")
     done = subprocess.run(
-        ["python", str(CPU), str(CPU.with_name("megatron_parse.py")), *words[script + 1 :]],
+        [sys.executable, str(CPU), str(CPU.with_name("megatron_parse.py")), *words[script + 1 :]],
         env=_environment() | {"RANK": "0", "WORLD_SIZE": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         cwd=REPO,
         capture_output=True,
