@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -211,6 +212,41 @@ def test_a_plan_for_megatron_is_a_script_with_its_flags(quickstart: str, tmp_pat
     assert int(seq) >= 63
     jobs = yaml.safe_load((tmp_path / "run.jobs.yaml").read_text())
     assert [j["name"] for j in jobs["jobs"]] == ["mirror", "ordered", "sums", "records"]
+
+
+def test_a_megatron_script_has_what_every_run_needs_and_starts_anywhere(
+    quickstart: str, tmp_path: Path, repo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _write(quickstart, "megatron", Path("run.sh"), "--tokens", "8192")
+    words = shlex.split(Path("run.sh").read_text(), comments=True)
+    ours = (repo / "scripts" / "megatron" / "finetune.sh").read_text()
+    for flag in ("--train-iters", "--save-interval", "--transformer-impl", "--no-rope-fusion"):
+        assert flag in ours
+        assert flag in words
+    assert "$MEGATRON_LM/pretrain_gpt.py" in words
+    assert words[words.index("--tlora-config") + 1] == str(tmp_path / "run.jobs.yaml")
+    # The base has fewer positions than the micro-batch rows; Megatron counts it as one sequence.
+    assert words[len(words) - words[::-1].index("--max-position-embeddings")] == "8192"
+
+
+@pytest.mark.megatron_lm
+def test_megatron_lm_parses_what_the_planner_writes(quickstart: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    _write(quickstart, "megatron", path, "--pp", "2", "--vpp", "2", "--recompute", "full")
+    words = shlex.split(path.read_text().replace('"$CHECKPOINT"', str(tmp_path)), comments=True)
+    begin, helpers = words.index("$MEGATRON_LM/pretrain_gpt.py") + 1, Path(__file__).parents[1]
+    scripts = [helpers / "helpers" / f"megatron_{name}.py" for name in ("lm_cpu", "parse")]
+    found = subprocess.run(
+        [sys.executable, *map(str, scripts), *(w for w in words[begin:] if w not in ("$@", "\n"))],
+        env=os.environ | {"RANK": "0", "WORLD_SIZE": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        cwd=helpers.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.returncode == 0, found.stderr[-4000:]
+    assert json.loads(found.stdout.splitlines()[-1])["num_layers"] == 4
 
 
 def test_a_plan_for_deepspeed_is_a_json_that_its_reader_takes(

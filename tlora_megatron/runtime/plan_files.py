@@ -20,6 +20,14 @@ from tlora_megatron.planner.search import RankedPlan
 from tlora_megatron.training.megatron_flags import megatron_flags
 
 KINDS = ("train", "megatron", "deepspeed", "slurm")
+_TRAINER_FLAGS = (
+    *("--exit-on-missing-checkpoint", "--save-interval", "100", "--train-iters", "100000"),
+    *("--log-interval", "1", "--eval-iters", "0", "--transformer-impl", "local"),
+    *("--no-persist-layer-norm", "--no-gradient-accumulation-fusion"),
+    *("--no-masked-softmax-fusion", "--no-rope-fusion"),
+)
+"""Those of `scripts/megatron/finetune.sh` that no plan decides: the jobs end the training, and
+neither Transformer Engine nor apex is needed."""
 
 
 def apply_plan(config: RunConfig, plan: Plan) -> RunConfig:
@@ -74,12 +82,13 @@ def write_plan(
         _write(path, json.dumps(_deepspeed(config, plan), indent=2) + "\n")
         script = ["-m", "tlora_megatron.deepspeed", "--deepspeed_config", str(path)]
         return [_torchrun(nodes, local, script)]
+    # Where the script will be started is not known.
+    jobs = path.with_suffix(".jobs.yaml").resolve()
     if kind == "megatron":
-        jobs = path.with_suffix(".jobs.yaml")
         _write(jobs, _yaml(_jobs_only(config)))
         _write(path, _megatron(config, spec, ranked, jobs, nodes, local))
-        return [f"bash {shlex.quote(str(path))}"]
-    jobs = path.with_suffix(".jobs.yaml")
+        variables = "MEGATRON_LM=DIR CHECKPOINT=DIR"
+        return [f"{variables} bash {shlex.quote(str(path))}"]
     _write(jobs, _yaml(config_to_dict(apply_plan(config, plan))))
     _write(path, _slurm(jobs, nodes, local))
     return [f"sbatch {shlex.quote(str(path))}"]
@@ -144,16 +153,18 @@ def _megatron(
     config: RunConfig, spec: ModelSpec, ranked: RankedPlan, jobs: Path, nodes: int, local: int
 ) -> str:
     flags = shlex.join(_layout_flags(config, spec, ranked))
-    launch = _torchrun(nodes, local, ["-m", "tlora_megatron.launch", "pretrain_gpt.py"])
+    launch = _torchrun(nodes, local, ["-m", "tlora_megatron.launch"])
     model = shlex.join(megatron_flags(spec))
     base = config.base_model.path or str(Path(str(config.base_model.config)).parent)
     return (
         "#!/usr/bin/env bash\n"
         f"# {ranked.plan.label}: {ranked.cost.tokens_per_s:,.0f} tokens/s predicted.\n"
-        "# In a Megatron-LM checkout; CHECKPOINT is what `tlora convert` made of the base.\n"
         "set -euo pipefail\n"
+        ': "${MEGATRON_LM:?must name a Megatron-LM checkout}"\n'
+        ': "${CHECKPOINT:?must name what tlora convert made of the base}"\n'
         "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
-        f"{launch} \\\n  {model} \\\n  {flags} \\\n"
+        f'{launch} "$MEGATRON_LM/pretrain_gpt.py" \\\n  {model} \\\n  {flags} \\\n'
+        f"  {shlex.join(_TRAINER_FLAGS)} \\\n"
         f"  --tokenizer-type HuggingFaceTokenizer --tokenizer-model {shlex.quote(base)} \\\n"
         f'  --load "$CHECKPOINT" --save {shlex.quote(config.run.output_dir)} \\\n'
         f'  --tlora-config {shlex.quote(str(jobs))} "$@"\n'
@@ -175,6 +186,9 @@ def _layout_flags(config: RunConfig, spec: ModelSpec, ranked: RankedPlan) -> lis
         "seq-length": plan.micro_batch_tokens,
         "seed": max(1, config.run.seed),
     }
+    if plan.micro_batch_tokens > spec.max_positions:
+        # Megatron counts a packed micro-batch as one sequence.
+        words["max-position-embeddings"] = plan.micro_batch_tokens
     if plan.vpp_size > 1:
         layers = spec.num_layers // (plan.pp_size * plan.vpp_size)
         words["num-layers-per-virtual-pipeline-stage"] = layers
