@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("deepspeed", reason="needs deepspeed")
+
 from tlora_megatron.config import BaseModelSpec
 from tlora_megatron.config_reader import ConfigError
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
@@ -99,6 +101,14 @@ def test_owned_keys_become_defaults_of_the_jobs(folder: Path) -> None:
         ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights must be"),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "mics_shard_size must be left"),
         ({"bfloat16": {"enabled": True}}, "bfloat16 must be left out.*its name is bf16"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimiser": {"device": "cpu"}}},
+            r"zero_optimization\.offload_optimiser must be what DeepSpeed takes",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "reduce_bucket_size": "big"}},
+            "reduce_bucket_size must be what DeepSpeed takes, got 'big'",
+        ),
         ({"optimizer": "AdamW"}, "optimizer must be a mapping of type and params"),
         ({"optimizer": {"type": "AdamW", "params": [1]}}, r"optimizer\.params must be a mapping"),
         ({"scheduler": "WarmupLR"}, "scheduler must be a mapping of type and params"),

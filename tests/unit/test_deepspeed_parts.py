@@ -25,9 +25,12 @@ from transformers import (
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.tiny_models import randomize, tiny_config
+from tlora_megatron.config import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.integrations.deepspeed import attention
+from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.integrations.deepspeed.discover import model_spec
 from tlora_megatron.integrations.deepspeed.engine import check_packing
+from tlora_megatron.integrations.deepspeed.frozen_base import build_base
 from tlora_megatron.integrations.deepspeed.linears import prepare_linear
 from tlora_megatron.integrations.deepspeed.model import (
     refuse_adapters,
@@ -208,6 +211,20 @@ def prepared(model: Any, groups: ParallelGroups) -> None:
     use_packed_attention(model)
     prepare_output_layer(model, spec.vocab_size, groups)
     check_packing(model, spec, groups, plain)
+
+
+def test_tensor_parallelism_must_fit_the_world(groups: ParallelGroups) -> None:
+    run = RunConfig(
+        base_model=BaseModelSpec(path="unread"),
+        parallel=ParallelSpec(),
+        run=RunSpec(output_dir="unused"),
+        jobs=(),
+    )
+    config = DeepSpeedConfig(
+        engine={}, run=run, stage=0, tp_size=3, offload_optimizer=False, changes=()
+    )
+    with pytest.raises(ValueError, match="autotp_size must divide the 1 processes, got 3"):
+        build_base(config)
 
 
 def test_attention_without_a_micro_batch_says_what_to_do() -> None:

@@ -9,6 +9,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import ValidationError
+
 from tlora_megatron.config import BaseModelSpec, RunConfig, RunSpec, read_config
 from tlora_megatron.config_reader import ConfigError, must, read_spec
 from tlora_megatron.config_rules import resolve
@@ -230,6 +233,12 @@ def _zero_section(document: dict[str, Any]) -> dict[str, Any]:
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise must("zero_optimization.stage", "be 0, 1, 2 or 3", stage)
+    try:
+        DeepSpeedZeroConfig(**zero)  # below stage 3, too, where DeepSpeed never sees the section
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(("zero_optimization", *map(str, first["loc"])))
+        raise must(name, "be what DeepSpeed takes", first["input"], first["msg"]) from error
     return zero
 
 

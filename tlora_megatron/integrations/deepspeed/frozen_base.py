@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tlora_megatron.backbone import LinearsSpec
@@ -57,6 +58,11 @@ def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
         ValueError: if the model is not supported, saying why.
     """
     tp_size = config.tp_size
+    if dist.get_world_size() % tp_size:
+        raise ValueError(
+            f"tensor_parallel.autotp_size must divide the {dist.get_world_size()} processes, "
+            f"got {tp_size}"
+        )
     if model is None:
         model = models.load_model(config.run.base_model, config.engine, tp_size=tp_size)
     models.refuse_adapters(model)

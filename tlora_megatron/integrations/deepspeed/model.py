@@ -96,14 +96,21 @@ def turn_dropout_off(model: nn.Module) -> None:
 
 
 def start_engine(model: Any, engine: dict[str, Any]) -> Any:
-    """Hands a model to DeepSpeed, where AutoTP and ZeRO-3 cut its weights, and freezes it."""
+    """Hands a model to DeepSpeed, where AutoTP and ZeRO-3 cut its weights, and freezes it.
+
+    Raises:
+        ValueError: if DeepSpeed refuses.
+    """
     engine = dict(engine)
     # AutoTP hooks what it leaves whole, and fails on what is frozen; what it cuts it unfreezes.
     model.requires_grad_(engine.get("tensor_parallel", {}).get("autotp_size", 1) > 1)
     if "vocab_parallel_lm_head" in TPTrainingConfig.model_fields and "tensor_parallel" in engine:
         # A tied head would bring DeepSpeed's own loss with it.
         engine["tensor_parallel"] = {"vocab_parallel_lm_head": False, **engine["tensor_parallel"]}
-    started, *_ = deepspeed.initialize(model=model, config=engine)
+    try:
+        started, *_ = deepspeed.initialize(model=model, config=engine)
+    except AssertionError as error:
+        raise ValueError(f"DeepSpeed refuses the model or its JSON: {error}") from error
     model.requires_grad_(False)
     return started
 
