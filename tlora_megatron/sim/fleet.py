@@ -1,0 +1,133 @@
+"""The groups that train and the GPUs they hold; every change goes into the books."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from tlora_megatron.scheduler.cluster import ClusterShape, ClusterState, FreeGpus
+from tlora_megatron.scheduler.formation import Parts, carried_on
+from tlora_megatron.scheduler.group_throughput import GroupRates, Speeds
+from tlora_megatron.scheduler.jobs import Group, Job, Member
+from tlora_megatron.sim.events import Events, Kind
+from tlora_megatron.sim.faults import Faults
+from tlora_megatron.sim.ledger import InvariantError, Ledger, require
+
+
+class Fleet:
+    """What runs where, and what each tenant holds; a group's next end is an event."""
+
+    def __init__(
+        self,
+        *,
+        shape: ClusterShape,
+        speeds: Speeds,
+        faults: Faults,
+        quotas: Mapping[str, int],
+        events: Events,
+        ledger: Ledger,
+    ) -> None:
+        """All GPUs are free; `events` and `ledger` are the simulator's own."""
+        self.state = ClusterState(shape=shape, free=FreeGpus.all_of(shape), quotas=quotas)
+        self._speeds = speeds
+        self._faults = faults
+        self._events = events
+        self._ledger = ledger
+        self._down: set[int] = set()
+        self._where: dict[int, int] = {}
+        self._num_groups = 0
+
+    @property
+    def busy_gpus(self) -> int:
+        """GPUs that groups hold."""
+        down = len(self._down) * self.state.shape.gpus_per_node
+        return self.state.shape.num_gpus - down - self.state.free.num
+
+    def can_ever_run(self, job: Job) -> bool:
+        """Whether the job would be let onto an empty cluster."""
+        quota = self.state.quotas.get(job.tenant, job.num_gpus)
+        return job.num_gpus <= min(quota, self.state.shape.num_gpus)
+
+    def group_of(self, index: int) -> Group | None:
+        """The group that a job trains in, by the job's index."""
+        number = self._where.get(index)
+        return None if number is None else self.state.groups[number]
+
+    def stop_s(self, group: Group, member: Member) -> float:
+        """When a member ends or fails if nothing changes."""
+        fails_after = self._faults.fails_after_tokens.get(member.job.index)
+        if fails_after is None:
+            return group.end_s(member)
+        left = member.tokens_left - (member.job.tokens - fails_after)
+        return group.ready_s + max(0.0, left) / member.tokens_per_s
+
+    def open(self, group: Group) -> None:
+        """Puts a group on free GPUs."""
+        self.state.free.take(group.gpus)
+        self.state.groups[group.number] = group
+        for member in group.members:
+            self._where[member.job.index] = group.number
+        stop_s = min([self.stop_s(group, member) for member in group.members])
+        self._events.push(stop_s, Kind.GROUP, group.number)
+
+    def close(self, group: Group, now_s: float) -> None:
+        """Takes a group off its GPUs."""
+        self._ledger.close(group, now_s)
+        del self.state.groups[group.number]
+        self.state.changed.discard(group.number)
+        self.state.free.give(group.gpus)
+        self.state.freed = True
+
+    def carry_on(self, group: Group, without: Collection[Member], now_s: float) -> None:
+        """What is left of a closed group trains on."""
+        gone = {member.job.index for member in without}
+        parts = Parts(running=tuple((group, m) for m in group.members if m.job.index not in gone))
+        if not len(parts):
+            return
+        rates = self.rates(parts, len(group.gpus))
+        rest = carried_on(group, parts, rates=rates, now_s=now_s, number=self.next_number())
+        self.open(rest)
+        self.state.changed.add(rest.number)
+
+    def charge(self, job: Job) -> None:
+        """A job starts: its tenant holds what it asks for.
+
+        Raises:
+            InvariantError: if that is beyond the tenant's quota.
+        """
+        held = self.state.tenant_gpus.get(job.tenant, 0) + job.num_gpus
+        quota = self.state.quotas.get(job.tenant, held)
+        require(held <= quota, f"tenant {job.tenant!r} must hold at most {quota} GPUs, got {held}")
+        self.state.tenant_gpus[job.tenant] = held
+
+    def leave(self, job: Job) -> None:
+        """A job runs no more."""
+        del self._where[job.index]
+        self.state.tenant_gpus[job.tenant] -= job.num_gpus
+
+    def node_down(self, node: int) -> None:
+        """Nobody gets the GPUs of a node, which no group holds."""
+        self._down.add(node)
+        self.state.free.take(self.state.shape.gpus_of(node))
+
+    def node_up(self, node: int) -> None:
+        """They are free again."""
+        self._down.remove(node)
+        self.state.free.give(self.state.shape.gpus_of(node))
+        self.state.freed = True
+
+    def rates(self, parts: Parts, num_gpus: int) -> GroupRates:
+        """Speeds of a group.
+
+        Raises:
+            InvariantError: if it does not fit the memory.
+        """
+        rates = self._speeds.rates(parts.kinds, num_gpus)
+        if rates is None:
+            names = ", ".join(job.name for job in parts.jobs)
+            raise InvariantError(f"memory of {num_gpus} GPUs must hold jobs {names}")
+        return rates
+
+    def next_number(self) -> int:
+        """A number that no group had."""
+        self._num_groups += 1
+        return self._num_groups
