@@ -17,7 +17,11 @@ from torch import nn
 
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import MOE_SPEC, SPEC, build_user_gpt
-from tlora_megatron.integrations.megatron.built_model import freeze, language_models
+from tlora_megatron.integrations.megatron.built_model import (
+    freeze,
+    language_models,
+    require_whole_weights,
+)
 from tlora_megatron.integrations.megatron.core_attention import PackedCoreAttention
 from tlora_megatron.integrations.megatron.discover import discover, record_stages
 from tlora_megatron.integrations.megatron.engine import current_groups
@@ -141,6 +145,20 @@ def test_an_mlp_that_does_not_call_its_linears_is_refused(
     mlp.__class__ = type("TEFusedMLP", (type(mlp),), {})
     with pytest.raises(ValueError, match=r"layer 1 must have an MLP whose .*, got TEFusedMLP"):
         discover([chunk], SPEC, groups)
+
+
+def test_weights_that_do_not_fit_are_refused_even_where_the_loader_is_not_strict(
+    chunk: Any,
+) -> None:
+    require_whole_weights([Wrapped(chunk)])
+    weights = {k: v for k, v in chunk.state_dict().items() if not k.endswith("_extra_state")}
+    chunk.load_state_dict(weights, strict=False)
+    norm = "decoder.final_layernorm.weight"
+    lacking = {key: value for key, value in weights.items() if key != norm}
+    with pytest.raises(ValueError, match=rf"got 1 missing \({norm}\) and 0 unexpected"):
+        chunk.load_state_dict(lacking, strict=False)
+    with pytest.raises(ValueError, match=r"0 missing \(\) and 1 unexpected \(bias\)"):
+        chunk.load_state_dict(weights | {"bias": torch.zeros(1)}, strict=False)
 
 
 def test_of_experts_the_shared_one_is_found_if_the_spec_has_it(groups: ParallelGroups) -> None:

@@ -42,5 +42,28 @@ def freeze(chunks: Sequence[nn.Module]) -> None:
             model.embedding.register_forward_hook(_require_grad)
 
 
+def require_whole_weights(chunks: Sequence[nn.Module]) -> None:
+    """Makes loading a state dict that does not fit raise ValueError, whoever loads it.
+
+    Megatron's loader answers `strict` by loading once more without it, for states of Transformer
+    Engine that come and go (those are passed over here too), and would train over random weights.
+    """
+    for model in language_models(chunks):
+        model.register_load_state_dict_post_hook(_check_loaded)
+
+
+def _check_loaded(module: nn.Module, keys: Any) -> None:
+    missing, unexpected = (
+        [key for key in names if not key.endswith("_extra_state")]
+        for names in (keys.missing_keys, keys.unexpected_keys)
+    )
+    if missing or unexpected:
+        raise ValueError(
+            f"the checkpoint must hold the weights of this model and no others, got "
+            f"{len(missing)} missing ({', '.join(missing[:3])}) and {len(unexpected)} unexpected "
+            f"({', '.join(unexpected[:3])})"
+        )
+
+
 def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     return output.requires_grad_(torch.is_grad_enabled())
