@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from tlora_megatron.backbone import Backbone
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.ops.columns import OutputColumns
 from tlora_megatron.plan import ParallelLayout
@@ -147,9 +148,7 @@ def _stage_linears(
     return [(layer, linear) for layer in layers for linear in LINEAR_TARGETS]
 
 
-def check_targets(
-    spec: ModelSpec, layout: ParallelLayout, job: str, targets: Sequence[str]
-) -> None:
+def check_targets(spec: Backbone, layout: ParallelLayout, job: str, targets: Sequence[str]) -> None:
     """Refuses targets that not every layer of a built model has: an adapter covers all layers.
 
     Raises:

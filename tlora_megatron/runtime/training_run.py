@@ -23,9 +23,10 @@ from tlora_megatron.backbone import Backbone
 from tlora_megatron.config import JobError, RunConfig, config_to_dict
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
-from tlora_megatron.layers.sites import Site
+from tlora_megatron.layers.sites import Site, check_targets
 from tlora_megatron.layers.slab import StatePlacement, initial_factor
 from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.plan import ParallelLayout
 from tlora_megatron.runtime.agreement import check_agreement
 from tlora_megatron.runtime.output_dir import CONFIG_NAME, claim_output_dir, hold_output_dir
 from tlora_megatron.runtime.summary import summarize
@@ -112,6 +113,7 @@ class TrainingRun:
             round_shape: what the driver fixes; `portion_tokens` is the configuration's.
             placement: of the adapters' master weights and moments.
         """
+        self._leave_out_jobs_without_sites(groups.layout)
         loras = [job.spec.lora for job in self._prepared]
         dtype = DTYPES[self.config.base_model.dtype]
         sites = [site for site, _ in linears]
@@ -183,14 +185,32 @@ class TrainingRun:
                     )
                 )
             except ValueError as error:
-                if run.on_job_error == "stop":
-                    raise
-                logger.warning("job %s is left out: %s", job.name, error)
-                self._rejected.append(JobError(name=job.name, message=str(error)))
+                self._leave_out(job.name, error)
+        self._check_any(prepared)
+        return prepared
+
+    def _leave_out_jobs_without_sites(self, layout: ParallelLayout) -> None:
+        """As `_prepare_jobs`, over targets that a model which someone else built may lack."""
+        able = []
+        for job in self._prepared:
+            try:
+                check_targets(self.spec, layout, job.spec.name, job.spec.lora.target_modules)
+                able.append(job)
+            except ValueError as error:
+                self._leave_out(job.spec.name, error)
+        self._check_any(able)
+        self._prepared = able
+
+    def _leave_out(self, name: str, error: ValueError) -> None:
+        if self.config.run.on_job_error == "stop":
+            raise error
+        logger.warning("job %s is left out: %s", name, error)
+        self._rejected.append(JobError(name=name, message=str(error)))
+
+    def _check_any(self, prepared: Sequence[PreparedJob]) -> None:
         if not prepared:
             reasons = "; ".join(error.message for error in self._rejected)
             raise ValueError(f"jobs must hold at least one that can start, got {reasons}")
-        return prepared
 
 
 def _start_job(prepared: PreparedJob, spec: Backbone, bank: AdapterBank) -> JobState:

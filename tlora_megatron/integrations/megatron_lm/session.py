@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tlora_megatron.config import RunConfig
 from tlora_megatron.integrations.megatron import recompute
-from tlora_megatron.integrations.megatron.built_model import freeze
+from tlora_megatron.integrations.megatron.built_model import freeze, require_whole_weights
 from tlora_megatron.integrations.megatron.discover import discover, record_stages
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
@@ -27,7 +27,7 @@ from tlora_megatron.integrations.megatron_lm.arguments import LaunchSettings
 from tlora_megatron.integrations.megatron_lm.engine import MicroBatchFeed, UserModel
 from tlora_megatron.integrations.megatron_lm.interval_losses import IntervalLosses
 from tlora_megatron.integrations.megatron_lm.job_optimizer import JobOptimizer
-from tlora_megatron.layers.sites import Site, check_targets
+from tlora_megatron.layers.sites import Site
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.loop import TrainingLoop
@@ -113,6 +113,7 @@ class Session:
         DDP keeps a table of the modules that it finds.
         """
         freeze(chunks)
+        require_whole_weights(chunks)
         install_packed_attention(chunks)
 
     def optimizer(self, config: Any) -> JobOptimizer:
@@ -125,8 +126,6 @@ class Session:
         groups = current_groups(settings.layout)
         linears = discover(chunks, spec, groups)
         groups = record_stages(groups, linears)
-        for job in settings.config.jobs:
-            check_targets(spec, groups.layout, job.name, job.lora.target_modules)
         engine = UserModel(
             chunks, groups, vocab_size=spec.vocab_size, seq_length=self._args.seq_length
         )
