@@ -88,6 +88,22 @@ def test_without_groups_every_head_has_its_own_keys(spec: ModelSpec) -> None:
     assert spec_from_arguments(args, vocab_size=8).num_kv_heads == spec.num_heads
 
 
+def test_a_shared_expert_has_a_size_of_its_own(spec: ModelSpec) -> None:
+    args = arguments(spec, moe_shared_expert_intermediate_size=48)
+    assert spec_from_arguments(args, vocab_size=8).shared_ffn_size == 48
+    assert spec_from_arguments(arguments(spec), vocab_size=8).shared_ffn_size is None
+
+
+@pytest.mark.parametrize(("given", "expected"), [(120, 120), (None, 100), (200, 128)])
+def test_the_vocabulary_is_that_of_the_arguments_before_the_tokenizer_s(
+    tmp_path: Path, spec: ModelSpec, given: int | None, expected: int
+) -> None:
+    fields = {"vocab_size": given, "padded_vocab_size": 128, "tokenizer_model": tmp_path / "base"}
+    path = write_config(tmp_path, base_model=None)
+    settings = launch_settings(arguments(spec, tlora_config=path, **fields), tokenizer_size=100)
+    assert settings.spec.vocab_size == expected
+
+
 def test_a_hybrid_s_attention_and_mlp_are_one_layer(spec: ModelSpec) -> None:
     args = arguments(spec, num_layers=6, hybrid_layer_pattern="*-*-*-")
     assert spec_from_arguments(args, vocab_size=8).num_layers == 3
@@ -125,7 +141,7 @@ def test_without_a_base_model_the_tokenizer_s_folder_stands_for_it(
     )
     settings = launch_settings(args, tokenizer_size=100)
     assert settings.base_model == str(tmp_path / "base")
-    assert (settings.spec.vocab_size, settings.spec.norm_eps) == (100, 0.5)
+    assert settings.spec.norm_eps == 0.5
 
 
 @pytest.mark.parametrize(
@@ -201,9 +217,11 @@ def test_the_flag_sets_what_follows_from_it() -> None:
     for name in ("finetune", "no_load_optim", "no_load_rng"):
         setattr(args, name, False)
     args.eval_iters, args.full_validation, args.lr = 10, True, None
+    args.moe_router_bias_update_rate = 1e-3
     assert settle(args) == ["--eval-iters 10: jobs are evaluated on their own data.eval"]
     assert args.finetune
     assert args.no_load_optim
     assert args.no_load_rng
+    assert args.moe_router_bias_update_rate == 0.0
     assert (args.eval_iters, args.full_validation, args.lr) == (0, False, 0.0)
     assert settle(args) == []

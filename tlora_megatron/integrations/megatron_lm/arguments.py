@@ -86,6 +86,8 @@ def settle(args: argparse.Namespace) -> list[str]:
     # One schedule, clip and decay a job; Megatron asks for these whatever the optimizer.
     if args.lr is None:
         args.lr = 0.0
+    # The router's bias would follow the tokens of all jobs; it is the base's.
+    args.moe_router_bias_update_rate = 0.0
     return ignored
 
 
@@ -94,8 +96,8 @@ def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchS
 
     Args:
         args: Megatron's, validated.
-        tokenizer_size: entries of Megatron's tokenizer: the vocabulary where no Hugging Face
-            config says another.
+        tokenizer_size: entries of Megatron's tokenizer: the vocabulary where neither a Hugging Face
+            config nor `--vocab-size` says another.
 
     Raises:
         ValueError: for a file that contradicts the arguments, or cannot be used.
@@ -108,7 +110,9 @@ def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchS
     folder = path.resolve().parent
     base_model, tokenizer_dir = _base_model(args, document.pop("base_model"), folder)
     config = read_config(document, folder, base_model=base_model)
-    spec = spec_from_arguments(args, vocab_size=min(args.padded_vocab_size, tokenizer_size))
+    # Models may have more rows than their tokenizer has entries (Qwen): `tlora convert` says so.
+    vocab_size = args.vocab_size or tokenizer_size
+    spec = spec_from_arguments(args, vocab_size=min(args.padded_vocab_size, vocab_size))
     if is_named:
         spec = _agreed(spec, read_model_spec(tokenizer_dir / "config.json"), args, tokenizer_dir)
     return LaunchSettings(
@@ -141,6 +145,7 @@ def spec_from_arguments(args: argparse.Namespace, *, vocab_size: int) -> ModelSp
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
+        shared_ffn_size=getattr(args, "moe_shared_expert_intermediate_size", None),
     )
 
 
