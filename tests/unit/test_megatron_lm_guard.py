@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -18,6 +19,10 @@ FINE: dict[str, Any] = {
     "save": "out",
     "seq_length": 64,
     "context_parallel_size": 1,
+    "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "train_iters": 10,
+    "train_samples": None,
     "normalization": "RMSNorm",
     "swiglu": True,
     "position_embedding_type": "rope",
@@ -95,10 +100,62 @@ def test_the_output_folder_must_be_given() -> None:
         guard.check_arguments(argparse.Namespace(**(FINE | {"save": None})))
 
 
-def test_rows_are_cut_evenly_over_context_parallel_ranks() -> None:
-    args = argparse.Namespace(**(FINE | {"seq_length": 66, "context_parallel_size": 2}))
-    with pytest.raises(ValueError, match=r"--seq-length must be a multiple of .* = 4 .* got 66"):
+@pytest.mark.parametrize(
+    ("parallel", "multiple"),
+    [
+        ({"context_parallel_size": 2}, 4),
+        ({"tensor_model_parallel_size": 4, "sequence_parallel": True}, 4),
+        (
+            {
+                "context_parallel_size": 2,
+                "tensor_model_parallel_size": 4,
+                "sequence_parallel": True,
+            },
+            8,
+        ),
+    ],
+)
+def test_rows_are_cut_evenly_over_ranks(parallel: dict[str, Any], multiple: int) -> None:
+    guard.check_arguments(argparse.Namespace(**(FINE | parallel)))
+    args = argparse.Namespace(**(FINE | parallel | {"seq_length": 64 + multiple // 2}))
+    with pytest.raises(ValueError, match=rf"--seq-length must be a multiple of {multiple} with"):
         guard.check_arguments(args)
+
+
+def test_an_end_must_be_given() -> None:
+    with pytest.raises(ValueError, match=r"--train-iters must be given .*, got absent"):
+        guard.check_arguments(argparse.Namespace(**(FINE | {"train_iters": None})))
+    samples = {"train_iters": None, "train_samples": 8}
+    guard.check_arguments(argparse.Namespace(**(FINE | samples)))
+
+
+@pytest.mark.parametrize("kinds", ["sinkhorn", ["seq_aux_loss", "quantile_balancing"]])
+def test_routers_that_mix_jobs_are_refused(kinds: str | list[str]) -> None:
+    fine = FINE | {"moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"]}
+    guard.check_arguments(argparse.Namespace(**fine))
+    args = argparse.Namespace(**(FINE | {"moe_router_load_balancing_type": kinds}))
+    with pytest.raises(ValueError, match="--moe-router-load-balancing-type must be none"):
+        guard.check_arguments(args)
+
+
+def test_the_launcher_lets_kernels_start_in_order_with_the_flag_alone(
+    trainer: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, "8")  # so that it is put back
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for words, before, after in (
+        (["x.py"], None, None),
+        (["x.py", "--tlora-config", "a"], None, "1"),
+        (["x.py", "--tlora-config", "a"], "8", "8"),
+    ):
+        monkeypatch.setattr(sys, "argv", words)
+        os.environ.pop(name, None)
+        if before:
+            os.environ[name] = before
+        launch.install()
+        assert os.environ.get(name) == after
 
 
 def _function(parameters: tuple[str, ...]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ _PER_JOB = "it would mix the jobs' gradients"
 _DOCUMENTS = "packed documents of several jobs do not have it"
 _ARCHITECTURE = "adapters are exported for Hugging Face's Llama, Mistral and Qwen"
 _OWN_DATA = "data come from the jobs of the configuration"
+_MIXING_ROUTERS = ("sinkhorn", "quantile_balancing")
 _NOT_TRIED = "it has not been tried"
 
 RULES: tuple[_Rule, ...] = tuple(
@@ -202,13 +204,25 @@ def check_arguments(args: Any) -> None:
         rule.check(args)
     if not args.save:
         raise ValueError(f"--save must be given with {FLAG}: it is the output folder of the jobs")
-    multiple = args.context_parallel_size
-    if multiple > 1:
-        multiple *= 2
+    if not args.train_iters and not args.train_samples:
+        raise ValueError(
+            f"--train-iters must be given with {FLAG}, got {_show(args.train_iters)}; training "
+            f"ends earlier when all jobs have"
+        )
+    balancing = getattr(args, "moe_router_load_balancing_type", "none")
+    for kind in [balancing] if isinstance(balancing, str) else balancing:
+        if kind in _MIXING_ROUTERS:
+            raise ValueError(
+                f"--moe-router-load-balancing-type must be none with {FLAG}, got {kind}; it would "
+                f"route a job's tokens by another's"
+            )
+    chunks = 2 if args.context_parallel_size > 1 else 1
+    shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    multiple = args.context_parallel_size * math.lcm(chunks, shards)
     if args.seq_length % multiple:
         raise ValueError(
-            f"--seq-length must be a multiple of 2 * context-parallel size = {multiple} with "
-            f"{FLAG}, got {args.seq_length}"
+            f"--seq-length must be a multiple of {multiple} with {FLAG}, for rows to be cut "
+            f"evenly over context and sequence parallel ranks, got {args.seq_length}"
         )
 
 
