@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -66,11 +67,21 @@ def _job_summary(job: JobState, loop: TrainingLoop) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    names = ("tlora-megatron", "torch", "megatron-core", "deepspeed", "transformers")
+    names = (
+        "tlora-megatron",
+        "torch",
+        "megatron-core",
+        "transformer-engine",
+        "deepspeed",
+        "transformers",
+    )
     found = {"python": platform.python_version()}
     for name in names:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
+    # A checkout of Megatron-LM is imported in the place of the installed package.
+    if core := sys.modules.get("megatron.core"):
+        found["megatron-core"] = core.__version__
     return found
