@@ -154,9 +154,8 @@ class SuperModel:
             portions = [q[:n] for q, n in zip(queues, counts, strict=True)]
             batches, left, placed = self._pack_round(portions, ())
             queues = [rest + q[n:] for rest, q, n in zip(left, queues, counts, strict=True)]
-            for items, batch, result in zip(
-                placed, batches, self.engine.predict(batches), strict=False
-            ):
+            results = self.engine.predict(batches)
+            for items, batch, result in zip(placed, batches, results, strict=False):
                 self._add_predictions(totals, offsets, items, batch, *result)
         dist.all_reduce(totals)
         losses, wrong = totals.tolist() if totals.numel() else ([], [])
