@@ -18,6 +18,7 @@ from tlora_megatron.planner.cost_model import step_cost
 from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile, Link, load_profile
 from tlora_megatron.planner.memory import memory_use
+from tlora_megatron.planner.remedies import more_gpus
 from tlora_megatron.planner.search import SearchSpace, search
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
@@ -134,6 +135,36 @@ def test_several_nodes_need_a_link_and_a_result_says_so() -> None:
     result = search(SPEC, jobs(4), alone, 4)
     assert result.plans == ()
     assert "4 GPUs are more than the 2 of a node" in result.dropped[0].reason
+    assert result.remedies == ("use the 2 GPUs of a node, or a profile with an inter_node link",)
+
+
+def test_more_gpus_are_the_next_number_that_has_a_layout() -> None:
+    # On three GPUs ten heads cannot be cut; on four they can, by two.
+    need = memory_use(LARGE, jobs(1), Plan(tp_size=2, dp_size=2, micro_batch_tokens=1024), HARDWARE)
+    small = replace(HARDWARE, memory_bytes=need.total_bytes, gpus_per_node=8)
+    result = search(LARGE, jobs(1), small, 3)
+    assert result.plans == ()
+    assert result.remedies[-1] == "use 4 GPUs"
+    assert [*more_gpus(5, replace(small, inter_node=None))] == [6, 7, 8]
+    across = replace(small, inter_node=small.intra_node)
+    assert [*more_gpus(5, across)][:8] == [6, 7, 8, 16, 24, 32, 48, 64]
+    assert [*more_gpus(3000, across)] == [3072, 4096]
+
+
+def test_sequences_are_split_among_any_number_of_gpus() -> None:
+    plans = search(SPEC, jobs(4), replace(HARDWARE, gpus_per_node=8), 7).plans
+    split = [p.plan for p in plans if p.plan.cp_size == 7]
+    assert split
+    assert all(plan.micro_batch_tokens % 14 == 0 for plan in split)
+
+
+def test_that_nothing_fits_is_known_soon(repo: Path) -> None:
+    spec = replace(read_model_spec(repo / "configs/models/llama-3.1-8b.json"), num_layers=80)
+    tiny = replace(load_profile(repo / "configs/hardware/h100-infiniband.json"), memory_bytes=1e9)
+    begin = time.process_time()
+    result = search(spec, jobs(8), tiny, 1024)
+    assert time.process_time() - begin < 5
+    assert result.plans == result.remedies == ()
 
 
 @pytest.mark.parametrize(
@@ -143,6 +174,8 @@ def test_several_nodes_need_a_link_and_a_result_says_so() -> None:
         (5000, {}, "num_gpus must be in"),
         (1, {"micro_batch_tokens": 100}, "micro_batch_tokens must be at least 512, the longest"),
         (1, {"tp_size": 0}, "tp_size must be at least 1, got 0"),
+        (2, {"tp_size": 3}, r"must allow some plan on 2 GPUs, got \{'tp_size': 3\}"),
+        (1, {"vpp_size": 2}, r"must allow some plan on 1 GPUs, got \{'vpp_size': 2\}"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(

@@ -91,7 +91,12 @@ def misfit(spec: ModelSpec, plan: Plan) -> str | None:
         return f"{layers} layers a stage are no multiple of VPP {plan.vpp_size}"
     if plan.sequence_parallel and plan.tp_size == 1:
         return "sequence parallelism needs tensor parallelism"
-    multiple = plan.tp_size * plan.cp_size * (2 if plan.cp_size > 1 else 1)
+    multiple = chunk_multiple(plan)
     if plan.micro_batch_tokens % multiple:
         return f"{plan.micro_batch_tokens} tokens are no multiple of {multiple} ranks' chunks"
     return None
+
+
+def chunk_multiple(plan: Plan) -> int:
+    """What the rows of a micro-batch must be a multiple of; every CP rank has two chunks."""
+    return plan.tp_size * plan.cp_size * (2 if plan.cp_size > 1 else 1)

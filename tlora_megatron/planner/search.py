@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from tlora_megatron.model import ModelSpec
-from tlora_megatron.planner.candidate import RECOMPUTES, Plan, Recompute, Runner, misfit
+from tlora_megatron.planner.candidate import (
+    RECOMPUTES,
+    Plan,
+    Recompute,
+    Runner,
+    chunk_multiple,
+    misfit,
+)
 from tlora_megatron.planner.cost_model import CostModel, StepCost
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.memory import MemoryModel, MemoryUse, most_rows
 from tlora_megatron.planner.rates import Rates
+from tlora_megatron.planner.remedies import MOST_GPUS, fewer_jobs, more_gpus, shorter
 from tlora_megatron.planner.workload import JobLoad, check_jobs
 
 BUDGETS = (1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152, 65536)
 """Micro-batch tokens that are tried."""
-_MOST_GPUS = 4096
 _GIB = 2.0**30
 
 
@@ -98,11 +105,12 @@ def search(
     parallelism, recompute, and the budgets of `BUDGETS`; nothing is cut off by a bound.
 
     Raises:
-        ValueError: for jobs or numbers that cannot be planned for; never because nothing fits.
+        ValueError: for jobs or numbers that cannot be planned for, or sizes that no layout of so
+            many GPUs has; never because nothing fits.
     """
     check_jobs(jobs)
-    if not 1 <= num_gpus <= _MOST_GPUS:
-        raise ValueError(f"num_gpus must be in [1, {_MOST_GPUS}], got {num_gpus}")
+    if not 1 <= num_gpus <= MOST_GPUS:
+        raise ValueError(f"num_gpus must be in [1, {MOST_GPUS}], got {num_gpus}")
     space = space or SearchSpace()
     drops = _Drops()
     model = CostModel(spec, jobs, Rates(hardware))
@@ -110,8 +118,12 @@ def search(
     for plan, memory in _fitting(spec, jobs, hardware, num_gpus, space, drops):
         found.append(RankedPlan(plan, model.step_cost(plan), memory))
     found.sort(key=_place)
+    dropped = drops.result()
+    if not found and not dropped:
+        fixed = {name: value for name, value in asdict(space).items() if value is not None}
+        raise ValueError(f"what is fixed must allow some plan on {num_gpus} GPUs, got {fixed}")
     remedies = () if found else tuple(_remedies(spec, jobs, hardware, num_gpus, space))
-    return SearchResult(tuple(found), drops.result(), remedies)
+    return SearchResult(tuple(found), dropped, remedies)
 
 
 def _place(ranked: RankedPlan) -> tuple[float, ...]:
@@ -151,6 +163,7 @@ def _fitting(
     num_gpus: int,
     space: SearchSpace,
     drops: _Drops,
+    most_budgets: int | None = None,
 ) -> Iterator[tuple[Plan, MemoryUse]]:
     model = MemoryModel(spec, jobs, hardware)
     for layout in _layouts(spec, num_gpus, space):
@@ -158,7 +171,7 @@ def _fitting(
         if reason is not None:
             drops.add(reason, reason, layout)
             continue
-        for plan in _variants(jobs, layout, space):
+        for plan in _variants(jobs, layout, space, most_budgets):
             if not space.can_run(plan):
                 continue
             reason = misfit(spec, plan)
@@ -217,9 +230,11 @@ def _layout_misfit(spec: ModelSpec, layout: Plan, hardware: HardwareProfile) -> 
     return misfit(spec, replace(layout, micro_batch_tokens=2 * layout.tp_size * layout.cp_size))
 
 
-def _variants(jobs: Sequence[JobLoad], layout: Plan, space: SearchSpace) -> Iterator[Plan]:
+def _variants(
+    jobs: Sequence[JobLoad], layout: Plan, space: SearchSpace, most_budgets: int | None
+) -> Iterator[Plan]:
     recomputes = RECOMPUTES if space.recompute is None else (space.recompute,)
-    for budget in budgets(jobs, layout, space):
+    for budget in budgets(jobs, layout, space)[:most_budgets]:
         for recompute in recomputes:
             yield replace(layout, micro_batch_tokens=budget, recompute=recompute)
 
@@ -237,7 +252,9 @@ def budgets(jobs: Sequence[JobLoad], layout: Plan, space: SearchSpace) -> list[i
     step = 128 * layout.tp_size * layout.cp_size
     least = -(-longest // step) * step
     most = most_rows(jobs, replace(layout, micro_batch_tokens=2**62))
-    fitting = [budget for budget in BUDGETS if budget >= least]
+    chunks = chunk_multiple(layout)
+    rounded = sorted({-(-budget // chunks) * chunks for budget in BUDGETS})
+    fitting = [budget for budget in rounded if budget >= least]
     enough = [budget for budget in fitting if budget >= most][1:]
     return [budget for budget in fitting if budget not in enough] or [least]
 
@@ -252,7 +269,10 @@ def _remedies(
     """The smallest change of each kind that makes some plan fit, the cheapest kind first."""
 
     def fits(mix: Sequence[JobLoad], gpus: int, within: SearchSpace) -> bool:
-        return next(_fitting(spec, mix, hardware, gpus, within, _Drops()), None) is not None
+        # Virtual stages and larger budgets need more memory, never less.
+        within = replace(within, vpp_size=within.vpp_size or 1)
+        plans = _fitting(spec, mix, hardware, gpus, within, _Drops(), most_budgets=1)
+        return next(plans, None) is not None
 
     free = replace(space, recompute=None, micro_batch_tokens=None)
     if free != space and fits(jobs, num_gpus, free):
@@ -262,40 +282,12 @@ def _remedies(
     )
     if any_layout != space and fits(jobs, num_gpus, any_layout):
         yield "leave the layout free: another one fits"
-    yield from _fewer_jobs(jobs, lambda mix: fits(mix, num_gpus, space))
-    yield from _shorter(jobs, lambda mix: fits(mix, num_gpus, space))
-    for gpus in _more_gpus(num_gpus, hardware):
+    yield from fewer_jobs(jobs, lambda mix: fits(mix, num_gpus, space))
+    yield from shorter(jobs, lambda mix: fits(mix, num_gpus, space))
+    node = hardware.gpus_per_node
+    if hardware.inter_node is None and num_gpus > node and fits(jobs, node, space):
+        yield f"use the {node} GPUs of a node, or a profile with an inter_node link"
+    for gpus in more_gpus(num_gpus, hardware):
         if fits(jobs, gpus, space):
             yield f"use {gpus} GPUs"
             break
-
-
-def _more_gpus(num_gpus: int, hardware: HardwareProfile) -> Iterator[int]:
-    most = _MOST_GPUS if hardware.inter_node is not None else hardware.gpus_per_node
-    for factor in (2, 3, 4, 6, 8, 16, 32, 64, 128):
-        if num_gpus * factor <= most:
-            yield num_gpus * factor
-
-
-def _fewer_jobs(
-    jobs: Sequence[JobLoad], fits: Callable[[Sequence[JobLoad]], bool]
-) -> Iterator[str]:
-    """Leaves the largest adapters out, one after another."""
-    ordered = sorted(jobs, key=lambda job: job.rank * len(job.targets))
-    low, high = 0, len(ordered)
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(ordered[:middle]) else (low, middle)
-    if low:
-        names = ", ".join(job.name for job in ordered[low:])
-        yield f"run {low} of the {len(jobs)} jobs, without {names}"
-
-
-def _shorter(jobs: Sequence[JobLoad], fits: Callable[[Sequence[JobLoad]], bool]) -> Iterator[str]:
-    """Cuts the longest sequences to powers of two."""
-    longest = max(job.lengths.longest for job in jobs)
-    for length in (2**n for n in range(longest.bit_length() - 1, 7, -1)):
-        cut = [replace(job, lengths=job.lengths.clipped(length), longest_eval=0) for job in jobs]
-        if length < longest and fits(cut):
-            yield f"cut sequences to {length} tokens"
-            return
