@@ -8,7 +8,7 @@ import os
 from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.config import RunConfig
 from tlora_megatron.runtime.plan_files import overrides_of
-from tlora_megatron.runtime.plan_inputs import parse_lengths, plan_hardware
+from tlora_megatron.runtime.plan_inputs import parse_lengths, run_hardware
 
 
 def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +48,8 @@ def planned_overrides(args: argparse.Namespace, config: RunConfig) -> list[str]:
 
     starts_here = "RANK" not in os.environ
     num_gpus = (args.nproc or 1) if starts_here else int(os.environ["WORLD_SIZE"])
-    hardware = plan_hardware(args.hardware)
-    lengths = parse_lengths(args.lengths) if args.lengths else None
+    hardware = run_hardware(args.hardware, config)
+    lengths = None if args.lengths is None else parse_lengths(args.lengths)
     best = best_plan(config, num_gpus, hardware, lengths)
     if global_rank() == 0:
         open_console(stderr=True).print(

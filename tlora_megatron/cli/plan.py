@@ -16,7 +16,7 @@ from tlora_megatron.config_reader import must
 from tlora_megatron.planner.candidate import Runner
 from tlora_megatron.planner.search import SearchSpace, search
 from tlora_megatron.runtime.plan_files import KINDS, write_plan
-from tlora_megatron.runtime.plan_inputs import parse_lengths, plan_hardware, plan_jobs, plan_model
+from tlora_megatron.runtime.plan_inputs import parse_lengths, plan_jobs, plan_model, run_hardware
 
 _EPILOG = """\
 examples:
@@ -87,9 +87,9 @@ def run(args: argparse.Namespace) -> int:
     if args.top < 1:
         raise must("--top", "be at least 1", args.top)
     config = load_config(args.config, args.overrides, args.output_dir)
-    hardware = plan_hardware(args.hardware)
+    hardware = run_hardware(args.hardware, config)
     spec = plan_model(config)
-    jobs = plan_jobs(config, spec, parse_lengths(args.lengths) if args.lengths else None)
+    jobs = plan_jobs(config, spec, None if args.lengths is None else parse_lengths(args.lengths))
     result = search(spec, jobs, hardware, args.gpus, _space(args))
     console = open_console()
     if args.json:
@@ -106,9 +106,12 @@ def run(args: argparse.Namespace) -> int:
         print_explanation(console, chosen, jobs, hardware)
     if args.write is not None:
         kind, path = args.write
-        lines = write_plan(
-            kind, Path(path), config=config, spec=spec, ranked=chosen, hardware=hardware
-        )
+        try:
+            lines = write_plan(
+                kind, Path(path), config=config, spec=spec, ranked=chosen, hardware=hardware
+            )
+        except OSError as error:
+            raise must("--write", "name a file that can be written", path, str(error)) from None
         notes = open_console(stderr=args.json)
         notes.print(f"written: {path}")
         for line in lines:

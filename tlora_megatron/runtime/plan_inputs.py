@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,20 @@ def plan_hardware(name: str) -> HardwareProfile:
     folders = [place / "configs" / "hardware" for place in places]
     folder = next((folder for folder in folders if folder.is_dir()), folders[-1])
     return find_profile(name, folder)
+
+
+def run_hardware(name: str, config: RunConfig) -> HardwareProfile:
+    """`plan_hardware` with the run's own dtype, so that bytes are right; rates stay as measured."""
+    hardware, dtype = plan_hardware(name), config.base_model.dtype
+    if hardware.dtype != dtype:
+        logger.warning(
+            "profile %s was measured in %s, the run is in %s: predicted memory counts that, "
+            "predicted times do not",
+            hardware.name,
+            hardware.dtype,
+            dtype,
+        )
+    return replace(hardware, dtype=dtype)
 
 
 def parse_lengths(text: str) -> LengthHistogram:
