@@ -129,8 +129,11 @@ def _load_dataset_helpers() -> None:
 
 def _replace_trainer() -> None:
     from megatron.core.pipeline_parallel import schedules
+    from megatron.core.transformer.moe import moe_utils
     from megatron.training import initialize, training
 
+    # 0.16 asks for the name without defining it where Transformer Engine is missing.
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     training.initialize_megatron = functools.partial(
         training.initialize_megatron, allow_no_cuda=True
     )

@@ -416,6 +416,62 @@ def test_the_base_is_loaded_strictly(root: Path) -> None:
     assert not (root / "strict" / "jobs" / "mlp" / "metrics.jsonl").exists()
 
 
+def test_a_checkpoint_of_megatron_s_old_format_is_loaded_strictly_too(
+    root: Path, tmp_path: Path
+) -> None:
+    script, base = checkout() / "pretrain_gpt.py", tmp_path / "base"
+    flags = [*model_flags(root / "megatron"), *CPU, *COMMON, "--ckpt-format", "torch"]
+    sizes = words("--seq-length 256 --global-batch-size 1 --train-iters 1 --save-interval 1")
+    run(script, [*flags, *sizes, "--save", base], plain=True)
+    document = json.loads((root / "config.json").read_text())
+    config = write_jobs(root / "old_format.json", document, base_model={"path": None})
+    sources = ["--load", base, "--save", tmp_path / "out", "--tlora-config", config]
+    args = [*flags, *SIZES, *sources, "--train-iters", "2"]
+    code, output = finish(start(script, [*args, "--qk-layernorm"]))
+    assert code != 0
+    assert "must hold the weights of this model and no others, got 8 missing" in output
+    assert "q_layernorm.weight" in output
+    run(script, args)
+
+
+EXPERTS = words(
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
+    "--moe-shared-expert-intermediate-size 48 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-token-dispatcher-type alltoall"
+)
+
+
+@pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2 --sequence-parallel"])
+def test_attention_and_shared_experts_train_and_routed_experts_are_left_out(
+    layout: str, root: Path, tmp_path: Path
+) -> None:
+    document = json.loads((root / "config.json").read_text())
+    shared = ["o_proj", "shared_expert.gate_proj", "shared_expert.down_proj"]
+    for job in document["jobs"]:
+        if job["name"] == "outputs":
+            job["lora"]["target_modules"] = shared
+    experts = write_jobs(
+        root / "experts.json",
+        document,
+        base_model={"path": None, "random_init": True},
+        run={"on_job_error": "skip"},
+    )
+    out = tmp_path / "out"
+    common = [word for word in COMMON if word != "--mock-data"]
+    model = [*model_flags(root / "megatron"), *EXPERTS, "--use-cpu-initialization"]
+    sources = ["--save", out, "--tlora-config", experts]
+    args = [*model, *CPU, *common, *SIZES, *sources, *layout.split()]
+    run(checkout() / "pretrain_gpt.py", args, nproc=2 if layout else 1)
+    jobs = summary(out)["jobs"]
+    for name in ("mlp", "everything"):
+        assert jobs[name]["status"] == "rejected"
+        assert "routed experts carry no adapters" in jobs[name]["reason"]
+    for name in ("attention", "outputs"):
+        assert jobs[name]["status"] == "finished"
+        assert jobs[name]["eval_loss_after"] < jobs[name]["eval_loss_before"]
+    assert any("shared_expert.gate_proj" in key for key in adapter(out, "outputs"))
+
+
 OWN_SCRIPT = """
 import tlora_megatron.autohook
 import sys
