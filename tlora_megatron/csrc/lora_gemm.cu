@@ -3,8 +3,9 @@
 //
 // Semantics, for row m of row tile t (256 rows) and output column n:
 //   out[m, n] = sum_k x[m, k] W[k, n] + bias[n] + mask(sum_c sum_j ext[16 c + j, m % 256] F_c[row_c + j, n])
-// over the chunks c of t; dS, and so ext, holds dropout's 1 / (1 - p). `ext` holds zeros in the rows of other adapters, so any number of adapters may share
-// a tile. F_c is the arena of the chunk's target; columns that the target does not write read as zeros.
+// over the chunks c of t; dS, and so ext, holds dropout's 1 / (1 - p). `ext` holds zeros in the rows of other adapters,
+// so any number of adapters may share a tile. F_c is the arena of the chunk's target; columns that the target does not
+// write read as zeros.
 // Sums are fp32, over K in ascending order and then the rank chunks (with dropout, which masks their sum alone, the
 // chunks come first): a row's result depends on nothing else.
 //

@@ -2,8 +2,9 @@
 //
 // Semantics, for row t of the item's segment and rank row j of its chunks:
 //   out[t, j] = scaling[slot] / (1 - p) sum_k mask(in[t, column(k)]) F[j, k]
-// over the places k of the target's arena F; dS masks nothing, but what reads it does. Written twice: transposed into ext, [chunk 16, 256] a chunk, with
-// zeros in rows of other adapters (what lora_gemm.cu reads), and as rows (what rank_sums.cu reads).
+// over the places k of the target's arena F; dS masks nothing, but what reads it does. Written twice: transposed into
+// ext, [chunk 16, 256] a chunk, with zeros in rows of other adapters (what lora_gemm.cu reads), and as rows (what
+// rank_sums.cu reads).
 //
 // A cluster computes 128 rows; its blocks share k and sum their parts, in order of blocks, through each other's
 // shared memory.
