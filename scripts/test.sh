@@ -4,7 +4,7 @@
 # usage: scripts/test.sh [quick] [pytest arguments]
 #   quick    lint, types and tests/unit without the slow ones
 #   -k NAME  and the like go to pytest; a stage in which they select nothing is passed over
-# About 10 minutes on two cores. Tests of GPUs run where there are GPUs.
+# About 20 minutes on two cores. Tests of GPUs run where there are GPUs.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 quick=""
@@ -43,7 +43,7 @@ stage "ruff format" "$python" -m ruff format --check .
 stage "mypy" "$python" -m mypy
 tests 900 tests/unit  # longer than the 600 s that its interpreting process may take
 if [[ -z $quick ]]; then
-  tests 900 tests/distributed
+  tests 1500 tests/distributed
   tests 900 tests/integration
   if command -v nvidia-smi >/dev/null 2>&1; then tests 900 tests/gpu; fi
 fi
