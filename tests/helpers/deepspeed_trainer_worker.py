@@ -27,7 +27,8 @@ class Recorder(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Stops when it is time."""
-        control.should_training_stop = state.global_step == self.stop
+        if state.global_step == self.stop:  # else as the other callbacks have left it
+            control.should_training_stop = True
         return control
 
 
@@ -36,9 +37,7 @@ def main() -> None:
     config, out = Path(sys.argv[1]), Path(sys.argv[2])
     recorder = Recorder(int(sys.argv[3]) if len(sys.argv) > 3 else None)
     base = json.loads(config.read_text())["tlora"]["base_model"]["path"]
-    args = TrainingArguments(
-        output_dir=str(out), deepspeed=str(config), use_cpu=True, report_to=[], disable_tqdm=True
-    )
+    args = TrainingArguments(output_dir=str(out), deepspeed=str(config), use_cpu=True, report_to=[])
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     result = MultiLoRATrainer(model=model, args=args, callbacks=[recorder]).train()
     if dist.get_rank() == 0:

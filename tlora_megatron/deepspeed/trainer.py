@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Trainer, TrainerControl
+from transformers import DefaultFlowCallback, Trainer, TrainerControl
 from transformers.trainer_utils import TrainOutput
 
 from tlora_megatron.deepspeed.engine import MultiLoRAEngine, initialize
@@ -37,6 +37,8 @@ class MultiLoRATrainer(Trainer):
         if not args.deepspeed:
             raise ValueError("args.deepspeed must name a DeepSpeed JSON with a tlora section")
         super().__init__(model=model, args=args, **kwargs)
+        # It would stop at `state.max_steps`: how many rounds the jobs need is not known before.
+        self.remove_callback(DefaultFlowCallback)
         self.engine: MultiLoRAEngine | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -52,6 +54,18 @@ class MultiLoRATrainer(Trainer):
         )
         self.model_wrapped = self.model
         self.state.is_world_process_zero = engine.base.groups.is_writer
+        try:
+            self._train_rounds(engine)
+            engine.save()
+            engine.finish()
+        finally:
+            engine.close()
+        self._call("on_train_end")
+        last = {f"loss/{j.name}": j.last_loss for j in engine.loop.jobs if j.last_loss is not None}
+        mean = sum(last.values()) / len(last) if last else 0.0
+        return TrainOutput(self.state.global_step, mean, last)
+
+    def _train_rounds(self, engine: MultiLoRAEngine) -> None:
         self._call("on_train_begin")
         while not engine.is_over and not self.control.should_training_stop:
             self._call("on_step_begin")
@@ -60,12 +74,6 @@ class MultiLoRATrainer(Trainer):
             self._call("on_step_end")
             if reports:
                 self.log(_logs(reports))
-        engine.save()
-        engine.finish()
-        self._call("on_train_end")
-        last = {f"loss/{j.name}": j.last_loss for j in engine.loop.jobs if j.last_loss is not None}
-        mean = sum(last.values()) / len(last) if last else 0.0
-        return TrainOutput(self.state.global_step, mean, last)
 
     def _call(self, event: str) -> None:
         notify = getattr(self.callback_handler, event)
