@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM
 
 import tlora_megatron.deepspeed
 from tlora_megatron.config import read_config
+from tlora_megatron.deepspeed import MultiLoRAEngine
+from tlora_megatron.job import JobSpec
 
 
 def main() -> None:
@@ -37,10 +39,18 @@ def main() -> None:
     engine.finish()
     with patch.object(AutoModelForCausalLM, "from_pretrained", _not_again):
         engine.install_jobs([replace(jobs[2], seed=jobs[2].seed)], output_dir=out / "second")
+    while engine.loop.jobs[0].step < 2:
+        engine.train_round()
+    seen["refused"] = [
+        _refusal(engine, wrong) for wrong in ([replace(jobs[2], name="../x")], [jobs[0]] * 2)
+    ]
     while engine.loop.jobs[0].step < 3:
         engine.train_round()
     seen["evaluated"] = {name: r.loss for name, r in engine.evaluate().items()}
     engine.export(jobs[2].name, out / "exported")
+    too_wide = replace(jobs[2], lora=replace(jobs[2].lora, rank=4096))
+    seen["refused"].append(_refusal(engine, [too_wide]))
+    seen["left"] = engine.train_round()
     engine.install_jobs([jobs[0], jobs[2]], output_dir=out / "second")
     seen["resumed_at"] = [job.step for job in engine.loop.jobs]
     engine.train()
@@ -48,6 +58,14 @@ def main() -> None:
         (out / "seen.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _refusal(engine: MultiLoRAEngine, jobs: list[JobSpec]) -> str:
+    try:
+        engine.install_jobs(jobs)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _not_again(*_: Any, **__: Any) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from tlora_megatron.cli.progress import SilentProgress
-from tlora_megatron.config import RunConfig, ignored_settings
+from tlora_megatron.config import RunConfig, config_to_dict, ignored_settings, read_config
 from tlora_megatron.job import JobSpec
 from tlora_megatron.runtime.training_run import TrainingRun
 from tlora_megatron.training.job_state import EvalResult
@@ -57,7 +58,8 @@ def initialize(
 
     overrides = list(overrides)
     if isinstance(model, str | Path):
-        overrides.append(f"base_model.path={Path(model).resolve()}")
+        # In quotes: a path may hold what means something else in YAML.
+        overrides.append(f"base_model.path={json.dumps(str(Path(model).resolve()))}")
         model = None
     given = None if model is None else base_of_model(model)
     settings = load_deepspeed_config(config, overrides, output_dir=output_dir, base_model=given)
@@ -166,16 +168,25 @@ class MultiLoRAEngine:
             output_dir: of the new run; None = the same.
 
         Raises:
-            ValueError: if a job cannot start; nothing trains then until others are installed.
+            ValueError: if a field of a job is wrong or its files are missing, and the present jobs
+                stay; or if a job does not fit the base, and none is left until others are
+                installed.
         """
+        config = self._checked(jobs)
         self.save()
+        self.loop.super_model.set_jobs(())  # their room is free before the new ones' is taken
         self._run.close()
         dist.barrier()  # every process is about to look for what the first has written
-        config = self._run.config
-        run = config.run
         if output_dir is not None:
-            run = replace(run, output_dir=str(Path(output_dir).resolve()))
-        self._run = self._open_run(replace(config, run=run, jobs=tuple(jobs), job_errors=()))
+            run = replace(config.run, output_dir=str(Path(output_dir).resolve()))
+            config = replace(config, run=run)
+        self._run = self._open_run(config)
+
+    def _checked(self, jobs: Sequence[JobSpec]) -> RunConfig:
+        """The run's configuration with other jobs, checked as if read from a file."""
+        config = self._run.config
+        document = config_to_dict(replace(config, jobs=tuple(jobs)))
+        return read_config(document, Path.cwd(), targets=None, base_model=config.base_model)
 
     def save(self) -> None:
         """Checkpoints every job that trains at its last completed step."""
