@@ -17,7 +17,7 @@ from tests.helpers.scenario import JOBS, losses, make_scenario
 
 MEGATRON_WORKER = Path(__file__).parents[1] / "helpers" / "train_worker.py"
 NAMES = tuple(job["name"] for job in JOBS)
-NUM_STEPS, HALF = 8, 4
+NUM_STEPS, HALF = 4, 2
 TP2 = {"tensor_parallel": {"autotp_size": 2}}
 Layout = tuple[str, dict[str, Any] | None]
 """The processes, and the DeepSpeed JSON; None = Megatron's engine."""

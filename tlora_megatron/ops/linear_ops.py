@@ -57,9 +57,7 @@ class LinearOps(Protocol):
         """Returns `s B^T`, `[T, num_columns]`, 0 where no adapter has rows or columns."""
         ...
 
-    def branch_dgrad(
-        self, ds: torch.Tensor, factors: SiteFactors, rows: RowGroups
-    ) -> torch.Tensor:
+    def branch_dgrad(self, ds: torch.Tensor, factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
         """Returns `drop(dS A)`, `[T, K]`, 0 in rows without an adapter."""
         ...
 

@@ -122,9 +122,7 @@ class TorchOps:
         # The base GEMM adds onto the branch: a pass over [T, K] less than the reverse.
         return self.branch_dgrad(ds, factors, rows).addmm_(dy_TN, weight_NK)
 
-    def branch_dgrad(
-        self, ds: torch.Tensor, factors: SiteFactors, rows: RowGroups
-    ) -> torch.Tensor:
+    def branch_dgrad(self, ds: torch.Tensor, factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
         """Returns `drop(dS A)`, `[T, K]`."""
         branch_TK = ds.new_empty(rows.ends[-1], factors.lora_a.shape[1])
         done = 0

@@ -81,9 +81,7 @@ class TritonOps:
         plan, config = self.plan(factors, rows), self.config(factors, rows)
         return up(s, None, num_columns, factors, self.tables[factors], plan, config.up)
 
-    def branch_dgrad(
-        self, ds: torch.Tensor, factors: SiteFactors, rows: RowGroups
-    ) -> torch.Tensor:
+    def branch_dgrad(self, ds: torch.Tensor, factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
         """Returns `drop(dS A)`, `[T, K]`."""
         if not len(ds):
             return ds.new_zeros(rows.ends[-1], factors.lora_a.shape[1])
