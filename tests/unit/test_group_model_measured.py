@@ -18,7 +18,7 @@ from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 _RATE_BOUND = 0.08
 """Of tokens per second of a group; the worst is 6 % (two GPUs, eight jobs)."""
 _GAIN_BOUND = 0.15
-"""Of the gain of training together; the worst is 4 %."""
+"""Of the gain of training together; the worst is 8 % (small batches)."""
 
 
 @pytest.fixture(scope="module")
