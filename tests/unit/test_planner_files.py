@@ -323,7 +323,7 @@ def test_auto_sets_layout_budget_and_recompute_the_same_on_every_rank(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert planned_overrides(_train_arguments(nproc=None), config) == overrides
-    assert capsys.readouterr().err == ""
+    assert "predicted (profile" not in capsys.readouterr().err
 
 
 def test_auto_without_a_plan_says_what_would_fit(quickstart: str, tmp_path: Path) -> None:
