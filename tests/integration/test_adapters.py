@@ -225,7 +225,9 @@ def test_logits_of_one_packed_micro_batch_equal_peft_s(
     with TrainingRun(
         loaded, spec, tokenizer_dir=base, base_model=str(base), listener=SilentProgress()
     ) as run:
-        super_model = run.start(*controller._build(run, controller._layout(loaded))).super_model
+        super_model = run.start(
+            *controller._build(run, spec, controller._layout(loaded))
+        ).super_model
     groups = super_model.groups
     assert {job.step for job in super_model.jobs} == {20}
     placed = [
