@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from tlora_megatron.block_rules import check_blocks
 from tlora_megatron.config_reader import ConfigError, must, nearest
 from tlora_megatron.job import HF_TARGETS, MEGATRON_TARGETS, SHARED_EXPERT_TARGETS, JobSpec
 
@@ -48,6 +49,7 @@ def check_job(job: JobSpec, path: str, targets: Sequence[str] | None = KNOWN_TAR
         raise must(f"{path}.name", obligation, job.name)
     _check_steps(job, path)
     _check_targets(job, path, targets)
+    check_blocks(job.lora, f"{path}.lora")
 
 
 def _check_steps(job: JobSpec, path: str) -> None:

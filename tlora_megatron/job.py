@@ -23,6 +23,15 @@ SHARED_EXPERT_TARGETS = (
 MEGATRON_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron names: one A for the whole fused linear (Megatron-Bridge's plain LoRA)."""
 
+ROW_PARALLEL_TARGETS = (
+    "o_proj",
+    "down_proj",
+    "shared_expert.down_proj",
+    "linear_proj",
+    "linear_fc2",
+)
+"""Targets that tensor parallelism cuts by input features; it cuts all others by outputs."""
+
 
 def rule(doc: str, *, default: Any = ..., **limits: Any) -> Any:
     """A dataclass field with its description and limits (`ge`, `gt`, `le`, `lt`, `nonempty`)."""
@@ -62,11 +71,36 @@ class LoraSpec:
         nonempty=True,
     )
     use_rslora: bool = rule("rank-stabilised scaling (arXiv 2312.03732)", default=False)
+    parametrization: Literal["standard", "block_diagonal"] = rule(
+        "block_diagonal: B of column-parallel and A of row-parallel targets consist of num_blocks "
+        "diagonal blocks (arXiv 2510.23346), so that tensor parallelism replicates nothing",
+        default="standard",
+    )
+    num_blocks: int = rule(
+        "diagonal blocks; a multiple of tp_size and a divisor of rank; 1 = standard",
+        default=1,
+        ge=1,
+    )
 
     @property
     def scaling(self) -> float:
         """Factor on the branch, fp32."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @property
+    def is_block_diagonal(self) -> bool:
+        """Whether one factor of every target is block-diagonal."""
+        return self.parametrization == "block_diagonal"
+
+    def block_factor(self, target: str) -> Literal["lora_a", "lora_b"] | None:
+        """The factor of a target that is block-diagonal; None with a standard adapter."""
+        if not self.is_block_diagonal:
+            return None
+        return "lora_a" if target in ROW_PARALLEL_TARGETS else "lora_b"
+
+    def local_rank(self, tp_size: int) -> int:
+        """Rank of the adapter as one TP rank computes it: block-diagonal ones are cut by rank."""
+        return self.rank // tp_size if self.is_block_diagonal else self.rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ import pytest
 PACKAGE = "tlora_megatron"
 GROUND = (
     "config", "config_reader", "config_rules", "config_source", "job", "plan", "model", "backbone",
+    "block_rules",
 )  # fmt: skip
 CONTROL = ("planner", "scheduler", "sim")
 COMPUTE = ("ops", "parallel", "layers", "training", "integrations")

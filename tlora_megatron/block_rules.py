@@ -1,0 +1,98 @@
+"""The rules of block-diagonal adapters: which ranks, numbers of blocks and sizes go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tlora_megatron.backbone import Backbone
+from tlora_megatron.config_reader import ConfigError
+from tlora_megatron.job import LoraSpec
+
+_FUSED = {"linear_qkv": "q_proj, k_proj and v_proj", "linear_fc1": "gate_proj and up_proj"}
+"""Targets that PEFT has no module for, and what to name instead: a block is of one module."""
+
+
+def check_blocks(lora: LoraSpec, path: str) -> None:
+    """Refuses a parametrisation that contradicts itself, whatever the backbone.
+
+    Args:
+        path: of the adapter's section in the configuration.
+
+    Raises:
+        ConfigError: naming the field and the nearest values that would do.
+    """
+    blocks, rank = lora.num_blocks, lora.rank
+    if not lora.is_block_diagonal:
+        if blocks != 1:
+            raise ConfigError(
+                f"{path}.num_blocks must be 1 with parametrization standard, got {blocks}; set "
+                f"parametrization: block_diagonal"
+            )
+        return
+    if blocks < 2:
+        raise ConfigError(
+            f"{path}.num_blocks must be at least 2 with parametrization block_diagonal, got "
+            f"{blocks}; give the tp_size that the adapter is to be trained and served with"
+        )
+    if rank % blocks:
+        ranks = _or(r for r in (rank // blocks * blocks, -(-rank // blocks) * blocks) if r)
+        divisors = _or(_nearest(blocks, (n for n in range(2, rank + 1) if rank % n == 0)))
+        raise ConfigError(
+            f"{path}.rank must be a multiple of num_blocks = {blocks}, got {rank}; the nearest "
+            f"are {ranks}, or num_blocks {divisors or 'of another rank'}"
+        )
+    for target in lora.target_modules:
+        if target in _FUSED:
+            raise ConfigError(
+                f"{path}.target_modules must name single modules with parametrization "
+                f"block_diagonal, got {target}; name {_FUSED[target]}"
+            )
+
+
+def check_block_sizes(job: str, lora: LoraSpec, spec: Backbone, tp_size: int = 1) -> None:
+    """Refuses blocks that the backbone or tensor parallelism cannot be cut into.
+
+    Args:
+        job: the job's name.
+
+    Raises:
+        ValueError: naming the job and the nearest numbers of blocks that would do.
+    """
+    if not lora.is_block_diagonal:
+        return
+    blocks = lora.num_blocks
+    widths = {target: _block_width(lora, target, spec) for target in lora.target_modules}
+
+    def fits(number: int) -> bool:
+        cut = (lora.rank, *widths.values())
+        return number % tp_size == 0 and not any(size % number for size in cut)
+
+    if fits(blocks):
+        return
+    nearest = _or(_nearest(blocks, filter(fits, range(2, lora.rank + 1))))
+    remedy = f"the nearest for rank {lora.rank} are {nearest}" if nearest else "change the rank"
+    what = f"lora.num_blocks of job {job!r} must"
+    if blocks % tp_size:
+        raise ValueError(f"{what} be a multiple of tp_size = {tp_size}, got {blocks}; {remedy}")
+    for target, width in widths.items():
+        if width % blocks:
+            side = "inputs" if lora.block_factor(target) == "lora_a" else "outputs"
+            raise ValueError(
+                f"{what} divide the {width} {side} of {target}, got {blocks}; {remedy}"
+            )
+
+
+def _block_width(lora: LoraSpec, target: str, spec: Backbone) -> int:
+    out_size, in_size = spec.target_shape(target)
+    return in_size if lora.block_factor(target) == "lora_a" else out_size
+
+
+def _nearest(value: int, options: Iterable[int]) -> list[int]:
+    """The next option below and the next above."""
+    options = list(options)
+    below = [n for n in options if n < value][-1:]
+    return below + [n for n in options if n > value][:1]
+
+
+def _or(numbers: Iterable[int]) -> str:
+    return " or ".join(str(n) for n in dict.fromkeys(numbers))
