@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -77,19 +76,16 @@ def main() -> None:
     join_processes()
     mix = _mix(args)
     model = _random_model(args.layers)
-    rows = []
     providers = args.providers.split(",")
     if "stock" in providers:
         # First: the model is then as transformers made it.
-        rows.append(("stock", run_stock(model, mix, args)))
+        _report("stock", run_stock(model, mix, args), args)
         providers.remove("stock")
     if providers:
         base = build_base(_config(args), model)
         for provider in providers:
             run = {"together": run_together, "alone": run_alone}[provider]
-            rows.append((provider, run(base, mix, args)))
-    if dist.get_rank() == 0:
-        _report(rows, args)
+            _report(provider, run(base, mix, args), args)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -106,6 +102,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer than the model's")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--csv", type=Path, default=RESULTS)
+    parser.add_argument("--commit", default=_git_commit(), help="for the CSV")
     args = parser.parse_args()
     args.world = int(os.environ.get("WORLD_SIZE", "1"))
     return args
@@ -356,30 +353,35 @@ def _sum(timings: Sequence[Timing]) -> Timing:
     return Timing(sum(seconds), sum(tokens), max(peaks))
 
 
-def _report(rows: Sequence[tuple[str, Timing]], args: argparse.Namespace) -> None:
+def _report(provider: str, timing: Timing, args: argparse.Namespace) -> None:
+    """Prints and appends a provider's row, on the first process, as soon as it is measured."""
+    if dist.get_rank():
+        return
     import deepspeed
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    sha = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    versions = f"torch {torch.__version__}, deepspeed {deepspeed.__version__}"
+    speed, peak = timing.tokens / timing.seconds, timing.peak_bytes / 2**30
     new = not args.csv.exists()
     args.csv.parent.mkdir(parents=True, exist_ok=True)
     with args.csv.open("a", newline="") as file:
-        writer = csv.writer(file)
+        writer = csv.writer(file, lineterminator="\n")
         if new:
             writer.writerow(_COLUMNS)
-        for provider, timing in rows:
-            speed, peak = timing.tokens / timing.seconds, timing.peak_bytes / 2**30
-            writer.writerow(
-                [provider, args.layout, args.world, args.mix, args.layers or "all", args.dropout,
-                 args.micro_batch_tokens, args.portion_tokens, f"{speed:.0f}",
-                 f"{timing.seconds:.2f}", timing.tokens, f"{peak:.1f}", gpu, versions, sha]
-            )  # fmt: skip
-            print(
-                f"{provider:9} {args.layout} x{args.world}  {speed:9,.0f} tokens/s  {peak:6.1f} GiB"
-            )
-    sys.stdout.flush()
+        writer.writerow(
+            [provider, args.layout, args.world, args.mix, args.layers or "all", args.dropout,
+             args.micro_batch_tokens, args.portion_tokens, f"{speed:.0f}",
+             f"{timing.seconds:.2f}", timing.tokens, f"{peak:.1f}", gpu,
+             f"torch {torch.__version__}, deepspeed {deepspeed.__version__}", args.commit]
+        )  # fmt: skip
+    print(
+        f"{provider:9} {args.layout} x{args.world}  {speed:9,.0f} tokens/s  {peak:6.1f} GiB",
+        flush=True,
+    )
+
+
+def _git_commit() -> str:
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":
