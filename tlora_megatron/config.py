@@ -20,6 +20,7 @@ from tlora_megatron.config_rules import (
     resolve,
     resolve_job_paths,
 )
+from tlora_megatron.config_run import RunSpec, ignored_overlap
 from tlora_megatron.config_source import apply_override, merge, read_document
 from tlora_megatron.job import JobSpec, rule
 
@@ -64,47 +65,6 @@ class ParallelSpec:
     pp_size: int = rule("pipeline stages", default=1, ge=1)
     cp_size: int = rule("context-parallel processes", default=1, ge=1)
     sequence_parallel: bool = rule("shard activations between TP regions by token", default=False)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunSpec:
-    """What concerns all jobs of one run."""
-
-    output_dir: str = rule("directory of the run, relative to the working directory", nonempty=True)
-    micro_batch_tokens: int = rule("tokens of one packed micro-batch", default=4096, ge=1)
-    portion_tokens: int | None = rule(
-        "cut each job's batch into portions of at most so many tokens a data-parallel rank, by its "
-        "own sequences alone: its bits then do not depend on its neighbours; null = share the room "
-        "fairly",
-        default=None,
-        ge=1,
-    )
-    recompute: Literal["none", "selective", "full"] = rule(
-        "activations recomputed in backward", default="none"
-    )
-    checkpoint_every_steps: int = rule(
-        "optimizer steps of a job between its checkpoints; 0 = only at its end", default=50, ge=0
-    )
-    resume: Literal["auto", "never", "always"] = rule(
-        "auto continues when output_dir holds this run; never refuses a directory that holds a "
-        "run; always refuses one that does not",
-        default="auto",
-    )
-    seed: int = rule(
-        "added to every job's own seed: repeats a run with other adapters, orders and masks",
-        default=0,
-        ge=0,
-    )
-    on_job_error: Literal["skip", "stop"] = rule(
-        "a job that cannot start is left out, or stops the run", default="stop"
-    )
-    tensorboard: bool = rule("write TensorBoard events per job", default=True)
-    wandb_project: str | None = rule(
-        "Weights & Biases project; None = not used", default=None, nonempty=True
-    )
-    max_nonfinite_steps: int = rule(
-        "consecutive skipped updates after which a job is failed", default=10, ge=1
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,6 +160,7 @@ def ignored_settings(config: RunConfig) -> tuple[str, ...]:
     found = []
     if config.parallel.sequence_parallel and config.parallel.tp_size == 1:
         found.append("parallel.sequence_parallel has no effect with tp_size 1")
+    found += ignored_overlap(config.run, config.parallel.tp_size)
     if config.base_model.seed and not config.base_model.random_init:
         found.append("base_model.seed has no effect without random_init")
     for job in config.jobs:

@@ -92,9 +92,12 @@ def _is_required(item: Field[Any]) -> bool:
 
 def _read_value(raw: Any, hint: Any, path: str, limits: Any, partial: bool) -> Any:
     if get_origin(hint) in (Union, types.UnionType):
-        if raw is None:
+        options = get_args(hint)
+        if raw is None and types.NoneType in options:
             return None
-        (hint,) = (option for option in get_args(hint) if option is not types.NoneType)
+        hint, *others = (option for option in options if option is not types.NoneType)
+        if others and isinstance(raw, str):
+            return _read_choice(raw, get_args(others[0]), path, "a number or ")
     if is_dataclass(hint):
         return _read_dataclass(hint, raw, path, partial=partial)
     if get_origin(hint) is tuple:
@@ -123,11 +126,13 @@ def _read_tuple(
     )
 
 
-def _read_choice(raw: Any, options: tuple[Any, ...], path: str) -> Any:
+def _read_choice(raw: Any, options: tuple[Any, ...], path: str, also: str = "") -> Any:
     # 1 == True, so a bool could pass for a number without the second condition.
     if raw in options and not isinstance(raw, bool):
         return raw
-    raise must(path, f"be one of {', '.join(map(str, options))}", raw, nearest(raw, options))
+    words = ", ".join(map(str, options))
+    among = words if also and len(options) == 1 else f"one of {words}"
+    raise must(path, f"be {also}{among}", raw, nearest(raw, options))
 
 
 def _read_str(raw: Any, path: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -387,3 +388,42 @@ def test_settings_without_effect_are_named(folder: Path) -> None:
 def test_loading_a_config_does_not_import_torch() -> None:
     script = "import sys, tlora_megatron.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("value", [1, 3, "auto"])
+def test_nano_batches_are_a_number_or_auto(folder: Path, value: int | str) -> None:
+    content = document(run={"output_dir": "out", "nano_batches": value})
+    assert load(folder, content).run.nano_batches == value
+    assert load(folder, document(), f"run.nano_batches={value}").run.nano_batches == value
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0, "must be at least 1, got 0"),
+        ("atuo", "must be a number or auto, got 'atuo'; did you mean auto?"),
+        ("2", "must be a number or auto, got '2'"),
+        (1.5, "must be an integer, got 1.5"),
+        (True, "must be an integer, got true"),
+        (None, "must be an integer, got null"),
+    ],
+)
+def test_refuses_other_nano_batches(folder: Path, value: Any, message: str) -> None:
+    content = document(run={"output_dir": "out", "nano_batches": value})
+    with pytest.raises(ConfigError, match=re.escape(f"run.nano_batches {message}")):
+        load(folder, content)
+
+
+def test_names_overlap_settings_without_effect(folder: Path) -> None:
+    content = document(
+        run={"output_dir": "out", "nano_batches": 2, "nano_controller": "aimd"},
+    )
+    assert ignored_settings(load(folder, content)) == (
+        "run.nano_batches has no effect with tp_size 1",
+        "run.nano_controller has no effect with tp_size 1",
+    )
+    content["parallel"] = {"tp_size": 2}
+    assert ignored_settings(load(folder, content)) == (
+        "run.nano_controller has no effect without nano_batches: auto",
+    )
+    assert ignored_settings(load(folder, content, "run.nano_batches=auto")) == ()

@@ -19,7 +19,8 @@ import pytest
 
 PACKAGE = "tlora_megatron"
 GROUND = (
-    "config", "config_reader", "config_rules", "config_source", "job", "plan", "model", "backbone",
+    "config", "config_reader", "config_rules", "config_run", "config_source", "job", "plan",
+    "model", "backbone",
     "block_rules",
 )  # fmt: skip
 CONTROL = ("planner", "scheduler", "sim")
