@@ -1,0 +1,304 @@
+#!/usr/bin/env python3
+"""Unmodified `pretrain_gpt.py` with `--tlora-config` in many layouts, beside Hugging Face PEFT.
+
+    python scripts/bench/megatron_lm_layouts.py --prepare DIR
+    python scripts/bench/megatron_lm_layouts.py --prepared DIR --megatron-lm CHECKOUT --csv FILE
+
+`--prepare` writes a tiny base, its Megatron checkpoint, four uneven jobs, and the losses of each
+trained alone by transformers + PEFT in fp32 on the CPU. DIR may be copied to a GPU machine. The
+second command runs the script once a layout, side by side where there are GPUs for it, and compares
+every loss. Without CUDA, layouts of Megatron's own linears run over gloo. Exit status 1: a run
+failed, or a loss is off by more than `megatron_lm_cases.LIMITS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from megatron_lm_cases import LAYOUTS, LIMITS, Layout, Place
+
+from tests.helpers.megatron_lm import convert, make_launch_scenario, oracle, write_jobs
+from tests.helpers.scenario import losses
+
+Oracle = Mapping[str, Sequence[float]]
+"""Training losses of each job, one a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One job of one layout; the fields are the CSV's columns."""
+
+    gpu: str
+    world: int
+    commit: str
+    megatron_lm: str
+    layout: str
+    precision: str
+    job: str
+    steps: int
+    max_rel_loss_error: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """How one layout ended."""
+
+    layout: Layout
+    code: int | None
+    """None: it took too long."""
+    seconds: float
+    output: str
+
+
+class Devices:
+    """GPUs (processes' worth of CPU without CUDA) that runs take and give back."""
+
+    def __init__(self, count: int) -> None:
+        self._free = set(range(count))
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def take(self, count: int) -> Iterator[tuple[int, ...]]:
+        """Waits for so many."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._free) >= count)
+            taken = tuple(sorted(self._free)[:count])
+            self._free.difference_update(taken)
+        try:
+            yield taken
+        finally:
+            with self._changed:
+                self._free.update(taken)
+                self._changed.notify_all()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    options = parse(arguments)
+    if options.prepare is not None:
+        prepare(options.prepare)
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        scenario = options.prepared or prepare(Path(scratch) / "scenario")
+        place = Place(
+            checkout=options.megatron_lm.resolve(),
+            scenario=scenario.resolve(),
+            out=options.out or Path(scratch) / "out",
+            on_cpu=not torch.cuda.is_available(),
+        )
+        return measure(options, place)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; ends with a usage error where it cannot be run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    checkout = os.environ.get("MEGATRON_LM_PATH")
+    parser.add_argument("--megatron-lm", type=Path, default=checkout and Path(checkout))
+    parser.add_argument("--prepare", type=Path, help="write the scenario to this folder and end")
+    parser.add_argument("--prepared", type=Path, help="its folder; made anew where not given")
+    parser.add_argument("--layouts", help="comma-separated; all that fit where not given")
+    parser.add_argument("--devices", type=int, help="GPUs to use; 2 processes without CUDA")
+    parser.add_argument("--timeout", type=float, default=150.0, help="seconds a run may take")
+    parser.add_argument("--out", type=Path, help="keep logs and adapters in this folder")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--commit", help="of the package; asked of git where not given")
+    options = parser.parse_args(arguments)
+    if options.prepare is None:
+        script = (options.megatron_lm or Path("nowhere")) / "pretrain_gpt.py"
+        if not script.is_file():
+            parser.error("--megatron-lm (or MEGATRON_LM_PATH) must name a Megatron-LM checkout")
+        unknown = set(_names(options)) - {layout.name for layout in LAYOUTS}
+        if unknown:
+            parser.error(f"--layouts must be among {', '.join(x.name for x in LAYOUTS)}")
+    return options
+
+
+def prepare(root: Path) -> Path:
+    """Writes the scenario, its converted base and `oracle.json`; returns the folder."""
+    root.mkdir(parents=True, exist_ok=True)
+    make_launch_scenario(root)
+    convert(root / "base", root / "megatron")
+    document = json.loads((root / "config.json").read_text())
+    write_jobs(root / "jobs_any_base.json", document, base_model={"path": None})
+    alone = {name: result.losses for name, result in oracle(root).items()}
+    (root / "oracle.json").write_text(json.dumps(alone))
+    return root
+
+
+def measure(options: argparse.Namespace, place: Place) -> int:
+    """Runs the layouts, prints and writes what they got; returns the exit status."""
+    num_devices = options.devices or (2 if place.on_cpu else torch.cuda.device_count())
+    layouts = chosen(_names(options), num_devices, on_cpu=place.on_cpu)
+    expected: Oracle = json.loads((place.scenario / "oracle.json").read_text())
+    common = _versions(options, place)
+    rows: list[Row] = []
+    failures: list[str] = []
+    print(" | ".join(common.values()))
+    for run in side_by_side(layouts, place, Devices(num_devices), options.timeout):
+        print(f"{run.layout.name}: {run.seconds:.0f} s")
+        if sentence := failure(run):
+            failures.append(sentence)
+            print(f"  {sentence}\n{_end_of(run.output)}")
+        elif not run.layout.refusal:
+            found = compare(run.layout, place.out / run.layout.folder, expected, common)
+            rows += found
+            failures += verdicts(found, expected)
+            for row in found:
+                print(f"  {row.job:12} {row.steps:3} steps   {row.max_rel_loss_error:.1e}")
+    if options.csv:
+        write(rows, options.csv)
+    print("\n".join(failures) or f"all {len(layouts)} layouts passed")
+    return 1 if failures or not layouts else 0
+
+
+def chosen(names: Sequence[str], num_devices: int, *, on_cpu: bool) -> list[Layout]:
+    """The layouts of those names (all where none is given) that this machine can run."""
+    layouts = []
+    for layout in LAYOUTS:
+        if names and layout.name not in names:
+            continue
+        if layout.world > num_devices:
+            print(f"{layout.name}: left out, needs {layout.world} devices, got {num_devices}")
+        elif on_cpu and layout.transformer_engine:
+            print(f"{layout.name}: left out, Transformer Engine needs CUDA")
+        else:
+            layouts.append(layout)
+    return layouts
+
+
+def side_by_side(
+    layouts: Sequence[Layout], place: Place, devices: Devices, timeout_s: float
+) -> Iterator[Run]:
+    """Runs all layouts, as many at a time as there are devices for; in the order given."""
+    place.out.mkdir(parents=True, exist_ok=True)
+
+    def run(layout: Layout) -> Run:
+        with devices.take(layout.world) as taken:
+            return run_one(layout, place, taken, timeout_s)
+
+    with ThreadPoolExecutor(max_workers=max(1, len(layouts))) as threads:
+        yield from threads.map(run, layouts)
+
+
+def run_one(layout: Layout, place: Place, devices: tuple[int, ...], timeout_s: float) -> Run:
+    """One life of the script; its output is kept beside its adapters."""
+    log = place.out / f"{layout.folder}.log"
+    begin = time.monotonic()
+    with log.open("w") as sink:
+        try:
+            code = subprocess.run(
+                place.command(layout),
+                env=place.environment(devices),
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                timeout=timeout_s,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            # The agent is killed; the launcher's ranks end with it.
+            code = None
+    seconds = time.monotonic() - begin
+    return Run(layout=layout, code=code, seconds=seconds, output=log.read_text(errors="replace"))
+
+
+def failure(run: Run) -> str | None:
+    """What is wrong with how a run ended."""
+    name, refusal = run.layout.name, run.layout.refusal
+    if run.code is None:
+        return f"{name}: took over {run.seconds:.0f} s"
+    if refusal and run.code == 0:
+        return f"{name}: must fail over {refusal}, got exit status 0"
+    if refusal and refusal not in run.output:
+        return f"{name}: must fail over {refusal}, failed over something else"
+    return f"{name}: exit status {run.code}" if run.code and not refusal else None
+
+
+def largest_error(got: Sequence[float], alone: Sequence[float]) -> float:
+    """Relative to the oracle's losses; infinite where there is none, or one that is no number."""
+    errors = [abs(a - b) / abs(b) for a, b in zip(got, alone, strict=False)]
+    return max((e if math.isfinite(e) else math.inf for e in errors), default=math.inf)
+
+
+def compare(layout: Layout, out: Path, expected: Oracle, common: Mapping[str, str]) -> list[Row]:
+    """A row for each job of a run that ended well."""
+    rows = []
+    for job, alone in expected.items():
+        trained = (out / "jobs" / job / "metrics.jsonl").is_file()
+        got = losses(out, job) if trained else []
+        rows.append(
+            Row(
+                **common,
+                world=layout.world,
+                layout=layout.name,
+                precision=layout.precision,
+                job=job,
+                steps=len(got),
+                max_rel_loss_error=largest_error(got, alone),
+            )
+        )
+    return rows
+
+
+def verdicts(rows: Sequence[Row], expected: Oracle) -> list[str]:
+    """What is wrong with the losses of a run."""
+    found = []
+    for row in rows:
+        limit, num_steps = LIMITS[row.precision], len(expected[row.job])
+        if row.steps != num_steps:
+            found.append(f"{row.layout}: {row.job} took {row.steps} of {num_steps} steps")
+        if row.max_rel_loss_error > limit:
+            error = row.max_rel_loss_error
+            found.append(f"{row.layout}: {row.job} is {error:.1e} off, at most {limit:.0e}")
+    return found
+
+
+def write(rows: Sequence[Row], path: Path) -> None:
+    """Replaces the CSV."""
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, [field.name for field in fields(Row)])
+        table.writeheader()
+        for row in rows:
+            values = asdict(row)
+            table.writerow(values | {"max_rel_loss_error": f"{row.max_rel_loss_error:.2e}"})
+
+
+def _names(options: argparse.Namespace) -> list[str]:
+    return [name.strip() for name in (options.layouts or "").split(",") if name.strip()]
+
+
+def _versions(options: argparse.Namespace, place: Place) -> dict[str, str]:
+    package = runpy.run_path(str(place.checkout / "megatron" / "core" / "package_info.py"))
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return {
+        "gpu": "CPU" if place.on_cpu else torch.cuda.get_device_name(),
+        "commit": options.commit or git.stdout.strip() or "unknown",
+        "megatron_lm": package["__version__"],
+    }
+
+
+def _end_of(output: str) -> str:
+    """The lines that say most about a failure."""
+    lines = output.splitlines()
+    telling = [x for x in lines if "rror" in x or " must " in x][-8:]
+    return "\n".join(f"    {line[:300]}" for line in [*telling, "...", *lines[-12:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

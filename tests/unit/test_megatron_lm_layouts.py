@@ -1,0 +1,110 @@
+"""What `megatron_lm_layouts.py` calls a failure; its runs are in tests/integration."""
+
+from __future__ import annotations
+
+import csv
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.helpers.bench_modules import bench_modules
+
+COMMON = {"gpu": "H200", "commit": "abc", "megatron_lm": "0.19.1"}
+ALONE = {"chat": [4.0, 2.0], "code": [5.0]}
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[SimpleNamespace]:
+    with bench_modules() as modules:
+        layouts = modules.load("megatron_lm_layouts")
+        yield SimpleNamespace(layouts=layouts, cases=modules.load("megatron_lm_cases"))
+
+
+def write_losses(out: Path, **jobs: list[float]) -> None:
+    for name, values in jobs.items():
+        folder = out / "jobs" / name
+        folder.mkdir(parents=True)
+        lines = [json.dumps({"step": i, "loss": x}) for i, x in enumerate(values, 1)]
+        (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_a_row_a_job_with_its_largest_relative_error(
+    bench: SimpleNamespace, tmp_path: Path
+) -> None:
+    write_losses(tmp_path, chat=[4.0, 2.002], code=[5.0])
+    layout = bench.cases.LAYOUTS[0]
+    rows = bench.layouts.compare(layout, tmp_path, ALONE, COMMON)
+    assert [(row.job, row.steps) for row in rows] == [("chat", 2), ("code", 1)]
+    assert [row.max_rel_loss_error for row in rows] == pytest.approx([1e-3, 0.0])
+    (sentence,) = bench.layouts.verdicts(rows, ALONE)
+    assert sentence == f"{layout.name}: chat is 1.0e-03 off, at most 1e-04"
+    bench.layouts.write(rows, tmp_path / "rows.csv")
+    with (tmp_path / "rows.csv").open() as file:
+        written = list(csv.DictReader(file))
+    columns = "gpu,world,commit,megatron_lm,layout,precision,job,steps,max_rel_loss_error"
+    assert ",".join(written[0]) == columns
+    assert written[0]["max_rel_loss_error"] == "1.00e-03"
+
+
+@pytest.mark.parametrize("jobs", [{"chat": [4.0]}, {"chat": [4.0, float("nan")]}, {"chat": []}, {}])
+def test_a_loss_that_is_missing_or_no_number_is_wrong(
+    bench: SimpleNamespace, tmp_path: Path, jobs: dict[str, list[float]]
+) -> None:
+    write_losses(tmp_path, code=[5.0], **jobs)
+    rows = bench.layouts.compare(bench.cases.LAYOUTS[0], tmp_path, ALONE, COMMON)
+    assert bench.layouts.verdicts(rows, ALONE)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "code", "output", "expected"),
+    [
+        ("", 0, "", None),
+        ("", 1, "", "exit status 1"),
+        ("", None, "", "took over"),
+        ("q_norm", 1, "missing: q_norm", None),
+        ("q_norm", 0, "", "must fail over q_norm"),
+        ("q_norm", 1, "out of memory", "something else"),
+    ],
+)
+def test_how_a_run_may_end(
+    bench: SimpleNamespace, refusal: str, code: int | None, output: str, expected: str | None
+) -> None:
+    layout = bench.cases.Layout(name="x", refusal=refusal)
+    run = bench.layouts.Run(layout=layout, code=code, seconds=3.0, output=output)
+    sentence = bench.layouts.failure(run)
+    assert sentence is None if expected is None else expected in sentence
+
+
+def test_layouts_that_do_not_fit_are_left_out(bench: SimpleNamespace) -> None:
+    on_gpus = bench.layouts.chosen([], 2, on_cpu=False)
+    assert max(layout.world for layout in on_gpus) == 2
+    assert any(layout.transformer_engine for layout in on_gpus)
+    on_cpu = bench.layouts.chosen([], 2, on_cpu=True)
+    assert on_cpu == [layout for layout in on_gpus if not layout.transformer_engine]
+    assert len({layout.folder for layout in bench.cases.LAYOUTS}) == len(bench.cases.LAYOUTS)
+
+
+def test_no_gpu_has_two_runs_at_once(bench: SimpleNamespace) -> None:
+    devices, held, most = bench.layouts.Devices(3), [0, 0, 0], []
+
+    def run(count: int) -> None:
+        with devices.take(count) as taken:
+            assert len(taken) == count
+            for device in taken:
+                held[device] += 1
+            most.append(max(held))
+            time.sleep(0.01)
+            for device in taken:
+                held[device] -= 1
+
+    threads = [threading.Thread(target=run, args=(count,)) for count in (3, 2, 1, 1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert most == [1] * 6
