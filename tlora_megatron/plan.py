@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+LoraSharding = Literal["fold", "rank_exchange", "s_lora"]
+"""How tensor-parallel ranks share standard adapters; block-diagonal ones need no sharing.
+
+fold: one factor replicated, the branch's partial sums in the base's own reduction. rank_exchange:
+one factor replicated, s and dS `[tokens, rank]` exchanged, around any base. s_lora: both factors
+sharded, s and dS exchanged (S-LoRA, arXiv 2311.03285, section 6).
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +26,8 @@ class ParallelLayout:
     stage_linears: tuple[tuple[tuple[int, str], ...], ...] | None = None
     """For every pipeline stage, the (global layer, linear) pairs that may carry adapters, in
     ascending order; None = all linears of `num_layers / pp_size` consecutive layers a stage."""
+    lora_sharding: LoraSharding = "fold"
+    """Of standard adapters; all are the same without tensor parallelism."""
 
     @classmethod
     def for_world(

@@ -2,7 +2,9 @@
 
 Column-parallel: `lora_a` replicated over TP, `lora_b` sharded over rows. Row-parallel: `lora_a`
 sharded over columns, `lora_b` replicated. The replicated factor's gradient is a partial sum, added
-over TP once an optimizer step; no activation-sized collective is added anywhere.
+over TP once an optimizer step; no activation-sized collective is added anywhere. Under
+`ParallelLayout.lora_sharding` s_lora the replicated factor is sharded too: `lora_a` of
+column-parallel linears over its rank rows, `lora_b` of row-parallel ones over its rows.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from tlora_megatron.backbone import Backbone
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.ops.columns import OutputColumns
-from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.plan import LoraSharding, ParallelLayout
 
 LINEAR_TARGETS: dict[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj", "linear_qkv"),
@@ -70,6 +72,8 @@ class Site:
     in_size: int
     out_size: int
     targets: tuple[TargetShard, ...]
+    lora_sharding: LoraSharding = "fold"
+    """fold wherever there is nothing to share."""
 
     @property
     def index(self) -> int:
@@ -89,8 +93,30 @@ class Site:
         """Global index of the first local input feature."""
         return self.in_size * self.tp_rank if self.kind == "row" else 0
 
+    def rank_rows(self, rank: int) -> tuple[int, slice]:
+        """A part of the rank rows of a standard `lora_a` under s_lora: rows a rank, rows here.
 
-def make_site(spec: ModelSpec, layer: int, linear: str, tp_rank: int, tp_size: int) -> Site:
+        Ranks have equally many, `ceil(rank / tp_size)`; the last ones fill theirs up with zeros.
+        """
+        size = -(-rank // self.tp_size)
+        begin = min(self.tp_rank * size, rank)
+        return size, slice(begin, min(begin + size, rank))
+
+    @property
+    def own_outputs(self) -> OutputColumns:
+        """A row-parallel linear's columns that a standard `lora_b` writes here under s_lora."""
+        begin, end = (self.out_size * i // self.tp_size for i in (self.tp_rank, self.tp_rank + 1))
+        return OutputColumns(groups=1, stride=self.out_size, begin=begin, width=end - begin)
+
+
+def make_site(
+    spec: ModelSpec,
+    layer: int,
+    linear: str,
+    tp_rank: int,
+    tp_size: int,
+    lora_sharding: LoraSharding = "fold",
+) -> Site:
     """Describes the linear `linear` of global layer `layer` on one TP rank."""
     out_size, in_size = spec.target_shape(linear)
     kind: Literal["column", "row"] = "column" if linear in _COLUMN else "row"
@@ -121,6 +147,7 @@ def make_site(spec: ModelSpec, layer: int, linear: str, tp_rank: int, tp_size: i
         in_size=in_size,
         out_size=out_size,
         targets=targets,
+        lora_sharding=lora_sharding if tp_size > 1 else "fold",
     )
 
 
@@ -133,7 +160,7 @@ def stage_sites(
     Kept: the writer asks for those of every rank whenever a job is saved, 0.2 s for 70B and TP 8.
     """
     return tuple(
-        make_site(spec, layer, linear, tp_rank, layout.tp_size)
+        make_site(spec, layer, linear, tp_rank, layout.tp_size, layout.lora_sharding)
         for layer, linear in _stage_linears(spec, layout, pp_rank)
     )
 
