@@ -296,7 +296,9 @@ def _versions(options: argparse.Namespace, place: Place) -> dict[str, str]:
 def _end_of(output: str) -> str:
     """The lines that say most about a failure."""
     lines = output.splitlines()
-    telling = [x for x in lines if "rror" in x or " must " in x][-8:]
+    told = [x for x in lines if "Error" in x or "error:" in x or " must " in x]
+    # torchrun's own follows, once a rank.
+    telling = [x for x in told if "ChildFailedError" not in x][-8:]
     return "\n".join(f"    {line[:300]}" for line in [*telling, "...", *lines[-12:]])
 
 
