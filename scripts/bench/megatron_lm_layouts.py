@@ -14,9 +14,7 @@ failed, or a loss is off by more than `megatron_lm_cases.LIMITS`.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import math
 import os
 import runpy
 import subprocess
@@ -24,35 +22,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from megatron_lm_cases import LAYOUTS, LIMITS, Layout, Place
+from megatron_lm_cases import LAYOUTS, Layout, Place
+from megatron_lm_rows import Oracle, Row, compare, verdicts, write
 
 from tests.helpers.megatron_lm import convert, make_launch_scenario, oracle, write_jobs
-from tests.helpers.scenario import losses
-
-Oracle = Mapping[str, Sequence[float]]
-"""Training losses of each job, one a step."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One job of one layout; the fields are the CSV's columns."""
-
-    gpu: str
-    world: int
-    commit: str
-    megatron_lm: str
-    layout: str
-    precision: str
-    job: str
-    steps: int
-    max_rel_loss_error: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,55 +208,6 @@ def failure(run: Run) -> str | None:
     if refusal and refusal not in run.output:
         return f"{name}: must fail over {refusal}, failed over something else"
     return f"{name}: exit status {run.code}" if run.code and not refusal else None
-
-
-def largest_error(got: Sequence[float], alone: Sequence[float]) -> float:
-    """Relative to the oracle's losses; infinite where there is none, or one that is no number."""
-    errors = [abs(a - b) / abs(b) for a, b in zip(got, alone, strict=False)]
-    return max((e if math.isfinite(e) else math.inf for e in errors), default=math.inf)
-
-
-def compare(layout: Layout, out: Path, expected: Oracle, common: Mapping[str, str]) -> list[Row]:
-    """A row for each job of a run that ended well."""
-    rows = []
-    for job, alone in expected.items():
-        trained = (out / "jobs" / job / "metrics.jsonl").is_file()
-        got = losses(out, job) if trained else []
-        rows.append(
-            Row(
-                **common,
-                world=layout.world,
-                layout=layout.name,
-                precision=layout.precision,
-                job=job,
-                steps=len(got),
-                max_rel_loss_error=largest_error(got, alone),
-            )
-        )
-    return rows
-
-
-def verdicts(rows: Sequence[Row], expected: Oracle) -> list[str]:
-    """What is wrong with the losses of a run."""
-    found = []
-    for row in rows:
-        limit, num_steps = LIMITS[row.precision], len(expected[row.job])
-        if row.steps != num_steps:
-            found.append(f"{row.layout}: {row.job} took {row.steps} of {num_steps} steps")
-        if row.max_rel_loss_error > limit:
-            error = row.max_rel_loss_error
-            found.append(f"{row.layout}: {row.job} is {error:.1e} off, at most {limit:.0e}")
-    return found
-
-
-def write(rows: Sequence[Row], path: Path) -> None:
-    """Replaces the CSV."""
-    with path.open("w", newline="") as file:
-        table = csv.DictWriter(file, [field.name for field in fields(Row)])
-        table.writeheader()
-        for row in rows:
-            values = asdict(row)
-            table.writerow(values | {"max_rel_loss_error": f"{row.max_rel_loss_error:.2e}"})
 
 
 def _names(options: argparse.Namespace) -> list[str]:

@@ -21,8 +21,8 @@ ALONE = {"chat": [4.0, 2.0], "code": [5.0]}
 @pytest.fixture(scope="module")
 def bench() -> Iterator[SimpleNamespace]:
     with bench_modules() as modules:
-        layouts = modules.load("megatron_lm_layouts")
-        yield SimpleNamespace(layouts=layouts, cases=modules.load("megatron_lm_cases"))
+        parts = ("layouts", "cases", "rows")
+        yield SimpleNamespace(**{part: modules.load(f"megatron_lm_{part}") for part in parts})
 
 
 def write_losses(out: Path, **jobs: list[float]) -> None:
@@ -38,12 +38,12 @@ def test_a_row_a_job_with_its_largest_relative_error(
 ) -> None:
     write_losses(tmp_path, chat=[4.0, 2.002], code=[5.0])
     layout = bench.cases.LAYOUTS[0]
-    rows = bench.layouts.compare(layout, tmp_path, ALONE, COMMON)
+    rows = bench.rows.compare(layout, tmp_path, ALONE, COMMON)
     assert [(row.job, row.steps) for row in rows] == [("chat", 2), ("code", 1)]
     assert [row.max_rel_loss_error for row in rows] == pytest.approx([1e-3, 0.0])
-    (sentence,) = bench.layouts.verdicts(rows, ALONE)
+    (sentence,) = bench.rows.verdicts(rows, ALONE)
     assert sentence == f"{layout.name}: chat is 1.0e-03 off, at most 1e-04"
-    bench.layouts.write(rows, tmp_path / "rows.csv")
+    bench.rows.write(rows, tmp_path / "rows.csv")
     with (tmp_path / "rows.csv").open() as file:
         written = list(csv.DictReader(file))
     columns = "gpu,world,commit,megatron_lm,layout,precision,job,steps,max_rel_loss_error"
@@ -56,8 +56,8 @@ def test_a_loss_that_is_missing_or_no_number_is_wrong(
     bench: SimpleNamespace, tmp_path: Path, jobs: dict[str, list[float]]
 ) -> None:
     write_losses(tmp_path, code=[5.0], **jobs)
-    rows = bench.layouts.compare(bench.cases.LAYOUTS[0], tmp_path, ALONE, COMMON)
-    assert bench.layouts.verdicts(rows, ALONE)
+    rows = bench.rows.compare(bench.cases.LAYOUTS[0], tmp_path, ALONE, COMMON)
+    assert bench.rows.verdicts(rows, ALONE)
 
 
 @pytest.mark.parametrize(
