@@ -172,7 +172,7 @@ def main() -> None:
     jobs = []
     for job, batch in zip(specs, batches, strict=True):
         slab = bank.new_slab(job.lora)
-        slab.load(lambda name, job=job: initial_factor(spec, name, job.lora.rank, job.seed))
+        slab.load(lambda name, job=job: initial_factor(spec, name, job.lora, job.seed))
         data = JobData(train=tuple(batch), eval=(), num_truncated=0, num_dropped=0)
         plan = BatchPlan.for_job(dataclasses.replace(job, batch_size=len(batch)), len(batch))
         jobs.append(

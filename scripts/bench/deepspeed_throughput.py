@@ -200,7 +200,7 @@ def _job(
     base: FrozenBase, bank: AdapterBank, spec: JobSpec, train: tuple[TokenSequence, ...]
 ) -> JobState:
     slab = bank.new_slab(spec.lora)
-    slab.load(lambda name: initial_factor(base.spec, name, spec.lora.rank, spec.seed))
+    slab.load(lambda name: initial_factor(base.spec, name, spec.lora, spec.seed))
     return JobState(
         spec=spec,
         data=JobData(train=train, eval=(), num_truncated=0, num_dropped=0),

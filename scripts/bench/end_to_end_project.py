@@ -91,7 +91,7 @@ class Project:
         for index, spec in zip(chosen, specs, strict=True):
             slab = bank.new_slab(spec.lora)
             slab.load(
-                lambda name, spec=spec: initial_factor(self.spec, name, spec.lora.rank, spec.seed)
+                lambda name, spec=spec: initial_factor(self.spec, name, spec.lora, spec.seed)
             )
             jobs.append(
                 JobState(

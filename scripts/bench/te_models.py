@@ -29,7 +29,8 @@ from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import stage_sites
-from tlora_megatron.layers.slab import initial_factor, slab_layout, whole_tensors
+from tlora_megatron.layers.slab import initial_factor, whole_tensors
+from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.ops.dropout import mix_ints
 from tlora_megatron.ops.segments import (
@@ -220,8 +221,8 @@ def install_adapters(subject: Subject, *, b_std: float) -> None:
     adapters = []
     for slot, lora in enumerate(LORAS):
 
-        def whole(name: str, slot: int = slot, rank: int = lora.rank) -> Tensor:
-            factor = initial_factor(subject.spec, name, rank, slot)
+        def whole(name: str, slot: int = slot, lora: LoraSpec = lora) -> Tensor:
+            factor = initial_factor(subject.spec, name, lora, slot)
             if name.endswith("lora_b"):
                 factor = torch.randn(factor.shape, generator=_generator(f"{slot}{name}")) * b_std
             return factor

@@ -20,7 +20,8 @@ from tests.helpers.user_models import SPEC
 from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
-from tlora_megatron.layers.slab import slab_layout, whole_tensors
+from tlora_megatron.layers.slab import whole_tensors
+from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.ops.segments import Document, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups

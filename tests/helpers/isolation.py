@@ -153,7 +153,7 @@ def _write_poison(root: Path, job: Mapping[str, Any]) -> None:
     if not lora.target_modules:
         return
     model = read_model_spec(root / "base" / "config.json")
-    shapes = {name: factor_shape(model, name, lora.rank) for name in factor_names(model, lora)}
+    shapes = {name: factor_shape(model, name, lora) for name in factor_names(model, lora)}
     export_adapter(
         root / "poison" / job["name"],
         lora=lora,

@@ -300,7 +300,7 @@ def poison(root: Path) -> dict[str, Any]:
     settings = next(job for job in JOBS if job["name"] == "outputs")["lora"]
     lora = LoraSpec(**{**settings, "target_modules": tuple(settings["target_modules"])})
     model = read_model_spec(root / "base" / "config.json")
-    shapes = {name: factor_shape(model, name, lora.rank) for name in factor_names(model, lora)}
+    shapes = {name: factor_shape(model, name, lora) for name in factor_names(model, lora)}
     export_adapter(
         root / "poison",
         lora=lora,

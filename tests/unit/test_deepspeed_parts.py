@@ -41,7 +41,7 @@ from tlora_megatron.integrations.deepspeed.scoring import prepare_output_layer
 from tlora_megatron.job import HF_TARGETS, LoraSpec
 from tlora_megatron.layers.linear_sites import rank_sites
 from tlora_megatron.layers.sites import stage_sites
-from tlora_megatron.layers.slab import slab_layout
+from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model import read_model_spec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.plan import ParallelLayout

@@ -102,8 +102,9 @@ def test_a_leaving_job_s_arenas_are_freed_before_the_new_ones_are_made(
 
 @pytest.mark.parametrize("seed", [10**10, 2**63 - 1])
 def test_any_seed_draws_an_adapter(seed: int) -> None:
-    factor = initial_factor(SPEC, "layers.0.q_proj.lora_a", 4, seed)
-    assert not torch.equal(factor, initial_factor(SPEC, "layers.0.q_proj.lora_a", 4, seed - 1))
+    name, lora = "layers.0.q_proj.lora_a", LoraSpec(rank=4)
+    factor = initial_factor(SPEC, name, lora, seed)
+    assert not torch.equal(factor, initial_factor(SPEC, name, lora, seed - 1))
 
 
 def test_host_and_device_mix_alike() -> None:

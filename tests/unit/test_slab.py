@@ -18,9 +18,9 @@ from tlora_megatron.layers.slab import (
     factor_shape,
     initial_factor,
     initial_factors,
-    slab_layout,
     whole_tensors,
 )
+from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.plan import ParallelLayout
 
@@ -181,8 +181,8 @@ def test_fresh_factors_follow_from_seed_and_name() -> None:
     factors = initial_factors(SPEC, lora, 3)
     assert set(factors) == set(factor_names(SPEC, lora))
     for name, factor in factors.items():
-        assert tuple(factor.shape) == factor_shape(SPEC, name, 6)
-        assert torch.equal(factor, initial_factor(SPEC, name, 6, 3))
+        assert tuple(factor.shape) == factor_shape(SPEC, name, lora)
+        assert torch.equal(factor, initial_factor(SPEC, name, lora, 3))
         if name.endswith("lora_b"):
             assert not factor.any()
             continue
@@ -190,6 +190,6 @@ def test_fresh_factors_follow_from_seed_and_name() -> None:
         bound = math.sqrt(6 / ((1 + 5) * factor.shape[1]))
         assert 0.8 * bound < factor.abs().max() <= bound
         assert abs(factor.mean()) < 0.2 * bound
-        assert not torch.equal(factor, initial_factor(SPEC, name, 6, 4))
+        assert not torch.equal(factor, initial_factor(SPEC, name, lora, 4))
     first = {float(factor[0, 0]) for name, factor in factors.items() if name.endswith("lora_a")}
     assert len(first) == len(factors) // 2

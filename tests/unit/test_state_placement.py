@@ -54,7 +54,7 @@ def trained(groups: ParallelGroups, placement: StatePlacement) -> AdapterSlab:
     sites = rank_sites(SPEC, groups.layout, tp_rank=0, pp_rank=0)
     bank = AdapterBank(sites, [LORA], dtype=torch.bfloat16, device=CPU, placement=placement)
     slab = bank.new_slab(LORA)
-    slab.load(lambda name: initial_factor(SPEC, name, LORA.rank, 0))
+    slab.load(lambda name: initial_factor(SPEC, name, LORA, 0))
     bank.install([Adapter(name="a", lora=LORA, slab=slab)])
     spec = OptimizerSpec(weight_decay=0.1, max_grad_norm=0.5)
     updates = 0

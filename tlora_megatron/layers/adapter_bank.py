@@ -14,7 +14,8 @@ import torch
 
 from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.sites import Site, TargetShard
-from tlora_megatron.layers.slab import AdapterSlab, StatePlacement, slab_layout
+from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
+from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
 from tlora_megatron.ops.dropout import mix_ints
 from tlora_megatron.ops.factors import SiteFactors
 from tlora_megatron.ops.kernel_choice import choose_ops
@@ -62,11 +63,13 @@ class AdapterBank:
         self._targets = {
             site.index: tuple(t for t in site.targets if t.target in used) for site in self.sites
         }
+        cut = {target for lora in loras if lora.is_block_diagonal for target in lora.target_modules}
+        self._cut = {s.index for s in self.sites if any(t.target in cut for t in s.targets)}
         self.adapters: tuple[Adapter, ...] = ()
         self.factors: dict[int, SiteFactors] = {}
         """By `Site.index`; sites that no job targets have none."""
         self._copies: list[list[torch.Tensor]] = []
-        """Flat views of a slot's factors in the arenas, in its slab's order."""
+        """Views of a slot's factors in the arenas, in its slab's order (`_compute_views`)."""
         self.defects: list[torch.Tensor] = []
         """A slot: fp32 `[]`, 0, or NaN where a weight of this rank is not finite in the compute
         dtype: to be added to what decides whether the job moves."""
@@ -74,6 +77,11 @@ class AdapterBank:
     def new_slab(self, lora: LoraSpec) -> AdapterSlab:
         """Allocates an adapter's slab, zeros."""
         return AdapterSlab(slab_layout(self.sites, lora), self.device, self.placement)
+
+    def is_cut_by_rank(self, site: Site) -> bool:
+        """Whether block-diagonal jobs may target a site: every TP rank then has rows of `lora_a` of
+        its own, whose gradient takes the linear's whole input."""
+        return site.index in self._cut
 
     def install(self, adapters: Sequence[Adapter]) -> None:
         """Puts adapters into slots 0, 1, ... in this order.
@@ -84,7 +92,7 @@ class AdapterBank:
         stay = {id(a.slab) for a in self.adapters}
         for adapter in adapters:
             if id(adapter.slab) not in stay:
-                adapter.slab.grad.zero_()
+                adapter.slab.zero_grad()
         self.adapters = tuple(adapters)
         # Both hold the old arenas, which would otherwise stay in memory beside the new ones.
         self._copies = []
@@ -107,10 +115,7 @@ class AdapterBank:
         loras = [a.lora for a in self.adapters]
         scaling = torch.tensor([lora.scaling for lora in loras], device=self.device)
         dropout = torch.tensor([lora.dropout for lora in loras], device=self.device)
-        grads = [
-            {f.name: view for f, view in zip(s.layout.factors, s.layout.views(s.grad), strict=True)}
-            for s in (a.slab for a in self.adapters)
-        ]
+        grads = [adapter.slab.grad_views() for adapter in self.adapters]
         layouts: dict[tuple[str, ...], RankLayout] = {}
         for site in self.sites:
             shards = self._targets[site.index]
@@ -118,7 +123,7 @@ class AdapterBank:
                 continue
             names = tuple(t.target for t in shards)
             if names not in layouts:
-                layouts[names] = _rank_layout(names, loras)
+                layouts[names] = _rank_layout(names, loras, site.tp_size)
             layout = layouts[names]
             self.factors[site.index] = SiteFactors(
                 layout=layout,
@@ -154,13 +159,13 @@ class AdapterBank:
             # Cast as one buffer first: copies between dtypes would be a launch a factor.
             cast = slab.compute_copy(self.dtype)
             self.defects[slot] = torch.linalg.vector_norm(cast, math.inf).float() * 0
-            torch._foreach_copy_(self._copies[slot], slab.layout.split(cast.nan_to_num_()))
+            torch._foreach_copy_(self._copies[slot], _sources(slab.layout, cast.nan_to_num_()))
 
 
-def _rank_layout(targets: Sequence[str], loras: Sequence[LoraSpec]) -> RankLayout:
+def _rank_layout(targets: Sequence[str], loras: Sequence[LoraSpec], tp_size: int) -> RankLayout:
     return RankLayout(
         tuple(
-            tuple(lora.rank if target in lora.target_modules else 0 for target in targets)
+            tuple(lora.local_rank(tp_size) * (target in lora.target_modules) for target in targets)
             for lora in loras
         )
     )
@@ -175,17 +180,26 @@ def _by_target(
 def _compute_views(
     slot: int, adapter: Adapter, places: Mapping[str, tuple[SiteFactors, int]]
 ) -> list[torch.Tensor]:
-    """A slot's factors in the arenas, flat and without padding, in its slab's order.
+    """A slot's factors in the arenas, without padding, in its slab's order: flat, or the blocks.
 
     Args:
         places: by `TargetShard.name`: the site's factors and the target's number there.
     """
     views = []
-    for shard, which, _, (rank, _) in adapter.slab.layout.factors:
-        factors, p = places[shard.name]
-        if which == "lora_a":
+    for factor in adapter.slab.layout.factors:
+        factors, p = places[factor.shard.name]
+        if factor.which == "lora_a":
             begin, arena = factors.layout.a_begin[slot][p], factors.lora_a
         else:
             begin, arena = factors.layout.b_begin[slot][p], factors.lora_b[p]
-        views.append(arena[begin : begin + rank].flatten())
+        rows = arena[begin : begin + factor.spread_shape[0]]
+        views.append(rows.flatten() if factor.num_blocks == 1 else factor.diagonal(rows))
     return views
+
+
+def _sources(layout: SlabLayout, copy: torch.Tensor) -> list[torch.Tensor]:
+    """A slab's buffer in the shapes of `_compute_views`."""
+    return [
+        flat if factor.num_blocks == 1 else factor.blocks(flat.view(factor.shape))
+        for factor, flat in zip(layout.factors, layout.split(copy), strict=True)
+    ]

@@ -123,8 +123,18 @@ def attach(
 
     Args:
         black_box: Megatron's own around their forward too.
+
+    Raises:
+        ValueError: for block-diagonal jobs around linears that reduce over TP themselves.
     """
     for site, module in linears:
         around = black_box or not hasattr(module, "_forward_impl")
-        make_multi_adapter(module, BlackBoxMixin if around else MultiAdapterMixin)
+        if not isinstance(module, MultiAdapter):
+            make_multi_adapter(module, BlackBoxMixin if around else MultiAdapterMixin)
+        if isinstance(module, BlackBoxMixin) and site.tp_size > 1 and bank.is_cut_by_rank(site):
+            raise ValueError(
+                f"lora.parametrization must be standard with tp_size above 1 around linears that "
+                f"reduce over TP themselves, got block_diagonal on a {type(module).__name__}; "
+                f"build the model of Megatron's own linears, or set tp_size to 1"
+            )
         object.__setattr__(module, "tlora_branch", AdapterBranch(bank, site))

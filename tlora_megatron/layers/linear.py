@@ -68,7 +68,8 @@ class MultiLoRALinear(torch.autograd.Function):
 
     Column-parallel. Layout in: x `[T, 1, K]`, or `[T / tp, 1, K]` under sequence parallelism.
     Layout out: `[T, 1, N / tp]`. Forward: all-gather of x under sequence parallelism. Backward: one
-    all-reduce of dx, or a reduce-scatter of it and a rank-sized all-reduce of dS. Row-parallel: x
+    all-reduce of dx, or a reduce-scatter of it and a rank-sized all-reduce of dS; not the latter
+    where the run has block-diagonal jobs, for which the gathered x is kept instead. Row-parallel: x
     `[T, 1, K / tp]`, out a partial sum `[T, 1, N]` that the caller's own reduction completes; no
     collective here. x must require grad (the embedding's output is made to), or autograd never
     comes by and the factors get no gradient.
@@ -90,8 +91,11 @@ class MultiLoRALinear(torch.autograd.Function):
         x_TK = x.flatten(0, -2)
         full_TK = all_gather_rows(x_TK, tp.group) if tp.gather_input else x_TK
         y_TN, s = branch.ops.forward(full_TK, weight_NK, bias_N, factors, view.rows)
-        ctx.save_for_backward(x, s, weight_NK)
+        # Adapters cut by rank have rows of A of their own here: their gradient takes all rows of x.
+        ctx.keeps_whole = tp.gather_input and branch.bank.is_cut_by_rank(branch.site)
+        ctx.save_for_backward(full_TK if ctx.keeps_whole else x, s, weight_NK)
         ctx.ops, ctx.factors, ctx.rows, ctx.tp = branch.ops, factors, view.rows, tp
+        ctx.x_shape = x.shape
         return y_TN.unsqueeze(1)
 
     @staticmethod
@@ -101,14 +105,16 @@ class MultiLoRALinear(torch.autograd.Function):
         dy_TN = dy.flatten(0, -2).contiguous()  # autograd expands a sum's gradient from one element
         ds = ops.backward_up(dy_TN, s, factors, rows)
         # This rank's rows need dS of the whole output. Summing dS over the group costs [T, R];
-        # gathering x again would cost [T, K]. Either way dA is a partial sum, TP's once a step.
-        summed = all_reduce(ds.clone(), tp.group) if tp.gather_input else Pending(ds, None)
+        # gathering x again would cost [T, K]. Either way dA is a partial sum, TP's once a step;
+        # and so it is over all rows, of what the rank's own outputs give.
+        exchanges = tp.gather_input and not ctx.keeps_whole
+        summed = all_reduce(ds.clone(), tp.group) if exchanges else Pending(ds, None)
         pending = None
         if ctx.needs_input_grad[0]:
             pending = _reduce(ops.dgrad(dy_TN, ds, weight_NK, factors, rows), tp)
-        window = tp.window(rows.ends[-1])
+        window = tp.window(rows.ends[-1]) if exchanges else (0, rows.ends[-1])
         ops.backward_down(x.flatten(0, -2), dy_TN, s, summed.wait(), factors, rows, window)
-        dx = None if pending is None else pending.wait().view(x.shape)
+        dx = None if pending is None else pending.wait().view(ctx.x_shape)
         return dx, None, None, None, None, None
 
 

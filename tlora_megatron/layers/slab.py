@@ -1,8 +1,6 @@
 """One adapter's factors over all its linears on this rank, in one contiguous buffer a kind.
 
-Layout of every buffer: TP-replicated factors first, so that their partial gradients are one slice
-to sum over TP; then the sharded ones. `lora_b` is stored transposed, `[rank, out]`, as the
-kernels read it. fp32 throughout.
+All buffers are fp32 and share one layout (`layers.slab_layout`).
 """
 
 from __future__ import annotations
@@ -10,99 +8,18 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from tlora_megatron.backbone import Backbone
 from tlora_megatron.job import LoraSpec
-from tlora_megatron.layers.sites import Site, TargetShard
+from tlora_megatron.layers.slab_layout import SlabLayout
 from tlora_megatron.parallel.collectives import all_gather_rows
 
 _SLICE_MULTIPLE = 64
 """Slices begin on 256 bytes: vector instructions then meet the same elements as in the whole."""
-
-
-class Factor(NamedTuple):
-    """Where one factor lies in the slab."""
-
-    shard: TargetShard
-    which: Literal["lora_a", "lora_b"]
-    offset: int
-    shape: tuple[int, int]
-    """`[rank, in]` or, transposed, `[rank, out]`; local sizes."""
-
-    @property
-    def name(self) -> str:
-        """Canonical name, for example `layers.3.q_proj.lora_a`."""
-        return f"{self.shard.name}.{self.which}"
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return self.shape[0] * self.shape[1]
-
-    def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the whole canonical tensor, in slab orientation."""
-        if self.which == "lora_a":
-            columns = self.shard.lora_a_columns
-            return whole if columns is None else whole[:, columns]
-        rows = self.shard.lora_b_rows
-        return (whole if rows is None else whole[rows]).t()
-
-    def place(self, whole: torch.Tensor, local: torch.Tensor) -> None:
-        """Writes this rank's part into the whole canonical tensor: the inverse of `shard_of`."""
-        if self.which == "lora_a":
-            whole[:, self.shard.lora_a_columns or slice(None)] = local
-        elif self.shard.lora_b_rows is None:
-            whole.copy_(local.t())
-        else:
-            whole[self.shard.lora_b_rows] = local.t()
-
-
-class SlabLayout(NamedTuple):
-    """Where each factor of one adapter lies on one rank."""
-
-    factors: tuple[Factor, ...]
-    replicated_numel: int
-    """The first so many elements are replicated over TP; 0 without TP."""
-    numel: int
-
-    def split(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The factors as flat views of a flat buffer, in layout order; one call for any number."""
-        return buffer.split_with_sizes([f.numel for f in self.factors])
-
-    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The factors as views of a flat buffer, in layout order."""
-        parts = zip(self.split(buffer), self.factors, strict=True)
-        return [part.view(factor.shape) for part, factor in parts]
-
-
-def slab_layout(sites: Sequence[Site], lora: LoraSpec) -> SlabLayout:
-    """Lays an adapter out over the sites of one rank."""
-    shards = [
-        (site, shard)
-        for site in sites
-        for shard in site.targets
-        if shard.target in lora.target_modules
-    ]
-    wanted: list[tuple[TargetShard, Literal["lora_a", "lora_b"]]] = []
-    for replicated in (True, False):
-        for site, shard in shards:
-            is_a = replicated == (site.kind == "column")
-            wanted.append((shard, "lora_a" if is_a else "lora_b"))
-    factors, offset = [], 0
-    for shard, which in wanted:
-        size = shard.in_size if which == "lora_a" else shard.columns.size
-        factors.append(Factor(shard, which, offset, (lora.rank, size)))
-        offset += factors[-1].numel
-    replicated_numel = sum(f.numel for f in factors[: len(shards)]) if _sharded(sites) else 0
-    return SlabLayout(tuple(factors), replicated_numel, offset)
-
-
-def _sharded(sites: Sequence[Site]) -> bool:
-    return any(site.tp_size > 1 for site in sites)
 
 
 class StatePlacement(NamedTuple):
@@ -118,7 +35,8 @@ class AdapterSlab:
     """Master weights, gradient and Adam moments of one adapter on this rank, fp32.
 
     Backward adds straight to `grad` `[numel]`, through views of it; whoever steps zeroes it. The
-    others are `[numel]` too, or this rank's slice of it.
+    others are `[numel]` too, or this rank's slice of it. What backward adds for factors of several
+    blocks comes with the products off the diagonal: into a buffer beside, until `collect_grad`.
     """
 
     def __init__(
@@ -137,6 +55,12 @@ class AdapterSlab:
         self.held = slice(min(begin, layout.numel), min(begin + self._slice_size, layout.numel))
         """Elements of the whole buffers that this rank holds."""
         self.grad = torch.zeros(layout.numel, device=device)
+        sizes = [math.prod(factor.spread_shape) for factor in layout.spread]
+        self._spread_grad = torch.zeros(sum(sizes), device=device)
+        self._spread = {
+            factor.name: part.view(factor.spread_shape)
+            for factor, part in zip(layout.spread, self._spread_grad.split(sizes), strict=True)
+        }
         self.master, self.exp_avg, self.exp_avg_sq = (self._zeros() for _ in range(3))
 
     def _zeros(self) -> torch.Tensor:
@@ -144,6 +68,26 @@ class AdapterSlab:
         if not self.placement.on_cpu:
             return torch.zeros(numel, device=self.grad.device)
         return torch.zeros(numel, pin_memory=self.grad.is_cuda)
+
+    def grad_views(self) -> dict[str, torch.Tensor]:
+        """Where backward adds each factor's gradient, by its name: views as the kernels write."""
+        views = zip(self.layout.factors, self.layout.views(self.grad), strict=True)
+        return {factor.name: view for factor, view in views} | self._spread
+
+    def collect_grad(self) -> None:
+        """Takes gradients of blocks into `grad`; before anyone reads it."""
+        if not self._spread:
+            return
+        views = self.layout.views(self.grad)
+        for factor, view in zip(self.layout.factors, views, strict=True):
+            if factor.name in self._spread:
+                factor.blocks(view).add_(factor.diagonal(self._spread[factor.name]))
+        self._spread_grad.zero_()
+
+    def zero_grad(self) -> None:
+        """Forgets the gradient of a batch."""
+        self.grad.zero_()
+        self._spread_grad.zero_()
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """What this rank holds of the flat buffers of a checkpoint: all but the gradient."""
@@ -181,7 +125,7 @@ def whole_tensors(
         views = layout.views(buffer.cpu())
         for factor, view in zip(layout.factors, views, strict=True):
             if factor.name not in whole:
-                whole[factor.name] = torch.empty(factor_shape(spec, factor.name, factor.shape[0]))
+                whole[factor.name] = torch.empty(factor_shape(spec, factor.name, layout.lora))
             factor.place(whole[factor.name], view)
     return whole
 
@@ -193,11 +137,17 @@ def split_name(name: str) -> tuple[int, str, str]:
     return int(layer), target, which
 
 
-def factor_shape(spec: Backbone, name: str, rank: int) -> tuple[int, int]:
-    """Whole shape of the canonical factor `layers.I.TARGET.lora_a|lora_b`."""
+def factor_shape(spec: Backbone, name: str, lora: LoraSpec) -> tuple[int, int]:
+    """Whole shape of the canonical factor `layers.I.TARGET.lora_a|lora_b`.
+
+    The blocks of a block-diagonal one lie below one another, as in PEFT's files.
+    """
     _, target, which = split_name(name)
     out_size, in_size = spec.target_shape(target)
-    return (rank, in_size) if which == "lora_a" else (out_size, rank)
+    blocks = lora.num_blocks if which == lora.block_factor(target) else 1
+    if which == "lora_a":
+        return lora.rank, in_size // blocks
+    return out_size, lora.rank // blocks
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -219,20 +169,22 @@ def factor_names(spec: Backbone, lora: LoraSpec) -> Iterator[str]:
             yield f"layers.{layer}.{target}.lora_b"
 
 
-def initial_factor(spec: Backbone, name: str, rank: int, seed: int) -> torch.Tensor:
-    """A fresh factor as PEFT draws it: `lora_a` uniform in +-1/sqrt(in), `lora_b` zero.
+def initial_factor(spec: Backbone, name: str, lora: LoraSpec, seed: int) -> torch.Tensor:
+    """A fresh factor as PEFT draws it: `lora_b` zero, `lora_a` uniform in +-1/sqrt(in), of
+    block-diagonal ones in +-sqrt(6 / (in / num_blocks)).
 
     A function of the job's seed and the name alone, the same under every parallel layout.
     """
-    shape = factor_shape(spec, name, rank)
+    shape = factor_shape(spec, name, lora)
     if name.endswith("lora_b"):
         return torch.zeros(shape)
     mixed = (seed * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**64
     generator = torch.Generator().manual_seed(mixed)
-    bound = 1.0 / math.sqrt(shape[1])
+    is_block = lora.block_factor(split_name(name)[1]) == "lora_a"
+    bound = math.sqrt((6.0 if is_block else 1.0) / shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 def initial_factors(spec: Backbone, lora: LoraSpec, seed: int) -> Mapping[str, torch.Tensor]:
     """All whole factors of a fresh adapter by canonical name."""
-    return {name: initial_factor(spec, name, lora.rank, seed) for name in factor_names(spec, lora)}
+    return {name: initial_factor(spec, name, lora, seed) for name in factor_names(spec, lora)}

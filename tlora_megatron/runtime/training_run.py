@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from tlora_megatron.backbone import Backbone
+from tlora_megatron.block_rules import check_block_sizes
 from tlora_megatron.config import JobError, RunConfig, config_to_dict
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
@@ -190,11 +191,12 @@ class TrainingRun:
         return prepared
 
     def _leave_out_jobs_without_sites(self, layout: ParallelLayout) -> None:
-        """As `_prepare_jobs`, over targets that a model which someone else built may lack."""
+        """As `_prepare_jobs`, over what the built model lacks or its layout cannot cut."""
         able = []
         for job in self._prepared:
             try:
                 check_targets(self.spec, layout, job.spec.name, job.spec.lora.target_modules)
+                check_block_sizes(job.spec.name, job.spec.lora, self.spec, layout.tp_size)
                 able.append(job)
             except ValueError as error:
                 self._leave_out(job.spec.name, error)
@@ -229,7 +231,7 @@ def _start_job(prepared: PreparedJob, spec: Backbone, bank: AdapterBank) -> JobS
     elif imported is not None:
         slab.load(imported.__getitem__)
     else:
-        slab.load(lambda name: initial_factor(spec, name, job.lora.rank, job.seed))
+        slab.load(lambda name: initial_factor(spec, name, job.lora, job.seed))
     return state
 
 

@@ -24,15 +24,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tlora_megatron.backbone import Backbone
-from tlora_megatron.job import JobSpec
+from tlora_megatron.job import JobSpec, LoraSpec
 from tlora_megatron.layers.linear_sites import rank_sites
 from tlora_megatron.layers.slab import (
     check_finite,
     factor_names,
     factor_shape,
-    slab_layout,
     whole_tensors,
 )
+from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.atomic_directory import replace_directory
 from tlora_megatron.training.data import JobData
@@ -143,7 +143,8 @@ class Checkpoint:
             ValueError: naming the job and the value or tensor that differs.
         """
         saved = self.state["job"]
-        pairs = [(f"lora.{k}", saved["lora"][k], getattr(job.lora, k)) for k in _LORA_FIXED]
+        was = asdict(LoraSpec()) | saved["lora"]  # older ones lack fields
+        pairs = [(f"lora.{k}", was[k], getattr(job.lora, k)) for k in _LORA_FIXED]
         pairs += [(k, saved[k], getattr(job, k)) for k in ("batch_size", "seed", "max_seq_len")]
         saved_size, saved_data = self.state["num_sequences"], self.state["data_fingerprint"]
         pairs.append(("number of training sequences", saved_size, len(data.train)))
@@ -165,7 +166,7 @@ class Checkpoint:
                 for name in factor_names(spec, job.lora):
                     for key in (prefix + name for prefix in prefixes):
                         shape = tensors.get_slice(key).get_shape() if key in held else None
-                        expected = list(factor_shape(spec, name, job.lora.rank))
+                        expected = list(factor_shape(spec, name, job.lora))
                         if shape != expected:
                             raise ValueError(
                                 f"job {job.name!r}: {key} must have shape {expected} in its "
@@ -193,7 +194,15 @@ class Checkpoint:
         job.restore(self.state["progress"])
 
 
-_LORA_FIXED = ("rank", "alpha", "dropout", "target_modules", "use_rslora")
+_LORA_FIXED = (
+    "rank",
+    "alpha",
+    "dropout",
+    "target_modules",
+    "use_rslora",
+    "parametrization",
+    "num_blocks",
+)
 _PREFIXES = {
     "adapter.safetensors": ("",),
     "optimizer.safetensors": tuple(f"{buffer}." for buffer in _MOMENTS),

@@ -62,6 +62,8 @@ def step_adapters(
     if not requests:
         return []
     slabs = [bank.adapters[request.slot].slab for request in requests]
+    for slab in slabs:
+        slab.collect_grad()
     _reduce_gradients(groups, slabs)
     losses, norms = _losses_and_norms(bank, groups, requests)
     outcomes, updates = [], []

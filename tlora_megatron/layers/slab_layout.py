@@ -1,0 +1,149 @@
+"""Where an adapter's factors lie in its slab on one rank, and what of the whole tensors they are.
+
+TP-replicated factors first, so that their partial gradients are one slice to sum over TP; then the
+sharded ones. `lora_b` is stored transposed, `[rank, out]`, as the kernels read it. Of a
+block-diagonal adapter nothing is replicated, and of its block-diagonal factors only the blocks are
+stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+from tlora_megatron.job import LoraSpec
+from tlora_megatron.layers.sites import Site, TargetShard
+
+
+class Factor(NamedTuple):
+    """Where one factor lies in the slab, and what of the whole canonical tensor it is."""
+
+    shard: TargetShard
+    which: Literal["lora_a", "lora_b"]
+    offset: int
+    shape: tuple[int, int]
+    """`[rank, in]` or, transposed, `[rank, out]`; local sizes. Of a block-diagonal factor the
+    blocks alone: `lora_a`'s `[rank / num_blocks, in / num_blocks]` below one another, `lora_b`'s
+    beside one another."""
+    held: tuple[slice | torch.Tensor, slice]
+    """Rows and columns of the whole canonical tensor."""
+    num_blocks: int = 1
+    """Diagonal blocks on this rank; with one, or in a dense factor, the kernels read `shape`."""
+
+    @property
+    def name(self) -> str:
+        """Canonical name, for example `layers.3.q_proj.lora_a`."""
+        return f"{self.shard.name}.{self.which}"
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def spread_shape(self) -> tuple[int, int]:
+        """`[rank, in or out]` with the zeros around the blocks, as the kernels read it."""
+        rows, columns = self.shape
+        if self.which == "lora_a":
+            return rows, columns * self.num_blocks
+        return rows * self.num_blocks, columns
+
+    def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the whole canonical tensor, in slab orientation."""
+        rows, columns = self.held
+        part = whole[rows][:, columns]
+        return part if self.which == "lora_a" else part.t()
+
+    def place(self, whole: torch.Tensor, local: torch.Tensor) -> None:
+        """Writes this rank's part into the whole canonical tensor: the inverse of `shard_of`."""
+        whole[self.held] = local if self.which == "lora_a" else local.t()
+
+    def blocks(self, local: torch.Tensor) -> torch.Tensor:
+        """A view `[num_blocks, rank of a block, features of a block]` of the factor, `shape`."""
+        if self.which == "lora_a":
+            return local.unflatten(0, (self.num_blocks, -1))
+        return local.unflatten(1, (self.num_blocks, -1)).transpose(0, 1)
+
+    def diagonal(self, spread: torch.Tensor) -> torch.Tensor:
+        """The blocks, as `blocks` has them, of a tensor `spread_shape`; a view."""
+        n = self.num_blocks
+        square = spread.unflatten(1, (n, -1)).unflatten(0, (n, -1))
+        return square.diagonal(dim1=0, dim2=2).movedim(-1, 0)
+
+
+class SlabLayout(NamedTuple):
+    """Where each factor of one adapter lies on one rank."""
+
+    lora: LoraSpec
+    factors: tuple[Factor, ...]
+    replicated_numel: int
+    """The first so many elements are replicated over TP; 0 without TP."""
+    numel: int
+
+    @property
+    def spread(self) -> tuple[Factor, ...]:
+        """Factors of several blocks on this rank, which the kernels read with zeros around."""
+        return tuple(factor for factor in self.factors if factor.num_blocks > 1)
+
+    def split(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The factors as flat views of a flat buffer, in layout order; one call for any number."""
+        return buffer.split_with_sizes([f.numel for f in self.factors])
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The factors as views of a flat buffer, in layout order."""
+        parts = zip(self.split(buffer), self.factors, strict=True)
+        return [part.view(factor.shape) for part, factor in parts]
+
+
+def slab_layout(sites: Sequence[Site], lora: LoraSpec) -> SlabLayout:
+    """Lays an adapter out over the sites of one rank."""
+    shards = [
+        (site, shard)
+        for site in sites
+        for shard in site.targets
+        if shard.target in lora.target_modules
+    ]
+    wanted: list[tuple[Site, TargetShard, Literal["lora_a", "lora_b"]]] = []
+    for replicated in (True, False):
+        for site, shard in shards:
+            is_a = replicated == (site.kind == "column")
+            wanted.append((site, shard, "lora_a" if is_a else "lora_b"))
+    factors, offset = [], 0
+    for site, shard, which in wanted:
+        factors.append(_factor(site, shard, which, offset, lora))
+        offset += factors[-1].numel
+    replicates = _sharded(sites) and not lora.is_block_diagonal
+    replicated_numel = sum(f.numel for f in factors[: len(shards)]) if replicates else 0
+    return SlabLayout(lora, tuple(factors), replicated_numel, offset)
+
+
+def _factor(
+    site: Site,
+    shard: TargetShard,
+    which: Literal["lora_a", "lora_b"],
+    offset: int,
+    lora: LoraSpec,
+) -> Factor:
+    """One factor on this rank, which has all of a standard adapter's rank and, of a block-diagonal
+    one's, the blocks that meet its part of the base (arXiv 2510.23346, section 3).
+    """
+    rank, whole = lora.local_rank(site.tp_size), slice(None)
+    ranks = slice(site.tp_rank * rank, (site.tp_rank + 1) * rank)
+    if not lora.is_block_diagonal:
+        ranks = whole
+    is_block = which == lora.block_factor(shard.target)
+    blocks = lora.num_blocks // site.tp_size if is_block else 1
+    if which == "lora_a":
+        # Blocks below one another: those of some rows of the rank are whole rows.
+        columns = whole if is_block or shard.lora_a_columns is None else shard.lora_a_columns
+        shape = (rank, shard.in_size // blocks)
+        return Factor(shard, which, offset, shape, (ranks, columns), blocks)
+    rows = whole if shard.lora_b_rows is None else shard.lora_b_rows
+    shape = (rank // blocks, shard.columns.size)
+    return Factor(shard, which, offset, shape, (rows, whole if is_block else ranks), blocks)
+
+
+def _sharded(sites: Sequence[Site]) -> bool:
+    return any(site.tp_size > 1 for site in sites)
