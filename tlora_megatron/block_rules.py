@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tlora_megatron.backbone import Backbone
+from tlora_megatron.backbone import Backbone, LinearsSpec
 from tlora_megatron.config_reader import ConfigError
-from tlora_megatron.job import LoraSpec
+from tlora_megatron.job import HF_TARGETS, SHARED_EXPERT_TARGETS, LoraSpec
 
 _FUSED = {"linear_qkv": "q_proj, k_proj and v_proj", "linear_fc1": "gate_proj and up_proj"}
 """Targets that PEFT has no module for, and what to name instead: a block is of one module."""
+_KNOWN = (*HF_TARGETS, *SHARED_EXPERT_TARGETS, "linear_proj", "linear_fc2")
 
 
 def check_blocks(lora: LoraSpec, path: str) -> None:
@@ -60,6 +61,7 @@ def check_block_sizes(job: str, lora: LoraSpec, spec: Backbone, tp_size: int = 1
     """
     if not lora.is_block_diagonal:
         return
+    _check_kinds(job, lora, spec, tp_size)
     blocks = lora.num_blocks
     widths = {target: _block_width(lora, target, spec) for target in lora.target_modules}
 
@@ -79,6 +81,23 @@ def check_block_sizes(job: str, lora: LoraSpec, spec: Backbone, tp_size: int = 1
             side = "inputs" if lora.block_factor(target) == "lora_a" else "outputs"
             raise ValueError(
                 f"{what} divide the {width} {side} of {target}, got {blocks}; {remedy}"
+            )
+
+
+def _check_kinds(job: str, lora: LoraSpec, spec: Backbone, tp_size: int) -> None:
+    """Which factor has blocks follows from how tensor parallelism cuts the linear."""
+    for target in lora.target_modules:
+        if target not in _KNOWN:
+            raise ValueError(
+                f"lora.target_modules of job {job!r} must be among {', '.join(_KNOWN)} with "
+                f"parametrization block_diagonal, got {target}: how tensor parallelism would cut "
+                f"it is not known; train it as standard"
+            )
+        kind = "row" if lora.block_factor(target) == "lora_a" else "column"
+        if isinstance(spec, LinearsSpec) and tp_size > 1 and spec.linear(target).kind != kind:
+            raise ValueError(
+                f"lora.parametrization of job {job!r} must be standard on {target}, which is cut "
+                f"as {spec.linear(target).kind}-parallel here and not as {kind}-parallel"
             )
 
 

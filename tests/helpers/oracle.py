@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import BdLoraConfig, LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from torch.nn import functional
 from torch.optim.lr_scheduler import LRScheduler
@@ -131,8 +131,19 @@ def _peft_model(base_dir: Path, job: JobSpec) -> PeftModel:
         target_modules=list(job.lora.target_modules),
         use_rslora=job.lora.use_rslora,
         task_type="CAUSAL_LM",
+        use_bdlora=_blocks(job) if job.lora.is_block_diagonal else None,
     )
     return get_peft_model(base, config).train()
+
+
+def _blocks(job: JobSpec) -> BdLoraConfig:
+    """As PEFT's documentation says: A of output and down projections, B of all others."""
+    outputs = {"o_proj", "down_proj"}
+    return BdLoraConfig(
+        target_modules_bd_a=sorted(outputs & set(job.lora.target_modules)),
+        target_modules_bd_b=sorted(set(job.lora.target_modules) - outputs),
+        nblocks=job.lora.num_blocks,
+    )
 
 
 def _parameter(model: PeftModel, name: str) -> torch.nn.Parameter:

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from tlora_megatron.job import LoraSpec
+from tlora_megatron.layers.slab import factor_shape
 from tlora_megatron.model import ModelSpec
 
 TinyModelType = Literal["llama", "llama3", "qwen2", "qwen3", "mistral"]
@@ -134,9 +135,12 @@ def random_factors(
     factors = {}
     for layer in range(model.num_layers):
         for target in lora.target_modules:
-            rows, columns = model.target_shape(target)
-            lora_a = torch.randn(lora.rank, columns, generator=generator) / columns**0.5
-            lora_b = torch.randn(rows, lora.rank, generator=generator) * b_std
-            factors[f"layers.{layer}.{target}.lora_a"] = lora_a
-            factors[f"layers.{layer}.{target}.lora_b"] = lora_b
+            name = f"layers.{layer}.{target}"
+            (rank, columns), (rows, block_rank) = (
+                factor_shape(model, f"{name}.{side}", lora) for side in ("lora_a", "lora_b")
+            )
+            lora_a = torch.randn(rank, columns, generator=generator) / columns**0.5
+            lora_b = torch.randn(rows, block_rank, generator=generator) * b_std
+            factors[f"{name}.lora_a"] = lora_a
+            factors[f"{name}.lora_b"] = lora_b
     return factors

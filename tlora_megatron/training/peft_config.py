@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from tlora_megatron.job import HF_TARGETS, LoraSpec
+from tlora_megatron.backbone import Backbone
+from tlora_megatron.job import LoraSpec
 
 _READ_FIELDS = {
     "peft_type",
@@ -19,6 +21,7 @@ _READ_FIELDS = {
     "bias",
     "init_lora_weights",
     "base_model_name_or_path",
+    "use_bdlora",
 }
 _FIELDS_WITHOUT_EFFECT = {
     "auto_mapping",
@@ -40,6 +43,9 @@ _FIELDS_WITHOUT_EFFECT = {
 """Do not change what a trained adapter of plain linears computes. Every other field must be unset:
 use_dora, modules_to_save, rank_pattern, layers_to_transform and those of PEFT versions to come."""
 
+_BLOCK_FIELDS = {"target_modules_bd_a", "target_modules_bd_b", "nblocks", "match_strict"}
+_SIDES: tuple[Literal["lora_a", "lora_b"], ...] = ("lora_a", "lora_b")
+
 _PLAIN_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Initial values that leave the base weight as it was; PiSSA, OLoRA, LoftQ and others change it."""
 
@@ -50,7 +56,8 @@ def peft_config(lora: LoraSpec, targets: tuple[str, ...], base_model: str) -> di
     alpha is an integer where it is one, as PEFT and vLLM declare it, else the exact float.
     """
     alpha = float(lora.alpha)
-    return {
+    blocks = {"use_bdlora": _block_fields(lora, targets)} if lora.is_block_diagonal else {}
+    return blocks | {
         "alpha_pattern": {},
         "auto_mapping": None,
         "base_model_name_or_path": base_model,
@@ -103,10 +110,8 @@ def read_peft_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def lora_spec(
-    config: dict[str, Any], present: set[str], known: tuple[str, ...] = HF_TARGETS
-) -> LoraSpec:
-    """Returns the adapter's values; its targets are the Hugging Face names in `present`.
+def lora_spec(config: dict[str, Any], present: set[str], model: Backbone) -> LoraSpec:
+    """Returns the adapter's values; its targets are the model's `peft_targets` in `present`.
 
     Args:
         config: as `read_peft_config` returns it.
@@ -116,6 +121,7 @@ def lora_spec(
     Raises:
         ValueError: if a value is of the wrong type or range, or the listed targets do not agree.
     """
+    known = model.peft_targets
     _check_targets(config.get("target_modules"), present, known)
     use_rslora = config.get("use_rslora") or False
     if not isinstance(use_rslora, bool):
@@ -129,13 +135,65 @@ def lora_spec(
     dropout = _number(config, "lora_dropout", default=0.0)
     if not 0 <= dropout < 1:
         raise ValueError(f"lora_dropout must be at least 0 and below 1, got {dropout}")
+    targets = tuple(target for target in known if target in present)
+    blocks = _num_blocks(config.get("use_bdlora"), targets, model)
+    if rank % blocks:
+        raise ValueError(f"r must be a multiple of use_bdlora.nblocks = {blocks}, got {rank}")
     return LoraSpec(
         rank=rank,
         alpha=alpha,
         dropout=dropout,
-        target_modules=tuple(target for target in known if target in present),
+        target_modules=targets,
         use_rslora=use_rslora,
+        parametrization="block_diagonal" if blocks > 1 else "standard",
+        num_blocks=blocks,
     )
+
+
+def _block_fields(lora: LoraSpec, targets: tuple[str, ...]) -> dict[str, Any]:
+    """PEFT's `BdLoraConfig`; it looks for each name anywhere in a module's path."""
+    sides = {side: [t for t in sorted(targets) if lora.block_factor(t) == side] for side in _SIDES}
+    return {
+        "target_modules_bd_a": sides["lora_a"],
+        "target_modules_bd_b": sides["lora_b"],
+        "nblocks": lora.num_blocks,
+        "match_strict": True,
+    }
+
+
+def _num_blocks(raw: Any, targets: tuple[str, ...], model: Backbone) -> int:
+    """Blocks of an adapter whose `use_bdlora` is `raw`; 1 where it is a standard one.
+
+    Raises:
+        ValueError: if a target's factor is not the one that tensor parallelism would cut.
+    """
+    if not raw:
+        return 1
+    if not isinstance(raw, dict) or not raw.keys() <= _BLOCK_FIELDS:
+        raise ValueError(
+            f"use_bdlora must be an object of {', '.join(sorted(_BLOCK_FIELDS))}, got {raw!r}"
+        )
+    blocks = raw.get("nblocks", 1)
+    if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 1:
+        raise ValueError(f"use_bdlora.nblocks must be a whole number of at least 1, got {blocks!r}")
+    patterns = {side: raw.get(f"target_modules_bd_{side[-1]}") or [] for side in _SIDES}
+    for side, names in patterns.items():
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(
+                f"use_bdlora.target_modules_bd_{side[-1]} must be a list of names, got {names!r}"
+            )
+    if blocks == 1:
+        return 1
+    lora = LoraSpec(parametrization="block_diagonal", num_blocks=blocks)
+    for layer, target in itertools.product(range(model.num_layers), targets):
+        path, wanted = model.module_path(layer, target), lora.block_factor(target)
+        found = [side for side in _SIDES if any(name in path for name in patterns[side])]
+        if found != [wanted]:
+            raise ValueError(
+                f"use_bdlora must make {wanted} of {path} block-diagonal, as tensor parallelism "
+                f"cuts it, got {' and '.join(found) or 'neither factor'}"
+            )
+    return blocks
 
 
 def _is_unset(value: Any) -> bool:

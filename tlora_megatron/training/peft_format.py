@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tlora_megatron.backbone import Backbone
 from tlora_megatron.job import HF_TARGETS, JobSpec, LoraSpec
-from tlora_megatron.layers.slab import check_finite, split_name
+from tlora_megatron.layers.slab import check_finite, factor_shape, split_name
 from tlora_megatron.training.atomic_directory import readable_directory, replace_directory
 from tlora_megatron.training.peft_config import lora_spec, peft_config, read_peft_config
 
@@ -86,7 +86,7 @@ def export_adapter(
         raise ValueError(f"adapter directory must be empty or hold an adapter, got {directory}")
     modules = _hf_targets(lora.target_modules)
     _check_complete(factors, model.num_layers, lora.target_modules)
-    _check_shapes(factors, model, lora.rank)
+    _check_shapes(factors, model, lora)
     tensors = {}
     for name, factor in _split_fused(factors, model).items():
         tensors[_peft_key(name, model)] = factor.detach().to("cpu", dtype, copy=True).contiguous()
@@ -110,9 +110,9 @@ def load_adapter(directory: Path, *, model: Backbone) -> AdapterFile:
         config = read_peft_config(folder / CONFIG_NAME)
         factors = _read_factors(folder, model)
         present = {split_name(name)[1] for name in factors}
-        lora = lora_spec(config, present, model.peft_targets)
+        lora = lora_spec(config, present, model)
         _check_complete(factors, model.num_layers, lora.target_modules)
-        _check_shapes(factors, model, lora.rank)
+        _check_shapes(factors, model, lora)
         check_finite(factors)
     except ValueError as error:
         raise ValueError(f"adapter {directory}: {error}") from error
@@ -132,6 +132,11 @@ def fit_to_job(adapter: AdapterFile, job: JobSpec) -> dict[str, Tensor]:
     where, ours, theirs = f"job {job.name!r}: init_from adapter", job.lora, adapter.lora
     if theirs.rank != ours.rank:
         raise ValueError(f"{where}'s rank must be the job's {ours.rank}, got {theirs.rank}")
+    if theirs.num_blocks != ours.num_blocks:
+        raise ValueError(
+            f"{where}'s num_blocks must be the job's {ours.num_blocks}, got {theirs.num_blocks} "
+            f"(1 is a standard adapter)"
+        )
     if not math.isclose(theirs.scaling, ours.scaling, rel_tol=1e-6):
         raise ValueError(
             f"{where}'s scaling must be the job's {_scaling_text(ours)}, "
@@ -265,11 +270,9 @@ def _check_complete(
         )
 
 
-def _check_shapes(factors: Mapping[str, Tensor], model: Backbone, rank: int) -> None:
+def _check_shapes(factors: Mapping[str, Tensor], model: Backbone, lora: LoraSpec) -> None:
     for name, factor in factors.items():
-        _, target, side = split_name(name)
-        rows, columns = model.target_shape(target)
-        expected = [rank, columns] if side == "lora_a" else [rows, rank]
+        expected = list(factor_shape(model, name, lora))
         if list(factor.shape) != expected:
             raise ValueError(f"{name} must have shape {expected}, got {list(factor.shape)}")
 
