@@ -12,6 +12,7 @@ from tlora_megatron.backbone import Backbone
 from tlora_megatron.training.checkpoint import gather_buffer, save_checkpoint
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.metrics import JobMetrics
+from tlora_megatron.training.nano_rounds import NanoRounds
 from tlora_megatron.training.peft_format import export_adapter
 from tlora_megatron.training.super_model import StepReport, SuperModel
 
@@ -46,6 +47,7 @@ class TrainingLoop:
     Args:
         output_dir: the run's folder; its writability is checked before.
         base_model: name or path that exported adapters give as their base.
+        nano_rounds: chooses the number of nano-batches; None = it stays as it is.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class TrainingLoop:
         max_nonfinite_steps: int,
         tensorboard: bool,
         wandb_project: str | None,
+        nano_rounds: NanoRounds | None = None,
     ) -> None:
         self.super_model = super_model
         self.spec = spec
@@ -68,6 +71,7 @@ class TrainingLoop:
         self.base_model = base_model
         self.checkpoint_every_steps = checkpoint_every_steps
         self.max_nonfinite_steps = max_nonfinite_steps
+        self.nano_rounds = nano_rounds
         self.jobs = super_model.jobs
         self.rounds = 0
         self.tokens = 0
@@ -121,6 +125,10 @@ class TrainingLoop:
         """
         self.train_time_s += round_s
         self.rounds += 1
+        if self.nano_rounds is not None and self.super_model.bins is not None:
+            self.nano_rounds.after_round(
+                self.super_model.jobs, self.super_model.bins, round_s, has_waited=bool(reports)
+            )
         for report in reports:
             self._log(report)
         stepped = [report.job for report in reports]

@@ -63,6 +63,16 @@ class Bins:
     contents: tuple[tuple[Placed, ...], ...]
     """Bin `m * dp_size + d` is micro-batch m of DP rank d; each in order of slot."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all micro-batches, padding left out."""
+        return sum(placed.item.length for content in self.contents for placed in content)
+
+    @property
+    def most_documents(self) -> int:
+        """Of the micro-batch with most of them."""
+        return max(map(len, self.contents))
+
     def of_rank(self, dp_rank: int) -> list[tuple[Placed, ...]]:
         """Micro-batches of one data-parallel rank."""
         return [self.contents[m * self.dp_size + dp_rank] for m in range(self.num_micro_batches)]

@@ -19,6 +19,7 @@ from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.optimizer import StepOutcome, StepRequest, step_adapters
 from tlora_megatron.training.packing import (
+    Bins,
     Item,
     PackedBatch,
     Placed,
@@ -84,6 +85,8 @@ class SuperModel:
         self.micro_batch_tokens = micro_batch_tokens
         self.round_shape = round_shape
         self.jobs: tuple[JobState, ...] = ()
+        self.bins: Bins | None = None
+        """Of the round, or evaluation, packed last; the same on every rank."""
         self._rounds = 0
         self._round_begin_s = 0.0
         self._batches: list[PackedBatch] = []
@@ -192,6 +195,7 @@ class SuperModel:
             first_slot=self._rounds,
             num_micro_batches=shape.num_micro_batches,
         )
+        self.bins = bins
         mine = [self._rows_to_run(placed) for placed in bins.of_rank(self.groups.dp_rank)]
         num_tokens = self._rows_of_round(mine)
         batches = [

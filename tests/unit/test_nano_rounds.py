@@ -1,0 +1,148 @@
+"""Rounds of a run told to the controller; the trace; going on with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tlora_megatron.training.data import TokenSequence
+from tlora_megatron.training.nano_rounds import TRACE_FILE, NanoRounds, mix_key
+from tlora_megatron.training.packing import Bins, Item, Placed
+
+COSTS = (1.0, 0.9, 0.95, 1.0)
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    owned = not dist.is_initialized()
+    if owned:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if owned:
+        dist.destroy_process_group()
+
+
+def bins(*lengths: int) -> Bins:
+    """One micro-batch."""
+    sequences = [
+        TokenSequence(np.zeros(n + 1, dtype=np.int32), np.ones(n + 1, dtype=bool)) for n in lengths
+    ]
+    placed = tuple(Placed(0, Item(s, i, 0, 1.0)) for i, s in enumerate(sequences))
+    return Bins(num_micro_batches=1, dp_size=1, contents=(placed,))
+
+
+def jobs(*names: str) -> Any:
+    return [SimpleNamespace(name=name, is_active=True) for name in names]
+
+
+class Run:
+    """Rounds of which each takes what its number of nano-batches costs."""
+
+    def __init__(self, folder: Path, *, resuming: bool = False, kind: Any = "best") -> None:
+        self.count = 0
+        self.rounds = NanoRounds(
+            kind,
+            self._set,
+            device=torch.device("cpu"),
+            output_dir=folder,
+            is_writer=True,
+            resuming=resuming,
+        )
+
+    def _set(self, count: int) -> None:
+        self.count = count
+
+    def train(self, rounds: int, names: tuple[str, ...] = ("a", "b"), every: int = 1) -> None:
+        content = bins(100, 50, 60, 40)
+        for index in range(rounds):
+            time_s = COSTS[self.count - 1] / every
+            waited = index % every == every - 1
+            self.rounds.after_round(jobs(*names), content, time_s, has_waited=waited)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / TRACE_FILE).read_text().splitlines()]
+
+
+def test_bins_know_their_size() -> None:
+    assert bins(3, 4, 5).num_tokens == 12
+    assert bins(3, 4, 5).most_documents == 3
+
+
+def test_chooses_sets_and_writes_down(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert run.count == 1
+    run.train(50)
+    assert run.count == 2
+    trace = records(tmp_path)
+    assert [r["step"] for r in trace] == list(range(1, 51))
+    assert [r["nano_batches"] for r in trace[:6]] == [1, 1, 1, 1, 1, 2]
+    assert trace[0] | {"time_s": 1.0} == {
+        "step": 1, "nano_batches": 1, "time_s": 1.0, "tokens": 250, "phase": "explore",
+        "kept": 1, "jobs": 2, "mix": mix_key(jobs("a", "b")),
+    }  # fmt: skip
+    assert trace[-1]["phase"] == "keep"
+    assert run.rounds.summary() == {
+        "count": 2, "controller": "best", "time_over_one": pytest.approx(0.9),
+    }  # fmt: skip
+
+
+def test_rounds_without_a_step_are_measured_with_the_next_that_has_one(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(9, every=3)
+    trace = records(tmp_path)
+    assert [r["tokens"] for r in trace] == [750] * 3
+    assert [r["time_s"] for r in trace] == pytest.approx([1.0] * 3)
+
+
+def test_a_resumed_run_keeps_the_choice(tmp_path: Path) -> None:
+    Run(tmp_path).train(60)
+    with (tmp_path / TRACE_FILE).open("a") as file:
+        file.write('{"step": 61, "nano_')  # killed while writing
+    again = Run(tmp_path, resuming=True)
+    assert again.count == 2
+    again.train(40)
+    assert {r["nano_batches"] for r in records(tmp_path)[60:]} == {2}
+    assert [r["step"] for r in records(tmp_path)] == list(range(1, 101))
+
+
+def test_a_new_run_begins_a_new_trace(tmp_path: Path) -> None:
+    Run(tmp_path).train(60)
+    assert Run(tmp_path).count == 1
+    assert records(tmp_path) == []
+
+
+def test_another_mix_is_explored_by_the_resumed_run(tmp_path: Path) -> None:
+    Run(tmp_path).train(60)
+    again = Run(tmp_path, resuming=True)
+    again.train(30, names=("a",))
+    assert {r["nano_batches"] for r in records(tmp_path)[60:]} > {1, 2}
+
+
+def test_a_failed_job_makes_another_mix() -> None:
+    mix = jobs("a", "b")
+    before = mix_key(mix)
+    mix[1].is_active = False
+    assert mix_key(mix) != before != mix_key(jobs("a", "bb"))
+
+
+def test_a_full_disk_costs_no_round(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path)
+    (tmp_path / TRACE_FILE).unlink()
+    (tmp_path / TRACE_FILE).mkdir()
+    run.train(3)
+    assert caplog.text.count("could not be written") == 1
+
+
+def test_aimd_has_no_ratio(tmp_path: Path) -> None:
+    run = Run(tmp_path, kind="aimd")
+    run.train(8)
+    assert run.rounds.summary() == {"count": 4, "controller": "aimd", "time_over_one": None}

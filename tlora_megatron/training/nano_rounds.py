@@ -1,0 +1,144 @@
+"""Feeds a run's round times to the controller of nano-batches, and writes down what it chose.
+
+Every process calls it alike. What they time differs by microseconds, so the controller is told the
+longest of their times: one all-reduce of one number, behind a round that the host has waited for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.metrics import read_metrics, write_atomic
+from tlora_megatron.training.nano_aimd import AimdCount
+from tlora_megatron.training.nano_controller import BestCount, NanoController, StepTime
+from tlora_megatron.training.packing import Bins
+
+logger = logging.getLogger(__name__)
+
+TRACE_FILE = "nano_batches.jsonl"
+"""In the output folder: a line a measured step."""
+
+
+class NanoRounds:
+    """Chooses the number of nano-batches of the next rounds.
+
+    Args:
+        set_count: makes the engine cut so; called between rounds.
+        output_dir: where the trace goes on the writer.
+        resuming: goes on with what the trace there says was chosen last; else begins a new one.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["best", "aimd"],
+        set_count: Callable[[int], None],
+        *,
+        device: torch.device,
+        output_dir: Path,
+        is_writer: bool,
+        resuming: bool,
+    ) -> None:
+        self.kind = kind
+        self.controller: NanoController = BestCount() if kind == "best" else AimdCount()
+        self._set_count = set_count
+        self._device = device
+        self._path = output_dir / TRACE_FILE if is_writer else None
+        self._warned_of_disk = False
+        last = self._last_record(resuming=resuming)
+        self.steps = int(last.get("step", 0))
+        """Measured so far, those of the resumed run included."""
+        if last:
+            self.controller.resume(last["mix"], last["kept"])
+        self._time_s, self._tokens, self._most = 0.0, 0, 1
+        """Of the rounds since the host last waited for the device."""
+        set_count(self.controller.count)
+
+    def after_round(
+        self, jobs: Sequence[JobState], bins: Bins, round_s: float, *, has_waited: bool
+    ) -> None:
+        """Takes a round's time, and sets the count of the next.
+
+        Args:
+            jobs: that the round was packed of, in slot order.
+            bins: what it held.
+            has_waited: whether the host waited for the device at its end: some job stepped. Rounds
+                before are measured together with the one that does.
+        """
+        self._time_s += round_s
+        self._tokens += bins.num_tokens
+        self._most = max(self._most, bins.most_documents)
+        if not has_waited:
+            return
+        time_s = torch.tensor(self._time_s, dtype=torch.float64, device=self._device)
+        dist.all_reduce(time_s, op=dist.ReduceOp.MAX)
+        step = StepTime(
+            time_s=time_s.item(), tokens=self._tokens, mix_key=mix_key(jobs), most=self._most
+        )
+        self._time_s, self._tokens, self._most = 0.0, 0, 1
+        count, phase = self.controller.count, self.controller.phase
+        following = self.controller.next_count(step)
+        self._write(step, count, phase, len(jobs))
+        if following != count:
+            self._set_count(following)
+
+    def summary(self) -> dict[str, Any]:
+        """For `summary.json`: what was chosen, and its time over that of no splitting."""
+        times = getattr(self.controller, "times", {})
+        kept = self.controller.kept
+        ratio = times[kept] / times[1] if {1, kept} <= times.keys() else None
+        return {"count": kept, "controller": self.kind, "time_over_one": ratio}
+
+    def _last_record(self, *, resuming: bool) -> dict[str, Any]:
+        """The trace's last line, the same on all processes; none for a new run."""
+        found: list[Any] = [{}]
+        if self._path is not None:
+            if resuming and self._path.exists():
+                found = [_last_of(self._path)]
+            else:
+                write_atomic(self._path, "")
+        dist.broadcast_object_list(found, src=0)
+        return dict(found[0])
+
+    def _write(self, step: StepTime, count: int, phase: str, num_jobs: int) -> None:
+        self.steps += 1
+        if self._path is None:
+            return
+        record = {
+            "step": self.steps,
+            "nano_batches": count,
+            "time_s": step.time_s,
+            "tokens": step.tokens,
+            "phase": phase,
+            "kept": self.controller.kept,
+            "jobs": num_jobs,
+            "mix": step.mix_key,
+        }
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            if not self._warned_of_disk:
+                self._warned_of_disk = True
+                logger.warning("%s could not be written: %s", self._path, error)
+
+
+def mix_key(jobs: Sequence[JobState]) -> str:
+    """Short name of who trains beside whom; what has failed but keeps its seat counts too."""
+    names = [f"{job.name}\0{job.is_active}" for job in jobs]
+    return hashlib.blake2s("\n".join(names).encode(), digest_size=6).hexdigest()
+
+
+def _last_of(path: Path) -> dict[str, Any]:
+    """The last whole line of a trace; a torn end is dropped, so that lines can follow."""
+    records = read_metrics(path)
+    write_atomic(path, "".join(json.dumps(record) + "\n" for record in records))
+    return records[-1] if records else {}
