@@ -6,6 +6,8 @@ import ctypes
 
 MAX_TARGETS = 4
 """Targets of one linear: `kMaxTargets` of lora.cuh."""
+MAX_RANKS = 8
+"""Of a group that copies through peer memory: `kMaxRanks` of exchange.cu."""
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int
 _Long = ctypes.c_int64
@@ -70,9 +72,35 @@ class SumsArguments(ctypes.Structure):
     ]
 
 
+class ExchangeStep(ctypes.Structure):
+    """`TloraStep` of exchange.cu."""
+
+    _fields_ = [
+        *((name, _Int) for name in ("kind", "phase", "sources")),
+        *((name, _Int) for name in ("from_base", "to_base", "also_base")),
+        *((name, _Long) for name in ("from_offset", "to_offset", "also_offset", "num_bytes")),
+    ]
+
+
+class ExchangeArguments(ctypes.Structure):
+    """`TloraExchange` of exchange.cu."""
+
+    _fields_ = [
+        *((name, _Pointer) for name in ("x", "out")),
+        ("areas", _Pointer * MAX_RANKS),
+        ("flags", _Pointer * MAX_RANKS),
+        ("steps", ctypes.POINTER(ExchangeStep)),
+        ("slot_bytes", _Long),
+        *((name, _Int) for name in ("num_steps", "rank", "size", "dtype", "signal_kernels")),
+        *((name, _Int) for name in ("blocks", "device")),
+    ]
+
+
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "gemm": GemmArguments,
     "rows": RowsArguments,
     "sums": SumsArguments,
+    "step": ExchangeStep,
+    "exchange": ExchangeArguments,
 }
 """What each function of the library takes."""

@@ -9,12 +9,20 @@ Shapes: T rows, H features, n processes of the group.
 
 from __future__ import annotations
 
+import logging
 from typing import Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
 
-Kind = Literal["auto", "gloo", "nccl", "skipped"]
+from tlora_megatron.parallel.copy_engine import CopyEngineCollectives
+from tlora_megatron.parallel.symmetric_memory import obstacle
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["auto", "gloo", "nccl", "copy_engine", "skipped"]
+DEFAULT_MAX_BYTES = 64 << 20
+"""The sum of 4,096 rows of 8,192 features in bf16."""
 
 
 class TensorCollectives(Protocol):
@@ -144,17 +152,20 @@ def make_tensor_collectives(
     device: torch.device,
     kind: Kind = "auto",
     *,
-    max_bytes: int = 0,
+    max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> TensorCollectives:
     """Makes the collectives of a tensor-parallel group; every process of it calls this alike.
 
     Args:
         group: None or of one process = nothing is communicated.
-        kind: `auto` = the best that runs here: on a CPU gloo, else NCCL.
-        max_bytes: the largest x that a call will have (the gathered one of an all-gather).
+        kind: `auto` = the best that runs here: gloo on a CPU, copy engines where the GPUs reach
+            each other's memory, else NCCL; the log says which and why.
+        max_bytes: what copy engines carry at once, best the largest x of a call (the gathered one
+            of an all-gather). A lane holds about as much memory; what is larger takes several
+            rounds.
 
     Raises:
-        ValueError: if `kind` names none, or one that this device has not.
+        ValueError: if `kind` names none, or one that cannot run here.
     """
     if kind not in get_args(Kind):
         raise ValueError(
@@ -168,7 +179,23 @@ def make_tensor_collectives(
         if kind not in ("auto", "gloo"):
             raise ValueError(f"tensor_collectives must be gloo on a CPU, got {kind!r}")
         return RankOrderCollectives(group)
-    return RankOrderCollectives(group) if kind == "gloo" else GroupCollectives(group)
+    if kind == "gloo":
+        raise ValueError(f"tensor_collectives must not be gloo on {device.type}: it is a CPU's")
+    return _on_gpus(group, device, kind, max_bytes)
+
+
+def _on_gpus(
+    group: dist.ProcessGroup, device: torch.device, kind: Kind, max_bytes: int
+) -> TensorCollectives:
+    if kind == "nccl":
+        return GroupCollectives(group)
+    reason = obstacle(group, device)
+    if reason is None:
+        return CopyEngineCollectives(group, device, max_bytes)
+    if kind == "copy_engine":
+        raise ValueError(f"tensor_collectives must be nccl here, got copy_engine: {reason}")
+    logger.info("tensor collectives: nccl, since %s", reason)
+    return GroupCollectives(group)
 
 
 # torch 2.13 renamed them and warns of the old names, which 2.12 and before have only.
