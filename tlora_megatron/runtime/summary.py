@@ -33,6 +33,7 @@ def summarize(
             "world_size": dist.get_world_size(),
             "layout": sizes,
             "rounds": loop.rounds,
+            "nano_batches": loop.nano_rounds and loop.nano_rounds.summary(),
             "train_time_s": loop.train_time_s,
             "wall_time_s": wall_time_s,
             "peak_memory_bytes": peak,

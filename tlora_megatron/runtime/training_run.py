@@ -35,6 +35,7 @@ from tlora_megatron.training.data import load_tokenizer
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.loop import RunListener, TrainingLoop
 from tlora_megatron.training.metrics import write_atomic, write_summary
+from tlora_megatron.training.nano_rounds import NanoEngine, NanoRounds
 from tlora_megatron.training.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob, prepare_job
 from tlora_megatron.training.report import write_report
@@ -80,8 +81,8 @@ class TrainingRun:
         self.loop: TrainingLoop | None = None
         self._open = ExitStack()
         self._rejected = list(config.job_errors)
-        resuming = claim_output_dir(self.output_dir, config)
-        self._prepared = self._prepare_jobs(tokenizer_dir, resuming=resuming)
+        self._resuming = claim_output_dir(self.output_dir, config)
+        self._prepared = self._prepare_jobs(tokenizer_dir)
 
     def __enter__(self) -> TrainingRun:
         return self
@@ -165,9 +166,27 @@ class TrainingRun:
             max_nonfinite_steps=run.max_nonfinite_steps,
             tensorboard=run.tensorboard,
             wandb_project=run.wandb_project,
+            nano_rounds=self._nano_rounds(super_model),
         )
 
-    def _prepare_jobs(self, tokenizer_dir: Path, *, resuming: bool) -> list[PreparedJob]:
+    def _nano_rounds(self, super_model: SuperModel) -> NanoRounds | None:
+        """What chooses the number of nano-batches, if it is to be chosen; sets a fixed one."""
+        run, engine, groups = self.config.run, super_model.engine, super_model.groups
+        if groups.layout.tp_size == 1 or not isinstance(engine, NanoEngine):
+            return None
+        if run.nano_batches != "auto":
+            engine.set_nano_batches(run.nano_batches)
+            return None
+        return NanoRounds(
+            run.nano_controller,
+            engine.set_nano_batches,
+            device=groups.device,
+            output_dir=self.output_dir,
+            is_writer=groups.is_writer,
+            resuming=self._resuming,
+        )
+
+    def _prepare_jobs(self, tokenizer_dir: Path) -> list[PreparedJob]:
         """Reads every job's input; those that cannot start are left out or stop the run."""
         tokenizer = load_tokenizer(tokenizer_dir)
         run = self.config.run
@@ -182,7 +201,7 @@ class TrainingRun:
                         tokenizer,
                         base_model=self.base_model,
                         micro_batch_tokens=run.micro_batch_tokens,
-                        saved=saved if resuming else None,
+                        saved=saved if self._resuming else None,
                     )
                 )
             except ValueError as error:

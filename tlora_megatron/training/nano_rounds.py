@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,14 @@ logger = logging.getLogger(__name__)
 
 TRACE_FILE = "nano_batches.jsonl"
 """In the output folder: a line a measured step."""
+
+
+@runtime_checkable
+class NanoEngine(Protocol):
+    """An engine that runs micro-batches in nano-batches."""
+
+    def set_nano_batches(self, count: int) -> None:
+        """Cuts the micro-batches of the next rounds into at most so many; between rounds."""
 
 
 class NanoRounds:
