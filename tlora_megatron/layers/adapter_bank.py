@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -67,7 +68,13 @@ class AdapterBank:
         self._cut = {s.index for s in self.sites if any(t.target in cut for t in s.targets)}
         self.adapters: tuple[Adapter, ...] = ()
         self.factors: dict[int, SiteFactors] = {}
-        """By `Site.index`; sites that no job targets have none."""
+        """By `Site.index`; sites that no job targets have none. Of all jobs where sites fold,
+        elsewhere of standard ones."""
+        self.own_ranks: dict[int, SiteFactors] = {}
+        """Column-parallel sites under s_lora: this rank's part of `lora_a`, which `factors` then
+        lack."""
+        self.local: dict[int, SiteFactors] = {}
+        """Of block-diagonal jobs, where sites do not fold."""
         self._copies: list[list[torch.Tensor]] = []
         """Views of a slot's factors in the arenas, in its slab's order (`_compute_views`)."""
         self.defects: list[torch.Tensor] = []
@@ -96,14 +103,10 @@ class AdapterBank:
         self.adapters = tuple(adapters)
         # Both hold the old arenas, which would otherwise stay in memory beside the new ones.
         self._copies = []
-        self.factors.clear()
+        for factors in (self.factors, self.own_ranks, self.local):
+            factors.clear()
         self._build_factors()
-        places = {
-            shard.name: (self.factors[index], p)
-            for index in self.factors
-            for p, shard in enumerate(self._targets[index])
-        }
-        self._copies = [_compute_views(s, a, places) for s, a in enumerate(adapters)]
+        self._copies = [self._compute_views(s, a) for s, a in enumerate(adapters)]
         self.defects = [torch.zeros((), device=self.device) for _ in adapters]
         for slot in range(len(adapters)):
             self.refresh(slot)
@@ -113,37 +116,49 @@ class AdapterBank:
         if not self.adapters:
             return
         loras = [a.lora for a in self.adapters]
-        scaling = torch.tensor([lora.scaling for lora in loras], device=self.device)
-        dropout = torch.tensor([lora.dropout for lora in loras], device=self.device)
-        grads = [adapter.slab.grad_views() for adapter in self.adapters]
-        layouts: dict[tuple[str, ...], RankLayout] = {}
+        arenas = _Arenas(
+            loras=loras,
+            grads=[adapter.slab.grad_views() for adapter in self.adapters],
+            scaling=torch.tensor([lora.scaling for lora in loras], device=self.device),
+            dropout=torch.tensor([lora.dropout for lora in loras], device=self.device),
+            dtype=self.dtype,
+            layouts={},
+        )
         for site in self.sites:
-            shards = self._targets[site.index]
+            shards, index = self._targets[site.index], site.index
             if not shards:
                 continue
-            names = tuple(t.target for t in shards)
-            if names not in layouts:
-                layouts[names] = _rank_layout(names, loras, site.tp_size)
-            layout = layouts[names]
-            self.factors[site.index] = SiteFactors(
-                layout=layout,
-                columns=tuple(t.columns for t in shards),
-                lora_a=self._zeros(layout.a_rows, site.in_size),
-                lora_b=tuple(
-                    self._zeros(rows, t.columns.size)
-                    for rows, t in zip(layout.b_rows, shards, strict=True)
-                ),
-                grad_a=_by_target(grads, shards, "lora_a"),
-                grad_b=_by_target(grads, shards, "lora_b"),
-                scaling=scaling,
-                dropout=dropout,
-                has_dropout=any(lora.dropout > 0 for lora in loras),
-                dropout_key=mix_ints(site.dropout_index),
-                first_column=site.first_column,
-            )
+            if site.lora_sharding == "fold":
+                self.factors[index] = arenas.make(site, shards, "all")
+                continue
+            if self.is_cut_by_rank(site):
+                self.local[index] = arenas.make(site, shards, "block_diagonal")
+            self.factors[index] = arenas.make(site, shards, "standard")
+            if site.lora_sharding == "s_lora" and site.kind == "column":
+                self.own_ranks[index] = arenas.make(site, shards, "own ranks")
 
-    def _zeros(self, rows: int, columns: int) -> torch.Tensor:
-        return torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
+    def _compute_views(self, slot: int, adapter: Adapter) -> list[torch.Tensor]:
+        """A slot's factors in the arenas, unpadded, in its slab's order: flat, or the blocks."""
+        places = {
+            shard.name: (site.index, p)
+            for site in self.sites
+            for p, shard in enumerate(self._targets[site.index])
+        }
+        views = []
+        for factor in adapter.slab.layout.factors:
+            index, p = places[factor.shard.name]
+            factors = self.factors[index]
+            if adapter.lora.is_block_diagonal:
+                factors = self.local.get(index, factors)
+            elif factor.which == "lora_a":
+                factors = self.own_ranks.get(index, factors)
+            if factor.which == "lora_a":
+                begin, arena = factors.layout.a_begin[slot][p], factors.lora_a
+            else:
+                begin, arena = factors.layout.b_begin[slot][p], factors.lora_b[p]
+            rows = arena[begin : begin + factor.spread_shape[0]]
+            views.append(rows.flatten() if factor.num_blocks == 1 else factor.diagonal(rows))
+        return views
 
     def refresh(self, slot: int) -> None:
         """Copies an adapter's master weights into the arenas, without waiting for the device.
@@ -162,39 +177,89 @@ class AdapterBank:
             torch._foreach_copy_(self._copies[slot], _sources(slab.layout, cast.nan_to_num_()))
 
 
-def _rank_layout(targets: Sequence[str], loras: Sequence[LoraSpec], tp_size: int) -> RankLayout:
-    return RankLayout(
-        tuple(
-            tuple(lora.local_rank(tp_size) * (target in lora.target_modules) for target in targets)
-            for lora in loras
+Members = Literal["all", "standard", "block_diagonal", "own ranks"]
+"""Whose factors: all jobs', or those of standard jobs, block-diagonal ones, or the part of standard
+ones' rank rows that this rank holds under s_lora."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Arenas:
+    """Makes the factors of sites, zeros."""
+
+    loras: Sequence[LoraSpec]
+    grads: Sequence[Mapping[str, torch.Tensor]]
+    """A slot: by canonical name."""
+    scaling: torch.Tensor
+    dropout: torch.Tensor
+    dtype: torch.dtype
+    layouts: dict[tuple[object, ...], RankLayout]
+    """Made so far."""
+
+    def make(self, site: Site, shards: Sequence[TargetShard], members: Members) -> SiteFactors:
+        """The factors of one site; a part that these members' linear never reads takes no room."""
+        layout = self._layout(site, shards, members)
+        columns = [t.columns for t in shards]
+        if site.lora_sharding == "s_lora" and site.kind == "row" and members == "standard":
+            columns = [site.own_outputs for _ in shards]
+        is_split = site.lora_sharding == "s_lora" and site.kind == "column"
+        has_a = not (is_split and members == "standard")
+        has_b = members != "own ranks"
+        return SiteFactors(
+            layout=layout,
+            columns=tuple(columns),
+            lora_a=self._zeros(layout.a_rows, site.in_size, held=has_a),
+            lora_b=tuple(
+                self._zeros(rows, c.size, held=has_b)
+                for rows, c in zip(layout.b_rows, columns, strict=True)
+            ),
+            grad_a=self._grads(shards, layout, "lora_a" if has_a else None),
+            grad_b=self._grads(shards, layout, "lora_b" if has_b else None),
+            scaling=self.scaling,
+            dropout=self.dropout,
+            has_dropout=any(lora.dropout > 0 for lora in self.loras),
+            dropout_key=mix_ints(site.dropout_index),
+            first_column=site.first_column,
         )
-    )
+
+    def _layout(self, site: Site, shards: Sequence[TargetShard], members: Members) -> RankLayout:
+        names = tuple(t.target for t in shards)
+        key = (names, members)
+        if key not in self.layouts:
+            ranks = [_rank_of(lora, site, members) for lora in self.loras]
+            rows = zip(self.loras, ranks, strict=True)
+            self.layouts[key] = RankLayout(
+                tuple(
+                    tuple(rank * (name in lora.target_modules) for name in names)
+                    for lora, rank in rows
+                )
+            )
+        return self.layouts[key]
+
+    def _zeros(self, rows: int, columns: int, *, held: bool) -> torch.Tensor:
+        device = self.scaling.device
+        if held:
+            return torch.zeros(rows, columns, dtype=self.dtype, device=device)
+        return torch.zeros(1, 1, dtype=self.dtype, device=device).expand(rows, columns)
+
+    def _grads(
+        self, shards: Sequence[TargetShard], layout: RankLayout, which: str | None
+    ) -> tuple[tuple[torch.Tensor | None, ...], ...]:
+        return tuple(
+            tuple(
+                views.get(f"{t.name}.{which}") if rank else None
+                for t, rank in zip(shards, ranks, strict=True)
+            )
+            for views, ranks in zip(self.grads, layout.ranks, strict=True)
+        )
 
 
-def _by_target(
-    grads: Sequence[dict[str, torch.Tensor]], shards: Sequence[TargetShard], which: str
-) -> tuple[tuple[torch.Tensor | None, ...], ...]:
-    return tuple(tuple(views.get(f"{t.name}.{which}") for t in shards) for views in grads)
-
-
-def _compute_views(
-    slot: int, adapter: Adapter, places: Mapping[str, tuple[SiteFactors, int]]
-) -> list[torch.Tensor]:
-    """A slot's factors in the arenas, without padding, in its slab's order: flat, or the blocks.
-
-    Args:
-        places: by `TargetShard.name`: the site's factors and the target's number there.
-    """
-    views = []
-    for factor in adapter.slab.layout.factors:
-        factors, p = places[factor.shard.name]
-        if factor.which == "lora_a":
-            begin, arena = factors.layout.a_begin[slot][p], factors.lora_a
-        else:
-            begin, arena = factors.layout.b_begin[slot][p], factors.lora_b[p]
-        rows = arena[begin : begin + factor.spread_shape[0]]
-        views.append(rows.flatten() if factor.num_blocks == 1 else factor.diagonal(rows))
-    return views
+def _rank_of(lora: LoraSpec, site: Site, members: Members) -> int:
+    """Rank rows of an adapter among the members; 0 where it is none of them."""
+    if members == "own ranks":
+        return 0 if lora.is_block_diagonal else site.rank_rows(lora.rank)[0]
+    if members == "all" or (members == "block_diagonal") == lora.is_block_diagonal:
+        return lora.local_rank(site.tp_size)
+    return 0
 
 
 def _sources(layout: SlabLayout, copy: torch.Tensor) -> list[torch.Tensor]:

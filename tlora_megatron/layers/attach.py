@@ -16,8 +16,10 @@ from torch import nn
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.black_box import BlackBoxBranch, Exchange, InputNorm
 from tlora_megatron.layers.linear import AdapterBranch, MultiLoRALinear, TensorParallel
+from tlora_megatron.layers.rank_sharded import LocalBranch, RankShardedLinear, ShardedBranch
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.segments import current_micro_batch
+from tlora_megatron.parallel.lanes import current_lane
 
 
 class MultiAdapter:
@@ -36,15 +38,63 @@ class MultiAdapterMixin(MultiAdapter):
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
+        view, lane = current_micro_batch(), current_lane()
+        if lane is not None and self.tlora_branch.site.kind == "column":
+            input = lane.enter(input)
+            kwargs |= _NO_COLLECTIVES
+        if view is None or self.tlora_branch.factors is None:
+            return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
+        tp = _tensor_parallel(kwargs)
+        return MultiLoRALinear.apply(input, weight, kwargs.get("bias"), self.tlora_branch, view, tp)
+
+
+def _tensor_parallel(kwargs: dict[str, Any]) -> TensorParallel:
+    """From what Megatron's parallel linears give their GEMM."""
+    return TensorParallel(
+        group=kwargs.get("tp_group"),
+        gather_input=kwargs["sequence_parallel"],
+        reduce_dgrad=kwargs["allreduce_dgrad"],
+    )
+
+
+class RankShardedMixin(MultiAdapter):
+    """As `MultiAdapterMixin`, with standard adapters sharded as S-LoRA does."""
+
+    tlora_branch: ShardedBranch
+    tp_group: Any
+
+    def _forward_impl(
+        self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         view = current_micro_batch()
         if view is None or self.tlora_branch.factors is None:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
-        tp = TensorParallel(
-            group=kwargs.get("tp_group"),
-            gather_input=kwargs["sequence_parallel"],
-            reduce_dgrad=kwargs["allreduce_dgrad"],
+        # A row-parallel linear gives its GEMM no group: it reduces afterwards.
+        tp = _tensor_parallel(kwargs)._replace(group=self.tp_group)
+        bias = kwargs.get("bias")
+        return RankShardedLinear.apply(input, weight, bias, self.tlora_branch, view.rows, tp)
+
+
+    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        """As Megatron's; of nano-batches that take turns, a lane reduces the partial sums."""
+        lane = current_lane()
+        if lane is None or self.tlora_branch.site.kind == "column":
+            return super().forward(input_, *args, **kwargs)  # type: ignore[misc]
+        return lane.leave(self._partial_sums(input_)), None
+
+    def _partial_sums(self, x: torch.Tensor) -> torch.Tensor:
+        """A row-parallel linear's product before its reduction."""
+        linear: Any = self
+        return self._forward_impl(
+            x, linear.weight, bias=None, gradient_accumulation_fusion=False, **_NO_COLLECTIVES
         )
-        return MultiLoRALinear.apply(input, weight, kwargs.get("bias"), self.tlora_branch, view, tp)
+
+
+_NO_COLLECTIVES: dict[str, Any] = {
+    "allreduce_dgrad": False,
+    "sequence_parallel": False,
+    "tp_group": None,
+}
 
 
 class BlackBoxMixin(MultiAdapter):
@@ -70,6 +120,24 @@ class BlackBoxMixin(MultiAdapter):
         )
         norm = _input_norm(self)
         return BlackBoxBranch.apply(x, y, self.tlora_branch, view, exchange, norm), bias
+
+
+class RankExchangeMixin(BlackBoxMixin):
+    """Adds standard adapters' branch around Megatron's own linears, as around a black box.
+
+    Block-diagonal adapters exchange nothing: they stay in the linear's GEMM.
+    """
+
+    tlora_local: LocalBranch
+
+    def _forward_impl(
+        self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        view = current_micro_batch()
+        if view is None or self.tlora_local.factors is None:
+            return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
+        tp, bias = _tensor_parallel(kwargs), kwargs.get("bias")
+        return MultiLoRALinear.apply(input, weight, bias, self.tlora_local, view, tp)
 
 
 def _input_norm(module: Any) -> InputNorm | None:
@@ -129,12 +197,37 @@ def attach(
     """
     for site, module in linears:
         around = black_box or not hasattr(module, "_forward_impl")
-        if not isinstance(module, MultiAdapter):
-            make_multi_adapter(module, BlackBoxMixin if around else MultiAdapterMixin)
-        if isinstance(module, BlackBoxMixin) and site.tp_size > 1 and bank.is_cut_by_rank(site):
+        if around and site.tp_size > 1 and bank.is_cut_by_rank(site):
             raise ValueError(
-                f"lora.parametrization must be standard with tp_size above 1 around linears that "
-                f"reduce over TP themselves, got block_diagonal on a {type(module).__name__}; "
-                f"build the model of Megatron's own linears, or set tp_size to 1"
+                f"lora.parametrization must be standard with tp_size above 1 around a "
+                f"{type(module).__name__}, whose reduction is its own, got block_diagonal; build "
+                f"the model of Megatron's own linears, or set tp_size to 1"
             )
-        object.__setattr__(module, "tlora_branch", AdapterBranch(bank, site))
+        if around and site.lora_sharding == "s_lora":
+            raise ValueError(
+                f"parallel.lora_sharding must be rank_exchange or auto around a "
+                f"{type(module).__name__}, whose reduction is its own, got s_lora"
+            )
+        sharding = "black box" if around else site.lora_sharding
+        mixin = _MIXINS[sharding]
+        if isinstance(module, MultiAdapter) and mixin not in type(module).__bases__:
+            _take_off(module)
+        make_multi_adapter(module, mixin)
+        branch = ShardedBranch if sharding == "s_lora" else AdapterBranch
+        object.__setattr__(module, "tlora_branch", branch(bank, site))
+        if sharding == "rank_exchange":
+            object.__setattr__(module, "tlora_local", LocalBranch(bank, site))
+
+
+_MIXINS: dict[str, type[MultiAdapter]] = {
+    "black box": BlackBoxMixin,
+    "fold": MultiAdapterMixin,
+    "rank_exchange": RankExchangeMixin,
+    "s_lora": RankShardedMixin,
+}
+"""By how the branch is attached."""
+
+
+def _take_off(module: nn.Module) -> None:
+    """Makes a multi-adapter linear what it was, for a branch of another kind."""
+    module.__class__ = type(module).__bases__[1]

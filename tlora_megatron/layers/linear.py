@@ -111,14 +111,14 @@ class MultiLoRALinear(torch.autograd.Function):
         summed = all_reduce(ds.clone(), tp.group) if exchanges else Pending(ds, None)
         pending = None
         if ctx.needs_input_grad[0]:
-            pending = _reduce(ops.dgrad(dy_TN, ds, weight_NK, factors, rows), tp)
+            pending = reduce_dgrad(ops.dgrad(dy_TN, ds, weight_NK, factors, rows), tp)
         window = tp.window(rows.ends[-1]) if exchanges else (0, rows.ends[-1])
         ops.backward_down(x.flatten(0, -2), dy_TN, s, summed.wait(), factors, rows, window)
         dx = None if pending is None else pending.wait().view(ctx.x_shape)
         return dx, None, None, None, None, None
 
 
-def _reduce(dx_TK: torch.Tensor, tp: TensorParallel) -> Pending:
+def reduce_dgrad(dx_TK: torch.Tensor, tp: TensorParallel) -> Pending:
     """Starts the reduction of dx; gradients of factors are computed while it is under way."""
     if tp.gather_input:
         return reduce_scatter_rows(dx_TK, tp.group)

@@ -3,7 +3,7 @@
 TP-replicated factors first, so that their partial gradients are one slice to sum over TP; then the
 sharded ones. `lora_b` is stored transposed, `[rank, out]`, as the kernels read it. Of a
 block-diagonal adapter nothing is replicated, and of its block-diagonal factors only the blocks are
-stored.
+stored. Under s_lora nothing of a standard one is replicated either.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.sites import Site, TargetShard
@@ -54,11 +55,15 @@ class Factor(NamedTuple):
         """This rank's part of the whole canonical tensor, in slab orientation."""
         rows, columns = self.held
         part = whole[rows][:, columns]
-        return part if self.which == "lora_a" else part.t()
+        if self.which == "lora_b":
+            return part.t()
+        # Under s_lora the last ranks' shares of the rank rows may be filled up.
+        return F.pad(part, (0, 0, 0, self.shape[0] - len(part)))
 
     def place(self, whole: torch.Tensor, local: torch.Tensor) -> None:
         """Writes this rank's part into the whole canonical tensor: the inverse of `shard_of`."""
-        whole[self.held] = local if self.which == "lora_a" else local.t()
+        values = local[: len(whole[self.held[0]])] if self.which == "lora_a" else local.t()
+        whole[self.held] = values
 
     def blocks(self, local: torch.Tensor) -> torch.Tensor:
         """A view `[num_blocks, rank of a block, features of a block]` of the factor, `shape`."""
@@ -112,9 +117,11 @@ def slab_layout(sites: Sequence[Site], lora: LoraSpec) -> SlabLayout:
             wanted.append((site, shard, "lora_a" if is_a else "lora_b"))
     factors, offset = [], 0
     for site, shard, which in wanted:
-        factors.append(_factor(site, shard, which, offset, lora))
+        shares_all = site.lora_sharding == "s_lora" and not lora.is_block_diagonal
+        make = _shared_factor if shares_all else _factor
+        factors.append(make(site, shard, which, offset, lora))
         offset += factors[-1].numel
-    replicates = _sharded(sites) and not lora.is_block_diagonal
+    replicates = _replicates(sites) and not lora.is_block_diagonal
     replicated_numel = sum(f.numel for f in factors[: len(shards)]) if replicates else 0
     return SlabLayout(lora, tuple(factors), replicated_numel, offset)
 
@@ -145,5 +152,23 @@ def _factor(
     return Factor(shard, which, offset, shape, (rows, whole if is_block else ranks), blocks)
 
 
-def _sharded(sites: Sequence[Site]) -> bool:
-    return any(site.tp_size > 1 for site in sites)
+def _shared_factor(
+    site: Site,
+    shard: TargetShard,
+    which: Literal["lora_a", "lora_b"],
+    offset: int,
+    lora: LoraSpec,
+) -> Factor:
+    """One factor of a standard adapter under s_lora: what `_factor` replicates is cut too."""
+    if (which == "lora_a") != (site.kind == "column"):
+        return _factor(site, shard, which, offset, lora)
+    if which == "lora_a":
+        size, ranks = site.rank_rows(lora.rank)
+        return Factor(shard, which, offset, (size, shard.in_size), (ranks, slice(None)))
+    own = site.own_outputs
+    rows = slice(own.begin, own.begin + own.width)
+    return Factor(shard, which, offset, (lora.rank, own.width), (rows, slice(None)))
+
+
+def _replicates(sites: Sequence[Site]) -> bool:
+    return any(site.tp_size > 1 and site.lora_sharding != "s_lora" for site in sites)

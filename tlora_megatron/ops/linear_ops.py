@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 
 from tlora_megatron.ops.factors import SiteFactors
+from tlora_megatron.ops.rank_places import RankPlaces
 from tlora_megatron.ops.row_groups import RowGroups
 
 
@@ -59,6 +60,14 @@ class LinearOps(Protocol):
 
     def branch_dgrad(self, ds: torch.Tensor, factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
         """Returns `drop(dS A)`, `[T, K]`, 0 in rows without an adapter."""
+        ...
+
+    def rank_places(self, factors: SiteFactors, rows: RowGroups, parts: int = 1) -> RankPlaces:
+        """Where the s of `down`, and the dS that `backward_up` makes of it, hold their values.
+
+        Args:
+            parts: ranks that share the rank rows of every adapter.
+        """
         ...
 
     def backward_up(

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from tlora_megatron.ops.dropout import dropout
 from tlora_megatron.ops.factors import SiteFactors
+from tlora_megatron.ops.rank_places import Elements, RankPlaces, cached_places, row_form
 from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.tiling import RANK_CHUNK, RankLayout, rank_chunks
 
@@ -92,6 +93,15 @@ class TorchOps:
     ) -> torch.Tensor:
         """Returns `s B^T`, `[T, num_columns]`."""
         return _add_up(s.new_zeros(rows.ends[-1], num_columns), s, factors, rows)
+
+    def rank_places(self, factors: SiteFactors, rows: RowGroups, parts: int = 1) -> RankPlaces:
+        """Places in the flat s: it is row form."""
+        layout = factors.layout
+
+        def build(found: Elements) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...]]:
+            return (_size(_blocks(rows, layout)),), (row_form(rows, layout, found),)
+
+        return cached_places(rows, layout, parts, factors.lora_a.device, build)
 
     def backward_up(
         self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups

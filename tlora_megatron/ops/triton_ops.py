@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tlora_megatron.ops.factors import SiteFactors
 from tlora_megatron.ops.kernel_config import KernelConfig, kernel_config
 from tlora_megatron.ops.plan_tensors import PlanTensors, plan_tensors
+from tlora_megatron.ops.rank_places import RankPlaces, cached_places, plan_places
 from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.site_tables import SiteTableCache
 from tlora_megatron.ops.triton_backward import backward_up
@@ -87,6 +88,11 @@ class TritonOps:
             return ds.new_zeros(rows.ends[-1], factors.lora_a.shape[1])
         plan, config = self.plan(factors, rows), self.config(factors, rows)
         return up_dropped(ds, factors, rows, plan, config.up)
+
+    def rank_places(self, factors: SiteFactors, rows: RowGroups, parts: int = 1) -> RankPlaces:
+        """Places in row form, and in chunks."""
+        plan = self.plan(factors, rows)
+        return cached_places(rows, factors.layout, parts, plan.device, plan_places(rows, plan))
 
     def backward_up(
         self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups

@@ -1,0 +1,166 @@
+"""Worker: one linear under each LoRA sharding, in one layout, against its definition and fold.
+
+Arguments: variants `tp=2` or `tp=2,sp=1`, all over this world. Every rank holds its part of the
+same whole tensors; what comes back is joined and compared by name.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.distributed.black_box_worker import (
+    LENGTHS,
+    LORAS,
+    Case,
+    Making,
+    cut_of,
+    definition,
+    draw,
+    make_module,
+    relative,
+    view_of,
+)
+from tests.helpers.built_model import fill_bank, whole_gradients
+from tests.helpers.user_models import SPEC
+from tlora_megatron.integrations.megatron.engine import current_groups
+from tlora_megatron.integrations.megatron.model import initialize_parallel
+from tlora_megatron.job import LoraSpec
+from tlora_megatron.layers.adapter_bank import AdapterBank
+from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.sites import make_site
+from tlora_megatron.ops.segments import use_micro_batch
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.plan import LoraSharding, ParallelLayout
+
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+SHARDINGS: tuple[LoraSharding, ...] = get_args(LoraSharding)
+MIXED = (
+    LoraSpec(rank=5, alpha=8, target_modules=("q_proj", "o_proj", "up_proj", "down_proj")),
+    LoraSpec(rank=4, dropout=0.3, parametrization="block_diagonal", num_blocks=2),
+    LoraSpec(rank=1, alpha=3, use_rslora=True),
+    LoraSpec(rank=8, alpha=5, parametrization="block_diagonal", num_blocks=4),
+)
+"""Block-diagonal jobs beside standard ones, one of which has fewer rank rows than TP has ranks."""
+ONLY_BLOCKS = tuple(replace(lora, parametrization="block_diagonal", num_blocks=2, rank=4, alpha=4)
+                    for lora in MIXED)  # fmt: skip
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.5e-2}
+
+
+class Linear:
+    """One of Megatron's linears on this rank, and what runs through it."""
+
+    def __init__(self, linear: str, groups: ParallelGroups, dtype: torch.dtype) -> None:
+        self.name, self.groups, self.dtype = linear, groups, dtype
+        self.making = Making("own", linear, bias=linear in ("linear_proj", "linear_fc1"))
+        self.case = draw(linear)
+        self.view = view_of()
+        self.cut = cut_of(linear, groups)
+        self.module: Any = make_module(self.making, self.case, self.cut, groups.layout).to(dtype)
+
+    def run(
+        self, loras: Sequence[LoraSpec], sharding: LoraSharding, case: Case | None = None
+    ) -> dict[str, Tensor]:
+        """Output and every gradient by name; of the factors the whole ones, on every rank."""
+        case, groups = case or self.case, self.groups
+        site = make_site(SPEC, 0, self.name, groups.tp_rank, groups.layout.tp_size, sharding)
+        bank = AdapterBank([site], loras, dtype=self.dtype, device=groups.device)
+        # The same module time and again: a branch of another kind takes the last one's place.
+        attach([(site, self.module)], bank)
+        fill_bank(bank, loras=loras)
+        x = case.x[self.cut.x[0]][:, self.cut.x[1]][:, None].to(self.dtype).requires_grad_()
+        with use_micro_batch(self.view):
+            y, bias = self.module(x)
+        dy = case.dy[self.cut.y[0]][:, self.cut.y[1]].to(self.dtype)
+        y.backward(dy.t().contiguous().t()[:, None])
+        y = y.detach()[:, 0] if bias is None else y.detach()[:, 0] + bias
+        assert x.grad is not None
+        stages = (((0, self.name),),)
+        layout = replace(groups.layout, stage_linears=stages, lora_sharding=sharding)
+        wholes = whole_gradients(bank, replace(groups, layout=layout))
+        grads = {f"{s}:{name}": g for s, whole in enumerate(wholes) for name, g in whole.items()}
+        return {"y": y, "dx": x.grad[:, 0], **grads}
+
+
+def check(linear: Linear, sharding: LoraSharding) -> None:
+    """Against the fp64 definition, then against fold with block-diagonal jobs beside."""
+    found = linear.run(LORAS, sharding)
+    expected = definition(linear.making, linear.case, linear.view)
+    cut = linear.cut
+    expected["y"] = expected["y"][cut.y[0]][:, cut.y[1]]
+    expected["dx"] = expected["dx"][cut.x[0]][:, cut.x[1]]
+    assert found.keys() == expected.keys()
+    compare(linear, f"{sharding} and the definition", found, expected)
+    for loras, what in ((MIXED, "mixed"), (ONLY_BLOCKS, "blocks only")):
+        pair = linear.run(loras, sharding), linear.run(loras, "fold")
+        compare(linear, f"{sharding} and fold, {what}", *pair)
+
+
+def compare(
+    linear: Linear, what: str, found: dict[str, Tensor], expected: dict[str, Tensor]
+) -> None:
+    """Fails where something is off by more than rounding."""
+    errors = {name: relative(found[name], expected[name].double()) for name in found}
+    worst = max(errors, key=errors.__getitem__)
+    if dist.get_rank() == 0:
+        print(f"{linear.name} {linear.dtype}: {what}: {worst} is off by {errors[worst]:.1e}")
+    assert errors[worst] < TOLERANCE[linear.dtype], f"{linear.name} {what}: {errors}"
+
+
+def check_isolation(linear: Linear, sharding: LoraSharding) -> None:
+    """NaN in one job's rows, forward and backward, leaves all others' bits as they are."""
+    begin = LENGTHS[0]
+    rows = slice(begin, begin + LENGTHS[1])
+    case = linear.case
+    sick = case._replace(x=case.x.clone(), dy=case.dy.clone())
+    sick.x[rows], sick.dy[rows] = torch.nan, torch.nan
+    for loras in (LORAS, MIXED):
+        well, ill = linear.run(loras, sharding), linear.run(loras, sharding, sick)
+        own = [name for name in well if name.startswith("1:")]
+        assert all(ill[name].isnan().any() for name in own)
+        for name in well.keys() - {*own, "y", "dx"}:
+            assert torch.equal(well[name], ill[name]), f"{linear.name} {sharding} {name}"
+        for name, taken in (("y", linear.cut.y), ("dx", linear.cut.x)):
+            others = torch.ones(len(case.x), dtype=torch.bool)
+            others[rows] = False
+            others = others[taken[0]]
+            assert torch.equal(well[name][others], ill[name][others]), f"{sharding} {name}"
+
+
+def main() -> None:
+    """Runs all variants; fails at the first that is off."""
+    for variant in sys.argv[1:]:
+        options = dict(item.split("=") for item in variant.split(","))
+        layout = ParallelLayout.for_world(
+            int(os.environ["WORLD_SIZE"]),
+            tp_size=int(options["tp"]),
+            pp_size=1,
+            cp_size=1,
+            sequence_parallel="sp" in options,
+        )
+        initialize_parallel(layout)
+        groups = current_groups(layout)
+        for name in LINEARS:
+            linear = Linear(name, groups, torch.float32)
+            for sharding in SHARDINGS:
+                check(linear, sharding)
+                check_isolation(linear, sharding)
+            linear = Linear(name, groups, torch.bfloat16)
+            for sharding in SHARDINGS[1:]:
+                pair = linear.run(MIXED, sharding), linear.run(MIXED, "fold")
+                compare(linear, f"{sharding} and fold", *pair)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print("all equal")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""S-LoRA's sharding: both factors of every standard adapter cut over TP, nothing replicated.
+
+                 lora_a            lora_b             forward             backward
+    column       rank rows         as base's rows     s all-gathered      dS reduce-scattered
+    row          as base's columns rows               s summed            dS summed
+
+A row-parallel linear's `s B_k^T` is a slice of the output: it is added into that slice of the
+base's partial sum, before the base's one reduction, which so gathers the slices. All collectives
+here are of `[tokens, rank]`; every factor's gradient is complete where the factor is, and nothing
+is summed over TP at the end of a step. For it the input of a column-parallel linear is kept whole
+under sequence parallelism: this rank's rows of `lora_a` meet every token.
+
+Block-diagonal adapters need none of this: they go through the fused linear, as ever.
+
+Shapes: T rows, K features in, N features out. Source: S-LoRA (arXiv 2311.03285), section 6, whose
+backward is ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tlora_megatron.layers.linear import AdapterBranch, TensorParallel, reduce_dgrad
+from tlora_megatron.ops.factors import SiteFactors
+from tlora_megatron.ops.linear_ops import LinearOps
+from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.parallel.collectives import (
+    all_gather_rows,
+    all_reduce,
+    reduce_scatter_rows,
+)
+
+
+class ShardedBranch(AdapterBranch):
+    """All adapters' branch at one site under s_lora."""
+
+    @property
+    def own(self) -> SiteFactors | None:
+        """Standard adapters' `lora_a` as it lies here: of a column-parallel linear part of its rank
+        rows. `factors` holds their `lora_b`."""
+        return self.bank.own_ranks.get(self.site.index, self.factors)
+
+    @property
+    def local(self) -> SiteFactors | None:
+        """Both factors of block-diagonal adapters; None where there is no such job."""
+        return self.bank.local.get(self.site.index)
+
+
+class LocalBranch(AdapterBranch):
+    """Block-diagonal adapters' branch alone, at a site where standard ones are shared."""
+
+    @property
+    def factors(self) -> SiteFactors | None:
+        """Both factors; None where there is no such job."""
+        return self.bank.local.get(self.site.index)
+
+
+class _Exchange(NamedTuple):
+    """What ranks exchange of s and dS at one site."""
+
+    ops: LinearOps
+    own: SiteFactors
+    whole: SiteFactors
+    rows: RowGroups
+    group: dist.ProcessGroup | None
+    is_column: bool
+
+    def gather(self, own_s: torch.Tensor) -> torch.Tensor:
+        """From what this rank's `lora_a` gives, s of all rank rows and all input features."""
+        if not self.is_column:
+            return self._sum(own_s)
+        held = self.ops.rank_places(self.own, self.rows)
+        if not held.num_values:
+            return own_s
+        gathered = all_gather_rows(held.take(own_s), self.group)
+        return self._parts().put(gathered)
+
+    def scatter(self, whole_ds: torch.Tensor) -> torch.Tensor:
+        """From what this rank's `lora_b` gives, the whole dS of this rank's part of `lora_a`."""
+        if not self.is_column:
+            return self._sum(whole_ds)
+        held = self.ops.rank_places(self.own, self.rows)
+        if not held.num_values:
+            return whole_ds
+        return held.put(reduce_scatter_rows(self._parts().take(whole_ds), self.group).wait())
+
+    def _parts(self) -> Any:
+        return self.ops.rank_places(self.whole, self.rows, dist.get_world_size(self.group))
+
+    def _sum(self, ranked: torch.Tensor) -> torch.Tensor:
+        places = self.ops.rank_places(self.whole, self.rows)
+        if not places.num_values:
+            return ranked
+        return places.put(all_reduce(places.take(ranked), self.group).wait())
+
+
+class RankShardedLinear(torch.autograd.Function):
+    """`y = x W^T + b + branch(x)` with both factors of standard adapters sharded.
+
+    Layouts in and out, and the collectives of x and dx, are those of `MultiLoRALinear`; in addition
+    those of the module's table. x must require grad. Saved: x, gathered where it is, and s.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight_NK: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        branch: ShardedBranch,
+        rows: RowGroups,
+        tp: TensorParallel,
+    ) -> torch.Tensor:
+        exchange, ops, local = _exchange(branch, rows, tp), branch.ops, branch.local
+        x_TK = x.contiguous().flatten(0, -2)
+        if tp.gather_input:
+            x_TK = all_gather_rows(x_TK, tp.group)
+        s = exchange.gather(ops.down(x_TK, exchange.own, rows))
+        y_TN = ops.up(s, len(weight_NK), exchange.whole, rows)
+        local_s = None
+        if local is None:
+            y_TN.addmm_(x_TK, weight_NK.t())
+            y_TN = y_TN if bias_N is None else y_TN.add_(bias_N)
+        else:
+            base_TN, local_s = ops.forward(x_TK, weight_NK, bias_N, local, rows)
+            y_TN.add_(base_TN)
+        ctx.save_for_backward(x_TK, s, local_s, weight_NK)
+        ctx.exchange, ctx.local, ctx.tp, ctx.x_shape = exchange, local, tp, x.shape
+        return y_TN.unsqueeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_TK, s, local_s, weight_NK = ctx.saved_tensors
+        exchange, local, tp = ctx.exchange, ctx.local, ctx.tp
+        ops, own, rows = exchange.ops, exchange.own, exchange.rows
+        dy_TN = dy.flatten(0, -2).contiguous()
+        ds = exchange.scatter(ops.backward_up(dy_TN, s, exchange.whole, rows))
+        local_ds = None if local is None else ops.backward_up(dy_TN, local_s, local, rows)
+        pending = None
+        if ctx.needs_input_grad[0]:
+            dx_TK = ops.branch_dgrad(ds, own, rows)
+            if local is None:
+                dx_TK.addmm_(dy_TN, weight_NK)
+            else:
+                dx_TK.add_(ops.dgrad(dy_TN, local_ds, weight_NK, local, rows))
+            pending = reduce_dgrad(dx_TK, tp)
+        window = (0, rows.ends[-1])
+        ops.backward_down(x_TK, dy_TN, s, ds, own, rows, window)
+        if local is not None:
+            ops.backward_down(x_TK, dy_TN, local_s, local_ds, local, rows, window)
+        dx = None if pending is None else pending.wait().view(ctx.x_shape)
+        return dx, None, None, None, None, None
+
+
+def _exchange(branch: ShardedBranch, rows: RowGroups, tp: TensorParallel) -> _Exchange:
+    own, whole = branch.own, branch.factors
+    assert own is not None, f"site {branch.site.index} must have factors, got none"
+    assert whole is not None, f"site {branch.site.index} must have factors, got none"
+    return _Exchange(branch.ops, own, whole, rows, tp.group, branch.site.kind == "column")
