@@ -38,7 +38,13 @@ JOB_RESULT = {
     "skipped_steps": 0,
     "adapter": "out/jobs/one/adapter",
 }
-RUN_RESULT = {"tokens_per_s": 4321.0, "world_size": 2, "wall_time_s": 12.5, "rounds": 9}
+RUN_RESULT = {
+    "tokens_per_s": 4321.0,
+    "world_size": 2,
+    "wall_time_s": 12.5,
+    "rounds": 9,
+    "nano_batches": {"count": 3, "controller": "best", "time_over_one": 0.9131},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +159,7 @@ class TestInspect:
             "12,345",
             "5/5",
             "4,321 tokens/s",
+            "nano-batches: 3 (best), 0.913 of the time of 1",
             "two: loss is nan",
             "adapter of one: out/jobs/one/adapter",
             f"report: {run_dir}/report.html",

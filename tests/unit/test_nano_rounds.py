@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron.training.data import TokenSequence
-from tlora_megatron.training.nano_rounds import TRACE_FILE, NanoRounds, mix_key
+from tlora_megatron.training.nano_controller import TRACE_FILE
+from tlora_megatron.training.nano_rounds import NanoRounds, mix_key
 from tlora_megatron.training.packing import Bins, Item, Placed
 
 COSTS = (1.0, 0.9, 0.95, 1.0)

@@ -314,3 +314,22 @@ def test_corrupt_summary_is_refused_and_the_old_report_stays(tmp_path: Path, tex
     with pytest.raises(ValueError, match=r"summary\.json must hold a JSON object, got"):
         write_report(tmp_path)
     assert (tmp_path / "report.html").read_bytes() == before
+
+
+def test_nano_batches_have_a_picture(tmp_path: Path) -> None:
+    write_config(tmp_path, ["a"])
+    write_job(tmp_path, "a", 20)
+    assert "Nano-batches" not in page_of(tmp_path)[0]
+    lines = [
+        {"step": step, "nano_batches": 1 + step % 3, "time_s": 9.0 if step == 1 else 0.1 + step % 3,
+         "tokens": 8192, "phase": "explore", "kept": 2}
+        for step in range(1, 40)
+    ]  # fmt: skip
+    trace = tmp_path / "nano_batches.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 40, "na')
+    text, page = page_of(tmp_path)
+    section = text.split("<h2>Nano-batches</h2>")[1]
+    assert "kept at the end: <b>2</b>" in section
+    assert all(f"var(--c{color})" in section for color in range(3))
+    assert len(page.ids) == len(set(page.ids))
+    assert set(page.references) <= set(page.ids)

@@ -113,6 +113,10 @@ def _print_speed(console: Console, run: dict[str, Any]) -> None:
         parts.append(f"{run['wall_time_s']:,.1f} s")
     if parts:
         console.print(", ".join(parts), style="bold")
+    if nano := run.get("nano_batches"):
+        ratio = nano.get("time_over_one")
+        gain = "" if ratio is None else f", {ratio:.3f} of the time of 1"
+        console.print(f"nano-batches: {nano['count']} ({nano['controller']}){gain}")
 
 
 def _config_cells(job: JobSpec) -> tuple[str, ...]:

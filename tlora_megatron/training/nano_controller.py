@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal, Protocol
 
+TRACE_FILE = "nano_batches.jsonl"
+"""In the output folder: a line a measured step."""
 MOST_COUNT = 4
 """Counts that are tried. In a prototype on 4 H200s (NCCL beside compute) four were never faster
 than two; one more takes longer to explore, and its lane of the collectives holds buffers."""

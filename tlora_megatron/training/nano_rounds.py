@@ -19,13 +19,15 @@ import torch.distributed as dist
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.metrics import read_metrics, write_atomic
 from tlora_megatron.training.nano_aimd import AimdCount
-from tlora_megatron.training.nano_controller import BestCount, NanoController, StepTime
+from tlora_megatron.training.nano_controller import (
+    TRACE_FILE,
+    BestCount,
+    NanoController,
+    StepTime,
+)
 from tlora_megatron.training.packing import Bins
 
 logger = logging.getLogger(__name__)
-
-TRACE_FILE = "nano_batches.jsonl"
-"""In the output folder: a line a measured step."""
 
 
 @runtime_checkable

@@ -25,6 +25,7 @@ from tlora_megatron.training.report_curves import (
     panel,
 )
 from tlora_megatron.training.report_jobs import ReportJob, read_jobs, read_json
+from tlora_megatron.training.report_nano import nano_section
 
 _TITLES = {
     "loss": "Loss",
@@ -52,11 +53,14 @@ def write_report(output_dir: Path) -> Path:
     config, summary = (read_json(output_dir / f"{name}.json") for name in ("config", "summary"))
     jobs = read_jobs(output_dir, config, summary)
     path = output_dir / "report.html"
-    write_atomic(path, _page(output_dir.resolve().name, config, summary.get("run", {}), jobs))
+    title, run = output_dir.resolve().name, summary.get("run", {})
+    write_atomic(path, _page(title, config, run, jobs, nano_section(output_dir)))
     return path
 
 
-def _page(title: str, config: dict[str, Any], run: dict[str, Any], jobs: list[ReportJob]) -> str:
+def _page(
+    title: str, config: dict[str, Any], run: dict[str, Any], jobs: list[ReportJob], nano: str
+) -> str:
     keys = [key for key in _TITLES if _is_matched(jobs) or key != "eval_exact_match"]
     style = PanelStyle.for_jobs(jobs)
     cards = "".join(_card(job, keys, style) for job in jobs)
@@ -70,7 +74,7 @@ def _page(title: str, config: dict[str, Any], run: dict[str, Any], jobs: list[Re
         f'<section class="tiles">{_tiles(config, run, jobs)}</section>'
         f'<p class="facts">{_facts(config, run)}</p>'
         f"<h2>Jobs</h2>{_table(jobs)}{_together(jobs, style)}"
-        f"<h2>Curves by job</h2>{_READING}{cards}</main></body></html>\n"
+        f"<h2>Curves by job</h2>{_READING}{cards}{nano}</main></body></html>\n"
     )
 
 
@@ -131,6 +135,7 @@ def _facts(config: dict[str, Any], run: dict[str, Any]) -> str:
         "rounds": run.get("rounds"),
         "micro-batch tokens": settings.get("micro_batch_tokens"),
         "recompute": settings.get("recompute"),
+        "nano-batches": settings.get("nano_batches"),
         **run.get("versions", {}),
     }
     return "".join(

@@ -224,3 +224,23 @@ def overview(jobs: list[ReportJob], style: PanelStyle) -> str:
     title = r'<g class="s"><title>{}</title>'
     svg = _draw(_WIDE, "overview", paint)
     return re.sub(r'<g id="job-(\d+)">', lambda match: title.format(names[match[1]]), svg)
+
+
+def scatter(curves: dict[int, Curve]) -> str:
+    """One wide SVG of dots, each set in the page's colour of its key.
+
+    The axis ends a little above what most values are: single ones, like the first step's, may be
+    many times as large and are drawn at its edge.
+    """
+    values = np.concatenate([values for _, values in curves.values()])
+    low, high = 0.97 * values.min(), 1.1 * float(np.quantile(values, 0.9))
+
+    def paint(axes: Any) -> None:
+        axes.set_xlim(0, 1.01 * max(steps.max() for steps, _ in curves.values()))
+        axes.set_ylim(low, max(high, 1.01 * low))
+        for color, (steps, values) in sorted(curves.items()):
+            x, y = _thin((steps, np.minimum(values, high)), 600)
+            style = {"linestyle": "none", "marker": ".", "markersize": 4, "clip_on": False}
+            axes.plot(x, y, color=f"#0000c{color}", **style)
+
+    return _draw(_WIDE, "nano-batches", paint)
