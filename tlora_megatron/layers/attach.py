@@ -41,11 +41,31 @@ class MultiAdapterMixin(MultiAdapter):
         view, lane = current_micro_batch(), current_lane()
         if lane is not None and self.tlora_branch.site.kind == "column":
             input = lane.enter(input)
-            kwargs |= _NO_COLLECTIVES
+            kwargs |= _ONE_RANK
         if view is None or self.tlora_branch.factors is None:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
         tp = _tensor_parallel(kwargs)
         return MultiLoRALinear.apply(input, weight, kwargs.get("bias"), self.tlora_branch, view, tp)
+
+    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        """As Megatron's; of nano-batches that take turns, a lane sums the row-parallel products."""
+        lane = current_lane()
+        if lane is None or self.tlora_branch.site.kind == "column":
+            return super().forward(input_, *args, **kwargs)  # type: ignore[misc]
+        linear: Any = self
+        y = lane.leave(self._forward_impl(input_, linear.weight, bias=None, **_ONE_RANK))
+        if linear.bias is None or linear.skip_bias_add:
+            return y, linear.bias
+        return y + linear.bias, None
+
+
+_ONE_RANK: dict[str, Any] = {
+    "gradient_accumulation_fusion": False,
+    "allreduce_dgrad": False,
+    "sequence_parallel": False,
+    "tp_group": None,
+}
+"""What a parallel linear gives its GEMM where nothing is communicated."""
 
 
 def _tensor_parallel(kwargs: dict[str, Any]) -> TensorParallel:
@@ -73,28 +93,6 @@ class RankShardedMixin(MultiAdapter):
         tp = _tensor_parallel(kwargs)._replace(group=self.tp_group)
         bias = kwargs.get("bias")
         return RankShardedLinear.apply(input, weight, bias, self.tlora_branch, view.rows, tp)
-
-
-    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """As Megatron's; of nano-batches that take turns, a lane reduces the partial sums."""
-        lane = current_lane()
-        if lane is None or self.tlora_branch.site.kind == "column":
-            return super().forward(input_, *args, **kwargs)  # type: ignore[misc]
-        return lane.leave(self._partial_sums(input_)), None
-
-    def _partial_sums(self, x: torch.Tensor) -> torch.Tensor:
-        """A row-parallel linear's product before its reduction."""
-        linear: Any = self
-        return self._forward_impl(
-            x, linear.weight, bias=None, gradient_accumulation_fusion=False, **_NO_COLLECTIVES
-        )
-
-
-_NO_COLLECTIVES: dict[str, Any] = {
-    "allreduce_dgrad": False,
-    "sequence_parallel": False,
-    "tp_group": None,
-}
 
 
 class BlackBoxMixin(MultiAdapter):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -83,6 +83,8 @@ class MicroBatchView:
     pieces: tuple[_Piece, ...]
     row_budget: int
     """As `RowGroups.row_budget`."""
+    nano_views: tuple[MicroBatchView, ...] = ()
+    """Where the micro-batch runs in nano-batches: their views, whose rows are this one's in order."""
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def cached(self, key: str, build: Callable[[], T]) -> T:
@@ -93,7 +95,8 @@ class MicroBatchView:
 
     @property
     def rows(self) -> RowGroups:
-        """Adapter groups of all local rows."""
+        """Adapter groups of all local rows; nano-batches have their own."""
+        assert not self.nano_views, "an adapter's rows in several nano-batches are no single run"
         return self.cached("rows", lambda: _group_rows(self))
 
     @property
@@ -193,6 +196,20 @@ def pack_micro_batch(
     )
 
 
+def join_nano_batches(views: Sequence[MicroBatchView]) -> MicroBatchView:
+    """The micro-batch that consists of nano-batches, one after another, each with its padding."""
+    documents = tuple(itertools.chain.from_iterable(view.documents for view in views))
+    num_tokens = sum(view.num_tokens for view in views)
+    return replace(
+        views[0],
+        documents=documents,
+        num_tokens=num_tokens,
+        pieces=tuple(_cut(documents, 0, num_tokens)),
+        nano_views=tuple(views),
+        _cache={},
+    )
+
+
 def _cut(documents: Sequence[Document], begin: int, end: int) -> Iterator[_Piece]:
     """Yields the parts of documents that lie in packed rows `begin:end`."""
     doc_begin = 0
@@ -226,6 +243,12 @@ _current: MicroBatchView | None = None
 def current_micro_batch() -> MicroBatchView | None:
     """Returns the micro-batch whose forward (or recompute) is running; None outside."""
     return _current
+
+
+def bind_micro_batch(view: MicroBatchView | None) -> None:
+    """Binds a micro-batch until the next one: for those that take turns (`parallel.lanes`)."""
+    global _current
+    _current = view
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tlora_megatron.integrations.megatron.norm import RMSNorm
 from tlora_megatron.ops.swiglu import swiglu
+from tlora_megatron.parallel.lanes import current_lane
 
 
 class FrozenSelfAttention(SelfAttention):
@@ -59,10 +60,17 @@ class FrozenTransformerLayer(TransformerLayer):
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """`[T, 1, H]` to the same, and no context; further arguments of the block are all None."""
+        lane = current_lane()
         residual, normed = self.input_layernorm.fork(hidden_states)
+        if lane is not None:
+            residual = lane.cut(residual, joint=True)
         attended, _ = self.self_attention(normed, attention_mask=attention_mask)
         residual, normed = self.pre_mlp_layernorm.add(attended, residual)
-        if self.recompute_mlp:
+        if lane is not None:
+            residual = lane.cut(residual, joint=True)
+            if self.recompute_mlp:
+                lane.replay(self.mlp)
+        if self.recompute_mlp and lane is None:
             out, _ = tensor_parallel.checkpoint(self.mlp, False, normed)
         else:
             out, _ = self.mlp(normed)

@@ -1,0 +1,214 @@
+"""A decoder that runs a micro-batch in nano-batches, staggered: see `parallel.lanes`.
+
+Blocks and layers are re-classed in place and run as they were wherever the bound micro-batch has no
+nano-batches. The layers' own code runs; what is here is where it is cut, and recompute.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from tlora_megatron.integrations.megatron.frozen_layer import FrozenTransformerLayer
+from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch, use_micro_batch
+from tlora_megatron.parallel.lanes import (
+    Lane,
+    Tape,
+    current_lane,
+    take_turns,
+    take_turns_back,
+)
+from tlora_megatron.parallel.overlap import Overlap
+
+Layer = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Layers that backward goes through in one go."""
+
+    layers: tuple[Any, ...]
+    recompute: bool
+    """Forward keeps their input only."""
+    final_norm: Any = None
+    """Behind the last layer."""
+
+    @property
+    def num_read(self) -> int:
+        """Reductions whose results backward reads: not the last one's, which is the output."""
+        return 2 * len(self.layers) - 1
+
+
+class StaggeredBlock(TransformerBlock):
+    """Mixin. Runs its layers on the nano-batches of the bound micro-batch, where it has any."""
+
+    tlora_overlap: Overlap
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As `TransformerBlock.forward`."""
+        view = current_micro_batch()
+        if view is None or not view.nano_views or self.tlora_overlap.mode != "staggered":
+            return super().forward(*args, **kwargs)
+        bound = inspect.signature(TransformerBlock.forward).bind(self, *args, **kwargs)
+        given = {name: value for name, value in bound.arguments.items() if value is not None}
+        del given["self"]
+        hidden = given.pop("hidden_states", None)
+        run = _Run(self, view, given)
+        hidden = hidden if self.pre_process else self.input_tensor
+        if not torch.is_grad_enabled():
+            return run.forward(hidden, records=False)
+        return _Staggered.apply(hidden, run)
+
+
+class StaggeredLayer(TransformerLayer):
+    """Mixin. A layer of Megatron's, cut where attention and MLP begin."""
+
+    @property
+    def recompute_mlp(self) -> bool:
+        """Megatron's checkpoint around the MLP; lanes recompute their own way."""
+        return current_lane() is None and self.__dict__["recompute_mlp"]
+
+    @recompute_mlp.setter
+    def recompute_mlp(self, value: bool) -> None:
+        self.__dict__["recompute_mlp"] = value
+
+    def _forward_attention(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        lane = current_lane()
+        if lane is not None:
+            hidden_states = lane.cut(hidden_states, joint=False)
+        return super()._forward_attention(hidden_states, *args, **kwargs)
+
+    def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        lane = current_lane()
+        if lane is not None:
+            hidden_states = lane.cut(hidden_states, joint=False)
+            if self.__dict__["recompute_mlp"]:
+                lane.replay(self.mlp)
+        return super()._forward_mlp(hidden_states, *args, **kwargs)
+
+
+def stagger(block: Any, overlap: Overlap) -> None:
+    """Turns a decoder and its layers into staggered ones, in place; a second time nothing."""
+    object.__setattr__(block, "tlora_overlap", overlap)
+    if isinstance(block, StaggeredBlock):
+        return
+    block.__class__ = _mixed(StaggeredBlock, type(block))
+    for layer in block.layers:
+        if not isinstance(layer, FrozenTransformerLayer):
+            layer.__class__ = _mixed(StaggeredLayer, type(layer))
+
+
+@functools.cache
+def _mixed(mixin: Any, base: Any) -> Any:
+    return type(f"{mixin.__name__}{base.__name__}", (mixin, base), {"__module__": __name__})
+
+
+class _Run:
+    """One micro-batch's way through a decoder's layers and back."""
+
+    def __init__(self, block: Any, view: MicroBatchView, arguments: dict[str, Any]) -> None:
+        config, rows = block.config, [nano.num_tokens for nano in view.nano_views]
+        gathers = config.sequence_parallel
+        self._view = view
+        self._lanes = block.tlora_overlap.lanes(view.nano_views, gathers=gathers)
+        self._arguments = _cut_arguments(arguments, rows)
+        num_shards = config.tensor_model_parallel_size if gathers else 1
+        self._local_rows = [count // num_shards for count in rows]
+        self._stretches = list(_stretches(block))
+        self._kept: list[Any] = []
+        """A stretch: of each lane its input if it is recomputed, else its tape."""
+        self._records = False
+
+    def forward(self, hidden: Tensor, *, records: bool) -> Tensor:
+        """`[T, 1, H]` to the same, the local rows of all nano-batches."""
+        parts = hidden.split(self._local_rows)
+        self._records = records
+        with use_micro_batch(self._view), torch.set_grad_enabled(records):
+            outs = take_turns(self._lanes, lambda lane: self._run_lane(lane, parts[lane.index]))
+        if records:
+            self._kept = [list(kept) for kept in zip(*(kept for _, kept in outs), strict=True)]
+        return torch.cat([out for out, _ in outs])
+
+    def _run_lane(self, lane: Lane, hidden: Tensor) -> tuple[Tensor, list[Tensor | Tape | None]]:
+        kept: list[Tensor | Tape | None] = []
+        for stretch in self._stretches:
+            entry = hidden
+            hidden, tape = self._run_stretch(
+                lane, stretch, entry, records=self._records and not stretch.recompute
+            )
+            kept.append(entry if stretch.recompute else tape)
+        return hidden, kept
+
+    def _run_stretch(
+        self, lane: Lane, stretch: _Stretch, hidden: Tensor, *, records: bool
+    ) -> tuple[Tensor, Tape | None]:
+        num_read = stretch.num_read if stretch.recompute else None
+        out = lane.begin(hidden, records=records, num_read=num_read)
+        for layer in stretch.layers:
+            out, _ = layer(hidden_states=out, **self._arguments[lane.index])
+        if stretch.final_norm is not None:
+            out = stretch.final_norm(out)
+        return out.detach(), lane.end(out)
+
+    def backward(self, dout: Tensor) -> Tensor:
+        """Gradient of the layers' input."""
+        douts: Sequence[Tensor] = dout.contiguous().split(self._local_rows)
+        with use_micro_batch(self._view):
+            while self._stretches:
+                stretch, kept = self._stretches.pop(), self._kept.pop()
+                tapes = self._record_again(stretch, kept) if stretch.recompute else kept
+                douts = take_turns_back(self._lanes, tapes, douts)
+        return torch.cat(tuple(douts))
+
+    def _record_again(self, stretch: _Stretch, entries: Sequence[Tensor]) -> list[Tape]:
+        def run(lane: Lane) -> Any:
+            return self._run_stretch(lane, stretch, entries[lane.index], records=True)
+
+        with torch.enable_grad():
+            return [tape for _, tape in take_turns(self._lanes, run)]
+
+
+def _stretches(block: Any) -> Iterator[_Stretch]:
+    """As Megatron's block cuts its layers for recompute; without, all are one."""
+    config, layers = block.config, tuple(block.layers)
+    if config.recompute_granularity == "full" and block.training:
+        count = config.recompute_num_layers
+        recomputed = len(layers) if config.recompute_method == "uniform" else count
+        size = count if config.recompute_method == "uniform" else 1
+        for begin in range(0, min(recomputed, len(layers)), size):
+            yield _Stretch(layers[begin : begin + size], recompute=True)
+        layers = layers[recomputed:]
+    if layers or block.final_layernorm is not None:
+        yield _Stretch(layers, recompute=False, final_norm=block.final_layernorm)
+
+
+def _cut_arguments(arguments: dict[str, Any], rows: Sequence[int]) -> list[dict[str, Any]]:
+    """The block's arguments for each nano-batch: rotary angles are the ones that have rows."""
+    unknown = arguments.keys() - {"rotary_pos_emb"}
+    assert not unknown, f"{', '.join(sorted(unknown))} must be None"
+    if "rotary_pos_emb" not in arguments:
+        return [{"attention_mask": None} for _ in rows]
+    angles = arguments["rotary_pos_emb"].split(list(rows))
+    return [{"attention_mask": None, "rotary_pos_emb": part} for part in angles]
+
+
+class _Staggered(torch.autograd.Function):
+    """All layers and all nano-batches as one node of the micro-batch's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, run: _Run) -> Tensor:
+        ctx.run = run
+        return run.forward(hidden, records=True).detach()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+        run, ctx.run = ctx.run, None
+        return run.backward(dout), None

@@ -1,0 +1,374 @@
+"""Nano-batches that take turns, so that one's collectives run beside the others' compute.
+
+Each nano-batch has a *lane*: a greenlet that runs the model's own code on its rows, and a CUDA
+stream. The code is cut where tensor parallelism communicates. A *compute piece* goes from the input
+of a column-parallel linear to the partial sums that the row-parallel one makes of it (attention or
+an MLP), on the main stream. Between two of them, on the lane's own stream: the reduction of the
+partial sums, residual sum, norm, and with sequence parallelism the gathering. A lane hands over at
+every column-parallel linear, so compute pieces alternate: 0, 1, 0, 1, ...
+
+Backward goes the same way back. For this the pieces are recorded as separate autograd graphs, ended
+by detached tensors at the cuts. Each is run by `torch.autograd.grad` on the stream that it was
+recorded on: the engine runs a node on its forward's stream and makes the caller's stream wait for
+it, so it adds no waits.
+
+Shapes: T rows of the nano-batch, n tensor-parallel ranks, H features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import greenlet
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from tlora_megatron.ops.segments import MicroBatchView, bind_micro_batch, current_micro_batch
+from tlora_megatron.parallel.side_stream import SideStream
+from tlora_megatron.parallel.tensor_collectives import TensorCollectives
+
+Module = Callable[[torch.Tensor], Any]
+
+
+@dataclass(slots=True, eq=False)
+class _Half:
+    """What backward needs of attention or an MLP, and of the elementwise piece that leads to it."""
+
+    x: GradientEdge
+    """The column-parallel linear's input, before it is gathered."""
+    residual: GradientEdge | None
+    """The residual stream as the elementwise piece ends; None where it is what that began with."""
+    is_joint: bool
+    """x and the residual end the same graph; else x comes of `leaf`."""
+    leaf: torch.Tensor
+    """The residual stream, detached: what later pieces begin with."""
+    before: torch.Tensor
+    """The leaf that the elementwise piece began with."""
+    replay: Module | None
+    """Computes the compute piece again in backward; None where its graph is kept."""
+    x_leaf: torch.Tensor | None = None
+    """The column-parallel linear's input, gathered."""
+    y: GradientEdge | None = None
+    """The row-parallel linear's partial sums."""
+    dy: torch.Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Tape:
+    """A lane's pieces from one input of layers to their result."""
+
+    entry: torch.Tensor
+    num_read: int | None
+    """Reductions whose results are read; None = all."""
+    halves: list[_Half] = field(default_factory=list)
+    out: GradientEdge | None = None
+
+    @property
+    def leaf(self) -> torch.Tensor:
+        """What the piece under way began with."""
+        return self.halves[-1].leaf if self.halves else self.entry
+
+
+class Lane:
+    """One nano-batch's way through layers and back.
+
+    Args:
+        gathers: sequence parallelism: T / n rows outside of compute pieces.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        view: MicroBatchView,
+        collectives: TensorCollectives,
+        stream: SideStream,
+        *,
+        gathers: bool,
+    ) -> None:
+        self.index = index
+        self.view = view
+        self.stream = stream
+        self.gathers = gathers
+        self._collectives = collectives
+        self._token: torch.Tensor | None = None
+        """An input that requires grad for the reduction's node: the partial sums themselves would
+        be kept alive as a leaf."""
+        self._tape: Tape | None = None
+        self._residual: tuple[GradientEdge | None, bool, torch.Tensor] | None = None
+        self._half: _Half | None = None
+        self._replay: Module | None = None
+        self._is_replaying = False
+        self._replayed: torch.Tensor | None = None
+        self._gradient: torch.Tensor | None = None
+        """Of the residual stream, on the way back."""
+
+    def begin(
+        self, hidden: torch.Tensor, *, records: bool, num_read: int | None = None
+    ) -> torch.Tensor:
+        """Begins layers that a tape is kept of, or not; returns what they begin with.
+
+        Args:
+            num_read: reductions whose results anything reads; those behind are left out.
+        """
+        torch.set_grad_enabled(records)
+        if not records:
+            return hidden
+        if self._token is None:
+            self._token = torch.empty((), device=hidden.device, requires_grad=True)
+        self._tape = Tape(hidden.detach().requires_grad_(), num_read)
+        return self._tape.entry
+
+    def end(self, hidden: torch.Tensor) -> Tape | None:
+        """Ends the tape with the layers' result."""
+        tape, self._tape = self._tape, None
+        if tape is not None:
+            tape.out = get_gradient_edge(hidden)
+        return tape
+
+    def cut(self, residual: torch.Tensor, *, joint: bool) -> torch.Tensor:
+        """Cuts the residual stream where attention or an MLP begins; returns what goes on.
+
+        Args:
+            joint: the norm for the next linear comes of what led here; else of what is returned.
+        """
+        tape = self._tape
+        if tape is None:
+            return residual
+        if residual is tape.entry and not joint:
+            self._residual = (None, False, residual)
+            return residual
+        leaf = residual.detach().requires_grad_()
+        self._residual = (get_gradient_edge(residual), joint, leaf)
+        return leaf
+
+    def replay(self, module: Module) -> None:
+        """Has the next compute piece, which is this module's, computed again in backward."""
+        if self._tape is not None:
+            self._replay = module
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Ends the elementwise piece at a column-parallel linear's input, hands over to the others,
+        and returns, gathered, what the compute piece begins with.
+        """
+        if self._is_replaying:
+            return x
+        full = self._over(self._collectives.all_gather, x.detach()) if self.gathers else x.detach()
+        half = None if self._tape is None else self._record(self._tape, x)
+        greenlet.getcurrent().parent.switch()
+        self.stream.to_main()
+        torch.set_grad_enabled(half is not None and half.replay is None)
+        if half is not None:
+            half.x_leaf = full.requires_grad_()
+        return full
+
+    def _record(self, tape: Tape, x: torch.Tensor) -> _Half:
+        assert self._residual is not None, "the residual stream must be cut before each linear"
+        half = _Half(get_gradient_edge(x), *self._residual, tape.leaf, self._replay)
+        self._residual = self._replay = None
+        tape.halves.append(half)
+        self._half = half
+        return half
+
+    def leave(self, y: torch.Tensor) -> torch.Tensor:
+        """Ends the compute piece with a row-parallel linear's partial sums; returns their sum, of
+        which sequence parallelism leaves this rank's rows.
+        """
+        if self._is_replaying:
+            self._replayed = y
+            return y
+        self.stream.to_side()
+        self.stream.hold(y)
+        half, self._half = self._half, None
+        if half is None:
+            return self.reduce(y)
+        if half.replay is None:
+            half.y = get_gradient_edge(y)
+        else:
+            torch.set_grad_enabled(True)
+        return _Reduced.apply(y.detach(), self._token, self, half, self._is_read())
+
+    def _is_read(self) -> bool:
+        assert self._tape is not None, "a half has a tape"
+        limit = self._tape.num_read
+        return limit is None or len(self._tape.halves) <= limit
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks; of sequence parallelism's, this rank's rows."""
+        ops = self._collectives
+        return self._over(ops.reduce_scatter if self.gathers else ops.all_reduce, x)
+
+    def spread(self, dx: torch.Tensor) -> torch.Tensor:
+        """The way back of `reduce`: the gradient of all rows."""
+        dx = dx.contiguous()
+        return self._over(self._collectives.all_gather, dx) if self.gathers else dx
+
+    def _over(
+        self, collective: Callable[[torch.Tensor, int], torch.Tensor], x: torch.Tensor
+    ) -> torch.Tensor:
+        result = collective(x.flatten(0, -2), self.index)
+        return result.view(-1, *x.shape[1:])
+
+    def backward_begin(self, tape: Tape, dout: torch.Tensor) -> None:
+        """The elementwise piece behind the last half.
+
+        Args:
+            dout: gradient of what `end` was given; the caller keeps it until `backward_end`.
+        """
+        assert tape.out is not None, "a tape must have ended"
+        self.stream.to_side()
+        self._gradient = self._grad([tape.out], [dout], tape.leaf)
+
+    def backward_half(self, half: _Half) -> None:
+        """The compute piece of a half on main, then the elementwise piece before it."""
+        self.stream.to_main()
+        dx = self._backward_compute(half)
+        self.stream.to_side()
+        self.stream.hold(dx)
+        self._backward_elementwise(half, self.reduce(dx))
+
+    def _backward_compute(self, half: _Half) -> torch.Tensor:
+        assert half.x_leaf is not None, "forward comes first"
+        assert half.dy is not None, "later pieces come first"
+        y: Any = half.y if half.replay is None else self._compute_again(half.replay, half.x_leaf)
+        (dx,) = torch.autograd.grad([y], [half.x_leaf], [half.dy])
+        half.x_leaf = half.y = half.dy = None
+        return dx
+
+    def _compute_again(self, module: Module, x: torch.Tensor) -> torch.Tensor:
+        self._is_replaying = True
+        try:
+            with _turn(self), torch.enable_grad():
+                module(x)
+        finally:
+            self._is_replaying = False
+        y, self._replayed = self._replayed, None
+        assert y is not None, "the module must have a row-parallel linear"
+        return y
+
+    def _backward_elementwise(self, half: _Half, dx: torch.Tensor) -> None:
+        gradient = self._gradient
+        assert gradient is not None, "backward_begin comes first"
+        if half.is_joint:
+            assert half.residual is not None, "a joint cut has a graph"
+            self._gradient = self._grad([half.x, half.residual], [dx, gradient], half.before)
+            return
+        (dleaf,) = torch.autograd.grad([half.x], [half.leaf], [dx])
+        dleaf = dleaf + gradient
+        if half.residual is not None:
+            dleaf = self._grad([half.residual], [dleaf], half.before)
+        self._gradient = dleaf
+
+    def _grad(
+        self, outputs: list[GradientEdge], grads: list[torch.Tensor], leaf: torch.Tensor
+    ) -> torch.Tensor:
+        """Runs an elementwise piece back to its leaf and to the reduction that it begins with."""
+        assert self._token is not None, "begin comes first"
+        return torch.autograd.grad(outputs, [leaf, self._token], grads, allow_unused=True)[0]
+
+    def backward_end(self) -> torch.Tensor:
+        """Goes back to main; returns the gradient of what `begin` was given."""
+        self.stream.to_main()
+        gradient, self._gradient = self._gradient, None
+        assert gradient is not None, "backward_begin comes first"
+        return gradient
+
+
+class _Reduced(torch.autograd.Function):
+    """The reduction of partial sums; its gradient goes to the half that they come of."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: torch.Tensor,
+        token: torch.Tensor,
+        lane: Lane,
+        half: _Half,
+        is_read: bool,
+    ) -> torch.Tensor:
+        ctx.lane, ctx.half = lane, half
+        if is_read:
+            return lane.reduce(y)
+        return y[: len(half.leaf)]
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[None, ...]:
+        ctx.half.dy = ctx.lane.spread(dout)
+        return None, None, None, None, None
+
+
+_current: Lane | None = None
+
+
+def current_lane() -> Lane | None:
+    """The lane whose turn it is; None outside of nano-batches that take turns."""
+    return _current
+
+
+class _turn:
+    """Makes it a lane's turn, and its nano-batch the one bound."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._before: tuple[Lane | None, MicroBatchView | None] = (None, None)
+
+    def __enter__(self) -> None:
+        global _current
+        self._before = (_current, current_micro_batch())
+        _current = self._lane
+        bind_micro_batch(self._lane.view)
+
+    def __exit__(self, *_: object) -> None:
+        global _current
+        _current, view = self._before
+        bind_micro_batch(view)
+
+
+def take_turns(lanes: Sequence[Lane], body: Callable[[Lane], Any]) -> list[Any]:
+    """Runs `body(lane)` for all lanes, from column-parallel linear to column-parallel linear.
+
+    Returns:
+        What each returned. Main has waited for all of them.
+    """
+    results: list[Any] = [None] * len(lanes)
+
+    def run(lane: Lane) -> None:
+        lane.stream.to_side()
+        results[lane.index] = body(lane)
+
+    threads = [greenlet.greenlet(run) for _ in lanes]
+    for lane in lanes:
+        lane.stream.begin()
+    try:
+        while not all(thread.dead for thread in threads):
+            for lane, thread in zip(lanes, threads, strict=True):
+                if not thread.dead:
+                    with _turn(lane):
+                        thread.switch(lane)
+    except BaseException:
+        for thread in threads:
+            if not thread.dead:
+                thread.throw(greenlet.GreenletExit)
+        lanes[0].stream.leave()
+        raise
+    for lane in lanes:
+        lane.stream.to_main()
+    return results
+
+
+def take_turns_back(
+    lanes: Sequence[Lane], tapes: Sequence[Tape], douts: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Runs tapes backward; returns the gradients of what they began with. Empties them."""
+    for lane in lanes:
+        lane.stream.begin()
+    try:
+        for lane, tape, dout in zip(lanes, tapes, douts, strict=True):
+            lane.backward_begin(tape, dout)
+        while tapes[0].halves:
+            for lane, tape in zip(lanes, tapes, strict=True):
+                lane.backward_half(tape.halves.pop())
+        return [lane.backward_end() for lane in lanes]
+    finally:
+        lanes[0].stream.leave()

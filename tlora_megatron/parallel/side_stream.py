@@ -1,0 +1,72 @@
+"""A nano-batch's own CUDA stream beside the main one.
+
+Memory: what is allocated on one stream and read on the other must not be given out again too early.
+Every to-and-fro waits for all the other stream was given, so a tensor made on the side and read on
+main is safe by itself: the side stream's next work waits for main. A tensor made on main and read
+on the side must be `hold`: main goes on without waiting.
+
+CUDA_DEVICE_MAX_CONNECTIONS must not be 1: the GPU would start kernels in launch order over all
+streams, and a norm that waits for its collective would hold up every GEMM behind it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_PRIORITY = -1
+"""Above main's: a short kernel or a copy goes before a GEMM's next blocks."""
+
+
+class SideStream:
+    """On a CPU there is one order, and nothing to do."""
+
+    def begin(self) -> None:
+        """Takes the current stream for the main one."""
+
+    def to_side(self) -> None:
+        """Goes on here, after all that main has been given."""
+
+    def to_main(self) -> None:
+        """Goes on on main, after all that was given here; lets go of what was held."""
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Keeps a tensor of main's until main has waited for what reads it here."""
+
+    def leave(self) -> None:
+        """Makes main the current stream without waiting, whatever went wrong."""
+
+
+class CudaSideStream(SideStream):
+    """Waits are the device's, by events; never the host's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._side = torch.cuda.Stream(device, priority=_PRIORITY)
+        self._main = torch.cuda.current_stream(device)
+        # A wait takes the event as it was recorded last, so one for each direction will do.
+        self._main_reached, self._side_reached = torch.cuda.Event(), torch.cuda.Event()
+        self._held: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        self._main = torch.cuda.current_stream(self._side.device)
+
+    def to_side(self) -> None:
+        self._main_reached.record(self._main)
+        self._side.wait_event(self._main_reached)
+        torch.cuda.set_stream(self._side)
+
+    def to_main(self) -> None:
+        self._side_reached.record(self._side)
+        self._main.wait_event(self._side_reached)
+        torch.cuda.set_stream(self._main)
+        self._held.clear()
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        self._held.append(tensor)
+
+    def leave(self) -> None:
+        torch.cuda.set_stream(self._main)
+
+
+def make_side_stream(device: torch.device) -> SideStream:
+    """A stream of a device's."""
+    return CudaSideStream(device) if device.type == "cuda" else SideStream()
