@@ -14,7 +14,7 @@ from tests.helpers.planner_case import HARDWARE, SPEC, job
 from tlora_megatron.layers import sites, vocabulary_head
 from tlora_megatron.model import read_model_spec
 from tlora_megatron.ops import tiling
-from tlora_megatron.planner import memory
+from tlora_megatron.planner import adapter_sizes, memory
 from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.memory import (
     COMMUNICATOR_BYTES,
@@ -33,9 +33,9 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def test_what_the_model_shares_with_the_run_is_the_same_there() -> None:
-    assert memory.LINEAR_TARGETS == sites.LINEAR_TARGETS
+    assert adapter_sizes.LINEAR_TARGETS == sites.LINEAR_TARGETS
     assert vocabulary_head.ROWS_AT_ONCE == memory.HEAD_ROWS
-    assert tiling.RANK_CHUNK == memory.RANK_CHUNK
+    assert tiling.RANK_CHUNK == adapter_sizes.RANK_CHUNK
 
 
 def test_every_term_on_one_gpu() -> None:

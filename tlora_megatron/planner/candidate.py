@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.planner.workload import JobLoad
 
 Recompute = Literal["none", "selective", "full"]
 Runner = Literal["train", "megatron", "deepspeed"]
@@ -29,7 +31,7 @@ class Plan:
     """Rows of a packed micro-batch, over its context-parallel ranks."""
     recompute: Recompute = "none"
     num_nano_batches: int = 1
-    """1: no overlap of one part's collectives with another's compute is modelled."""
+    """That the model finds fastest: a run chooses its own (`run.nano_batches: auto`)."""
     lora_sharding: Literal["fold"] = "fold"
     """fold: the replicated factor's partial result rides on the base's own reduction."""
 
@@ -54,12 +56,12 @@ class Plan:
         """What can run it.
 
         Only Megatron-LM's scripts have virtual stages; DeepSpeed's engine has tensor and data
-        parallelism without sequence parallelism, and recomputes all or nothing.
+        parallelism without sequence parallelism or nano-batches, and recomputes all or nothing.
         """
         if self.vpp_size > 1:
             return ("megatron",)
-        plain = self.pp_size == self.cp_size == 1 and not self.sequence_parallel
-        if plain and self.recompute != "selective":
+        plain = self.pp_size == self.cp_size == self.num_nano_batches == 1
+        if plain and not self.sequence_parallel and self.recompute != "selective":
             return ("train", "megatron", "deepspeed")
         return ("train", "megatron")
 
@@ -70,7 +72,10 @@ class Plan:
         sizes.append(f"PP{self.pp_size}" + (f"x{self.vpp_size}" if self.vpp_size > 1 else ""))
         sizes += [f"CP{self.cp_size}"] if self.cp_size > 1 else []
         sizes.append(f"DP{self.dp_size}")
-        return f"{' '.join(sizes)}, {self.micro_batch_tokens} tokens, recompute {self.recompute}"
+        parts = [" ".join(sizes), f"{self.micro_batch_tokens} tokens"]
+        if self.num_nano_batches > 1:
+            parts.append(f"{self.num_nano_batches} nano-batches")
+        return ", ".join([*parts, f"recompute {self.recompute}"])
 
 
 def misfit(spec: ModelSpec, plan: Plan) -> str | None:
@@ -94,6 +99,15 @@ def misfit(spec: ModelSpec, plan: Plan) -> str | None:
     multiple = chunk_multiple(plan)
     if plan.micro_batch_tokens % multiple:
         return f"{plan.micro_batch_tokens} tokens are no multiple of {multiple} ranks' chunks"
+    return None
+
+
+def job_misfit(jobs: Iterable[JobLoad], plan: Plan) -> str | None:
+    """Why jobs cannot run under a plan; None if they can."""
+    for job in jobs:
+        if job.num_blocks > 1 and job.num_blocks % plan.tp_size:
+            blocks = f"num_blocks {job.num_blocks} of job {job.name}"
+            return f"{blocks} is no multiple of TP {plan.tp_size}"
     return None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tlora_megatron.model import ModelSpec
-from tlora_megatron.planner.candidate import RECOMPUTES, Plan, misfit
+from tlora_megatron.planner.candidate import RECOMPUTES, Plan, job_misfit, misfit
 from tlora_megatron.planner.cost_model import CostModel, StepCost
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.memory import MemoryModel, MemoryUse
@@ -106,6 +106,7 @@ class GroupModel:
             job.lengths,
             job.dropout,
             job.target_share,
+            job.num_blocks,
         )
         return self._ids.setdefault(key, len(self._ids))
 
@@ -126,12 +127,15 @@ class GroupModel:
         memory = MemoryModel(self.spec, jobs, self.hardware)
         best, least = _Choice(None, None, math.inf), math.inf
         for layout in self._layouts_for(num_gpus):
+            if job_misfit(jobs, layout) is not None:
+                continue
             for budget in _budgets(jobs):
                 tried = replace(layout, micro_batch_tokens=budget)
                 plan, use = self._lightest_that_fits(memory, tried)
                 least = min(least, use.total_bytes)
                 if plan is None:
                     continue
+                plan = model.fastest_split(plan)
                 cost = model.step_cost(plan)
                 if best.cost is None or cost.tokens_per_s > best.cost.tokens_per_s:
                     best = _Choice(plan, cost, use.total_bytes)
@@ -163,7 +167,8 @@ class GroupModel:
             plan, use = self._lightest_that_fits(memory, layout)
             needs.append((use.total_bytes, index, layout))
             if plan is not None:
-                scored.append((-model.step_cost(plan).tokens_per_s, index, layout))
+                cost = model.step_cost(model.fastest_split(plan))
+                scored.append((-cost.tokens_per_s, index, layout))
         chosen = [layout for *_, layout in sorted(scored)[:_LAYOUTS_KEPT]]
         # For mixes beyond the reference: what needs least memory.
         return [*chosen, *(layout for *_, layout in sorted(needs)[:1])]

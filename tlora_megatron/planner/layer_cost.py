@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tlora_megatron.model import ModelSpec
-from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.hardware import CollectiveOp
-from tlora_megatron.planner.memory import (
+from tlora_megatron.planner.adapter_sizes import (
     LINEAR_TARGETS,
-    RANK_CHUNK,
+    chunked,
     local_shape,
     target_width,
 )
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.hardware import CollectiveOp
 from tlora_megatron.planner.rates import Rates
 from tlora_megatron.planner.rounds import RoundLoad
 from tlora_megatron.planner.workload import JobLoad
@@ -59,6 +59,8 @@ class _LoraCounts:
     out_size: int
     gathers: bool
     """Under sequence parallelism x is this rank's rows only."""
+    keeps_whole: bool
+    """And yet backward reads all of them: for block-diagonal jobs."""
     rank_columns: tuple[float, ...]
     """Sum of N r over the job's targets here."""
     rank_inputs: tuple[float, ...]
@@ -77,14 +79,25 @@ class LayerModel:
         self._attention: dict[int, list[tuple[float, float]]] = {}
 
     def cost(self, plan: Plan, load: RoundLoad) -> LayerCost:
-        """One layer of a round's micro-batch of the rank with most rows."""
-        rows = load.rows / plan.cp_size
-        gemm = {b: self._gemms(plan, rows, b) for b in BLOCKS}
+        """One layer of a round's micro-batch of the rank with most rows.
+
+        Nano-batches are padded and their GEMMs are smaller; what they hide of the communication is
+        the profile's share, and at most what the others compute meanwhile.
+        """
+        parts = num_parts(plan, load)
+        rows = load.rows / plan.cp_size + (parts - 1) * ROW_TILE / 2
+        gemm = {b: _times(parts, self._gemms(plan, rows / parts, b)) for b in BLOCKS}
         attention = self._attend(plan, load)
         stream = {b: self._elementwise(plan, rows, b) for b in BLOCKS}
-        lora = {b: self._adapters(plan, load, rows, b) for b in BLOCKS}
-        comm = self._tp_comm(plan, rows)
-        hidden = self._hidden(plan, rows, sum(backward for _, backward in lora.values()))
+        lora = {b: self._adapters(plan, load, rows, b, parts) for b in BLOCKS}
+        comm = {b: _times(parts, c) for b, c in self._tp_comm(plan, rows / parts).items()}
+        if parts > 1:
+            compute = _both(gemm) + sum(attention) + _both(stream) + _both(lora)
+            beside = (parts - 1) / parts * compute / max(_both(comm), 1e-30)
+            exposed = 1.0 - min(self.rates.hardware.nano_overlap, beside)
+            comm, hidden = {b: _times(exposed, c) for b, c in comm.items()}, 0.0
+        else:
+            hidden = self._hidden(plan, rows, sum(backward for _, backward in lora.values()))
         cp_forward, cp_backward = self._cp_comm(plan, rows)
         again = 0.0
         if plan.recompute != "none":
@@ -149,7 +162,7 @@ class LayerModel:
         return self.rates.stream_s(forward * size), self.rates.stream_s(backward * size)
 
     def _adapters(
-        self, plan: Plan, load: RoundLoad, rows: float, block: str
+        self, plan: Plan, load: RoundLoad, rows: float, block: str, parts: int
     ) -> tuple[float, float]:
         cost = self.rates.hardware.lora
         bins = load.micro_batches * plan.dp_size
@@ -163,16 +176,17 @@ class LayerModel:
                 continue
             inputs, outputs = rows * site.in_size, rows * site.out_size
             shard = plan.tp_size if plan.sequence_parallel and site.gathers else 1
+            shard = 1 if site.keeps_whole else shard
             gradients = _dot(present, site.gradients)
             forward += (
-                cost.forward_fixed_s
+                parts * cost.forward_fixed_s
                 + cost.forward_input_s * inputs
                 + cost.forward_rank_s * rows * _dot(shares, site.rank_columns)
                 + cost.forward_factor_s * gradients
                 + cost.forward_dropout_s * dropped * inputs
             )
             backward += (
-                cost.backward_fixed_s
+                parts * cost.backward_fixed_s
                 + cost.backward_stream_s * (2 * outputs + inputs / shard)
                 + cost.backward_rank_s * rows * _dot(shares, site.rank_inputs)
                 + cost.backward_factor_s * gradients
@@ -198,10 +212,10 @@ class LayerModel:
                 for target in LINEAR_TARGETS[linear]
                 if target in job.targets
             ]
-            chunked = -(-job.rank // RANK_CHUNK) * RANK_CHUNK
-            columns.append(float(chunked * sum(widths)))
-            inputs.append(float(chunked * in_size * len(widths)))
-            gradients.append(float(job.rank * sum(in_size + width for width in widths)))
+            rank = job.local_rank(tp_size)
+            columns.append(float(chunked(rank) * sum(widths)))
+            inputs.append(float(chunked(rank) * in_size * len(widths)))
+            gradients.append(float(rank * sum(in_size + width for width in widths)))
         return _LoraCounts(
             block=block,
             in_size=in_size,
@@ -210,11 +224,13 @@ class LayerModel:
             rank_columns=tuple(columns),
             rank_inputs=tuple(inputs),
             gradients=tuple(gradients),
+            keeps_whole=self._keeps_whole(linear),
         )
 
     def _tp_comm(self, plan: Plan, rows: float) -> dict[str, tuple[float, float]]:
         """Collectives of each block. Without sequence parallelism one all-reduce each way; with it
-        a gather and a scatter each way, and a rank-sized all-reduce of dS.
+        a gather and a scatter each way, and a rank-sized all-reduce of dS, but for linears of
+        block-diagonal jobs.
         """
         if plan.tp_size == 1:
             return dict.fromkeys(BLOCKS, (0.0, 0.0))
@@ -235,14 +251,20 @@ class LayerModel:
         }
 
     def _ds_columns(self, linear: str) -> int:
-        """Width of dS: the widest adapter's rank, once for each of its targets there."""
+        """Width of the dS that is summed: the widest adapter's rank, once for each of its targets
+        there; 0 where the whole input is kept instead."""
+        if self._keeps_whole(linear):
+            return 0
         each = [
-            -(-job.rank // RANK_CHUNK)
-            * RANK_CHUNK
-            * sum(target in job.targets for target in LINEAR_TARGETS[linear])
+            chunked(job.rank) * sum(target in job.targets for target in LINEAR_TARGETS[linear])
             for job in self.jobs
         ]
         return max(each, default=0)
+
+    def _keeps_whole(self, linear: str) -> bool:
+        """Whether block-diagonal jobs target a linear: `layers.linear` then keeps gathered x."""
+        cut = [job for job in self.jobs if job.num_blocks > 1]
+        return any(target in job.targets for job in cut for target in LINEAR_TARGETS[linear])
 
     def _over_tp(self, plan: Plan, op: CollectiveOp, size_bytes: float) -> float:
         hardware = self.rates.hardware
@@ -270,6 +292,18 @@ class LayerModel:
             self.rates.collective_s(op, plan.cp_size, size, spans_nodes=spans) for op in _CP_OPS
         )
         return forward, backward
+
+
+def num_parts(plan: Plan, load: RoundLoad) -> int:
+    """Nano-batches of a micro-batch: at most its sequences; none where they cannot be staggered."""
+    if plan.tp_size == 1 or plan.cp_size > 1:
+        return 1
+    sequences = sum(load.job_sequences) / (load.micro_batches * plan.dp_size)
+    return max(1, min(plan.num_nano_batches, int(sequences)))
+
+
+def _times(factor: float, both: tuple[float, float]) -> tuple[float, float]:
+    return factor * both[0], factor * both[1]
 
 
 def _both(parts: dict[str, tuple[float, float]]) -> float:

@@ -6,12 +6,19 @@ Checked against the peaks of `scripts/bench/results`: Llama-3.1-8B without recom
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from tlora_megatron.model import ModelSpec
+from tlora_megatron.planner.adapter_sizes import (
+    LINEAR_TARGETS,
+    adapter_elements,
+    chunked,
+    copied_elements,
+    spread_elements,
+)
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad
@@ -20,22 +27,11 @@ HEAD_ROWS = 1024
 """Rows of logits that exist at a time: `layers.vocabulary_head.ROWS_AT_ONCE`."""
 ROW_TILE = 128
 """Rows of a micro-batch on a GPU come in multiples of it: `SuperModel._row_multiple`."""
-RANK_CHUNK = 16
-"""Ranks are stored in multiples of it: `ops.tiling.RANK_CHUNK`."""
 FRAGMENTATION = 0.04
 """Of activations and workspace: room that the allocator holds and cannot use. Reserved over
 allocated memory was 1.02 to 1.04 in whole rounds on an H200."""
 COMMUNICATOR_BYTES = 300e6
 """NCCL's buffers of one process group of several GPUs."""
-
-LINEAR_TARGETS: dict[str, tuple[str, ...]] = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj", "linear_qkv"),
-    "linear_proj": ("o_proj", "linear_proj"),
-    "linear_fc1": ("gate_proj", "up_proj", "linear_fc1"),
-    "linear_fc2": ("down_proj", "linear_fc2"),
-}
-"""Targets on each Megatron linear, as in `layers.sites`, which needs torch."""
-COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +110,8 @@ class MemoryModel:
         self.jobs = tuple(jobs)
         self.hardware = hardware
         self._size = element_bytes(hardware)
-        self._saved = _saved_ranks(self.jobs)
-        self._elements: dict[int, tuple[float, float, float]] = {}
+        self._saved: dict[int, SavedInputs] = {}
+        self._elements: dict[int, tuple[float, float, float, float]] = {}
 
     def use(
         self, plan: Plan, rows: float | None = None, micro_batches: float | None = None
@@ -133,34 +129,39 @@ class MemoryModel:
         uses = [self._stage_use(plan, rows / plan.cp_size, in_round, stage) for stage in stages]
         return max(uses, key=lambda use: use.total_bytes)
 
-    def _adapters(self, tp_size: int) -> tuple[float, float, float]:
-        """Elements a layer: of all slabs, of all compute copies, of the largest slab."""
+    def _adapters(self, tp_size: int) -> tuple[float, float, float, float]:
+        """Elements a layer: of all slabs, of all compute copies, of the largest slab, and of
+        gradients with the zeros between blocks.
+        """
         if tp_size not in self._elements:
-            each = [adapter_elements(self.spec, job, tp_size) for job in self.jobs]
-            copies = [
-                n * _chunked(job.rank) / job.rank for n, job in zip(each, self.jobs, strict=True)
-            ]
-            self._elements[tp_size] = sum(each), sum(copies), max(each, default=0.0)
+            spec, jobs = self.spec, self.jobs
+            each = [adapter_elements(spec, job, tp_size) for job in jobs]
+            copies = sum(copied_elements(spec, job, tp_size) for job in jobs)
+            spread = sum(spread_elements(spec, job, tp_size) for job in jobs)
+            self._elements[tp_size] = sum(each), copies, max(each, default=0.0), spread
         return self._elements[tp_size]
 
     def _stage_use(self, plan: Plan, local_rows: float, in_round: float, stage: int) -> MemoryUse:
         spec, size = self.spec, self._size
         layers = spec.num_layers // plan.pp_size
         is_first, is_last = stage == 0, stage == plan.pp_size - 1
-        adapters, copies, largest = (layers * n for n in self._adapters(plan.tp_size))
+        adapters, copies, largest, spread = (layers * n for n in self._adapters(plan.tp_size))
+        if plan.tp_size not in self._saved:
+            self._saved[plan.tp_size] = _saved_inputs(self.jobs, plan.tp_size)
+        saved = self._saved[plan.tp_size]
         flight = chunks_in_flight(plan, stage, in_round)
-        kept = kept_bytes(spec, self._saved, plan, size)
+        kept = kept_bytes(spec, saved, plan, size)
         boundary = spec.hidden_size * size / _row_shards(plan) if plan.pp_size > 1 else 0.0
         activations = flight * local_rows * (layers / plan.vpp_size * kept + boundary)
         # A refreshed slab is cast as one buffer, and cleaned in another, while nothing else runs.
         refresh = largest * 2 * size - activations
-        workspace = max(local_rows * workspace_bytes(spec, self._saved, plan, size), refresh)
+        workspace = max(local_rows * workspace_bytes(spec, saved, plan, size), refresh)
         head = _head_bytes(spec, plan, local_rows, size) if is_last else 0.0
         groups = sum(n > 1 for n in (plan.tp_size, plan.pp_size, plan.cp_size, plan.dp_size))
         return MemoryUse(
             base_weights=_base_elements(spec, plan, is_first=is_first, is_last=is_last) * size,
             adapter_weights=copies * size,
-            adapter_gradients=adapters * 4,
+            adapter_gradients=(adapters + spread) * 4,
             adapter_states=adapters * 12,
             activations=activations,
             workspace=workspace,
@@ -172,54 +173,9 @@ class MemoryModel:
         )
 
 
-def _chunked(rank: int) -> int:
-    return -(-rank // RANK_CHUNK) * RANK_CHUNK
-
-
 def _row_shards(plan: Plan) -> int:
     """Tensor-parallel ranks that share the rows between tensor-parallel regions."""
     return plan.tp_size if plan.sequence_parallel else 1
-
-
-def local_shape(spec: ModelSpec, linear: str, tp_size: int) -> tuple[int, int]:
-    """`(out, in)` of a Megatron linear on one tensor-parallel rank."""
-    out_size, in_size = spec.target_shape(linear)
-    if linear in COLUMN_PARALLEL:
-        return out_size // tp_size, in_size
-    return out_size, in_size // tp_size
-
-
-def target_width(spec: ModelSpec, target: str, linear: str, tp_size: int) -> int:
-    """Output features of a target on one tensor-parallel rank."""
-    out_size = spec.target_shape(target)[0]
-    return out_size // tp_size if linear in COLUMN_PARALLEL else out_size
-
-
-@functools.lru_cache(maxsize=256)
-def _elements_a_rank(
-    spec: ModelSpec, targets: tuple[str, ...], tp_size: int, *, replicated_only: bool
-) -> int:
-    """Elements of both factors of one layer for rank 1, on one tensor-parallel rank."""
-    total = 0
-    for linear, members in LINEAR_TARGETS.items():
-        in_size = local_shape(spec, linear, tp_size)[1]
-        for target in members:
-            if target not in targets:
-                continue
-            width = target_width(spec, target, linear, tp_size)
-            if not replicated_only:
-                total += in_size + width
-            elif tp_size > 1:
-                total += in_size if linear in COLUMN_PARALLEL else width
-    return total
-
-
-def adapter_elements(
-    spec: ModelSpec, job: JobLoad, tp_size: int, *, replicated_only: bool = False
-) -> float:
-    """Elements of a job's adapter in one layer on one tensor-parallel rank."""
-    one = _elements_a_rank(spec, job.targets, tp_size, replicated_only=replicated_only)
-    return float(job.rank * one)
 
 
 def _base_elements(spec: ModelSpec, plan: Plan, *, is_first: bool, is_last: bool) -> float:
@@ -247,8 +203,35 @@ def chunks_in_flight(plan: Plan, stage: int, in_round: float) -> float:
     return min(in_round * plan.vpp_size, 2 * behind + (plan.vpp_size - 1) * plan.pp_size + 1)
 
 
+class SavedInputs(NamedTuple):
+    """What linears with adapters keep for backward."""
+
+    ranks: dict[str, float]
+    """Elements of s a row by linear: rows of the widest rank, and chunks of each row's own; 0 where
+    none is adapted."""
+    whole: frozenset[str]
+    """Linears whose input is kept gathered under sequence parallelism: block-diagonal jobs'."""
+
+    def shards(self, linear: str, shard: int) -> int:
+        """Ranks that share the rows of a linear's input, of `shard` between linears."""
+        return 1 if linear in self.whole else shard
+
+
+def _saved_inputs(jobs: Sequence[JobLoad], tp_size: int) -> SavedInputs:
+    ranks, whole = {}, set()
+    for linear, members in LINEAR_TARGETS.items():
+        each = [
+            chunked(job.local_rank(tp_size)) * sum(target in job.targets for target in members)
+            for job in jobs
+        ]
+        ranks[linear] = max(each, default=0) + sum(each) / max(len(each), 1)
+        if any(n and job.num_blocks > 1 for n, job in zip(each, jobs, strict=True)):
+            whole.add(linear)
+    return SavedInputs(ranks, frozenset(whole))
+
+
 def kept_bytes(
-    spec: ModelSpec, saved: Mapping[str, float], plan: Plan, size: int, *, part: str = "all"
+    spec: ModelSpec, saved: SavedInputs, plan: Plan, size: int, *, part: str = "all"
 ) -> float:
     """Activations that a layer keeps until backward, for one row of the micro-batch.
 
@@ -257,20 +240,19 @@ def kept_bytes(
     keeps that of `linear_proj` already) and the rank-sized s.
 
     Args:
-        saved: elements of s a row by linear, as `_saved_ranks`; 0 where none is adapted.
         part: `all` of what the plan keeps; `mlp` or `layer`, what these keep when they run again.
     """
-    hidden, tp, shard = spec.hidden_size, plan.tp_size, _row_shards(plan)
+    hidden, tp, shard, ranks = spec.hidden_size, plan.tp_size, _row_shards(plan), saved.ranks
     if plan.recompute == "full" and part == "all":
         return hidden * size / shard
     stream = 2 * hidden * size / shard + 8
     attention = (2 * spec.q_size + 2 * spec.kv_size) * size / tp + 4 * spec.num_heads / tp
-    attention += (saved["linear_qkv"] > 0) * hidden * size / shard
-    attention += (saved["linear_qkv"] + saved["linear_proj"]) * size
+    attention += (ranks["linear_qkv"] > 0) * hidden * size / saved.shards("linear_qkv", shard)
+    attention += (ranks["linear_qkv"] + ranks["linear_proj"]) * size
     mlp = 2 * spec.ffn_size * size / tp
-    mlp += (saved["linear_fc1"] > 0) * hidden * size / shard
-    mlp += (saved["linear_fc2"] > 0) * spec.ffn_size * size / tp
-    mlp += (saved["linear_fc1"] + saved["linear_fc2"]) * size
+    mlp += (ranks["linear_fc1"] > 0) * hidden * size / saved.shards("linear_fc1", shard)
+    mlp += (ranks["linear_fc2"] > 0) * spec.ffn_size * size / tp
+    mlp += (ranks["linear_fc1"] + ranks["linear_fc2"]) * size
     if part == "mlp":
         return mlp
     if plan.recompute == "selective" and part == "all":
@@ -278,18 +260,7 @@ def kept_bytes(
     return stream + attention + mlp
 
 
-def _saved_ranks(jobs: Sequence[JobLoad]) -> dict[str, float]:
-    """Elements of s a row: rows of the widest rank, and chunks of each row's own, by linear."""
-    ranks = {}
-    for linear, members in LINEAR_TARGETS.items():
-        each = [
-            _chunked(job.rank) * sum(target in job.targets for target in members) for job in jobs
-        ]
-        ranks[linear] = max(each, default=0) + sum(each) / max(len(each), 1)
-    return ranks
-
-
-def workspace_bytes(spec: ModelSpec, saved: Mapping[str, float], plan: Plan, size: int) -> float:
+def workspace_bytes(spec: ModelSpec, saved: SavedInputs, plan: Plan, size: int) -> float:
     """Backward of one layer, for one row: gradients of gate, up and their product, of the
     residual stream (gathered under sequence parallelism), and what the layer recomputes.
     """

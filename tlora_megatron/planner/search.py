@@ -13,6 +13,7 @@ from tlora_megatron.planner.candidate import (
     Recompute,
     Runner,
     chunk_multiple,
+    job_misfit,
     misfit,
 )
 from tlora_megatron.planner.cost_model import CostModel, StepCost
@@ -102,7 +103,8 @@ def search(
     """Ranks every plan on exactly `num_gpus` GPUs by tokens per second of all jobs.
 
     Complete over TP, PP, virtual PP, CP and DP sizes that multiply to `num_gpus`, sequence
-    parallelism, recompute, and the budgets of `BUDGETS`; nothing is cut off by a bound.
+    parallelism, recompute, and the budgets of `BUDGETS`; nothing is cut off by a bound. Each gets
+    the number of nano-batches that is fastest for it.
 
     Raises:
         ValueError: for jobs or numbers that cannot be planned for, or sizes that no layout of so
@@ -116,6 +118,8 @@ def search(
     model = CostModel(spec, jobs, Rates(hardware))
     found = []
     for plan, memory in _fitting(spec, jobs, hardware, num_gpus, space, drops):
+        if space.runs_in != "deepspeed":
+            plan = model.fastest_split(plan)
         found.append(RankedPlan(plan, model.step_cost(plan), memory))
     found.sort(key=_place)
     dropped = drops.result()
@@ -167,7 +171,7 @@ def _fitting(
 ) -> Iterator[tuple[Plan, MemoryUse]]:
     model = MemoryModel(spec, jobs, hardware)
     for layout in _layouts(spec, num_gpus, space):
-        reason = _layout_misfit(spec, layout, hardware)
+        reason = _layout_misfit(spec, layout, hardware) or job_misfit(jobs, layout)
         if reason is not None:
             drops.add(reason, reason, layout)
             continue

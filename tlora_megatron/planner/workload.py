@@ -164,14 +164,21 @@ class JobLoad:
     """Of the rows that predict something: only these reach the output layer."""
     longest_eval: int = 0
     """Rows of the longest sequence that is evaluated: a micro-batch must hold it too."""
+    num_blocks: int = 1
+    """Diagonal blocks of a block-diagonal adapter; 1 = a standard one."""
 
     def __post_init__(self) -> None:
+        if self.num_blocks < 1:
+            raise ValueError(
+                f"num_blocks of job {self.name!r} must be at least 1, got {self.num_blocks}"
+            )
         known = HF_TARGETS + MEGATRON_TARGETS
         rules = (
             ("rank", "be at least 1", self.rank, self.rank >= 1),
             ("batch_size", "be at least 1", self.batch_size, self.batch_size >= 1),
             ("dropout", "be in [0, 1)", self.dropout, 0 <= self.dropout < 1),
             ("target_share", "be in (0, 1]", self.target_share, 0 < self.target_share <= 1),
+            ("rank", "be a multiple of num_blocks", self.rank, self.rank % self.num_blocks == 0),
             ("targets", "name at least one linear", self.targets, bool(self.targets)),
             ("targets", f"be among {', '.join(known)}", self.targets, {*self.targets} <= {*known}),
         )
@@ -197,7 +204,12 @@ class JobLoad:
             dropout=job.lora.dropout,
             target_share=target_share,
             longest_eval=longest_eval,
+            num_blocks=job.lora.num_blocks,
         )
+
+    def local_rank(self, tp_size: int) -> int:
+        """As `LoraSpec.local_rank`."""
+        return self.rank if self.num_blocks == 1 else self.rank // tp_size
 
     @property
     def batch_tokens(self) -> float:

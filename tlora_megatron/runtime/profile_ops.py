@@ -18,8 +18,8 @@ from tlora_megatron.model import ModelSpec
 from tlora_megatron.ops.segments import Document, MicroBatchView, pack_micro_batch, use_micro_batch
 from tlora_megatron.ops.varlen_attention import CumulativeLengths, varlen_attention
 from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.planner.adapter_sizes import RANK_CHUNK
 from tlora_megatron.planner.hardware import AttentionPoint, GemmPoint
-from tlora_megatron.planner.memory import RANK_CHUNK
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime.profile_sizes import ProfileSizes
 from tlora_megatron.runtime.profile_timer import DeviceTimer

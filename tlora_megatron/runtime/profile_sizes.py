@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tlora_megatron.model import ModelSpec
-from tlora_megatron.planner.memory import LINEAR_TARGETS, local_shape
+from tlora_megatron.planner.adapter_sizes import LINEAR_TARGETS, local_shape
 
 
 def _llama(hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int = 128) -> ModelSpec:

@@ -99,7 +99,13 @@ def _job_spec(load: JobLoad, index: int) -> JobSpec:
     return JobSpec(
         name=load.name,
         data=DataSpec(train="synthetic"),
-        lora=LoraSpec(rank=load.rank, dropout=load.dropout, target_modules=load.targets),
+        lora=LoraSpec(
+            rank=load.rank,
+            dropout=load.dropout,
+            target_modules=load.targets,
+            parametrization="block_diagonal" if load.num_blocks > 1 else "standard",
+            num_blocks=load.num_blocks,
+        ),
         batch_size=load.batch_size,
         max_seq_len=load.lengths.longest + 1,
         max_steps=10**6,
