@@ -10,8 +10,9 @@ from tlora_megatron.model import ModelSpec
 from tlora_megatron.planner.adapter_sizes import adapter_elements
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import CollectiveOp, HardwareProfile
-from tlora_megatron.planner.layer_cost import LayerCost, LayerModel, num_parts
+from tlora_megatron.planner.layer_cost import LayerCost, LayerModel
 from tlora_megatron.planner.memory import HEAD_ROWS, ROW_TILE
+from tlora_megatron.planner.nano_parts import fastest_split, num_parts
 from tlora_megatron.planner.rates import Rates
 from tlora_megatron.planner.rounds import (
     LOOKED_AT,
@@ -24,8 +25,6 @@ from tlora_megatron.planner.workload import JobLoad, check_jobs
 OPTIMIZER_BYTES = 52
 """Read and written for an fp32 element of an adapter's step: norm 4, AdamW 32 with the gradient set
 to zero, refresh of the compute copy 16."""
-MOST_NANO_BATCHES = 4
-"""That a run tries; see `training.nano_controller`."""
 _HOST_AGAIN = {"none": 1.0, "selective": 1.15, "full": 1.4}
 """Host work of a layer with recompute: forward is 0.4 of it, and the MLP under half of forward."""
 
@@ -196,17 +195,10 @@ class CostModel:
         )
 
     def fastest_split(self, plan: Plan) -> Plan:
-        """The plan with the number of nano-batches that takes least time: more while that helps."""
-        if self.hardware.nano_overlap == 0.0 or plan.tp_size == 1:
+        """The plan with the number of nano-batches that takes least time."""
+        if self.hardware.nano_overlap == 0.0:
             return plan
-        time_s = self.step_cost(plan).step_time_s
-        for count in range(plan.num_nano_batches + 1, MOST_NANO_BATCHES + 1):
-            tried = replace(plan, num_nano_batches=count)
-            tried_s = self.step_cost(tried).step_time_s
-            if tried_s >= time_s:
-                break
-            plan, time_s = tried, tried_s
-        return plan
+        return fastest_split(plan, lambda tried: self.step_cost(tried).step_time_s)
 
     def _shared_parts(self, plan: Plan, load: RoundLoad) -> tuple[LayerCost, tuple[float, float]]:
         key = replace(plan, vpp_size=1) if plan.vpp_size > 1 else plan

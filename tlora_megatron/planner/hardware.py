@@ -115,6 +115,14 @@ class HardwareProfile:
     overlap: float = rule(
         "share of a collective that a GEMM beside it hides", default=0.0, ge=0, le=1
     )
+    nano_overlap: float = rule(
+        "share of a layer's tensor-parallel communication that nano-batches hide behind each "
+        "other's compute (scripts/bench/tp_overlap.py: hidden_share of the controller's choice); "
+        "0 = not measured, and nothing is counted on",
+        default=0.0,
+        ge=0,
+        le=1,
+    )
 
 
 def load_profile(path: str | Path) -> HardwareProfile:

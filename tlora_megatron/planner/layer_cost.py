@@ -14,6 +14,8 @@ from tlora_megatron.planner.adapter_sizes import (
 )
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import CollectiveOp
+from tlora_megatron.planner.memory import ROW_TILE
+from tlora_megatron.planner.nano_parts import exposed_share, num_parts
 from tlora_megatron.planner.rates import Rates
 from tlora_megatron.planner.rounds import RoundLoad
 from tlora_megatron.planner.workload import JobLoad
@@ -81,8 +83,7 @@ class LayerModel:
     def cost(self, plan: Plan, load: RoundLoad) -> LayerCost:
         """One layer of a round's micro-batch of the rank with most rows.
 
-        Nano-batches are padded and their GEMMs are smaller; what they hide of the communication is
-        the profile's share, and at most what the others compute meanwhile.
+        Nano-batches are padded each on its own, and their GEMMs are smaller.
         """
         parts = num_parts(plan, load)
         rows = load.rows / plan.cp_size + (parts - 1) * ROW_TILE / 2
@@ -93,8 +94,7 @@ class LayerModel:
         comm = {b: _times(parts, c) for b, c in self._tp_comm(plan, rows / parts).items()}
         if parts > 1:
             compute = _both(gemm) + sum(attention) + _both(stream) + _both(lora)
-            beside = (parts - 1) / parts * compute / max(_both(comm), 1e-30)
-            exposed = 1.0 - min(self.rates.hardware.nano_overlap, beside)
+            exposed = exposed_share(parts, compute, _both(comm), self.rates.hardware.nano_overlap)
             comm, hidden = {b: _times(exposed, c) for b, c in comm.items()}, 0.0
         else:
             hidden = self._hidden(plan, rows, sum(backward for _, backward in lora.values()))
@@ -102,8 +102,8 @@ class LayerModel:
         again = 0.0
         if plan.recompute != "none":
             for block in ("mlp",) if plan.recompute == "selective" else tuple(BLOCKS):
-                parts = (gemm[block], stream[block], lora[block], comm[block])
-                again += sum(forward for forward, _ in parts)
+                terms = (gemm[block], stream[block], lora[block], comm[block])
+                again += sum(forward for forward, _ in terms)
         if plan.recompute == "full":
             again += attention[0] + cp_forward
         return LayerCost(
@@ -292,14 +292,6 @@ class LayerModel:
             self.rates.collective_s(op, plan.cp_size, size, spans_nodes=spans) for op in _CP_OPS
         )
         return forward, backward
-
-
-def num_parts(plan: Plan, load: RoundLoad) -> int:
-    """Nano-batches of a micro-batch: at most its sequences; none where they cannot be staggered."""
-    if plan.tp_size == 1 or plan.cp_size > 1:
-        return 1
-    sequences = sum(load.job_sequences) / (load.micro_batches * plan.dp_size)
-    return max(1, min(plan.num_nano_batches, int(sequences)))
 
 
 def _times(factor: float, both: tuple[float, float]) -> tuple[float, float]:

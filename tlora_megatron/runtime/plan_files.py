@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -31,7 +31,7 @@ neither Transformer Engine nor apex is needed."""
 
 
 def apply_plan(config: RunConfig, plan: Plan) -> RunConfig:
-    """The configuration with a plan's layout, budget and recompute.
+    """The configuration with a plan's layout, budget, recompute and nano-batches.
 
     Raises:
         ValueError: if the run has no virtual stages to offer and the plan needs them.
@@ -44,12 +44,27 @@ def apply_plan(config: RunConfig, plan: Plan) -> RunConfig:
         cp_size=plan.cp_size,
         sequence_parallel=plan.sequence_parallel,
     )
-    run = replace(config.run, micro_batch_tokens=plan.micro_batch_tokens, recompute=plan.recompute)
+    run = replace(
+        config.run,
+        micro_batch_tokens=plan.micro_batch_tokens,
+        recompute=plan.recompute,
+        nano_batches=_nano_batches(config, plan),
+    )
     return replace(config, parallel=parallel, run=run)
+
+
+def _nano_batches(config: RunConfig, plan: Plan) -> int | Literal["auto"]:
+    """Chosen while training where tensor parallelism gives them something to hide.
+
+    A number that the configuration asks for stays.
+    """
+    asked = config.run.nano_batches
+    return "auto" if plan.tp_size > 1 and asked == 1 else asked
 
 
 def overrides_of(plan: Plan) -> list[str]:
     """The plan as `tlora train --set` takes it."""
+    nano = ["run.nano_batches=auto"] if plan.tp_size > 1 else []
     return [
         f"parallel.tp_size={plan.tp_size}",
         f"parallel.pp_size={plan.pp_size}",
@@ -57,6 +72,7 @@ def overrides_of(plan: Plan) -> list[str]:
         f"parallel.sequence_parallel={json.dumps(plan.sequence_parallel)}",
         f"run.micro_batch_tokens={plan.micro_batch_tokens}",
         f"run.recompute={plan.recompute}",
+        *nano,
     ]
 
 
@@ -85,7 +101,7 @@ def write_plan(
     # Where the script will be started is not known.
     jobs = path.with_suffix(".jobs.yaml").resolve()
     if kind == "megatron":
-        _write(jobs, _yaml(_jobs_only(config)))
+        _write(jobs, _yaml(_jobs_only(config, plan)))
         _write(path, _megatron(config, spec, ranked, jobs, nodes, local))
         variables = "MEGATRON_LM=DIR CHECKPOINT=DIR"
         return [f"{variables} bash {shlex.quote(str(path))}"]
@@ -115,9 +131,11 @@ def _yaml(document: dict[str, Any]) -> str:
     return yaml.safe_dump(document, sort_keys=False, width=100)
 
 
-def _jobs_only(config: RunConfig) -> dict[str, Any]:
+def _jobs_only(config: RunConfig, plan: Plan) -> dict[str, Any]:
     document = config_to_dict(config)
-    return {"base_model": document["base_model"], "jobs": document["jobs"]}
+    nano = _nano_batches(config, plan)
+    run = {"run": {"nano_batches": nano}} if nano != 1 else {}
+    return {"base_model": document["base_model"], **run, "jobs": document["jobs"]}
 
 
 def _torchrun(nodes: int, local: int, words: Sequence[str]) -> str:
@@ -138,6 +156,7 @@ def _deepspeed(config: RunConfig, plan: Plan) -> dict[str, Any]:
     if plan.recompute == "selective":
         raise ValueError("recompute must be none or full for a DeepSpeed plan, got selective")
     section = config_to_dict(apply_plan(config, plan))
+    section["run"]["nano_batches"] = 1  # DeepSpeed's engine has none
     del section["parallel"]
     document: dict[str, Any] = {
         "bf16": {"enabled": config.base_model.dtype == "bfloat16"},
