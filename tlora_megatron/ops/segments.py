@@ -84,7 +84,7 @@ class MicroBatchView:
     row_budget: int
     """As `RowGroups.row_budget`."""
     nano_views: tuple[MicroBatchView, ...] = ()
-    """Where the micro-batch runs in nano-batches: their views, whose rows are this one's in order."""
+    """Of the nano-batches that it runs in, if it does: their rows are this one's in order."""
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def cached(self, key: str, build: Callable[[], T]) -> T:

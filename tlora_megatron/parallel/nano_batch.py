@@ -59,7 +59,7 @@ def padded_rows(
     return tuple(-(-length // multiple) * multiple for length in lengths)
 
 
-def fill_rows(
+def fill_parts(
     rows: Sequence[int], *, num_rows: int, multiple: int, most_rows: int
 ) -> tuple[int, ...]:
     """Rows of each part once padding has brought them to `num_rows` together.

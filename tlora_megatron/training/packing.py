@@ -160,6 +160,38 @@ class PackedBatch:
     """fp32 `[T]`; 0 where nothing is predicted."""
     target_rows: torch.Tensor
     """int64 `[n]`, ascending: rows where something is predicted."""
+    order: torch.Tensor | None = None
+    """Row of the view of each of these rows, int64 `[T]`; None = the same."""
+    split: SplitBatch | None = None
+    """The same items as they run in nano-batches; None = they run as they are here."""
+
+    @property
+    def to_run(self) -> PackedBatch:
+        """What goes through the model."""
+        return self if self.split is None else self.split.batch
+
+    def in_order(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Values of the rows of `to_run` as values of these rows; 0 in padding."""
+        if self.split is None:
+            return values_T
+        ordered_T = values_T.new_zeros(self.view.num_tokens)
+        places = self.split.places
+        ordered_T[: len(places)] = values_T[places]
+        return ordered_T
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """Position of every row's token in its own document, int64 `[1, T]`."""
+        positions_T = self.view.positions(device)
+        return (positions_T if self.order is None else positions_T[self.order]).unsqueeze(0)
+
+
+class SplitBatch(NamedTuple):
+    """A micro-batch's items in nano-batches."""
+
+    batch: PackedBatch
+    """Rows of nano-batches, each with padding, in the order of `parallel.nano_batch`."""
+    places: torch.Tensor
+    """There, the rows of the items in packed order, int64."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -183,11 +215,8 @@ def pack(
     Args:
         token_budget: as `pack_micro_batch`.
     """
-    documents = [
-        Document(slot=p.slot, length=p.item.length, first_token=p.item.first_token) for p in placed
-    ]
     view = pack_micro_batch(
-        documents,
+        documents_of(placed),
         num_slots=num_slots,
         num_tokens=num_tokens,
         dropout_keys=dropout_keys,
@@ -195,12 +224,29 @@ def pack(
         cp_size=cp_size,
         token_budget=token_budget,
     )
-    tokens, labels, weights = _fill_rows(placed, num_tokens)
-    rows = view.local_rows()
+    return on_device(view, fill_rows(placed, num_tokens), view.local_rows(), device)
 
-    tokens_T, labels_T, weights_T = (
-        torch.from_numpy(values)[rows] for values in (tokens, labels, weights)
-    )
+
+def documents_of(placed: Sequence[Placed]) -> list[Document]:
+    """What routing keeps of items."""
+    return [
+        Document(slot=p.slot, length=p.item.length, first_token=p.item.first_token) for p in placed
+    ]
+
+
+class RowArrays(NamedTuple):
+    """What rows hold, on the host."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    weights: np.ndarray
+
+
+def on_device(
+    view: MicroBatchView, arrays: RowArrays, rows: torch.Tensor, device: torch.device
+) -> PackedBatch:
+    """The rows `rows` of the arrays as a micro-batch."""
+    tokens_T, labels_T, weights_T = (torch.from_numpy(values)[rows] for values in arrays)
     return PackedBatch(
         view=view,
         tokens=to_device(tokens_T, device).unsqueeze(0),
@@ -211,9 +257,7 @@ def pack(
     )
 
 
-def _fill_rows(
-    placed: Sequence[Placed], num_tokens: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def fill_rows(placed: Sequence[Placed], num_tokens: int) -> RowArrays:
     """Tokens, labels and loss weights `[num_tokens]` in packed order, zeros behind the items."""
     tokens = np.zeros(num_tokens, dtype=np.int64)
     labels = np.zeros(num_tokens, dtype=np.int64)
@@ -226,4 +270,4 @@ def _fill_rows(
         labels[begin:end] = np.where(target, item.sequence.tokens[1:], 0)
         weights[begin:end] = np.where(target, item.weight, 0.0)
         begin = end
-    return tokens, labels, weights
+    return RowArrays(tokens, labels, weights)

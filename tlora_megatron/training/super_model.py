@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -16,7 +17,9 @@ from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.segment_sums import segment_sums
 from tlora_megatron.ops.segments import MicroBatchView
 from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.parallel.nano_batch import CutDocuments, cut_by_length
 from tlora_megatron.training.job_state import EvalResult, JobState
+from tlora_megatron.training.nano_split import NanoSplit
 from tlora_megatron.training.optimizer import StepOutcome, StepRequest, step_adapters
 from tlora_megatron.training.packing import (
     Bins,
@@ -84,6 +87,8 @@ class SuperModel:
         self.groups = groups
         self.micro_batch_tokens = micro_batch_tokens
         self.round_shape = round_shape
+        self.cut_documents: CutDocuments = cut_by_length
+        """Where a micro-batch is cut into nano-batches; may be set between rounds."""
         self.jobs: tuple[JobState, ...] = ()
         self.bins: Bins | None = None
         """Of the round, or evaluation, packed last; the same on every rank."""
@@ -196,7 +201,8 @@ class SuperModel:
             num_micro_batches=shape.num_micro_batches,
         )
         self.bins = bins
-        mine = [self._rows_to_run(placed) for placed in bins.of_rank(self.groups.dp_rank)]
+        whole = bins.of_rank(self.groups.dp_rank)
+        mine = [self._rows_to_run(placed) for placed in whole]
         num_tokens = self._rows_of_round(mine)
         batches = [
             pack(
@@ -211,7 +217,30 @@ class SuperModel:
             )
             for placed in mine
         ]
-        return batches, left, mine
+        return self._split(batches, whole, keys), left, mine
+
+    def _split(
+        self,
+        batches: list[PackedBatch],
+        whole: Sequence[tuple[Placed, ...]],
+        keys: Sequence[int],
+    ) -> list[PackedBatch]:
+        """Adds how the micro-batches run, if the engine runs them in nano-batches."""
+        count = getattr(self.engine, "num_nano_batches", 1)
+        if count == 1:
+            return batches
+        split = NanoSplit(
+            num_nano_batches=count,
+            multiple=self._row_multiple,
+            token_budget=round_up(self.micro_batch_tokens, self._row_multiple),
+            most_rows=self.micro_batch_tokens if self.round_shape.fills_budget else None,
+            num_slots=len(self.jobs),
+            dropout_keys=keys,
+            groups=self.groups,
+            cut=self.cut_documents,
+        )
+        splits = split.pack(whole, lambda placed: bool(self._rows_to_run((placed,))))
+        return [replace(b, split=s) for b, s in zip(batches, splits, strict=True)]
 
     def _rows_of_round(self, mine: Sequence[tuple[Placed, ...]]) -> int:
         """Rows of each micro-batch, over its context-parallel ranks."""

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
+from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.ops.segments import use_micro_batch
@@ -58,9 +59,19 @@ class MegatronEngine:
         self.model: Any = model
         self.groups = groups
         self._schedule = get_forward_backward_func()
+        self._nano_batches = NanoBatches([model], groups)
         self._head: VocabularyHead | None = None
         if self.model.post_process:
             self._head = VocabularyHead(self.model.output_layer, vocab_size, groups)
+
+    @property
+    def num_nano_batches(self) -> int:
+        """Into how many a micro-batch is to be cut, at most."""
+        return self._nano_batches.count
+
+    def set_nano_batches(self, count: int) -> None:
+        """Cuts the micro-batches of the next rounds into at most `count`; between rounds."""
+        self._nano_batches.set_count(count)
 
     def forward_backward(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """See `Engine.forward_backward`."""
@@ -80,7 +91,7 @@ class MegatronEngine:
             data_iterator=iter(batches),
             model=[self.model],
             num_microbatches=len(batches),
-            seq_length=batches[0].view.num_tokens * self.groups.layout.cp_size,
+            seq_length=batches[0].to_run.view.num_tokens * self.groups.layout.cp_size,
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -93,7 +104,7 @@ class MegatronEngine:
         hidden = None
         with use_micro_batch(batch.view):
             if self.model.pre_process:
-                positions = batch.view.positions(self.groups.device).unsqueeze(0)
+                positions = batch.positions(self.groups.device)
                 hidden = self.model.embedding(input_ids=batch.tokens, position_ids=positions)
             return self.model.decoder(hidden_states=hidden, attention_mask=None)
 
@@ -101,28 +112,31 @@ class MegatronEngine:
         self, batches: Iterator[PackedBatch], model: nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(batches)
-        out = self._hidden(batch)
+        run = batch.to_run
+        out = self._hidden(run)
         if self._head is not None:
-            out = self._head.losses(out, batch.target_rows, batch.labels[0])
-        return out, partial(_weighted_loss, batch.weights)
+            out = self._head.losses(out, run.target_rows, run.labels[0])
+        return out, partial(_weighted_loss, batch)
 
     def _predict_step(
         self, batches: Iterator[PackedBatch], model: nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(batches)
-        return self._hidden(batch), partial(self._score, batch)
+        return self._hidden(batch.to_run), partial(self._score, batch)
 
     def _score(self, batch: PackedBatch, hidden: torch.Tensor) -> tuple[Any, ...]:
         assert self._head is not None, "only the last stage scores"
-        losses_T, right_T = self._head.score(hidden, batch.target_rows, batch.labels[0])
-        losses_T = losses_T * batch.weights
-        return losses_T.sum(), _ONE, {"losses": losses_T, "right": right_T}
+        run = batch.to_run
+        losses_T, right_T = self._head.score(hidden, run.target_rows, run.labels[0])
+        losses_T = losses_T * run.weights
+        scores = {"losses": batch.in_order(losses_T), "right": batch.in_order(right_T)}
+        return losses_T.sum(), _ONE, scores
 
 
 _ONE = torch.tensor(1, dtype=torch.int)
 """Megatron's token count; unused: `calculate_per_token_loss` without a finalizer scales nothing."""
 
 
-def _weighted_loss(weights_T: torch.Tensor, losses: torch.Tensor) -> tuple[Any, ...]:
-    losses_T = losses.flatten() * weights_T
-    return losses_T.sum(), _ONE, {"losses": losses_T.detach()}
+def _weighted_loss(batch: PackedBatch, losses: torch.Tensor) -> tuple[Any, ...]:
+    losses_T = losses.flatten() * batch.to_run.weights
+    return losses_T.sum(), _ONE, {"losses": batch.in_order(losses_T.detach())}

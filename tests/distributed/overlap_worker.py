@@ -1,0 +1,146 @@
+"""Worker: one round in 1, 2, 3, ... nano-batches; losses and all gradients must be those of one.
+
+Arguments: the scenario's `config.json` and each variant as in `tp=2,sp=1,recompute=full,dropout=1,
+mode=within_linear`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tests.helpers.isolation import DROPOUT
+from tlora_megatron.cli.progress import SilentProgress
+from tlora_megatron.config import RunConfig, load_config
+from tlora_megatron.model import read_model_spec
+from tlora_megatron.runtime import controller
+from tlora_megatron.runtime.training_run import TrainingRun
+from tlora_megatron.training.super_model import SuperModel
+
+COUNTS = (1, 2, 3, 4)
+
+
+class Result(NamedTuple):
+    """What a round gives on this rank."""
+
+    losses: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    scores: list[torch.Tensor]
+    rows: int
+    parts: list[int]
+    """Nano-batches of each micro-batch."""
+
+
+def main() -> None:
+    """Runs all variants and fails at the first number that is off."""
+    for variant in sys.argv[2:]:
+        options = dict(item.split("=") for item in variant.split(",") if item)
+        check(Path(sys.argv[1]), options)
+        if dist.get_rank() == 0:
+            print(f"{variant}: equal", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def check(path: Path, options: dict[str, str]) -> None:
+    """Compares every count with one."""
+    expected, *others = (run_round(path, options, count) for count in COUNTS)
+    for count, actual in zip(COUNTS[1:], others, strict=True):
+        assert max(actual.parts) > 1, actual.parts
+        assert max(actual.parts) <= count + 1, actual.parts
+        compare(f"{options} in {count}", expected, actual)
+
+
+def compare(name: str, expected: Result, actual: Result) -> None:
+    """Relative to the largest magnitude of each tensor."""
+    pairs = [
+        *zip(["losses"] * 9, expected.losses, actual.losses, strict=False),
+        *zip(["scores"] * 9, expected.scores, actual.scores, strict=False),
+        *((key, expected.gradients[key], actual.gradients[key]) for key in expected.gradients),
+    ]
+    for key, one, other in pairs:
+        used = min(len(one), len(other))  # padding may differ
+        largest = one.abs().max().clamp(min=1e-8)
+        error = ((one[:used] - other[:used]).abs().max() / largest).item()
+        assert error < 2e-5, f"{name}: {key} is off by {error}"
+
+
+def run_round(path: Path, options: dict[str, str], count: int) -> Result:
+    """One round and one evaluation of a fresh super-model."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = read_config(path, options, Path(folder) / f"{dist.is_initialized()}")
+        spec = read_model_spec(controller._model_config(config))
+        with TrainingRun(
+            config,
+            spec,
+            tokenizer_dir=controller._model_dir(config),
+            base_model="base",
+            listener=SilentProgress(),
+        ) as run:
+            loop = run.start(*controller._build(run, spec, controller._layout(config)))
+            model: Any = loop.super_model
+            if "mode" in options:
+                model.engine.use_overlap(mode=options["mode"])
+            model.engine.set_nano_batches(count)
+            return measure(model)
+
+
+def measure(model: SuperModel) -> Result:
+    """Losses of a round, gradients by name, losses of the same rows when predicting."""
+    draw_weights(model)
+    batches = model.begin_round()
+    losses = model.engine.forward_backward(batches)
+    gradients = {
+        f"{job.name} {name}": view.clone()
+        for job in model.jobs
+        for name, view in job.adapter.slab.grad_views().items()
+    }
+    scores = [loss for loss, _ in model.engine.predict(batches)]
+    return Result(
+        losses=losses,
+        gradients=gradients,
+        scores=scores,
+        rows=batches[0].to_run.view.num_tokens,
+        parts=[max(1, len(batch.to_run.view.nano_views)) for batch in batches],
+    )
+
+
+def draw_weights(model: SuperModel) -> None:
+    """Fresh adapters would have gradients of `lora_a` that are all zero."""
+    for slot, job in enumerate(model.jobs):
+        slab = job.adapter.slab
+        whole = slab.whole("master")
+        generator = torch.Generator().manual_seed(slot)
+        shape = whole.shape
+        with torch.no_grad():
+            slab.buffers()["master"].copy_(torch.randn(shape, generator=generator) * 0.1)
+        model.bank.refresh(slot)
+
+
+def read_config(path: Path, options: dict[str, str], output_dir: Path) -> RunConfig:
+    """The scenario in a variant's layout."""
+    document = json.loads(path.read_text())
+    if options.get("dropout"):
+        for job in document["jobs"]:
+            job["lora"]["dropout"] = DROPOUT[job["name"]]
+    if "jobs" in options:
+        document["jobs"] = [j for j in document["jobs"] if j["name"] in options["jobs"].split("+")]
+    file = path.parent / f"variant{dist.is_initialized() and dist.get_rank()}.json"
+    file.write_text(json.dumps(document))
+    overrides = [
+        f"parallel.tp_size={options.get('tp', 1)}",
+        f"parallel.pp_size={options.get('pp', 1)}",
+        f"parallel.sequence_parallel={'true' if 'sp' in options else 'false'}",
+        f"run.recompute={options.get('recompute', 'none')}",
+    ]
+    return load_config(file, overrides, str(output_dir))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Whether and how a model of Megatron's can run its micro-batches in nano-batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from tlora_megatron.integrations.megatron.built_model import language_models
+from tlora_megatron.integrations.megatron.frozen_layer import FrozenTransformerLayer
+from tlora_megatron.integrations.megatron.staggered import stagger
+from tlora_megatron.layers.attach import MultiAdapter, MultiAdapterMixin
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.parallel.overlap import Overlap, OverlapMode
+from tlora_megatron.parallel.tensor_collectives import (
+    Kind,
+    TensorCollectives,
+    make_tensor_collectives,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class NanoBatches:
+    """The number of nano-batches of one model, and what they run with once there is more than one.
+
+    Args:
+        chunks: of this rank's model.
+        kind: of the collectives.
+    """
+
+    def __init__(
+        self, chunks: Sequence[nn.Module], groups: ParallelGroups, kind: Kind = "auto"
+    ) -> None:
+        self._models = language_models(chunks)
+        self._groups = groups
+        self.kind: Kind = kind
+        self._overlap: Overlap | None = None
+        self._has_looked = False
+
+    @property
+    def count(self) -> int:
+        """Into how many a micro-batch is to be cut, at most; 1 where the model cannot be."""
+        return 1 if self._overlap is None else self._overlap.num_nano_batches
+
+    def set_count(self, count: int) -> None:
+        """For the rounds to come; collective over the tensor-parallel group.
+
+        Raises:
+            ValueError: if it is not at least 1.
+        """
+        if count < 1:
+            raise ValueError(f"nano_batches must be at least 1, got {count}")
+        if count > 1 and not self._has_looked:
+            self._has_looked = True
+            self._overlap = self._make_overlap()
+        if self._overlap is not None:
+            self._overlap.num_nano_batches = count
+            self._overlap.streams(count)
+
+    def use_collectives(
+        self, collectives: TensorCollectives, mode: OverlapMode | None = None
+    ) -> None:
+        """Takes these from now on (benchmarks); makes the model ready if it can be."""
+        self._has_looked = True
+        self._overlap = self._make_overlap(collectives, mode)
+
+    def _make_overlap(
+        self, collectives: TensorCollectives | None = None, mode: OverlapMode | None = None
+    ) -> Overlap | None:
+        reason = why_not_split(self._models, self._groups)
+        if reason is not None:
+            logger.warning("micro-batches run whole, without nano-batches: %s", reason)
+            return None
+        if mode is None:
+            mode = "staggered"
+            reason = why_not_staggered(self._models)
+            if reason is not None:
+                mode = "within_linear"
+        if collectives is None:
+            collectives = make_tensor_collectives(
+                self._groups.tp_group, self._groups.device, self.kind
+            )
+        overlap = Overlap(1, collectives, mode, self._groups.device)
+        logger.info(
+            "nano-batches run %s, collectives by %s%s",
+            mode, collectives.name, f": {reason}" if reason else "",
+        )  # fmt: skip
+        for model in self._models:
+            if mode == "staggered":
+                stagger(model.decoder, overlap)
+        return overlap
+
+
+def why_not_split(models: Sequence[Any], groups: ParallelGroups) -> str | None:
+    """Why micro-batches cannot be cut at all; None if they can."""
+    if groups.layout.cp_size > 1:
+        return "context parallelism cuts documents over ranks"
+    for name, module in _linears(models):
+        if isinstance(module, MultiAdapter) and not isinstance(module, MultiAdapterMixin):
+            return f"{name} is a {type(module).__name__}, which does its own communication"
+    return None
+
+
+def why_not_staggered(models: Sequence[Any]) -> str | None:
+    """Why nano-batches cannot take turns through whole layers; None if they can."""
+    for model in models:
+        config = model.config
+        if type(model.decoder).__mro__[-1] and not isinstance(model.decoder, TransformerBlock):
+            return f"the decoder is a {type(model.decoder).__name__}"
+        if getattr(config, "fp8", None) or getattr(config, "cpu_offloading", False):
+            return "FP8 and CPU offloading wrap whole layers"
+        for layer in model.decoder.layers:
+            reason = _why_not_layer(layer)
+            if reason is not None:
+                return f"layer {layer.layer_number - 1}: {reason}"
+    return None
+
+
+def _why_not_layer(layer: Any) -> str | None:
+    if not isinstance(layer, FrozenTransformerLayer):
+        names = {c.__name__ for c in type(layer).__mro__ if issubclass(c, TransformerLayer)}
+        if not names <= {"StaggeredLayer", "StaggeredLayerTransformerLayer", "TransformerLayer"}:
+            return f"it is a {type(layer).__name__}"
+    if not isinstance(layer.self_attention, SelfAttention) or not isinstance(layer.mlp, MLP):
+        return "it must be self-attention and an MLP"
+    if not isinstance(getattr(layer, "cross_attention", None), IdentityOp | None):
+        return "it has cross-attention"
+    recomputed = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm")
+    if any(getattr(layer, name, False) for name in recomputed):
+        return "its norms are recomputed"
+    return None
+
+
+def _linears(models: Sequence[Any]) -> Iterator[tuple[str, nn.Module]]:
+    for model in models:
+        for name, module in model.decoder.named_modules():
+            if isinstance(module, MultiAdapter):
+                yield f"decoder.{name}", module
