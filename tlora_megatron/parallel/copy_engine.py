@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -92,13 +93,18 @@ class CopyEngineCollectives:
         dist.barrier(self.group, device_ids=[self.device.index])
         self._memory.clear()
         self._arguments.clear()
+        del self.group
 
     def _run(
         self, operation: Operation, x: torch.Tensor, out: torch.Tensor, num_bytes: int, lane: int
     ) -> None:
         if lane >= len(self._arguments):
             raise RuntimeError(f"lane must be prepared, got {lane} of {len(self._arguments)}")
-        steps = _steps(self._lane, operation, num_bytes)
+        self._execute(_steps(self._lane, operation, num_bytes), x, out, lane)
+
+    def _execute(
+        self, steps: ctypes.Array[ExchangeStep], x: torch.Tensor, out: torch.Tensor, lane: int
+    ) -> None:
         arguments = self._arguments[lane]
         arguments.x, arguments.out = x.data_ptr(), out.data_ptr()
         arguments.steps, arguments.num_steps = steps, len(steps)
@@ -123,8 +129,12 @@ class CopyEngineCollectives:
 
 @functools.lru_cache(maxsize=1024)  # one an operation and number of rows, which jobs vary
 def _steps(lane: Lane, operation: Operation, num_bytes: int) -> ctypes.Array[ExchangeStep]:
-    steps = [_encoded(step, lane.size) for step in lane.steps(operation, num_bytes)]
-    return (ExchangeStep * len(steps))(*steps)
+    return encoded(lane.steps(operation, num_bytes), lane.size)
+
+
+def encoded(steps: Sequence[Step], size: int) -> ctypes.Array[ExchangeStep]:
+    """Steps of a group of `size` processes as the CUDA extension takes them."""
+    return (ExchangeStep * len(steps))(*(_encoded(step, size) for step in steps))
 
 
 def _encoded(step: Step, size: int) -> ExchangeStep:

@@ -80,7 +80,8 @@ class GroupCollectives:
         return result
 
     def close(self) -> None:
-        """The group is the caller's."""
+        """Lets go of the group: gloo aborts at exit if one outlives `destroy_process_group`."""
+        del self.group
 
 
 class RankOrderCollectives(GroupCollectives):

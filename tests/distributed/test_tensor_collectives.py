@@ -1,0 +1,17 @@
+"""Tensor-parallel collectives over gloo: sums in rank order, in whatever order they are asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.launch import torchrun
+
+WORKER = Path(__file__).parents[1] / "helpers" / "collectives_case.py"
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("kind", ["auto", "gloo"])
+def test_gloo(processes: int, kind: str) -> None:
+    assert "gloo: all equal" in torchrun(WORKER, processes, "cpu", kind)
