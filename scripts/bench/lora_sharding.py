@@ -1,0 +1,264 @@
+"""Times each LoRA sharding over the frozen step, on the project's own decoder layers.
+
+    torchrun --standalone --nproc-per-node 4 scripts/bench/lora_sharding.py \
+        --models llama-3.1-8b llama-3.1-70b --csv scripts/bench/results/lora_sharding.csv
+
+A step is forward and backward of a few decoder layers over one packed micro-batch, and the sum over
+TP of the gradients that a strategy replicates; packing, output layer and AdamW are no part of it.
+All strategies and the frozen layers take turns, round by round; times are medians over rounds of
+the slowest rank. `block_diagonal` has the case's rank, `block_diagonal_equal_parameters` as much
+more as makes its parameters the same; `own_rank` says which. Collectives are counted where torch
+dispatches them, in forward and backward of their own, less those of the frozen layers: calls, and
+bytes of the whole tensor (gathered, or before it is scattered); the sums of gradients, one a job
+and step, stand apart. Before any case is timed, all strategies of a small one must agree. A row is
+written as soon as its case is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lora_sharding_layers import (
+    FROZEN,
+    LAYERS,
+    LLAMA_70B,
+    STRATEGIES,
+    TINY,
+    Batch,
+    Case,
+    Collectives,
+    Layers,
+    make_batch,
+    parameters,
+    tensor_bytes,
+)
+
+from tlora_megatron.model import ModelSpec, read_model_spec
+from tlora_megatron.plan import ParallelLayout
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "models"
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+
+def check(layers: Layers, tokens: int) -> None:
+    """All strategies of a small case give what fold gives.
+
+    Raises:
+        SystemExit: naming the one that does not.
+    """
+    standard = [s for s in STRATEGIES if not s.blocks]
+    layers.prepare(Case(3, 24), standard)
+    batch = make_batch(layers, 3, tokens)
+    found = {}
+    for strategy in standard:
+        layers.take(strategy.name)
+        out, dx = layers.step(strategy.name, batch)
+        found[strategy.name] = (out, dx, layers.gradient_norm(strategy.name))
+    limit = TOLERANCE[layers.dtype]
+    out, dx, norm = found["fold"]
+    for name, (other_out, other_dx, other_norm) in found.items():
+        errors = [
+            _relative(other_out, out), _relative(other_dx, dx), abs(other_norm / norm - 1)
+        ]  # fmt: skip
+        worst = torch.tensor(errors, device=out.device).max()
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        if not float(worst) < limit:
+            raise SystemExit(f"{name} must equal fold within {limit}, got {errors}")
+    layers.forget()
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found, expected = found.float(), expected.float()
+    return float((found - expected).norm() / expected.norm())
+
+
+def count(layers: Layers, name: str, batch: Batch) -> Collectives:
+    """The collectives of one forward and backward."""
+    layers.take(name)
+    with Collectives() as found:
+        layers.passes(batch)
+    return found
+
+
+def times(
+    layers: Layers, names: Sequence[str], batch: Batch, rounds: int, steps: int
+) -> dict[str, float]:
+    """Seconds of a step by strategy: medians over rounds in which all take their turn."""
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(rounds + 1):
+        for name in names:
+            layers.take(name)
+            seconds = _timed(lambda name=name: layers.step(name, batch), steps)
+            if index:  # the first round compiles and warms up
+                found[name].append(seconds)
+            for adapter in layers.banks[name].adapters:
+                adapter.slab.zero_grad()
+    medians = torch.tensor([statistics.median(found[name]) for name in names], dtype=torch.float64)
+    medians = medians.to(layers.groups.device)
+    dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+    return dict(zip(names, medians.tolist(), strict=True))
+
+
+def _timed(step: Callable[[], object], steps: int) -> float:
+    """Seconds of a step among so many, one behind the other."""
+    step()
+    if not torch.cuda.is_available():
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        return (time.perf_counter() - begin) / steps
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin_event.record()
+    for _ in range(steps):
+        step()
+    end_event.record()
+    end_event.synchronize()
+    return begin_event.elapsed_time(end_event) / 1e3 / steps
+
+
+def rows_of(layers: Layers, case: Case, args: argparse.Namespace, model: str) -> list[dict]:
+    """Times one case; one row a strategy."""
+    chosen = [s for s in STRATEGIES if s.name in args.strategies]
+    loras = layers.prepare(case, chosen)
+    batch = make_batch(layers, case.adapters, args.tokens)
+    names = [FROZEN, *loras]
+    counts = {name: count(layers, name, batch) for name in names}
+    medians = times(layers, names, batch, args.rounds, args.steps)
+    rows = []
+    for name, lora in loras.items():
+        extra = counts[name].calls - counts[FROZEN].calls
+        extra_bytes = counts[name].bytes - counts[FROZEN].bytes
+        summed = sum(map(tensor_bytes, layers.replicated(name)))
+        rows.append(
+            {
+                "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+                "world": layers.layout.world_size,
+                "commit": args.commit,
+                "model": model,
+                "tokens": args.tokens,
+                "adapters": case.adapters,
+                "rank": case.rank,
+                "strategy": name,
+                "step_ms": round(medians[name] * 1e3, 3),
+                "frozen_ms": round(medians[FROZEN] * 1e3, 3),
+                "lora_collectives_per_layer": round(extra / layers.spec.num_layers, 2),
+                "lora_bytes_per_layer": extra_bytes // layers.spec.num_layers,
+                "gradient_sum_bytes_per_layer": summed // layers.spec.num_layers,
+                "own_rank": lora.rank,
+                "parameters_per_layer": parameters(layers.spec, lora),
+                "sequence_parallel": layers.layout.sequence_parallel,
+                "layers": layers.spec.num_layers,
+            }
+        )
+    layers.forget()
+    return rows
+
+
+def main() -> None:
+    """Times the cases in order, as far as the budget reaches."""
+    args, begin = _arguments(), time.monotonic()
+    world = int(os.environ["WORLD_SIZE"])
+    layout = ParallelLayout(tp_size=world, sequence_parallel=args.sequence_parallel)
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    for model in args.models:
+        layers = Layers(_spec(model, args.layers), layout, dtype)
+        check(layers, min(args.tokens, 1024))
+        longest = 0.0
+        for case in args.cases:
+            started = time.monotonic()
+            # The first rank decides: all of them go on, or none.
+            left = torch.tensor(args.budget_s - (started - begin) - longest)
+            left = left.to(layers.groups.device)
+            dist.broadcast(left, 0)
+            if float(left) < 0:
+                break
+            rows = rows_of(layers, case, args, model)
+            longest = max(longest, time.monotonic() - started)
+            if dist.get_rank() == 0:
+                _write(rows, Path(args.csv) if args.csv else None)
+        layers.run.close()
+        del layers
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _spec(model: str, num_layers: int | None) -> ModelSpec:
+    known = {"tiny": TINY, "llama-3.1-70b": LLAMA_70B}
+    spec = known[model] if model in known else read_model_spec(CONFIGS / f"{model}.json")
+    # The embedding and the output layer are built, but never run.
+    return dataclasses.replace(spec, num_layers=num_layers or LAYERS[model], vocab_size=128)
+
+
+def _write(rows: Sequence[dict[str, Any]], path: Path | None) -> None:
+    for row in rows:
+        over = row["step_ms"] / row["frozen_ms"]
+        case = f"{row['model']} TP{row['world']} {row['adapters']} x {row['rank']}"
+        print(
+            f"{case}: {row['strategy']} {row['step_ms']:.2f} ms, {over:.3f} of frozen, "
+            f"{row['lora_collectives_per_layer']} collectives and "
+            f"{row['lora_bytes_per_layer'] / 2**20:.2f} MiB a layer",
+            flush=True,
+        )
+    if path is None:
+        return
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def _case(text: str) -> Case:
+    adapters, rank = text.split("x")
+    return Case(int(adapters), int(rank))
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=LAYERS, default=["llama-3.1-8b"])
+    cases = [_case(text) for text in ("8x16", "8x64", "4x128", "16x32")]
+    parser.add_argument("--cases", nargs="+", type=_case, default=cases, help="ADAPTERSxRANK")
+    names = [strategy.name for strategy in STRATEGIES]
+    parser.add_argument("--strategies", nargs="+", choices=names, default=names)
+    parser.add_argument("--tokens", type=int, default=8192, help="rows of the micro-batch")
+    parser.add_argument("--layers", type=int, help="decoder layers; by default 8 or 4")
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
+    parser.add_argument("--budget-s", type=float, default=480, help="start no case beyond it")
+    parser.add_argument("--csv", help="append rows to this file")
+    parser.add_argument("--commit", default="", help="where git is not at hand")
+    args = parser.parse_args()
+    args.commit = args.commit or _commit()
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())
