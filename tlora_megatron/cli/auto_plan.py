@@ -57,4 +57,4 @@ def planned_overrides(args: argparse.Namespace, config: RunConfig) -> list[str]:
             f"{best.memory.total_bytes / 2**30:.1f} GiB predicted (profile {hardware.name}, "
             f"{hardware.source} {hardware.date})"
         )
-    return overrides_of(best.plan)
+    return overrides_of(config, best.plan)

@@ -62,9 +62,8 @@ def _nano_batches(config: RunConfig, plan: Plan) -> int | Literal["auto"]:
     return "auto" if plan.tp_size > 1 and asked == 1 else asked
 
 
-def overrides_of(plan: Plan) -> list[str]:
+def overrides_of(config: RunConfig, plan: Plan) -> list[str]:
     """The plan as `tlora train --set` takes it."""
-    nano = ["run.nano_batches=auto"] if plan.tp_size > 1 else []
     return [
         f"parallel.tp_size={plan.tp_size}",
         f"parallel.pp_size={plan.pp_size}",
@@ -72,7 +71,7 @@ def overrides_of(plan: Plan) -> list[str]:
         f"parallel.sequence_parallel={json.dumps(plan.sequence_parallel)}",
         f"run.micro_batch_tokens={plan.micro_batch_tokens}",
         f"run.recompute={plan.recompute}",
-        *nano,
+        f"run.nano_batches={_nano_batches(config, plan)}",
     ]
 
 
