@@ -27,7 +27,7 @@ MIX = [job(f"job{i}", batch_size=2) for i in range(4)]
 """Eight sequences of 128 tokens."""
 
 
-SLOW_LINK = Link(bytes_per_s=1e8, latency_s=0.0)
+SLOW_LINK = Link(bytes_per_s=1e7, latency_s=0.0)
 
 
 def machine(share: float, **changes: object) -> HardwareProfile:
@@ -58,7 +58,7 @@ def test_two_nano_batches_hide_the_profiles_share_and_pay_for_their_padding() ->
     padded = (1024 + 64) / 1024
     assert two.gemm_s == pytest.approx(one.gemm_s * padded)
     # An all-reduce each way of both blocks: half of the bytes each of two ranks sends, twice.
-    comm = 4 * 4 * (1024 * padded * 100 * 2) / 1e8
+    comm = 4 * 4 * (1024 * padded * 100 * 2) / 1e7
     assert two.tp_comm_s == pytest.approx(0.4 * comm)
     assert two.step_time_s < one.step_time_s
 
