@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from tlora_megatron.ops.columns import OutputColumns
-from tlora_megatron.ops.cuda_calls import Dropout, GemmTile, RankPart, gemm
+from tlora_megatron.ops.cuda_calls import Arenas, Dropout, GemmTile, RankPart, gemm
 from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE, RankLayout, TilePlan, tile_plan
 
@@ -111,8 +111,7 @@ class Case:
         if rank_part and self.plan is not None:
             rank = RankPart(
                 ext=self.ext,
-                factors=self.factors,
-                columns=self.columns,
+                factors=Arenas(self.factors, self.columns),
                 num_targets=self.targets,
                 tile_chunks=self.tile_chunks,
                 chunk_rows=self.chunk_rows,

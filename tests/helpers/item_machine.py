@@ -8,8 +8,6 @@ arrival. Buffers come poisoned with NaN; what is written twice is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -31,7 +29,7 @@ from tests.helpers.item_parts import (
     write_once,
 )
 from tlora_megatron.ops.columns import OutputColumns
-from tlora_megatron.ops.cuda_calls import Dropout, GemmTile, RankPart
+from tlora_megatron.ops.cuda_calls import Arenas, Dropout, GemmTile, RankPart
 from tlora_megatron.ops.factors import SiteFactors
 
 
@@ -76,8 +74,7 @@ class ItemMachine:
     def rank_rows(
         self,
         in_TK: torch.Tensor,
-        factors: Sequence[torch.Tensor],
-        columns: Sequence[OutputColumns],
+        factors: Arenas,
         ext: torch.Tensor,
         rows_TR: torch.Tensor,
         *,
@@ -96,10 +93,10 @@ class ItemMachine:
         values = drop(in_TK.numpy(), dropout if masked else None)
         for item in item_table(items, num_items):
             row, begin, end, tile_column, target, slot, count, factor_row, first, rank = item[:10]
-            factor = factors[target].numpy()
+            factor = factors.arenas[target].numpy()
             sums = np.zeros((BLOCK_ROWS, kernel_width(count)))
             if begin < row + BLOCK_ROWS and end > row:
-                c = columns[target] if columns else None
+                c = factors.columns[target] if factors.columns else None
                 args = (values, row, factor, factor_row, count, c)
                 sums = sum(self._rank_part(*args, part, parts) for part in range(parts))
             t = row + np.arange(BLOCK_ROWS)
@@ -251,10 +248,11 @@ class ItemMachine:
         for chunk in range(bounds[first], bounds[last]):
             while chunk >= bounds[target + 1]:
                 target += 1
-            arena = rank.factors[target if rank.columns else 0].numpy()
+            columns = rank.factors.columns
+            arena = rank.factors.arenas[target if columns else 0].numpy()
             panels = []
             for n in range(column, column + width, PANEL):
-                place = compact_column(rank.columns[target], n) if rank.columns else n
+                place = compact_column(columns[target], n) if columns else n
                 panels.append(box(arena, int(rank.chunk_rows[chunk]), place, CHUNK))
             ext = rank.ext.numpy()[chunk * CHUNK : (chunk + 1) * CHUNK]
             sums += ext.T @ np.hstack(panels)

@@ -89,11 +89,11 @@ def item_table(items: torch.Tensor, num_items: int) -> np.ndarray:
 
 def targets_of(rank: RankPart, begin: int, end: int) -> tuple[int, int]:
     """The range of targets that write columns `begin:end`, as lora_gemm.cu finds it."""
-    if not rank.columns:
+    if not rank.factors.columns:
         return 0, rank.num_targets
     touched = [
         i
-        for i, c in enumerate(rank.columns)
+        for i, c in enumerate(rank.factors.columns)
         if any(0 <= n % c.stride - c.begin < c.width for n in range(begin, end, PANEL))
     ]
     return (touched[0], touched[-1] + 1) if touched else (0, 0)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from tests.helpers.cuda_cases import FUSED_AND_Q, QKV, WHOLE
 from tlora_megatron.ops.columns import OutputColumns
@@ -67,4 +66,4 @@ def test_suits(
     taken: bool,
 ) -> None:
     factors = SimpleNamespace(columns=columns, first_column=first_column)
-    assert suits(factors, torch.empty(sizes)) is taken
+    assert suits(factors, *sizes) is taken

@@ -17,6 +17,12 @@ struct Columns {  // of one target: OutputColumns of ops/columns.py
   int groups, stride, begin, width;
 };
 
+struct Factors {  // arenas [rows, width] as the caller passes them: `Factors` of ops/cuda_arguments.py
+  const void* at[kMaxTargets];
+  int64_t rows[kMaxTargets], width[kMaxTargets];
+  Columns columns[kMaxTargets];  // a target's; all zeros: one arena over all columns, whatever the target
+};
+
 // The place of an output column in its target's arena; beyond the arena, where reads are zeros, if the target
 // does not own it.
 __device__ __forceinline__ int compact_column(const Columns& c, int column) {

@@ -390,12 +390,12 @@ int launch_type(const Problem& problem, int width, bool transposed, int blocks, 
 
 // What the caller passes: `GemmArguments` of ops/cuda_arguments.py, field by field.
 struct TloraGemm {
-  const void *x, *weight, *bias, *ext, *factors[kMaxTargets];
+  const void *x, *weight, *bias, *ext;
   void* out;
   const int *tile_chunks, *chunk_rows, *row_keys, *row_slots;
   const float* dropout;
-  int64_t rows, columns_out, depth, ext_rows, factor_rows[kMaxTargets];
-  Columns columns[kMaxTargets];  // all zeros: one arena over all columns, whatever the target
+  int64_t rows, columns_out, depth, ext_rows;
+  Factors factors;
   int num_targets, dropout_key, first_column;
   int half_precision, transposed;  // W is [columns_out, depth], else [depth, columns_out]
   int tile_columns, group, blocks, early, device;
@@ -413,10 +413,10 @@ bool touches(const Columns& c, int begin, int end) {
 
 // The targets that write a column tile, as a range.
 uint8_t targets_of(const TloraGemm& g, int begin, int end) {
-  if (g.columns[0].stride == 0) return g.num_targets << 4;
+  if (g.factors.columns[0].stride == 0) return g.num_targets << 4;
   int first = g.num_targets, last = 0;
   for (int i = 0; i < g.num_targets; ++i) {
-    if (!touches(g.columns[i], begin, end)) continue;
+    if (!touches(g.factors.columns[i], begin, end)) continue;
     first = first < i ? first : i;
     last = i + 1;
   }
@@ -431,11 +431,9 @@ bool make_maps(const TloraGemm& g, Problem* p) {
                                : make_map(&p->weight, half_type, g.weight, g.depth, g.columns_out, 64));
   if (g.tile_chunks == nullptr) return made;
   made = made && make_map(&p->ext, half_type, g.ext, g.ext_rows, kTileRows, 64);
-  const bool one = g.columns[0].stride == 0;
-  for (int i = 0; i < (one ? 1 : g.num_targets); ++i) {
-    const int64_t width = one ? g.columns_out : static_cast<int64_t>(g.columns[i].groups) * g.columns[i].width;
-    made = made && make_map(&p->factors[i], half_type, g.factors[i], g.factor_rows[i], width, kChunk);
-  }
+  const Factors& f = g.factors;
+  for (int i = 0; i < (f.columns[0].stride == 0 ? 1 : g.num_targets); ++i)
+    made = made && make_map(&p->factors[i], half_type, f.at[i], f.rows[i], f.width[i], kChunk);
   return made;
 }
 
@@ -467,7 +465,7 @@ TLORA_EXPORT int tlora_gemm(const TloraGemm* arguments, cudaStream_t stream) {
   p.dropout_key = g.dropout_key;
   p.first_column = g.first_column;
   p.early = g.early && g.tile_chunks != nullptr;
-  for (int i = 0; i < g.num_targets && i < kMaxTargets; ++i) p.columns[i] = g.columns[i];
+  for (int i = 0; i < g.num_targets && i < kMaxTargets; ++i) p.columns[i] = g.factors.columns[i];
   for (int i = 0; i < p.column_tiles && g.tile_chunks != nullptr; ++i)
     p.targets[i] = targets_of(g, i * g.tile_columns, (i + 1) * g.tile_columns);
   if (!make_maps(g, &p)) return fail("tensor map", "an operand must be 16-byte aligned in address and row");

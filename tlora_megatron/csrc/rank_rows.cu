@@ -204,12 +204,12 @@ int launch(const Problem& problem, int items, int parts, cudaStream_t stream) {
 
 // What the caller passes: `RowsArguments` of ops/cuda_arguments.py, field by field.
 struct TloraRows {
-  const void *in, *factors[kMaxTargets];
+  const void* in;
   void *ext, *rows;
   const int *items, *chunks, *row_keys;
   const float *scaling, *dropout;
-  int64_t num_rows, in_columns, factor_rows[kMaxTargets], depth[kMaxTargets];
-  Columns columns[kMaxTargets];
+  int64_t num_rows, in_columns;
+  Factors factors;
   int num_targets, num_items, item_fields, parts, row_width, dropout_key, first_column, half_precision, device;
 };
 
@@ -224,9 +224,10 @@ TLORA_EXPORT int tlora_rows(const TloraRows* arguments, cudaStream_t stream) {
   bool made = make_map(&p.in, half_type, g.in, g.num_rows, g.in_columns, kBlockRows) &&
               make_map(&p.in_strip, half_type, g.in, g.num_rows, g.in_columns, kStripRows);
   for (int i = 0; i < g.num_targets; ++i) {
-    made = made && make_map(&p.factors[i], half_type, g.factors[i], g.factor_rows[i], g.depth[i], kChunk);
-    p.columns[i] = g.columns[i];
-    p.depth[i] = static_cast<int>(g.depth[i]);
+    const Factors& f = g.factors;
+    made = made && make_map(&p.factors[i], half_type, f.at[i], f.rows[i], f.width[i], kChunk);
+    p.columns[i] = f.columns[i];
+    p.depth[i] = static_cast<int>(f.width[i]);
   }
   if (!made) return fail("tensor map", "an operand must be 16-byte aligned in address and row");
   p.items = g.items;

@@ -19,17 +19,25 @@ class Columns(ctypes.Structure):
     _fields_ = [(name, _Int) for name in ("groups", "stride", "begin", "width")]
 
 
+class Factors(ctypes.Structure):
+    """`Factors` of lora.cuh."""
+
+    _fields_ = [
+        ("at", _Pointer * MAX_TARGETS),
+        *((name, _Long * MAX_TARGETS) for name in ("rows", "width")),
+        ("columns", Columns * MAX_TARGETS),
+    ]
+
+
 class GemmArguments(ctypes.Structure):
     """`TloraGemm` of lora_gemm.cu."""
 
     _fields_ = [
         *((name, _Pointer) for name in ("x", "weight", "bias", "ext")),
-        ("factors", _Pointer * MAX_TARGETS),
         *((name, _Pointer) for name in ("out", "tile_chunks", "chunk_rows")),
         *((name, _Pointer) for name in ("row_keys", "row_slots", "dropout")),
         *((name, _Long) for name in ("rows", "columns_out", "depth", "ext_rows")),
-        ("factor_rows", _Long * MAX_TARGETS),
-        ("columns", Columns * MAX_TARGETS),
+        ("factors", Factors),
         *((name, _Int) for name in ("num_targets", "dropout_key", "first_column")),
         *((name, _Int) for name in ("half_precision", "transposed", "tile_columns", "group")),
         *((name, _Int) for name in ("blocks", "early", "device")),
@@ -40,14 +48,10 @@ class RowsArguments(ctypes.Structure):
     """`TloraRows` of rank_rows.cu."""
 
     _fields_ = [
-        ("input", _Pointer),
-        ("factors", _Pointer * MAX_TARGETS),
-        *((name, _Pointer) for name in ("ext", "rows", "items", "chunks", "row_keys")),
+        *((name, _Pointer) for name in ("input", "ext", "rows", "items", "chunks", "row_keys")),
         *((name, _Pointer) for name in ("scaling", "dropout")),
         *((name, _Long) for name in ("num_rows", "in_columns")),
-        ("factor_rows", _Long * MAX_TARGETS),
-        ("depth", _Long * MAX_TARGETS),
-        ("columns", Columns * MAX_TARGETS),
+        ("factors", Factors),
         *(
             (name, _Int)
             for name in ("num_targets", "num_items", "item_fields", "parts", "row_width")

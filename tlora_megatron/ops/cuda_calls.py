@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from tlora_megatron.ops.columns import OutputColumns
 from tlora_megatron.ops.cuda_arguments import (
     Columns,
+    Factors,
     GemmArguments,
     RowsArguments,
     SumsArguments,
@@ -40,15 +40,33 @@ class Dropout(NamedTuple):
     """Global index of the first local input feature; a multiple of `dropout.SEED_COLUMNS`."""
 
 
+class Arenas:
+    """Factors of one linear, named once for all launches that read them.
+
+    Args:
+        arenas: `[rows, columns]`: one a target, or one that all targets share.
+        columns: a target's: which columns of the wide tensor its arena holds; empty = the shared
+            arena holds all.
+    """
+
+    def __init__(
+        self, arenas: tuple[torch.Tensor, ...], columns: tuple[OutputColumns, ...]
+    ) -> None:
+        self.arenas, self.columns = arenas, columns
+        self.argument = Factors()
+        for i, arena in enumerate(arenas):
+            self.argument.at[i] = arena.data_ptr()
+            self.argument.rows[i], self.argument.width[i] = arena.shape
+        for i, c in enumerate(columns):
+            self.argument.columns[i] = Columns(c.groups, c.stride, c.begin, c.width)
+
+
 class RankPart(NamedTuple):
     """What a GEMM adds to the base: s and `lora_b`, or dS and `lora_a`."""
 
     ext: torch.Tensor
     """`[C * 16, 256]`."""
-    factors: tuple[torch.Tensor, ...]
-    """Arenas: one a target, or one that all targets share."""
-    columns: tuple[OutputColumns, ...]
-    """A target: the output columns its arena holds; empty = the shared arena holds all."""
+    factors: Arenas
     num_targets: int
     tile_chunks: torch.Tensor
     """int32 `[row tiles, num_targets + 1]` (`TilePlan.tile_chunks`)."""
@@ -116,13 +134,12 @@ def _add_rank_part(arguments: GemmArguments, rank: RankPart) -> None:
     if rank.dropout is not None:
         arguments.row_slots = rank.dropout.row_slots.data_ptr()
         _add_dropout(arguments, rank.dropout)
-    _add_factors(arguments, rank.factors, rank.columns)
+    arguments.factors = rank.factors.argument
 
 
 def rank_rows(
     in_TK: torch.Tensor,
-    factors: Sequence[torch.Tensor],
-    columns: Sequence[OutputColumns],
+    factors: Arenas,
     ext: torch.Tensor,
     rows_TR: torch.Tensor,
     *,
@@ -137,8 +154,7 @@ def rank_rows(
     """`scaling / (1 - p) mask(in) F^T` into ext and into rows (rank_rows.cu).
 
     Args:
-        factors: arenas, one an item's target.
-        columns: of `in` that each arena's places stand for; empty = all.
+        factors: one arena an item's target.
         items: int32 `[num_items, fields]`, flat (`ops.cuda_row_items`).
         parts: blocks that share the reduction, 1 to 8.
         masked: whether dropout masks `in`, as it does for s; dS has its `1 / (1 - p)` alone.
@@ -152,7 +168,8 @@ def rank_rows(
         scaling=scaling.data_ptr(),
         num_rows=in_TK.shape[0],
         in_columns=in_TK.shape[1],
-        num_targets=len(factors),
+        factors=factors.argument,
+        num_targets=len(factors.arenas),
         num_items=num_items,
         item_fields=items.numel() // max(num_items, 1),
         parts=parts,
@@ -160,9 +177,6 @@ def rank_rows(
         half_precision=in_TK.dtype == torch.float16,
         device=in_TK.device.index,
     )
-    _add_factors(arguments, factors, columns)
-    for i, factor in enumerate(factors):
-        arguments.depth[i] = factor.shape[1]
     if dropout is not None and masked:
         _add_dropout(arguments, dropout)
     elif dropout is not None:
@@ -235,20 +249,10 @@ def _add_dropout(arguments: ctypes.Structure, dropout: Dropout) -> None:
     arguments.first_column = dropout.first_column
 
 
-def _add_factors(
-    arguments: GemmArguments | RowsArguments,
-    factors: Sequence[torch.Tensor],
-    columns: Sequence[OutputColumns],
-) -> None:
-    for i, factor in enumerate(factors):
-        arguments.factors[i] = factor.data_ptr()
-        arguments.factor_rows[i] = factor.shape[0]
-    for i, c in enumerate(columns):
-        arguments.columns[i] = Columns(c.groups, c.stride, c.begin, c.width)
-
-
 def _launch(name: str, arguments: ctypes.Structure, device: torch.device) -> None:
-    load_extension().call(name, arguments, torch.cuda.current_stream(device).cuda_stream)
+    # Not `torch.cuda.current_stream`, which makes an object of it: 2 us, twenty times a layer.
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    load_extension().call(name, arguments, stream)
 
 
 @functools.cache

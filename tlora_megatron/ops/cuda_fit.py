@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import torch
-
 from tlora_megatron.ops.cuda_arguments import MAX_TARGETS
 from tlora_megatron.ops.cuda_calls import GemmTile
 from tlora_megatron.ops.dropout import SEED_COLUMNS
@@ -18,13 +16,12 @@ _MAX_COLUMNS = 256 * max(_SPEEDS)
 """`kMaxColumnTiles` of lora_gemm.cu, all of the widest."""
 
 
-def suits(factors: SiteFactors, weight_NK: torch.Tensor) -> bool:
+def suits(factors: SiteFactors, size_out: int, size_in: int) -> bool:
     """Whether the kernels take a linear: rows of whole 16 bytes, fused columns in 64s, shards of x
     that begin where a block of the dropout mask does.
 
     A function of the linear alone: y of its rows must not change with the micro-batch.
     """
-    size_out, size_in = weight_NK.shape
     columns = factors.columns
     aligned = not (size_in % 8 or size_out % 8 or factors.first_column % SEED_COLUMNS)
     fused = all(c.is_whole or not (c.begin % 64 or c.width % 64 or c.stride % 64) for c in columns)

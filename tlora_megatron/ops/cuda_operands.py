@@ -6,33 +6,58 @@ the sums over rows read.
 
 from __future__ import annotations
 
+import functools
+import math
+from dataclasses import dataclass
+
 import torch
 
-from tlora_megatron.ops.cuda_calls import Dropout, RankPart
+from tlora_megatron.ops.columns import OutputColumns
+from tlora_megatron.ops.cuda_calls import Arenas, Dropout, RankPart
+from tlora_megatron.ops.cuda_fit import suits
 from tlora_megatron.ops.cuda_row_items import rank_columns
-from tlora_megatron.ops.cuda_sum_items import DOWN, UP, SumInput, rows_per_run
+from tlora_megatron.ops.cuda_sum_items import (
+    DOWN,
+    UP,
+    SumInput,
+    rows_per_run,
+    sum_bounds,
+    sum_items,
+)
 from tlora_megatron.ops.factors import SiteFactors
-from tlora_megatron.ops.plan_tensors import PlanTensors
+from tlora_megatron.ops.plan_tensors import PlanTensors, WorkItems
 from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.site_tables import SiteTables
 from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE
 from tlora_megatron.ops.triton_down import uses_dropout
 
 
-def new_rank_rows(
-    like: torch.Tensor, plan: PlanTensors
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """An empty flat s or dS and its two parts."""
-    columns = rank_columns(plan.layout)
-    flat = like.new_empty(plan.num_chunks * RANK_CHUNK * ROW_TILE + plan.num_rows * columns)
-    return flat, *split_rank_rows(flat, plan)
+class RankForm:
+    """How s and dS of a micro-batch lie in a flat tensor.
+
+    Args:
+        plan: it and all of as many rows at sites of its layout: nothing follows from the segments.
+    """
+
+    def __init__(self, plan: PlanTensors) -> None:
+        self._ext_shape = (plan.num_chunks * RANK_CHUNK, ROW_TILE)
+        self._rows_shape = (plan.num_rows, rank_columns(plan.layout))
+        self._rows_begin = math.prod(self._ext_shape)
+        self.numel = self._rows_begin + math.prod(self._rows_shape)
+
+    def ext(self, flat: torch.Tensor) -> torch.Tensor:
+        """The chunks `[C * 16, 256]`."""
+        return flat.as_strided(self._ext_shape, (ROW_TILE, 1))
+
+    def rows(self, flat: torch.Tensor) -> torch.Tensor:
+        """The rows `[T, R]`."""
+        begin = flat.storage_offset() + self._rows_begin
+        return flat.as_strided(self._rows_shape, (self._rows_shape[1], 1), begin)
 
 
-def split_rank_rows(flat: torch.Tensor, plan: PlanTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chunks `[C * 16, 256]` and the rows `[T, R]` of a flat s or dS."""
-    ext, rows = flat.split(
-        [plan.num_chunks * RANK_CHUNK * ROW_TILE, plan.num_rows * rank_columns(plan.layout)]
-    )
-    return ext.view(-1, ROW_TILE), rows.view(plan.num_rows, -1)
+def rank_form(plan: PlanTensors) -> RankForm:
+    """The form of the s and dS of a plan."""
+    return plan.cached(RankForm, RankForm)
 
 
 def is_flat(s: torch.Tensor) -> bool:
@@ -53,46 +78,97 @@ def dropout_of(factors: SiteFactors, rows: RowGroups, plan: PlanTensors) -> Drop
     )
 
 
-def sum_inputs(
-    x_TK: torch.Tensor,
-    dy_TN: torch.Tensor,
-    factors: SiteFactors,
-    rows: RowGroups,
-    window: tuple[int, int],
-    blocks: int,
-) -> tuple[SumInput, SumInput]:
-    """x over a window of rows and dy over all, as the sums that make dA and dB read them.
+@dataclass(frozen=True, eq=False)
+class SumSizes:
+    """What the work of rank_sums.cu follows from, beside a plan: one object for equal sizes.
 
-    Args:
-        blocks: multiprocessors of the GPU.
+    So that a work list is found by its address, whichever of the model's linears asks.
     """
-    features = sum(c.size for c in factors.columns)
+
+    columns: tuple[OutputColumns, ...]
+    in_columns: int
+    out_columns: int
+
+
+sum_sizes = functools.cache(SumSizes)
+
+
+def sum_inputs(
+    sizes: SumSizes, row_budget: int, num_rows: int, window: tuple[int, int], blocks: int
+) -> tuple[SumInput, SumInput]:
+    """x over a window of rows and dy over all, as the sums that make dA and dB read them."""
+    features = sum(c.size for c in sizes.columns)
     down = SumInput(
         kind=DOWN,
         columns=(),
-        in_columns=x_TK.shape[1],
-        rows_per_run=rows_per_run(rows.row_budget, x_TK.shape[1], blocks),
+        in_columns=sizes.in_columns,
+        rows_per_run=rows_per_run(row_budget, sizes.in_columns, blocks),
         window=window,
     )
     up = SumInput(
         kind=UP,
-        columns=factors.columns,
-        in_columns=dy_TN.shape[1],
-        rows_per_run=rows_per_run(rows.row_budget, features, blocks),
-        window=(0, len(dy_TN)),
+        columns=sizes.columns,
+        in_columns=sizes.out_columns,
+        rows_per_run=rows_per_run(row_budget, features, blocks),
+        window=(0, num_rows),
     )
     return down, up
 
 
-def forward_part(ext: torch.Tensor, factors: SiteFactors, plan: PlanTensors) -> RankPart | None:
+def sums_of(
+    plan: PlanTensors, sizes: SumSizes, row_budget: int, window: tuple[int, int], blocks: int
+) -> WorkItems:
+    """The work of rank_sums.cu in a micro-batch, over x's rows of a window.
+
+    Args:
+        blocks: multiprocessors of the GPU.
+    """
+    key = (sizes, window, blocks)
+    found = plan.find_items(key)
+    if found is not None:
+        return found
+    inputs = sum_inputs(sizes, row_budget, plan.num_rows, window, blocks)
+    return plan.work_items(
+        key,
+        functools.partial(sum_items, inputs=inputs),
+        functools.partial(sum_bounds, inputs=inputs),
+    )
+
+
+class CudaSite:
+    """What all launches of one linear have in common: it holds as long as its factors stay."""
+
+    def __init__(self, factors: SiteFactors, tables: SiteTables) -> None:
+        whole = factors.columns[0]
+        self.tables = tables
+        # Not the factors: this is kept in a dictionary that lets go of them.
+        self._lora_a, self._lora_b, self._columns = factors.lora_a, factors.lora_b, factors.columns
+        size_out, size_in = whole.groups * whole.stride, factors.lora_a.shape[1]
+        self.sizes = sum_sizes(factors.columns, size_in, size_out)
+        # Another linear's odd size may shift this one's gradients in the slabs: bulk copies fault.
+        aligned = tables.aligned_a and tables.aligned_b
+        self.suits = aligned and suits(factors, size_out, size_in)
+        """Whether these kernels take the linear; nothing below is asked for where they do not."""
+
+    @functools.cached_property
+    def a(self) -> Arenas:
+        """The arena of `lora_a`."""
+        return Arenas((self._lora_a,), ())
+
+    @functools.cached_property
+    def b(self) -> Arenas:
+        """The arenas of `lora_b`."""
+        return Arenas(self._lora_b, self._columns)
+
+
+def forward_part(ext: torch.Tensor, site: CudaSite, plan: PlanTensors) -> RankPart | None:
     """What y adds to the base: s B^T; None where no row has an adapter."""
     if not plan.num_chunks:
         return None
     return RankPart(
         ext=ext,
-        factors=factors.lora_b,
-        columns=factors.columns,
-        num_targets=len(factors.lora_b),
+        factors=site.b,
+        num_targets=len(site.b.arenas),
         tile_chunks=plan["tile_chunks"],
         chunk_rows=plan["chunk_b"],
         dropout=None,
@@ -100,16 +176,15 @@ def forward_part(ext: torch.Tensor, factors: SiteFactors, plan: PlanTensors) -> 
 
 
 def dgrad_part(
-    ext: torch.Tensor, factors: SiteFactors, plan: PlanTensors, dropout: Dropout | None
+    ext: torch.Tensor, site: CudaSite, plan: PlanTensors, dropout: Dropout | None
 ) -> RankPart | None:
     """What dx adds to the base: drop(dS A); None where no row has an adapter."""
     if not plan.num_chunks:
         return None
     return RankPart(
         ext=ext,
-        factors=(factors.lora_a,),
-        columns=(),
-        num_targets=len(factors.lora_b),
+        factors=site.a,
+        num_targets=len(site.b.arenas),
         tile_chunks=plan["tile_chunks"],
         chunk_rows=plan["chunk_a"],
         dropout=dropout,

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tlora_megatron.ops.cuda_calls import (
+    Arenas,
     Dropout,
     GemmTile,
     gemm,
@@ -24,31 +25,51 @@ from tlora_megatron.ops.cuda_calls import (
     rank_rows,
     rank_sums,
 )
-from tlora_megatron.ops.cuda_fit import gemm_tile, suits
+from tlora_megatron.ops.cuda_fit import gemm_tile
 from tlora_megatron.ops.cuda_operands import (
+    CudaSite,
     dgrad_part,
     dropout_of,
     forward_part,
     is_flat,
-    new_rank_rows,
-    split_rank_rows,
-    sum_inputs,
+    rank_form,
+    sums_of,
 )
 from tlora_megatron.ops.cuda_row_items import row_bounds, row_items, row_parts
-from tlora_megatron.ops.cuda_sum_items import sum_bounds, sum_items
 from tlora_megatron.ops.factors import SiteFactors
-from tlora_megatron.ops.plan_tensors import WORKSPACE_UNIT, PlanTensors, WorkItems
+from tlora_megatron.ops.kernel_config import KernelConfig
+from tlora_megatron.ops.plan_tensors import PlanTensors, WorkItems
 from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.triton_ops import TritonOps
 
 _BLOCKS = 2
 """Blocks of the rank-sized kernels that a multiprocessor holds."""
+_S_ITEMS, _DS_ITEMS = (
+    (
+        f"cuda rows, per target: {per_target}",
+        functools.partial(row_items, per_target=per_target),
+        functools.partial(row_bounds, per_target=per_target),
+    )
+    for per_target in (False, True)
+)
+"""Arguments of `PlanTensors.work_items`."""
 
 
 class CudaOps(TritonOps):
     """The multi-adapter linear in fp16 or bf16 on a Hopper GPU; see `LinearOps` and `TritonOps`."""
 
     name = "cuda"
+
+    def __init__(self, *, graph_safe: bool = False, config: KernelConfig | None = None) -> None:
+        super().__init__(graph_safe=graph_safe, config=config)
+        self._sites: WeakKeyDictionary[SiteFactors, CudaSite] = WeakKeyDictionary()
+
+    def site(self, factors: SiteFactors) -> CudaSite:
+        """What is kept of a linear as long as its factors stay where they are."""
+        site = self._sites.get(factors)
+        if site is None:
+            site = self._sites[factors] = CudaSite(factors, self.tables[factors])
+        return site
 
     def forward(
         self,
@@ -59,24 +80,21 @@ class CudaOps(TritonOps):
         rows: RowGroups,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns y `[T, N]` and s."""
-        plan, tables = self.plan(factors, rows), self.tables[factors]
-        # Another linear's odd size may shift this one's gradients in the slabs: bulk copies fault.
-        aligned = tables.aligned_a and tables.aligned_b
-        if not aligned or not suits(factors, weight_NK):
+        site = self.site(factors)
+        if not site.suits:
             return super().forward(x_TK, weight_NK, bias_N, factors, rows)
+        plan = self.plan(factors, rows)
+        form = rank_form(plan)
         x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
-        s, ext, s_TR = new_rank_rows(x_TK, plan)
-        items = plan.work_items(
-            "cuda s",
-            functools.partial(row_items, per_target=False),
-            functools.partial(row_bounds, per_target=False),
-        )
-        dropout = dropout_of(factors, rows, plan)
-        parts = _row_parts(rows, x_TK.device)
-        _rank_rows(x_TK, ext, s_TR, items, factors, plan, parts, dropout, masked=True)
+        s = x_TK.new_empty(form.numel)
+        ext = form.ext(s)
+        items = plan.work_items(*_S_ITEMS)
+        parts, dropout = _row_parts(rows, x_TK.device), dropout_of(factors, rows, plan)
+        scaling, s_TR = factors.scaling, form.rows(s)
+        _rank_rows(x_TK, site.a, ext, s_TR, items, scaling, plan, parts, dropout, masked=True)
         tile = _gemm_tile(rows, len(weight_NK), x_TK.device)
         y_TN = x_TK.new_empty(len(x_TK), len(weight_NK))
-        rank = forward_part(ext, factors, plan)
+        rank = forward_part(ext, site, plan)
         gemm(x_TK, weight_NK, y_TN, tile, transposed=True, early=True, bias_N=bias_N, rank=rank)
         return y_TN, s
 
@@ -84,18 +102,16 @@ class CudaOps(TritonOps):
         self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
     ) -> torch.Tensor:
         """Returns dS, with the `1 / (1 - p)` of dropout: masks are all that its readers apply."""
-        plan = self.plan(factors, rows)
         if not is_flat(s):
             return super().backward_up(dy_TN, s, factors, rows)
+        site, plan = self.site(factors), self.plan(factors, rows)
+        form = rank_form(plan)
         dy_TN = dy_TN.contiguous()
-        ds, ext, ds_TR = new_rank_rows(dy_TN, plan)
-        items = plan.work_items(
-            "cuda ds",
-            functools.partial(row_items, per_target=True),
-            functools.partial(row_bounds, per_target=True),
-        )
+        ds = dy_TN.new_empty(form.numel)
+        items = plan.work_items(*_DS_ITEMS)
         parts, dropout = _row_parts(rows, dy_TN.device), dropout_of(factors, rows, plan)
-        _rank_rows(dy_TN, ext, ds_TR, items, factors, plan, parts, dropout, masked=False)
+        scaling, ext, ds_TR = factors.scaling, form.ext(ds), form.rows(ds)
+        _rank_rows(dy_TN, site.b, ext, ds_TR, items, scaling, plan, parts, dropout, masked=False)
         return ds
 
     def dgrad(
@@ -113,10 +129,10 @@ class CudaOps(TritonOps):
         # Copies made here would be the previous kernel's work.
         early = dy_TN.is_contiguous() and weight_NK.is_contiguous()
         dy_TN, weight_NK = dy_TN.contiguous(), weight_NK.contiguous()
-        ext, _ = split_rank_rows(ds, plan)
+        ext = rank_form(plan).ext(ds)
         tile = _gemm_tile(rows, weight_NK.shape[1], dy_TN.device)
         dx_TK = dy_TN.new_empty(len(dy_TN), weight_NK.shape[1])
-        rank = dgrad_part(ext, factors, plan, dropout_of(factors, rows, plan))
+        rank = dgrad_part(ext, self.site(factors), plan, dropout_of(factors, rows, plan))
         gemm(dy_TN, weight_NK, dx_TK, tile, transposed=False, early=early, rank=rank)
         return dx_TK
 
@@ -133,27 +149,23 @@ class CudaOps(TritonOps):
         """Accumulates dA over the rows of a window, which are all that x holds, and dB over all."""
         if not is_flat(ds):
             return super().backward_down(x_TK, dy_TN, s, ds, factors, rows, window)
-        plan, tables = self.plan(factors, rows), self.tables[factors]
-        inputs = sum_inputs(x_TK, dy_TN, factors, rows, window, multiprocessors(dy_TN.device))
-        items = plan.work_items(
-            ("cuda sums", inputs),
-            functools.partial(sum_items, inputs=inputs),
-            functools.partial(sum_bounds, inputs=inputs),
-        )
+        site, plan = self.site(factors), self.plan(factors, rows)
+        multi = multiprocessors(dy_TN.device)
+        items = sums_of(plan, site.sizes, rows.row_budget, window, multi)
         if not items.count:
             return None
-        (_, s_TR), (_, ds_TR) = split_rank_rows(s, plan), split_rank_rows(ds, plan)
+        form = rank_form(plan)
         rank_sums(
             x_TK.contiguous(),
-            ds_TR,
+            form.rows(ds),
             dy_TN.contiguous(),
-            s_TR,
+            form.rows(s),
             items=items.items,
             num_items=items.count,
-            blocks=min(items.count, _BLOCKS * multiprocessors(dy_TN.device)),
-            grad_a=tables.grad_a,
-            grad_b=tables.grad_b,
-            workspace=_workspace(items, dy_TN.device),
+            blocks=min(items.count, _BLOCKS * multi),
+            grad_a=site.tables.grad_a,
+            grad_b=site.tables.grad_b,
+            workspace=items.partial_sums,
             counters=items.counters,
             first_row=window[0],
             # dS was computed since dy and s were written. A copy made here is not.
@@ -173,10 +185,11 @@ def _gemm_tile(rows: RowGroups, columns: int, device: torch.device) -> GemmTile:
 
 def _rank_rows(
     in_TK: torch.Tensor,
+    arenas: Arenas,
     ext: torch.Tensor,
     rows_TR: torch.Tensor,
     items: WorkItems,
-    factors: SiteFactors,
+    scaling: torch.Tensor,
     plan: PlanTensors,
     parts: int,
     dropout: Dropout | None,
@@ -188,27 +201,14 @@ def _rank_rows(
         return
     rank_rows(
         in_TK,
-        (factors.lora_a,) if masked else factors.lora_b,
-        () if masked else factors.columns,
+        arenas,
         ext,
         rows_TR,
         items=items.items,
         num_items=items.count,
         chunks=plan["chunks"],
-        scaling=factors.scaling,
+        scaling=scaling,
         parts=parts,
         dropout=dropout,
         masked=masked,
     )
-
-
-_workspaces: WeakKeyDictionary[WorkItems, torch.Tensor] = WeakKeyDictionary()
-
-
-def _workspace(items: WorkItems, device: torch.device) -> torch.Tensor:
-    """Room for the parts of sums, kept: the next kernel starts before its user has ended, so memory
-    given back between the two could be written by both."""
-    if items not in _workspaces:
-        units = max(items.workspace, 1) * WORKSPACE_UNIT
-        _workspaces[items] = torch.empty(units, dtype=torch.float32, device=device)
-    return _workspaces[items]

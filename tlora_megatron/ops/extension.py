@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 SOURCES = Path(__file__).parent.parent / "csrc"
@@ -40,6 +41,7 @@ class Extension:
         self.path = path
         self._library = ctypes.CDLL(str(path))
         self._library.tlora_message.restype = ctypes.c_char_p
+        self._functions: dict[str, Callable[..., int]] = {}
 
     def size(self, name: str) -> int:
         """Bytes of the struct that the function `name` takes."""
@@ -51,10 +53,16 @@ class Extension:
         Raises:
             RuntimeError: if an operand does not suit the kernel or the launch fails.
         """
-        function = getattr(self._library, f"tlora_{name}")
-        if function(ctypes.byref(arguments), ctypes.c_void_p(stream)):
+        function = self._functions.get(name) or self._function(name)
+        if function(ctypes.byref(arguments), stream):
             message = self._library.tlora_message().decode()
             raise RuntimeError(f"CUDA kernel {name}: {message}")
+
+    def _function(self, name: str) -> Callable[..., int]:
+        function = getattr(self._library, f"tlora_{name}")
+        function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        self._functions[name] = function
+        return function
 
 
 @functools.cache

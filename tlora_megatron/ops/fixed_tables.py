@@ -20,11 +20,14 @@ class FixedTables:
         begins = [0, *itertools.accumulate(-(-n // 4) * 4 for n in capacities.values())]
         self._begins = dict(zip(capacities, begins, strict=False))
         self._blob = torch.empty(begins[-1], dtype=torch.int32, device=device)
+        self._views = {
+            name: self._blob[begin : begin + self.capacities[name]]
+            for name, begin in self._begins.items()
+        }
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """A table, int32 `[capacity]`; each begins at 16 bytes."""
-        begin = self._begins[name]
-        return self._blob[begin : begin + self.capacities[name]]
+        return self._views[name]
 
     def write(self, tables: Mapping[str, Array]) -> None:
         """Replaces the contents without waiting; what a table does not fill becomes -1.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from tlora_megatron.ops.tiling import (
     rank_chunks,
     tile_plan,
 )
+
+T = TypeVar("T")
 
 ITEM_FIELDS = 20
 """int32 of a work item: one program reads all it needs to know in one access."""
@@ -74,6 +77,16 @@ class WorkItems:
         self.counters = torch.zeros(max(self.count, 1), dtype=torch.int32, device=device)
         """Zero between launches: the last program to arrive resets its own."""
         self._tables.write({"items": first.items})
+        self._partial_sums: torch.Tensor | None = None
+
+    @property
+    def partial_sums(self) -> torch.Tensor:
+        """fp32 `[workspace * WORKSPACE_UNIT]`, kept: the next kernel may start before the one that
+        uses it has ended, so memory given back between the two could be written by both."""
+        if self._partial_sums is None:
+            size = max(self.workspace, 1) * WORKSPACE_UNIT
+            self._partial_sums = self.counters.new_empty(size, dtype=torch.float32)
+        return self._partial_sums
 
     @property
     def items(self) -> torch.Tensor:
@@ -113,6 +126,7 @@ class PlanTensors:
         self.most_target_chunks = int(self.slot_chunks.max(initial=0))
         """Of any one target of a slot."""
         self._items: dict[Hashable, WorkItems] = {}
+        self._cache: dict[Hashable, Any] = {}
         self._take(ends)
         self._tables = FixedTables(self._capacities(), device)
         self._tables.write(self._values())
@@ -207,10 +221,21 @@ class PlanTensors:
         Args:
             build: kept as long as the plan, so it must not hold activations, or the plan itself.
         """
-        if key not in self._items:
+        found = self._items.get(key)
+        if found is None:
             limit = bounds(self) if self.graph_safe else None
-            self._items[key] = WorkItems(build, limit, self)
-        return self._items[key]
+            found = self._items[key] = WorkItems(build, limit, self)
+        return found
+
+    def find_items(self, key: Hashable) -> WorkItems | None:
+        """The items of a key, None before `work_items` has made them."""
+        return self._items.get(key)
+
+    def cached(self, key: Hashable, build: Callable[[PlanTensors], T]) -> T:
+        """What follows from the layout and the number of rows, whatever the segments; made once."""
+        if key not in self._cache:
+            self._cache[key] = build(self)
+        return self._cache[key]
 
     def update(self, ends: Sequence[int]) -> None:
         """Takes another micro-batch of as many rows, in place.
@@ -233,13 +258,26 @@ def plan_tensors(
     rows: RowGroups, layout: RankLayout, device: torch.device, *, graph_safe: bool = False
 ) -> PlanTensors:
     """The work lists of a micro-batch on a device, made once for all sites of a layout."""
-    found = rows.cached(f"plan tensors@{device}", dict[int, tuple[RankLayout, PlanTensors]])
-    if id(layout) not in found:
-        equal = [plan for _, plan in found.values() if plan.layout == layout]
-        plan = equal[0] if equal else PlanTensors(rows.ends, layout, device, graph_safe=graph_safe)
-        # The layout is kept beside the plan, so its id is not given to another one.
-        found[id(layout)] = (layout, plan)
-    return found[id(layout)][1]
+    plans = rows.cached(("plan tensors", device), _Plans)
+    known = plans.of_object.get(id(layout))
+    if known is not None:
+        return known[1]
+    plan = plans.of_value.get(layout)
+    if plan is None:
+        plan = PlanTensors(rows.ends, layout, device, graph_safe=graph_safe)
+        plans.of_value[layout] = plan
+    # The layout is kept beside the plan, so its id is not given to another one.
+    plans.of_object[id(layout)] = (layout, plan)
+    return plan
+
+
+class _Plans:
+    """The plans of one micro-batch on one device: sites with equal layouts share theirs."""
+
+    def __init__(self) -> None:
+        self.of_value: dict[RankLayout, PlanTensors] = {}
+        self.of_object: dict[int, tuple[RankLayout, PlanTensors]] = {}
+        """By id: a layout's hash walks through all ranks, and every launch asks."""
 
 
 def update_plans(rows: RowGroups, other: RowGroups, device: torch.device) -> None:
@@ -248,8 +286,7 @@ def update_plans(rows: RowGroups, other: RowGroups, device: torch.device) -> Non
     Raises:
         ValueError: as `PlanTensors.update`.
     """
-    found = rows.cached(f"plan tensors@{device}", dict[int, tuple[RankLayout, PlanTensors]])
-    for plan in {id(plan): plan for _, plan in found.values()}.values():
+    for plan in rows.cached(("plan tensors", device), _Plans).of_value.values():
         plan.update(other.ends)
     if rows.dropout_keys:
         rows.row_keys(device).copy_(other.row_keys(device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -33,7 +33,7 @@ class RowGroups:
     Where a cut decides the order of a sum it follows from this, never from the number of rows, or
     a job's bits would depend on what else is packed beside it.
     """
-    _cache: dict[str, Any] = field(default_factory=dict, repr=False)
+    _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
     def num_slots(self) -> int:
@@ -58,7 +58,7 @@ class RowGroups:
 
         return self.cached("present", build)
 
-    def cached(self, key: str, build: Callable[[], T]) -> T:
+    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
         """Returns the value stored under `key`, building it on first use."""
         if key not in self._cache:
             self._cache[key] = build()
@@ -72,7 +72,7 @@ class RowGroups:
             slots = torch.repeat_interleave(torch.arange(len(self.ends)), lengths)
             return to_device(slots, device)
 
-        return self.cached(f"row_slots@{device}", build)
+        return self.cached(("row_slots", device), build)
 
     def row_keys(self, device: torch.device) -> torch.Tensor:
         """Dropout key of each row before the layer is mixed in, int32 `[rows]`."""
@@ -82,4 +82,4 @@ class RowGroups:
             mixed = mix32(keys.to(torch.int32) ^ mix32(self.token_index.to(torch.int32)))
             return to_device(mixed, device)
 
-        return self.cached(f"row_keys@{device}", build)
+        return self.cached(("row_keys", device), build)

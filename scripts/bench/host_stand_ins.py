@@ -1,0 +1,113 @@
+"""Stand-ins that start no kernel, so that the host's work for a GPU can be timed without one."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from tlora_megatron.integrations.megatron import core_attention
+from tlora_megatron.ops import (
+    cuda_calls,
+    cuda_ops,
+    extension,
+    kernel_choice,
+    packed_attention,
+    qkv_rotary,
+    rms_norm,
+    swiglu,
+    varlen_attention,
+)
+
+_MULTIPROCESSORS = 132
+
+
+def without_gpu() -> None:
+    """Makes CPU tensors take the way of an H100's, to where kernels would start."""
+    _replace_library()
+    torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]
+    stream = SimpleNamespace(cuda_stream=0)
+    torch.cuda.current_stream = lambda device=None: stream  # type: ignore[assignment]
+    for frozen in (rms_norm, swiglu, qkv_rotary):
+        frozen.runs_triton = lambda x: True  # type: ignore[attr-defined]
+    driver.set_active(_Driver())
+    core_attention.attend_documents = packed_attention.attend_varlen
+    varlen_attention.torch = _TorchWithFlash()  # type: ignore[assignment]
+    kernel_choice._automatic = lambda device, dtype: kernel_choice.KernelChoice("cuda", "a bench")
+
+
+def _replace_library() -> None:
+    """A library whose functions return 0: glibc compares the addresses of struct and stream."""
+    nothing = ctypes.CDLL(None).pthread_equal
+    library = extension.Extension.__new__(extension.Extension)
+    library._functions = {}
+    library._library = SimpleNamespace(  # type: ignore[assignment]
+        **{f"tlora_{name}": nothing for name in ("gemm", "rows", "sums")}
+    )
+    cuda_calls.load_extension = lambda: library  # type: ignore[assignment]
+    for name in ("GemmArguments", "RowsArguments", "SumsArguments"):
+        setattr(cuda_calls, name, _at_device_0(getattr(cuda_calls, name)))
+    for module in (cuda_calls, cuda_ops):
+        module.multiprocessors = lambda device: _MULTIPROCESSORS  # type: ignore[attr-defined]
+
+
+def _at_device_0(struct: type[ctypes.Structure]) -> type[ctypes.Structure]:
+    """The struct for CPU tensors, whose device has no index."""
+
+    class AtDevice0(struct):  # type: ignore[valid-type, misc]
+        def __init__(self, **fields: Any) -> None:
+            fields["device"] = 0
+            super().__init__(**fields)
+
+    return AtDevice0
+
+
+class _Driver:
+    """Triton's view of an H100 that loads and launches nothing; kernels are compiled for it."""
+
+    def __init__(self) -> None:
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 232448},
+            load_binary=lambda *_: (object(), 0, 32, 0, 1024),
+        )
+        self.launcher_cls = lambda source, metadata: _launch
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
+
+    def get_current_target(self) -> GPUTarget:
+        """An H100."""
+        return GPUTarget("cuda", 90, 32)
+
+
+def _launch(*args: Any) -> None:
+    del args
+
+
+class _TorchWithFlash:
+    """`torch` as `ops.varlen_attention` sees it: flash attention returns what is allocated."""
+
+    def __init__(self) -> None:
+        self.ops = SimpleNamespace(
+            aten=SimpleNamespace(
+                _flash_attention_forward=_flash_forward, _flash_attention_backward=_flash_backward
+            )
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _flash_forward(q_TND: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    lse = q_TND.new_empty(q_TND.shape[1], len(q_TND), dtype=torch.float32)
+    seed = torch.empty(2, dtype=torch.int64)
+    return torch.empty_like(q_TND), lse, seed, seed, seed
+
+
+def _flash_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

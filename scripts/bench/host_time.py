@@ -1,0 +1,188 @@
+#!/usr/bin/env python3
+"""Times what the host does for a layer with adapters on all seven targets, by part.
+
+    python scripts/bench/host_time.py                  # here, with or without a GPU
+    python scripts/bench/host_time.py --profile 40     # and cProfile's table
+
+Layers are so small that a GPU keeps up with the host. Without a GPU, what would start a kernel does
+nothing: the functions of the CUDA extension, Triton's driver, flash attention. All else runs as it
+does on a GPU: work lists, argument structs, allocations, autograd functions, Triton's binding of
+arguments. `launch` then is what the stand-ins take; on a GPU it holds the driver's own time.
+
+One row a part: microseconds a layer, forward and backward, without the parts inside it. `between`
+is Megatron's modules, autograd and what no other part is. `whole` is measured without the clocks
+that the parts need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import functools
+import pstats
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from host_stand_ins import without_gpu
+
+from tlora_megatron.layers import linear
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.ops import cuda_calls, qkv_rotary, rms_norm, swiglu, varlen_attention
+from tlora_megatron.ops.cuda_ops import CudaOps
+from tlora_megatron.ops.extension import Extension
+from tlora_megatron.ops.plan_tensors import PlanTensors, WorkItems
+from tlora_megatron.ops.segments import Document, pack_micro_batch, use_micro_batch
+from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.runtime.synthetic_run import SyntheticRun
+
+RANKS = (8, 16, 32, 64)
+
+
+class Clock:
+    """Time in each part, that of the parts inside it left out."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.calls: defaultdict[str, int] = defaultdict(int)
+        self._inner = [0.0]
+
+    def wrap(self, owner: Any, name: str, part: str) -> None:
+        """Replaces a function by itself with a clock."""
+        inner = getattr(owner, name)
+
+        @functools.wraps(inner)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._inner.append(0.0)
+            begin = time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                spent = time.perf_counter() - begin
+                self.seconds[part] += spent - self._inner.pop()
+                self.calls[part] += 1
+                self._inner[-1] += spent
+
+        static = isinstance(vars(owner).get(name), staticmethod)
+        setattr(owner, name, staticmethod(timed) if static else timed)
+
+
+def clock_parts(clock: Clock) -> None:
+    """Puts clocks on everything that a layer calls of this project."""
+    for name in ("forward", "backward_up", "dgrad", "backward_down"):
+        clock.wrap(CudaOps, name, f"linear: {name}")
+    clock.wrap(cuda_calls, "_launch", "linear: library call")
+    clock.wrap(Extension, "call", "linear: launch")
+    for once in (PlanTensors, WorkItems):
+        clock.wrap(once, "__init__", "work lists, once a micro-batch")
+    functions = {
+        "linear: autograd function": linear.MultiLoRALinear,
+        "norm": rms_norm._FusedRMSNorm,
+        "swiglu": swiglu._FusedSwiGLU,
+        "heads": qkv_rotary._UnpackQKV,
+        "attention": varlen_attention._VarlenAttention,
+    }
+    for part, function in functions.items():
+        for name in ("forward", "backward"):
+            clock.wrap(function, name, part)
+
+
+def block(layers: int, tokens: int) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Forward of a block of layers, and the backward of what it returns."""
+    spec = ModelSpec(
+        model_type="llama",
+        num_layers=layers,
+        hidden_size=128,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        ffn_size=256,
+        vocab_size=1024,
+        max_positions=4096,
+        norm_eps=1e-5,
+        rope_theta=5e5,
+    )
+    run = SyntheticRun(spec, ParallelLayout(), dtype=torch.bfloat16)
+    lengths = LengthHistogram.single(tokens // len(RANKS))
+    loads = [JobLoad(name=f"job{r}", rank=r, batch_size=1, lengths=lengths) for r in RANKS]
+    run.super_model(loads, tokens)
+    device = run.groups.device
+    documents = [Document(slot=i, length=tokens // len(RANKS)) for i in range(len(RANKS))]
+    hidden = torch.randn(tokens, 1, spec.hidden_size, dtype=torch.bfloat16, device=device)
+    hidden.requires_grad_()
+    dy = torch.randn_like(hidden)
+    decoder = run.engine.model.decoder
+
+    def forward() -> torch.Tensor:
+        view = pack_micro_batch(documents, num_slots=len(RANKS), num_tokens=tokens)
+        with use_micro_batch(view):
+            return decoder(hidden_states=hidden, attention_mask=None)
+
+    def backward(out: torch.Tensor) -> None:
+        torch.autograd.backward(out, dy, inputs=[hidden])
+        hidden.grad = None
+
+    return forward, backward
+
+
+def times_us(
+    forward: Callable[[], Any], backward: Callable[[Any], None], turns: int, clock: Clock | None
+) -> tuple[float, float]:
+    """Medians of both passes; with a clock, its parts hold the sum over all turns."""
+    rounds = []
+    for turn in range(turns + 5):
+        if turn == 5 and clock is not None:
+            clock.seconds.clear()
+            clock.calls.clear()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        out = forward()
+        middle = time.perf_counter()
+        backward(out)
+        rounds.append((middle - begin, time.perf_counter() - middle))
+    forward_s, backward_s = (statistics.median(r) for r in zip(*rounds[5:], strict=True))
+    return forward_s * 1e6, backward_s * 1e6
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128, help="rows of the micro-batch")
+    parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="cProfile's table")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        without_gpu()
+    forward, backward = block(args.layers, args.tokens)
+    whole = [t / args.layers for t in times_us(forward, backward, args.turns, None)]
+    if args.profile:
+        _print_profile(forward, backward, args.profile)
+    clock = Clock()
+    clock_parts(clock)
+    clocked = sum(times_us(forward, backward, args.turns, clock)) / args.layers
+    count = args.turns * args.layers
+    print(f"{'part':32}{'us a layer':>12}{'calls':>8}")
+    for part, seconds in sorted(clock.seconds.items()):
+        print(f"{part:32}{seconds / count * 1e6:12.1f}{clock.calls[part] / count:8.1f}")
+    between = clocked - sum(clock.seconds.values()) / count * 1e6
+    print(f"{'between':32}{between:12.1f}")
+    print(f"{'whole: forward':32}{whole[0]:12.1f}")
+    print(f"{'whole: backward':32}{whole[1]:12.1f}")
+    print(f"{'whole':32}{sum(whole):12.1f}")
+
+
+def _print_profile(forward: Callable[[], Any], backward: Callable[[Any], None], rows: int) -> None:
+    with cProfile.Profile() as profile:
+        for _ in range(10):
+            backward(forward())
+    pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(rows)
+
+
+if __name__ == "__main__":
+    main()
