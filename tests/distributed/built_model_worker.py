@@ -3,7 +3,7 @@ same model untouched, document by document, in one process.
 
 Arguments: file of the reference, then variants such as `rope=scaled,tp=2,sp=1,recompute=full` or
 `pp=2,vp=2,first=1`, `cp=2`, with `linears=te` (the stand-in of Transformer Engine's) or
-`linears=around` (Megatron's own as black boxes); `rope=hybrid` is HybridModel, `rope=moe`
+`linears=around` (Megatron's own as black boxes), `nano=2` (nano-batches); `rope=hybrid` is HybridModel, `rope=moe`
 has experts, a shared one among them. A variant `reference=plain+yarn` writes the file.
 """
 
@@ -37,6 +37,7 @@ from tlora_megatron.integrations.megatron.built_model import freeze
 from tlora_megatron.integrations.megatron.discover import discover, record_stages
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.model import initialize_parallel
+from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
 from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
@@ -149,7 +150,12 @@ def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> 
     """Compares one variant."""
     chunks, groups, bank = build(options, layout_of(options))
     install_packed_attention(chunks)
-    losses = run_packed(chunks, groups)
+    num_nano = int(options.get("nano", 1))
+    if num_nano > 1:
+        nano_batches = NanoBatches(chunks, groups)
+        nano_batches.set_count(num_nano)
+        assert nano_batches.mode == options.get("mode", "staggered"), nano_batches.mode
+    losses = run_packed(chunks, groups, num_nano)
     kind = options.get("rope", "plain")
     spec, _ = adapted(kind)
     expected_losses, expected = references[kind]

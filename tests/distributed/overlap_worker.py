@@ -86,7 +86,7 @@ def run_round(path: Path, options: dict[str, str], count: int) -> Result:
             loop = run.start(*controller._build(run, spec, controller._layout(config)))
             model: Any = loop.super_model
             if "mode" in options:
-                model.engine.use_overlap(mode=options["mode"])
+                model.engine.nano_batches.use(None, options["mode"])
             model.engine.set_nano_batches(count)
             return measure(model)
 
@@ -96,6 +96,12 @@ def measure(model: SuperModel) -> Result:
     draw_weights(model)
     batches = model.begin_round()
     losses = model.engine.forward_backward(batches)
+    for job in model.jobs:
+        # What TP ranks hold alike is summed once a step: here, each has a part of the sum.
+        slab = job.adapter.slab
+        partial = slab.grad[: slab.layout.replicated_numel]
+        if partial.numel():
+            dist.all_reduce(partial, group=model.groups.tp_group)
     gradients = {
         f"{job.name} {name}": view.clone()
         for job in model.jobs

@@ -6,6 +6,7 @@ attention, rotary embedding and positions.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,8 +24,19 @@ from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import whole_tensors
 from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model import ModelSpec
-from tlora_megatron.ops.segments import Document, pack_micro_batch, use_micro_batch
+from tlora_megatron.ops.segments import (
+    Document,
+    join_nano_batches,
+    pack_micro_batch,
+    use_micro_batch,
+)
 from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.parallel.nano_batch import (
+    cut_by_length,
+    fill_parts,
+    padded_rows,
+    shard_order,
+)
 
 LORAS = (
     LoraSpec(rank=4, alpha=8, target_modules=("q_proj", "v_proj", "o_proj", "linear_fc1")),
@@ -46,6 +58,9 @@ PACKINGS = (
 )
 """(slot, length) of the documents of each micro-batch of 32 tokens; the rest is padding."""
 NUM_TOKENS = 32
+NANO_MULTIPLE = 4
+NANO_ROWS = 48
+"""Of a micro-batch in nano-batches, each padded to a multiple of `NANO_MULTIPLE`."""
 
 
 class Batch(NamedTuple):
@@ -74,6 +89,28 @@ def packed_batch(index: int, cp_rank: int = 0, cp_size: int = 1) -> Batch:
     return Batch(view, *(x[rows] for x in whole), rows)
 
 
+def nano_batch(index: int, count: int, num_shards: int) -> Batch:
+    """Micro-batch `index` in at most `count` nano-batches, its rows as they run; 48 of them."""
+    documents = [Document(slot=slot, length=length) for slot, length in PACKINGS[index]]
+    cuts = cut_by_length(documents, count)
+    used = padded_rows(documents, cuts, NANO_MULTIPLE)
+    sizes = fill_parts(used, num_rows=NANO_ROWS, multiple=NANO_MULTIPLE, most_rows=NUM_TOKENS)
+    parts = [documents[begin:end] for begin, end in itertools.pairwise(cuts)]
+    parts += [[]] * (len(sizes) - len(parts))
+    views = [
+        pack_micro_batch(part, num_slots=len(LORAS), num_tokens=size, token_budget=NUM_TOKENS)
+        for part, size in zip(parts, sizes, strict=True)
+    ]
+    rows, begin = [], 0
+    for part, size in zip(parts, sizes, strict=True):
+        length = sum(d.length for d in part)
+        rows += [*range(begin, begin + length), *[NUM_TOKENS] * (size - length)]
+        begin += length
+    packed = torch.tensor(rows)[shard_order(sizes, num_shards)]
+    whole = (torch.cat([x, x.new_zeros(1)]) for x in whole_rows(index))
+    return Batch(join_nano_batches(views), *(x[packed] for x in whole), packed)
+
+
 def whole_rows(index: int) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, labels and loss weights of a micro-batch in packed order; padding weighs nothing."""
     generator = torch.Generator().manual_seed(index)
@@ -93,10 +130,13 @@ def fill_bank(bank: AdapterBank, spec: ModelSpec = SPEC, loras: Sequence[LoraSpe
     bank.install(adapters)
 
 
-def run_packed(chunks: Sequence[Any], groups: ParallelGroups) -> list[Tensor]:
+def run_packed(chunks: Sequence[Any], groups: ParallelGroups, num_nano: int = 1) -> list[Tensor]:
     """Losses of all rows in packed order, on the last stage; fills gradients."""
-    cp_size = groups.layout.cp_size
-    batches = [packed_batch(i, groups.cp_rank, cp_size) for i in range(len(PACKINGS))]
+    layout = groups.layout
+    batches = [packed_batch(i, groups.cp_rank, layout.cp_size) for i in range(len(PACKINGS))]
+    if num_nano > 1:
+        shards = layout.tp_size if layout.sequence_parallel else 1
+        batches = [nano_batch(i, num_nano, shards) for i in range(len(PACKINGS))]
 
     def step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
         batch = next(iterator)
@@ -114,7 +154,7 @@ def run_packed(chunks: Sequence[Any], groups: ParallelGroups) -> list[Tensor]:
         data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
         model=list(chunks),
         num_microbatches=len(batches),
-        seq_length=NUM_TOKENS,
+        seq_length=len(batches[0].rows) * layout.cp_size,
         micro_batch_size=1,
         forward_only=False,
     )
@@ -122,8 +162,9 @@ def run_packed(chunks: Sequence[Any], groups: ParallelGroups) -> list[Tensor]:
 
 
 def _all_rows(losses: Tensor, rows: Tensor, groups: ParallelGroups) -> Tensor:
-    whole = torch.zeros(NUM_TOKENS)
+    whole = torch.zeros(NUM_TOKENS + 1)  # the last one takes nano-batches' padding
     whole[rows] = losses
+    whole = whole[:NUM_TOKENS]
     if groups.layout.cp_size > 1:
         dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
     return whole

@@ -16,9 +16,10 @@ from torch import nn
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.black_box import BlackBoxBranch, Exchange, InputNorm
 from tlora_megatron.layers.linear import AdapterBranch, MultiLoRALinear, TensorParallel
+from tlora_megatron.layers.overlapped_linear import OverlappedLinear, Traffic
 from tlora_megatron.layers.rank_sharded import LocalBranch, RankShardedLinear, ShardedBranch
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.ops.segments import current_micro_batch
+from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.lanes import current_lane
 
 
@@ -48,15 +49,40 @@ class MultiAdapterMixin(MultiAdapter):
         return MultiLoRALinear.apply(input, weight, kwargs.get("bias"), self.tlora_branch, view, tp)
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """As Megatron's; of nano-batches that take turns, a lane sums the row-parallel products."""
-        lane = current_lane()
+        """As Megatron's; of nano-batches, their lanes or the linear itself reduce the products."""
+        view, lane = current_micro_batch(), current_lane()
+        linear: Any = self
+        if lane is None and view is not None and view.nano_views:
+            return self._forward_overlapped(input_, view)
         if lane is None or self.tlora_branch.site.kind == "column":
             return super().forward(input_, *args, **kwargs)  # type: ignore[misc]
+        y = self._forward_impl(input_, linear.weight, bias=None, **_ONE_RANK)
+        return _add_bias(linear, lane.leave(y))
+
+    def _forward_overlapped(
+        self, x: torch.Tensor, view: MicroBatchView
+    ) -> tuple[torch.Tensor, Any]:
         linear: Any = self
-        y = lane.leave(self._forward_impl(input_, linear.weight, bias=None, **_ONE_RANK))
-        if linear.bias is None or linear.skip_bias_add:
-            return y, linear.bias
-        return y + linear.bias, None
+        is_column = self.tlora_branch.site.kind == "column"
+        traffic = Traffic(
+            overlap=linear.tlora_overlap,
+            is_column=is_column,
+            sequence_parallel=linear.sequence_parallel,
+            num_ranks=self.tlora_branch.site.tp_size,
+        )
+        # A column-parallel bias is sharded like the product and goes into it.
+        bias = None if linear.skip_bias_add or not is_column else linear.bias
+        y = OverlappedLinear.apply(x, linear.weight, bias, self.tlora_branch, view, traffic)
+        if is_column:
+            return y, linear.bias if linear.skip_bias_add else None
+        return _add_bias(linear, y)
+
+
+def _add_bias(linear: Any, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """A row-parallel linear's result, and the bias if the caller is to add it."""
+    if linear.bias is None or linear.skip_bias_add:
+        return y, linear.bias
+    return y + linear.bias, None
 
 
 _ONE_RANK: dict[str, Any] = {

@@ -59,7 +59,7 @@ class MegatronEngine:
         self.model: Any = model
         self.groups = groups
         self._schedule = get_forward_backward_func()
-        self._nano_batches = NanoBatches([model], groups)
+        self.nano_batches = NanoBatches([model], groups)
         self._head: VocabularyHead | None = None
         if self.model.post_process:
             self._head = VocabularyHead(self.model.output_layer, vocab_size, groups)
@@ -67,11 +67,11 @@ class MegatronEngine:
     @property
     def num_nano_batches(self) -> int:
         """Into how many a micro-batch is to be cut, at most."""
-        return self._nano_batches.count
+        return self.nano_batches.count
 
     def set_nano_batches(self, count: int) -> None:
         """Cuts the micro-batches of the next rounds into at most `count`; between rounds."""
-        self._nano_batches.set_count(count)
+        self.nano_batches.set_count(count)
 
     def forward_backward(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """See `Engine.forward_backward`."""

@@ -50,6 +50,11 @@ class NanoBatches:
         """Into how many a micro-batch is to be cut, at most; 1 where the model cannot be."""
         return 1 if self._overlap is None else self._overlap.num_nano_batches
 
+    @property
+    def mode(self) -> OverlapMode | None:
+        """How nano-batches run; None before there is more than one, or where there cannot be."""
+        return None if self._overlap is None else self._overlap.mode
+
     def set_count(self, count: int) -> None:
         """For the rounds to come; collective over the tensor-parallel group.
 
@@ -65,10 +70,8 @@ class NanoBatches:
             self._overlap.num_nano_batches = count
             self._overlap.streams(count)
 
-    def use_collectives(
-        self, collectives: TensorCollectives, mode: OverlapMode | None = None
-    ) -> None:
-        """Takes these from now on (benchmarks); makes the model ready if it can be."""
+    def use(self, collectives: TensorCollectives | None, mode: OverlapMode | None) -> None:
+        """Takes these from now on, and one nano-batch until `set_count`; None = what is best."""
         self._has_looked = True
         self._overlap = self._make_overlap(collectives, mode)
 
@@ -93,9 +96,12 @@ class NanoBatches:
             "nano-batches run %s, collectives by %s%s",
             mode, collectives.name, f": {reason}" if reason else "",
         )  # fmt: skip
+        for _, linear in _linears(self._models):
+            object.__setattr__(linear, "tlora_overlap", overlap)
         for model in self._models:
+            object.__setattr__(model.decoder, "tlora_overlap", overlap)
             if mode == "staggered":
-                stagger(model.decoder, overlap)
+                stagger(model.decoder)
         return overlap
 
 
@@ -113,7 +119,7 @@ def why_not_staggered(models: Sequence[Any]) -> str | None:
     """Why nano-batches cannot take turns through whole layers; None if they can."""
     for model in models:
         config = model.config
-        if type(model.decoder).__mro__[-1] and not isinstance(model.decoder, TransformerBlock):
+        if not isinstance(model.decoder, TransformerBlock):
             return f"the decoder is a {type(model.decoder).__name__}"
         if getattr(config, "fp8", None) or getattr(config, "cpu_offloading", False):
             return "FP8 and CPU offloading wrap whole layers"
@@ -139,7 +145,7 @@ def _why_not_layer(layer: Any) -> str | None:
     return None
 
 
-def _linears(models: Sequence[Any]) -> Iterator[tuple[str, nn.Module]]:
+def _linears(models: Sequence[Any]) -> Iterator[tuple[str, MultiAdapter]]:
     for model in models:
         for name, module in model.decoder.named_modules():
             if isinstance(module, MultiAdapter):

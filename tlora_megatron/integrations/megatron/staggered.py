@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from tlora_megatron.parallel.lanes import (
 )
 from tlora_megatron.parallel.overlap import Overlap
 
-Layer = Callable[[Tensor], Tensor]
+_SIGNATURE = inspect.signature(TransformerBlock.forward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class StaggeredBlock(TransformerBlock):
         view = current_micro_batch()
         if view is None or not view.nano_views or self.tlora_overlap.mode != "staggered":
             return super().forward(*args, **kwargs)
-        bound = inspect.signature(TransformerBlock.forward).bind(self, *args, **kwargs)
+        bound = _SIGNATURE.bind(self, *args, **kwargs)
         given = {name: value for name, value in bound.arguments.items() if value is not None}
         del given["self"]
         hidden = given.pop("hidden_states", None)
@@ -95,15 +95,19 @@ class StaggeredLayer(TransformerLayer):
         return super()._forward_mlp(hidden_states, *args, **kwargs)
 
 
-def stagger(block: Any, overlap: Overlap) -> None:
-    """Turns a decoder and its layers into staggered ones, in place; a second time nothing."""
-    object.__setattr__(block, "tlora_overlap", overlap)
+def stagger(block: Any) -> None:
+    """Turns a decoder with a `tlora_overlap`, and its layers, into staggered ones, in place."""
     if isinstance(block, StaggeredBlock):
         return
-    block.__class__ = _mixed(StaggeredBlock, type(block))
+    _mix(StaggeredBlock, block)
     for layer in block.layers:
         if not isinstance(layer, FrozenTransformerLayer):
-            layer.__class__ = _mixed(StaggeredLayer, type(layer))
+            _mix(StaggeredLayer, layer)
+
+
+def _mix(mixin: Any, module: Any) -> None:
+    base: Any = type(module)
+    module.__class__ = _mixed(mixin, base)
 
 
 @functools.cache

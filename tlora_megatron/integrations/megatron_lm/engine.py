@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.built_model import language_models
+from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.vocabulary_head import VocabularyShard, vocab_parallel_argmax
 from tlora_megatron.ops.segments import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
@@ -80,11 +81,21 @@ class UserModel:
         self.seq_length = seq_length
         self._losses: list[Tensor] = []
         self._models = language_models(chunks)
+        self.nano_batches = NanoBatches(chunks, groups)
         for model in self._models:
             # The schedules then leave the loss as it is: jobs are weighted by their own tokens.
             model.config.calculate_per_token_loss = True
             if model.post_process:
                 model.output_layer.register_forward_hook(self._mask_padding)
+
+    @property
+    def num_nano_batches(self) -> int:
+        """Into how many a micro-batch is to be cut, at most."""
+        return self.nano_batches.count
+
+    def set_nano_batches(self, count: int) -> None:
+        """Cuts the micro-batches of the next rounds into at most `count`; between rounds."""
+        self.nano_batches.set_count(count)
 
     def forward_backward(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Not here: the trainer drives these rounds."""
@@ -95,7 +106,8 @@ class UserModel:
     ) -> tuple[Tensor, Callable[..., Any]]:
         """Megatron's forward step of one micro-batch, in training."""
         batch = next(batches)
-        return self._call(batch, model, labels=batch.labels), partial(self._weighted, batch)
+        run = batch.to_run
+        return self._call(run, model, labels=run.labels), partial(self._weighted, batch)
 
     def take_losses(self) -> list[Tensor]:
         """Weighted losses `[T]` of the micro-batches since the last call; none on early stages."""
@@ -123,37 +135,39 @@ class UserModel:
         return [(out["losses"], out["right"]) for out in outs]
 
     def _call(self, batch: PackedBatch, model: nn.Module, labels: Tensor | None) -> Tensor:
-        positions = batch.view.positions(self.groups.device).unsqueeze(0)
+        positions = batch.positions(self.groups.device)
         with use_micro_batch(batch.view):
             return model(batch.tokens, positions, None, labels=labels)
 
     def _weighted(self, batch: PackedBatch, losses: Tensor) -> tuple[Any, ...]:
-        losses_T = losses.flatten().float() * batch.weights
-        self._losses.append(losses_T.detach())
+        losses_T = losses.flatten().float() * batch.to_run.weights
+        self._losses.append(batch.in_order(losses_T.detach()))
         return losses_T.sum(), _ONE, {}
 
     def _predict_step(
         self, batches: Iterator[PackedBatch], model: nn.Module, *_: Any
     ) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches)
-        return self._call(batch, model, labels=None), partial(self._score, batch)
+        return self._call(batch.to_run, model, labels=None), partial(self._score, batch)
 
     def _score(self, batch: PackedBatch, logits: Tensor) -> tuple[Any, ...]:
         """Losses and right first choices from logits `[1, T, V / tp]`."""
-        rows_n = batch.target_rows
+        run = batch.to_run
+        rows_n = run.target_rows
         columns = logits.shape[-1]
         first_column = self.groups.tp_rank * columns
-        labels_n = batch.labels[0][rows_n] - first_column
+        labels_n = run.labels[0][rows_n] - first_column
         split = self.groups.layout.tp_size > 1
         shard = VocabularyShard(self.groups.tp_group, split, first_column)
-        right_T = torch.zeros_like(batch.labels[0], dtype=torch.bool)
+        right_T = torch.zeros_like(run.labels[0], dtype=torch.bool)
         right_T[rows_n] = vocab_parallel_argmax(logits[0][rows_n], shard) == labels_n
         # After the first choice: for fp32 logits the loss is computed in their place.
         losses = self._models[-1].compute_language_model_loss(
-            batch.labels, logits.transpose(0, 1).contiguous()
+            run.labels, logits.transpose(0, 1).contiguous()
         )
-        losses_T = losses.flatten().float() * batch.weights
-        return losses_T.sum(), _ONE, {"losses": losses_T, "right": right_T}
+        losses_T = losses.flatten().float() * run.weights
+        scores = {"losses": batch.in_order(losses_T), "right": batch.in_order(right_T)}
+        return losses_T.sum(), _ONE, scores
 
     def _mask_padding(self, module: nn.Module, args: Any, output: tuple[Tensor, Any]) -> None:
         """Sets logits of columns that only fill the vocabulary up to the dtype's least value."""
