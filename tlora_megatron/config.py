@@ -65,6 +65,11 @@ class ParallelSpec:
     pp_size: int = rule("pipeline stages", default=1, ge=1)
     cp_size: int = rule("context-parallel processes", default=1, ge=1)
     sequence_parallel: bool = rule("shard activations between TP regions by token", default=False)
+    lora_sharding: Literal["auto", "fold", "rank_exchange", "s_lora"] = rule(
+        "how TP ranks share standard adapters (docs/lora_sharding.md): auto = what is predicted to "
+        "take least time; the same losses and checkpoints whichever",
+        default="auto",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +165,8 @@ def ignored_settings(config: RunConfig) -> tuple[str, ...]:
     found = []
     if config.parallel.sequence_parallel and config.parallel.tp_size == 1:
         found.append("parallel.sequence_parallel has no effect with tp_size 1")
+    if config.parallel.lora_sharding != "auto" and config.parallel.tp_size == 1:
+        found.append("parallel.lora_sharding has no effect with tp_size 1")
     found += ignored_overlap(config.run, config.parallel.tp_size)
     if config.base_model.seed and not config.base_model.random_init:
         found.append("base_model.seed has no effect without random_init")

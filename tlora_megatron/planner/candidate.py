@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tlora_megatron.model import ModelSpec
-from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.plan import LoraSharding, ParallelLayout
 from tlora_megatron.planner.workload import JobLoad
 
 Recompute = Literal["none", "selective", "full"]
@@ -32,8 +32,8 @@ class Plan:
     recompute: Recompute = "none"
     num_nano_batches: int = 1
     """That the model finds fastest: a run chooses its own (`run.nano_batches: auto`)."""
-    lora_sharding: Literal["fold"] = "fold"
-    """fold: the replicated factor's partial result rides on the base's own reduction."""
+    lora_sharding: LoraSharding = "fold"
+    """Of standard adapters."""
 
     @property
     def num_gpus(self) -> int:
@@ -49,6 +49,7 @@ class Plan:
             cp_size=self.cp_size,
             dp_size=self.dp_size,
             sequence_parallel=self.sequence_parallel,
+            lora_sharding=self.lora_sharding,
         )
 
     @property

@@ -20,7 +20,7 @@ from tlora_megatron.config import RunConfig
 from tlora_megatron.config_reader import must
 from tlora_megatron.job import JobSpec
 from tlora_megatron.model import ModelSpec, read_model_spec
-from tlora_megatron.planner.hardware import HardwareProfile, find_profile
+from tlora_megatron.planner.hardware import HardwareProfile, find_profile, load_profile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 logger = logging.getLogger(__name__)
@@ -42,10 +42,24 @@ def plan_hardware(name: str) -> HardwareProfile:
     Raises:
         ConfigError: if there is none.
     """
+    return find_profile(name, _hardware_folder())
+
+
+def profile_of_gpu(gpu: str) -> HardwareProfile | None:
+    """The profile of a kind of GPU, measured ones first; None if there is none.
+
+    Args:
+        gpu: as the driver calls it.
+    """
+    files = sorted(_hardware_folder().glob("*.json"))
+    profiles = [p for p in map(load_profile, files) if p.gpu == gpu]
+    return min(profiles, key=lambda p: p.source != "measured", default=None)
+
+
+def _hardware_folder() -> Path:
     places = [Path(tlora_megatron.__file__).parents[1], Path.cwd()]
     folders = [place / "configs" / "hardware" for place in places]
-    folder = next((folder for folder in folders if folder.is_dir()), folders[-1])
-    return find_profile(name, folder)
+    return next((folder for folder in folders if folder.is_dir()), folders[-1])
 
 
 def run_hardware(name: str, config: RunConfig) -> HardwareProfile:

@@ -29,6 +29,7 @@ from tlora_megatron.layers.slab import StatePlacement, initial_factor
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.plan import ParallelLayout
 from tlora_megatron.runtime.agreement import check_agreement
+from tlora_megatron.runtime.lora_sharding import settle_lora_sharding
 from tlora_megatron.runtime.output_dir import CONFIG_NAME, claim_output_dir, hold_output_dir
 from tlora_megatron.runtime.summary import summarize
 from tlora_megatron.training.data import load_tokenizer
@@ -116,6 +117,9 @@ class TrainingRun:
             placement: of the adapters' master weights and moments.
         """
         self._leave_out_jobs_without_sites(groups.layout)
+        groups, linears = settle_lora_sharding(
+            self.config, self.spec, groups, linears, self._prepared
+        )
         loras = [job.spec.lora for job in self._prepared]
         dtype = DTYPES[self.config.base_model.dtype]
         sites = [site for site, _ in linears]

@@ -1,0 +1,94 @@
+"""Which LoRA sharding a run takes: what was asked for, what can be, and what costs least."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.plan import LoraSharding
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost_model import CostModel
+from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.rates import Rates
+from tlora_megatron.planner.workload import JobLoad
+
+SHARDINGS: tuple[LoraSharding, ...] = get_args(LoraSharding)
+_MARGIN = 0.02
+"""Of fold's time that another must save: predictions of one layout's variants agree with measured
+ones to a few percent (docs/planner.md), and fold exchanges nothing that could go wrong."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardingChoice:
+    """The sharding of a run and why."""
+
+    sharding: LoraSharding
+    reason: str
+
+    @property
+    def line(self) -> str:
+        """For the log."""
+        return f"parallel.lora_sharding: {self.sharding} ({self.reason})"
+
+
+def choose_lora_sharding(
+    asked: LoraSharding | Literal["auto"],
+    *,
+    tp_size: int,
+    black_box: str | None,
+    overlaps: bool,
+    times_s: Mapping[LoraSharding, float],
+    source: str,
+) -> ShardingChoice:
+    """Settles `parallel.lora_sharding`; a function of its arguments alone.
+
+    Args:
+        asked: what the configuration says.
+        black_box: the class of linears whose GEMM and reduction are not ours (Transformer
+            Engine's), which only rank_exchange goes around; None = all are Megatron's own.
+        overlaps: whether nano-batches are to hide tensor-parallel communication: they run fold's
+            linears only.
+        times_s: predicted seconds of a round by sharding; empty where there is no prediction.
+        source: where the times come from, or why there are none.
+
+    Raises:
+        ValueError: if what is asked for contradicts the linears.
+    """
+    if tp_size == 1:
+        return ShardingChoice(sharding="fold", reason="TP 1 has nothing to share")
+    if black_box is not None:
+        if asked not in ("auto", "rank_exchange"):
+            raise ValueError(
+                f"parallel.lora_sharding must be rank_exchange or auto around a {black_box}, whose "
+                f"reduction is its own, got {asked}; or build the model of Megatron's own linears"
+            )
+        return ShardingChoice(
+            sharding="rank_exchange", reason=f"all that goes around a {black_box}"
+        )
+    if asked != "auto":
+        return ShardingChoice(sharding=asked, reason="asked for")
+    if overlaps:
+        return ShardingChoice(sharding="fold", reason="auto: nano-batches overlap it alone")
+    if not times_s:
+        return ShardingChoice(sharding="fold", reason=f"auto: {source}")
+    best = min(SHARDINGS, key=lambda name: times_s[name])
+    if times_s[best] > (1 - _MARGIN) * times_s["fold"]:
+        best = "fold"
+    told = ", ".join(f"{name} {times_s[name] * 1e3:.4g} ms" for name in SHARDINGS)
+    return ShardingChoice(sharding=best, reason=f"auto: a round is to take {told}, {source}")
+
+
+def sharding_times(
+    spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan, hardware: HardwareProfile
+) -> dict[LoraSharding, float]:
+    """Predicted seconds of a round under each sharding.
+
+    Raises:
+        ValueError: if the jobs or the plan cannot be planned for.
+    """
+    model = CostModel(spec, jobs, Rates(hardware))
+    return {
+        name: model.step_cost(replace(plan, lora_sharding=name)).step_time_s for name in SHARDINGS
+    }

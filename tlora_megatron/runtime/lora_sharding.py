@@ -1,0 +1,112 @@
+"""Settles how a run's tensor-parallel ranks share its standard adapters, before they are made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tlora_megatron.backbone import Backbone
+from tlora_megatron.config import RunConfig
+from tlora_megatron.layers.linear_sites import PlainSite
+from tlora_megatron.layers.sites import Site
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.plan import LoraSharding
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.lora_choice import ShardingChoice, choose_lora_sharding, sharding_times
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.runtime.plan_inputs import profile_of_gpu
+from tlora_megatron.training.preparation import PreparedJob
+
+logger = logging.getLogger(__name__)
+
+Linears = Sequence[tuple[Site, nn.Module]]
+
+
+def settle_lora_sharding(
+    config: RunConfig,
+    spec: Backbone,
+    groups: ParallelGroups,
+    linears: Linears,
+    jobs: Sequence[PreparedJob],
+) -> tuple[ParallelGroups, Linears]:
+    """The groups and sites with the run's sharding in them; logs which and why.
+
+    Collective over the world: the first rank chooses, since machines may differ.
+
+    Raises:
+        ValueError: if the configuration asks for what the linears cannot do.
+    """
+    if groups.layout.tp_size == 1 or any(isinstance(site, PlainSite) for site, _ in linears):
+        return groups, linears
+    choice = _agreed_choice(config, spec, groups, linears, jobs)
+    if groups.is_writer:
+        logger.info("%s", choice.line)
+    sharding = choice.sharding
+    layout = replace(groups.layout, lora_sharding=sharding)
+    sites = [(replace(site, lora_sharding=sharding), module) for site, module in linears]
+    return replace(groups, layout=layout), sites
+
+
+def _agreed_choice(
+    config: RunConfig,
+    spec: Backbone,
+    groups: ParallelGroups,
+    linears: Linears,
+    jobs: Sequence[PreparedJob],
+) -> ShardingChoice:
+    foreign = {type(m).__name__ for _, m in linears if not hasattr(m, "_forward_impl")}
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, sorted(foreign))
+    black_box = next((name for names in found for name in names), None)
+    asked = config.parallel.lora_sharding
+    times, source = _predict(config, spec, groups, jobs) if asked == "auto" else ({}, "")
+    choice = choose_lora_sharding(
+        asked,
+        tp_size=groups.layout.tp_size,
+        black_box=black_box,
+        overlaps=config.run.nano_batches != 1,
+        times_s=times,
+        source=source,
+    )
+    agreed = [choice]
+    dist.broadcast_object_list(agreed, src=0)
+    return agreed[0]
+
+
+def _predict(
+    config: RunConfig, spec: Backbone, groups: ParallelGroups, jobs: Sequence[PreparedJob]
+) -> tuple[dict[LoraSharding, float], str]:
+    """Seconds of a round by sharding and what they come from, or nothing and why."""
+    if groups.device.type != "cuda" or not isinstance(spec, ModelSpec):
+        return {}, "nothing predicts times here"
+    gpu = torch.cuda.get_device_name(groups.device)
+    profile = profile_of_gpu(gpu)
+    if profile is None:
+        return {}, f"no profile in configs/hardware is of {gpu}"
+    layout = groups.layout
+    plan = Plan(
+        tp_size=layout.tp_size,
+        pp_size=layout.pp_size,
+        cp_size=layout.cp_size,
+        dp_size=layout.dp_size,
+        sequence_parallel=layout.sequence_parallel,
+        micro_batch_tokens=config.run.micro_batch_tokens,
+        recompute=config.run.recompute,
+    )
+    try:
+        times = sharding_times(spec, [_load(job) for job in jobs], plan, profile)
+    except ValueError as error:
+        return {}, f"not predicted: {error}"
+    return times, f"predicted from the {profile.source} profile {profile.name}"
+
+
+def _load(job: PreparedJob) -> JobLoad:
+    rows = [len(sequence.tokens) - 1 for sequence in job.data.train]
+    return JobLoad.from_spec(job.spec, LengthHistogram.from_lengths(rows))
