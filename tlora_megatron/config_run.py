@@ -59,9 +59,9 @@ class RunSpec:
         "(arXiv 2602.07263), for comparison",
         default="best",
     )
-    tensor_collectives: Literal["auto", "nccl", "copy_engine", "two_shot"] = rule(
-        "how tensor-parallel results are summed and gathered between nano-batches: auto takes the "
-        "fastest that this machine has, the others name one; what is missing falls back to nccl",
+    tensor_collectives: Literal["auto", "nccl", "copy_engine"] = rule(
+        "how tensor-parallel results are summed and gathered between nano-batches on GPUs: auto "
+        "takes copy engines where the GPUs reach each other's memory, else nccl",
         default="auto",
     )
 
