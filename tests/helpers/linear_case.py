@@ -111,8 +111,9 @@ class Case:
         found = {}
         for adapter in self.bank.adapters:
             layout = adapter.slab.layout
+            adapter.slab.collect_grad()
             views = layout.views(adapter.slab.grad.clone())
-            adapter.slab.grad.zero_()
+            adapter.slab.zero_grad()
             for factor, view in zip(layout.factors, views, strict=True):
                 found[f"{adapter.name}.{factor.name}"] = view
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,12 @@ _SENTENCE = "the quick brown fox jumps over a lazy dog while seven wizards bake 
 _WORDS = _SENTENCE.split()
 
 
-def make_scenario(root: Path) -> Path:
+def make_scenario(root: Path, specs: Sequence[Mapping[str, Any]] = JOBS) -> Path:
     """Writes the base model, the jobs' data and `config.json`; returns the config's path."""
     base = make_tiny_model(root / "base", "llama", vocab_size=VOCAB_SIZE)
     save_tiny_tokenizer(base)
     jobs = []
-    for index, job in enumerate(JOBS):
+    for index, job in enumerate(specs):
         write_rows(root / f"{job['name']}.jsonl", 18, seed=index)
         write_rows(root / f"{job['name']}.eval.jsonl", 3, seed=100 + index)
         data = {"train": f"{job['name']}.jsonl", "eval": f"{job['name']}.eval.jsonl"}

@@ -1,0 +1,248 @@
+"""Block-diagonal jobs get what PEFT's own block-diagonal training gives them, in every layout.
+
+All runs of one world size share one set of processes; each is a whole `train_run` beside standard
+jobs, checked by the files it leaves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.interrupted_worker import starts
+from tests.helpers.launch import python, torchrun
+from tests.helpers.oracle import OracleResult
+from tests.helpers.scenario import (
+    NUM_STEPS,
+    exported,
+    load_scenario,
+    losses,
+    make_scenario,
+    oracle_results,
+)
+
+WORKER = Path(__file__).parents[1] / "helpers" / "train_worker.py"
+RESUMER = Path(__file__).parents[1] / "helpers" / "interrupted_worker.py"
+COUNTER = Path(__file__).parents[1] / "helpers" / "block_collectives_worker.py"
+
+
+def _blocks(rank: int, num_blocks: int, **lora: Any) -> dict[str, Any]:
+    return {"rank": rank, "parametrization": "block_diagonal", "num_blocks": num_blocks, **lora}
+
+
+JOBS: tuple[dict[str, Any], ...] = (
+    {
+        "name": "four",
+        "lora": _blocks(8, 4, alpha=16, use_rslora=True),
+        "batch_size": 3,
+        "optimizer": {"lr": 2e-3, "max_grad_norm": 0.3, "weight_decay": 0.1},
+        "schedule": {"name": "cosine", "warmup_steps": 2},
+    },
+    {
+        "name": "standard",
+        "lora": {"rank": 6, "alpha": 9, "target_modules": ["q_proj", "up_proj", "down_proj"]},
+        "batch_size": 2,
+        "optimizer": {"lr": 2e-3, "max_grad_norm": 1.0},
+    },
+    {
+        "name": "eight",
+        "lora": _blocks(24, 8, alpha=24, target_modules=["k_proj", "v_proj", "o_proj"]),
+        "batch_size": 5,
+        "optimizer": {"lr": 2e-3, "max_grad_norm": 0.5},
+        "seed": 7,
+    },
+    {
+        "name": "thin",
+        "lora": _blocks(4, 4, alpha=4, target_modules=["gate_proj", "up_proj", "down_proj"]),
+        "batch_size": 4,
+        "optimizer": {"lr": 4e-3, "max_grad_norm": 0.0, "betas": [0.8, 0.95]},
+        "schedule": {"name": "linear"},
+    },
+    {
+        "name": "two",
+        "lora": _blocks(6, 2, alpha=12, target_modules=["q_proj", "o_proj", "down_proj"]),
+        "batch_size": 1,
+        "optimizer": {"lr": 4e-3, "max_grad_norm": 0.5},
+    },
+)
+NAMES = tuple(job["name"] for job in JOBS)
+TP2_SP = ("parallel.tp_size=2", "parallel.sequence_parallel=true")
+LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
+    1: {"one process": (), "full recompute": ("run.recompute=full",)},
+    2: {
+        "TP2": ("parallel.tp_size=2",),
+        "TP2+SP": TP2_SP,
+        "TP2+SP full recompute": (*TP2_SP, "run.recompute=full"),
+        "PP2": ("parallel.pp_size=2",),
+        "DP2": (),
+        "CP2": ("parallel.cp_size=2",),
+    },
+    4: {
+        "TP4": ("parallel.tp_size=4",),
+        "TP4+SP": ("parallel.tp_size=4", "parallel.sequence_parallel=true"),
+        "TP2xPP2": ("parallel.tp_size=2", "parallel.pp_size=2"),
+    },
+}
+CASES = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts]
+ALONE = ("four", "eight")
+INCIDENTS = ("standard", "eight")
+Case = dict[str, Any]
+
+
+def jobs_of(layout: str) -> tuple[str, ...]:
+    """Two blocks cannot be four ranks'."""
+    return NAMES[:-1] if "TP4" in layout else NAMES
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config file of the scenario; others beside it hold some of its jobs."""
+    path = make_scenario(tmp_path_factory.mktemp("blocks"), JOBS)
+    document = json.loads(path.read_text())
+    for label, names in {"TP4": NAMES[:-1], **{name: (name,) for name in ALONE}}.items():
+        jobs = [job for job in document["jobs"] if job["name"] in names]
+        path.with_name(f"{label}.json").write_text(json.dumps({**document, "jobs": jobs}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def oracle(scenario: Path) -> dict[str, OracleResult]:
+    """Each job alone under transformers and PEFT."""
+    return oracle_results(load_scenario(scenario, output_dir=scenario.parent / "unused"))
+
+
+@pytest.fixture(scope="module")
+def run_world(scenario: Path) -> Callable[[int], Path]:
+    """Trains all layouts of a world size, once; returns the folder of their outputs."""
+    done: set[int] = set()
+
+    def run(world_size: int) -> Path:
+        root = scenario.parent / f"world{world_size}"
+        if world_size not in done:
+            train(root, world_size, _cases(root, world_size, scenario))
+            done.add(world_size)
+        return root
+
+    return run
+
+
+def _cases(root: Path, world_size: int, scenario: Path) -> list[Case]:
+    cases = []
+    for name, overrides in LAYOUTS[world_size].items():
+        config = scenario.with_name("TP4.json") if "TP4" in name else scenario
+        cases.append({"config": str(config), "output_dir": str(root / name), "set": overrides})
+    if world_size > 2:
+        return cases
+    layout = TP2_SP if world_size == 2 else ()
+    for name in ALONE:
+        alone = {"config": str(scenario.with_name(f"{name}.json")), "set": layout}
+        cases.append({**alone, "output_dir": str(root / f"{name} alone")})
+    for name in INCIDENTS:
+        wrong = (*layout, f"jobs.{name}.optimizer.lr=1e30", "run.max_nonfinite_steps=100")
+        ill = {"config": str(scenario), "set": wrong}
+        cases.append({**ill, "output_dir": str(root / f"{name} ill")})
+    return cases
+
+
+def train(
+    root: Path, world_size: int, cases: list[Case], label: str = "cases", worker: Path = WORKER
+) -> None:
+    """Runs cases one after another in one world."""
+    root.mkdir(exist_ok=True)
+    (root / f"{label}.json").write_text(json.dumps(cases))
+    if world_size == 1:
+        python(worker, root / f"{label}.json")
+    else:
+        torchrun(worker, world_size, root / f"{label}.json", timeout=600)
+
+
+@pytest.mark.parametrize(("world_size", "layout"), CASES, ids=[name for _, name in CASES])
+def test_losses_and_weights_equal_peft_s_own(
+    world_size: int,
+    layout: str,
+    run_world: Callable[[int], Path],
+    oracle: dict[str, OracleResult],
+    scenario: Path,
+) -> None:
+    output_dir = run_world(world_size) / layout
+    for name in jobs_of(layout):
+        check(output_dir, name, oracle[name], scenario)
+
+
+def check(output_dir: Path, name: str, expected: OracleResult, scenario: Path) -> None:
+    """A job's losses and exported weights against its oracle."""
+    assert losses(output_dir, name) == pytest.approx(expected.losses, rel=1e-5), name
+    assert len(expected.losses) == NUM_STEPS
+    factors = exported(output_dir, name, scenario.parent / "base")
+    assert factors.keys() == expected.factors.keys()
+    for key, value in expected.factors.items():
+        error = float((factors[key] - value).norm() / value.norm())
+        assert error < 1e-4, f"{name} {key}"
+
+
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(("world_size", "layout"), [(1, "one process"), (2, "TP2+SP")])
+def test_a_job_alone_equals_the_job_in_company(
+    world_size: int, layout: str, name: str, run_world: Callable[[int], Path], scenario: Path
+) -> None:
+    root, base = run_world(world_size), scenario.parent / "base"
+    alone, together = root / f"{name} alone", root / layout
+    assert losses(together, name) == pytest.approx(losses(alone, name), rel=1e-6)
+    factors = exported(together, name, base)
+    for key, value in exported(alone, name, base).items():
+        torch.testing.assert_close(factors[key], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("ill", INCIDENTS)
+@pytest.mark.parametrize(("world_size", "layout"), [(1, "one process"), (2, "TP2+SP")])
+def test_neighbours_of_a_job_gone_wrong_get_the_same_bits(
+    world_size: int, layout: str, ill: str, run_world: Callable[[int], Path], scenario: Path
+) -> None:
+    root, base = run_world(world_size), scenario.parent / "base"
+    healthy, other = root / layout, root / f"{ill} ill"
+    summary = json.loads((other / "summary.json").read_text())["jobs"]
+    assert summary[ill]["skipped_steps"] > 0
+    for name in set(NAMES) - {ill}:
+        assert losses(other, name) == losses(healthy, name), name
+        expected = exported(healthy, name, base)
+        factors = exported(other, name, base)
+        assert all(torch.equal(factors[key], value) for key, value in expected.items()), name
+
+
+def test_resumes_between_layouts(
+    scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path
+) -> None:
+    """Two TP ranks, then one process, then two TP ranks with sequence parallelism."""
+    saved = "run.checkpoint_every_steps=5"
+    lives: tuple[tuple[int, tuple[str, ...], list[Any] | None], ...] = (
+        (2, ("parallel.tp_size=2",), ["four", 7]),
+        (1, (), ["four", 14]),
+        (2, TP2_SP, None),
+    )
+    for life, (world_size, overrides, stop) in enumerate(lives):
+        case = {"config": str(scenario), "output_dir": str(tmp_path / "out"), "stop": stop}
+        train(tmp_path, world_size, [{**case, "set": [saved, *overrides]}], f"life{life}", RESUMER)
+    begun = starts(tmp_path / "out")
+    assert [steps["four"] for steps in begun] == [0, 5, 10]
+    for name in NAMES:
+        check(tmp_path / "out", name, oracle[name], scenario)
+
+
+def test_nothing_is_exchanged_for_block_diagonal_jobs(tmp_path: Path) -> None:
+    """Passes have the frozen model's collectives, and the step no sum over TP."""
+    torchrun(COUNTER, 2, tmp_path / "counts.json")
+    counts = json.loads((tmp_path / "counts.json").read_text())
+    for layout, mixes in counts.items():
+        frozen, blocks, standard = (mixes[m] for m in ("frozen", "block_diagonal", "standard"))
+        assert frozen["layers"], layout
+        assert blocks["layers"] == frozen["layers"], layout
+        assert blocks["step"] == {"c10d::allreduce_": 1}, "one of all losses and norms"
+        assert standard["step"] == {"c10d::allreduce_": 3}, "and a sum over TP for each job"
+        # Standard jobs beside them do not exchange dS either; their replicated factors are summed.
+        assert mixes["both"] == {"layers": frozen["layers"], "step": {"c10d::allreduce_": 2}}
+    assert counts["TP+SP"]["standard"]["layers"]["c10d::allreduce_"] == 4, "dS of both layers"
