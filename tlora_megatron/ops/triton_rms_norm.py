@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+
+from tlora_megatron.ops.warm_kernel import WarmKernel
 
 _TILE = 4096
 """Elements of a thread block where rows are narrower; a wider row has a block of its own."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(
     x: tl.tensor,  # [num_rows, WIDTH]
     residual: tl.tensor,  # as x, with HAS_RESIDUAL
@@ -42,7 +46,7 @@ def _forward_kernel(
     tl.store(out + at, (normed * factor[None, :]).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _backward_kernel(
     dy: tl.tensor,  # [num_rows, WIDTH]
     dtotal: tl.tensor,  # as dy, with HAS_DTOTAL
@@ -71,6 +75,11 @@ def _backward_kernel(
     tl.store(dx + at, result.to(dx.dtype.element_ty), mask=inside)
 
 
+_forward = WarmKernel(_forward_kernel)
+_backward = WarmKernel(_backward_kernel)
+
+
+@functools.cache
 def _tile(width: int) -> tuple[int, int, int]:
     """Rows and columns of a thread block, and its warps: 16 elements a thread."""
     columns = triton.next_power_of_2(width)
@@ -92,19 +101,11 @@ def launch_forward(
     out = torch.empty_like(x)
     rstd = x.new_empty(num_rows, dtype=torch.float32)
     rows, columns, warps = _tile(width)
-    _forward_kernel[(triton.cdiv(num_rows, rows),)](
-        x,
-        x if residual is None else residual,
-        weight_H,
-        total,
-        out,
-        rstd,
-        num_rows,
-        eps,
-        WIDTH=width,
-        ROWS=rows,
-        COLUMNS=columns,
-        HAS_RESIDUAL=residual is not None,
+    _forward.launch(
+        -(-num_rows // rows),
+        (x, x if residual is None else residual, weight_H, total, out, rstd),
+        (num_rows, eps),
+        (width, rows, columns, residual is not None),
         num_warps=warps,
     )
     return total, out, rstd
@@ -126,18 +127,11 @@ def launch_backward(
     num_rows = x.numel() // width
     dx = torch.empty_like(x)
     rows, columns, warps = _tile(width)
-    _backward_kernel[(triton.cdiv(num_rows, rows),)](
-        dy,
-        dy if dtotal is None else dtotal,
-        x,
-        weight_H,
-        rstd,
-        dx,
-        num_rows,
-        WIDTH=width,
-        ROWS=rows,
-        COLUMNS=columns,
-        HAS_DTOTAL=dtotal is not None,
+    _backward.launch(
+        -(-num_rows // rows),
+        (dy, dy if dtotal is None else dtotal, x, weight_H, rstd, dx),
+        (num_rows,),
+        (width, rows, columns, dtotal is not None),
         num_warps=warps,
     )
     return dx

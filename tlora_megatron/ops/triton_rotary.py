@@ -3,9 +3,13 @@ own, and queries and keys turn on the way."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+
+from tlora_megatron.ops.warm_kernel import WarmKernel
 
 _ROWS = 32
 """Rows of a thread block, which takes one head of each: 4,096 elements at head dimension 128."""
@@ -47,7 +51,7 @@ def _move_head(
     tl.store(target + HALF, second, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rotate_heads_kernel(
     mixed: tl.tensor,  # [T, GROUPS, PER_GROUP + 2, 2 * HALF]
     query: tl.tensor,  # [T, GROUPS * PER_GROUP, 2 * HALF]
@@ -119,6 +123,9 @@ def _rotate_heads_kernel(
         )
 
 
+_rotate_heads = WarmKernel(_rotate_heads_kernel)
+
+
 def launch_unpack(
     mixed: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -153,18 +160,16 @@ def _launch(
     backward: bool,
 ) -> None:
     num_rows, groups, members, dim = mixed.shape
-    grid = (groups * members * triton.cdiv(num_rows, _ROWS),)
-    _rotate_heads_kernel[grid](
-        mixed,
-        *parts,
-        cos_TD,
-        sin_TD,
-        num_rows,
-        GROUPS=groups,
-        PER_GROUP=members - 2,
-        HALF=dim // 2,
-        ROWS=_ROWS,
-        COLUMNS=triton.next_power_of_2(dim // 2),
-        BACKWARD=backward,
+    _rotate_heads.launch(
+        groups * members * -(-num_rows // _ROWS),
+        (mixed, *parts, cos_TD, sin_TD),
+        (num_rows,),
+        (groups, members - 2, dim // 2, _ROWS, _columns(dim // 2), backward),
         num_warps=_WARPS,
     )
+
+
+@functools.cache
+def _columns(half: int) -> int:
+    """Columns of a thread block; `next_power_of_2` is a Triton function, slow to call."""
+    return triton.next_power_of_2(half)

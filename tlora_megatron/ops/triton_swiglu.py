@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tlora_megatron.ops.warm_kernel import WarmKernel
+
 _BLOCK = 1024
 """Columns of a thread block: 8 a thread, one load of 16 bytes each of gate and up."""
 _WARPS = 4
@@ -52,12 +54,16 @@ def _backward_kernel(
     tl.store(dx + begin + WIDTH, (grad * silu).to(dx.dtype.element_ty), mask=inside)
 
 
+_forward = WarmKernel(_forward_kernel)
+_backward = WarmKernel(_backward_kernel)
+
+
 def launch_forward(x: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` of contiguous `[..., 2 F]`."""
     width = x.shape[-1] // 2
     y = x.new_empty(*x.shape[:-1], width)
-    grid = (triton.cdiv(width, _BLOCK) * (y.numel() // width),)
-    _forward_kernel[grid](x, y, WIDTH=width, BLOCK=_BLOCK, num_warps=_WARPS)
+    blocks = -(-width // _BLOCK) * (y.numel() // width)
+    _forward.launch(blocks, (x, y), (), (width, _BLOCK), num_warps=_WARPS)
     return y
 
 
@@ -65,6 +71,6 @@ def launch_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Gradient of contiguous `[..., 2 F]`."""
     width = x.shape[-1] // 2
     dx = torch.empty_like(x)
-    grid = (triton.cdiv(width, _BLOCK) * (dy.numel() // width),)
-    _backward_kernel[grid](dy, x, dx, WIDTH=width, BLOCK=_BLOCK, num_warps=_WARPS)
+    blocks = -(-width // _BLOCK) * (dy.numel() // width)
+    _backward.launch(blocks, (dy, x, dx), (), (width, _BLOCK), num_warps=_WARPS)
     return dx
