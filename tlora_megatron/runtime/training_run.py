@@ -26,6 +26,7 @@ from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import Site, check_targets
 from tlora_megatron.layers.slab import StatePlacement, initial_factor
+from tlora_megatron.model import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.plan import ParallelLayout
 from tlora_megatron.runtime.agreement import check_agreement
@@ -36,7 +37,7 @@ from tlora_megatron.training.data import load_tokenizer
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.loop import RunListener, TrainingLoop
 from tlora_megatron.training.metrics import write_atomic, write_summary
-from tlora_megatron.training.nano_rounds import NanoEngine, NanoRounds
+from tlora_megatron.training.nano_rounds import NanoEngine, NanoRounds, RankAwareCut
 from tlora_megatron.training.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob, prepare_job
 from tlora_megatron.training.report import write_report
@@ -174,12 +175,16 @@ class TrainingRun:
         )
 
     def _nano_rounds(self, super_model: SuperModel) -> NanoRounds | None:
-        """What chooses the number of nano-batches, if it is to be chosen; sets a fixed one."""
+        """Sets how micro-batches are cut; what chooses the number, if it is to be chosen."""
         run, engine, groups = self.config.run, super_model.engine, super_model.groups
         if groups.layout.tp_size == 1 or not isinstance(engine, NanoEngine):
             return None
-        if run.nano_batches != "auto":
-            engine.set_nano_batches(run.nano_batches)
+        assert isinstance(self.spec, ModelSpec), "Megatron's models have a whole shape"
+        super_model.cut_documents = RankAwareCut(self.spec, super_model)
+        engine.nano_batches.kind = run.tensor_collectives
+        # Two make the engine ready for any number, or say why there can be none.
+        engine.set_nano_batches(2 if run.nano_batches == "auto" else run.nano_batches)
+        if run.nano_batches != "auto" or engine.num_nano_batches == 1:
             return None
         return NanoRounds(
             run.nano_controller,

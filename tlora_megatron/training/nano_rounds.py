@@ -16,6 +16,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.ops.segments import Document
+from tlora_megatron.parallel.nano_balance import RowCosts
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.metrics import read_metrics, write_atomic
 from tlora_megatron.training.nano_aimd import AimdCount
@@ -26,16 +29,46 @@ from tlora_megatron.training.nano_controller import (
     StepTime,
 )
 from tlora_megatron.training.packing import Bins
+from tlora_megatron.training.super_model import SuperModel
 
 logger = logging.getLogger(__name__)
+
+
+class _Settings(Protocol):
+    kind: Any
+    """Of the collectives; see `RunSpec.tensor_collectives`."""
 
 
 @runtime_checkable
 class NanoEngine(Protocol):
     """An engine that runs micro-batches in nano-batches."""
 
+    nano_batches: _Settings
+
+    @property
+    def num_nano_batches(self) -> int:
+        """Into how many a micro-batch is to be cut, at most; 1 where the model cannot be."""
+
     def set_nano_batches(self, count: int) -> None:
         """Cuts the micro-batches of the next rounds into at most so many; between rounds."""
+
+
+class RankAwareCut:
+    """Cuts a super-model's micro-batches so that nano-batches cost the same; see `RowCosts`."""
+
+    def __init__(self, spec: ModelSpec, super_model: SuperModel) -> None:
+        self._spec = spec
+        self._super_model = super_model
+        self._jobs: Sequence[JobState] | None = None
+        self._costs: RowCosts | None = None
+
+    def __call__(self, documents: Sequence[Document], num_parts: int) -> tuple[int, ...]:
+        """As `parallel.nano_batch.CutDocuments`."""
+        jobs = self._super_model.jobs
+        if self._costs is None or jobs is not self._jobs:
+            self._jobs = jobs
+            self._costs = RowCosts.of(self._spec, [job.spec.lora for job in jobs])
+        return self._costs.cut(documents, num_parts)
 
 
 class NanoRounds:
