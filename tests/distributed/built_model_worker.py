@@ -3,8 +3,9 @@ same model untouched, document by document, in one process.
 
 Arguments: file of the reference, then variants such as `rope=scaled,tp=2,sp=1,recompute=full` or
 `pp=2,vp=2,first=1`, `cp=2`, with `linears=te` (the stand-in of Transformer Engine's) or
-`linears=around` (Megatron's own as black boxes), `nano=2` (nano-batches); `rope=hybrid` is HybridModel, `rope=moe`
-has experts, a shared one among them. A variant `reference=plain+yarn` writes the file.
+`linears=around` (Megatron's own as black boxes), `nano=2` (nano-batches, of which none may be made
+with `mode=`); `rope=hybrid` is HybridModel, `rope=moe` has experts, a shared one among them. A
+variant `reference=plain+yarn` writes the file.
 """
 
 from __future__ import annotations

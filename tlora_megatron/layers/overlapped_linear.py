@@ -1,7 +1,8 @@
 """A multi-adapter linear whose communication its own nano-batches hide.
 
-For layers that nano-batches cannot go through in turns (`parallel.lanes`). Each nano-batch's product is computed on its own, on the main stream; what it sends or receives runs
-on its side stream beside the next one's product.
+For layers that nano-batches cannot go through in turns (`parallel.lanes`). Each nano-batch's
+product is computed on its own, on the main stream; what it sends or receives runs on its side
+stream beside the next one's product.
 
 Shapes: T rows of the micro-batch, K features in, N features out, n tensor-parallel ranks.
 """

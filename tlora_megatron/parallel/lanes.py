@@ -8,8 +8,7 @@ partial sums, residual sum, norm, and with sequence parallelism the gathering. A
 every column-parallel linear, so compute pieces alternate: 0, 1, 0, 1, ...
 
 Backward goes the same way back. For this the pieces are recorded as separate autograd graphs, ended
-by detached tensors at the cuts. Each is run by `torch.autograd.grad` on the stream that it was
-recorded on: the engine runs a node on its forward's stream and makes the caller's stream wait for
+by detached tensors at the cuts. Each is run backward on the stream that it was recorded on: the engine runs a node on its forward's stream and makes the caller's stream wait for
 it, so it adds no waits.
 
 Shapes: T rows of the nano-batch, n tensor-parallel ranks, H features.
@@ -232,7 +231,10 @@ class Lane:
         assert half.x_leaf is not None, "forward comes first"
         assert half.dy is not None, "later pieces come first"
         y: Any = half.y if half.replay is None else self._compute_again(half.replay, half.x_leaf)
-        (dx,) = torch.autograd.grad([y], [half.x_leaf], [half.dy])
+        # Not `grad`: Megatron's checkpoint around core attention refuses it.
+        torch.autograd.backward([y], [half.dy])
+        dx = half.x_leaf.grad
+        assert dx is not None, "the compute piece must use its input"
         half.x_leaf = half.y = half.dy = None
         return dx
 
