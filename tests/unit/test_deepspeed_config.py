@@ -128,6 +128,10 @@ def test_owned_keys_become_defaults_of_the_jobs(folder: Path) -> None:
             r"base_model\.dtype must be bfloat16 with bf16\.enabled",
         ),
         (
+            {"tlora": section() | {"run": {"output_dir": "o", "nano_batches": 2}}},
+            r"run\.nano_batches must be 1 or auto under DeepSpeed, got 2",
+        ),
+        (
             {"tlora": section() | {"run": {"output_dir": "o", "recompute": "selective"}}},
             r"run\.recompute must be none or full",
         ),
@@ -206,3 +210,10 @@ def test_supported_releases(version: str) -> None:
 def test_other_releases_are_refused(version: str, tp_size: int, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         check_version(version, tp_size)
+
+
+def test_a_choice_of_nano_batches_is_one(folder: Path) -> None:
+    run = {"output_dir": "out", "nano_batches": "auto"}
+    config = load(folder, {"tlora": section() | {"run": run}})
+    assert config.run.run.nano_batches == 1
+    assert "run.nano_batches has no effect" in "\n".join(config.changes)

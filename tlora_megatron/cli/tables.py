@@ -115,7 +115,7 @@ def _print_speed(console: Console, run: dict[str, Any]) -> None:
         console.print(", ".join(parts), style="bold")
     if nano := run.get("nano_batches"):
         ratio = nano.get("time_over_one")
-        gain = "" if ratio is None else f", {ratio:.3f} of the time of 1"
+        gain = "" if ratio is None or nano["count"] == 1 else f", {ratio:.3f} of the time of 1"
         console.print(f"nano-batches: {nano['count']} ({nano['controller']}){gain}")
 
 

@@ -133,6 +133,11 @@ def load_deepspeed_config(
     run = read_config(section, folder, output_dir=output_dir, targets=None, base_model=base_model)
     if run.run.recompute == "selective":
         raise must("run.recompute", "be none or full under DeepSpeed", run.run.recompute)
+    if run.run.nano_batches == "auto":
+        changes.append("run.nano_batches has no effect: DeepSpeed's engine runs batches whole")
+        run = replace(run, run=replace(run.run, nano_batches=1))
+    if run.run.nano_batches != 1:
+        raise must("run.nano_batches", "be 1 or auto under DeepSpeed", run.run.nano_batches)
     zero = _zero_section(document)
     offload = zero.pop("offload_optimizer", {}).get("device", "none")
     if offload not in ("none", "cpu"):
