@@ -1,0 +1,213 @@
+"""Every LoRA sharding gives what fold and PEFT give: layer by layer, and through whole runs.
+
+Runs of one world size share one set of processes; each is a whole `train_run` of standard jobs with
+a block-diagonal one beside them, checked by the files it leaves.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.launch import REPO, torchrun
+from tests.helpers.oracle import OracleResult
+from tests.helpers.scenario import (
+    JOBS as STANDARD,
+)
+from tests.helpers.scenario import (
+    NUM_STEPS,
+    exported,
+    load_scenario,
+    losses,
+    make_scenario,
+    oracle_results,
+)
+
+LINEARS = Path(__file__).with_name("lora_sharding_worker.py")
+TRAINER = Path(__file__).parents[1] / "helpers" / "train_worker.py"
+RESUMER = Path(__file__).parents[1] / "helpers" / "interrupted_worker.py"
+BENCH = REPO / "scripts" / "bench" / "lora_sharding.py"
+JOBS: tuple[dict[str, Any], ...] = (
+    *STANDARD,
+    {
+        "name": "blocks",
+        "lora": {"rank": 8, "alpha": 16, "parametrization": "block_diagonal", "num_blocks": 4},
+        "batch_size": 3,
+        "optimizer": {"lr": 2e-3, "max_grad_norm": 0.3},
+    },
+    {
+        "name": "thin",
+        "lora": {"rank": 1, "alpha": 2, "target_modules": ["q_proj", "o_proj", "up_proj"]},
+        "batch_size": 2,
+        "optimizer": {"lr": 4e-3},
+    },
+)
+"""`thin` has fewer rank rows than TP ranks, `mlp` has 6, which 4 do not divide."""
+NAMES = tuple(job["name"] for job in JOBS)
+TP2, TP4 = ("parallel.tp_size=2",), ("parallel.tp_size=4",)
+SP, PP2 = ("parallel.sequence_parallel=true",), ("parallel.pp_size=2",)
+
+
+def _by(sharding: str) -> tuple[str, ...]:
+    return (f"parallel.lora_sharding={sharding}",)
+
+
+LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
+    2: {
+        "TP2 fold": TP2 + _by("fold"),
+        "TP2 rank_exchange": TP2 + _by("rank_exchange"),
+        "TP2 s_lora": TP2 + _by("s_lora"),
+        "TP2+SP rank_exchange": TP2 + SP + _by("rank_exchange"),
+        "TP2+SP s_lora": TP2 + SP + _by("s_lora"),
+        "TP2+SP s_lora full recompute": (*TP2, *SP, *_by("s_lora"), "run.recompute=full"),
+        "TP2 auto": TP2,
+        "PP2 s_lora": PP2 + _by("s_lora"),
+    },
+    4: {
+        "TP4 s_lora": TP4 + _by("s_lora"),
+        "TP4+SP s_lora": TP4 + SP + _by("s_lora"),
+        "TP2xPP2 s_lora": TP2 + PP2 + _by("s_lora"),
+        "TP2xPP2+SP rank_exchange": TP2 + PP2 + SP + _by("rank_exchange"),
+    },
+}
+CASES = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts]
+EXCHANGED = ("TP2 rank_exchange", "TP2 s_lora")
+ILL = "everything"
+
+
+def test_linears_under_tensor_and_sequence_parallelism() -> None:
+    """Outputs and gradients by name against fp64, with block-diagonal jobs beside, NaN in one job,
+    and in bf16."""
+    assert "all equal" in torchrun(LINEARS, 2, "tp=2", "tp=2,sp=1")
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config file of the scenario."""
+    return make_scenario(tmp_path_factory.mktemp("sharding"), JOBS)
+
+
+@pytest.fixture(scope="module")
+def oracle(scenario: Path) -> dict[str, OracleResult]:
+    """Each job alone under transformers and PEFT."""
+    return oracle_results(load_scenario(scenario, output_dir=scenario.parent / "unused"))
+
+
+@pytest.fixture(scope="module")
+def run_world(scenario: Path) -> Callable[[int], Path]:
+    """Trains all layouts of a world size, once; returns the folder of their outputs."""
+    done: set[int] = set()
+
+    def run(world_size: int) -> Path:
+        root = scenario.parent / f"world{world_size}"
+        if world_size not in done:
+            layouts = dict(LAYOUTS[world_size])
+            if world_size == 2:
+                wrong = (f"jobs.{ILL}.optimizer.lr=1e30", "run.max_nonfinite_steps=100")
+                layouts |= {f"{name} ill": (*layouts[name], *wrong) for name in EXCHANGED}
+            root.mkdir()
+            train(root, world_size, scenario, layouts)
+            done.add(world_size)
+        return root
+
+    return run
+
+
+def train(root: Path, world_size: int, scenario: Path, layouts: dict[str, tuple[str, ...]]) -> None:
+    """Runs layouts one after another in one world."""
+    cases = [
+        {"config": str(scenario), "output_dir": str(root / name), "set": overrides}
+        for name, overrides in layouts.items()
+    ]
+    (root / "cases.json").write_text(json.dumps(cases))
+    torchrun(TRAINER, world_size, root / "cases.json", timeout=600)
+
+
+@pytest.mark.parametrize(("world_size", "layout"), CASES, ids=[name for _, name in CASES])
+def test_losses_and_weights_equal_peft_s(
+    world_size: int,
+    layout: str,
+    run_world: Callable[[int], Path],
+    oracle: dict[str, OracleResult],
+    scenario: Path,
+) -> None:
+    output_dir = run_world(world_size) / layout
+    for name in NAMES:
+        check(output_dir, name, oracle[name], scenario)
+    summary = json.loads((output_dir / "summary.json").read_text())
+    asked = next((part for part in ("rank_exchange", "s_lora") if part in layout), "fold")
+    settled = "fold" if layout.startswith("PP2") else asked
+    assert summary["run"]["layout"]["lora_sharding"] == settled
+
+
+def check(output_dir: Path, name: str, expected: OracleResult, scenario: Path) -> None:
+    """A job's losses and exported weights against its oracle."""
+    assert losses(output_dir, name) == pytest.approx(expected.losses, rel=1e-5), name
+    assert len(expected.losses) == NUM_STEPS
+    factors = exported(output_dir, name, scenario.parent / "base")
+    assert factors.keys() == expected.factors.keys()
+    for key, value in expected.factors.items():
+        error = float((factors[key] - value).norm() / value.norm())
+        assert error < 1e-4, f"{name} {key}"
+
+
+@pytest.mark.parametrize("layout", EXCHANGED)
+def test_neighbours_of_a_job_gone_wrong_get_the_same_bits(
+    layout: str, run_world: Callable[[int], Path], scenario: Path
+) -> None:
+    healthy, other = (run_world(2) / name for name in (layout, f"{layout} ill"))
+    summary = json.loads((other / "summary.json").read_text())["jobs"]
+    assert summary[ILL]["skipped_steps"] > 0
+    for name in set(NAMES) - {ILL}:
+        assert losses(other, name) == losses(healthy, name), name
+        expected = exported(healthy, name, scenario.parent / "base")
+        factors = exported(other, name, scenario.parent / "base")
+        assert all(torch.equal(factors[key], value) for key, value in expected.items()), name
+
+
+def test_resumes_under_another_sharding(
+    scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path
+) -> None:
+    """Fold, then S-LoRA, then rank exchange with sequence parallelism."""
+    lives: tuple[tuple[tuple[str, ...], list[Any] | None], ...] = (
+        (_by("fold"), [ILL, 7]),
+        (_by("s_lora"), [ILL, 14]),
+        (SP + _by("rank_exchange"), None),
+    )
+    for index, (overrides, stop) in enumerate(lives):
+        settings = ["run.checkpoint_every_steps=5", *TP2, *overrides]
+        case = {"config": str(scenario), "output_dir": str(tmp_path / "out"), "set": settings}
+        (tmp_path / f"{index}.json").write_text(json.dumps([{**case, "stop": stop}]))
+        torchrun(RESUMER, 2, tmp_path / f"{index}.json", timeout=600)
+    begun = (tmp_path / "out" / "starts.jsonl").read_text().splitlines()
+    assert [json.loads(line)[ILL] for line in begun] == [0, 5, 10]
+    for name in NAMES:
+        check(tmp_path / "out", name, oracle[name], scenario)
+
+
+def test_the_bench_counts_what_each_sharding_exchanges(tmp_path: Path) -> None:
+    """And refuses strategies that do not agree; tiny shapes over gloo."""
+    file = tmp_path / "rows.csv"
+    sizes = ("--models", "tiny", "--cases", "2x16", "--tokens", 128, "--rounds", 1, "--steps", 1)
+    torchrun(BENCH, 2, *sizes, "--csv", file)
+    torchrun(BENCH, 2, *sizes, "--sequence-parallel", "--csv", file)
+    rows = list(csv.DictReader(file.open()))
+    calls = [
+        {row["strategy"]: float(row["lora_collectives_per_layer"]) for row in part}
+        for part in (rows[:5], rows[5:])
+    ]
+    free = {"block_diagonal": 0, "block_diagonal_equal_parameters": 0}
+    assert calls[0] == {"fold": 0, "rank_exchange": 4, "s_lora": 8, **free}
+    assert calls[1] == {"fold": 2, "rank_exchange": 8, "s_lora": 8, **free}
+    # 7 targets, of which both ways exchange [128, 16] in fp32.
+    s_lora = rows[2]
+    assert int(s_lora["lora_bytes_per_layer"]) == 2 * 7 * 128 * 16 * 4
+    assert int(s_lora["gradient_sum_bytes_per_layer"]) == 0
+    standard, equal = (int(rows[i]["parameters_per_layer"]) for i in (0, 4))
+    assert abs(equal / standard - 1) < 0.1
