@@ -23,6 +23,7 @@ import torch
 from tlora_megatron.ops.columns import OutputColumns
 from tlora_megatron.ops.cuda_calls import Arenas, Dropout, GemmTile, RankPart, gemm
 from tlora_megatron.ops.dropout import dropout_reference
+from tlora_megatron.ops.rank_form import RankForm
 from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE, RankLayout, TilePlan, tile_plan
 
 SHAPES = {
@@ -110,7 +111,8 @@ class Case:
         rank = None
         if rank_part and self.plan is not None:
             rank = RankPart(
-                ext=self.ext,
+                flat=self.ext,
+                form=RankForm(chunk_rows=len(self.ext), num_rows=0, row_width=0),
                 factors=Arenas(self.factors, self.columns),
                 num_targets=self.targets,
                 tile_chunks=self.tile_chunks,

@@ -31,6 +31,7 @@ from tests.helpers.item_parts import (
 from tlora_megatron.ops.columns import OutputColumns
 from tlora_megatron.ops.cuda_calls import Arenas, Dropout, GemmTile, RankPart
 from tlora_megatron.ops.factors import SiteFactors
+from tlora_megatron.ops.rank_form import RankForm
 
 
 class ItemMachine:
@@ -75,8 +76,8 @@ class ItemMachine:
         self,
         in_TK: torch.Tensor,
         factors: Arenas,
-        ext: torch.Tensor,
-        rows_TR: torch.Tensor,
+        flat: torch.Tensor,
+        form: RankForm,
         *,
         items: torch.Tensor,
         num_items: int,
@@ -89,7 +90,7 @@ class ItemMachine:
         """rank_rows.cu."""
         self.launches.append("rows")
         assert parts in (1, 2, 4, 8), f"a cluster must have 1 to 8 blocks, got {parts}"
-        out, rows = ext.numpy(), rows_TR.numpy()
+        out, rows = form.chunks(flat).numpy(), form.rows(flat).numpy()
         values = drop(in_TK.numpy(), dropout if masked else None)
         for item in item_table(items, num_items):
             row, begin, end, tile_column, target, slot, count, factor_row, first, rank = item[:10]
@@ -138,9 +139,10 @@ class ItemMachine:
     def rank_sums(
         self,
         x_TK: torch.Tensor,
-        ds_TR: torch.Tensor,
+        ds: torch.Tensor,
         dy_TN: torch.Tensor,
-        s_TR: torch.Tensor,
+        s: torch.Tensor,
+        form: RankForm,
         *,
         items: torch.Tensor,
         num_items: int,
@@ -157,8 +159,8 @@ class ItemMachine:
         self.launches.append("sums")
         assert 0 < blocks <= num_items, f"blocks must be 1 to {num_items}, got {blocks}"
         kinds = (
-            (drop(x_TK.numpy(), dropout, first_row), ds_TR.numpy(), grad_a.numpy(), first_row),
-            (dy_TN.numpy(), s_TR.numpy(), grad_b.numpy(), 0),
+            (drop(x_TK.numpy(), dropout, first_row), form.rows(ds).numpy(), grad_a, first_row),
+            (dy_TN.numpy(), form.rows(s).numpy(), grad_b, 0),
         )
         parts = workspace.numpy()
         assert not counters.any(), "counters must be zero between launches"
@@ -254,6 +256,6 @@ class ItemMachine:
             for n in range(column, column + width, PANEL):
                 place = compact_column(columns[target], n) if columns else n
                 panels.append(box(arena, int(rank.chunk_rows[chunk]), place, CHUNK))
-            ext = rank.ext.numpy()[chunk * CHUNK : (chunk + 1) * CHUNK]
+            ext = rank.form.chunks(rank.flat).numpy()[chunk * CHUNK : (chunk + 1) * CHUNK]
             sums += ext.T @ np.hstack(panels)
         return sums

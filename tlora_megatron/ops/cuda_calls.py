@@ -23,6 +23,7 @@ from tlora_megatron.ops.cuda_arguments import (
     SumsArguments,
 )
 from tlora_megatron.ops.extension import load_extension
+from tlora_megatron.ops.rank_form import RankForm
 
 
 class Dropout(NamedTuple):
@@ -64,8 +65,9 @@ class Arenas:
 class RankPart(NamedTuple):
     """What a GEMM adds to the base: s and `lora_b`, or dS and `lora_a`."""
 
-    ext: torch.Tensor
-    """`[C * 16, 256]`."""
+    flat: torch.Tensor
+    """s or dS."""
+    form: RankForm
     factors: Arenas
     num_targets: int
     tile_chunks: torch.Tensor
@@ -100,7 +102,7 @@ def gemm(
 
     Args:
         early: start before the previous kernel has ended. x, W and everything but the rank part's
-            ext must have been written before that kernel began.
+            flat tensor must have been written before that kernel began.
         reserved_multiprocessors: left to kernels that run beside; changes no bits.
     """
     free = multiprocessors(x_TK.device) - reserved_multiprocessors
@@ -126,8 +128,8 @@ def gemm(
 
 
 def _add_rank_part(arguments: GemmArguments, rank: RankPart) -> None:
-    arguments.ext = rank.ext.data_ptr()
-    arguments.ext_rows = rank.ext.shape[0]
+    arguments.ext = rank.flat.data_ptr()
+    arguments.ext_rows = rank.form.chunk_rows
     arguments.num_targets = rank.num_targets
     arguments.tile_chunks = rank.tile_chunks.data_ptr()
     arguments.chunk_rows = rank.chunk_rows.data_ptr()
@@ -140,8 +142,8 @@ def _add_rank_part(arguments: GemmArguments, rank: RankPart) -> None:
 def rank_rows(
     in_TK: torch.Tensor,
     factors: Arenas,
-    ext: torch.Tensor,
-    rows_TR: torch.Tensor,
+    flat: torch.Tensor,
+    form: RankForm,
     *,
     items: torch.Tensor,
     num_items: int,
@@ -151,7 +153,7 @@ def rank_rows(
     dropout: Dropout | None,
     masked: bool,
 ) -> None:
-    """`scaling / (1 - p) mask(in) F^T` into ext and into rows (rank_rows.cu).
+    """`scaling / (1 - p) mask(in) F^T` into both forms of a flat s or dS (rank_rows.cu).
 
     Args:
         factors: one arena an item's target.
@@ -161,8 +163,8 @@ def rank_rows(
     """
     arguments = RowsArguments(
         input=in_TK.data_ptr(),
-        ext=ext.data_ptr(),
-        rows=rows_TR.data_ptr(),
+        ext=flat.data_ptr(),
+        rows=form.rows_address(flat),
         items=items.data_ptr(),
         chunks=chunks.data_ptr(),
         scaling=scaling.data_ptr(),
@@ -173,7 +175,7 @@ def rank_rows(
         num_items=num_items,
         item_fields=items.numel() // max(num_items, 1),
         parts=parts,
-        row_width=rows_TR.shape[1],
+        row_width=form.row_width,
         half_precision=in_TK.dtype == torch.float16,
         device=in_TK.device.index,
     )
@@ -186,9 +188,10 @@ def rank_rows(
 
 def rank_sums(
     x_TK: torch.Tensor,
-    ds_TR: torch.Tensor,
+    ds: torch.Tensor,
     dy_TN: torch.Tensor,
-    s_TR: torch.Tensor,
+    s: torch.Tensor,
+    form: RankForm,
     *,
     items: torch.Tensor,
     num_items: int,
@@ -216,9 +219,9 @@ def rank_sums(
     """
     arguments = SumsArguments(
         x=x_TK.data_ptr(),
-        ds=ds_TR.data_ptr(),
+        ds=form.rows_address(ds),
         dy=dy_TN.data_ptr(),
-        s=s_TR.data_ptr(),
+        s=form.rows_address(s),
         items=items.data_ptr(),
         grad_a=grad_a.data_ptr(),
         grad_b=grad_b.data_ptr(),
@@ -231,7 +234,7 @@ def rank_sums(
         num_items=num_items,
         blocks=blocks,
         item_fields=items.numel() // max(num_items, 1),
-        row_width=s_TR.shape[1],
+        row_width=form.row_width,
         first_row=first_row,
         early=early,
         half_precision=dy_TN.dtype == torch.float16,

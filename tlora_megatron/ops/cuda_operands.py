@@ -1,13 +1,8 @@
-"""What the CUDA kernels are given of a linear's factors and a micro-batch's plan.
-
-s and dS are one flat tensor: the transposed chunks that the GEMM reads, then rows `[T, R]`, which
-the sums over rows read.
-"""
+"""What the CUDA kernels are given of a linear's factors and a micro-batch's plan."""
 
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +10,6 @@ import torch
 from tlora_megatron.ops.columns import OutputColumns
 from tlora_megatron.ops.cuda_calls import Arenas, Dropout, RankPart
 from tlora_megatron.ops.cuda_fit import suits
-from tlora_megatron.ops.cuda_row_items import rank_columns
 from tlora_megatron.ops.cuda_sum_items import (
     DOWN,
     UP,
@@ -26,38 +20,10 @@ from tlora_megatron.ops.cuda_sum_items import (
 )
 from tlora_megatron.ops.factors import SiteFactors
 from tlora_megatron.ops.plan_tensors import PlanTensors, WorkItems
+from tlora_megatron.ops.rank_form import rank_form
 from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.site_tables import SiteTables
-from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE
 from tlora_megatron.ops.triton_down import uses_dropout
-
-
-class RankForm:
-    """How s and dS of a micro-batch lie in a flat tensor.
-
-    Args:
-        plan: it and all of as many rows at sites of its layout: nothing follows from the segments.
-    """
-
-    def __init__(self, plan: PlanTensors) -> None:
-        self._ext_shape = (plan.num_chunks * RANK_CHUNK, ROW_TILE)
-        self._rows_shape = (plan.num_rows, rank_columns(plan.layout))
-        self._rows_begin = math.prod(self._ext_shape)
-        self.numel = self._rows_begin + math.prod(self._rows_shape)
-
-    def ext(self, flat: torch.Tensor) -> torch.Tensor:
-        """The chunks `[C * 16, 256]`."""
-        return flat.as_strided(self._ext_shape, (ROW_TILE, 1))
-
-    def rows(self, flat: torch.Tensor) -> torch.Tensor:
-        """The rows `[T, R]`."""
-        begin = flat.storage_offset() + self._rows_begin
-        return flat.as_strided(self._rows_shape, (self._rows_shape[1], 1), begin)
-
-
-def rank_form(plan: PlanTensors) -> RankForm:
-    """The form of the s and dS of a plan."""
-    return plan.cached(RankForm, RankForm)
 
 
 def is_flat(s: torch.Tensor) -> bool:
@@ -161,12 +127,13 @@ class CudaSite:
         return Arenas(self._lora_b, self._columns)
 
 
-def forward_part(ext: torch.Tensor, site: CudaSite, plan: PlanTensors) -> RankPart | None:
+def forward_part(s: torch.Tensor, site: CudaSite, plan: PlanTensors) -> RankPart | None:
     """What y adds to the base: s B^T; None where no row has an adapter."""
     if not plan.num_chunks:
         return None
     return RankPart(
-        ext=ext,
+        flat=s,
+        form=rank_form(plan),
         factors=site.b,
         num_targets=len(site.b.arenas),
         tile_chunks=plan["tile_chunks"],
@@ -176,13 +143,14 @@ def forward_part(ext: torch.Tensor, site: CudaSite, plan: PlanTensors) -> RankPa
 
 
 def dgrad_part(
-    ext: torch.Tensor, site: CudaSite, plan: PlanTensors, dropout: Dropout | None
+    ds: torch.Tensor, site: CudaSite, plan: PlanTensors, dropout: Dropout | None
 ) -> RankPart | None:
     """What dx adds to the base: drop(dS A); None where no row has an adapter."""
     if not plan.num_chunks:
         return None
     return RankPart(
-        ext=ext,
+        flat=ds,
+        form=rank_form(plan),
         factors=site.a,
         num_targets=len(site.b.arenas),
         tile_chunks=plan["tile_chunks"],

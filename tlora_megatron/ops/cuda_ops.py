@@ -32,13 +32,13 @@ from tlora_megatron.ops.cuda_operands import (
     dropout_of,
     forward_part,
     is_flat,
-    rank_form,
     sums_of,
 )
 from tlora_megatron.ops.cuda_row_items import row_bounds, row_items, row_parts
 from tlora_megatron.ops.factors import SiteFactors
 from tlora_megatron.ops.kernel_config import KernelConfig
-from tlora_megatron.ops.plan_tensors import PlanTensors, WorkItems
+from tlora_megatron.ops.plan_tensors import PlanTensors
+from tlora_megatron.ops.rank_form import rank_form
 from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.triton_ops import TritonOps
 
@@ -84,17 +84,13 @@ class CudaOps(TritonOps):
         if not site.suits:
             return super().forward(x_TK, weight_NK, bias_N, factors, rows)
         plan = self.plan(factors, rows)
-        form = rank_form(plan)
         x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
-        s = x_TK.new_empty(form.numel)
-        ext = form.ext(s)
-        items = plan.work_items(*_S_ITEMS)
-        parts, dropout = _row_parts(rows, x_TK.device), dropout_of(factors, rows, plan)
-        scaling, s_TR = factors.scaling, form.rows(s)
-        _rank_rows(x_TK, site.a, ext, s_TR, items, scaling, plan, parts, dropout, masked=True)
-        tile = _gemm_tile(rows, len(weight_NK), x_TK.device)
-        y_TN = x_TK.new_empty(len(x_TK), len(weight_NK))
-        rank = forward_part(ext, site, plan)
+        columns = weight_NK.shape[0]
+        dropout = dropout_of(factors, rows, plan)
+        s = _rank_rows(x_TK, site.a, factors.scaling, plan, rows, dropout, masked=True)
+        tile = _gemm_tile(rows, columns, x_TK.device)
+        y_TN = x_TK.new_empty(x_TK.shape[0], columns)
+        rank = forward_part(s, site, plan)
         gemm(x_TK, weight_NK, y_TN, tile, transposed=True, early=True, bias_N=bias_N, rank=rank)
         return y_TN, s
 
@@ -105,14 +101,9 @@ class CudaOps(TritonOps):
         if not is_flat(s):
             return super().backward_up(dy_TN, s, factors, rows)
         site, plan = self.site(factors), self.plan(factors, rows)
-        form = rank_form(plan)
+        dropout = dropout_of(factors, rows, plan)
         dy_TN = dy_TN.contiguous()
-        ds = dy_TN.new_empty(form.numel)
-        items = plan.work_items(*_DS_ITEMS)
-        parts, dropout = _row_parts(rows, dy_TN.device), dropout_of(factors, rows, plan)
-        scaling, ext, ds_TR = factors.scaling, form.ext(ds), form.rows(ds)
-        _rank_rows(dy_TN, site.b, ext, ds_TR, items, scaling, plan, parts, dropout, masked=False)
-        return ds
+        return _rank_rows(dy_TN, site.b, factors.scaling, plan, rows, dropout, masked=False)
 
     def dgrad(
         self,
@@ -129,10 +120,9 @@ class CudaOps(TritonOps):
         # Copies made here would be the previous kernel's work.
         early = dy_TN.is_contiguous() and weight_NK.is_contiguous()
         dy_TN, weight_NK = dy_TN.contiguous(), weight_NK.contiguous()
-        ext = rank_form(plan).ext(ds)
         tile = _gemm_tile(rows, weight_NK.shape[1], dy_TN.device)
-        dx_TK = dy_TN.new_empty(len(dy_TN), weight_NK.shape[1])
-        rank = dgrad_part(ext, self.site(factors), plan, dropout_of(factors, rows, plan))
+        dx_TK = dy_TN.new_empty(dy_TN.shape[0], weight_NK.shape[1])
+        rank = dgrad_part(ds, self.site(factors), plan, dropout_of(factors, rows, plan))
         gemm(dy_TN, weight_NK, dx_TK, tile, transposed=False, early=early, rank=rank)
         return dx_TK
 
@@ -154,12 +144,12 @@ class CudaOps(TritonOps):
         items = sums_of(plan, site.sizes, rows.row_budget, window, multi)
         if not items.count:
             return None
-        form = rank_form(plan)
         rank_sums(
             x_TK.contiguous(),
-            form.rows(ds),
+            ds,
             dy_TN.contiguous(),
-            form.rows(s),
+            s,
+            rank_form(plan),
             items=items.items,
             num_items=items.count,
             blocks=min(items.count, _BLOCKS * multi),
@@ -186,29 +176,30 @@ def _gemm_tile(rows: RowGroups, columns: int, device: torch.device) -> GemmTile:
 def _rank_rows(
     in_TK: torch.Tensor,
     arenas: Arenas,
-    ext: torch.Tensor,
-    rows_TR: torch.Tensor,
-    items: WorkItems,
     scaling: torch.Tensor,
     plan: PlanTensors,
-    parts: int,
+    rows: RowGroups,
     dropout: Dropout | None,
     *,
     masked: bool,
-) -> None:
+) -> torch.Tensor:
     """s from a masked x and `lora_a`, or dS from dy and `lora_b`."""
+    form = rank_form(plan)
+    flat = in_TK.new_empty(form.numel)
+    items = plan.work_items(*(_S_ITEMS if masked else _DS_ITEMS))
     if not items.count:
-        return
+        return flat
     rank_rows(
         in_TK,
         arenas,
-        ext,
-        rows_TR,
+        flat,
+        form,
         items=items.items,
         num_items=items.count,
         chunks=plan["chunks"],
         scaling=scaling,
-        parts=parts,
+        parts=_row_parts(rows, in_TK.device),
         dropout=dropout,
         masked=masked,
     )
+    return flat
