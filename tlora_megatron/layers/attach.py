@@ -220,27 +220,37 @@ def attach(
         ValueError: for block-diagonal jobs around linears that reduce over TP themselves.
     """
     for site, module in linears:
-        around = black_box or not hasattr(module, "_forward_impl")
-        if around and site.tp_size > 1 and bank.is_cut_by_rank(site):
-            raise ValueError(
-                f"lora.parametrization must be standard with tp_size above 1 around a "
-                f"{type(module).__name__}, whose reduction is its own, got block_diagonal; build "
-                f"the model of Megatron's own linears, or set tp_size to 1"
-            )
-        if around and site.lora_sharding == "s_lora":
-            raise ValueError(
-                f"parallel.lora_sharding must be rank_exchange or auto around a "
-                f"{type(module).__name__}, whose reduction is its own, got s_lora"
-            )
-        sharding = "black box" if around else site.lora_sharding
-        mixin = _MIXINS[sharding]
-        if isinstance(module, MultiAdapter) and mixin not in type(module).__bases__:
-            _take_off(module)
-        make_multi_adapter(module, mixin)
+        sharding = _attachment(site, module, bank, black_box=black_box)
+        if sharding != "prepared":
+            mixin = _MIXINS[sharding]
+            if isinstance(module, MultiAdapter) and mixin not in type(module).__bases__:
+                _take_off(module)
+            make_multi_adapter(module, mixin)
         branch = ShardedBranch if sharding == "s_lora" else AdapterBranch
         object.__setattr__(module, "tlora_branch", branch(bank, site))
         if sharding == "rank_exchange":
             object.__setattr__(module, "tlora_local", LocalBranch(bank, site))
+
+
+def _attachment(site: Site, module: nn.Module, bank: AdapterBank, *, black_box: bool) -> str:
+    """How the branch is attached: a key of `_MIXINS`, or "prepared" where an integration has made
+    the linear a multi-adapter one that reduces by itself."""
+    if isinstance(module, MultiAdapter) and not isinstance(module, tuple(_MIXINS.values())):
+        return "prepared"
+    if not black_box and hasattr(module, "_forward_impl"):
+        return site.lora_sharding
+    if site.tp_size > 1 and bank.is_cut_by_rank(site):
+        raise ValueError(
+            f"lora.parametrization must be standard with tp_size above 1 around a "
+            f"{type(module).__name__}, whose reduction is its own, got block_diagonal; build "
+            f"the model of Megatron's own linears, or set tp_size to 1"
+        )
+    if site.lora_sharding == "s_lora":
+        raise ValueError(
+            f"parallel.lora_sharding must be rank_exchange or auto around a "
+            f"{type(module).__name__}, whose reduction is its own, got s_lora"
+        )
+    return "black box"
 
 
 _MIXINS: dict[str, type[MultiAdapter]] = {
