@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.block_jobs import BLOCK_JOBS as JOBS
 from tests.helpers.interrupted_worker import starts
 from tests.helpers.launch import python, torchrun
 from tests.helpers.oracle import OracleResult
@@ -31,45 +32,6 @@ RESUMER = Path(__file__).parents[1] / "helpers" / "interrupted_worker.py"
 COUNTER = Path(__file__).parents[1] / "helpers" / "block_collectives_worker.py"
 
 
-def _blocks(rank: int, num_blocks: int, **lora: Any) -> dict[str, Any]:
-    return {"rank": rank, "parametrization": "block_diagonal", "num_blocks": num_blocks, **lora}
-
-
-JOBS: tuple[dict[str, Any], ...] = (
-    {
-        "name": "four",
-        "lora": _blocks(8, 4, alpha=16, use_rslora=True),
-        "batch_size": 3,
-        "optimizer": {"lr": 2e-3, "max_grad_norm": 0.3, "weight_decay": 0.1},
-        "schedule": {"name": "cosine", "warmup_steps": 2},
-    },
-    {
-        "name": "standard",
-        "lora": {"rank": 6, "alpha": 9, "target_modules": ["q_proj", "up_proj", "down_proj"]},
-        "batch_size": 2,
-        "optimizer": {"lr": 2e-3, "max_grad_norm": 1.0},
-    },
-    {
-        "name": "eight",
-        "lora": _blocks(24, 8, alpha=24, target_modules=["k_proj", "v_proj", "o_proj"]),
-        "batch_size": 5,
-        "optimizer": {"lr": 2e-3, "max_grad_norm": 0.5},
-        "seed": 7,
-    },
-    {
-        "name": "thin",
-        "lora": _blocks(4, 4, alpha=4, target_modules=["gate_proj", "up_proj", "down_proj"]),
-        "batch_size": 4,
-        "optimizer": {"lr": 4e-3, "max_grad_norm": 0.0, "betas": [0.8, 0.95]},
-        "schedule": {"name": "linear"},
-    },
-    {
-        "name": "two",
-        "lora": _blocks(6, 2, alpha=12, target_modules=["q_proj", "o_proj", "down_proj"]),
-        "batch_size": 1,
-        "optimizer": {"lr": 4e-3, "max_grad_norm": 0.5},
-    },
-)
 NAMES = tuple(job["name"] for job in JOBS)
 TP2_SP = ("parallel.tp_size=2", "parallel.sequence_parallel=true")
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
