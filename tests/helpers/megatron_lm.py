@@ -133,8 +133,12 @@ def finish(process: subprocess.Popen[str], *, timeout: float = 240) -> tuple[int
 
 
 def logged(output: str) -> list[dict[str, float]]:
-    """The numbers of each of the trainer's log lines, by what the line calls them."""
-    lines = [line for line in output.splitlines() if re.search(r"iteration +\d+/", line)]
+    """The numbers of each of the trainer's log lines, by what the line calls them.
+
+    Ranks share one pipe and end their lines by writes of their own: on a line with the last rank's
+    numbers the first rank's memory report may stand as well.
+    """
+    lines = re.findall(r"iteration +\d+/.*?(?=\[Rank |$)", output, re.MULTILINE)
     number = re.compile(r" ([^|:]+): ([-+\d.eE]+|nan|inf) \|")
     return [{key.strip(): float(value) for key, value in number.findall(line)} for line in lines]
 
