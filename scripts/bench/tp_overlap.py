@@ -1,0 +1,394 @@
+#!/usr/bin/env python3
+"""Times a decoder whose tensor-parallel communication is hidden behind nano-batches.
+
+    CUDA_DEVICE_MAX_CONNECTIONS=32 torchrun --standalone --nproc-per-node 4 \
+        scripts/bench/tp_overlap.py [--cases 70b:8x1024:4,...] [--budget-s 500] [--csv OUT.csv]
+
+Forward and backward of a few layers with adapters, on this project's GPTModel. `none` is the
+micro-batch whole, with Megatron's own collectives; `skipped` leaves them out; what lies between is
+the exposed communication, of which `hidden_share` is hidden. `staggered` mechanisms carry it
+between the layers of several nano-batches, `within-linear` inside each linear. `frozen` has no
+adapters; `async_tp` are PyTorch's fused operators (frozen, sequence parallel). Domino's splitting
+(two halves of a batch, asynchronous NCCL all-reduces) is what staggered `nccl` with 2 does.
+
+Every variant's input gradient is compared with `none`'s first; a wrong one is not timed. Variants
+take turns round by round; a time is the median over rounds of the slowest process. `cpu_ms` is how
+long the host takes to start a step: near `step_ms`, the step waits for launches. `--graphs` times
+replays of CUDA graphs beside. The controller then chooses a number by steps of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from overlap_async_tp import async_tp
+from overlap_cases import Bench, Case, Step, Variant
+
+from tlora_megatron.integrations.megatron.model import initialize_parallel
+from tlora_megatron.parallel.tensor_collectives import TensorCollectives, make_tensor_collectives
+from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.training.nano_controller import BestCount, StepTime
+
+RESULTS = Path(__file__).parent / "results" / "tp_overlap.csv"
+CASES = tuple(
+    f"{model}:{shape}:{adapters}"
+    for adapters in (4, 16)
+    for shape in ("8x1024", "8x2048", "16x1024")
+    for model in ("70b", "8b")
+)
+"""The most telling first: a budget may not reach the last."""
+COUNTS = (2, 3, 4)
+CONTROLLER_STEPS = 60
+_IN_A_ROW = 2
+_GRAPHED = ("none", "nccl", "skipped")
+"""Copy engines count their calls on the host, which a replay would not."""
+NONE, SKIPPED = Variant("none", 1), Variant("none", 1, skips=True)
+FROZEN, FROZEN_SKIPPED = NONE._replace(frozen=True), SKIPPED._replace(frozen=True)
+ASYNC_TP = Variant("async_tp", 1, frozen=True)
+
+
+class Timer:
+    """Milliseconds of the steps of one case, and of the host's part in them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.samples: dict[str, list[tuple[float, float]]] = {}
+
+    def run(self, key: str, call: Callable[[], None]) -> None:
+        """Times a few calls in a row."""
+        self.wait()
+        begin = time.perf_counter()
+        for _ in range(_IN_A_ROW):
+            call()
+        started = time.perf_counter()
+        self.wait()
+        ended = time.perf_counter()
+        pair = ((ended - begin) * 1e3 / _IN_A_ROW, (started - begin) * 1e3 / _IN_A_ROW)
+        self.samples.setdefault(key, []).append(pair)
+
+    def wait(self) -> None:
+        """For the device and for the other processes."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    def result(self) -> dict[str, dict[str, float]]:
+        """Medians of the slowest process's times."""
+        found = {}
+        for key, pairs in self.samples.items():
+            slowest = torch.tensor(pairs, dtype=torch.float64, device=self.device)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            steps, host = (sorted(column) for column in slowest.t().tolist())
+            found[key] = {
+                "step_ms": statistics.median(steps),
+                "p20_ms": steps[len(steps) // 5],
+                "p80_ms": steps[-1 - len(steps) // 5],
+                "cpu_ms": statistics.median(host),
+            }
+        return found
+
+
+def variants(args: argparse.Namespace) -> list[Variant]:
+    """Every way that is asked for, the references first."""
+    found = [NONE, SKIPPED, FROZEN, FROZEN_SKIPPED]
+    found += [Variant(m, n) for m in args.mechanisms for n in args.counts]
+    found += [Variant(args.mechanisms[0], n, "within_linear") for n in args.counts[:1]]
+    found += [Variant("skipped", n) for n in args.counts[:1]]
+    if args.sequence_parallel and torch.cuda.is_available():
+        found.append(ASYNC_TP)
+    return found
+
+
+class CaseRun:
+    """All variants of one case."""
+
+    def __init__(self, bench: Bench, args: argparse.Namespace) -> None:
+        self.bench, self.args = bench, args
+        self.timer = Timer(bench.device)
+        self._made: dict[str, TensorCollectives] = {}
+        self.steps: dict[str, Step] = {}
+        self.calls: dict[str, Callable[[], None]] = {}
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        """Checks, times and lets the controller choose; yields rows."""
+        try:
+            yield from self._rows()
+        finally:
+            self.bench.forget_overlaps()
+            for made in self._made.values():
+                made.close()
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        for variant in variants(self.args):
+            self._prepare(variant)
+        for _ in range(self.args.rounds):
+            for key, step in self.steps.items():
+                with self._installed(step):
+                    self.timer.run(key, self.calls[key])
+        times = self.timer.result()
+        for key, step in self.steps.items():
+            yield self._row(step, times, key)
+        split = [key for key, step in self.steps.items() if self._may_be_chosen(step)]
+        if split and not self.args.no_controller:
+            fastest = min(split, key=lambda key: times[key]["step_ms"])
+            yield from self._controller(self.steps[fastest].variant.mechanism, times)
+
+    def _may_be_chosen(self, step: Step) -> bool:
+        variant = step.variant
+        return variant.mechanism in self.args.mechanisms and variant.mode == "staggered"
+
+    def _prepare(self, variant: Variant) -> None:
+        """Runs a variant a few times and compares it; leaves it out where it cannot run."""
+        key = f"{variant.name} {variant.count}"
+        try:
+            step = self.bench.step(variant, self._make)
+            with self._installed(step):
+                for _ in range(2):
+                    step()
+                self.timer.wait()
+            if not variant.skips and variant.mechanism != "skipped":
+                self._check(key, step)
+        except Exception as error:  # any: the others are to be timed all the same
+            say(f"{key}: left out, {type(error).__name__}: {error}")
+            return
+        self.steps[key], self.calls[key] = step, step
+        if self.args.graphs and variant.mechanism in _GRAPHED and not variant.frozen:
+            self._capture(key, step)
+
+    def _capture(self, key: str, step: Step) -> None:
+        try:
+            with self._installed(step):
+                self.calls[f"{key} graph"] = captured(step)
+            self.steps[f"{key} graph"] = step
+        except RuntimeError as error:
+            say(f"{key}: no graph, {error}")
+
+    def _check(self, key: str, step: Step) -> None:
+        variant = step.variant
+        reference = self.steps.get(f"{'frozen ' if variant.frozen else ''}none 1")
+        if reference is None:
+            return
+        expected, actual = reference.gradient().float(), step.gradient().float()
+        error = ((actual - expected).norm() / expected.norm()).item()
+        limit = 3e-2 if self.bench.dtype == torch.bfloat16 else 1e-5
+        if not error < limit:
+            raise ArithmeticError(f"the input's gradient is off by {error:.2g}")
+
+    @contextlib.contextmanager
+    def _installed(self, step: Step) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(step.installed())
+            if step.variant.mechanism == "async_tp":
+                run = self.bench.run
+                stack.enter_context(async_tp(run.linears, run.groups.tp_group))
+            yield
+
+    def _make(self, mechanism: str) -> TensorCollectives:
+        if mechanism not in self._made:
+            self._made[mechanism] = make_collectives(mechanism, self.bench)
+        return self._made[mechanism]
+
+    def _controller(
+        self, mechanism: str, times: dict[str, dict[str, float]]
+    ) -> Iterator[dict[str, Any]]:
+        """Lets the controller choose among the fastest mechanism's counts."""
+        keys = {n: f"{mechanism} {n}" for n in (1, *self.args.counts)} | {1: "none 1"}
+        controller = BestCount(limit=next(n for n in range(9, 0, -1) if n in keys))
+        if any(key not in self.steps for key in keys.values()):
+            return
+        settled = None
+        for index in range(self.args.controller_steps):
+            step, timer = self.steps[keys[controller.count]], Timer(self.bench.device)
+            with self._installed(step):
+                timer.run("step", step)
+            time_s = timer.result()["step"]["step_ms"] / 1e3
+            tokens = self.bench.case.num_tokens
+            controller.next_count(
+                StepTime(time_s=time_s, tokens=tokens, mix_key="bench", most=max(keys))
+            )
+            if controller.is_settled and settled is None:
+                settled = index + 1
+        chosen = keys[controller.kept]
+        best = min(keys.values(), key=lambda key: times[key]["step_ms"])
+        ratio = times[chosen]["step_ms"] / times[best]["step_ms"]
+        say(
+            f"controller, {mechanism}: {controller.kept} after {settled} steps, {ratio:.3f} of the "
+            f"best fixed number's time"
+        )
+        yield self._row(self.steps[chosen], times, chosen) | {
+            "mechanism": f"controller {mechanism}",
+            "nano_batches": controller.kept,
+            "settled_steps": settled,
+        }
+
+    def _row(self, step: Step, times: dict[str, dict[str, float]], key: str) -> dict[str, Any]:
+        case, variant, mine = self.bench.case, step.variant, times[key]
+        frozen = "frozen " if variant.frozen else ""
+        whole = times[f"{frozen}none 1"]["step_ms"]
+        bare = times.get(f"{frozen}none skipped 1", {}).get("step_ms", float("nan"))
+        exposed = whole - bare
+        return about(self.bench, self.args) | {
+            "model": case.model,
+            "tokens": f"{case.sequences}x{case.length}",
+            "adapters": 0 if variant.frozen else case.adapters,
+            "mechanism": variant.name,
+            "nano_batches": step.parts,
+            "step_ms": round(mine["step_ms"], 3),
+            "no_comm_ms": round(bare, 3),
+            "no_split_ms": round(whole, 3),
+            "hidden_share": round((whole - mine["step_ms"]) / exposed, 3) if exposed else "",
+            "cpu_ms": round(mine["cpu_ms"], 3),
+            "p20_ms": round(mine["p20_ms"], 3),
+            "p80_ms": round(mine["p80_ms"], 3),
+            "graph": key.endswith("graph"),
+            "settled_steps": "",
+        }
+
+
+def make_collectives(mechanism: str, bench: Bench) -> TensorCollectives:
+    """By name: the package's, or those of `tp_mechanisms` on GPUs."""
+    group, device = bench.run.groups.tp_group, bench.device
+    max_bytes = bench.case.num_tokens * bench.spec.hidden_size * bench.dtype.itemsize
+    if mechanism in ("gloo", "skipped"):
+        return make_tensor_collectives(group, device, mechanism)
+    from tp_mechanisms import make_mechanism
+
+    return make_mechanism(mechanism, group, device, max_bytes)
+
+
+def captured(step: Step) -> Callable[[], None]:
+    """A CUDA graph of the step."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Autograd's backward runs on threads of its own, which a global mode would refuse.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
+
+
+def about(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
+    """What is the same for all rows of a case."""
+    is_cuda = bench.device.type == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name() if is_cuda else "cpu",
+        "world": dist.get_world_size(),
+        "commit": args.commit or commit(),
+        "layers": bench.spec.num_layers,
+        "sequence_parallel": args.sequence_parallel,
+        "links": "no P2P" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "P2P",
+        "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
+        "torch": torch.__version__,
+    }
+
+
+def commit() -> str:
+    """Of the checkout, where git is at hand."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+COLUMNS = (
+    *("gpu", "world", "commit", "model", "tokens", "adapters", "mechanism", "nano_batches"),
+    *("step_ms", "no_comm_ms", "no_split_ms", "hidden_share", "cpu_ms", "p20_ms", "p80_ms"),
+    *("layers", "sequence_parallel", "graph", "settled_steps", "links", "connections", "torch"),
+)
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Adds a row, with a header where the file is new."""
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def say(text: str) -> None:
+    """Prints on the first process."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def main() -> int:
+    """Runs the cases that the budget reaches; rows are written as each ends."""
+    begin = time.monotonic()
+    args = arguments()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    layout = ParallelLayout.for_world(
+        world, tp_size=world, pp_size=1, cp_size=1, sequence_parallel=args.sequence_parallel
+    )
+    initialize_parallel(layout)
+    benches: dict[str, Bench] = {}
+    for case in map(Case.parse, args.cases):
+        if out_of_time(begin, args.budget_s):
+            say(f"{case.label}: left out, the budget is spent")
+            continue
+        if case.model in benches:
+            benches[case.model].set_case(case)
+        else:
+            dtype = getattr(torch, args.dtype)
+            benches[case.model] = Bench(case, layout, dtype, args.layers)
+        for row in CaseRun(benches[case.model], args).run():
+            if dist.get_rank() == 0:
+                append(args.csv, row)
+            shown = ("mechanism", "nano_batches", "step_ms", "cpu_ms", "hidden_share")
+            graph = " graph" if row["graph"] else ""
+            say(f"{case.label}{graph} " + " ".join(f"{name} {row[name]}" for name in shown))
+    dist.destroy_process_group()
+    return 0
+
+
+def out_of_time(begin: float, budget_s: float) -> bool:
+    """Whether the first process's clock says so."""
+    answer = [time.monotonic() - begin > budget_s]
+    dist.broadcast_object_list(answer, src=0)
+    return answer[0]
+
+
+def arguments() -> argparse.Namespace:
+    """The command line; on a machine without GPUs its defaults are a small trial over gloo."""
+    is_cuda = torch.cuda.is_available()
+    words: Callable[[str], list[str]] = lambda text: text.split(",")  # noqa: E731
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--cases", type=words, default=list(CASES) if is_cuda else ["tiny:4x32:2"])
+    parser.add_argument(
+        "--mechanisms",
+        type=words,
+        default=["nccl", "copy_engine", "two_shot"] if is_cuda else ["gloo"],
+    )
+    parser.add_argument(
+        "--counts", type=lambda text: [int(n) for n in text.split(",")], default=list(COUNTS)
+    )
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--layers", type=int, help="4 of 70B, 8 of 8B if not given")
+    parser.add_argument("--rounds", type=int, default=9 if is_cuda else 3)
+    parser.add_argument("--controller-steps", type=int, default=CONTROLLER_STEPS)
+    parser.add_argument("--no-controller", action="store_true")
+    parser.add_argument("--graphs", action="store_true")
+    parser.add_argument("--budget-s", type=float, default=500.0, help="no case begins after it")
+    parser.add_argument("--dtype", default="bfloat16" if is_cuda else "float32")
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    parser.add_argument("--commit", default="", help="where git is not at hand")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
