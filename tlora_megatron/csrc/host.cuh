@@ -3,6 +3,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 
@@ -47,11 +48,24 @@ inline int prepare(int device) {
   return cudaSetDevice(device) == cudaSuccess ? 0 : fail("device", "cannot be set");
 }
 
-// Launches with clusters (0: as the kernel says) and lets the kernel start before the previous one has ended.
-template <typename Kernel, typename Problem>
-int launch_kernel(Kernel* kernel, const Problem& problem, int blocks, int threads, int shared_bytes, int cluster,
-                  cudaStream_t stream) {
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+// Lets a kernel have as much shared memory as it asks for: once a device, not in every launch.
+template <auto kKernel>
+cudaError_t allow_shared_memory(int shared_bytes) {
+  static std::atomic<uint64_t> allowed{0};  // a bit a device
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  const uint64_t bit = 1ull << (device % 64);
+  if (status != cudaSuccess || (allowed.load() & bit)) return status;
+  status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (status == cudaSuccess) allowed.fetch_or(bit);
+  return status;
+}
+
+// Launches with clusters (0: as the kernel says) and lets the kernel start before the previous one has ended. A kernel
+// has the same `shared_bytes` in every launch.
+template <auto kKernel, typename Problem>
+int launch_kernel(const Problem& problem, int blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream) {
+  cudaError_t status = allow_shared_memory<kKernel>(shared_bytes);
   if (status != cudaSuccess) return fail("shared memory", cudaGetErrorString(status));
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -65,6 +79,6 @@ int launch_kernel(Kernel* kernel, const Problem& problem, int blocks, int thread
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = cluster == 0 ? 1 : 2;
-  status = cudaLaunchKernelEx(&config, kernel, problem);
+  status = cudaLaunchKernelEx(&config, kKernel, problem);
   return status == cudaSuccess ? 0 : fail("launch", cudaGetErrorString(status));
 }

@@ -365,8 +365,8 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
 
 template <typename T, int BN, bool kTransposed, bool kDropout>
 int launch(const Problem& problem, int blocks, cudaStream_t stream) {
-  return launch_kernel(lora_gemm<T, BN, kTransposed, kDropout>, problem, blocks, kThreads, sizeof(Shared<BN>) + 1024,
-                       0, stream);
+  return launch_kernel<lora_gemm<T, BN, kTransposed, kDropout>>(problem, blocks, kThreads, sizeof(Shared<BN>) + 1024, 0,
+                                                                stream);
 }
 
 template <typename T, int BN>

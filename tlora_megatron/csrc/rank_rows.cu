@@ -196,8 +196,8 @@ __global__ void __launch_bounds__(kRankThreads, 2) rank_rows(const __grid_consta
 
 template <typename T, bool kDropout>
 int launch(const Problem& problem, int items, int parts, cudaStream_t stream) {
-  return launch_kernel(rank_rows<T, kDropout>, problem, items * parts, kRankThreads, sizeof(RankRing) + 1024, parts,
-                       stream);
+  return launch_kernel<rank_rows<T, kDropout>>(problem, items * parts, kRankThreads, sizeof(RankRing) + 1024, parts,
+                                               stream);
 }
 
 }  // namespace

@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(kRankThreads, 2) rank_sums(const __grid_consta
 
 template <typename T, bool kDropout>
 int launch(const Problem& problem, int blocks, cudaStream_t stream) {
-  return launch_kernel(rank_sums<T, kDropout>, problem, blocks, kRankThreads, sizeof(RankRing) + 1024, 0, stream);
+  return launch_kernel<rank_sums<T, kDropout>>(problem, blocks, kRankThreads, sizeof(RankRing) + 1024, 0, stream);
 }
 
 }  // namespace
