@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -32,7 +33,8 @@ class FrozenSelfAttention(SelfAttention):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """`[T, 1, H]` to the same; Megatron's arguments beside it are all None here."""
-        if self.q_layernorm is not None or (
+        # Where nothing is normed, megatron-core before 0.19 has an identity there.
+        if not isinstance(self.q_layernorm, IdentityOp | None) or (
             self.config.num_query_groups < self.config.tensor_model_parallel_size
         ):
             return super().forward(hidden_states, *args, **kwargs)
