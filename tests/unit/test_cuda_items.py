@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.cuda_cases import FUSED_AND_Q, GATE_UP, QKV, WHOLE
 from tests.helpers.item_parts import BLOCK_ROWS, kernel_width
+from tests.helpers.kernel_case import make_rows
 from tlora_megatron.ops.columns import OutputColumns
 from tlora_megatron.ops.cuda_row_items import rank_columns, row_bounds, row_items, row_parts
 from tlora_megatron.ops.cuda_sum_items import (
@@ -23,8 +24,9 @@ from tlora_megatron.ops.cuda_sum_items import (
     sum_bounds,
     sum_items,
 )
-from tlora_megatron.ops.plan_tensors import PlanTensors
-from tlora_megatron.ops.tiling import RANK_CHUNK, RankLayout, rank_chunks
+from tlora_megatron.ops.plan_tensors import PlanTensors, plan_tensors
+from tlora_megatron.ops.rank_form import rank_form
+from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE, RankLayout, rank_chunks
 
 CPU = torch.device("cpu")
 IN_SIZE = 136
@@ -199,3 +201,25 @@ def test_a_run_is_whole_steps_of_rows(num_rows: int, features: int) -> None:
     assert size % 64 == 0
     assert 128 <= size <= 4096
     assert size <= rows_per_run(2 * num_rows, features, 264)
+
+
+def test_addresses_of_a_form_are_those_of_its_views() -> None:
+    """Also within a longer tensor: s may be a part of one."""
+    plan = PlanTensors((100, 300, 310), RankLayout(((8, 16), (0, 70))), CPU, graph_safe=False)
+    form = rank_form(plan)
+    assert form is rank_form(plan)
+    flat = torch.empty(form.numel + 8, dtype=torch.bfloat16)[8:]
+    chunks, rows = form.chunks(flat), form.rows(flat)
+    assert chunks.shape == (plan.num_chunks * RANK_CHUNK, ROW_TILE)
+    assert rows.shape == (plan.num_rows, rank_columns(plan.layout))
+    assert chunks.data_ptr() == flat.data_ptr()
+    assert rows.data_ptr() == form.rows_address(flat)
+
+
+def test_sites_with_equal_layouts_share_a_plan() -> None:
+    ranks = ((8, 16), (0, 4))
+    rows = make_rows((100, 20), 8)
+    first = plan_tensors(rows, RankLayout(ranks), CPU)
+    assert plan_tensors(rows, RankLayout(ranks), CPU) is first
+    assert plan_tensors(rows, RankLayout(ranks[::-1]), CPU) is not first
+    assert plan_tensors(make_rows((100, 20), 8), RankLayout(ranks), CPU) is not first
