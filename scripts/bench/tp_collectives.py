@@ -5,11 +5,12 @@
         scripts/bench/tp_collectives.py [--seconds 55] [--mechanisms ...] [--csv OUT.csv]
 
 Messages are a nano-batch's rows of Llama-3.1-8B and 70B. Beside a collective run the base GEMMs of
-half a layer (the piece of another nano-batch that would hide it), from cuBLAS or from csrc/ with
-some multiprocessors left free. Each mechanism is checked first; a wrong one is not timed.
+half a layer (the piece of another nano-batch that would hide it), from cuBLAS or from csrc/. Each
+mechanism is checked first; a wrong one is not timed.
 
-Times are medians over rounds of several calls in a row, the slowest process's. `hidden_share` is
-(alone + gemm - both) / alone.
+Times are medians over rounds of several calls in a row, the slowest process's; the GPU begins once
+the host has enqueued them all. `hidden_share` is (alone + gemm - both) / alone. `MECHANISM:host` is
+what the host takes for a call.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import argparse
 import csv
 import dataclasses
 import os
-import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from tp_mechanisms import MECHANISMS, PARTS, make_mechanism, part_call
+from tp_timer import Timer
 
 from tests.helpers.collectives_case import LANES, check
 from tlora_megatron.ops.cuda_calls import GemmTile, gemm, multiprocessors
@@ -40,7 +41,7 @@ MODELS = {4096: ("8b", 6144, 14336), 8192: ("70b", 10240, 28672)}
 """Hidden size: name, outputs of the qkv linear, and the MLP's width."""
 MESSAGES = ((4096, 8192), (8192, 8192), (4096, 4096), (8192, 4096), (2048, 4096), (16384, 8192))
 """Rows and features, the most telling first."""
-_IN_A_ROW, _ROUNDS = 6, 5
+GEMMS = ("cublas", "csrc")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,8 @@ class Row:
     mechanism: str
     piece: str
     gemms: str
-    """cublas, or csrc with so many multiprocessors left free."""
+    """cublas or csrc. In rows of commit 7c17e5f csrc-N: N multiprocessors left free, since given
+    up, for it costs the GEMMs more than the collective gains."""
     alone_us: float
     bandwidth_gb_s: float
     """Bytes of the whole tensor over the time alone."""
@@ -76,16 +78,16 @@ class Piece:
         _, qkv, ffn = MODELS[hidden]
         inner = hidden if name == "attention" else ffn
         outer = qkv if name == "attention" else 2 * ffn
-        self._reserved = None if gemms == "cublas" else int(gemms.removeprefix("csrc-"))
+        self._own = gemms == "csrc"
         sizes = ((hidden, outer // world), (inner // world, hidden))
         self._operands = [_operands(rows, depth, width) for depth, width in sizes]
 
     def __call__(self) -> None:
         for x, weight_NK, out in self._operands:
-            if self._reserved is None:
-                torch.mm(x, weight_NK.t(), out=out)
+            if self._own:
+                _own_gemm(x, weight_NK, out)
             else:
-                _own_gemm(x, weight_NK, out, self._reserved)
+                torch.mm(x, weight_NK.t(), out=out)
 
 
 def _operands(rows: int, depth: int, width: int) -> tuple[torch.Tensor, ...]:
@@ -94,9 +96,9 @@ def _operands(rows: int, depth: int, width: int) -> tuple[torch.Tensor, ...]:
     return x, weight, x.new_empty(rows, width)
 
 
-def _own_gemm(x: torch.Tensor, weight_NK: torch.Tensor, out: torch.Tensor, reserved: int) -> None:
+def _own_gemm(x: torch.Tensor, weight_NK: torch.Tensor, out: torch.Tensor) -> None:
     tile: GemmTile = gemm_tile(len(x), len(weight_NK), multiprocessors(x.device) // 2)
-    gemm(x, weight_NK, out, tile, transposed=True, reserved_multiprocessors=reserved)
+    gemm(x, weight_NK, out, tile, transposed=True)
 
 
 class Collective:
@@ -115,73 +117,6 @@ class Collective:
     def renew(self) -> None:
         """Summed in place over and over, values would overflow."""
         self._x.normal_()
-
-
-class Timer:
-    """Median times of calls in a row, the slowest process's."""
-
-    def __init__(self) -> None:
-        self._side = torch.cuda.Stream(priority=-1)
-
-    def alone(self, call: Callable[[], object]) -> float:
-        """Microseconds of one call, on the side stream."""
-        return self._median(lambda: self._on_side(call, None), _renewal(call))[0]
-
-    def compute(self, piece: Callable[[], object]) -> float:
-        """Microseconds of the GEMMs."""
-        return self._median(lambda: self._on_side(None, piece))[0]
-
-    def both(self, call: Callable[[], object], piece: Callable[[], object]) -> tuple[float, float]:
-        """Microseconds of both beside each other, and until the GEMMs alone were done."""
-        both, gemms = self._median(lambda: self._on_side(call, piece), _renewal(call))
-        return both, gemms
-
-    def _on_side(
-        self, call: Callable[[], object] | None, piece: Callable[[], object] | None
-    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        main = torch.cuda.current_stream()
-        begin.record()
-        if call is not None:
-            self._side.wait_stream(main)
-            with torch.cuda.stream(self._side):
-                call()
-        if piece is not None:
-            piece()
-        end.record()
-        main.wait_stream(self._side)
-        return begin, end
-
-    def _median(
-        self,
-        run: Callable[[], tuple[torch.cuda.Event, torch.cuda.Event]],
-        renew: Callable[[], object] = lambda: None,
-    ) -> tuple[float, float]:
-        run()
-        whole, inner = [], []
-        for _ in range(_ROUNDS):
-            renew()
-            torch.cuda.synchronize()
-            dist.barrier()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            marks = [run() for _ in range(_IN_A_ROW)]
-            end.record()
-            end.synchronize()
-            whole.append(begin.elapsed_time(end) * 1e3 / _IN_A_ROW)
-            inner.append(sum(b.elapsed_time(e) for b, e in marks) * 1e3 / _IN_A_ROW)
-        return _slowest([statistics.median(whole), statistics.median(inner)])
-
-
-def _renewal(call: Callable[[], object]) -> Callable[[], object]:
-    return getattr(call, "renew", lambda: None)
-
-
-def _slowest(values: list[float]) -> tuple[float, float]:
-    tensor = torch.tensor(values, device="cuda", dtype=torch.float64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    first, second = tensor.tolist()
-    return first, second
 
 
 class Bench:
@@ -221,6 +156,7 @@ class Bench:
             call = Collective(collectives, operation, rows, hidden, self.world)
             alone_us = self.timer.alone(call)
             yield self._row(rows, hidden, operation, name, alone_us)
+            yield self._row(rows, hidden, operation, f"{name}:host", self.timer.host(call))
             for piece_name in self.pieces:
                 for gemms in self.gemms:
                     piece = Piece(rows, hidden, piece_name, gemms, self.world)
@@ -323,7 +259,7 @@ def main() -> None:
     parser.add_argument("--mechanisms", nargs="+", default=MECHANISMS, choices=MECHANISMS)
     parser.add_argument("--operations", nargs="+", default=["all_reduce"])
     parser.add_argument("--pieces", nargs="+", default=["mlp", "attention"])
-    parser.add_argument("--gemms", nargs="+", default=["cublas", "csrc-0"])
+    parser.add_argument("--gemms", nargs="+", default=GEMMS, choices=GEMMS)
     parser.add_argument("--messages", type=int, default=len(MESSAGES), help="how many of them")
     parser.add_argument("--csv", type=Path, default=RESULTS)
     arguments = parser.parse_args()

@@ -5,19 +5,17 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.ops.cuda_arguments import ExchangeStep
-from tlora_megatron.parallel.copy_engine import CopyEngineCollectives, encoded
+from tlora_megatron.parallel.copy_engine import CopyEngineCollectives
 from tlora_megatron.parallel.exchange import Copy, Exchange, Step, Sum
 from tlora_megatron.parallel.tensor_collectives import GroupCollectives, TensorCollectives
 
-MECHANISMS = ("copy_engine", "copy_engine_kernel_signals", "nccl", "nccl_4", "nccl_16", "two_shot")
-"""nccl_4: NCCL with 4 blocks."""
+MECHANISMS = ("copy_engine", "copy_engine_batched", "nccl", "nccl_4", "nccl_16", "two_shot")
+"""nccl_4: NCCL with 4 blocks. copy_engine_batched: copies to all peers handed over at once."""
 PARTS: dict[str, Callable[[Step], bool]] = {
     "push": lambda step: isinstance(step, Copy) and step.source.base == "x",
     "pull": lambda step: isinstance(step, Copy) and step.target.base == "out",
@@ -33,8 +31,8 @@ def make_mechanism(
     """One of `MECHANISMS`, ready for two lanes."""
     made: TensorCollectives
     if name.startswith("copy_engine"):
-        kernels = name.endswith("kernel_signals")
-        made = CopyEngineCollectives(group, device, max_bytes, signal_kernels=kernels)
+        batched = name.endswith("batched")
+        made = CopyEngineCollectives(group, device, max_bytes, batch_copies=batched)
     elif name == "two_shot":
         made = TwoShotCollectives(group, device, max_bytes)
     else:
@@ -47,10 +45,9 @@ def part_call(
     collectives: CopyEngineCollectives, x_TH: torch.Tensor, part: str
 ) -> Callable[[], None]:
     """Runs one part of the steps of an all-reduce; what is in the slots has some other sum."""
-    lane = collectives._lane
-    kept = [step for step in lane.steps("all_reduce", x_TH.nbytes) if PARTS[part](step)]
-    steps: ctypes.Array[ExchangeStep] = encoded(kept, lane.size)
-    return lambda: collectives._execute(steps, x_TH, x_TH, 0)
+    steps = collectives.steps("all_reduce", x_TH.nbytes)
+    arguments = collectives.describe(0, [s for s in steps if PARTS[part](s)], x_TH.dtype)
+    return lambda: collectives.launch(arguments, x_TH, x_TH)
 
 
 class TwoShotCollectives(GroupCollectives):

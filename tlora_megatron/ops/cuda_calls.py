@@ -96,16 +96,13 @@ def gemm(
     early: bool = False,
     bias_N: torch.Tensor | None = None,
     rank: RankPart | None = None,
-    reserved_multiprocessors: int = 0,
 ) -> None:
     """`out = x W + b + rank part`; W is `[N, K]` if transposed, else `[K, N]`.
 
     Args:
         early: start before the previous kernel has ended. x, W and everything but the rank part's
             flat tensor must have been written before that kernel began.
-        reserved_multiprocessors: left to kernels that run beside; changes no bits.
     """
-    free = multiprocessors(x_TK.device) - reserved_multiprocessors
     arguments = GemmArguments(
         x=x_TK.data_ptr(),
         weight=weight.data_ptr(),
@@ -118,7 +115,7 @@ def gemm(
         transposed=transposed,
         tile_columns=tile.columns,
         group=tile.group,
-        blocks=free // 2 * 2,
+        blocks=multiprocessors(x_TK.device) // 2 * 2,
         early=early,
         device=x_TK.device.index,
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,14 @@ _BLOCKS = 4
 """Of the sum's kernel, a multiprocessor: all that it holds, for reading memory at full speed."""
 _BASES = {"x": -2, "out": -1}
 _NOWHERE = -3
+_Calls = Callable[[Operation, int, torch.dtype], ExchangeArguments]
+"""A lane's descriptors, by bytes of the whole tensor; each is made once."""
 
 
 class CopyEngineCollectives:
     """See the module, and `TensorCollectives`."""
 
     name = "copy_engine"
-    gemm_sms = 0
 
     def __init__(
         self,
@@ -45,13 +46,14 @@ class CopyEngineCollectives:
         device: torch.device,
         max_bytes: int,
         *,
-        signal_kernels: bool = False,
+        batch_copies: bool = False,
     ) -> None:
         """
         Args:
             max_bytes: what one round of a lane carries; larger tensors take several. A lane holds
                 `1 + 1 / n` times as much memory.
-            signal_kernels: wait for the others in a kernel of one warp rather than in the stream.
+            batch_copies: hand the driver the copies to all processes at once, which may then run
+                in any order; needs CUDA 12.8, else they run one by one.
         """
         self.group, self.device = group, device
         self.size = dist.get_world_size(group)
@@ -60,16 +62,18 @@ class CopyEngineCollectives:
             size=self.size,
             slot_bytes=slot_bytes_for(max_bytes, self.size),
         )
-        self._signal_kernels = signal_kernels
+        self._batch_copies = batch_copies
         self._memory: list[SymmetricMemory] = []
-        self._arguments: list[ExchangeArguments] = []
+        self._calls: list[_Calls] = []
 
     def prepare(self, num_lanes: int) -> None:
         """Allocates lanes that are not there yet; those there stay."""
-        for _ in range(len(self._memory), num_lanes):
+        for lane in range(len(self._memory), num_lanes):
             num_bytes = _FLAG_BYTES + self._lane.area_bytes
             self._memory.append(allocate(self.group, self.device, num_bytes))
-            self._arguments.append(self._make_arguments(self._memory[-1]))
+            # Jobs vary the number of rows: as many as a lane may meet.
+            describe = functools.partial(self._describe_operation, lane)
+            self._calls.append(functools.lru_cache(maxsize=1024)(describe))
 
     def all_reduce(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
         x_TH = x_TH.contiguous()
@@ -92,44 +96,49 @@ class CopyEngineCollectives:
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group, device_ids=[self.device.index])
         self._memory.clear()
-        self._arguments.clear()
+        self._calls.clear()
         del self.group
 
     def _run(
         self, operation: Operation, x: torch.Tensor, out: torch.Tensor, num_bytes: int, lane: int
     ) -> None:
-        if lane >= len(self._arguments):
-            raise RuntimeError(f"lane must be prepared, got {lane} of {len(self._arguments)}")
-        self._execute(_steps(self._lane, operation, num_bytes), x, out, lane)
+        if lane >= len(self._calls):
+            raise RuntimeError(f"lane must be prepared, got {lane} of {len(self._calls)}")
+        self.launch(self._calls[lane](operation, num_bytes, x.dtype), x, out)
 
-    def _execute(
-        self, steps: ctypes.Array[ExchangeStep], x: torch.Tensor, out: torch.Tensor, lane: int
-    ) -> None:
-        arguments = self._arguments[lane]
+    def launch(self, arguments: ExchangeArguments, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Enqueues steps on the current stream with one call of the library."""
         arguments.x, arguments.out = x.data_ptr(), out.data_ptr()
-        arguments.steps, arguments.num_steps = steps, len(steps)
-        arguments.dtype = _DTYPES[x.dtype]
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         load_extension().call("exchange", arguments, stream)
 
-    def _make_arguments(self, memory: SymmetricMemory) -> ExchangeArguments:
+    def describe(self, lane: int, steps: Sequence[Step], dtype: torch.dtype) -> ExchangeArguments:
+        """What `launch` takes, but for the tensors; good for any number of launches."""
+        encoded_steps = encoded(steps, self.size)
         arguments = ExchangeArguments(
+            steps=encoded_steps,
+            num_steps=len(encoded_steps),
             slot_bytes=self._lane.slot_bytes,
             rank=self._lane.rank,
             size=self.size,
-            signal_kernels=self._signal_kernels,
+            dtype=_DTYPES[dtype],
+            batch_copies=self._batch_copies,
             blocks=_BLOCKS * multiprocessors(self.device),
             device=self.device.index,
         )
-        for rank, address in enumerate(memory.addresses):
+        for rank, address in enumerate(self._memory[lane].addresses):
             arguments.flags[rank] = address
             arguments.areas[rank] = address + _FLAG_BYTES
         return arguments
 
+    def steps(self, operation: Operation, num_bytes: int) -> list[Step]:
+        """This process's part in a collective over so many bytes."""
+        return self._lane.steps(operation, num_bytes)
 
-@functools.lru_cache(maxsize=1024)  # one an operation and number of rows, which jobs vary
-def _steps(lane: Lane, operation: Operation, num_bytes: int) -> ctypes.Array[ExchangeStep]:
-    return encoded(lane.steps(operation, num_bytes), lane.size)
+    def _describe_operation(
+        self, lane: int, operation: Operation, num_bytes: int, dtype: torch.dtype
+    ) -> ExchangeArguments:
+        return self.describe(lane, self.steps(operation, num_bytes), dtype)
 
 
 def encoded(steps: Sequence[Step], size: int) -> ctypes.Array[ExchangeStep]:

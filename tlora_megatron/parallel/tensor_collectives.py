@@ -32,8 +32,6 @@ class TensorCollectives(Protocol):
     """
 
     name: str
-    gemm_sms: int
-    """Multiprocessors that GEMMs beside the collectives should leave free."""
 
     def prepare(self, num_lanes: int) -> None:
         """Makes lanes 0 to `num_lanes` - 1 usable. Every process calls it; waits for the device."""
@@ -55,7 +53,6 @@ class GroupCollectives:
     """The process group's own collectives: NCCL's, or what is the same on it."""
 
     name = "nccl"
-    gemm_sms = 0
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -118,7 +115,6 @@ class SkippedCollectives:
     """Communicates nothing: right shapes, this process's numbers. For measuring, or one process."""
 
     name = "skipped"
-    gemm_sms = 0
 
     def __init__(self, size: int, rank: int) -> None:
         self.size, self.rank = size, rank
