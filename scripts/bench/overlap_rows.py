@@ -1,0 +1,119 @@
+"""Times of `tp_overlap.py`'s steps, and the file that its rows go to."""
+
+from __future__ import annotations
+
+import csv
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from overlap_cases import Bench, Step
+
+_IN_A_ROW = 2
+"""Steps that are timed together: a round trip to the device is shared."""
+
+
+class Timer:
+    """Milliseconds of the steps of one case, and of the host's part in them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.samples: dict[str, list[tuple[float, float]]] = {}
+
+    def run(self, key: str, call: Callable[[], None]) -> None:
+        """Times a few calls in a row."""
+        self.wait()
+        begin = time.perf_counter()
+        for _ in range(_IN_A_ROW):
+            call()
+        started = time.perf_counter()
+        self.wait()
+        ended = time.perf_counter()
+        pair = ((ended - begin) * 1e3 / _IN_A_ROW, (started - begin) * 1e3 / _IN_A_ROW)
+        self.samples.setdefault(key, []).append(pair)
+
+    def wait(self) -> None:
+        """For the device and for the other processes."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    def result(self) -> dict[str, dict[str, float]]:
+        """Medians of the slowest process's times."""
+        found = {}
+        for key, pairs in self.samples.items():
+            slowest = torch.tensor(pairs, dtype=torch.float64, device=self.device)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            steps, host = (sorted(column) for column in slowest.t().tolist())
+            found[key] = {
+                "step_ms": statistics.median(steps),
+                "p20_ms": steps[len(steps) // 5],
+                "p80_ms": steps[-1 - len(steps) // 5],
+                "cpu_ms": statistics.median(host),
+            }
+        return found
+
+
+def captured(step: Step) -> Callable[[], None]:
+    """A CUDA graph of the step."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Autograd's backward runs on threads of its own, which a global mode would refuse.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
+
+
+def about(bench: Bench, given_commit: str) -> dict[str, Any]:
+    """What is the same for all rows of a case; a commit is given where git is not at hand."""
+    is_cuda = bench.device.type == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name() if is_cuda else "cpu",
+        "world": dist.get_world_size(),
+        "commit": given_commit or commit(),
+        "layers": bench.spec.num_layers,
+        "sequence_parallel": bench.layout.sequence_parallel,
+        "links": "no P2P" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "P2P",
+        "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
+        "torch": torch.__version__,
+    }
+
+
+def commit() -> str:
+    """Of the checkout, where git is at hand."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+COLUMNS = (
+    *("gpu", "world", "commit", "model", "tokens", "adapters", "mechanism", "nano_batches"),
+    *("step_ms", "no_comm_ms", "no_split_ms", "hidden_share", "cpu_ms", "p20_ms", "p80_ms"),
+    *("layers", "sequence_parallel", "graph", "settled_steps", "links", "connections", "torch"),
+)
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Adds a row, with a header where the file is new."""
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def say(text: str) -> None:
+    """Prints on the first process."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
