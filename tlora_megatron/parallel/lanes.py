@@ -8,8 +8,9 @@ partial sums, residual sum, norm, and with sequence parallelism the gathering. A
 every column-parallel linear, so compute pieces alternate: 0, 1, 0, 1, ...
 
 Backward goes the same way back. For this the pieces are recorded as separate autograd graphs, ended
-by detached tensors at the cuts. Each is run backward on the stream that it was recorded on: the engine runs a node on its forward's stream and makes the caller's stream wait for
-it, so it adds no waits.
+by detached tensors at the cuts. Each is run backward on the stream that it was recorded on: the
+engine runs a node on its forward's stream and makes the caller's stream wait for it, so it adds no
+waits.
 
 Shapes: T rows of the nano-batch, n tensor-parallel ranks, H features.
 """

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -19,7 +17,6 @@ from tlora_megatron.ops.segments import MicroBatchView
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano_batch import CutDocuments, cut_by_length
 from tlora_megatron.training.job_state import EvalResult, JobState
-from tlora_megatron.training.nano_split import NanoSplit
 from tlora_megatron.training.optimizer import StepOutcome, StepRequest, step_adapters
 from tlora_megatron.training.packing import (
     Bins,
@@ -28,10 +25,9 @@ from tlora_megatron.training.packing import (
     Placed,
     RoundShape,
     fill_bins,
-    pack,
-    round_up,
 )
 from tlora_megatron.training.portions import fill_with_portions
+from tlora_megatron.training.round_rows import RoundRows
 
 
 class Engine(Protocol):
@@ -201,76 +197,17 @@ class SuperModel:
             num_micro_batches=shape.num_micro_batches,
         )
         self.bins = bins
-        whole = bins.of_rank(self.groups.dp_rank)
-        mine = [self._rows_to_run(placed) for placed in whole]
-        num_tokens = self._rows_of_round(mine)
-        batches = [
-            pack(
-                placed,
-                num_tokens=num_tokens,
-                num_slots=len(self.jobs),
-                dropout_keys=keys,
-                cp_rank=self.groups.cp_rank,
-                cp_size=layout.cp_size,
-                device=self.groups.device,
-                token_budget=round_up(self.micro_batch_tokens, self._row_multiple),
-            )
-            for placed in mine
-        ]
-        return self._split(batches, whole, keys), left, mine
-
-    def _split(
-        self,
-        batches: list[PackedBatch],
-        whole: Sequence[tuple[Placed, ...]],
-        keys: Sequence[int],
-    ) -> list[PackedBatch]:
-        """Adds how the micro-batches run, if the engine runs them in nano-batches."""
-        count = getattr(self.engine, "num_nano_batches", 1)
-        if count == 1:
-            return batches
-        split = NanoSplit(
-            num_nano_batches=count,
-            multiple=self._row_multiple,
-            token_budget=round_up(self.micro_batch_tokens, self._row_multiple),
-            most_rows=self.micro_batch_tokens if self.round_shape.fills_budget else None,
-            num_slots=len(self.jobs),
-            dropout_keys=keys,
+        rows = RoundRows(
             groups=self.groups,
+            micro_batch_tokens=self.micro_batch_tokens,
+            fills_budget=shape.fills_budget,
+            active=tuple(job.is_active for job in self.jobs),
+            dropout_keys=tuple(keys),
+            num_nano_batches=getattr(self.engine, "num_nano_batches", 1),
             cut=self.cut_documents,
         )
-        splits = split.pack(whole, lambda placed: bool(self._rows_to_run((placed,))))
-        return [replace(b, split=s) for b, s in zip(batches, splits, strict=True)]
-
-    def _rows_of_round(self, mine: Sequence[tuple[Placed, ...]]) -> int:
-        """Rows of each micro-batch, over its context-parallel ranks."""
-        if self.round_shape.fills_budget:
-            return self.micro_batch_tokens
-        longest = max(sum(p.item.length for p in placed) for placed in mine)
-        return round_up(max(longest, 1), self._row_multiple)
-
-    def _rows_to_run(self, placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
-        """Leaves placeholders out unless the rows are cut over ranks.
-
-        Sequence and context parallelism cut by row number: without a placeholder's rows the cut
-        would fall elsewhere in the others' sequences, and round their gradients another way.
-        """
-        if self.groups.layout.sequence_parallel or self.groups.layout.cp_size > 1:
-            return placed
-        return tuple(p for p in placed if self.jobs[p.slot].is_active)
-
-    @property
-    def _row_multiple(self) -> int:
-        """Rows of a micro-batch come in multiples of this: whole GEMM tiles on every CP rank.
-
-        GEMM libraries give a row the same bits whatever the number of rows once that is a multiple
-        of their tile (16 on CPUs, 128 on GPUs; one single row is another kernel): so neighbours
-        that come and go do not touch a job's rounding. A CP rank's rows are two chunks, or whole
-        sequence-parallel shards.
-        """
-        tile = 128 if self.groups.device.type == "cuda" else 16
-        layout = self.groups.layout
-        return math.lcm(tile, layout.tp_size, 2) * layout.cp_size
+        mine = bins.of_rank(self.groups.dp_rank)
+        return rows.pack(mine), left, [rows.items(placed) for placed in mine]
 
     def _add_losses(self, view: MicroBatchView, losses_T: torch.Tensor) -> None:
         if not self.groups.counts_losses:
