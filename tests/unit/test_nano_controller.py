@@ -154,6 +154,14 @@ def test_a_new_mix_is_explored_and_a_known_one_is_not() -> None:
     assert set(run(controller, (1.0, 0.9, 0.95, 1.0), 50, mix_key="a")[1:]) == {2}
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_new_mix_does_not_keep_what_is_no_faster_than_one(seed: int) -> None:
+    controller = BestCount()
+    run(controller, (1.0, 0.9, 0.95, 1.0), 50, mix_key="a")
+    run(controller, (1.0, 1.004, 1.2, 1.2), 50, mix_key="b", noise=gaussian(0.001, seed))
+    assert controller.kept == 1
+
+
 def test_a_mix_that_soon_ends_is_not_explored() -> None:
     controller = BestCount()
     run(controller, (1.0, 0.9, 0.95, 1.0), 50, mix_key="a")

@@ -75,10 +75,10 @@ class BestCount:
     """Keeps the count with the shortest time seen.
 
     Explores 1, 2, 3, ... in blocks and back again, so that a drift of all times cancels out; stops
-    going up behind two counts in a row that are slower than the best. Keeps what it has unless
-    another count is shorter by `HYSTERESIS` or, where that is more, by the noise; starts with 1.
-    Explores anew when the mix of jobs changes to one that it has not seen. Later it checks its
-    choice against 1 and the neighbouring counts, ever more rarely.
+    going up behind two counts in a row that are slower than the best. Takes another than 1 only if
+    it is shorter by `HYSTERESIS` or, where that is more, by the noise. Explores anew when the mix
+    of jobs changes to one that it has not seen. Later it checks its choice against 1 and the
+    neighbouring counts, ever more rarely, and leaves it for what is shorter by as much.
 
     While times vary by less than half of `HYSTERESIS`, every change is to a count that is truly
     faster, so a mix sees at most `limit` - 1 of them.
@@ -187,8 +187,7 @@ class BestCount:
                 return
             times = self.times
             near = min(times.values()) * (1.0 + _CLEARLY_WORSE)
-            kept = (1, self.kept)
-            self._way_back = [n for n in times if times[n] <= near or n in kept]
+            self._way_back = [n for n in times if times[n] <= near or n in (1, self.kept)]
         if self._way_back:
             self._go_to(self._way_back.pop())
         else:
@@ -208,7 +207,7 @@ class BestCount:
     def _decide(self) -> None:
         times = self.times
         best = min(times, key=lambda count: times[count])
-        held = self.kept if self.kept in times else 1
+        held = self.kept if self.phase == "check" else 1
         if times[best] >= times[held] * (1.0 - self._margin()):
             best = held
         stands = self.phase == "check" and best == self.kept
