@@ -20,7 +20,8 @@ from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.cli.main import configure_logging, show_error
 from tlora_megatron.cli.progress import SilentProgress
 from tlora_megatron.cli.tables import print_run
-from tlora_megatron.runtime.launcher import is_lost_connection, join_agent, order_kernels
+from tlora_megatron.parallel.hardware_queues import set_queues
+from tlora_megatron.runtime.launcher import is_lost_connection, join_agent
 
 _USAGE = "usage: python -m tlora_megatron.launch SCRIPT [ARGS] --tlora-config FILE"
 
@@ -55,7 +56,7 @@ def install() -> None:
 
     configure_logging(logging.INFO if global_rank() == 0 else logging.ERROR)
     if hooks.flag_on_command_line():
-        order_kernels()
+        set_queues(overlaps=hooks.overlaps_by_command_line())
         join_agent()
         sys.excepthook = _explain
     hooks.install(Host())

@@ -34,7 +34,7 @@ checkpoint=${CHECKPOINT:-checkpoints/$name} jobs=${JOBS:-configs/megatron/jobs.y
 tp=${TP:-1} pp=${PP:-1} cp=${CP:-1} nnodes=${NNODES:-1} node_rank=${NODE_RANK:-${SLURM_NODEID:-0}}
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-# Kernels then start in the order in which they were launched, which hiding communication relies on.
+# Megatron-LM asks for it with TP or CP over 1; with nano-batches the launcher takes 32 in its place.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
 for path in "$HF_MODEL/config.json" "$MEGATRON_LM/pretrain_gpt.py" "$jobs"; do

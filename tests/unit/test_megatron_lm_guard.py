@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -138,10 +139,12 @@ def test_routers_that_mix_jobs_are_refused(kinds: str | list[str]) -> None:
         guard.check_arguments(args)
 
 
-def test_the_launcher_lets_kernels_start_in_order_with_the_flag_alone(
-    trainer: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+def test_the_launcher_sets_hardware_queues_with_the_flag_alone(
+    trainer: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    nano = tmp_path / "nano.yaml"
+    nano.write_text("run:\n  nano_batches: auto\n")
     monkeypatch.setenv(name, "8")  # so that it is put back
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -149,6 +152,9 @@ def test_the_launcher_lets_kernels_start_in_order_with_the_flag_alone(
         (["x.py"], None, None),
         (["x.py", "--tlora-config", "a"], None, "1"),
         (["x.py", "--tlora-config", "a"], "8", "8"),
+        (["x.py", "--tlora-config", str(nano)], "1", "32"),
+        (["x.py", f"--tlora-config={nano}", "--bf16"], None, "32"),
+        (["x.py", "--tlora-config"], None, "1"),
     ):
         monkeypatch.setattr(sys, "argv", words)
         os.environ.pop(name, None)
@@ -247,6 +253,29 @@ def test_without_the_flag_every_hook_calls_what_it_wraps(
         assert getattr(training, name)(*values) == tuple(values), name
     namespace = argparse.Namespace(tlora_config=None)
     assert trainer["megatron.training.arguments"].validate_args(namespace) == (namespace,)
+
+
+@pytest.mark.parametrize(("nano_batches", "seen"), [("1", "32"), ("2", "1"), ("auto", "1")])
+def test_validation_is_shown_one_queue_where_nano_batches_need_more(
+    trainer: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    nano_batches: str,
+    seen: str,
+) -> None:
+    from tlora_megatron.integrations.megatron_lm import local_parts
+
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, "32")
+    monkeypatch.setattr(local_parts, "install", lambda **_: None)
+    arguments: Any = trainer["megatron.training.arguments"]
+    arguments.validate_args = lambda args: os.environ[name]
+    jobs = tmp_path / "jobs.yaml"
+    jobs.write_text(f"run: {{nano_batches: {nano_batches}}}\n")
+    hooks.install(RecordingHost())
+    more = {"tlora_config": str(jobs), "eval_iters": 0, "lr": 0.1}
+    assert arguments.validate_args(argparse.Namespace(**FINE, **more)) == seen
+    assert os.environ[name] == "32"
 
 
 def test_hooks_are_installed_once(trainer: dict[str, ModuleType]) -> None:

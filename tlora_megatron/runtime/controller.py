@@ -88,7 +88,8 @@ def _build(
         raise ImportError(_TRITON) from error
 
     config = run.config
-    backbone.initialize_parallel(layout)
+    overlaps = config.run.nano_batches != 1 and layout.tp_size > 1
+    backbone.initialize_parallel(layout, overlaps=overlaps)
     groups = current_groups(layout)
     run.check_agreement()
     dtype = DTYPES[config.base_model.dtype]

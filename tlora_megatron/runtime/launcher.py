@@ -152,16 +152,7 @@ def torchrun_arguments(argv: Sequence[str], nproc: int) -> list[str]:
     ]
 
 
-def order_kernels() -> None:
-    """Has kernels start in the order in which they were launched, unless the user says otherwise.
-
-    Megatron's TP overlap relies on it, and its trainer asks for it. Before CUDA is used.
-    """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
-
 def _set_environment(nproc: int) -> None:
     cores = len(os.sched_getaffinity(0))
     # torchrun would set 1 thread however many cores there are.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
-    order_kernels()

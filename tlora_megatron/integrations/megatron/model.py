@@ -23,6 +23,7 @@ from tlora_megatron.integrations.megatron.frozen_layer import freeze_layer
 from tlora_megatron.integrations.megatron.norm import RMSNorm
 from tlora_megatron.integrations.megatron.rotary import PackedRotaryEmbedding
 from tlora_megatron.model import ModelSpec
+from tlora_megatron.parallel.hardware_queues import set_queues
 from tlora_megatron.plan import ParallelLayout
 from tlora_megatron.training.hf_convert import (
     HFCheckpoint,
@@ -50,16 +51,20 @@ _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
 }
 
 
-def initialize_parallel(layout: ParallelLayout) -> None:
+def initialize_parallel(layout: ParallelLayout, *, overlaps: bool = False) -> None:
     """Joins the process group that torchrun's environment describes and lays Megatron's groups out.
 
     NCCL with one GPU a process where there is CUDA, else gloo. Without torchrun it is a world of
     one. A second call with the same layout does nothing; another layout makes new groups.
 
+    Args:
+        overlaps: nano-batches will hide each other's communication (`parallel.hardware_queues`).
+
     Raises:
         ValueError: if the world is not as large as the layout, or a node has more processes
             than GPUs.
     """
+    set_queues(overlaps=overlaps)
     if torch.cuda.is_available():
         _bind_gpu()
     else:
@@ -85,9 +90,6 @@ def _bind_gpu() -> None:
         raise ValueError(
             f"processes a node must be at most its {gpus} GPUs, got local rank {local_rank}"
         )
-    # Makes the GPU start kernels in launch order, so that a collective issued before the compute
-    # that should hide it starts first. Read when CUDA starts.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     torch.cuda.set_device(local_rank)
 
 

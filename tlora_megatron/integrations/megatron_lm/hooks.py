@@ -12,11 +12,13 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, Protocol
 
 from tlora_megatron.integrations.megatron_lm.guard import FLAG, check_arguments, check_trainer
+from tlora_megatron.parallel.hardware_queues import shown_in_order
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,23 @@ def flag_on_command_line() -> bool:
     return any(word.split("=")[0] == FLAG for word in sys.argv[1:])
 
 
+def overlaps_by_command_line() -> bool:
+    """Whether the file of the flag that this process was started with asks for nano-batches."""
+    words = [word for argument in sys.argv[1:] for word in argument.split("=", 1)]
+    return FLAG in words[:-1] and asks_for_nano_batches(words[words.index(FLAG) + 1])
+
+
+def asks_for_nano_batches(jobs: str) -> bool:
+    """Whether a file of jobs does; one that cannot be read is refused where it is needed."""
+    from tlora_megatron.config_source import read_document
+
+    try:
+        run = read_document(Path(jobs)).get("run")
+    except ValueError:
+        return False
+    return isinstance(run, dict) and run.get("nano_batches", 1) != 1
+
+
 class _Hooks:
     """The wrappers and the session they share; there is none without the flag."""
 
@@ -96,7 +115,8 @@ class _Hooks:
 
         for sentence in settle(parsed):
             logger.info("has no effect with %s: %s", FLAG, sentence)
-        result = original(*args, **kwargs)
+        with shown_in_order() if asks_for_nano_batches(parsed.tlora_config) else nullcontext():
+            result = original(*args, **kwargs)
         with self._input_errors():
             check_arguments(parsed)
         from tlora_megatron.integrations.megatron_lm import local_parts
