@@ -10,8 +10,8 @@ does on a GPU: work lists, argument structs, allocations, autograd functions, Tr
 arguments. `launch` then is what the stand-ins take; on a GPU it holds the driver's own time.
 
 One row a part: microseconds a layer, forward and backward, without the parts inside it. `between`
-is Megatron's modules, autograd and what no other part is. `whole` is measured without the clocks
-that the parts need.
+is Megatron's modules, autograd and what no other part is. `whole` is the least of all turns, for
+what else runs on the machine only adds, without the clocks that the parts need.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import argparse
 import cProfile
 import functools
 import pstats
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -41,6 +40,7 @@ from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime.synthetic_run import SyntheticRun
 
 RANKS = (8, 16, 32, 64)
+_WARM_UP = 5
 
 
 class Clock:
@@ -129,13 +129,13 @@ def block(layers: int, tokens: int) -> tuple[Callable[[], Any], Callable[[Any], 
     return forward, backward
 
 
-def times_us(
+def times_s(
     forward: Callable[[], Any], backward: Callable[[Any], None], turns: int, clock: Clock | None
-) -> tuple[float, float]:
-    """Medians of both passes; with a clock, its parts hold the sum over all turns."""
+) -> list[tuple[float, float]]:
+    """Both passes of every turn; a clock's parts hold the sum over all turns."""
     rounds = []
-    for turn in range(turns + 5):
-        if turn == 5 and clock is not None:
+    for turn in range(turns + _WARM_UP):
+        if turn == _WARM_UP and clock is not None:
             clock.seconds.clear()
             clock.calls.clear()
         if torch.cuda.is_available():
@@ -145,8 +145,7 @@ def times_us(
         middle = time.perf_counter()
         backward(out)
         rounds.append((middle - begin, time.perf_counter() - middle))
-    forward_s, backward_s = (statistics.median(r) for r in zip(*rounds[5:], strict=True))
-    return forward_s * 1e6, backward_s * 1e6
+    return rounds[_WARM_UP:]
 
 
 def main() -> None:
@@ -160,17 +159,18 @@ def main() -> None:
     if not torch.cuda.is_available():
         without_gpu()
     forward, backward = block(args.layers, args.tokens)
-    whole = [t / args.layers for t in times_us(forward, backward, args.turns, None)]
+    rounds = times_s(forward, backward, args.turns, None)
+    whole = [min(times) / args.layers * 1e6 for times in zip(*rounds, strict=True)]
     if args.profile:
         _print_profile(forward, backward, args.profile)
     clock = Clock()
     clock_parts(clock)
-    clocked = sum(times_us(forward, backward, args.turns, clock)) / args.layers
+    clocked = sum(map(sum, times_s(forward, backward, args.turns, clock)))
     count = args.turns * args.layers
     print(f"{'part':32}{'us a layer':>12}{'calls':>8}")
     for part, seconds in sorted(clock.seconds.items()):
         print(f"{part:32}{seconds / count * 1e6:12.1f}{clock.calls[part] / count:8.1f}")
-    between = clocked - sum(clock.seconds.values()) / count * 1e6
+    between = (clocked - sum(clock.seconds.values())) / count * 1e6
     print(f"{'between':32}{between:12.1f}")
     print(f"{'whole: forward':32}{whole[0]:12.1f}")
     print(f"{'whole: backward':32}{whole[1]:12.1f}")
