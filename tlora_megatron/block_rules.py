@@ -65,14 +65,20 @@ def check_block_sizes(job: str, lora: LoraSpec, spec: Backbone, tp_size: int = 1
     blocks = lora.num_blocks
     widths = {target: _block_width(lora, target, spec) for target in lora.target_modules}
 
-    def fits(number: int) -> bool:
-        cut = (lora.rank, *widths.values())
-        return number % tp_size == 0 and not any(size % number for size in cut)
+    def fitting(rank: int) -> list[int]:
+        cut = (rank, *widths.values())
+        numbers = range(max(2, tp_size), rank + 1)
+        return [n for n in numbers if n % tp_size == 0 and not any(size % n for size in cut)]
 
-    if fits(blocks):
+    numbers = fitting(lora.rank)
+    if blocks in numbers:
         return
-    nearest = _or(_nearest(blocks, filter(fits, range(2, lora.rank + 1))))
-    remedy = f"the nearest for rank {lora.rank} are {nearest}" if nearest else "change the rank"
+    if numbers:
+        remedy = f"the nearest for rank {lora.rank} are {_or(_nearest(blocks, numbers))}"
+    else:
+        ranks = [rank for rank in range(2, 2 * (lora.rank + tp_size)) if fitting(rank)]
+        nearest = _or(_nearest(lora.rank, ranks)) or "standard ones"
+        remedy = f"no number does for rank {lora.rank}, the nearest ranks are {nearest}"
     what = f"lora.num_blocks of job {job!r} must"
     if blocks % tp_size:
         raise ValueError(f"{what} be a multiple of tp_size = {tp_size}, got {blocks}; {remedy}")
@@ -82,6 +88,7 @@ def check_block_sizes(job: str, lora: LoraSpec, spec: Backbone, tp_size: int = 1
             raise ValueError(
                 f"{what} divide the {width} {side} of {target}, got {blocks}; {remedy}"
             )
+    raise ValueError(f"{what} be at least 2 and divide lora.rank, got {blocks}; {remedy}")
 
 
 def _check_kinds(job: str, lora: LoraSpec, spec: Backbone, tp_size: int) -> None:

@@ -114,6 +114,13 @@ class TestRules:
                 r"must divide the 32 outputs of q_proj, got 12; the nearest for rank 12 are 4",
             ),
             (
+                blocks(15, 3),
+                2,
+                r"multiple of tp_size = 2, got 3; no number does for rank 15, the nearest ranks "
+                r"are 14 or 16",
+            ),
+            (blocks(10, 4), 2, r"must be at least 2 and divide lora.rank, got 4; .* are 2"),
+            (
                 blocks(12, 12, target_modules=("o_proj",)),
                 1,
                 r"must divide the 32 inputs of o_proj, got 12",

@@ -131,6 +131,7 @@ def read_adapter(path: Path) -> dict[str, Any]:
         "rank": config.get("r"),
         "alpha": config.get("lora_alpha"),
         "use_rslora": config.get("use_rslora", False),
+        "num_blocks": (config.get("use_bdlora") or {}).get("nblocks", 1),
         "target_modules": sorted(targets) if isinstance(targets, list) else targets,
         "tensors": len(shapes),
         "parameters": sum(math.prod(shape) for shape in shapes),

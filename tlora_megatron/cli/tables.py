@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tlora_megatron.config import RunConfig
-from tlora_megatron.job import JobSpec
+from tlora_megatron.job import JobSpec, LoraSpec
 
 _STATUS_STYLE = {"finished": "green", "running": "yellow", "failed": "red", "rejected": "red"}
 _WORDY_COLUMNS = ("job", "targets", "lr and schedule", "data")
@@ -119,13 +119,20 @@ def _print_speed(console: Console, run: dict[str, Any]) -> None:
         console.print(f"nano-batches: {nano['count']} ({nano['controller']}){gain}")
 
 
+def _rank_cell(lora: LoraSpec) -> str:
+    """Rank and alpha, and what is not as usual about them."""
+    rslora = " rsLoRA" if lora.use_rslora else ""
+    blocks = f" {lora.num_blocks} blocks" if lora.is_block_diagonal else ""
+    return f"{lora.rank}/{lora.alpha:g}{rslora}{blocks}"
+
+
 def _config_cells(job: JobSpec) -> tuple[str, ...]:
     end = f"{job.max_steps} steps" if job.max_steps is not None else f"{job.epochs} epochs"
     warmup = f", warm-up {job.schedule.warmup_steps}" if job.schedule.warmup_steps else ""
     data = [Path(path).name for path in (job.data.train, job.data.eval) if path]
     return (
         job.name,
-        f"{job.lora.rank}/{job.lora.alpha:g}" + (" rsLoRA" if job.lora.use_rslora else ""),
+        _rank_cell(job.lora),
         " ".join(job.lora.target_modules),
         str(job.batch_size),
         end,
