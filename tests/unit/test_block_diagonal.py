@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.linear_case import Case, error
+from tests.helpers.planner_case import HARDWARE
 from tests.helpers.tiny_models import make_tiny_model, random_factors
 from tlora_megatron.backbone import LinearShape, LinearsSpec
 from tlora_megatron.block_rules import check_block_sizes, check_blocks
@@ -30,6 +31,7 @@ from tlora_megatron.model import ModelSpec, read_model_spec
 from tlora_megatron.plan import ParallelLayout
 from tlora_megatron.planner.adapter_sizes import adapter_elements
 from tlora_megatron.planner.candidate import Plan, job_misfit
+from tlora_megatron.planner.memory import memory_use
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.training.peft_format import export_adapter, fit_to_job, load_adapter
 
@@ -400,3 +402,23 @@ class TestPeft:
         config = json.loads(path.read_text())
         path.write_text(json.dumps(config | {"use_bdlora": {"nblocks": 1}}))
         assert load_adapter(folder, model=model).lora == lora
+
+
+def test_the_planner_counts_what_a_gathered_input_takes() -> None:
+    """Under sequence parallelism a linear of block-diagonal jobs keeps all rows of its input."""
+    base = JobLoad(name="a", rank=16, batch_size=64, lengths=LengthHistogram.single(8))
+    plan = Plan(tp_size=2, sequence_parallel=True, micro_batch_tokens=512)
+    standard = memory_use(SPEC, [base], plan, HARDWARE, 512)
+    cut = memory_use(SPEC, [dataclasses.replace(base, num_blocks=2)], plan, HARDWARE, 512)
+    size = 2 if HARDWARE.dtype == "bfloat16" else 4
+    # linear_qkv and linear_fc1 of four layers; s takes a chunk of 16 for ranks 16 and 8 alike.
+    assert cut.activations - standard.activations == 4 * 512 * 2 * SPEC.hidden_size / 2 * size
+    states = 12 * 4 * sum(
+        16 * (i + o / 2) / 2 if t not in ROW_PARALLEL_TARGETS else 16 * (i / 2 + o) / 2
+        for t in HF_TARGETS
+        for o, i in [SPEC.target_shape(t)]
+    )  # fmt: skip
+    assert cut.adapter_states == states
+    assert cut.adapter_gradients == states / 3
+    spread = memory_use(SPEC, [dataclasses.replace(base, num_blocks=4)], plan, HARDWARE, 512)
+    assert spread.adapter_gradients > cut.adapter_gradients / 2
