@@ -58,7 +58,9 @@ def check(path: Path, options: dict[str, str]) -> None:
         assert max(actual.parts) > 1, actual.parts
         assert max(actual.parts) <= count + 1, actual.parts
         compare(f"{options} in {count}", expected, actual, TOLERANCES[options.get("dtype")])
-    compare(f"{options} in 1 again", expected, run_round(path, options, (2, 1)), 0.0)
+    # Flash attention adds up the queries' gradients in any order.
+    tolerance = TOLERANCES["bfloat16"] if "dtype" in options else 0.0
+    compare(f"{options} in 1 again", expected, run_round(path, options, (2, 1)), tolerance)
 
 
 def compare(name: str, expected: Result, actual: Result, tolerance: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from tlora_megatron.layers.attach import MultiAdapter, MultiAdapterMixin
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.overlap import Overlap, OverlapMode
 from tlora_megatron.parallel.tensor_collectives import (
+    DEFAULT_MAX_BYTES,
     Kind,
     TensorCollectives,
     make_tensor_collectives,
@@ -42,6 +44,8 @@ class NanoBatches:
         self._models = language_models(chunks)
         self._groups = groups
         self.kind: Kind = kind
+        self.max_bytes = DEFAULT_MAX_BYTES
+        """What a nano-batch's collective carries at once; see `make_tensor_collectives`."""
         self._overlap: Overlap | None = None
         self._has_looked = False
 
@@ -75,6 +79,14 @@ class NanoBatches:
         self._has_looked = True
         self._overlap = self._make_overlap(collectives, mode)
 
+    def close(self) -> None:
+        """Gives back what collectives hold of each other's memory; micro-batches run whole from now
+        on. Every process calls it, before the process group ends."""
+        if self._overlap is not None:
+            self._overlap.num_nano_batches = 1
+            self._overlap.collectives.close()
+            self._overlap = None
+
     def _make_overlap(
         self, collectives: TensorCollectives | None = None, mode: OverlapMode | None = None
     ) -> Overlap | None:
@@ -89,7 +101,10 @@ class NanoBatches:
                 mode = "within_linear"
         if collectives is None:
             collectives = make_tensor_collectives(
-                self._groups.tp_group, self._groups.device, self.kind
+                self._groups.tp_group,
+                self._groups.device,
+                self.kind,
+                max_bytes=self.max_bytes,
             )
         overlap = Overlap(1, collectives, mode, self._groups.device)
         logger.info(
@@ -102,6 +117,10 @@ class NanoBatches:
             object.__setattr__(model.decoder, "tlora_overlap", overlap)
             if mode == "staggered":
                 stagger(model.decoder)
+        # Tapes are thousands of small objects, and what a process holds when it starts to train is
+        # many more: looking through those again and again took a fifth of the host's time for cuts.
+        gc.collect()
+        gc.freeze()
         return overlap
 
 
