@@ -89,15 +89,11 @@ def sums_of(
     Args:
         blocks: multiprocessors of the GPU.
     """
-    key = (sizes, window, blocks)
-    found = plan.find_items(key)
-    if found is not None:
-        return found
-    inputs = sum_inputs(sizes, row_budget, plan.num_rows, window, blocks)
+    inputs = functools.partial(sum_inputs, sizes, row_budget, plan.num_rows, window, blocks)
     return plan.work_items(
-        key,
-        functools.partial(sum_items, inputs=inputs),
-        functools.partial(sum_bounds, inputs=inputs),
+        (sizes, window, blocks),
+        lambda plan: sum_items(plan, inputs()),
+        lambda plan: sum_bounds(plan, inputs()),
     )
 
 

@@ -8,6 +8,7 @@ leave. Nothing here waits for the device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,7 +29,6 @@ from tlora_megatron.ops.tiling import (
 )
 
 T = TypeVar("T")
-
 ITEM_FIELDS = 20
 """int32 of a work item: one program reads all it needs to know in one access."""
 WORKSPACE_UNIT = 256
@@ -77,16 +77,13 @@ class WorkItems:
         self.counters = torch.zeros(max(self.count, 1), dtype=torch.int32, device=device)
         """Zero between launches: the last program to arrive resets its own."""
         self._tables.write({"items": first.items})
-        self._partial_sums: torch.Tensor | None = None
 
-    @property
+    @functools.cached_property
     def partial_sums(self) -> torch.Tensor:
         """fp32 `[workspace * WORKSPACE_UNIT]`, kept: the next kernel may start before the one that
         uses it has ended, so memory given back between the two could be written by both."""
-        if self._partial_sums is None:
-            size = max(self.workspace, 1) * WORKSPACE_UNIT
-            self._partial_sums = self.counters.new_empty(size, dtype=torch.float32)
-        return self._partial_sums
+        size = max(self.workspace, 1) * WORKSPACE_UNIT
+        return self.counters.new_empty(size, dtype=torch.float32)
 
     @property
     def items(self) -> torch.Tensor:
@@ -226,10 +223,6 @@ class PlanTensors:
             limit = bounds(self) if self.graph_safe else None
             found = self._items[key] = WorkItems(build, limit, self)
         return found
-
-    def find_items(self, key: Hashable) -> WorkItems | None:
-        """The items of a key, None before `work_items` has made them."""
-        return self._items.get(key)
 
     def cached(self, key: Hashable, build: Callable[[PlanTensors], T]) -> T:
         """What follows from the layout and the number of rows, whatever the segments; made once."""
