@@ -114,6 +114,7 @@ class BestCount:
     def resume(self, mix_key: str, count: int) -> None:
         """See `NanoController`."""
         self._chosen[mix_key] = self.kept = self.count = max(1, min(count, self.limit))
+        self.phase = "keep"
 
     def next_count(self, step: StepTime) -> int:
         """See `NanoController`."""
