@@ -23,8 +23,10 @@ from tlora_megatron.backbone import LinearShape, LinearsSpec
 from tlora_megatron.block_rules import check_block_sizes, check_blocks
 from tlora_megatron.config_reader import ConfigError
 from tlora_megatron.job import HF_TARGETS, ROW_PARALLEL_TARGETS, DataSpec, JobSpec, LoraSpec
+from tlora_megatron.layers.adapter_bank import AdapterBank
+from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.linear_sites import rank_sites
-from tlora_megatron.layers.sites import Site, stage_sites
+from tlora_megatron.layers.sites import Site, make_site, stage_sites
 from tlora_megatron.layers.slab import AdapterSlab, factor_shape, initial_factor, whole_tensors
 from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model import ModelSpec, read_model_spec
@@ -266,6 +268,20 @@ def test_the_linear_equals_that_of_dense_factors(linear: str, training: bool) ->
             if factor.num_blocks > 1:
                 wanted, gradient = factor.diagonal(wanted), factor.blocks(gradient)
             assert torch.equal(gradient, wanted), name
+
+
+def test_linears_that_reduce_by_themselves_are_refused_over_tp() -> None:
+    """Transformer Engine's: a block-diagonal branch is part of the partial sums."""
+    for tp_size in (1, 2):
+        site = make_site(SPEC, 0, "linear_proj", 0, tp_size)
+        bank = AdapterBank([site], LORAS, dtype=torch.float32, device=CPU)
+        module = torch.nn.Linear(site.in_size, site.out_size)
+        if tp_size == 1:
+            attach([(site, module)], bank)
+            continue
+        with pytest.raises(ValueError, match="must be standard with tp_size above 1 around a Lin"):
+            attach([(site, module)], bank)
+        assert type(module) is torch.nn.Linear
 
 
 def test_gradients_of_a_forgotten_batch_do_not_come_back() -> None:
