@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from tlora_megatron.model import ModelSpec
+from tlora_megatron.plan import LoraSharding
 from tlora_megatron.planner.workload import JobLoad
 
 RANK_CHUNK = 16
@@ -57,24 +58,38 @@ def _features(spec: ModelSpec, targets: tuple[str, ...], tp_size: int) -> tuple[
 
 
 def adapter_elements(
-    spec: ModelSpec, job: JobLoad, tp_size: int, *, replicated_only: bool = False
+    spec: ModelSpec,
+    job: JobLoad,
+    tp_size: int,
+    lora_sharding: LoraSharding = "fold",
+    *,
+    replicated_only: bool = False,
 ) -> float:
     """Elements of a job's adapter in one layer on one tensor-parallel rank.
 
     Of all ranks together `r (in + out)` and the replicas, or block-diagonal, without replicas,
-    `r (in + out / N)` column-parallel and `r (in / N + out)` row-parallel.
+    `r (in + out / N)` column-parallel and `r (in / N + out)` row-parallel. Under s_lora there are
+    no replicas either, but parts of the rank are filled up to the same size.
     """
     cut, whole = _features(spec, job.targets, tp_size)
     if job.num_blocks > 1:
         return 0.0 if replicated_only else job.rank * (cut / job.num_blocks + whole / tp_size)
     if replicated_only:
-        return float(job.rank * whole) if tp_size > 1 else 0.0
-    return float(job.rank * (cut + whole))
+        replicates = tp_size > 1 and lora_sharding != "s_lora"
+        return float(job.rank * whole) if replicates else 0.0
+    own = -(-job.rank // tp_size) if lora_sharding == "s_lora" else job.rank
+    return float(job.rank * cut + own * whole)
 
 
-def copied_elements(spec: ModelSpec, job: JobLoad, tp_size: int) -> float:
+def copied_elements(
+    spec: ModelSpec, job: JobLoad, tp_size: int, lora_sharding: LoraSharding = "fold"
+) -> float:
     """Elements of its compute copy: whole chunks, and blocks of one rank with zeros around."""
-    return float(chunked(job.local_rank(tp_size)) * sum(_features(spec, job.targets, tp_size)))
+    cut, whole = _features(spec, job.targets, tp_size)
+    rank = own = job.local_rank(tp_size)
+    if lora_sharding == "s_lora" and job.num_blocks == 1:
+        own = -(-rank // tp_size)
+    return float(chunked(rank) * cut + chunked(own) * whole)
 
 
 def spread_elements(spec: ModelSpec, job: JobLoad, tp_size: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.plan import LoraSharding, ParallelLayout
@@ -13,6 +13,8 @@ from tlora_megatron.planner.workload import JobLoad
 Recompute = Literal["none", "selective", "full"]
 Runner = Literal["train", "megatron", "deepspeed"]
 """`tlora train`, a Megatron-LM script with `--tlora-config`, a DeepSpeed JSON with `tlora`."""
+SHARDINGS: tuple[LoraSharding, ...] = get_args(LoraSharding)
+"""The one that exchanges least first."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -57,11 +59,13 @@ class Plan:
         """What can run it.
 
         Only Megatron-LM's scripts have virtual stages; DeepSpeed's engine has tensor and data
-        parallelism without sequence parallelism or nano-batches, and recomputes all or nothing.
+        parallelism without sequence parallelism, nano-batches or shardings but fold, and
+        recomputes all or nothing.
         """
         if self.vpp_size > 1:
             return ("megatron",)
         plain = self.pp_size == self.cp_size == self.num_nano_batches == 1
+        plain = plain and self.lora_sharding == "fold"
         if plain and not self.sequence_parallel and self.recompute != "selective":
             return ("train", "megatron", "deepspeed")
         return ("train", "megatron")
@@ -74,6 +78,8 @@ class Plan:
         sizes += [f"CP{self.cp_size}"] if self.cp_size > 1 else []
         sizes.append(f"DP{self.dp_size}")
         parts = [" ".join(sizes), f"{self.micro_batch_tokens} tokens"]
+        if self.lora_sharding != "fold":
+            parts.append(self.lora_sharding)
         if self.num_nano_batches > 1:
             parts.append(f"{self.num_nano_batches} nano-batches")
         return ", ".join([*parts, f"recompute {self.recompute}"])
@@ -95,6 +101,8 @@ def misfit(spec: ModelSpec, plan: Plan) -> str | None:
     if spec.num_layers // plan.pp_size % plan.vpp_size:
         layers = spec.num_layers // plan.pp_size
         return f"{layers} layers a stage are no multiple of VPP {plan.vpp_size}"
+    if plan.lora_sharding != "fold" and plan.tp_size == 1:
+        return f"{plan.lora_sharding} needs tensor parallelism"
     if plan.sequence_parallel and plan.tp_size == 1:
         return "sequence parallelism needs tensor parallelism"
     multiple = chunk_multiple(plan)

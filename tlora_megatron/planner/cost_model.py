@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tlora_megatron.model import ModelSpec
+from tlora_megatron.plan import LoraSharding
 from tlora_megatron.planner.adapter_sizes import adapter_elements
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import CollectiveOp, HardwareProfile
@@ -137,7 +138,8 @@ class CostModel:
         self.hardware = rates.hardware
         self._layers = LayerModel(spec, jobs, rates)
         self._rounds: dict[tuple[int, int, int], ExpectedRounds] = {}
-        self._adapters: dict[int, list[tuple[float, float]]] = {}
+        self._loads: dict[tuple[tuple[int, int, int], int], RoundLoad] = {}
+        self._adapters: dict[tuple[int, LoraSharding], list[tuple[float, float]]] = {}
         self._shared: dict[Plan, tuple[LayerCost, tuple[float, float]]] = {}
         """Of a plan without virtual stages, which change neither."""
 
@@ -162,7 +164,9 @@ class CostModel:
                 pp_size=plan.pp_size,
                 looked_at=self._looked_at,
             )
-        return self._rounds[key].load(ROW_TILE * plan.cp_size)
+        if (key, plan.cp_size) not in self._loads:
+            self._loads[key, plan.cp_size] = self._rounds[key].load(ROW_TILE * plan.cp_size)
+        return self._loads[key, plan.cp_size]
 
     def step_cost(self, plan: Plan, load: RoundLoad | None = None) -> StepCost:
         """The time of one round; `load` stands in for what the packer is expected to make."""
@@ -264,7 +268,7 @@ class CostModel:
         spans = replicas * plan.tp_size > self.hardware.gpus_per_node
         tp_spans = plan.tp_size > self.hardware.gpus_per_node
         sync = update = 0.0
-        for (own, shared), steps in zip(self._elements(plan.tp_size), load.steps, strict=True):
+        for (own, shared), steps in zip(self._elements(plan), load.steps, strict=True):
             over_replicas = self.rates.collective_s(
                 "all_reduce", replicas, layers * own * 4, spans_nodes=spans
             )
@@ -276,17 +280,18 @@ class CostModel:
             update += steps * (moved + self.hardware.host.job_step_s)
         return sync, update
 
-    def _elements(self, tp_size: int) -> list[tuple[float, float]]:
+    def _elements(self, plan: Plan) -> list[tuple[float, float]]:
         """Elements of each job's adapter in one layer of a rank, all and those TP replicates."""
-        if tp_size not in self._adapters:
-            self._adapters[tp_size] = [
+        key = plan.tp_size, plan.lora_sharding
+        if key not in self._adapters:
+            self._adapters[key] = [
                 (
-                    adapter_elements(self.spec, job, tp_size),
-                    adapter_elements(self.spec, job, tp_size, replicated_only=True),
+                    adapter_elements(self.spec, job, *key),
+                    adapter_elements(self.spec, job, *key, replicated_only=True),
                 )
                 for job in self.jobs
             ]
-        return self._adapters[tp_size]
+        return self._adapters[key]
 
 
 def _waits_for(host_s: float, device_s: float, load: RoundLoad) -> float:

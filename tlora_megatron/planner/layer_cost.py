@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tlora_megatron.model import ModelSpec
-from tlora_megatron.planner.adapter_sizes import (
-    LINEAR_TARGETS,
-    chunked,
-    local_shape,
-    target_width,
-)
+from tlora_megatron.plan import LoraSharding
+from tlora_megatron.planner.adapter_sizes import local_shape
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import CollectiveOp
+from tlora_megatron.planner.lora_work import LoraCounts, exchange_of, lora_counts, place_bytes
 from tlora_megatron.planner.memory import ROW_TILE
 from tlora_megatron.planner.nano_parts import exposed_share, num_parts
 from tlora_megatron.planner.rates import Rates
@@ -52,24 +49,6 @@ class LayerCost:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _LoraCounts:
-    """What one linear's adapters amount to, by job: see `hardware.LoraCost`."""
-
-    block: str
-    in_size: int
-    out_size: int
-    gathers: bool
-    """Under sequence parallelism x is this rank's rows only."""
-    keeps_whole: bool
-    """And yet backward reads all of them: for block-diagonal jobs."""
-    rank_columns: tuple[float, ...]
-    """Sum of N r over the job's targets here."""
-    rank_inputs: tuple[float, ...]
-    """K r p."""
-    gradients: tuple[float, ...]
-
-
 class LayerModel:
     """The layers of one model, for one mix of jobs on one kind of machine."""
 
@@ -77,7 +56,7 @@ class LayerModel:
         self.spec = spec
         self.jobs = tuple(jobs)
         self.rates = rates
-        self._lora: dict[int, list[_LoraCounts]] = {}
+        self._lora: dict[tuple[int, bool, LoraSharding], dict[str, list[LoraCounts]]] = {}
         self._attention: dict[int, list[tuple[float, float]]] = {}
 
     def cost(self, plan: Plan, load: RoundLoad) -> LayerCost:
@@ -91,7 +70,7 @@ class LayerModel:
         attention = self._attend(plan, load)
         stream = {b: self._elementwise(plan, rows, b) for b in BLOCKS}
         lora = {b: self._adapters(plan, load, rows, b, parts) for b in BLOCKS}
-        comm = {b: _times(parts, c) for b, c in self._tp_comm(plan, rows / parts).items()}
+        comm = {b: _times(parts, c) for b, c in self._tp_comm(plan, load, rows / parts).items()}
         if parts > 1:
             compute = _both(gemm) + sum(attention) + _both(stream) + _both(lora)
             exposed = exposed_share(parts, compute, _both(comm), self.rates.hardware.nano_overlap)
@@ -171,8 +150,8 @@ class LayerModel:
         present = [min(1.0, n / bins) for n in load.job_sequences]
         dropped = sum(s for s, job in zip(shares, self.jobs, strict=True) if job.dropout > 0)
         forward = backward = 0.0
-        for site in self._counts(plan.tp_size):
-            if site.block != block or not any(site.gradients):
+        for site in self._counts(plan)[block]:
+            if not any(site.gradients):
                 continue
             inputs, outputs = rows * site.in_size, rows * site.out_size
             shard = plan.tp_size if plan.sequence_parallel and site.gathers else 1
@@ -184,6 +163,7 @@ class LayerModel:
                 + cost.forward_rank_s * rows * _dot(shares, site.rank_columns)
                 + cost.forward_factor_s * gradients
                 + cost.forward_dropout_s * dropped * inputs
+                + self.rates.stream_s(rows * site.passes[0] * self.rates.element_bytes)
             )
             backward += (
                 parts * cost.backward_fixed_s
@@ -191,80 +171,48 @@ class LayerModel:
                 + cost.backward_rank_s * rows * _dot(shares, site.rank_inputs)
                 + cost.backward_factor_s * gradients
                 + cost.backward_dropout_s * dropped * inputs
+                + self.rates.stream_s(rows * site.passes[1] * self.rates.element_bytes)
+                + self.rates.stream_s(rows * _dot(shares, site.exchanged) * place_bytes(plan))
             )
         return forward, backward
 
-    def _counts(self, tp_size: int) -> list[_LoraCounts]:
-        if tp_size not in self._lora:
-            self._lora[tp_size] = [
-                self._site_counts(block, linear, tp_size)
+    def _counts(self, plan: Plan) -> dict[str, list[LoraCounts]]:
+        key = plan.tp_size, plan.sequence_parallel, plan.lora_sharding
+        if key not in self._lora:
+            self._lora[key] = {
+                block: [lora_counts(self.spec, self.jobs, linear, plan) for linear in linears]
                 for block, linears in BLOCKS.items()
-                for linear in linears
-            ]
-        return self._lora[tp_size]
+            }
+        return self._lora[key]
 
-    def _site_counts(self, block: str, linear: str, tp_size: int) -> _LoraCounts:
-        out_size, in_size = local_shape(self.spec, linear, tp_size)
-        columns, inputs, gradients = [], [], []
-        for job in self.jobs:
-            widths = [
-                target_width(self.spec, target, linear, tp_size)
-                for target in LINEAR_TARGETS[linear]
-                if target in job.targets
-            ]
-            rank = job.local_rank(tp_size)
-            columns.append(float(chunked(rank) * sum(widths)))
-            inputs.append(float(chunked(rank) * in_size * len(widths)))
-            gradients.append(float(rank * sum(in_size + width for width in widths)))
-        return _LoraCounts(
-            block=block,
-            in_size=in_size,
-            out_size=out_size,
-            gathers=linear in ("linear_qkv", "linear_fc1"),
-            rank_columns=tuple(columns),
-            rank_inputs=tuple(inputs),
-            gradients=tuple(gradients),
-            keeps_whole=self._keeps_whole(linear),
-        )
-
-    def _tp_comm(self, plan: Plan, rows: float) -> dict[str, tuple[float, float]]:
-        """Collectives of each block. Without sequence parallelism one all-reduce each way; with it
-        a gather and a scatter each way, and a rank-sized all-reduce of dS, but for linears of
-        block-diagonal jobs.
-        """
+    def _tp_comm(self, plan: Plan, load: RoundLoad, rows: float) -> dict[str, tuple[float, float]]:
+        """Collectives of each block: without sequence parallelism one all-reduce each way, with it
+        a gather and a scatter each way; and those of s and dS."""
         if plan.tp_size == 1:
             return dict.fromkeys(BLOCKS, (0.0, 0.0))
         size = rows * self.spec.hidden_size * self.rates.element_bytes
-        if not plan.sequence_parallel:
+        if plan.sequence_parallel:
+            once = self._over_tp(plan, "all_gather", size)
+            once += self._over_tp(plan, "reduce_scatter", size)
+        else:
             once = self._over_tp(plan, "all_reduce", size)
-            return dict.fromkeys(BLOCKS, (once, once))
-        once = self._over_tp(plan, "all_gather", size)
-        once += self._over_tp(plan, "reduce_scatter", size)
-        size_a_column = rows * self.rates.element_bytes
-        return {
-            block: (
-                once,
-                once
-                + self._over_tp(plan, "all_reduce", size_a_column * self._ds_columns(linears[0])),
-            )
-            for block, linears in BLOCKS.items()
-        }
+        comm = {}
+        for block, sites in self._counts(plan).items():
+            ranked = [self._exchanges(plan, load, rows, site) for site in sites]
+            forward, backward = (sum(both[side] for both in ranked) for side in (0, 1))
+            comm[block] = once + forward, once + backward
+        return comm
 
-    def _ds_columns(self, linear: str) -> int:
-        """Width of the dS that is summed: the widest adapter's rank, once for each of its targets
-        there; 0 where the whole input is kept instead."""
-        if self._keeps_whole(linear):
-            return 0
-        each = [
-            chunked(job.rank) * sum(target in job.targets for target in LINEAR_TARGETS[linear])
-            for job in self.jobs
-        ]
-        return max(each, default=0)
-
-    def _keeps_whole(self, linear: str) -> bool:
-        """Whether block-diagonal jobs target a linear: `layers.linear` then keeps gathered x."""
-        cut = [job for job in self.jobs if job.num_blocks > 1]
-        return any(target in job.targets for job in cut for target in LINEAR_TARGETS[linear])
+    def _exchanges(
+        self, plan: Plan, load: RoundLoad, rows: float, site: LoraCounts
+    ) -> tuple[float, float]:
+        """Collectives of s and dS on one linear, forward and backward."""
+        exchange = exchange_of(plan, site)
+        shares = [n / max(load.tokens, 1e-9) for n in load.job_tokens]
+        width = site.widest if plan.lora_sharding == "fold" else _dot(shares, site.exchanged)
+        size = rows * self.rates.element_bytes * width
+        forward, backward = (sum(self._over_tp(plan, op, size) for op in ops) for ops in exchange)
+        return forward, backward
 
     def _over_tp(self, plan: Plan, op: CollectiveOp, size_bytes: float) -> float:
         hardware = self.rates.hardware
@@ -273,8 +221,9 @@ class LayerModel:
         return hardware.stretch * alone
 
     def _hidden(self, plan: Plan, rows: float, lora_backward_s: float) -> float:
-        """The reductions of dx run beside dA, about half of the adapters' backward."""
-        if plan.tp_size == 1:
+        """The reductions of dx run beside dA, about half of the adapters' backward; not those of a
+        black box, which waits for its own."""
+        if plan.tp_size == 1 or plan.lora_sharding == "rank_exchange":
             return 0.0
         size = rows * self.spec.hidden_size * self.rates.element_bytes
         op: CollectiveOp = "reduce_scatter" if plan.sequence_parallel else "all_reduce"

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.plan import LoraSharding
-from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.candidate import SHARDINGS, Plan
 from tlora_megatron.planner.cost_model import CostModel
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.rates import Rates
 from tlora_megatron.planner.workload import JobLoad
 
-SHARDINGS: tuple[LoraSharding, ...] = get_args(LoraSharding)
 _MARGIN = 0.02
 """Of fold's time that another must save: predictions of one layout's variants agree with measured
 ones to a few percent (docs/planner.md), and fold exchanges nothing that could go wrong."""
@@ -73,9 +72,7 @@ def choose_lora_sharding(
         return ShardingChoice(sharding="fold", reason="auto: nano-batches overlap it alone")
     if not times_s:
         return ShardingChoice(sharding="fold", reason=f"auto: {source}")
-    best = min(SHARDINGS, key=lambda name: times_s[name])
-    if times_s[best] > (1 - _MARGIN) * times_s["fold"]:
-        best = "fold"
+    best = preferred(times_s)
     told = ", ".join(f"{name} {times_s[name] * 1e3:.4g} ms" for name in SHARDINGS)
     return ShardingChoice(sharding=best, reason=f"auto: a round is to take {told}, {source}")
 
@@ -92,3 +89,27 @@ def sharding_times(
     return {
         name: model.step_cost(replace(plan, lora_sharding=name)).step_time_s for name in SHARDINGS
     }
+
+
+def preferred(times_s: Mapping[LoraSharding, float]) -> LoraSharding:
+    """The fastest sharding, where it is worth it."""
+    return min(SHARDINGS, key=lambda name: times_s[name] / handicap(name))
+
+
+def handicap(sharding: LoraSharding) -> float:
+    """What a sharding's speed counts beside fold's."""
+    return 1.0 if sharding == "fold" else 1.0 - _MARGIN
+
+
+def sharding_options(
+    jobs: Sequence[JobLoad], plan: Plan, asked: LoraSharding | None
+) -> tuple[LoraSharding, ...]:
+    """Those that may be best, the one that needs least memory last: only standard adapters over
+    several tensor-parallel ranks are shared.
+
+    rank_exchange holds what fold holds and does what it does, with more passes and collectives: it
+    is for linears that fold cannot enter, and tried where it is asked for.
+    """
+    if plan.tp_size == 1 or all(job.num_blocks > 1 for job in jobs):
+        return ("fold",)
+    return ("fold", "s_lora") if asked is None else (asked,)

@@ -12,7 +12,9 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from tlora_megatron.model import ModelSpec
+from tlora_megatron.plan import LoraSharding
 from tlora_megatron.planner.adapter_sizes import (
+    COLUMN_PARALLEL,
     LINEAR_TARGETS,
     adapter_elements,
     chunked,
@@ -21,6 +23,7 @@ from tlora_megatron.planner.adapter_sizes import (
 )
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.lora_work import PLACES_BYTES, keeps_whole, shares_all
 from tlora_megatron.planner.workload import JobLoad
 
 HEAD_ROWS = 1024
@@ -110,8 +113,8 @@ class MemoryModel:
         self.jobs = tuple(jobs)
         self.hardware = hardware
         self._size = element_bytes(hardware)
-        self._saved: dict[int, SavedInputs] = {}
-        self._elements: dict[int, tuple[float, float, float, float]] = {}
+        self._saved: dict[tuple[int, LoraSharding], SavedInputs] = {}
+        self._elements: dict[tuple[int, LoraSharding], tuple[float, float, float, float]] = {}
 
     def use(
         self, plan: Plan, rows: float | None = None, micro_batches: float | None = None
@@ -129,28 +132,31 @@ class MemoryModel:
         uses = [self._stage_use(plan, rows / plan.cp_size, in_round, stage) for stage in stages]
         return max(uses, key=lambda use: use.total_bytes)
 
-    def _adapters(self, tp_size: int) -> tuple[float, float, float, float]:
+    def _adapters(self, plan: Plan) -> tuple[float, float, float, float]:
         """Elements a layer: of all slabs, of all compute copies, of the largest slab, and of
         gradients with the zeros between blocks.
         """
-        if tp_size not in self._elements:
+        key = plan.tp_size, plan.lora_sharding
+        if key not in self._elements:
             spec, jobs = self.spec, self.jobs
-            each = [adapter_elements(spec, job, tp_size) for job in jobs]
-            copies = sum(copied_elements(spec, job, tp_size) for job in jobs)
-            spread = sum(spread_elements(spec, job, tp_size) for job in jobs)
-            self._elements[tp_size] = sum(each), copies, max(each, default=0.0), spread
-        return self._elements[tp_size]
+            each = [adapter_elements(spec, job, *key) for job in jobs]
+            copies = sum(copied_elements(spec, job, *key) for job in jobs)
+            spread = sum(spread_elements(spec, job, plan.tp_size) for job in jobs)
+            self._elements[key] = sum(each), copies, max(each, default=0.0), spread
+        return self._elements[key]
 
     def _stage_use(self, plan: Plan, local_rows: float, in_round: float, stage: int) -> MemoryUse:
         spec, size = self.spec, self._size
         layers = spec.num_layers // plan.pp_size
         is_first, is_last = stage == 0, stage == plan.pp_size - 1
-        adapters, copies, largest, spread = (layers * n for n in self._adapters(plan.tp_size))
-        if plan.tp_size not in self._saved:
-            self._saved[plan.tp_size] = _saved_inputs(self.jobs, plan.tp_size)
-        saved = self._saved[plan.tp_size]
+        adapters, copies, largest, spread = (layers * n for n in self._adapters(plan))
+        key = plan.tp_size, plan.lora_sharding
+        if key not in self._saved:
+            self._saved[key] = _saved_inputs(self.jobs, plan)
+        saved = self._saved[key]
         flight = chunks_in_flight(plan, stage, in_round)
         kept = kept_bytes(spec, saved, plan, size)
+        places = flight * local_rows * saved.places
         boundary = spec.hidden_size * size / _row_shards(plan) if plan.pp_size > 1 else 0.0
         activations = flight * local_rows * (layers / plan.vpp_size * kept + boundary)
         # A refreshed slab is cast as one buffer, and cleaned in another, while nothing else runs.
@@ -163,7 +169,7 @@ class MemoryModel:
             adapter_weights=copies * size,
             adapter_gradients=(adapters + spread) * 4,
             adapter_states=adapters * 12,
-            activations=activations,
+            activations=activations + places,
             workspace=workspace,
             logits=max(0.0, head - workspace),
             collectives=groups * COMMUNICATOR_BYTES,
@@ -210,24 +216,27 @@ class SavedInputs(NamedTuple):
     """Elements of s a row by linear: rows of the widest rank, and chunks of each row's own; 0 where
     none is adapted."""
     whole: frozenset[str]
-    """Linears whose input is kept gathered under sequence parallelism: block-diagonal jobs'."""
+    """Linears whose input is kept gathered under sequence parallelism (`lora_work.keeps_whole`)."""
+    places: float
+    """Bytes a row of the micro-batch, whatever its layers: where s_lora's exchanges find values."""
 
     def shards(self, linear: str, shard: int) -> int:
         """Ranks that share the rows of a linear's input, of `shard` between linears."""
         return 1 if linear in self.whole else shard
 
 
-def _saved_inputs(jobs: Sequence[JobLoad], tp_size: int) -> SavedInputs:
-    ranks, whole = {}, set()
+def _saved_inputs(jobs: Sequence[JobLoad], plan: Plan) -> SavedInputs:
+    ranks, whole, places = {}, set(), 0.0
     for linear, members in LINEAR_TARGETS.items():
-        each = [
-            chunked(job.local_rank(tp_size)) * sum(target in job.targets for target in members)
-            for job in jobs
-        ]
+        counts = [sum(target in job.targets for target in members) for job in jobs]
+        pairs = list(zip(jobs, counts, strict=True))
+        each = [chunked(job.local_rank(plan.tp_size)) * n for job, n in pairs]
         ranks[linear] = max(each, default=0) + sum(each) / max(len(each), 1)
-        if any(n and job.num_blocks > 1 for n, job in zip(each, jobs, strict=True)):
+        if linear in COLUMN_PARALLEL and keeps_whole(jobs, linear, plan):
             whole.add(linear)
-    return SavedInputs(ranks, frozenset(whole))
+        values = [shares_all(plan, job) * job.rank * n for job, n in pairs]
+        places += PLACES_BYTES * max(values, default=0)
+    return SavedInputs(ranks, frozenset(whole), places)
 
 
 def kept_bytes(

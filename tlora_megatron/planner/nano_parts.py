@@ -14,7 +14,7 @@ MOST_NANO_BATCHES = 4
 
 def num_parts(plan: Plan, load: RoundLoad) -> int:
     """Nano-batches of a micro-batch: at most its sequences; 1 where they cannot be staggered."""
-    if plan.tp_size == 1 or plan.cp_size > 1:
+    if plan.tp_size == 1 or plan.cp_size > 1 or plan.lora_sharding != "fold":
         return 1
     sequences = sum(load.job_sequences) / (load.micro_batches * plan.dp_size)
     return max(1, min(plan.num_nano_batches, int(sequences)))
@@ -32,7 +32,7 @@ def exposed_share(parts: int, compute_s: float, comm_s: float, nano_overlap: flo
 
 def fastest_split(plan: Plan, step_time_s: Callable[[Plan], float]) -> Plan:
     """The plan with the number of nano-batches that takes least time: more while that helps."""
-    if plan.tp_size == 1 or plan.cp_size > 1:
+    if plan.tp_size == 1 or plan.cp_size > 1 or plan.lora_sharding != "fold":
         return plan
     time_s = step_time_s(plan)
     for count in range(plan.num_nano_batches + 1, MOST_NANO_BATCHES + 1):

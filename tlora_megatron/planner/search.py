@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from tlora_megatron.model import ModelSpec
+from tlora_megatron.plan import LoraSharding
 from tlora_megatron.planner.candidate import (
     RECOMPUTES,
     Plan,
@@ -17,7 +17,9 @@ from tlora_megatron.planner.candidate import (
     misfit,
 )
 from tlora_megatron.planner.cost_model import CostModel, StepCost
+from tlora_megatron.planner.drops import Dropped, Drops
 from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.lora_choice import handicap, sharding_options
 from tlora_megatron.planner.memory import MemoryModel, MemoryUse, most_rows
 from tlora_megatron.planner.rates import Rates
 from tlora_megatron.planner.remedies import MOST_GPUS, fewer_jobs, more_gpus, shorter
@@ -25,7 +27,6 @@ from tlora_megatron.planner.workload import JobLoad, check_jobs
 
 BUDGETS = (1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152, 65536)
 """Micro-batch tokens that are tried."""
-_GIB = 2.0**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,7 @@ class SearchSpace:
     vpp_size: int | None = None
     cp_size: int | None = None
     sequence_parallel: bool | None = None
+    lora_sharding: LoraSharding | None = None
     recompute: Recompute | None = None
     micro_batch_tokens: int | None = None
     runs_in: Runner | None = None
@@ -68,16 +70,6 @@ class RankedPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
-    """Plans that were left out for one reason."""
-
-    reason: str
-    count: int
-    example: Plan
-    """The one that missed by least."""
-
-
-@dataclass(frozen=True, slots=True)
 class SearchResult:
     """What a search found."""
 
@@ -103,8 +95,8 @@ def search(
     """Ranks every plan on exactly `num_gpus` GPUs by tokens per second of all jobs.
 
     Complete over TP, PP, virtual PP, CP and DP sizes that multiply to `num_gpus`, sequence
-    parallelism, recompute, and the budgets of `BUDGETS`; nothing is cut off by a bound. Each gets
-    the number of nano-batches that is fastest for it.
+    parallelism, LoRA sharding, recompute, and the budgets of `BUDGETS`; nothing is cut off by a
+    bound. Each gets the number of nano-batches that is fastest for it.
 
     Raises:
         ValueError: for jobs or numbers that cannot be planned for, or sizes that no layout of so
@@ -114,7 +106,7 @@ def search(
     if not 1 <= num_gpus <= MOST_GPUS:
         raise ValueError(f"num_gpus must be in [1, {MOST_GPUS}], got {num_gpus}")
     space = space or SearchSpace()
-    drops = _Drops()
+    drops = Drops()
     model = CostModel(spec, jobs, Rates(hardware))
     found = []
     for plan, memory in _fitting(spec, jobs, hardware, num_gpus, space, drops):
@@ -133,31 +125,13 @@ def search(
 def _place(ranked: RankedPlan) -> tuple[float, ...]:
     """Fastest first; of plans within a three-digit rounding the least cut one, then the smallest.
 
-    The model is no better than that, and less communication is less that can go wrong.
+    The model is no better than that, and less communication is less that can go wrong: a sharding
+    that exchanges more than fold has to be worth it (`lora_choice.handicap`).
     """
     plan = ranked.plan
     parts = plan.tp_size * plan.pp_size * plan.vpp_size * plan.cp_size
-    rate = float(f"{ranked.cost.tokens_per_s:.3g}")
+    rate = float(f"{ranked.cost.tokens_per_s * handicap(plan.lora_sharding):.3g}")
     return -rate, parts, plan.sequence_parallel, ranked.memory.total_bytes
-
-
-class _Drops:
-    """Counts plans by the reason they were dropped."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._examples: dict[str, tuple[float, str, Plan]] = {}
-
-    def add(self, kind: str, reason: str, plan: Plan, excess: float = 0.0) -> None:
-        self._counts[kind] += 1
-        if kind not in self._examples or excess < self._examples[kind][0]:
-            self._examples[kind] = (excess, reason, plan)
-
-    def result(self) -> tuple[Dropped, ...]:
-        return tuple(
-            Dropped(self._examples[kind][1], count, self._examples[kind][2])
-            for kind, count in self._counts.most_common()
-        )
 
 
 def _fitting(
@@ -166,7 +140,7 @@ def _fitting(
     hardware: HardwareProfile,
     num_gpus: int,
     space: SearchSpace,
-    drops: _Drops,
+    drops: Drops,
     most_budgets: int | None = None,
 ) -> Iterator[tuple[Plan, MemoryUse]]:
     model = MemoryModel(spec, jobs, hardware)
@@ -186,16 +160,7 @@ def _fitting(
             if memory.total_bytes <= hardware.memory_bytes:
                 yield plan, memory
             else:
-                _drop_for_memory(drops, plan, memory, hardware)
-
-
-def _drop_for_memory(
-    drops: _Drops, plan: Plan, memory: MemoryUse, hardware: HardwareProfile
-) -> None:
-    need, have = memory.total_bytes / _GIB, hardware.memory_bytes / _GIB
-    largest = memory.binding.replace("_", " ")
-    reason = f"memory: at least {need:.1f} GiB of {have:.1f} GiB, most of it {largest}"
-    drops.add(f"memory, {largest}", reason, plan, memory.total_bytes)
+                drops.add_for_memory(plan, memory, hardware)
 
 
 def _layouts(spec: ModelSpec, num_gpus: int, space: SearchSpace) -> Iterator[Plan]:
@@ -238,9 +203,16 @@ def _variants(
     jobs: Sequence[JobLoad], layout: Plan, space: SearchSpace, most_budgets: int | None
 ) -> Iterator[Plan]:
     recomputes = RECOMPUTES if space.recompute is None else (space.recompute,)
+    shardings = sharding_options(jobs, layout, space.lora_sharding)
     for budget in budgets(jobs, layout, space)[:most_budgets]:
         for recompute in recomputes:
-            yield replace(layout, micro_batch_tokens=budget, recompute=recompute)
+            for sharding in shardings:
+                yield replace(
+                    layout,
+                    micro_batch_tokens=budget,
+                    recompute=recompute,
+                    lora_sharding=sharding,
+                )
 
 
 def budgets(jobs: Sequence[JobLoad], layout: Plan, space: SearchSpace) -> list[int]:
@@ -275,7 +247,7 @@ def _remedies(
     def fits(mix: Sequence[JobLoad], gpus: int, within: SearchSpace) -> bool:
         # Virtual stages and larger budgets need more memory, never less.
         within = replace(within, vpp_size=within.vpp_size or 1)
-        plans = _fitting(spec, mix, hardware, gpus, within, _Drops(), most_budgets=1)
+        plans = _fitting(spec, mix, hardware, gpus, within, Drops(), most_budgets=1)
         return next(plans, None) is not None
 
     free = replace(space, recompute=None, micro_batch_tokens=None)

@@ -22,7 +22,9 @@ def best_plan(
     """
     spec = plan_model(config)
     jobs = plan_jobs(config, spec, lengths)
-    result = search(spec, jobs, hardware, num_gpus, SearchSpace(runs_in="train"))
+    asked = config.parallel.lora_sharding
+    space = SearchSpace(runs_in="train", lora_sharding=None if asked == "auto" else asked)
+    result = search(spec, jobs, hardware, num_gpus, space)
     if result.best is None:
         reasons = "; ".join(dropped.reason for dropped in result.dropped[:3])
         remedies = "; or ".join(result.remedies) or "no change of jobs or GPUs that was tried helps"

@@ -43,6 +43,7 @@ def apply_plan(config: RunConfig, plan: Plan) -> RunConfig:
         pp_size=plan.pp_size,
         cp_size=plan.cp_size,
         sequence_parallel=plan.sequence_parallel,
+        lora_sharding=plan.lora_sharding if plan.tp_size > 1 else "auto",
     )
     run = replace(
         config.run,
@@ -59,7 +60,8 @@ def _nano_batches(config: RunConfig, plan: Plan) -> int | Literal["auto"]:
     A number that the configuration asks for stays.
     """
     asked = config.run.nano_batches
-    return "auto" if plan.tp_size > 1 and asked == 1 else asked
+    hides = plan.tp_size > 1 and plan.lora_sharding == "fold"
+    return "auto" if hides and asked == 1 else asked
 
 
 def overrides_of(config: RunConfig, plan: Plan) -> list[str]:
@@ -69,6 +71,7 @@ def overrides_of(config: RunConfig, plan: Plan) -> list[str]:
         f"parallel.pp_size={plan.pp_size}",
         f"parallel.cp_size={plan.cp_size}",
         f"parallel.sequence_parallel={json.dumps(plan.sequence_parallel)}",
+        f"parallel.lora_sharding={apply_plan(config, plan).parallel.lora_sharding}",
         f"run.micro_batch_tokens={plan.micro_batch_tokens}",
         f"run.recompute={plan.recompute}",
         f"run.nano_batches={_nano_batches(config, plan)}",
@@ -134,7 +137,10 @@ def _jobs_only(config: RunConfig, plan: Plan) -> dict[str, Any]:
     document = config_to_dict(config)
     nano = _nano_batches(config, plan)
     run = {"run": {"nano_batches": nano}} if nano != 1 else {}
-    return {"base_model": document["base_model"], **run, "jobs": document["jobs"]}
+    # Fold is not asked for: around Transformer Engine's linears there is rank_exchange only.
+    sharding = plan.lora_sharding
+    shared = {"parallel": {"lora_sharding": sharding}} if sharding != "fold" else {}
+    return {"base_model": document["base_model"], **shared, **run, "jobs": document["jobs"]}
 
 
 def _torchrun(nodes: int, local: int, words: Sequence[str]) -> str:

@@ -1,0 +1,50 @@
+"""Why plans were left out of a search, and how many."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.memory import MemoryUse
+
+_GIB = 2.0**30
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Plans that were left out for one reason."""
+
+    reason: str
+    count: int
+    example: Plan
+    """The one that missed by least."""
+
+
+class Drops:
+    """Counts plans by the reason they were dropped."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._examples: dict[str, tuple[float, str, Plan]] = {}
+
+    def add(self, kind: str, reason: str, plan: Plan, excess: float = 0.0) -> None:
+        """Counts a plan; of each kind the one that missed by least is the example."""
+        self._counts[kind] += 1
+        if kind not in self._examples or excess < self._examples[kind][0]:
+            self._examples[kind] = (excess, reason, plan)
+
+    def add_for_memory(self, plan: Plan, memory: MemoryUse, hardware: HardwareProfile) -> None:
+        """Counts a plan that needs more memory than there is."""
+        need, have = memory.total_bytes / _GIB, hardware.memory_bytes / _GIB
+        largest = memory.binding.replace("_", " ")
+        reason = f"memory: at least {need:.1f} GiB of {have:.1f} GiB, most of it {largest}"
+        self.add(f"memory, {largest}", reason, plan, memory.total_bytes)
+
+    def result(self) -> tuple[Dropped, ...]:
+        """All reasons, the most frequent first."""
+        return tuple(
+            Dropped(self._examples[kind][1], count, self._examples[kind][2])
+            for kind, count in self._counts.most_common()
+        )
