@@ -15,3 +15,7 @@ WORKER = Path(__file__).parents[1] / "helpers" / "collectives_case.py"
 @pytest.mark.parametrize("kind", ["auto", "gloo"])
 def test_gloo(processes: int, kind: str) -> None:
     assert "gloo: all equal" in torchrun(WORKER, processes, "cpu", kind)
+
+
+def test_two_groups_beside_each_other() -> None:
+    assert "gloo: all equal" in torchrun(WORKER, 4, "cpu", "gloo", "halves")

@@ -21,5 +21,10 @@ def test_every_result_is_the_sum(kind: str, size: int) -> None:
     assert f"{kind}: all equal" in torchrun(WORKER, size, "cuda", kind)
 
 
+@pytest.mark.skipif("torch.cuda.device_count() < 4", reason="needs 4 GPUs")
+def test_two_groups_beside_each_other() -> None:
+    assert "copy_engine: all equal" in torchrun(WORKER, 4, "cuda", "copy_engine", "halves")
+
+
 def test_captured_graphs_replay() -> None:
     assert "copy_engine: all equal" in torchrun(WORKER, 2, "cuda", "copy_engine", "graph")

@@ -1,7 +1,8 @@
 """Checks tensor-parallel collectives against sums that every process makes of all inputs.
 
-Under torchrun, on GPUs if the first argument is `cuda`: `collectives_case.py DEVICE KIND [graph]`.
-Prints "all equal".
+Under torchrun, on GPUs if the first argument is `cuda`:
+`collectives_case.py DEVICE KIND [graph | halves]`. Prints "all equal". With `halves` each half of
+the processes is a group, as two replicas of a tensor-parallel model are.
 """
 
 from __future__ import annotations
@@ -163,6 +164,14 @@ def check_graph(collectives: TensorCollectives, group: dist.ProcessGroup) -> Non
         dist.barrier(group)
 
 
+def halves() -> dist.ProcessGroup:
+    """The group of this process's half of the world."""
+    everyone = list(range(dist.get_world_size()))
+    middle = len(everyone) // 2
+    groups = [dist.new_group(half) for half in (everyone[:middle], everyone[middle:])]
+    return groups[dist.get_rank() >= middle]
+
+
 def main() -> None:
     """See the module."""
     device_type, kind, *rest = sys.argv[1:]
@@ -171,7 +180,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-    group = dist.group.WORLD
+    group = halves() if rest == ["halves"] else dist.group.WORLD
     collectives = make_tensor_collectives(group, device, kind, max_bytes=MAX_BYTES)  # type: ignore[arg-type]
     collectives.prepare(LANES)
     if rest == ["graph"]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.ops.cuda_arguments import MAX_RANKS as MAX_RANKS_OF_KERNEL
 from tlora_megatron.parallel import tensor_collectives
 from tlora_megatron.parallel.copy_engine import encoded
@@ -85,3 +86,17 @@ def test_steps_are_encoded_as_the_kernels_read_them() -> None:
     assert (steps[2].also_base, steps[2].also_offset, steps[2].sources) == (-1, 3, 3)
     assert (steps[3].also_base, steps[3].sources) == (-3, 1)
     assert MAX_RANKS == MAX_RANKS_OF_KERNEL
+
+
+def test_nano_batches_give_their_collectives_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: Any = SimpleNamespace(layout=SimpleNamespace(cp_size=1), tp_group=None, device=CPU)
+    closed = []
+    monkeypatch.setattr(SkippedCollectives, "close", closed.append)
+    nano_batches = NanoBatches([], groups)
+    nano_batches.close()
+    assert not closed
+    nano_batches.set_count(2)
+    assert nano_batches.count == 2
+    nano_batches.close()
+    nano_batches.close()
+    assert (len(closed), nano_batches.count) == (1, 1)

@@ -39,6 +39,7 @@ def allocate(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> 
     from torch.distributed import _symmetric_memory as symmetric
 
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    torch.cuda.empty_cache()  # it comes of the driver, and torch may hold all there is
     local = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     local.zero_()
     torch.cuda.synchronize(device)

@@ -21,8 +21,8 @@ from tlora_megatron.parallel.symmetric_memory import obstacle
 logger = logging.getLogger(__name__)
 
 Kind = Literal["auto", "gloo", "nccl", "copy_engine", "skipped"]
-DEFAULT_MAX_BYTES = 64 << 20
-"""The sum of 4,096 rows of 8,192 features in bf16."""
+DEFAULT_MAX_BYTES = 128 << 20
+"""The sum of 8,192 rows of 8,192 features in bf16: half of the largest micro-batch measured."""
 
 
 class TensorCollectives(Protocol):

@@ -28,6 +28,7 @@ from tlora_megatron.layers.sites import Site, check_targets
 from tlora_megatron.layers.slab import StatePlacement, initial_factor
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.parallel.tensor_collectives import DEFAULT_MAX_BYTES
 from tlora_megatron.plan import ParallelLayout
 from tlora_megatron.runtime.agreement import check_agreement
 from tlora_megatron.runtime.lora_sharding import settle_lora_sharding
@@ -150,7 +151,10 @@ class TrainingRun:
             What `OUT/summary.json` holds; empty on every process but the writer.
         """
         assert self.loop is not None, "start comes before finish"
-        groups = self.loop.super_model.groups
+        engine, groups = self.loop.super_model.engine, self.loop.super_model.groups
+        if isinstance(engine, NanoEngine):
+            # Not in `close`: after a failure the others may never come.
+            engine.nano_batches.close()
         if not groups.is_writer:
             return {}
         wall_time_s = time.perf_counter() - self._begin_s
@@ -182,6 +186,7 @@ class TrainingRun:
         assert isinstance(self.spec, ModelSpec), "Megatron's models have a whole shape"
         super_model.cut_documents = RankAwareCut(self.spec, super_model)
         engine.nano_batches.kind = run.tensor_collectives
+        engine.nano_batches.max_bytes = self._nano_batch_bytes(self.spec)
         # Two make the engine ready for any number, or say why there can be none.
         engine.set_nano_batches(2 if run.nano_batches == "auto" else run.nano_batches)
         if run.nano_batches != "auto" or engine.num_nano_batches == 1:
@@ -194,6 +199,11 @@ class TrainingRun:
             is_writer=groups.is_writer,
             resuming=self._resuming,
         )
+
+    def _nano_batch_bytes(self, spec: ModelSpec) -> int:
+        """Of half a micro-batch's rows, and a quarter more: cuts fall between documents."""
+        row_bytes = spec.hidden_size * DTYPES[self.config.base_model.dtype].itemsize
+        return min(self.config.run.micro_batch_tokens * row_bytes * 5 // 8, DEFAULT_MAX_BYTES)
 
     def _prepare_jobs(self, tokenizer_dir: Path) -> list[PreparedJob]:
         """Reads every job's input; those that cannot start are left out or stop the run."""

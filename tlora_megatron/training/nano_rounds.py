@@ -37,6 +37,11 @@ logger = logging.getLogger(__name__)
 class _Settings(Protocol):
     kind: Any
     """Of the collectives; see `RunSpec.tensor_collectives`."""
+    max_bytes: int
+    """That they carry at once."""
+
+    def close(self) -> None:
+        """Gives back what collectives hold; collective."""
 
 
 @runtime_checkable
