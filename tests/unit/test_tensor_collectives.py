@@ -91,7 +91,7 @@ def test_steps_are_encoded_as_the_kernels_read_them() -> None:
 def test_nano_batches_give_their_collectives_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
     groups: Any = SimpleNamespace(layout=SimpleNamespace(cp_size=1), tp_group=None, device=CPU)
     closed = []
-    monkeypatch.setattr(SkippedCollectives, "close", closed.append)
+    monkeypatch.setattr(SkippedCollectives, "close", lambda made: closed.append(made))
     nano_batches = NanoBatches([], groups)
     nano_batches.close()
     assert not closed
