@@ -29,6 +29,13 @@ TWO_PROCESSES = (
     "rope=hybrid,pp=2,first=3,recompute=full",
     "rope=moe,tp=2,sp=1",
     "rope=moe,pp=2",
+    "rope=scaled,tp=2,sp=1,nano=2",
+    "rope=interleaved,tp=2,recompute=mlp,nano=3",
+    "rope=yarn,tp=2,sp=1,recompute=full,nano=2",
+    "rope=interleaved,tp=2,sp=1,recompute=core_attn,nano=2",
+    "rope=scaled,pp=2,vp=2,nano=2",
+    "rope=hybrid,tp=2,sp=1,nano=2,mode=within_linear",
+    "rope=moe,tp=2,sp=1,nano=2,mode=within_linear",
 )
 """`first=3` of HybridModel cuts between a layer's attention and its MLP."""
 

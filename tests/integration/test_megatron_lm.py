@@ -286,6 +286,15 @@ def variant(
     return write_jobs(root / f"{name}.json", document, run=run).name
 
 
+@pytest.mark.parametrize("flags", ["--sequence-parallel", FULL], ids=["SP", "full recompute"])
+def test_micro_batches_run_in_nano_batches(flags: str, launch: Launch, root: Path) -> None:
+    config = variant(root, "nano", run={"nano_batches": 3})
+    flags = f"--tensor-model-parallel-size 2 {flags}"
+    out, log = launch(f"nano {flags}", flags, config=config)
+    assert "nano-batches run staggered" in log
+    assert_equals_oracle(out, root)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_job_alone_equals_the_job_in_company_to_the_bit(
     name: str, launch: Launch, root: Path

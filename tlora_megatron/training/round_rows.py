@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano_batch import CutDocuments
 from tlora_megatron.training.nano_split import NanoSplit
-from tlora_megatron.training.packing import PackedBatch, Placed, pack, round_up
+from tlora_megatron.training.packing import Item, PackedBatch, Placed, pack, round_up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +27,16 @@ class RoundRows:
     num_nano_batches: int
     """At most so many a micro-batch."""
     cut: CutDocuments
+
+    def capacity(self, queues: Sequence[Sequence[Item]]) -> int:
+        """Tokens of a micro-batch: all its rows, or fewer where these are fixed and nano-batches
+        need some for their padding, as long as every sequence still fits."""
+        if not self.fills_budget or self.num_nano_batches == 1:
+            return self.micro_batch_tokens
+        padding = self.num_nano_batches * (row_multiple(self.groups) - 1)
+        room = self.micro_batch_tokens - min(padding, self.micro_batch_tokens // 8)
+        longest = max((item.length for queue in queues for item in queue), default=0)
+        return room if longest <= room else self.micro_batch_tokens
 
     def items(self, placed: Sequence[Placed]) -> tuple[Placed, ...]:
         """The items of a micro-batch that have rows: placeholders have none unless rows are cut

@@ -185,18 +185,6 @@ class SuperModel:
             keys: of the slots' dropout; none when evaluating.
         """
         layout, shape = self.groups.layout, self.round_shape
-        fill = fill_bins
-        if shape.portion_tokens is not None and keys:
-            fill = partial(fill_with_portions, portion_tokens=shape.portion_tokens)
-        bins, left = fill(
-            queues,
-            capacity=self.micro_batch_tokens,
-            dp_size=layout.dp_size,
-            pp_size=layout.pp_size,
-            first_slot=self._rounds,
-            num_micro_batches=shape.num_micro_batches,
-        )
-        self.bins = bins
         rows = RoundRows(
             groups=self.groups,
             micro_batch_tokens=self.micro_batch_tokens,
@@ -206,6 +194,18 @@ class SuperModel:
             num_nano_batches=getattr(self.engine, "num_nano_batches", 1),
             cut=self.cut_documents,
         )
+        fill = fill_bins
+        if shape.portion_tokens is not None and keys:
+            fill = partial(fill_with_portions, portion_tokens=shape.portion_tokens)
+        bins, left = fill(
+            queues,
+            capacity=rows.capacity(queues),
+            dp_size=layout.dp_size,
+            pp_size=layout.pp_size,
+            first_slot=self._rounds,
+            num_micro_batches=shape.num_micro_batches,
+        )
+        self.bins = bins
         mine = bins.of_rank(self.groups.dp_rank)
         return rows.pack(mine), left, [rows.items(placed) for placed in mine]
 
