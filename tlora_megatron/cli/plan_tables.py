@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -63,8 +63,13 @@ def _print_plans(
     console: Console, plans: Sequence[tuple[int, RankedPlan]], hardware: HardwareProfile
 ) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "TP", "SP", "PP", "VPP", "CP", "DP", "tokens", "recompute", "tokens/s"):
-        table.add_column(name, justify="left" if name == "recompute" else "right", no_wrap=True)
+    names = ("", "TP", "SP", "LoRA", "PP", "VPP", "CP", "DP", "tokens", "recompute", "tokens/s")
+    for name in names:
+        justify: Literal["left", "right"] = "left" if name in ("LoRA", "recompute") else "right"
+        table.add_column(name, justify=justify, no_wrap=True)
+    is_cut = any(ranked.plan.num_nano_batches > 1 for _, ranked in plans)
+    if is_cut:
+        table.add_column("nano", justify="right", no_wrap=True)
     for name in ("round ms", "GiB", "of it"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("time", no_wrap=True)
@@ -76,6 +81,7 @@ def _print_plans(
             str(rank),
             str(plan.tp_size),
             "yes" if plan.sequence_parallel else "-",
+            plan.lora_sharding if plan.tp_size > 1 else "-",
             str(plan.pp_size),
             str(plan.vpp_size),
             str(plan.cp_size),
@@ -83,6 +89,7 @@ def _print_plans(
             f"{plan.micro_batch_tokens:,}",
             plan.recompute,
             f"{cost.tokens_per_s:,.0f}",
+            *([str(plan.num_nano_batches)] if is_cut else []),
             f"{cost.step_time_s * 1e3:,.1f}",
             f"{use.total_bytes / _GIB:.1f}",
             f"{use.total_bytes / total:.0%}",

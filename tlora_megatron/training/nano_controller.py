@@ -138,12 +138,8 @@ class BestCount:
 
     def _begin_mix(self, step: StepTime) -> None:
         """The step itself is thrown away: memory is reserved anew for a new mix."""
-        is_first, self._mix, self._most, self._tokens = (
-            self._mix is None,
-            step.mix_key,
-            step.most,
-            [],
-        )
+        is_first = self._mix is None
+        self._mix, self._most, self._tokens = step.mix_key, step.most, []
         self._interval = _FIRST_CHECK
         if step.mix_key in self._chosen:
             self.kept = self._chosen[step.mix_key]
