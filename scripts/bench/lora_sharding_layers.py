@@ -99,6 +99,11 @@ class Layers:
         self.banks = {FROZEN: frozen}
         self.sites = {FROZEN: self.run.sites}
 
+    def adopt(self, other: Layers) -> None:
+        """Takes the frozen weights of others, whatever their dtype."""
+        mine: Any = self.run.engine.model
+        mine.load_state_dict(other.run.engine.model.state_dict())
+
     def prepare(self, case: Case, strategies: Sequence[Strategy]) -> dict[str, LoraSpec]:
         """Makes a bank a strategy, with adapters drawn by name; returns their shapes."""
         loras = {}

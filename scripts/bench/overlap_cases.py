@@ -143,6 +143,14 @@ class Bench:
         shape = (case.num_tokens, 1, self.spec.hidden_size)
         self._full = [torch.randn(shape, generator=draw).to(self.dtype) for _ in range(2)]
 
+    def adopt(self, other: Bench) -> None:
+        """Takes another bench's weights and adapters, whatever their dtype."""
+        mine: Any = self.run.engine.model
+        mine.load_state_dict(other.run.engine.model.state_dict())
+        for job, source in zip(self._model.jobs, other._model.jobs, strict=True):
+            job.adapter.slab.master.copy_(source.adapter.slab.master)
+        self._model.set_jobs(self._model.jobs)
+
     def step(self, variant: Variant, make: Callable[[str], TensorCollectives]) -> Step:
         """Forward and backward of a variant, ready to run.
 
