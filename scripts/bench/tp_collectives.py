@@ -61,7 +61,7 @@ class Row:
     piece: str
     gemms: str
     """cublas or csrc. In rows of commit 7c17e5f csrc-N: N multiprocessors left free, since given
-    up, for it costs the GEMMs more than the collective gains."""
+    up, for it costs the GEMMs more than copy engines gain."""
     alone_us: float
     bandwidth_gb_s: float
     """Bytes of the whole tensor over the time alone."""
