@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times a decoder whose tensor-parallel communication is hidden behind nano-batches.
 
-    CUDA_DEVICE_MAX_CONNECTIONS=32 torchrun --standalone --nproc-per-node 4 \
+    PYTHONPATH=. torchrun --standalone --nproc-per-node 4 \
         scripts/bench/tp_overlap.py [--cases 70b:8x1024:4,...] [--budget-s 500] [--csv OUT.csv]
 
 Forward and backward of a few layers with adapters, on this project's GPTModel. `none` is the
@@ -60,6 +60,8 @@ ASYNC_TP = Variant("async_tp", 1, frozen=True)
 def variants(args: argparse.Namespace) -> list[Variant]:
     """Every way that is asked for, the references first."""
     found = [NONE, SKIPPED, FROZEN, FROZEN_SKIPPED]
+    if args.one_queue:
+        return found
     found += [Variant(m, n) for m in args.mechanisms for n in args.counts]
     found += [Variant(args.mechanisms[0], n, "within_linear") for n in args.counts[:1]]
     found += [Variant("skipped", n) for n in args.counts[:1]]
@@ -251,7 +253,7 @@ def main() -> int:
     layout = ParallelLayout.for_world(
         world, tp_size=world, pp_size=1, cp_size=1, sequence_parallel=args.sequence_parallel
     )
-    initialize_parallel(layout)
+    initialize_parallel(layout, overlaps=not args.one_queue)
     benches: dict[str, Bench] = {}
     for case in map(Case.parse, args.cases):
         if out_of_time(begin, args.budget_s):
@@ -299,6 +301,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--controller-steps", type=int, default=CONTROLLER_STEPS)
     parser.add_argument("--no-controller", action="store_true")
     parser.add_argument("--graphs", action="store_true")
+    parser.add_argument("--one-queue", action="store_true")
     parser.add_argument("--budget-s", type=float, default=500.0, help="no case begins after it")
     parser.add_argument("--dtype", default="bfloat16" if is_cuda else "float32")
     parser.add_argument("--csv", type=Path, default=RESULTS)
