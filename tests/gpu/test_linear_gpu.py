@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
+from tests.helpers.block_case import against_dense, blocks
 from tests.helpers.linear_case import JOBS, SPEC, TOLERANCE, WORKLOADS, Case, error
 from tlora_megatron.job import LoraSpec
 from tlora_megatron.ops.kernel_choice import Kernels, choose_ops, problem_of
@@ -60,6 +61,33 @@ def test_every_output_and_gradient_equals_the_reference(
         got = actual[name].reshape(value.shape)
         assert torch.isfinite(got).all(), name
         assert error(got, value) < TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["dropout", "no dropout"])
+@pytest.mark.parametrize("linear", ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
+def test_block_diagonal_jobs_equal_those_of_dense_factors(
+    linear: str,
+    training: bool,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ops = ops_of(kernels, dtype, monkeypatch)
+    loras = (
+        blocks(32, 4, alpha=5, dropout=0.2),
+        LoraSpec(rank=24, alpha=3, dropout=0.1),
+        blocks(12, 2, alpha=9, use_rslora=True),
+        blocks(64, 8, alpha=64),
+    )
+    pairs = against_dense(
+        linear, loras, (90, 300, 17, 128), spec=WIDE, training=training, dtype=dtype,
+        device="cuda", ops=ops,
+    )  # fmt: skip
+    for name, (got, expected) in pairs.items():
+        assert expected.any(), name
+        assert error(got, expected) < TOLERANCE[dtype], name
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -6,17 +6,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import BdLoraConfig, LoraConfig, PeftModel, get_peft_model
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.linear_case import Case, error
+from tests.helpers.block_case import against_dense, blocks
+from tests.helpers.linear_case import Case
 from tests.helpers.planner_case import HARDWARE
 from tests.helpers.tiny_models import make_tiny_model, random_factors
 from tlora_megatron.backbone import LinearShape, LinearsSpec
@@ -53,11 +52,6 @@ SPEC = ModelSpec(
 )
 
 
-def blocks(rank: int, num_blocks: int, **changes: Any) -> LoraSpec:
-    """A block-diagonal adapter."""
-    return LoraSpec(rank=rank, parametrization="block_diagonal", num_blocks=num_blocks, **changes)
-
-
 def sites_of_ranks(tp_size: int, pp_size: int = 1) -> list[tuple[Site, ...]]:
     """Sites of every model-parallel rank, TP fastest."""
     layout = ParallelLayout(tp_size=tp_size, pp_size=pp_size)
@@ -66,19 +60,6 @@ def sites_of_ranks(tp_size: int, pp_size: int = 1) -> list[tuple[Site, ...]]:
         for pp_rank in range(pp_size)
         for tp_rank in range(tp_size)
     ]
-
-
-def dense_factors(
-    lora: LoraSpec, factors: Mapping[str, Tensor]
-) -> tuple[LoraSpec, dict[str, Tensor]]:
-    """The standard adapter that computes the same: zeros around the blocks."""
-    dense = {}
-    for name, factor in factors.items():
-        target, which = name.split(".")[2:]
-        is_block = which == ("lora_a" if target in ("o_proj", "down_proj") else "lora_b")
-        parts = factor.chunk(lora.num_blocks)
-        dense[name] = torch.block_diag(*parts) if is_block else factor
-    return dataclasses.replace(lora, parametrization="standard", num_blocks=1), dense
 
 
 class TestRules:
@@ -242,32 +223,10 @@ LORAS = (
 @pytest.mark.parametrize("training", [False, True])
 def test_the_linear_equals_that_of_dense_factors(linear: str, training: bool) -> None:
     """Outputs and every gradient, of a micro-batch shared with a standard job, to the bit."""
-    ours = Case(linear, torch.float32, spec=SPEC, loras=LORAS)
-    dense = [dataclasses.replace(x, parametrization="standard", num_blocks=1) for x in LORAS]
-    theirs = Case(linear, torch.float32, spec=SPEC, loras=dense)
-    for slot, lora in enumerate(LORAS):
-        held, twin = ours.bank.adapters[slot].slab, theirs.bank.adapters[slot].slab
-        factors = random_factors(SPEC, lora, seed=slot)
-        held.load(factors.__getitem__)
-        twin.load((dense_factors(lora, factors)[1] if lora.is_block_diagonal else factors).get)
-        ours.bank.refresh(slot)
-        theirs.bank.refresh(slot)
-    theirs.weight, theirs.bias = ours.weight, ours.bias
-    view = ours.view((9, 17, 5), num_tokens=40, training=training)
-    x, dy = ours.draw(40, 1, ours.site.in_size), ours.draw(40, 1, ours.site.out_size)
-    expected = theirs.run(x, dy, view)
-    got = ours.run(x, dy, view)
-    assert torch.equal(got["y"], expected["y"])
-    assert torch.equal(got["dx"], expected["dx"])
-    assert error(got["y"].flatten(0, 1), theirs.reference(x, dy, view)["y"]) < 2e-6
-    for slot in range(len(LORAS)):
-        for factor in ours.bank.adapters[slot].slab.layout.factors:
-            name = f"job{slot}.{factor.name}"
-            wanted, gradient = expected[name], got[name]
-            assert wanted.any(), name
-            if factor.num_blocks > 1:
-                wanted, gradient = factor.diagonal(wanted), factor.blocks(gradient)
-            assert torch.equal(gradient, wanted), name
+    pairs = against_dense(linear, LORAS, (9, 17, 5), spec=SPEC, training=training)
+    for name, (got, expected) in pairs.items():
+        assert expected.any(), name
+        assert torch.equal(got, expected), name
 
 
 def test_linears_that_reduce_by_themselves_are_refused_over_tp() -> None:
