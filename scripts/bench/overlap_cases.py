@@ -139,9 +139,12 @@ class Bench:
         self._model = self.run.super_model(case.loads(), case.num_tokens)
         self._model.cut_documents = RankAwareCut(self.spec, self._model)
         self._batches: dict[int, PackedBatch] = {}
-        draw = torch.Generator().manual_seed(0)
+        draw = torch.Generator(self.device).manual_seed(0)
         shape = (case.num_tokens, 1, self.spec.hidden_size)
-        self._full = [torch.randn(shape, generator=draw).to(self.dtype) for _ in range(2)]
+        self._full = [
+            torch.randn(shape, generator=draw, device=self.device, dtype=self.dtype)
+            for _ in range(2)
+        ]
 
     def adopt(self, other: Bench) -> None:
         """Takes another bench's weights and adapters, whatever their dtype."""
@@ -186,11 +189,13 @@ class Bench:
 
     def local(self, batch: PackedBatch, index: int) -> torch.Tensor:
         """This process's rows of one of the two drawn tensors, in the order that they run in."""
-        return self._full[index][self.rows(batch)].to(self.device)
+        return self._full[index][self.rows(batch)]
 
     def rows(self, batch: PackedBatch) -> torch.Tensor:
         """Packed row of every row that this process holds between linears."""
-        order = torch.arange(batch.view.num_tokens) if batch.order is None else batch.order.cpu()
+        order = batch.order
+        if order is None:
+            order = torch.arange(batch.view.num_tokens, device=self.device)
         if not self.layout.sequence_parallel:
             return order
         return order.chunk(self.layout.tp_size)[self.run.groups.tp_rank]
@@ -236,7 +241,7 @@ class Step:
         """Of the decoder's input, whole, in packed order `[T, 1, H]`."""
         grad = self.hidden.grad
         assert grad is not None, "the step has not run"
-        rows = self._bench.rows(self.batch).to(grad.device)
+        rows = self._bench.rows(self.batch)
         whole = grad.new_zeros((self._bench.case.num_tokens, *grad.shape[1:]))
         whole[rows] = grad
         if self._bench.layout.sequence_parallel:
