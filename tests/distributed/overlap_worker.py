@@ -1,7 +1,8 @@
 """Worker: one round in 1, 2, 3, ... nano-batches; losses and all gradients must be those of one.
 
 Arguments: the scenario's `config.json` and each variant as in `tp=2,sp=1,recompute=full,dropout=1,
-mode=within_linear,dtype=bfloat16`. One nano-batch after two is bit for bit what it was before.
+mode=within_linear,dtype=bfloat16,blocks=1` (the last: block-diagonal jobs). One nano-batch after
+two is bit for bit what it was before.
 """
 
 from __future__ import annotations
@@ -146,6 +147,9 @@ def read_config(path: Path, options: dict[str, str], output_dir: Path) -> RunCon
     if options.get("dropout"):
         for job in document["jobs"]:
             job["lora"]["dropout"] = DROPOUT[job["name"]]
+    if "blocks" in options:
+        for job in document["jobs"][::2]:
+            job["lora"] |= {"parametrization": "block_diagonal", "num_blocks": 2}
     if "jobs" in options:
         document["jobs"] = [j for j in document["jobs"] if j["name"] in options["jobs"].split("+")]
     file = path.parent / f"variant{dist.is_initialized() and dist.get_rank()}.json"

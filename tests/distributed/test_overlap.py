@@ -29,6 +29,8 @@ SLOW_TWO_PROCESSES = (
     "tp=2,recompute=full",
     "tp=2,sp=1,recompute=selective",
     "tp=2,mode=within_linear,jobs=mlp",
+    "tp=2,sp=1,blocks=1",
+    "tp=2,sp=1,blocks=1,mode=within_linear",
     "pp=2",
     "pp=2,recompute=selective",
 )

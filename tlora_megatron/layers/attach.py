@@ -39,13 +39,12 @@ class MultiAdapterMixin(MultiAdapter):
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        view, lane = current_micro_batch(), current_lane()
+        view, lane, tp = current_micro_batch(), current_lane(), _tensor_parallel(kwargs)
         if lane is not None and self.tlora_branch.site.kind == "column":
-            input = lane.enter(input)
+            input, tp = lane.enter(input), tp._replace(lane=lane)
             kwargs |= _ONE_RANK
         if view is None or self.tlora_branch.factors is None:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
-        tp = _tensor_parallel(kwargs)
         return MultiLoRALinear.apply(input, weight, kwargs.get("bias"), self.tlora_branch, view, tp)
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:

@@ -25,6 +25,7 @@ from tlora_megatron.parallel.collectives import (
     all_reduce,
     reduce_scatter_rows,
 )
+from tlora_megatron.parallel.lanes import Lane
 
 
 class TensorParallel(NamedTuple):
@@ -35,6 +36,8 @@ class TensorParallel(NamedTuple):
     """Sequence parallel: x is this rank's rows; gathered forward, dx reduce-scattered backward."""
     reduce_dgrad: bool
     """x is whole on every rank; dx is summed over the group backward."""
+    lane: Lane | None = None
+    """Has gathered x and will sum dx, of one nano-batch, in the linear's place."""
 
     def window(self, num_rows: int) -> tuple[int, int]:
         """Which of the micro-batch's rows x holds, `begin, end`."""
@@ -89,11 +92,14 @@ class MultiLoRALinear(torch.autograd.Function):
         assert factors is not None, f"site {branch.site.index} must have factors, got none"
         x = x.contiguous()  # the kernels read whole rows; saved as it is read
         x_TK = x.flatten(0, -2)
-        full_TK = all_gather_rows(x_TK, tp.group) if tp.gather_input else x_TK
+        gathers = tp.gather_input and tp.lane is None
+        full_TK = all_gather_rows(x_TK, tp.group) if gathers else x_TK
         y_TN, s = branch.ops.forward(full_TK, weight_NK, bias_N, factors, view.rows)
+        local = x if tp.lane is None else tp.lane.take_local()
         # Adapters cut by rank have rows of A of their own here: their gradient takes all rows of x.
-        ctx.keeps_whole = tp.gather_input and branch.bank.is_cut_by_rank(branch.site)
-        ctx.save_for_backward(full_TK if ctx.keeps_whole else x, s, weight_NK)
+        is_cut = branch.bank.is_cut_by_rank(branch.site)
+        ctx.exchanges = tp.gather_input and local is not None and not is_cut
+        ctx.save_for_backward(local if ctx.exchanges else full_TK, s, weight_NK)
         ctx.ops, ctx.factors, ctx.rows, ctx.tp = branch.ops, factors, view.rows, tp
         ctx.x_shape = x.shape
         return y_TN.unsqueeze(1)
@@ -107,13 +113,23 @@ class MultiLoRALinear(torch.autograd.Function):
         # This rank's rows need dS of the whole output. Summing dS over the group costs [T, R];
         # gathering x again would cost [T, K]. Either way dA is a partial sum, TP's once a step;
         # and so it is over all rows, of what the rank's own outputs give.
-        exchanges = tp.gather_input and not ctx.keeps_whole
-        summed = all_reduce(ds.clone(), tp.group) if exchanges else Pending(ds, None)
+        window = tp.window(rows.ends[-1]) if ctx.exchanges else (0, rows.ends[-1])
+
+        def add_factor_gradients(summed: torch.Tensor) -> None:
+            ops.backward_down(x.flatten(0, -2), dy_TN, s, summed, factors, rows, window)
+
+        if tp.lane is not None:
+            dx_TK = ops.dgrad(dy_TN, ds, weight_NK, factors, rows)
+            if ctx.exchanges:
+                tp.lane.exchange(ds, add_factor_gradients)
+            else:
+                add_factor_gradients(ds)
+            return dx_TK.view(ctx.x_shape), None, None, None, None, None
+        summed = all_reduce(ds.clone(), tp.group) if ctx.exchanges else Pending(ds, None)
         pending = None
         if ctx.needs_input_grad[0]:
             pending = reduce_dgrad(ops.dgrad(dy_TN, ds, weight_NK, factors, rows), tp)
-        window = tp.window(rows.ends[-1]) if exchanges else (0, rows.ends[-1])
-        ops.backward_down(x.flatten(0, -2), dy_TN, s, summed.wait(), factors, rows, window)
+        add_factor_gradients(summed.wait())
         dx = None if pending is None else pending.wait().view(ctx.x_shape)
         return dx, None, None, None, None, None
 

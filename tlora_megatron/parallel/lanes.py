@@ -52,10 +52,21 @@ class _Half:
     replay: Module | None
     """Computes the compute piece again in backward; None where its graph is kept."""
     x_leaf: torch.Tensor | None = None
-    """The column-parallel linear's input, gathered."""
+    """The column-parallel linear's input; None where it was gathered: nothing needs all of it."""
+    dx: torch.Tensor | None = None
+    """Its gradient, where it was gathered."""
     y: GradientEdge | None = None
     """The row-parallel linear's partial sums."""
     dy: torch.Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """A small sum over the ranks that gradients of factors wait for."""
+
+    part: torch.Tensor
+    finish: Callable[[torch.Tensor], None]
+    total: torch.Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +115,8 @@ class Lane:
         self._replay: Module | None = None
         self._is_replaying = False
         self._replayed: torch.Tensor | None = None
+        self._x_local: torch.Tensor | None = None
+        self._exchanges: list[Exchange] = []
         self._gradient: torch.Tensor | None = None
         """Of the residual stream, on the way back."""
 
@@ -155,6 +168,7 @@ class Lane:
         """Ends the elementwise piece at a column-parallel linear's input, hands over to the others,
         and returns, gathered, what the compute piece begins with.
         """
+        self._x_local = None
         if self._is_replaying:
             return x
         full = self._over(self._collectives.all_gather, x.detach()) if self.gathers else x.detach()
@@ -162,9 +176,24 @@ class Lane:
         greenlet.getcurrent().parent.switch()
         self.stream.to_main()
         torch.set_grad_enabled(half is not None and half.replay is None)
-        if half is not None:
+        if half is None:
+            return full
+        if not self.gathers or half.replay is not None:
             half.x_leaf = full.requires_grad_()
-        return full
+            return full
+        self._x_local = x.detach()
+        return _Gathered.apply(full, self._token, half)
+
+    def take_local(self) -> torch.Tensor | None:
+        """This rank's rows of what `enter` returned, for backward to keep in its place; None where
+        it may keep that. Who takes them calls `exchange` in backward."""
+        x_local, self._x_local = self._x_local, None
+        return x_local
+
+    def exchange(self, part: torch.Tensor, finish: Callable[[torch.Tensor], None]) -> None:
+        """In backward: has a tensor summed over the ranks, on the side, and `finish` called with it
+        on main before this lane's next compute piece."""
+        self._exchanges.append(Exchange(part, finish))
 
     def _record(self, tape: Tape, x: torch.Tensor) -> _Half:
         assert self._residual is not None, "the residual stream must be cut before each linear"
@@ -226,27 +255,37 @@ class Lane:
 
     def backward_half(self, half: _Half) -> None:
         """The compute piece of a half on main, then the elementwise piece before it."""
-        self.stream.to_main()
+        self._go_to_main()
         dx = self._backward_compute(half)
         self.stream.to_side()
         self.stream.hold(dx)
-        self._backward_elementwise(half, self.reduce(dx))
+        dx = self.reduce(dx)
+        for exchange in self._exchanges:
+            exchange.total = self._collectives.all_reduce(exchange.part, self.index)
+        self._backward_elementwise(half, dx)
+
+    def _go_to_main(self) -> None:
+        self.stream.to_main()
+        for exchange in self._exchanges:
+            assert exchange.total is not None, "sums are made on the side"
+            exchange.finish(exchange.total)
+        self._exchanges.clear()
 
     def _backward_compute(self, half: _Half) -> torch.Tensor:
-        assert half.x_leaf is not None, "forward comes first"
         assert half.dy is not None, "later pieces come first"
-        y: Any = half.y if half.replay is None else self._compute_again(half.replay, half.x_leaf)
+        y: Any = half.y if half.replay is None else self._compute_again(half.replay, half)
         _run_backward((y,), (half.dy,))  # without inputs, or Megatron's checkpoints refuse
-        dx = half.x_leaf.grad
+        dx = half.dx if half.x_leaf is None else half.x_leaf.grad
         assert dx is not None, "the compute piece must use its input"
-        half.x_leaf = half.y = half.dy = None
+        half.x_leaf = half.dx = half.y = half.dy = None
         return dx
 
-    def _compute_again(self, module: Module, x: torch.Tensor) -> torch.Tensor:
+    def _compute_again(self, module: Module, half: _Half) -> torch.Tensor:
+        assert half.x_leaf is not None, "what is computed again keeps its input"
         self._is_replaying = True
         try:
             with _turn(self), torch.enable_grad():
-                module(x)
+                module(half.x_leaf)
         finally:
             self._is_replaying = False
         y, self._replayed = self._replayed, None
@@ -275,7 +314,7 @@ class Lane:
 
     def backward_end(self) -> torch.Tensor:
         """Goes back to main; returns the gradient of what `begin` was given."""
-        self.stream.to_main()
+        self._go_to_main()
         gradient, self._gradient = self._gradient, None
         assert gradient is not None, "backward_begin comes first"
         return gradient
@@ -291,6 +330,20 @@ def _run_backward(
     return Variable._execution_engine.run_backward(
         outputs, grads, False, False, inputs, allow_unreachable=True, accumulate_grad=not inputs
     )
+
+
+class _Gathered(torch.autograd.Function):
+    """A compute piece's input, which is kept by none that does not save it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, token: torch.Tensor, half: _Half) -> torch.Tensor:
+        ctx.half = half
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> tuple[None, ...]:
+        ctx.half.dx = dx
+        return None, None, None
 
 
 class _Reduced(torch.autograd.Function):

@@ -210,7 +210,7 @@ class _Staggered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, run: _Run) -> Tensor:
         ctx.run = run
-        return run.forward(hidden, records=True).detach()
+        return run.forward(hidden, records=True)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
