@@ -229,11 +229,11 @@ def overview(jobs: list[ReportJob], style: PanelStyle) -> str:
 def scatter(curves: dict[int, Curve]) -> str:
     """One wide SVG of dots, each set in the page's colour of its key.
 
-    The axis ends a little above what most values are: single ones, like the first step's, may be
-    many times as large and are drawn at its edge.
+    The axis ends a little above what most values of each are: single ones, like the first step's,
+    may be many times as large and are drawn at its edge.
     """
-    values = np.concatenate([values for _, values in curves.values()])
-    low, high = 0.97 * values.min(), 1.1 * float(np.quantile(values, 0.9))
+    low = 0.97 * min(values.min() for _, values in curves.values())
+    high = 1.05 * max(float(np.quantile(values, 0.8)) for _, values in curves.values())
 
     def paint(axes: Any) -> None:
         axes.set_xlim(0, 1.01 * max(steps.max() for steps, _ in curves.values()))
