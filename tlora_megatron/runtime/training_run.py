@@ -209,10 +209,13 @@ class TrainingRun:
         """Reads every job's input; those that cannot start are left out or stop the run."""
         tokenizer = load_tokenizer(tokenizer_dir)
         run = self.config.run
+        # How other models' linears are cut shows when they are built: checked then.
+        tp_size = self.config.parallel.tp_size if isinstance(self.spec, ModelSpec) else 1
         prepared = []
         for job in self.config.jobs:
             saved = self.output_dir / "jobs" / job.name / "checkpoints"
             try:
+                check_block_sizes(job.name, job.lora, self.spec, tp_size)
                 prepared.append(
                     prepare_job(
                         replace(job, seed=job.seed + run.seed),
