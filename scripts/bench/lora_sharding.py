@@ -66,7 +66,10 @@ def check(layers: Layers, tokens: int) -> None:
     expected = _results(exact, standard[:1], tokens)["fold"]
     exact.run.close()
     found = _results(layers, standard, tokens)
-    allowed = [max(1.5 * e, 1e-4) for e in _errors(found["fold"], expected)]
+    # A norm's own rounding: gradients come from bf16 products, 2^-9 each.
+    least = [1e-4, 1e-4, 1e-4 if layers.dtype == torch.float32 else 2e-3]
+    reference = _errors(found["fold"], expected)
+    allowed = [max(1.5 * error, most) for error, most in zip(reference, least, strict=True)]
     for name, result in found.items():
         errors = _errors(result, expected)
         if any(error > most for error, most in zip(errors, allowed, strict=True)):
@@ -198,7 +201,8 @@ def main() -> None:
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     for model in args.models:
         layers = Layers(_spec(model, args.layers), layout, dtype)
-        check(layers, min(args.tokens, 1024))
+        if not args.no_check:
+            check(layers, min(args.tokens, 1024))
         longest = 0.0
         for case in args.cases:
             started = time.monotonic()
@@ -270,6 +274,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="rows of the micro-batch")
     parser.add_argument("--layers", type=int, help="decoder layers; by default 8 or 4")
     parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--no-check", action="store_true", help="against fp32, before timing")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
     parser.add_argument("--budget-s", type=float, default=480, help="start no case beyond it")
