@@ -13,7 +13,7 @@ from tlora_megatron.cli.plan_tables import print_explanation, print_result, resu
 from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.config import load_config
 from tlora_megatron.config_reader import must
-from tlora_megatron.planner.candidate import Runner
+from tlora_megatron.planner.candidate import SHARDINGS, Runner
 from tlora_megatron.planner.search import SearchSpace, search
 from tlora_megatron.runtime.plan_files import KINDS, write_plan
 from tlora_megatron.runtime.plan_inputs import parse_lengths, plan_jobs, plan_model, run_hardware
@@ -72,6 +72,7 @@ def _add_space_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"fix the {what}")
     parser.add_argument("--sp", choices=("on", "off"), help="fix sequence parallelism")
+    parser.add_argument("--lora-sharding", choices=SHARDINGS, help="fix it")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), help="fix it")
     parser.add_argument(
         "--runs-in",
@@ -126,6 +127,7 @@ def _space(args: argparse.Namespace) -> SearchSpace:
         vpp_size=args.vpp,
         cp_size=args.cp,
         sequence_parallel=None if args.sp is None else args.sp == "on",
+        lora_sharding=args.lora_sharding,
         recompute=args.recompute,
         micro_batch_tokens=args.tokens,
         runs_in=_runner(args),
