@@ -19,8 +19,9 @@ from tests.helpers.linear_case import Case
 from tests.helpers.planner_case import HARDWARE
 from tests.helpers.tiny_models import make_tiny_model, random_factors
 from tlora_megatron.backbone import LinearShape, LinearsSpec
-from tlora_megatron.block_rules import check_block_sizes, check_blocks
+from tlora_megatron.block_rules import check_block_sizes
 from tlora_megatron.config_reader import ConfigError
+from tlora_megatron.config_rules import check_job
 from tlora_megatron.job import HF_TARGETS, ROW_PARALLEL_TARGETS, DataSpec, JobSpec, LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
@@ -68,12 +69,15 @@ class TestRules:
         [
             (
                 blocks(10, 4),
-                r"x.rank must be a multiple of num_blocks = 4, got 10; the nearest are 8 or 12, "
+                r"x.lora.rank must be a multiple of num_blocks = 4, got 10; the nearest are 8 or 12, "
                 r"or num_blocks 2 or 5",
             ),
             (blocks(3, 4), r"got 3; the nearest are 4, or num_blocks 3"),
-            (blocks(8, 1), r"x.num_blocks must be at least 2 .* got 1"),
-            (LoraSpec(num_blocks=2), r"x.num_blocks must be 1 with parametrization standard, got"),
+            (blocks(8, 1), r"x.lora.num_blocks must be at least 2 .* got 1"),
+            (
+                LoraSpec(num_blocks=2),
+                r"x.lora.num_blocks must be 1 with parametrization standard, got",
+            ),
             (
                 blocks(8, 2, target_modules=("linear_qkv",)),
                 r"must name single modules .* got linear_qkv; name q_proj, k_proj and v_proj",
@@ -82,7 +86,7 @@ class TestRules:
     )
     def test_what_contradicts_itself_is_refused(self, lora: LoraSpec, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
-            check_blocks(lora, "x")
+            check_job(JobSpec(name="a", data=DataSpec(train="a"), lora=lora, max_steps=1), "x")
 
     @pytest.mark.parametrize(
         ("lora", "tp_size", "message"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import tlora_megatron
+from tlora_megatron.block_rules import check_block_sizes
 from tlora_megatron.config import RunConfig
 from tlora_megatron.config_reader import must
 from tlora_megatron.job import JobSpec
@@ -105,9 +106,11 @@ def plan_jobs(config: RunConfig, spec: ModelSpec, lengths: LengthHistogram | Non
         lengths: of all jobs, cut to each one's max_seq_len; None reads the jobs' data.
 
     Raises:
-        ValueError: if data or tokenizer cannot be used.
+        ValueError: if data or tokenizer cannot be used, or blocks do not fit the model.
         ImportError: without transformers, which reads tokenizers.
     """
+    for job in config.jobs:
+        check_block_sizes(job.name, job.lora, spec)
     if lengths is not None:
         clipped = [lengths.clipped(job.max_seq_len - 1) for job in config.jobs]
         return [JobLoad.from_spec(j, c) for j, c in zip(config.jobs, clipped, strict=True)]
