@@ -69,8 +69,8 @@ class TestRules:
         [
             (
                 blocks(10, 4),
-                r"x.lora.rank must be a multiple of num_blocks = 4, got 10; the nearest are 8 or 12, "
-                r"or num_blocks 2 or 5",
+                r"x.lora.rank must be a multiple of num_blocks = 4, got 10; the nearest are 8 or "
+                r"12, or num_blocks 2 or 5",
             ),
             (blocks(3, 4), r"got 3; the nearest are 4, or num_blocks 3"),
             (blocks(8, 1), r"x.lora.num_blocks must be at least 2 .* got 1"),
