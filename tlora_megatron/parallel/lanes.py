@@ -17,72 +17,26 @@ Shapes: T rows of the nano-batch, n tensor-parallel ranks, H features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import greenlet
 import torch
-from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from tlora_megatron.ops.segments import MicroBatchView, bind_micro_batch, current_micro_batch
+from tlora_megatron.parallel.lane_tape import (
+    End,
+    Exchange,
+    Gathered,
+    Half,
+    Module,
+    Reduced,
+    Tape,
+    run_backward,
+)
 from tlora_megatron.parallel.side_stream import SideStream
 from tlora_megatron.parallel.tensor_collectives import TensorCollectives
-
-Module = Callable[[torch.Tensor], Any]
-_End = torch.Tensor | GradientEdge
-"""Where a piece ends: a tensor whose memory is needed anyway, or what leads back from it alone."""
-
-
-@dataclass(slots=True, eq=False)
-class _Half:
-    """What backward needs of attention or an MLP, and of the elementwise piece that leads to it."""
-
-    x: _End
-    """The column-parallel linear's input, before it is gathered."""
-    residual: torch.Tensor | None
-    """The residual stream as the elementwise piece ends; None where it is what that began with."""
-    is_joint: bool
-    """x and the residual end the same graph; else x comes of `leaf`."""
-    leaf: torch.Tensor
-    """The residual stream, detached: what later pieces begin with."""
-    before: torch.Tensor
-    """The leaf that the elementwise piece began with."""
-    replay: Module | None
-    """Computes the compute piece again in backward; None where its graph is kept."""
-    x_leaf: torch.Tensor | None = None
-    """The column-parallel linear's input; None where it was gathered: nothing needs all of it."""
-    dx: torch.Tensor | None = None
-    """Its gradient, where it was gathered."""
-    y: GradientEdge | None = None
-    """The row-parallel linear's partial sums."""
-    dy: torch.Tensor | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Exchange:
-    """A small sum over the ranks that gradients of factors wait for."""
-
-    part: torch.Tensor
-    finish: Callable[[torch.Tensor], None]
-    total: torch.Tensor | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Tape:
-    """A lane's pieces from one input of layers to their result."""
-
-    entry: torch.Tensor
-    num_read: int | None
-    """Reductions whose results are read; None = all."""
-    halves: list[_Half] = field(default_factory=list)
-    out: GradientEdge | None = None
-
-    @property
-    def leaf(self) -> torch.Tensor:
-        """What the piece under way began with."""
-        return self.halves[-1].leaf if self.halves else self.entry
 
 
 class Lane:
@@ -111,7 +65,7 @@ class Lane:
         be kept alive as a leaf."""
         self._tape: Tape | None = None
         self._residual: tuple[torch.Tensor | None, bool, torch.Tensor] | None = None
-        self._half: _Half | None = None
+        self._half: Half | None = None
         self._replay: Module | None = None
         self._is_replaying = False
         self._replayed: torch.Tensor | None = None
@@ -182,7 +136,7 @@ class Lane:
             half.x_leaf = full.requires_grad_()
             return full
         self._x_local = x.detach()
-        return _Gathered.apply(full, self._token, half)
+        return Gathered.apply(full, self._token, half)
 
     def take_local(self) -> torch.Tensor | None:
         """This rank's rows of what `enter` returned, for backward to keep in its place; None where
@@ -195,10 +149,10 @@ class Lane:
         on main before this lane's next compute piece."""
         self._exchanges.append(Exchange(part, finish))
 
-    def _record(self, tape: Tape, x: torch.Tensor) -> _Half:
+    def _record(self, tape: Tape, x: torch.Tensor) -> Half:
         assert self._residual is not None, "the residual stream must be cut before each linear"
         end = get_gradient_edge(x) if self.gathers else x
-        half = _Half(end, *self._residual, tape.leaf, self._replay)
+        half = Half(end, *self._residual, tape.leaf, self._replay)
         self._residual = self._replay = None
         tape.halves.append(half)
         self._half = half
@@ -220,7 +174,8 @@ class Lane:
             half.y = get_gradient_edge(y)
         else:
             torch.set_grad_enabled(True)
-        return _Reduced.apply(y.detach(), self._token, self, half, self._is_read())
+        reduce = self.reduce if self._is_read() else None
+        return Reduced.apply(y.detach(), self._token, half, reduce, self.spread)
 
     def _is_read(self) -> bool:
         assert self._tape is not None, "a half has a tape"
@@ -253,7 +208,7 @@ class Lane:
         self.stream.to_side()
         self._gradient = self._grad((tape.out,), (dout,), tape.leaf)
 
-    def backward_half(self, half: _Half) -> None:
+    def backward_half(self, half: Half) -> None:
         """The compute piece of a half on main, then the elementwise piece before it."""
         self._go_to_main()
         dx = self._backward_compute(half)
@@ -271,20 +226,20 @@ class Lane:
             exchange.finish(exchange.total)
         self._exchanges.clear()
 
-    def _backward_compute(self, half: _Half) -> torch.Tensor:
+    def _backward_compute(self, half: Half) -> torch.Tensor:
         assert half.dy is not None, "later pieces come first"
         y: Any = half.y if half.replay is None else self._compute_again(half.replay, half)
-        _run_backward((y,), (half.dy,))  # without inputs, or Megatron's checkpoints refuse
+        run_backward((y,), (half.dy,))  # without inputs, or Megatron's checkpoints refuse
         dx = half.dx if half.x_leaf is None else half.x_leaf.grad
         assert dx is not None, "the compute piece must use its input"
         half.x_leaf = half.dx = half.y = half.dy = None
         return dx
 
-    def _compute_again(self, module: Module, half: _Half) -> torch.Tensor:
+    def _compute_again(self, module: Module, half: Half) -> torch.Tensor:
         assert half.x_leaf is not None, "what is computed again keeps its input"
         self._is_replaying = True
         try:
-            with _turn(self), torch.enable_grad():
+            with Turn(self), torch.enable_grad():
                 module(half.x_leaf)
         finally:
             self._is_replaying = False
@@ -292,25 +247,25 @@ class Lane:
         assert y is not None, "the module must have a row-parallel linear"
         return y
 
-    def _backward_elementwise(self, half: _Half, dx: torch.Tensor) -> None:
+    def _backward_elementwise(self, half: Half, dx: torch.Tensor) -> None:
         gradient = self._gradient
         assert gradient is not None, "backward_begin comes first"
         if half.is_joint:
             assert half.residual is not None, "a joint cut has a graph"
             self._gradient = self._grad((half.x, half.residual), (dx, gradient), half.before)
             return
-        (dleaf,) = _run_backward((half.x,), (dx,), (half.leaf,))
+        (dleaf,) = run_backward((half.x,), (dx,), (half.leaf,))
         dleaf = dleaf + gradient
         if half.residual is not None:
             dleaf = self._grad((half.residual,), (dleaf,), half.before)
         self._gradient = dleaf
 
     def _grad(
-        self, outputs: tuple[_End, ...], grads: tuple[torch.Tensor, ...], leaf: torch.Tensor
+        self, outputs: tuple[End, ...], grads: tuple[torch.Tensor, ...], leaf: torch.Tensor
     ) -> torch.Tensor:
         """Runs an elementwise piece back to its leaf and to the reduction that it begins with."""
         assert self._token is not None, "begin comes first"
-        return _run_backward(outputs, grads, (leaf, self._token))[0]
+        return run_backward(outputs, grads, (leaf, self._token))[0]
 
     def backward_end(self) -> torch.Tensor:
         """Goes back to main; returns the gradient of what `begin` was given."""
@@ -318,55 +273,6 @@ class Lane:
         gradient, self._gradient = self._gradient, None
         assert gradient is not None, "backward_begin comes first"
         return gradient
-
-
-def _run_backward(
-    outputs: tuple[_End, ...],
-    grads: tuple[torch.Tensor, ...],
-    inputs: tuple[torch.Tensor, ...] = (),
-) -> Any:
-    """`torch.autograd.grad`, or `backward` without inputs, and none of their checks, which took 18
-    of the 76 us that a half layer's cuts cost the host, there and back (a server CPU's core)."""
-    return Variable._execution_engine.run_backward(
-        outputs, grads, False, False, inputs, allow_unreachable=True, accumulate_grad=not inputs
-    )
-
-
-class _Gathered(torch.autograd.Function):
-    """A compute piece's input, which is kept by none that does not save it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, token: torch.Tensor, half: _Half) -> torch.Tensor:
-        ctx.half = half
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, dx: torch.Tensor) -> tuple[None, ...]:
-        ctx.half.dx = dx
-        return None, None, None
-
-
-class _Reduced(torch.autograd.Function):
-    """The reduction of partial sums; its gradient goes to the half that they come of."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        y: torch.Tensor,
-        token: torch.Tensor,
-        lane: Lane,
-        half: _Half,
-        is_read: bool,
-    ) -> torch.Tensor:
-        ctx.lane, ctx.half = lane, half
-        if is_read:
-            return lane.reduce(y)
-        return y[: len(half.leaf)]
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[None, ...]:
-        ctx.half.dy = ctx.lane.spread(dout)
-        return None, None, None, None, None
 
 
 _current: Lane | None = None
@@ -377,7 +283,7 @@ def current_lane() -> Lane | None:
     return _current
 
 
-class _turn:
+class Turn:
     """Makes it a lane's turn, and its nano-batch the one bound."""
 
     def __init__(self, lane: Lane) -> None:
@@ -394,52 +300,3 @@ class _turn:
         global _current
         _current, view = self._before
         bind_micro_batch(view)
-
-
-def take_turns(lanes: Sequence[Lane], body: Callable[[Lane], Any]) -> list[Any]:
-    """Runs `body(lane)` for all lanes, from column-parallel linear to column-parallel linear.
-
-    Returns:
-        What each returned. Main has waited for all of them.
-    """
-    results: list[Any] = [None] * len(lanes)
-
-    def run(lane: Lane) -> None:
-        lane.stream.to_side()
-        results[lane.index] = body(lane)
-
-    threads = [greenlet.greenlet(run) for _ in lanes]
-    for lane in lanes:
-        lane.stream.begin()
-    try:
-        while not all(thread.dead for thread in threads):
-            for lane, thread in zip(lanes, threads, strict=True):
-                if not thread.dead:
-                    with _turn(lane):
-                        thread.switch(lane)
-    except BaseException:
-        for thread in threads:
-            if not thread.dead:
-                thread.throw(greenlet.GreenletExit)
-        lanes[0].stream.leave()
-        raise
-    for lane in lanes:
-        lane.stream.to_main()
-    return results
-
-
-def take_turns_back(
-    lanes: Sequence[Lane], tapes: Sequence[Tape], douts: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Runs tapes backward; returns the gradients of what they began with. Empties them."""
-    for lane in lanes:
-        lane.stream.begin()
-    try:
-        for lane, tape, dout in zip(lanes, tapes, douts, strict=True):
-            lane.backward_begin(tape, dout)
-        while tapes[0].halves:
-            for lane, tape in zip(lanes, tapes, strict=True):
-                lane.backward_half(tape.halves.pop())
-        return [lane.backward_end() for lane in lanes]
-    finally:
-        lanes[0].stream.leave()

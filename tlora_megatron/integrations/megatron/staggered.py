@@ -19,14 +19,10 @@ from torch import Tensor
 
 from tlora_megatron.integrations.megatron.frozen_layer import FrozenTransformerLayer
 from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch, use_micro_batch
-from tlora_megatron.parallel.lanes import (
-    Lane,
-    Tape,
-    current_lane,
-    take_turns,
-    take_turns_back,
-)
+from tlora_megatron.parallel.lane_tape import Tape
+from tlora_megatron.parallel.lanes import Lane, current_lane
 from tlora_megatron.parallel.overlap import Overlap
+from tlora_megatron.parallel.turns import take_turns, take_turns_back
 
 _SIGNATURE = inspect.signature(TransformerBlock.forward)
 
