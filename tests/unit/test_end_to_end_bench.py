@@ -128,6 +128,7 @@ def test_verdicts(bench: SimpleNamespace) -> None:
     }
 
 
+@pytest.mark.slow
 def test_all_modes_on_a_tiny_model(repo: Path, tmp_path: Path) -> None:
     model = tmp_path / "tiny.json"
     model.write_text(json.dumps(TINY))

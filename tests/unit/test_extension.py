@@ -35,6 +35,7 @@ def fake_compiler(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("CUDA_HOME", str(folder / "cuda"))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_sources_compile_once_and_load(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

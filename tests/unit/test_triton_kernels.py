@@ -83,9 +83,9 @@ CASES = {
     "odd columns": (ODD, [[4, 5], [16, 0], [33, 8], [9, 2]]),
 }
 WORKLOADS = {
-    "ragged": (5, 130, 70, 33),
-    "absent": (0, 61, 0, 257),
-    "one adapter": (0, 0, 0, 300),
+    "ragged": (5, 70, 40, 9),
+    "absent": (0, 33, 0, 130),
+    "one adapter": (0, 0, 0, 130),
     "none": (0, 0, 0, 0),
 }
 
@@ -106,6 +106,7 @@ def compare(
         assert error(actual[name], value) < tolerance, name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreting process")
 def test_the_kernels_in_the_interpreter() -> None:
     result = subprocess.run(
@@ -200,7 +201,7 @@ def test_the_mask_is_that_of_the_definition(column: int) -> None:
     p = (0.25, 0.1, 0.7, 1e-5)
     case = make_case([[K]] * 4, WHOLE, K, dtype=torch.float32, dropout=p)
     case = dataclasses.replace(case, factors=dataclasses.replace(case.factors, first_column=column))
-    rows = make_rows((40, 3, 100, 20))
+    rows = make_rows((20, 3, 40, 17))
     for slot in range(4):
         begin = case.layout.a_begin[slot][0]
         case.factors.lora_a[begin : begin + K] = torch.eye(K)
@@ -217,8 +218,7 @@ def test_the_mask_is_that_of_the_definition(column: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("what", ["rows", "weights"])
-def test_nan_of_one_adapter_stays_there(what: str) -> None:
+def test_nan_of_one_adapter_stays_there() -> None:
     columns, ranks = CASES["q k v"]
     case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
     rows = make_rows(WORKLOADS["ragged"], padding=6)
@@ -226,21 +226,21 @@ def test_nan_of_one_adapter_stays_there(what: str) -> None:
     ops = TritonOps(config=SMALL)
     clean = run(ops, case, x, dy, rows)
     begin, end = rows.ends[0], rows.ends[1]
-    if what == "rows":
-        x[begin:end] = dy[begin:end] = float("nan")
-    else:
-        for lora, begins in ((case.factors.lora_a, case.layout.a_begin),):
-            lora[begins[1][0] : begins[2][0]] = float("inf")
-        for p, lora in enumerate(case.factors.lora_b):
-            lora[case.layout.b_begin[1][p] : case.layout.b_begin[2][p]] = float("nan")
-    ill = run(ops, case, x, dy, rows)
-    for name, value in clean.items():
-        if name in ("y", "dx"):
-            assert torch.equal(ill[name][:begin], value[:begin]), name
-            assert torch.equal(ill[name][end:], value[end:]), name
-            assert not torch.isfinite(ill[name][begin:end]).all(), name
-        elif "[1]" not in name[:5]:
-            assert torch.equal(ill[name], value), name
+    ill_x, ill_dy = x.clone(), dy.clone()
+    ill_x[begin:end] = ill_dy[begin:end] = float("nan")
+    ill = {"rows": run(ops, case, ill_x, ill_dy, rows)}
+    case.factors.lora_a[case.layout.a_begin[1][0] : case.layout.a_begin[2][0]] = float("inf")
+    for p, lora in enumerate(case.factors.lora_b):
+        lora[case.layout.b_begin[1][p] : case.layout.b_begin[2][p]] = float("nan")
+    ill["weights"] = run(ops, case, x, dy, rows)
+    for what, found in ill.items():
+        for name, value in clean.items():
+            if name in ("y", "dx"):
+                assert torch.equal(found[name][:begin], value[:begin]), (what, name)
+                assert torch.equal(found[name][end:], value[end:]), (what, name)
+                assert not torch.isfinite(found[name][begin:end]).all(), (what, name)
+            elif "[1]" not in name[:5]:
+                assert torch.equal(found[name], value), (what, name)
 
 
 def _sum_of_products(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -248,20 +248,17 @@ def _sum_of_products(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarra
 
 
 @interpreted
-@pytest.mark.parametrize("lengths", [(70, 130, 3, 200), (0, 130, 0, 0), (257, 130, 60, 1)])
-def test_gradients_are_bitwise_those_of_the_job_alone(
-    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_bitwise_those_of_the_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     # BLAS rounds a row by its place in a block; a tensor core does not.
     monkeypatch.setattr(np, "matmul", _sum_of_products)
     columns, ranks = CASES["q k v"]
     case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
     ops = TritonOps(config=SMALL)
     generator = torch.Generator().manual_seed(3)
-    own_x = torch.randn(130, K, generator=generator)
-    own_dy = torch.randn(130, case.out_size, generator=generator)
+    own_x = torch.randn(70, K, generator=generator)
+    own_dy = torch.randn(70, case.out_size, generator=generator)
     found = []
-    for segments in ((5, 130, 70, 33), lengths):
+    for segments in ((0, 70, 0, 0), (5, 70, 3, 9), (130, 70, 33, 1)):
         rows = make_rows(segments)
         x, dy = draw(case, rows.ends[-1])
         x[rows.ends[0] : rows.ends[1]], dy[rows.ends[0] : rows.ends[1]] = own_x, own_dy
@@ -269,6 +266,7 @@ def test_gradients_are_bitwise_those_of_the_job_alone(
     for p in range(len(columns)):
         for name in (f"dA[1][{p}]", f"dB[1][{p}]"):
             assert torch.equal(found[0][name], found[1][name]), name
+            assert torch.equal(found[0][name], found[2][name]), name
 
 
 def test_blocks_follow_the_budget_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +292,7 @@ def test_windows_of_rows_add_up() -> None:
     s = ops.down(x, case.factors, rows)
     ds = ops.backward_up(dy, s, case.factors, rows)
     gradients(case.factors)
-    for window in ((0, 120), (120, 240)):
+    for window in ((0, 63), (63, 126)):
         ops.backward_down(x[window[0] : window[1]], dy, s, ds, case.factors, rows, window)
     parts = gradients(case.factors)
     for name in parts:
@@ -306,15 +304,15 @@ def test_windows_of_rows_add_up() -> None:
 def test_tables_take_other_segments_in_place() -> None:
     columns, ranks = CASES["q k v"]
     case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
-    segments = [(5, 130, 70, 33), (100, 0, 1, 137), (60, 60, 60, 58), (0, 0, 0, 0)]
-    rows = make_rows(segments[0], padding=238 - sum(segments[0]))
-    x, dy = draw(case, 238)
+    segments = [(5, 70, 40, 9), (40, 0, 1, 83), (0, 0, 0, 0)]
+    rows = make_rows(segments[0], padding=124 - sum(segments[0]))
+    x, dy = draw(case, 124)
     ops = TritonOps(config=SMALL, graph_safe=True)
     compare(run(ops, case, x, dy, rows), reference(case, x, dy, rows), 5e-7)
     tables = ops.plan(case.factors, rows)
     address = tables["chunks"].data_ptr()
     for lengths in segments[1:]:
-        other = make_rows(lengths, padding=238 - sum(lengths))
+        other = make_rows(lengths, padding=124 - sum(lengths))
         update_plans(rows, other, x.device)
         with poisoned_memory():
             actual = run(ops, case, x, dy, rows)
