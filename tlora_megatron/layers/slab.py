@@ -181,7 +181,7 @@ def initial_factor(spec: Backbone, name: str, lora: LoraSpec, seed: int) -> torc
     mixed = (seed * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**64
     generator = torch.Generator().manual_seed(mixed)
     is_block = lora.block_factor(split_name(name)[1]) == "lora_a"
-    bound = math.sqrt((6.0 if is_block else 1.0) / shape[1])
+    bound = math.sqrt(6.0 / shape[1]) if is_block else 1.0 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
