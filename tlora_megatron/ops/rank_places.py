@@ -9,6 +9,7 @@ rank row by rank row. A *part* is what one rank of several holds of an adapter's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE, RankLayout, rank_chu
 
 
 class RankPlaces:
-    """The places of all values in a flat s or dS.
+    """The places of all values in a flat s or dS, as tables that both ways are one gather.
 
     Args:
         shape: of s.
@@ -38,18 +39,22 @@ class RankPlaces:
         missing: torch.Tensor | None = None,
     ) -> None:
         self.shape = shape
-        self.num_values = copies[0].numel()
+        read = copies[0]
+        self.num_values = count = read.numel()
         """Of all parts."""
-        self._read, self._written = copies[0], copies
-        self._missing: torch.Tensor | None = None
-        self._held: torch.Tensor | None = None
+        order, self._missing = torch.arange(count, device=read.device), missing
         if missing is not None:
-            device = copies[0].device
-            held = torch.ones(self.num_values, dtype=torch.bool).index_fill_(0, missing, False)
-            self._missing = to_device(missing, device)
-            self._held = to_device(held.nonzero().flatten(), device)
-            self._read = copies[0].index_fill(0, self._missing, 0)
-            self._written = tuple(copy.index_select(0, self._held) for copy in copies)
+            held = torch.ones(count, dtype=torch.bool).index_fill_(0, missing, False)
+            kept = to_device(held.nonzero().flatten(), read.device)
+            self._missing = to_device(missing, read.device)
+            read = read.index_fill(0, self._missing, 0)
+            order, copies = order[kept], tuple(copy[kept] for copy in copies)
+        self._read = read.int()
+        # What no value is put into reads the zero behind them.
+        written = torch.full((math.prod(shape),), count, device=read.device)
+        for places in copies:
+            written.index_copy_(0, places, order)
+        self._written = written.int()
 
     def take(self, s: torch.Tensor) -> torch.Tensor:
         """The values `[n]`, 0 where a part is only filled up."""
@@ -58,12 +63,8 @@ class RankPlaces:
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
         """s with these values `[n]`, 0 elsewhere."""
-        if self._held is not None:
-            values = values.index_select(0, self._held)
-        s = values.new_zeros(self.shape)
-        for places in self._written:
-            s.view(-1).index_copy_(0, places, values)
-        return s
+        padded = torch.cat([values, values.new_zeros(1)])
+        return padded.index_select(0, self._written).view(self.shape)
 
 
 class _Columns(NamedTuple):

@@ -22,13 +22,14 @@ from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import CollectiveOp
 from tlora_megatron.planner.workload import JobLoad
 
-_PLACE_BYTES = 8 + 2 * 2
-"""Of a value that is picked out for an exchange or put back: its int64 place, read and written in
+_PLACE_BYTES = 4 + 2 * 2
+"""Of a value that is picked out for an exchange or put back: its int32 place, read and written in
 bf16 (`ops.rank_places`)."""
 _PLACES = 2 + 3 * 2
-"""Times that it is, on both ways: picked out twice; put back into two forms after zeros."""
-PLACES_BYTES = 32
-"""Places that are kept of a value: of whole s, and of this rank's part, in two forms each."""
+"""Times that it is, on both ways: picked out twice; copied and put back into two forms, twice."""
+PLACES_BYTES = 24
+"""Places that are kept of a value, int32: of whole s, and of this rank's part, each to read and in
+two forms to write."""
 
 
 @dataclass(frozen=True, slots=True)
