@@ -20,7 +20,7 @@ import pytest
 PACKAGE = "tlora_megatron"
 GROUND = (
     "config", "config_reader", "config_rules", "config_run", "config_source", "job", "plan",
-    "model", "backbone",
+    "model", "backbone", "page",
     "block_rules",
 )  # fmt: skip
 CONTROL = ("planner", "scheduler", "sim")

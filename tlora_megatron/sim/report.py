@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from tlora_megatron.page import page_head
 from tlora_megatron.sim import charts
 from tlora_megatron.sim.metrics import quantile
 from tlora_megatron.sim.study import PolicyRun, Study
 
-_POLICY = "default-src 'none';style-src 'unsafe-inline';img-src data:"
 _SHOWN = 0.99
 """Pictures over time end when this share of the first policy's jobs have."""
 
@@ -39,11 +39,7 @@ def _page(study: Study, runs: Sequence[PolicyRun]) -> str:
     num_gpus = study.cluster.shape.num_gpus
     lines = {run.policy: charts.gpu_time_line(run, num_gpus, until_s) for run in runs}
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f"<title>{html.escape(title)}</title>"
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f"<style>{css}</style></head><body><main><h1>{html.escape(title)}</h1>"
+        f"{page_head(title, css)}<body><main><h1>{html.escape(title)}</h1>"
         f"<p>{_about(study)}</p><h2>Policies</h2>{_table(runs)}"
         f'<h2>Pictures</h2><div class="panels">{_figures(pictures)}</div>'
         f'<h2>What the GPUs do</h2><div class="wide">{_figures(lines)}</div>'

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tlora_megatron.page import page_head
 from tlora_megatron.training.metrics import write_atomic
 from tlora_megatron.training.report_curves import (
     SMOOTH_ABOVE,
@@ -36,7 +37,6 @@ _TITLES = {
 _READING = f"""<p>Lines: training, over the job's own optimizer steps; above {SMOOTH_ABOVE} steps
 loss and gradient norm are smoothed, with the raw values behind. Dots: evaluation.
 <b class="bad">Ticks</b> at the bottom: update skipped or value not finite.</p>"""
-_POLICY = "default-src 'none';style-src 'unsafe-inline'"
 _AXES = ("tp", "pp", "cp", "dp")
 
 
@@ -68,7 +68,7 @@ def _page(
     written = time.strftime("%Y-%m-%d %H:%M %Z")
     columns, least = (2, 420) if len(jobs) == 1 else (len(keys), 240)
     return (
-        f'<!doctype html><html lang="en">{_head(title, columns, least)}<body><main>'
+        f"{_head(title, columns, least)}<body><main>"
         f"<header><h1>{_text(title)}</h1>"
         f"<p>{'finished' if ended else 'in progress'} · written {written}</p></header>"
         f'<section class="tiles">{_tiles(config, run, jobs)}</section>'
@@ -81,12 +81,7 @@ def _page(
 def _head(title: str, columns: int, least: int) -> str:
     """The head; `columns` panels a row, on a narrow screen as many as have `least` pixels."""
     css = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
-    return (
-        f'<head><meta charset="utf-8"><title>{_text(title)}</title>'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f"<style>{css}main{{--columns:{columns};--least:{least}px}}</style></head>"
-    )
+    return page_head(title, f"{css}main{{--columns:{columns};--least:{least}px}}")
 
 
 def _is_matched(jobs: list[ReportJob]) -> bool:
