@@ -61,6 +61,11 @@ class Tape:
     out: GradientEdge | None = None
 
     @property
+    def is_read(self) -> bool:
+        """Whether anything reads the reduction of the half under way."""
+        return self.num_read is None or len(self.halves) <= self.num_read
+
+    @property
     def leaf(self) -> torch.Tensor:
         """What the piece under way began with."""
         return self.halves[-1].leaf if self.halves else self.entry

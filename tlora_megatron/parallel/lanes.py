@@ -167,20 +167,15 @@ class Lane:
             return y
         self.stream.to_side()
         self.stream.hold(y)
-        half, self._half = self._half, None
-        if half is None:
+        tape, half, self._half = self._tape, self._half, None
+        if tape is None or half is None:
             return self.reduce(y)
         if half.replay is None:
             half.y = get_gradient_edge(y)
         else:
             torch.set_grad_enabled(True)
-        reduce = self.reduce if self._is_read() else None
+        reduce = self.reduce if tape.is_read else None
         return Reduced.apply(y.detach(), self._token, half, reduce, self.spread)
-
-    def _is_read(self) -> bool:
-        assert self._tape is not None, "a half has a tape"
-        limit = self._tape.num_read
-        return limit is None or len(self._tape.halves) <= limit
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks; of sequence parallelism's, this rank's rows."""
@@ -198,19 +193,22 @@ class Lane:
         result = collective(x.flatten(0, -2), self.index)
         return result.view(-1, *x.shape[1:])
 
-    def backward_begin(self, tape: Tape, dout: torch.Tensor) -> None:
+    def backward_begin(self, tape: Tape, dout: torch.Tensor, *, after_main: bool) -> None:
         """The elementwise piece behind the last half.
 
         Args:
-            dout: gradient of what `end` was given; the caller keeps it until `backward_end`.
+            dout: gradient of what `end` was given; the caller keeps it until `join`.
         """
         assert tape.out is not None, "a tape must have ended"
-        self.stream.to_side()
+        if after_main:
+            self.stream.to_side()
+        else:
+            self.stream.resume()
         self._gradient = self._grad((tape.out,), (dout,), tape.leaf)
 
     def backward_half(self, half: Half) -> None:
         """The compute piece of a half on main, then the elementwise piece before it."""
-        self._go_to_main()
+        self.join()
         dx = self._backward_compute(half)
         self.stream.to_side()
         self.stream.hold(dx)
@@ -218,13 +216,6 @@ class Lane:
         for exchange in self._exchanges:
             exchange.total = self._collectives.all_reduce(exchange.part, self.index)
         self._backward_elementwise(half, dx)
-
-    def _go_to_main(self) -> None:
-        self.stream.to_main()
-        for exchange in self._exchanges:
-            assert exchange.total is not None, "sums are made on the side"
-            exchange.finish(exchange.total)
-        self._exchanges.clear()
 
     def _backward_compute(self, half: Half) -> torch.Tensor:
         assert half.dy is not None, "later pieces come first"
@@ -268,11 +259,18 @@ class Lane:
         return run_backward(outputs, grads, (leaf, self._token))[0]
 
     def backward_end(self) -> torch.Tensor:
-        """Goes back to main; returns the gradient of what `begin` was given."""
-        self._go_to_main()
+        """The gradient of what `begin` was given, on the lane's stream."""
         gradient, self._gradient = self._gradient, None
         assert gradient is not None, "backward_begin comes first"
         return gradient
+
+    def join(self) -> None:
+        """Goes to main, which has then waited for all of this lane."""
+        self.stream.to_main()
+        for exchange in self._exchanges:
+            assert exchange.total is not None, "sums are made on the side"
+            exchange.finish(exchange.total)
+        self._exchanges.clear()
 
 
 _current: Lane | None = None

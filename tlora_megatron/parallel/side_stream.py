@@ -26,6 +26,9 @@ class SideStream:
     def to_side(self) -> None:
         """Goes on here, after all that main has been given."""
 
+    def resume(self) -> None:
+        """Goes on here, where main has been given nothing for it since."""
+
     def to_main(self) -> None:
         """Goes on on main, after all that was given here; lets go of what was held."""
 
@@ -52,6 +55,9 @@ class CudaSideStream(SideStream):
     def to_side(self) -> None:
         self._main_reached.record(self._main)
         self._side.wait_event(self._main_reached)
+        torch.cuda.set_stream(self._side)
+
+    def resume(self) -> None:
         torch.cuda.set_stream(self._side)
 
     def to_main(self) -> None:

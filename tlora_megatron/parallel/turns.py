@@ -12,16 +12,25 @@ from tlora_megatron.parallel.lane_tape import Tape
 from tlora_megatron.parallel.lanes import Lane, Turn
 
 
-def take_turns(lanes: Sequence[Lane], body: Callable[[Lane], Any]) -> list[Any]:
+def take_turns(
+    lanes: Sequence[Lane], body: Callable[[Lane], Any], *, after_main: bool = True
+) -> list[Any]:
     """Runs `body(lane)` for all lanes, from column-parallel linear to column-parallel linear.
 
+    Args:
+        after_main: begin after all that main has been given; False where lanes go on with what is
+            their own.
+
     Returns:
-        What each returned. Main has waited for all of them.
+        What each returned; main has to `join` before it reads that.
     """
     results: list[Any] = [None] * len(lanes)
 
     def run(lane: Lane) -> None:
-        lane.stream.to_side()
+        if after_main:
+            lane.stream.to_side()
+        else:
+            lane.stream.resume()
         results[lane.index] = body(lane)
 
     threads = [greenlet.greenlet(run) for _ in lanes]
@@ -33,29 +42,44 @@ def take_turns(lanes: Sequence[Lane], body: Callable[[Lane], Any]) -> list[Any]:
                 if not thread.dead:
                     with Turn(lane):
                         thread.switch(lane)
-    except BaseException:
+    finally:
         for thread in threads:
-            if not thread.dead:
+            if not thread.dead:  # another one has failed
                 thread.throw(greenlet.GreenletExit)
         lanes[0].stream.leave()
-        raise
-    for lane in lanes:
-        lane.stream.to_main()
     return results
 
 
 def take_turns_back(
-    lanes: Sequence[Lane], tapes: Sequence[Tape], douts: Sequence[torch.Tensor]
+    lanes: Sequence[Lane],
+    tapes: Sequence[Tape],
+    douts: Sequence[torch.Tensor],
+    *,
+    after_main: bool = True,
 ) -> list[torch.Tensor]:
-    """Runs tapes backward; returns the gradients of what they began with. Empties them."""
+    """Runs tapes backward and empties them.
+
+    Args:
+        douts: gradients of what they ended with, kept by the caller until main has joined.
+        after_main: as `take_turns`.
+
+    Returns:
+        Gradients of what they began with; main has to `join` before it reads them.
+    """
     for lane in lanes:
         lane.stream.begin()
     try:
         for lane, tape, dout in zip(lanes, tapes, douts, strict=True):
-            lane.backward_begin(tape, dout)
+            lane.backward_begin(tape, dout, after_main=after_main)
         while tapes[0].halves:
             for lane, tape in zip(lanes, tapes, strict=True):
                 lane.backward_half(tape.halves.pop())
         return [lane.backward_end() for lane in lanes]
     finally:
         lanes[0].stream.leave()
+
+
+def join(lanes: Sequence[Lane]) -> None:
+    """Has main wait for all that lanes were given."""
+    for lane in lanes:
+        lane.join()

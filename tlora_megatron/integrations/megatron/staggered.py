@@ -22,7 +22,7 @@ from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch, use
 from tlora_megatron.parallel.lane_tape import Tape
 from tlora_megatron.parallel.lanes import Lane, current_lane
 from tlora_megatron.parallel.overlap import Overlap
-from tlora_megatron.parallel.turns import take_turns, take_turns_back
+from tlora_megatron.parallel.turns import join, take_turns, take_turns_back
 
 _SIGNATURE = inspect.signature(TransformerBlock.forward)
 
@@ -126,6 +126,8 @@ class _Run:
         self._kept: list[Any] = []
         """A stretch: of each lane its input if it is recomputed, else its tape."""
         self._records = False
+        self._hidden: Tensor | None = None
+        """Kept until main has joined in backward: main's memory, which lanes read parts of."""
 
     def forward(self, hidden: Tensor, *, records: bool) -> Tensor:
         """`[T, 1, H]` to the same, the local rows of all nano-batches."""
@@ -133,7 +135,9 @@ class _Run:
         self._records = records
         with use_micro_batch(self._view), torch.set_grad_enabled(records):
             outs = take_turns(self._lanes, lambda lane: self._run_lane(lane, parts[lane.index]))
+        join(self._lanes)
         if records:
+            self._hidden = hidden
             self._kept = [list(kept) for kept in zip(*(kept for _, kept in outs), strict=True)]
         return torch.cat([out for out, _ in outs])
 
@@ -160,20 +164,30 @@ class _Run:
 
     def backward(self, dout: Tensor) -> Tensor:
         """Gradient of the layers' input."""
-        douts: Sequence[Tensor] = dout.contiguous().split(self._local_rows)
+        whole = dout.contiguous()
+        douts: Sequence[Tensor] = whole.split(self._local_rows)
+        after_main = True
         with use_micro_batch(self._view):
             while self._stretches:
-                stretch, kept = self._stretches.pop(), self._kept.pop()
-                tapes = self._record_again(stretch, kept) if stretch.recompute else kept
-                douts = take_turns_back(self._lanes, tapes, douts)
+                stretch, tapes = self._stretches.pop(), self._kept.pop()
+                if stretch.recompute:
+                    tapes = self._record_again(stretch, tapes, after_main=after_main)
+                douts = take_turns_back(self._lanes, tapes, douts, after_main=after_main)
+                # Between stretches lanes go on without main: what one still sends or receives has
+                # the others' next compute pieces beside it.
+                after_main = False
+            join(self._lanes)
         return torch.cat(tuple(douts))
 
-    def _record_again(self, stretch: _Stretch, entries: Sequence[Tensor]) -> list[Tape]:
+    def _record_again(
+        self, stretch: _Stretch, entries: Sequence[Tensor], *, after_main: bool
+    ) -> list[Tape]:
         def run(lane: Lane) -> Any:
             return self._run_stretch(lane, stretch, entries[lane.index], records=True)
 
         with torch.enable_grad():
-            return [tape for _, tape in take_turns(self._lanes, run)]
+            outs = take_turns(self._lanes, run, after_main=after_main)
+        return [tape for _, tape in outs]
 
 
 def _stretches(block: Any) -> Iterator[_Stretch]:
