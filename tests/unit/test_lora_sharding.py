@@ -20,10 +20,14 @@ from tests.helpers.planner_case import HARDWARE, job
 from tests.helpers.planner_case import SPEC as PLANNED
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import SPEC
-from tlora_megatron.config import ConfigError, ParallelSpec, load_config
+from tests.unit.test_megatron_lm_arguments import arguments, spec_of, write_config
+from tlora_megatron.config import ConfigError, ParallelSpec, ignored_settings, load_config
 from tlora_megatron.config_reader import read_spec
+from tlora_megatron.integrations.megatron_lm.arguments import launch_settings
 from tlora_megatron.job import HF_TARGETS, LoraSpec
-from tlora_megatron.layers.sites import stage_sites
+from tlora_megatron.layers.adapter_bank import AdapterBank
+from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.sites import make_site, stage_sites
 from tlora_megatron.layers.slab import AdapterSlab, whole_tensors
 from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.ops.linear_ops import LinearOps
@@ -96,6 +100,28 @@ def test_the_key_is_read_strictly() -> None:
     assert read_spec(ParallelSpec, {"lora_sharding": "s_lora"}, "parallel").lora_sharding
     with pytest.raises(ConfigError, match=r"parallel\.lora_sharding must be one of"):
         read_spec(ParallelSpec, {"lora_sharding": "slora"}, "parallel")
+
+
+def test_the_key_stands_in_the_file_of_the_megatron_flag_too(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path / "base")
+    path = write_config(tmp_path, parallel={"lora_sharding": "s_lora"})
+    found = launch_settings(arguments(spec, tlora_config=path), tokenizer_size=100)
+    assert found.config.parallel.lora_sharding == "s_lora"
+    assert found.config.parallel.tp_size == 2
+
+
+def test_it_has_no_effect_without_tensor_parallelism(tmp_path: Path) -> None:
+    repo, key = Path(__file__).parents[2], "parallel.lora_sharding=s_lora"
+    quickstart = repo / "configs" / "quickstart.yaml"
+    config = load_config(quickstart, [key, "parallel.tp_size=1"], str(tmp_path / "out"))
+    assert "parallel.lora_sharding has no effect with tp_size 1" in ignored_settings(config)
+
+
+def test_a_foreign_linear_cannot_be_entered() -> None:
+    site = make_site(SPEC, 0, "linear_proj", 0, 2, "s_lora")
+    bank = AdapterBank([site], [LoraSpec()], dtype=torch.float32, device=CPU)
+    with pytest.raises(ValueError, match=r"rank_exchange or auto around a Linear, .* got s_lora"):
+        attach([(site, torch.nn.Linear(4, 4))], bank)
 
 
 def slabs_of(lora: LoraSpec, sharding: LoraSharding, tp_size: int) -> list[AdapterSlab]:
