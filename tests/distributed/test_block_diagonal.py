@@ -19,7 +19,7 @@ from tests.helpers.interrupted_worker import starts
 from tests.helpers.launch import python, torchrun
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
-    NUM_STEPS,
+    assert_equals_oracle,
     exported,
     load_scenario,
     losses,
@@ -136,18 +136,7 @@ def test_losses_and_weights_equal_peft_s_own(
 ) -> None:
     output_dir = run_world(world_size) / layout
     for name in jobs_of(layout):
-        check(output_dir, name, oracle[name], scenario)
-
-
-def check(output_dir: Path, name: str, expected: OracleResult, scenario: Path) -> None:
-    """A job's losses and exported weights against its oracle."""
-    assert losses(output_dir, name) == pytest.approx(expected.losses, rel=1e-5), name
-    assert len(expected.losses) == NUM_STEPS
-    factors = exported(output_dir, name, scenario.parent / "base")
-    assert factors.keys() == expected.factors.keys()
-    for key, value in expected.factors.items():
-        error = float((factors[key] - value).norm() / value.norm())
-        assert error < 1e-4, f"{name} {key}"
+        assert_equals_oracle(output_dir, name, oracle[name], scenario.parent / "base")
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -195,7 +184,7 @@ def test_resumes_between_layouts(
     begun = starts(tmp_path / "out")
     assert [steps["four"] for steps in begun] == [0, 5, 10]
     for name in NAMES:
-        check(tmp_path / "out", name, oracle[name], scenario)
+        assert_equals_oracle(tmp_path / "out", name, oracle[name], scenario.parent / "base")
 
 
 def test_nothing_is_exchanged_for_block_diagonal_jobs(tmp_path: Path) -> None:

@@ -13,7 +13,12 @@ pytest.importorskip("deepspeed", reason="needs deepspeed")
 from tests.helpers.block_jobs import BLOCK_JOBS
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
 from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import exported, load_scenario, losses, make_scenario, oracle_results
+from tests.helpers.scenario import (
+    assert_equals_oracle,
+    load_scenario,
+    make_scenario,
+    oracle_results,
+)
 
 TP2: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2}}
 WORLDS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
@@ -49,8 +54,4 @@ def test_losses_and_weights_equal_peft_s_own(
     run_cases(size, entries, root / "cases.json")
     for case in cases:
         for name, expected in oracle.items():
-            assert losses(root / case, name) == pytest.approx(expected.losses, rel=1e-5), name
-            factors = exported(root / case, name, scenario.parent / "base")
-            for key, value in expected.factors.items():
-                error = float((factors[key] - value).norm() / value.norm())
-                assert error < 1e-4, f"{case} {name} {key}"
+            assert_equals_oracle(root / case, name, expected, scenario.parent / "base")

@@ -21,7 +21,7 @@ from tests.helpers.scenario import (
     JOBS as STANDARD,
 )
 from tests.helpers.scenario import (
-    NUM_STEPS,
+    assert_equals_oracle,
     exported,
     load_scenario,
     losses,
@@ -139,22 +139,11 @@ def test_losses_and_weights_equal_peft_s(
 ) -> None:
     output_dir = run_world(world_size) / layout
     for name in NAMES:
-        check(output_dir, name, oracle[name], scenario)
+        assert_equals_oracle(output_dir, name, oracle[name], scenario.parent / "base")
     summary = json.loads((output_dir / "summary.json").read_text())
     asked = next((part for part in ("rank_exchange", "s_lora") if part in layout), "fold")
     settled = "fold" if layout.startswith("PP2") else asked
     assert summary["run"]["layout"]["lora_sharding"] == settled
-
-
-def check(output_dir: Path, name: str, expected: OracleResult, scenario: Path) -> None:
-    """A job's losses and exported weights against its oracle."""
-    assert losses(output_dir, name) == pytest.approx(expected.losses, rel=1e-5), name
-    assert len(expected.losses) == NUM_STEPS
-    factors = exported(output_dir, name, scenario.parent / "base")
-    assert factors.keys() == expected.factors.keys()
-    for key, value in expected.factors.items():
-        error = float((factors[key] - value).norm() / value.norm())
-        assert error < 1e-4, f"{name} {key}"
 
 
 @pytest.mark.parametrize("layout", EXCHANGED)
@@ -188,7 +177,7 @@ def test_resumes_under_another_sharding(
     begun = (tmp_path / "out" / "starts.jsonl").read_text().splitlines()
     assert [json.loads(line)[ILL] for line in begun] == [0, 5, 10]
     for name in NAMES:
-        check(tmp_path / "out", name, oracle[name], scenario)
+        assert_equals_oracle(tmp_path / "out", name, oracle[name], scenario.parent / "base")
 
 
 def test_the_bench_counts_what_each_sharding_exchanges(tmp_path: Path) -> None:

@@ -17,9 +17,8 @@ from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
     JOBS,
     NUM_STEPS,
-    exported,
+    assert_equals_oracle,
     load_scenario,
-    losses,
     make_scenario,
     oracle_results,
 )
@@ -106,14 +105,7 @@ def test_losses_and_weights_equal_the_oracle(
 ) -> None:
     output_dir = run_world(world_size) / layout
     for name in NAMES:
-        expected = oracle[name]
-        assert losses(output_dir, name) == pytest.approx(expected.losses, rel=1e-5), name
-        assert len(expected.losses) == NUM_STEPS
-        factors = exported(output_dir, name, scenario.parent / "base")
-        assert factors.keys() == expected.factors.keys()
-        for key, value in expected.factors.items():
-            error = float((factors[key] - value).norm() / value.norm())
-            assert error < 1e-4, f"{name} {key}"
+        assert_equals_oracle(output_dir, name, oracle[name], scenario.parent / "base")
 
 
 def test_the_scenario_clips_and_moves(oracle: dict[str, OracleResult]) -> None:

@@ -89,6 +89,17 @@ def train_alone(
     )
 
 
+def assert_equals_alone(
+    losses: Sequence[float], factors: Mapping[str, Tensor], expected: OracleResult, what: str
+) -> None:
+    """Losses of every step and final canonical factors, up to the order of fp32 sums."""
+    got, wanted = (torch.tensor(x, dtype=torch.float64) for x in (losses, expected.losses))
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=0, msg=lambda m: f"{what}: {m}")
+    assert factors.keys() == expected.factors.keys(), what
+    for key, value in expected.factors.items():
+        assert float((factors[key] - value).norm() / value.norm()) < 1e-4, f"{what} {key}"
+
+
 def learning_rate(job: JobSpec, step: int, num_steps: int) -> float:
     """Learning rate of update `step` (from 0) of `num_steps`: Hugging Face's curves with a floor.
 

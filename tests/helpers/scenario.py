@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.helpers.oracle import OracleResult, train_alone
+from tests.helpers.oracle import OracleResult, assert_equals_alone, train_alone
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.config import RunConfig, load_config
@@ -120,3 +120,10 @@ def exported(output_dir: Path, name: str, base: Path) -> Mapping[str, torch.Tens
     """A job's exported adapter as canonical factors."""
     spec = read_model_spec(base / "config.json")
     return load_adapter(output_dir / "jobs" / name / "adapter", model=spec).factors
+
+
+def assert_equals_oracle(output_dir: Path, name: str, expected: OracleResult, base: Path) -> None:
+    """A job's losses and exported adapter are those it gets alone."""
+    assert len(expected.losses) == NUM_STEPS
+    factors = exported(output_dir, name, base)
+    assert_equals_alone(losses(output_dir, name), factors, expected, f"{output_dir.name}: {name}")
