@@ -119,6 +119,5 @@ def _places(
     """Where each row of the items lies, in packed order, int64."""
     begins = itertools.accumulate(rows, initial=0)
     used = [sum(p.item.length for p in part) for part in parts]
-    held = [range(begin, begin + count) for begin, count in zip(begins, used, strict=False)]
-    rows_of_items = torch.tensor([*itertools.chain(*held)], dtype=torch.int64)
-    return torch.argsort(order)[rows_of_items]
+    held = [torch.arange(begin, begin + count) for begin, count in zip(begins, used, strict=False)]
+    return torch.argsort(order)[torch.cat([order[:0], *held])]

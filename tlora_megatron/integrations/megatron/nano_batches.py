@@ -156,6 +156,10 @@ def _why_not_layer(layer: Any) -> str | None:
             return f"it is a {type(layer).__name__}"
     if not isinstance(layer.self_attention, SelfAttention) or not isinstance(layer.mlp, MLP):
         return "it must be self-attention and an MLP"
+    attention, mlp = layer.self_attention, layer.mlp
+    linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+    if not all(isinstance(linear, MultiAdapterMixin) for linear in linears):
+        return "not all of its linears may have adapters"
     if not isinstance(getattr(layer, "cross_attention", None), IdentityOp | None):
         return "it has cross-attention"
     recomputed = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm")
