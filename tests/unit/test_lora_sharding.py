@@ -238,6 +238,7 @@ def own_factors(case: Any, part: int, parts: int) -> Any:
     return replace(whole, layout=layout, lora_a=lora_a, lora_b=lora_b, grad_a=none, grad_b=none)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreting process")
 def test_the_same_with_triton_s_layout() -> None:
     pytest.importorskip("triton")
