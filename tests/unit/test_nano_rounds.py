@@ -87,8 +87,8 @@ def test_chooses_sets_and_writes_down(tmp_path: Path) -> None:
     run.train(50)
     assert run.count == 2
     trace = records(tmp_path)
-    assert [r["step"] for r in trace] == list(range(1, 51))
-    assert [r["nano_batches"] for r in trace[:6]] == [1, 1, 1, 1, 1, 2]
+    assert [r["step"] for r in trace] == list(range(1, 50)), "the last one's time is under way"
+    assert [r["nano_batches"] for r in trace[:7]] == [1, 1, 1, 1, 1, 1, 2]
     assert trace[0] | {"time_s": 1.0} == {
         "step": 1, "nano_batches": 1, "time_s": 1.0, "tokens": 250, "phase": "explore",
         "kept": 1, "jobs": 2, "mix": mix_key(jobs("a", "b")),
@@ -99,9 +99,22 @@ def test_chooses_sets_and_writes_down(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_step_that_ran_beside_a_decision_does_not_count_for_the_new_number(
+    tmp_path: Path,
+) -> None:
+    """Were it counted, the first step behind a change would be."""
+    run, content, last = Run(tmp_path), bins(100, 50, 60, 40), 0
+    for _ in range(50):
+        is_first, last = run.count != last, run.count
+        time_s = 9.0 if is_first else COSTS[run.count - 1]
+        run.rounds.after_round(jobs("a"), content, time_s, has_waited=True)
+    assert run.count == 2
+    assert run.rounds.summary()["time_over_one"] == pytest.approx(0.9)
+
+
 def test_rounds_without_a_step_are_measured_with_the_next_that_has_one(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.train(9, every=3)
+    run.train(12, every=3)
     trace = records(tmp_path)
     assert [r["tokens"] for r in trace] == [750] * 3
     assert [r["time_s"] for r in trace] == pytest.approx([1.0] * 3)
@@ -114,8 +127,8 @@ def test_a_resumed_run_keeps_the_choice(tmp_path: Path) -> None:
     again = Run(tmp_path, resuming=True)
     assert again.count == 2
     again.train(40)
-    assert {r["nano_batches"] for r in records(tmp_path)[60:]} == {2}
-    assert [r["step"] for r in records(tmp_path)] == list(range(1, 101))
+    assert {r["nano_batches"] for r in records(tmp_path)[59:]} == {2}
+    assert [r["step"] for r in records(tmp_path)] == list(range(1, 99))
 
 
 def test_a_new_run_begins_a_new_trace(tmp_path: Path) -> None:
@@ -128,7 +141,7 @@ def test_another_mix_is_explored_by_the_resumed_run(tmp_path: Path) -> None:
     Run(tmp_path).train(60)
     again = Run(tmp_path, resuming=True)
     again.train(30, names=("a",))
-    assert {r["nano_batches"] for r in records(tmp_path)[60:]} > {1, 2}
+    assert {r["nano_batches"] for r in records(tmp_path)[59:]} > {1, 2}
 
 
 def test_a_failed_job_makes_another_mix() -> None:

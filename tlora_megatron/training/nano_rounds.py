@@ -1,7 +1,8 @@
 """Feeds a run's round times to the controller of nano-batches, and writes down what it chose.
 
 Every process calls it alike. What they time differs by microseconds, so the controller is told the
-longest of their times: one all-reduce of one number, behind a round that the host has waited for.
+longest of their times. That is one all-reduce of a number, which nobody waits for: it is read when
+the host has waited for the device at the end of the next step, so choices come a step late.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -76,6 +78,40 @@ class RankAwareCut:
         return self._costs.cut(documents, num_parts)
 
 
+class LongestTime:
+    """The longest of all processes' times, under way. Collective over the world."""
+
+    def __init__(self, time_s: float, device: torch.device) -> None:
+        value = torch.full((1,), time_s, dtype=torch.float64, device=device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        self._value = value
+        self._copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._value = torch.empty(1, dtype=torch.float64, pin_memory=True)
+            self._value.copy_(value, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> float:
+        """In seconds; waits until the device has come by, which it has long since."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._value.item()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Measured:
+    """A step whose time is under way."""
+
+    longest: LongestTime
+    tokens: int
+    mix_key: str
+    most: int
+    num_jobs: int
+    count: int
+    phase: str
+
+
 class NanoRounds:
     """Chooses the number of nano-batches of the next rounds.
 
@@ -108,6 +144,7 @@ class NanoRounds:
             self.controller.resume(last["mix"], last["kept"])
         self._time_s, self._tokens, self._most = 0.0, 0, 1
         """Of the rounds since the host last waited for the device."""
+        self._pending: _Measured | None = None
         set_count(self.controller.count)
 
     def after_round(
@@ -126,17 +163,30 @@ class NanoRounds:
         self._most = max(self._most, bins.most_documents)
         if not has_waited:
             return
-        time_s = torch.tensor(self._time_s, dtype=torch.float64, device=self._device)
-        dist.all_reduce(time_s, op=dist.ReduceOp.MAX)
-        step = StepTime(
-            time_s=time_s.item(), tokens=self._tokens, mix_key=mix_key(jobs), most=self._most
+        count, done = self.controller.count, self._pending
+        self._pending = _Measured(
+            longest=LongestTime(self._time_s, self._device),
+            tokens=self._tokens,
+            mix_key=mix_key(jobs),
+            most=self._most,
+            num_jobs=len(jobs),
+            count=count,
+            phase=self.controller.phase,
         )
         self._time_s, self._tokens, self._most = 0.0, 0, 1
-        count, phase = self.controller.count, self.controller.phase
-        following = self.controller.next_count(step)
-        self._write(step, count, phase, len(jobs))
-        if following != count:
-            self._set_count(following)
+        if done is not None:
+            self._take(done)
+        if self.controller.count != count:
+            self._set_count(self.controller.count)
+
+    def _take(self, done: _Measured) -> None:
+        """Tells the controller of a step, unless it has gone on to another count meanwhile."""
+        step = StepTime(
+            time_s=done.longest.read(), tokens=done.tokens, mix_key=done.mix_key, most=done.most
+        )
+        if done.count == self.controller.count:
+            self.controller.next_count(step)
+        self._write(step, done)
 
     def summary(self) -> dict[str, Any]:
         """For `summary.json`: what was chosen, and its time over that of no splitting."""
@@ -156,18 +206,18 @@ class NanoRounds:
         dist.broadcast_object_list(found, src=0)
         return dict(found[0])
 
-    def _write(self, step: StepTime, count: int, phase: str, num_jobs: int) -> None:
+    def _write(self, step: StepTime, done: _Measured) -> None:
         self.steps += 1
         if self._path is None:
             return
         record = {
             "step": self.steps,
-            "nano_batches": count,
+            "nano_batches": done.count,
             "time_s": step.time_s,
             "tokens": step.tokens,
-            "phase": phase,
+            "phase": done.phase,
             "kept": self.controller.kept,
-            "jobs": num_jobs,
+            "jobs": done.num_jobs,
             "mix": step.mix_key,
         }
         try:
