@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -117,10 +116,6 @@ class NanoBatches:
             object.__setattr__(model.decoder, "tlora_overlap", overlap)
             if mode == "staggered":
                 stagger(model.decoder)
-        # Tapes are thousands of small objects, and what a process holds when it starts to train is
-        # many more: looking through those again and again took a fifth of the host's time for cuts.
-        gc.collect()
-        gc.freeze()
         return overlap
 
 
