@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -49,15 +49,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(autouse=True)
-def _package_logger_as_it_was() -> Iterator[None]:
-    """The command line sets the package's logger up for its rank; the next test must not see it."""
+@pytest.fixture(scope="session", autouse=True)
+def _package_logger() -> Callable[[], None]:
+    """Puts the package's logger back to what it is before anything runs."""
     logger = logging.getLogger("tlora_megatron")
     level, handlers, propagate = logger.level, list(logger.handlers), logger.propagate
+
+    def restore() -> None:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+        logger.propagate = propagate
+
+    return restore
+
+
+@pytest.fixture(autouse=True)
+def _package_logger_as_it_was(_package_logger: Callable[[], None]) -> Iterator[None]:
+    """The command line sets the logger up for its rank, also where a module's fixture runs it; the
+    next test must not see it."""
+    _package_logger()
     yield
-    logger.setLevel(level)
-    logger.handlers[:] = handlers
-    logger.propagate = propagate
+    _package_logger()
 
 
 @pytest.fixture(scope="session")
