@@ -96,7 +96,7 @@ def _read_value(raw: Any, hint: Any, path: str, limits: Any, partial: bool) -> A
         if raw is None and types.NoneType in options:
             return None
         hint, *others = (option for option in options if option is not types.NoneType)
-        if others and isinstance(raw, str):
+        if others and isinstance(raw, str):  # int | Literal["auto"]
             return _read_choice(raw, get_args(others[0]), path, "a number or ")
     if is_dataclass(hint):
         return _read_dataclass(hint, raw, path, partial=partial)
