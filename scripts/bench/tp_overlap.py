@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import sys
 import time
@@ -95,6 +96,8 @@ class CaseRun:
     def _rows(self) -> Iterator[dict[str, Any]]:
         for variant in variants(self.args):
             self._prepare(variant)
+        gc.collect()
+        gc.freeze()  # as training does
         for _ in range(self.args.rounds):
             for key, step in self.steps.items():
                 with self._installed(step):
