@@ -89,6 +89,7 @@ class CaseRun:
         try:
             yield from self._rows()
         finally:
+            gc.unfreeze()
             self.bench.forget_overlaps()
             for made in self._made.values():
                 made.close()
