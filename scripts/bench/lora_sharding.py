@@ -267,7 +267,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=LAYERS, default=["llama-3.1-8b"])
-    cases = [_case(text) for text in ("8x16", "8x64", "4x128", "16x32")]
+    cases = [_case(text) for text in ("8x16", "8x64", "4x128", "16x128")]
     parser.add_argument("--cases", nargs="+", type=_case, default=cases, help="ADAPTERSxRANK")
     names = [strategy.name for strategy in STRATEGIES]
     parser.add_argument("--strategies", nargs="+", choices=names, default=names)

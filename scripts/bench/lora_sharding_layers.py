@@ -121,6 +121,7 @@ class Layers:
         adapters = []
         for index, lora in enumerate(loras):
             slab = bank.new_slab(lora)
+            slab.exp_avg = slab.exp_avg_sq = slab.master[:0]  # no step is taken: room for more
             views = slab.layout.views(slab.master)
             for factor, view in zip(slab.layout.factors, views, strict=True):
                 shape = factor_shape(self.spec, factor.name, lora)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 from typing import Any
 
@@ -24,6 +25,12 @@ examples:
 
 exit code: 0 all jobs finished, 1 a job or the run failed, 2 something to correct in the input
 """
+
+_DECISIONS = (
+    "tlora_megatron.integrations.megatron.nano_batches",
+    "tlora_megatron.runtime.lora_sharding",
+)
+"""Loggers of what a run chooses by itself: a line each, shown with the warnings."""
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +113,9 @@ def _train(config: RunConfig, *, is_main: bool, stderr: bool) -> dict[str, Any]:
     from tlora_megatron.runtime.launcher import join_agent, leave_process_group
 
     join_agent()
-
+    if is_main:
+        for name in _DECISIONS:
+            logging.getLogger(name).setLevel(logging.INFO)
     show = RichProgress(open_console(stderr=stderr)) if is_main else SilentProgress()
     try:
         summary = train_run(config, show)
