@@ -26,6 +26,7 @@ import torch.distributed as dist
 from tlora_megatron.layers.linear import AdapterBranch, TensorParallel, reduce_dgrad
 from tlora_megatron.ops.factors import SiteFactors
 from tlora_megatron.ops.linear_ops import LinearOps
+from tlora_megatron.ops.rank_places import RankPlaces
 from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.parallel.collectives import (
     all_gather_rows,
@@ -87,7 +88,7 @@ class _Exchange(NamedTuple):
             return whole_ds
         return held.put(reduce_scatter_rows(self._parts().take(whole_ds), self.group).wait())
 
-    def _parts(self) -> Any:
+    def _parts(self) -> RankPlaces:
         return self.ops.rank_places(self.whole, self.rows, dist.get_world_size(self.group))
 
     def _sum(self, ranked: torch.Tensor) -> torch.Tensor:
