@@ -1,4 +1,4 @@
-"""LoRA shardings on GPUs: all strategies of the bench's small case must agree before it times any."""
+"""LoRA shardings on GPUs: all strategies of a small case must agree before the bench times any."""
 
 from __future__ import annotations
 
