@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 
 from tlora_megatron.layers.sites import Site, make_site
-from tlora_megatron.model import ModelSpec
+from tlora_megatron.runtime.profile_sizes import LLAMA_8B, LLAMA_70B, TINY
 
 RANKS = (8, 16, 32, 64)
 SCALINGS = (2.0, 1.0, 0.5, 4.0)
@@ -19,28 +19,7 @@ LINEARS = {
     "down": "linear_fc2",
 }
 
-
-def _llama(hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int) -> ModelSpec:
-    return ModelSpec(
-        model_type="llama",
-        num_layers=1,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        ffn_size=ffn,
-        vocab_size=1024,
-        max_positions=8192,
-        norm_eps=1e-5,
-        rope_theta=5e5,
-    )
-
-
-MODELS = {
-    "8b": (_llama(4096, 32, 8, 128, 14336), 1),
-    "70b_tp4": (_llama(8192, 64, 8, 128, 28672), 4),
-    "tiny": (_llama(64, 4, 2, 16, 96), 1),
-}
+MODELS = {"8b": (LLAMA_8B, 1), "70b_tp4": (LLAMA_70B, 4), "tiny": (TINY.layer_spec, 1)}
 """A prefix of shape names: the model and the tensor-parallel size whose shard is measured."""
 
 
