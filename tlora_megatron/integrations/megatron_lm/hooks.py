@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from tlora_megatron.integrations.megatron_lm.guard import FLAG, check_arguments, check_trainer
 from tlora_megatron.parallel.hardware_queues import shown_in_order
@@ -78,6 +78,22 @@ def asks_for_nano_batches(jobs: str) -> bool:
     return isinstance(run, dict) and run.get("nano_batches", 1) != 1
 
 
+class _Call(NamedTuple):
+    """A call of the trainer's that a hook may change, carry out or answer itself."""
+
+    original: Callable[..., Any]
+    bound: inspect.BoundArguments
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """By parameter; a change holds for `proceed`."""
+        return self.bound.arguments
+
+    def proceed(self) -> Any:
+        """What the trainer's own function does."""
+        return self.original(*self.bound.args, **self.bound.kwargs)
+
+
 class _Hooks:
     """The wrappers and the session they share; there is none without the flag."""
 
@@ -93,14 +109,28 @@ class _Hooks:
         _wrap(arguments, "add_megatron_arguments", self._add_arguments)
         _wrap(arguments, "validate_args", self._validate_args, initialize)
         _wrap(training, "setup_model_and_optimizer", self._set_up)
-        _wrap(training, "get_model", self._get_model)
-        _wrap(training, "get_megatron_optimizer", self._get_optimizer)
-        _wrap(training, "get_optimizer_param_scheduler", self._get_schedule)
-        _wrap(training, "build_train_valid_test_data_iterators", self._build_iterators)
-        _wrap(training, "train_step", self._train_step)
-        _wrap(training, "training_log", self._training_log)
-        _wrap(training, "save_checkpoint", self._save_checkpoint)
         _wrap(training, "pretrain", self._pretrain, package)
+        in_session = {
+            "get_model": self._get_model,
+            "get_megatron_optimizer": self._get_optimizer,
+            "get_optimizer_param_scheduler": self._get_schedule,
+            "build_train_valid_test_data_iterators": self._build_iterators,
+            "train_step": self._train_step,
+            "training_log": self._training_log,
+            "save_checkpoint": self._save_checkpoint,
+        }
+        for name, hook in in_session.items():
+            _wrap(training, name, self._in_session(hook))
+
+    def _in_session(self, hook: Callable[[_Call], Any]) -> Callable[..., Any]:
+        """A wrapper that is what it wraps while there is no session."""
+
+        def wrapper(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self.session is None:
+                return original(*args, **kwargs)
+            return hook(_Call(original, inspect.signature(original).bind(*args, **kwargs)))
+
+        return wrapper
 
     def _add_arguments(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from tlora_megatron.integrations.megatron_lm.arguments import add_flag
@@ -160,23 +190,15 @@ class _Hooks:
         except (ValueError, NotImplementedError) as error:
             self.host.fail(error)
 
-    def _get_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.session is None:
-            return original(*args, **kwargs)
-        bound = inspect.signature(original).bind(*args, **kwargs)
-        provide = bound.arguments["model_provider_func"]
-        bound.arguments["model_provider_func"] = lambda *a, **k: self._take_model(provide(*a, **k))
-        return original(*bound.args, **bound.kwargs)
+    def _get_model(self, call: _Call) -> Any:
+        provide = call.arguments["model_provider_func"]
+        call.arguments["model_provider_func"] = lambda *a, **k: self._take_model(provide(*a, **k))
+        return call.proceed()
 
-    def _get_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.session is None:
-            return original(*args, **kwargs)
-        bound = inspect.signature(original).bind(*args, **kwargs)
-        return self.session.optimizer(bound.arguments["config"])
+    def _get_optimizer(self, call: _Call) -> Any:
+        return self.session.optimizer(call.arguments["config"])
 
-    def _get_schedule(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.session is None:
-            return original(*args, **kwargs)
+    def _get_schedule(self, call: _Call) -> Any:
         from megatron.training.global_vars import get_args
         from megatron.training.training import update_train_iters
 
@@ -185,9 +207,7 @@ class _Hooks:
         update_train_iters(get_args())
         return NoSchedule()
 
-    def _build_iterators(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.session is None:
-            return original(*args, **kwargs)
+    def _build_iterators(self, call: _Call) -> Any:
         from megatron.core.rerun_state_machine import RerunDataIterator
         from megatron.training.global_vars import get_args
 
@@ -196,26 +216,17 @@ class _Hooks:
         megatron_args.do_valid = megatron_args.do_test = False
         return RerunDataIterator(self.session.reader()), None, None
 
-    def _train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.session is None:
-            return original(*args, **kwargs)
-        bound = inspect.signature(original).bind(*args, **kwargs)
-        bound.arguments["forward_step_func"] = self.session.forward_step
-        return self.session.train_step(lambda: original(*bound.args, **bound.kwargs))
+    def _train_step(self, call: _Call) -> Any:
+        call.arguments["forward_step_func"] = self.session.forward_step
+        return self.session.train_step(call.proceed)
 
-    def _training_log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.session is not None:
-            bound = inspect.signature(original).bind(*args, **kwargs).arguments
-            self.session.before_log(
-                bound["loss_dict"], bound["total_loss_dict"], bound["iteration"]
-            )
-        return original(*args, **kwargs)
+    def _training_log(self, call: _Call) -> Any:
+        logged = (call.arguments[name] for name in ("loss_dict", "total_loss_dict", "iteration"))
+        self.session.before_log(*logged)
+        return call.proceed()
 
-    def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.session is None:
-            return original(*args, **kwargs)
-        bound = inspect.signature(original).bind(*args, **kwargs).arguments
-        return self.session.save(bound["iteration"])
+    def _save_checkpoint(self, call: _Call) -> Any:
+        return self.session.save(call.arguments["iteration"])
 
     def _pretrain(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
