@@ -22,6 +22,7 @@ from tlora_megatron.plan import ParallelLayout
 from tlora_megatron.training.data import TokenSequence
 from tlora_megatron.training.nano_split import NanoSplit
 from tlora_megatron.training.packing import Item, Placed, RoundShape, SplitBatch, pack
+from tlora_megatron.training.round_rows import RoundRows
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 9, 3, 30, 1, 12, 7)
@@ -32,10 +33,10 @@ def documents(lengths: tuple[int, ...] = LENGTHS) -> list[Document]:
     return [Document(slot=s, length=n) for s, n in zip(SLOTS, lengths, strict=False)]
 
 
-def placed_items() -> list[Placed]:
+def placed_items(lengths: tuple[int, ...] = LENGTHS) -> list[Placed]:
     """Items with tokens that tell them apart; the first one of a slot has no targets."""
     items, first_token = [], 0
-    for index, (slot, length) in enumerate(zip(SLOTS, LENGTHS, strict=True)):
+    for index, (slot, length) in enumerate(zip(SLOTS, lengths, strict=False)):
         tokens = np.arange(length + 1) + 100 * (index + 1)
         sequence = TokenSequence(tokens=tokens, is_target=tokens % 3 != 0)
         items.append(Placed(slot, Item(sequence, index, first_token, 1.0 / (index + 1))))
@@ -184,3 +185,18 @@ def test_micro_batches_of_one_sequence_run_whole() -> None:
 def test_a_fixed_number_of_rows_is_kept() -> None:
     assert split_of(3, most_rows=80).batch.view.num_tokens == 80
     assert RoundShape().fills_budget is False
+
+
+@pytest.mark.parametrize(("lengths", "parts"), [((30, 30), 2), ((60, 4), 1), ((64,), 1)])
+def test_kernels_are_cut_for_the_number_asked_for_whatever_the_documents(
+    lengths: tuple[int, ...], parts: int
+) -> None:
+    """Alone a job's documents may not be cut: its bits must not depend on that."""
+    rows = RoundRows(
+        groups=groups(), micro_batch_tokens=64, fills_budget=False, active=(True,) * 4,
+        dropout_keys=(), num_nano_batches=2, cut=cut_by_length,
+    )  # fmt: skip
+    (batch,) = rows.pack([placed_items(lengths)])
+    views = batch.to_run.view.nano_views or (batch.view,)
+    assert len(views) == parts
+    assert {view.rows.row_budget for view in views} == {32}

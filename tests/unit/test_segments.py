@@ -187,7 +187,12 @@ def test_a_bound_function_sees_the_micro_batch_of_its_making() -> None:
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [({}, 8), ({"token_budget": 20}, 20), ({"token_budget": 20, "cp_size": 2}, 10)],
+    [
+        ({}, 8),
+        ({"token_budget": 20}, 20),
+        ({"token_budget": 20, "cp_size": 2}, 10),
+        ({"token_budget": 20, "num_parts": 3}, 7),
+    ],
 )
 def test_kernels_are_cut_for_the_budget_of_the_run(options: dict[str, int], expected: int) -> None:
     view = pack_micro_batch([Document(slot=0, length=3)], num_slots=1, num_tokens=8, **options)

@@ -28,7 +28,8 @@ class RowGroups:
     """Index of each row among its job's tokens, int64 `[rows]` on the CPU."""
     dropout_keys: tuple[int, ...]
     row_budget: int
-    """Rows that any micro-batch of the run may have here: what kernels are cut for.
+    """What kernels are cut for: rows that any micro-batch of the run may have here, or an even part
+    of them where the run has nano-batches, which may have more.
 
     Where a cut decides the order of a sum it follows from this, never from the number of rows, or
     a job's bits would depend on what else is packed beside it.

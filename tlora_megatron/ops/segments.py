@@ -154,6 +154,7 @@ def pack_micro_batch(
     cp_rank: int = 0,
     cp_size: int = 1,
     token_budget: int | None = None,
+    num_parts: int = 1,
 ) -> MicroBatchView:
     """Lays documents out adapter by adapter, pads to `num_tokens`, and returns one CP rank's view.
 
@@ -163,6 +164,7 @@ def pack_micro_batch(
             context parallelism.
         dropout_keys: one a slot; empty turns dropout off (evaluation).
         token_budget: the most `num_tokens` of the run, which kernels are cut for; None = these.
+        num_parts: into how many nano-batches the run cuts at most: kernels are cut for one.
 
     Raises:
         ValueError: if the documents are not in slot order or do not fit.
@@ -192,7 +194,7 @@ def pack_micro_batch(
         cp_size=cp_size,
         dropout_keys=tuple(dropout_keys),
         pieces=pieces,
-        row_budget=-(-budget // cp_size),
+        row_budget=-(-budget // (cp_size * num_parts)),
     )
 
 

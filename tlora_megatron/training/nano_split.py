@@ -43,7 +43,7 @@ class NanoSplit:
     multiple: int
     """Rows of every nano-batch come in multiples of this."""
     token_budget: int
-    """The most rows of one nano-batch, and what kernels are cut for."""
+    """The most rows of one nano-batch; kernels are cut for its `num_nano_batches`-th part."""
     most_rows: int | None
     """The rows that every micro-batch has; None = as the fullest of the round needs."""
     num_slots: int
@@ -99,6 +99,7 @@ class NanoSplit:
                 num_tokens=count,
                 dropout_keys=self.dropout_keys,
                 token_budget=self.token_budget,
+                num_parts=self.num_nano_batches,
             )
             for part, count in zip(contents, filled, strict=True)
         ]

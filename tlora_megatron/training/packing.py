@@ -209,11 +209,12 @@ def pack(
     cp_size: int,
     device: torch.device,
     token_budget: int | None = None,
+    num_parts: int = 1,
 ) -> PackedBatch:
     """Builds one rank's micro-batch of `num_tokens` rows (over all CP ranks) from placed items.
 
     Args:
-        token_budget: as `pack_micro_batch`.
+        token_budget, num_parts: as `pack_micro_batch`.
     """
     view = pack_micro_batch(
         documents_of(placed),
@@ -223,6 +224,7 @@ def pack(
         cp_rank=cp_rank,
         cp_size=cp_size,
         token_budget=token_budget,
+        num_parts=num_parts,
     )
     return on_device(view, fill_rows(placed, num_tokens), view.local_rows(), device)
 

@@ -51,7 +51,10 @@ class RoundRows:
         return tuple(p for p in placed if self.active[p.slot])
 
     def pack(self, bins: Sequence[Sequence[Placed]]) -> list[PackedBatch]:
-        """A micro-batch for each bin, padded to one length."""
+        """A micro-batch for each bin, padded to one length.
+
+        One that is not cut has the kernels of one that is: a job's neighbours decide which it is.
+        """
         layout = self.groups.layout
         mine = [self.items(placed) for placed in bins]
         num_tokens = self._num_rows(mine)
@@ -65,6 +68,7 @@ class RoundRows:
                 cp_size=layout.cp_size,
                 device=self.groups.device,
                 token_budget=self._row_budget,
+                num_parts=self.num_nano_batches,
             )
             for placed in mine
         ]
