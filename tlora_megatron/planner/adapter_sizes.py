@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.plan import LoraSharding
@@ -40,11 +41,20 @@ def target_width(spec: ModelSpec, target: str, linear: str, tp_size: int) -> int
     return out_size // tp_size if linear in COLUMN_PARALLEL else out_size
 
 
+class _Features(NamedTuple):
+    """Features of all targets of a layer on one rank."""
+
+    cut: int
+    """Those that tensor parallelism cuts, over which a block-diagonal factor runs too."""
+    inputs: int
+    """Those that every rank has, of column-parallel targets."""
+    outputs: int
+    """The same of row-parallel ones."""
+
+
 @functools.lru_cache(maxsize=256)
-def _features(spec: ModelSpec, targets: tuple[str, ...], tp_size: int) -> tuple[int, int]:
-    """Features of all targets of a layer on one rank: those that tensor parallelism cuts, over
-    which a block-diagonal factor runs too, and those that every rank has."""
-    cut = whole = 0
+def _features(spec: ModelSpec, targets: tuple[str, ...], tp_size: int) -> _Features:
+    cut = inputs = outputs = 0
     for linear, members in LINEAR_TARGETS.items():
         in_size = local_shape(spec, linear, tp_size)[1]
         for target in members:
@@ -53,8 +63,9 @@ def _features(spec: ModelSpec, targets: tuple[str, ...], tp_size: int) -> tuple[
             width = target_width(spec, target, linear, tp_size)
             is_column = linear in COLUMN_PARALLEL
             cut += width if is_column else in_size
-            whole += in_size if is_column else width
-    return cut, whole
+            inputs += in_size if is_column else 0
+            outputs += 0 if is_column else width
+    return _Features(cut, inputs, outputs)
 
 
 def adapter_elements(
@@ -69,31 +80,35 @@ def adapter_elements(
 
     Of all ranks together `r (in + out)` and the replicas, or block-diagonal, without replicas,
     `r (in + out / N)` column-parallel and `r (in / N + out)` row-parallel. Under s_lora there are
-    no replicas either, but parts of the rank are filled up to the same size.
+    no replicas either: column-parallel targets' inputs meet a part of the rank, filled up to the
+    same size on every rank, and the whole rank meets a part of row-parallel targets' outputs.
     """
-    cut, whole = _features(spec, job.targets, tp_size)
+    cut, inputs, outputs = _features(spec, job.targets, tp_size)
+    whole = inputs + outputs
     if job.num_blocks > 1:
         return 0.0 if replicated_only else job.rank * (cut / job.num_blocks + whole / tp_size)
     if replicated_only:
         replicates = tp_size > 1 and lora_sharding != "s_lora"
         return float(job.rank * whole) if replicates else 0.0
-    own = -(-job.rank // tp_size) if lora_sharding == "s_lora" else job.rank
-    return float(job.rank * cut + own * whole)
+    if lora_sharding == "s_lora":
+        return job.rank * (cut + outputs / tp_size) + -(-job.rank // tp_size) * inputs
+    return float(job.rank * (cut + whole))
 
 
 def copied_elements(
     spec: ModelSpec, job: JobLoad, tp_size: int, lora_sharding: LoraSharding = "fold"
 ) -> float:
     """Elements of its compute copy: whole chunks, and blocks of one rank with zeros around."""
-    cut, whole = _features(spec, job.targets, tp_size)
-    rank = own = job.local_rank(tp_size)
+    cut, inputs, outputs = _features(spec, job.targets, tp_size)
+    rank = job.local_rank(tp_size)
     if lora_sharding == "s_lora" and job.num_blocks == 1:
         own = -(-rank // tp_size)
-    return float(chunked(rank) * cut + chunked(own) * whole)
+        return chunked(rank) * (cut + outputs / tp_size) + chunked(own) * inputs
+    return float(chunked(rank) * (cut + inputs + outputs))
 
 
 def spread_elements(spec: ModelSpec, job: JobLoad, tp_size: int) -> float:
     """Elements of the gradients of several blocks a rank, with what is off the diagonal."""
     if job.num_blocks <= tp_size:
         return 0.0
-    return float(job.local_rank(tp_size) * _features(spec, job.targets, tp_size)[0])
+    return float(job.local_rank(tp_size) * _features(spec, job.targets, tp_size).cut)
