@@ -38,7 +38,7 @@ class Draft:
         self.groups = dict(cluster.groups)
         self._cluster = cluster
         self._speeds = speeds
-        self._rules = rules
+        self.rules = rules
         self._parts: dict[int, Parts] = {}
         self._dissolved: set[int] = set()
         self._new = 0
@@ -105,9 +105,9 @@ class Draft:
 
         None where it is too large, does not fit into memory or breaks a member's bound.
         """
-        keep_bounds = self._rules.keep_bounds
+        keep_bounds = self.rules.keep_bounds
         jobs = parts.jobs
-        if len(jobs) > self._rules.max_group_size or (
+        if len(jobs) > self.rules.max_group_size or (
             keep_bounds and len(jobs) > 1 and self._demands_too_much(jobs, len(gpus))
         ):
             return None
@@ -119,7 +119,7 @@ class Draft:
             gpus=gpus,
             rates=rates,
             now_s=self.now_s,
-            cost=self._rules.cost,
+            cost=self.rules.cost,
             number=-1 - self._new if host is None else host.number,
         )
         if keep_bounds and not ends_in_bounds(group):
@@ -128,7 +128,7 @@ class Draft:
 
     def trains_more(self, proposal: Proposal, host: Group) -> bool:
         """Whether the merge trains more tokens than its parts: a waiting job trains none."""
-        least = host.tokens_per_s * (1 + self._rules.min_gain)
+        least = host.tokens_per_s * (1 + self.rules.min_gain)
         return proposal.group.tokens_per_s > least
 
     def has_room(self, host: Group, waiting: Waiting) -> bool:
@@ -136,7 +136,7 @@ class Draft:
         if host.base != waiting.job.base or self.is_reserved(host):
             return False
         jobs = [*(member.job for member in host.members), waiting.job]
-        return not self._rules.keep_bounds or not self._demands_too_much(jobs, len(host.gpus))
+        return not self.rules.keep_bounds or not self._demands_too_much(jobs, len(host.gpus))
 
     def _demands_too_much(self, jobs: list[Job], num_gpus: int) -> bool:
         """Whether the bounds together demand more than the GPUs' full speed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tlora_megatron.scheduler.admission import start_alone, turn, unseen
+from tlora_megatron.scheduler.admission import start_alone
 from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.draft import Draft
 from tlora_megatron.scheduler.group_throughput import Speeds
@@ -29,6 +29,5 @@ class Isolated:
         ordered = jobs.by_size if self.shortest_first else jobs.by_arrival
         others = ordered(self.rules.lookahead, cluster.may_run)
         draft = Draft(now_s, cluster, self.speeds, self.rules)
-        order = turn(now_s, jobs, cluster, self.rules, others)
-        start_alone(draft, order, unseen(jobs, cluster))
+        start_alone(draft, jobs, cluster, others)
         return draft.decisions()

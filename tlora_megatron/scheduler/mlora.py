@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tlora_megatron.scheduler.admission import start_alone, turn, unseen
+from tlora_megatron.scheduler.admission import start_alone
 from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.draft import Draft, Proposal
 from tlora_megatron.scheduler.group_throughput import Speeds
@@ -36,8 +36,7 @@ class MemoryDriven:
         rules = replace(self.rules, keep_bounds=False)
         others = jobs.by_arrival(rules.lookahead, cluster.may_run)
         draft = Draft(now_s, cluster, self.speeds, rules)
-        order = turn(now_s, jobs, cluster, rules, others)
-        left = start_alone(draft, order, unseen(jobs, cluster))
+        left = start_alone(draft, jobs, cluster, others)
         hosts = Hosts(draft, jobs, cluster)
         refused: set[tuple[int, int, bool]] = set()
         for waiting in hosts.candidates(left):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 
-from tlora_megatron.scheduler.admission import start_alone, turn, unseen
+from tlora_megatron.scheduler.admission import start_alone
 from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.draft import Draft, Proposal
 from tlora_megatron.scheduler.group_throughput import Speeds
@@ -49,8 +49,7 @@ class ResidualGrouping:
         if len(jobs):
             queue = jobs.by_arrival(rules.lookahead, cluster.may_run)
             others = sorted(queue, key=lambda w: self._urgent_first(w, now_s))
-            order = turn(now_s, jobs, cluster, rules, others)
-            left = start_alone(draft, order, unseen(jobs, cluster))
+            left = start_alone(draft, jobs, cluster, others)
             if rules.use_residual:
                 self._merge(draft, left, Hosts(draft, jobs, cluster))
         elif cluster.freed and cluster.free.num:

@@ -9,11 +9,11 @@ start on fewer GPUs than it asks for, and groups get them back when nothing wait
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tlora_megatron.scheduler.admission import start_alone, turn, unseen
+from tlora_megatron.scheduler.admission import Choose, start_alone
 from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.draft import Draft, Proposal
 from tlora_megatron.scheduler.group_throughput import Speeds
@@ -48,15 +48,16 @@ class NetBenefit:
         draft = Draft(now_s, cluster, self.speeds, rules)
         if len(jobs):
             others = jobs.by_size(rules.lookahead, cluster.may_run)
-            order = turn(now_s, jobs, cluster, rules, others)
-            sizes = _Sizes(self.speeds, order.order, cluster)
-            left = start_alone(draft, order, unseen(jobs, cluster), sizes.choose)
+            left = start_alone(draft, jobs, cluster, others, self._sizes(cluster))
             if rules.use_residual:
                 self._merge(draft, left, Hosts(draft, jobs, cluster), len(jobs))
         elif cluster.freed and cluster.free.num:
             separate(draft, rules)
             grow(draft)
         return draft.decisions()
+
+    def _sizes(self, cluster: ClusterState) -> Callable[[Sequence[Waiting]], Choose]:
+        return lambda order: _Sizes(self.speeds, order, cluster).choose
 
     def _merge(self, draft: Draft, left: list[Waiting], hosts: Hosts, num_waiting: int) -> None:
         refused: set[tuple[int, int, bool]] = set()
