@@ -165,7 +165,7 @@ class Bench:
             key = (variant.mechanism, variant.mode)
             if key not in self._overlaps:
                 self.run.engine.nano_batches.use(make(variant.mechanism), variant.mode)
-                overlap = self.run.engine.nano_batches._overlap
+                overlap = self.run.engine.nano_batches.overlap
                 assert overlap is not None, "the decoder cannot be cut"
                 self._overlaps[key] = overlap
             overlap = self._overlaps[key]
@@ -180,7 +180,7 @@ class Bench:
 
     def _batch(self, count: int, overlap: Overlap | None) -> PackedBatch:
         if count not in self._batches:
-            self.run.engine.nano_batches._overlap = overlap
+            self.run.engine.nano_batches.overlap = overlap
             (batch,) = self._model.begin_round()
             for job in self._model.jobs:
                 job.end_batch()  # the next round has a batch again

@@ -45,18 +45,19 @@ class NanoBatches:
         self.kind: Kind = kind
         self.max_bytes = DEFAULT_MAX_BYTES
         """What a nano-batch's collective carries at once; see `make_tensor_collectives`."""
-        self._overlap: Overlap | None = None
+        self.overlap: Overlap | None = None
+        """What micro-batches are cut for; None = they run whole. Benches exchange it."""
         self._has_looked = False
 
     @property
     def count(self) -> int:
         """Into how many a micro-batch is to be cut, at most; 1 where the model cannot be."""
-        return 1 if self._overlap is None else self._overlap.num_nano_batches
+        return 1 if self.overlap is None else self.overlap.num_nano_batches
 
     @property
     def mode(self) -> OverlapMode | None:
         """How nano-batches run; None before there is more than one, or where there cannot be."""
-        return None if self._overlap is None else self._overlap.mode
+        return None if self.overlap is None else self.overlap.mode
 
     def set_count(self, count: int) -> None:
         """For the rounds to come; collective over the tensor-parallel group.
@@ -68,23 +69,23 @@ class NanoBatches:
             raise ValueError(f"nano_batches must be at least 1, got {count}")
         if count > 1 and not self._has_looked:
             self._has_looked = True
-            self._overlap = self._make_overlap()
-        if self._overlap is not None:
-            self._overlap.num_nano_batches = count
-            self._overlap.streams(count)
+            self.overlap = self._make_overlap()
+        if self.overlap is not None:
+            self.overlap.num_nano_batches = count
+            self.overlap.streams(count)
 
     def use(self, collectives: TensorCollectives | None, mode: OverlapMode | None) -> None:
         """Takes these from now on, and one nano-batch until `set_count`; None = what is best."""
         self._has_looked = True
-        self._overlap = self._make_overlap(collectives, mode)
+        self.overlap = self._make_overlap(collectives, mode)
 
     def close(self) -> None:
         """Gives back what collectives hold of each other's memory; micro-batches run whole from now
         on. Every process calls it, before the process group ends."""
-        if self._overlap is not None:
-            self._overlap.num_nano_batches = 1
-            self._overlap.collectives.close()
-            self._overlap = None
+        if self.overlap is not None:
+            self.overlap.num_nano_batches = 1
+            self.overlap.collectives.close()
+            self.overlap = None
 
     def _make_overlap(
         self, collectives: TensorCollectives | None = None, mode: OverlapMode | None = None
