@@ -15,7 +15,8 @@ Every variant's input gradient is compared with that of the same step in fp32 fi
 from it than `none` (by half) is not timed. Variants take turns round by round; a time is the median
 over rounds of the slowest process. `cpu_ms` is how long the host takes to start a step: near
 `step_ms`, the step waits for launches. `--graphs` times replays of CUDA graphs beside. The
-controller then chooses a number by steps of its own.
+controller then chooses a number by steps of its own. `--profile` records a step of a few variants
+and prints where its time goes; the numbers and traces lie under --profile-out.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import torch
 import torch.distributed as dist
 from overlap_async_tp import async_tp
 from overlap_cases import Bench, Case, Step, Variant
+from overlap_recording import profile_steps
 from overlap_rows import Timer, about, append, captured, say
 
 from tlora_megatron.integrations.megatron.model import initialize_parallel
@@ -83,6 +85,7 @@ class CaseRun:
         self._errors: dict[bool, float] = {}
         """Of the unsplit step's gradient, frozen or not, against fp32."""
         self._exact_gradients: dict[bool, torch.Tensor] = {}
+        self._began = time.monotonic()
 
     def run(self) -> Iterator[dict[str, Any]]:
         """Checks, times and lets the controller choose; yields rows."""
@@ -97,6 +100,7 @@ class CaseRun:
     def _rows(self) -> Iterator[dict[str, Any]]:
         for variant in variants(self.args):
             self._prepare(variant)
+        self._phase("prepared")
         gc.collect()
         gc.freeze()  # as training does
         for _ in range(self.args.rounds):
@@ -106,10 +110,28 @@ class CaseRun:
         times = self.timer.result()
         for key, step in self.steps.items():
             yield self._row(step, times, key)
+        self._phase("timed")
+        if self.args.profile and self.bench.device.type == "cuda":
+            self._profile()
+            self._phase("profiled")
         split = [key for key, step in self.steps.items() if self._may_be_chosen(step)]
         if split and not self.args.no_controller:
             fastest = min(split, key=lambda key: times[key]["step_ms"])
             yield from self._controller(self.steps[fastest].variant.mechanism, times)
+            self._phase("controller")
+
+    def _phase(self, name: str) -> None:
+        say(f"{self.bench.case.label}: {name} after {time.monotonic() - self._began:.1f} s")
+
+    def _profile(self) -> None:
+        label = self.bench.case.label.replace(":", "_")
+        profile_steps(
+            {key: self.steps[key] for key in self.args.profile if key in self.steps},
+            self._installed,
+            self.timer.wait,
+            layers=self.bench.spec.num_layers,
+            path=self.args.profile_out / f"{label}.json",
+        )
 
     def _may_be_chosen(self, step: Step) -> bool:
         variant = step.variant
@@ -309,6 +331,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-check", action="store_true", help="of gradients, half the time")
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--one-queue", action="store_true")
+    parser.add_argument(
+        "--profile",
+        nargs="?",
+        type=words,
+        const=["none skipped 1", "none 1", "skipped 2", "copy_engine 2", "nccl 2"],
+        default=[],
+        help="on GPUs: record a step of these variants; others are compared with the first",
+    )
+    parser.add_argument("--profile-out", type=Path, default=Path("tp_overlap_profile"))
     parser.add_argument("--budget-s", type=float, default=500.0, help="no case begins after it")
     parser.add_argument("--dtype", default="bfloat16" if is_cuda else "float32")
     parser.add_argument("--csv", type=Path, default=RESULTS)

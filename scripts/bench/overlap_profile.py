@@ -1,0 +1,265 @@
+"""Where a step's time goes: kernels, idle stretches of the main stream, what ran beside them.
+
+Pure functions of what `overlap_recording.py` recorded. Times are microseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+_CATEGORIES = (
+    ("GEMM", ("lora_gemm", "gemm", "nvjet", "cutlass", "_up_kernel", "_dgrad_kernel")),
+    ("s, dS", ("rank_rows", "_down_kernel")),
+    ("dA, dB", ("rank_sums",)),
+    ("attention", ("flash", "fmha", "sdpa", "attention")),
+    ("reduction sum", ("sum_slices", "two_shot")),
+    ("NCCL", ("nccl",)),
+    ("copies", ("memcpy", "memset")),
+    ("norm, elementwise", ("norm", "swiglu", "rotate", "elementwise", "_forward_", "_backward_")),
+)
+"""The first category of which a kernel's name holds a word; others are "other"."""
+_TRITON = {"_backward_up_kernel": "s, dS", "_backward_down_kernel": "dA, dB"}
+"""The Triton path's names that words would put elsewhere."""
+_IS_GAP_US = 1.0
+"""Shorter ones are what the GPU takes between any two kernels."""
+_SHOWN = ("span_us", "main_busy_us", "main_idle_us", "host_gaps_us", "short_gaps_us", "beside_us")
+_PLACES = ("qkv", "o", "gate_up", "down")
+_LONGEST = 6
+
+
+class Event(NamedTuple):
+    """A kernel or copy."""
+
+    name: str
+    stream: int
+    begin: float
+    end: float
+    launched: float
+    """When the host had handed it over."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gap:
+    """A stretch in which the main stream runs nothing."""
+
+    before: str
+    after: str
+    """Names of the kernels around it."""
+    length_us: float
+    is_host: bool
+    """The kernel after it was handed over later than the one before it ended."""
+    beside_us: dict[str, float]
+    """By category: what other streams ran meanwhile; with none, it waits for an event or a copy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepProfile:
+    """One step on one GPU."""
+
+    span_us: float
+    """From its first kernel to the end of its last."""
+    main_busy_us: float
+    main_idle_us: float
+    host_gaps_us: float
+    """Part of the idle time before kernels that the host was late with."""
+    short_gaps_us: float
+    """Part of the idle time in stretches shorter than gaps."""
+    beside_us: float
+    """That other streams' kernels ran while main ran some: hidden, but for what it slows down."""
+    kernels: dict[str, tuple[int, float]]
+    """By category: how many, and their time together."""
+    gaps: tuple[Gap, ...]
+    """Longest first."""
+
+
+def category(name: str) -> str:
+    """What a kernel does, by its name."""
+    for known, found in _TRITON.items():
+        if known in name:
+            return found
+    lower = name.lower()
+    return next((c for c, words in _CATEGORIES if any(w in lower for w in words)), "other")
+
+
+def events_of(trace: Mapping[str, Any]) -> list[Event]:
+    """Kernels and copies of a Chrome trace of torch.profiler, in the order of their launches."""
+    launches, found = {}, []
+    for entry in trace["traceEvents"]:
+        kind, args = entry.get("cat", ""), entry.get("args", {})
+        if kind in ("cuda_runtime", "cuda_driver") and "correlation" in args:
+            launches[args["correlation"]] = entry["ts"] + entry["dur"]
+        elif kind in ("kernel", "gpu_memcpy", "gpu_memset"):
+            found.append((entry, args))
+    events = [
+        Event(
+            entry["name"],
+            int(args["stream"]),
+            entry["ts"],
+            entry["ts"] + entry["dur"],
+            launches.get(args.get("correlation"), float("-inf")),
+        )
+        for entry, args in found
+    ]
+    return sorted(events, key=lambda e: (e.launched, e.begin))
+
+
+def last_step(events: Sequence[Event], steps: int) -> list[Event]:
+    """Events of the last of several equal steps: its host has a lead, as in a run."""
+    return list(events[len(events) - len(events) // steps :])
+
+
+def analyse(events: Sequence[Event]) -> StepProfile:
+    """What one step's events show.
+
+    The main stream is that with the most GEMM time.
+    """
+    kernels: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        kernels[category(event.name)].append(event)
+    main = _main_stream(kernels.get("GEMM") or events)
+    mine = sorted((e for e in events if e.stream == main), key=lambda e: e.begin)
+    others = [e for e in events if e.stream != main]
+    begin, end = min(e.begin for e in events), max(e.end for e in events)
+    runs = _union((e.begin, e.end) for e in mine)
+    busy = sum(e - b for b, e in runs)
+    gaps = sorted(_gaps(mine, others), key=lambda g: -g.length_us)
+    beside = [(e.begin, e.end) for e in others if category(e.name) != "copies"]
+    return StepProfile(
+        span_us=end - begin,
+        main_busy_us=busy,
+        main_idle_us=end - begin - busy,
+        host_gaps_us=sum(g.length_us for g in gaps if g.is_host),
+        short_gaps_us=runs[-1][1] - runs[0][0] - busy - sum(g.length_us for g in gaps),
+        beside_us=sum(_overlap(run, other) for run in runs for other in _union(beside)),
+        kernels={c: (len(es), sum(e.end - e.begin for e in es)) for c, es in kernels.items()},
+        gaps=tuple(gaps),
+    )
+
+
+def _main_stream(events: Sequence[Event]) -> int:
+    times: dict[int, float] = defaultdict(float)
+    for event in events:
+        times[event.stream] += event.end - event.begin
+    return max(times, key=lambda stream: times[stream])
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans in order, those that touch joined."""
+    joined: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _overlap(first: tuple[float, float], second: tuple[float, float]) -> float:
+    return max(0.0, min(first[1], second[1]) - max(first[0], second[0]))
+
+
+def _gaps(mine: Sequence[Event], others: Sequence[Event]) -> Iterable[Gap]:
+    """Of one stream's events in order, whose kernels may overlap their next."""
+    ended = mine[0]
+    for event in mine[1:]:
+        span = (ended.end, event.begin)
+        if span[1] - span[0] >= _IS_GAP_US:
+            beside: dict[str, float] = defaultdict(float)
+            for other in others:
+                shared = _overlap(span, (other.begin, other.end))
+                if shared:
+                    beside[category(other.name)] += shared
+            yield Gap(
+                before=ended.name,
+                after=event.name,
+                length_us=span[1] - span[0],
+                is_host=event.launched > ended.end,
+                beside_us=dict(beside),
+            )
+        ended = max(ended, event, key=lambda e: e.end)
+
+
+def matched_ratios(
+    whole: Sequence[Event], split: Sequence[Event], parts: int, layers: int, word: str
+) -> dict[str, float]:
+    """By place in a layer: a kernel's time over all nano-batches, over its time unsplit.
+
+    A half layer's two kernels follow one another in each nano-batch, nano-batch by nano-batch;
+    forward from qkv to down, and back. Empty where there are not as many kernels as that takes.
+
+    Args:
+        word: of the kernels' names.
+    """
+    base, cut = ([e for e in events if word in e.name] for events in (whole, split))
+    one_way = len(_PLACES) * layers
+    if len(cut) != parts * len(base) or len(base) not in (one_way, 2 * one_way):
+        return {}
+    forward, back = (f"{word} forward ", f"{word} back ")
+    ways = (forward, back) if len(base) == 2 * one_way else (back,)
+    times: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for index, event in enumerate(base):
+        way, within = ways[index // one_way], index % len(_PLACES)
+        place = way + (_PLACES if way == forward else _PLACES[::-1])[within]
+        half, second = divmod(index, 2)
+        mine = [cut[2 * (half * parts + part) + second] for part in range(parts)]
+        times[place][0] += sum(e.end - e.begin for e in mine)
+        times[place][1] += event.end - event.begin
+    return {place: cut_us / base_us for place, (cut_us, base_us) in times.items()}
+
+
+def table(
+    profiles: Mapping[str, StepProfile], ratios: Mapping[str, Mapping[str, float]]
+) -> list[str]:
+    """Lines to print: variants side by side, the first the one to compare with."""
+    names = list(profiles)
+    first = profiles[names[0]]
+    lines = [" ".join([f"{'us':20}", *(f"{name:>24}" for name in names)])]
+    for field in _SHOWN:
+        values = (getattr(p, field) for p in profiles.values())
+        lines.append(" ".join([f"{field:20}", *(f"{v:24.0f}" for v in values)]))
+    for kind in sorted({k for p in profiles.values() for k in p.kernels}):
+        cells = [_cell(p.kernels.get(kind), first.kernels.get(kind)) for p in profiles.values()]
+        lines.append(" ".join([f"{kind:20}", *cells]))
+    for name, profile in profiles.items():
+        lines += [f"{name}: {line}" for line in _gap_lines(profile)]
+        mine = ", ".join(f"{k} {v:.3f}" for k, v in ratios.get(name, {}).items())
+        lines += [f"{name} / {names[0]}: {mine}"] if mine else []
+    return lines
+
+
+def _cell(mine: tuple[int, float] | None, first: tuple[int, float] | None) -> str:
+    if mine is None:
+        return " " * 24
+    ratio = f"{mine[1] / first[1]:.3f}" if first and first[1] else ""
+    return f"{mine[0]:6d}x {mine[1]:9.0f} {ratio:>6}"
+
+
+def _gap_lines(profile: StepProfile) -> Iterable[str]:
+    """Gaps by the categories around them, those with most time first; then the longest."""
+    groups: dict[str, list[Gap]] = defaultdict(list)
+    for gap in profile.gaps:
+        cause = "host" if gap.is_host else "device"
+        groups[f"{category(gap.before)} -> {category(gap.after)} ({cause})"].append(gap)
+    time_of = {key: sum(g.length_us for g in gaps) for key, gaps in groups.items()}
+    for key in sorted(groups, key=lambda k: -time_of[k])[:_LONGEST]:
+        yield f"gaps {key}: {len(groups[key])}x {time_of[key]:.0f} us"
+    for gap in itertools.islice(profile.gaps, 3):
+        beside = ", ".join(f"{k} {v:.0f}" for k, v in gap.beside_us.items()) or "nothing"
+        yield (
+            f"gap {gap.length_us:.0f} us {gap.before[:36]} -> {gap.after[:36]}, beside it {beside}"
+        )
+
+
+def as_json(
+    profiles: Mapping[str, StepProfile], ratios: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
+    """All of it, by variant."""
+    return {
+        name: dataclasses.asdict(p) | {"ratios": dict(ratios.get(name, {}))}
+        for name, p in profiles.items()
+    }

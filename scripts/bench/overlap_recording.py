@@ -1,0 +1,77 @@
+"""Records steps of `tp_overlap.py` with torch.profiler and prints where their time goes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from overlap_cases import Step
+from overlap_profile import Event, analyse, as_json, events_of, last_step, matched_ratios, table
+from overlap_rows import say
+from torch.profiler import ProfilerActivity, profile
+
+_STEPS = 3
+"""In a row, of which the last counts."""
+_WORDS = ("lora_gemm", "rank_rows", "rank_sums")
+"""Kernels that each linear runs."""
+
+
+def profile_steps(
+    steps: Mapping[str, Step],
+    installed: Callable[[Step], AbstractContextManager[None]],
+    wait: Callable[[], None],
+    *,
+    layers: int,
+    path: Path,
+) -> None:
+    """Records each step; the first process prints and writes what they show. Waits for the device.
+
+    Args:
+        steps: the first is what others are compared with.
+        wait: for the device and the other processes.
+        path: of the results, `.json`; each step's trace lies beside it.
+    """
+    recorded: dict[str, profile] = {}
+    for key, step in steps.items():
+        with installed(step):
+            recorded[key] = _record(step, wait)
+    if dist.get_rank() != 0:
+        return
+    try:
+        _show(recorded, {key: step.parts for key, step in steps.items()}, layers, path)
+    except Exception as error:  # any: the other processes go on to the next case
+        say(f"profile: left out, {type(error).__name__}: {error}")
+
+
+def _record(call: Callable[[], None], wait: Callable[[], None]) -> profile:
+    wait()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(_STEPS):
+            call()
+        torch.cuda.synchronize()  # no barrier here, whose kernels would be recorded
+    return recorded
+
+
+def _show(
+    recorded: Mapping[str, profile], parts: Mapping[str, int], layers: int, path: Path
+) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    events: dict[str, list[Event]] = {}
+    for key, each in recorded.items():
+        trace = path.with_name(f"{path.stem}_{key.replace(' ', '_')}.json.gz")
+        each.export_chrome_trace(str(trace))
+        with gzip.open(trace, "rt") as file:
+            events[key] = last_step(events_of(json.load(file)), _STEPS)
+    profiles = {key: analyse(mine) for key, mine in events.items()}
+    whole = events[next(iter(events))]
+    ratios: dict[str, dict[str, float]] = {key: {} for key in events}
+    for key, mine in events.items():
+        for word in _WORDS:
+            ratios[key] |= matched_ratios(whole, mine, parts[key], layers, word)
+    path.write_text(json.dumps(as_json(profiles, ratios), indent=1))
+    say("\n".join(table(profiles, ratios)))
