@@ -24,7 +24,7 @@ from tlora_megatron.config_reader import ConfigError
 from tlora_megatron.config_rules import check_job
 from tlora_megatron.job import HF_TARGETS, ROW_PARALLEL_TARGETS, DataSpec, JobSpec, LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.attach import attach, check_blocks_fit
 from tlora_megatron.layers.linear_sites import rank_sites
 from tlora_megatron.layers.sites import Site, make_site, stage_sites
 from tlora_megatron.layers.slab import AdapterSlab, factor_shape, initial_factor, whole_tensors
@@ -245,6 +245,10 @@ def test_linears_that_reduce_by_themselves_are_refused_over_tp() -> None:
         with pytest.raises(ValueError, match="must be standard with tp_size above 1 around a Lin"):
             attach([(site, module)], bank)
         assert type(module) is torch.nn.Linear
+        with pytest.raises(ValueError, match="of job 'a' must be standard with tp_size above 1"):
+            check_blocks_fit("a", blocks(8, 4), [(site, module)])
+        for fine in (blocks(8, 4, target_modules=("q_proj",)), LoraSpec()):
+            check_blocks_fit("a", fine, [(site, module)])
 
 
 def test_gradients_of_a_forgotten_batch_do_not_come_back() -> None:

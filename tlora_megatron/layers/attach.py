@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.black_box import BlackBoxBranch, Exchange, InputNorm
 from tlora_megatron.layers.linear import AdapterBranch, MultiLoRALinear, TensorParallel
@@ -20,7 +21,7 @@ from tlora_megatron.layers.overlapped_linear import OverlappedLinear, Traffic
 from tlora_megatron.layers.rank_sharded import LocalBranch, RankShardedLinear, ShardedBranch
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch
-from tlora_megatron.parallel.lanes import current_lane
+from tlora_megatron.parallel.lanes import Lane, current_lane
 
 
 class MultiAdapter:
@@ -39,13 +40,16 @@ class MultiAdapterMixin(MultiAdapter):
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        view, lane, tp = current_micro_batch(), current_lane(), _tensor_parallel(kwargs)
-        if lane is not None and self.tlora_branch.site.kind == "column":
-            input, tp = lane.enter(input), tp._replace(lane=lane)
+        view, lane, branch = current_micro_batch(), current_lane(), self.tlora_branch
+        if lane is None or branch.site.kind != "column":
+            tp = _tensor_parallel(kwargs)
+        else:
+            tp = _tensor_parallel(kwargs, lane)
+            input = lane.enter(input)
             kwargs |= _ONE_RANK
-        if view is None or self.tlora_branch.factors is None:
+        if view is None or branch.factors is None:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
-        return MultiLoRALinear.apply(input, weight, kwargs.get("bias"), self.tlora_branch, view, tp)
+        return MultiLoRALinear.apply(input, weight, kwargs.get("bias"), branch, view, tp)
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """As Megatron's; of nano-batches, their lanes or the linear itself reduce the products."""
@@ -93,12 +97,13 @@ _ONE_RANK: dict[str, Any] = {
 """What a parallel linear gives its GEMM where nothing is communicated."""
 
 
-def _tensor_parallel(kwargs: dict[str, Any]) -> TensorParallel:
+def _tensor_parallel(kwargs: dict[str, Any], lane: Lane | None = None) -> TensorParallel:
     """From what Megatron's parallel linears give their GEMM."""
     return TensorParallel(
         group=kwargs.get("tp_group"),
         gather_input=kwargs["sequence_parallel"],
         reduce_dgrad=kwargs["allreduce_dgrad"],
+        lane=lane,
     )
 
 
@@ -239,17 +244,35 @@ def _attachment(site: Site, module: nn.Module, bank: AdapterBank, *, black_box: 
     if not black_box and hasattr(module, "_forward_impl"):
         return site.lora_sharding
     if site.tp_size > 1 and bank.is_cut_by_rank(site):
-        raise ValueError(
-            f"lora.parametrization must be standard with tp_size above 1 around a "
-            f"{type(module).__name__}, whose reduction is its own, got block_diagonal; build "
-            f"the model of Megatron's own linears, or set tp_size to 1"
-        )
+        raise ValueError(_uncut("lora.parametrization", module))
     if site.lora_sharding == "s_lora":
         raise ValueError(
             f"parallel.lora_sharding must be rank_exchange or auto around a "
             f"{type(module).__name__}, whose reduction is its own, got s_lora"
         )
     return "black box"
+
+
+def check_blocks_fit(job: str, lora: LoraSpec, linears: Iterable[tuple[Site, nn.Module]]) -> None:
+    """Refuses a block-diagonal job, by name, where `attach` would refuse its linears.
+
+    Raises:
+        ValueError: for linears that reduce over TP themselves.
+    """
+    for site, module in linears:
+        targeted = any(shard.target in lora.target_modules for shard in site.targets)
+        if not (lora.is_block_diagonal and targeted and site.tp_size > 1):
+            continue
+        if not isinstance(module, MultiAdapter) and not hasattr(module, "_forward_impl"):
+            raise ValueError(_uncut(f"lora.parametrization of job {job!r}", module))
+
+
+def _uncut(what: str, module: nn.Module) -> str:
+    return (
+        f"{what} must be standard with tp_size above 1 around a {type(module).__name__}, whose "
+        f"reduction is its own, got block_diagonal; build the model of Megatron's own linears, or "
+        f"set tp_size to 1"
+    )
 
 
 _MIXINS: dict[str, type[MultiAdapter]] = {

@@ -23,7 +23,7 @@ from tlora_megatron.backbone import Backbone
 from tlora_megatron.block_rules import check_block_sizes
 from tlora_megatron.config import JobError, RunConfig, config_to_dict
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
-from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.attach import attach, check_blocks_fit
 from tlora_megatron.layers.sites import Site, check_targets
 from tlora_megatron.layers.slab import StatePlacement, initial_factor
 from tlora_megatron.model import ModelSpec
@@ -118,7 +118,7 @@ class TrainingRun:
             round_shape: what the driver fixes; `portion_tokens` is the configuration's.
             placement: of the adapters' master weights and moments.
         """
-        self._leave_out_jobs_without_sites(groups.layout)
+        self._leave_out_jobs_without_sites(groups.layout, linears)
         groups, linears = settle_lora_sharding(
             self.config, self.spec, groups, linears, self._prepared
         )
@@ -231,13 +231,16 @@ class TrainingRun:
         self._check_any(prepared)
         return prepared
 
-    def _leave_out_jobs_without_sites(self, layout: ParallelLayout) -> None:
+    def _leave_out_jobs_without_sites(
+        self, layout: ParallelLayout, linears: Sequence[tuple[Site, nn.Module]]
+    ) -> None:
         """As `_prepare_jobs`, over what the built model lacks or its layout cannot cut."""
         able = []
         for job in self._prepared:
             try:
                 check_targets(self.spec, layout, job.spec.name, job.spec.lora.target_modules)
                 check_block_sizes(job.spec.name, job.spec.lora, self.spec, layout.tp_size)
+                check_blocks_fit(job.spec.name, job.spec.lora, linears)
                 able.append(job)
             except ValueError as error:
                 self._leave_out(job.spec.name, error)
