@@ -131,6 +131,24 @@ def test_a_resumed_run_keeps_the_choice(tmp_path: Path) -> None:
     assert [r["step"] for r in records(tmp_path)] == list(range(1, 99))
 
 
+@pytest.mark.parametrize(
+    ("rounds", "names"), [((20, 0), ("a", "b")), ((60, 5), ("a",))], ids=["exploring", "too soon"]
+)
+def test_a_resumed_run_explores_what_was_not_done(
+    tmp_path: Path, rounds: tuple[int, int], names: tuple[str, ...]
+) -> None:
+    """A run killed while it explores, or before a new mix's turn, has chosen nothing."""
+    run = Run(tmp_path)
+    run.train(rounds[0])
+    run.train(rounds[1], names=("a",))
+    again = Run(tmp_path, resuming=True)
+    assert again.count == 1
+    again.train(60, names=names)
+    assert again.count == 2
+    tried = {r["nano_batches"] for r in records(tmp_path)[sum(rounds) :]}
+    assert tried > {1, 2}
+
+
 def test_a_new_run_begins_a_new_trace(tmp_path: Path) -> None:
     Run(tmp_path).train(60)
     assert Run(tmp_path).count == 1

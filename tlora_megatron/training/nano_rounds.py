@@ -140,7 +140,7 @@ class NanoRounds:
         last = self._last_record(resuming=resuming)
         self.steps = int(last.get("step", 0))
         """Measured so far, those of the resumed run included."""
-        if last:
+        if last and (kind == "aimd" or last["was_explored"]):
             self.controller.resume(last["mix"], last["kept"])
         self._time_s, self._tokens, self._most = 0.0, 0, 1
         """Of the rounds since the host last waited for the device."""
@@ -236,7 +236,12 @@ def mix_key(jobs: Sequence[JobState]) -> str:
 
 
 def _last_of(path: Path) -> dict[str, Any]:
-    """The last whole line of a trace; a torn end is dropped, so that lines can follow."""
+    """The last whole line of a trace, and whether `best` had done exploring its mix of jobs; a torn
+    end is dropped, so that lines can follow."""
     records = read_metrics(path)
     write_atomic(path, "".join(json.dumps(record) + "\n" for record in records))
-    return records[-1] if records else {}
+    if not records:
+        return {}
+    last = records[-1]
+    tried = any(r["mix"] == last["mix"] and r["phase"] == "explore" for r in records)
+    return last | {"was_explored": tried and last["phase"] != "explore"}
