@@ -73,6 +73,9 @@ def ignored_overlap(run: RunSpec, tp_size: int) -> list[str]:
     given = [name for name in names if getattr(run, name) != getattr(default, name)]
     if tp_size == 1:
         return [f"run.{name} has no effect with tp_size 1" for name in given]
+    found = []
     if "nano_controller" in given and run.nano_batches != "auto":
-        return ["run.nano_controller has no effect without nano_batches: auto"]
-    return []
+        found.append("run.nano_controller has no effect without nano_batches: auto")
+    if "tensor_collectives" in given and run.nano_batches == 1:
+        found.append("run.tensor_collectives has no effect with nano_batches 1")
+    return found

@@ -427,3 +427,7 @@ def test_names_overlap_settings_without_effect(folder: Path) -> None:
         "run.nano_controller has no effect without nano_batches: auto",
     )
     assert ignored_settings(load(folder, content, "run.nano_batches=auto")) == ()
+    content["run"] = {"output_dir": "out", "tensor_collectives": "nccl"}
+    assert ignored_settings(load(folder, content)) == (
+        "run.tensor_collectives has no effect with nano_batches 1",
+    )

@@ -174,7 +174,7 @@ def make_tensor_collectives(
         return SkippedCollectives(dist.get_world_size(group), dist.get_rank(group))
     if device.type == "cpu":
         if kind not in ("auto", "gloo"):
-            raise ValueError(f"tensor_collectives must be gloo on a CPU, got {kind!r}")
+            raise ValueError(f"tensor_collectives must be auto on a CPU, got {kind!r}")
         return RankOrderCollectives(group)
     if kind == "gloo":
         raise ValueError(f"tensor_collectives must not be gloo on {device.type}: it is a CPU's")
