@@ -53,8 +53,7 @@ CASES = tuple(
 """The most telling first: a budget may not reach the last."""
 COUNTS = (2, 3, 4)
 CONTROLLER_STEPS = 60
-_GRAPHED = ("none", "nccl", "skipped")
-"""Copy engines count their calls on the host, which a replay would not."""
+_GRAPHED = ("none", "nccl", "copy_engine", "skipped")
 NONE, SKIPPED = Variant("none", 1), Variant("none", 1, skips=True)
 FROZEN, FROZEN_SKIPPED = NONE._replace(frozen=True), SKIPPED._replace(frozen=True)
 ASYNC_TP = Variant("async_tp", 1, frozen=True)
