@@ -91,7 +91,7 @@ class MultiLoRALinear(torch.autograd.Function):
         factors = branch.factors
         assert factors is not None, f"site {branch.site.index} must have factors, got none"
         x = x.contiguous()  # the kernels read whole rows; saved as it is read
-        x_TK = x.flatten(0, -2)
+        x_TK = x.view(-1, x.shape[-1])
         gathers = tp.gather_input and tp.lane is None
         full_TK = all_gather_rows(x_TK, tp.group) if gathers else x_TK
         y_TN, s = branch.ops.forward(full_TK, weight_NK, bias_N, factors, view.rows)
@@ -108,7 +108,8 @@ class MultiLoRALinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, s, weight_NK = ctx.saved_tensors
         ops, factors, rows, tp = ctx.ops, ctx.factors, ctx.rows, ctx.tp
-        dy_TN = dy.flatten(0, -2).contiguous()  # autograd expands a sum's gradient from one element
+        # Autograd expands a sum's gradient from one element.
+        dy_TN = dy.contiguous().view(-1, dy.shape[-1])
         ds = ops.backward_up(dy_TN, s, factors, rows)
         # This rank's rows need dS of the whole output. Summing dS over the group costs [T, R];
         # gathering x again would cost [T, K]. Either way dA is a partial sum, TP's once a step;
