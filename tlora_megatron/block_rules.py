@@ -38,9 +38,10 @@ def check_blocks(lora: LoraSpec, path: str) -> None:
     if rank % blocks:
         ranks = _or(r for r in (rank // blocks * blocks, -(-rank // blocks) * blocks) if r)
         divisors = _or(_nearest(blocks, (n for n in range(2, rank + 1) if rank % n == 0)))
+        others = f", or num_blocks {divisors}" if divisors else ""
         raise ConfigError(
             f"{path}.rank must be a multiple of num_blocks = {blocks}, got {rank}; the nearest "
-            f"are {ranks}, or num_blocks {divisors or 'of another rank'}"
+            f"are {ranks}{others}"
         )
     for target in lora.target_modules:
         if target in _FUSED:

@@ -186,7 +186,7 @@ class CostModel:
         mean, slowest = sum(stages) / len(stages), max(stages)
         count = load.micro_batches
         return StepCost(
-            **_layer_terms(layer, count * layers),
+            **layer.times(count * layers),
             head_s=count * (head + first) / plan.pp_size,
             pp_comm_s=count * hop,
             host_s=count * (mean - sum(device) / len(device)),
@@ -298,15 +298,3 @@ def _waits_for(host_s: float, device_s: float, load: RoundLoad) -> float:
     """The longer of both in the mean over micro-batches, the device's in proportion to rows."""
     waits = sum(share * max(0.0, host_s - size * device_s) for share, size in load.sizes)
     return device_s + waits
-
-
-def _layer_terms(layer: LayerCost, count: float) -> dict[str, float]:
-    return {
-        "gemm_s": count * layer.gemm_s,
-        "attention_s": count * layer.attention_s,
-        "elementwise_s": count * layer.elementwise_s,
-        "lora_s": count * layer.lora_s,
-        "recompute_s": count * layer.recompute_s,
-        "tp_comm_s": count * layer.tp_comm_s,
-        "cp_comm_s": count * layer.cp_comm_s,
-    }

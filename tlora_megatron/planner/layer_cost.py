@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.plan import LoraSharding
@@ -38,15 +38,11 @@ class LayerCost:
     @property
     def total_s(self) -> float:
         """All of it."""
-        return (
-            self.gemm_s
-            + self.attention_s
-            + self.elementwise_s
-            + self.lora_s
-            + self.recompute_s
-            + self.tp_comm_s
-            + self.cp_comm_s
-        )
+        return sum(self.times(1.0).values())
+
+    def times(self, count: float) -> dict[str, float]:
+        """Seconds of so many layers, by name."""
+        return {field.name: count * getattr(self, field.name) for field in fields(self)}
 
 
 class LayerModel:
