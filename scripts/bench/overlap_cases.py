@@ -130,6 +130,7 @@ class Bench:
         self.device, self.dtype = self.run.groups.device, dtype
         self.decoder: Any = self.run.engine.model.decoder
         self._overlaps: dict[tuple[str, OverlapMode], Overlap] = {}
+        self._in_fp32: Bench | None = None
         self.set_case(case)
 
     def set_case(self, case: Case) -> None:
@@ -145,6 +146,15 @@ class Bench:
             torch.randn(shape, generator=draw, device=self.device, dtype=self.dtype)
             for _ in range(2)
         ]
+
+    def in_fp32(self, layers: int | None) -> Bench:
+        """The same weights, adapters and micro-batch in fp32; built once, as that takes seconds."""
+        if self._in_fp32 is None:
+            self._in_fp32 = Bench(self.case, self.layout, torch.float32, layers)
+        else:
+            self._in_fp32.set_case(self.case)
+        self._in_fp32.adopt(self)
+        return self._in_fp32
 
     def adopt(self, other: Bench) -> None:
         """Takes another bench's weights and adapters, whatever their dtype."""
