@@ -4,7 +4,7 @@ With one queue kernels start in launch order over all streams. Megatron asks for
 issued before the compute that hides it starts first. Nano-batches need the contrary: what waits for
 another GPU must hold up its own stream alone. Streams are dealt to queues in turn; CUDA's default
 of 8 is fewer than a step may have (main, one a nano-batch, NCCL's of every group), so they get the
-most there are. On 4 H200s one queue takes copy engines' hidden share from 92-98 % to below 45 %.
+most there are. On 4 H200s one queue takes copy engines' hidden share from 92-97 % to below 45 %.
 
 Which of CUDA's first calls reads the variable is not documented: it is set before all of them.
 """
