@@ -53,6 +53,7 @@ class RunSpec:
         "bits from one time to the next; another number sums gradients in another order",
         default=1,
         ge=1,
+        le=16,  # each takes room for what it communicates
     )
     nano_controller: Literal["best", "aimd"] = rule(
         "how nano_batches: auto chooses: the best seen, with hysteresis, or the rule of tLoRA "
