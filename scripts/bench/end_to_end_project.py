@@ -90,9 +90,7 @@ class Project:
         jobs = []
         for index, spec in zip(chosen, specs, strict=True):
             slab = bank.new_slab(spec.lora)
-            slab.load(
-                lambda name, spec=spec: initial_factor(self.spec, name, spec.lora, spec.seed)
-            )
+            slab.load(lambda name, spec=spec: initial_factor(self.spec, name, spec.lora, spec.seed))
             jobs.append(
                 JobState(
                     spec=spec,
