@@ -34,6 +34,9 @@ def _reason_to_skip(mark: str) -> str | None:
         return "needs a CUDA device"
     if mark == "multigpu" and _num_gpus() < 2:
         return f"needs two CUDA devices, got {_num_gpus()}"
+    cores = os.cpu_count() or 1
+    if mark == "four_processes" and cores < 4 and not os.environ.get("TLORA_ALL_TESTS"):
+        return f"needs four CPU cores, got {cores} (TLORA_ALL_TESTS=1 runs it all the same)"
     if mark == "megatron_lm" and not _megatron_lm().is_file():
         return "needs MEGATRON_LM_PATH to name a Megatron-LM checkout"
     if mark == "shared" and not _shared_data().is_dir():

@@ -53,7 +53,11 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "TP2xPP2": ("parallel.tp_size=2", "parallel.pp_size=2"),
     },
 }
-CASES = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts]
+CASES = [
+    pytest.param(world, name, marks=[pytest.mark.four_processes] if world == 4 else [], id=name)
+    for world, layouts in LAYOUTS.items()
+    for name in layouts
+]
 ALONE = ("four", "eight")
 INCIDENTS = ("standard", "eight")
 Case = dict[str, Any]
@@ -126,7 +130,7 @@ def train(
         torchrun(worker, world_size, root / f"{label}.json", timeout=600)
 
 
-@pytest.mark.parametrize(("world_size", "layout"), CASES, ids=[name for _, name in CASES])
+@pytest.mark.parametrize(("world_size", "layout"), CASES)
 def test_losses_and_weights_equal_peft_s_own(
     world_size: int,
     layout: str,

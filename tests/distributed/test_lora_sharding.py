@@ -76,7 +76,11 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "TP2xPP2+SP rank_exchange": TP2 + PP2 + SP + _by("rank_exchange"),
     },
 }
-CASES = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts]
+CASES = [
+    pytest.param(world, name, marks=[pytest.mark.four_processes] if world == 4 else [], id=name)
+    for world, layouts in LAYOUTS.items()
+    for name in layouts
+]
 EXCHANGED = ("TP2 rank_exchange", "TP2 s_lora")
 ILL = "everything"
 
@@ -129,7 +133,7 @@ def train(root: Path, world_size: int, scenario: Path, layouts: dict[str, tuple[
     torchrun(TRAINER, world_size, root / "cases.json", timeout=600)
 
 
-@pytest.mark.parametrize(("world_size", "layout"), CASES, ids=[name for _, name in CASES])
+@pytest.mark.parametrize(("world_size", "layout"), CASES)
 def test_losses_and_weights_equal_peft_s(
     world_size: int,
     layout: str,
