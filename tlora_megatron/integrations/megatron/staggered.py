@@ -64,8 +64,30 @@ class StaggeredBlock(TransformerBlock):
         return _Staggered.apply(hidden, run)
 
 
+class _PerLane:
+    """A layer's attribute that each lane has for itself: set before the linears, read behind."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"tlora_{name}"
+
+    def __get__(self, layer: Any, owner: type) -> Any:
+        return layer.__dict__.get(self._name, {}).get(self._lane())
+
+    def __set__(self, layer: Any, value: Any) -> None:
+        layer.__dict__.setdefault(self._name, {})[self._lane()] = value
+
+    @staticmethod
+    def _lane() -> int | None:
+        lane = current_lane()
+        return None if lane is None else lane.index
+
+
 class StaggeredLayer(TransformerLayer):
     """Mixin. A layer of Megatron's, cut where attention and MLP begin."""
+
+    attn_norm_manager = _PerLane()
+    """Of activation offloading, as `mlp_norm_manager`: in Megatron-core 0.20 also without any."""
+    mlp_norm_manager = _PerLane()
 
     @property
     def recompute_mlp(self) -> bool:
