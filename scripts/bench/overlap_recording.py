@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,14 +37,17 @@ def profile_steps(
         wait: for the device and the other processes.
         path: of the results, `.json`; each step's trace lies beside it.
     """
-    recorded: dict[str, profile] = {}
+    events: dict[str, list[Event]] = {}
     for key, step in steps.items():
         with installed(step):
-            recorded[key] = _record(step, wait)
+            recorded = _record(step, wait)
+        if dist.get_rank() == 0:  # at once: the next recording takes this one's times away
+            trace = path.with_name(f"{path.stem}_{key.replace(' ', '_')}.json.gz")
+            events[key] = last_step(events_of(_exported(recorded, trace)), _STEPS)
     if dist.get_rank() != 0:
         return
     try:
-        _show(recorded, {key: step.parts for key, step in steps.items()}, layers, path)
+        _show(events, {key: step.parts for key, step in steps.items()}, layers, path)
     except Exception as error:  # any: the other processes go on to the next case
         say(f"profile: left out, {type(error).__name__}: {error}")
 
@@ -57,16 +61,16 @@ def _record(call: Callable[[], None], wait: Callable[[], None]) -> profile:
     return recorded
 
 
+def _exported(recorded: profile, trace: Path) -> dict[str, Any]:
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    recorded.export_chrome_trace(str(trace))
+    with gzip.open(trace, "rt") as file:
+        return json.load(file)
+
+
 def _show(
-    recorded: Mapping[str, profile], parts: Mapping[str, int], layers: int, path: Path
+    events: Mapping[str, list[Event]], parts: Mapping[str, int], layers: int, path: Path
 ) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    events: dict[str, list[Event]] = {}
-    for key, each in recorded.items():
-        trace = path.with_name(f"{path.stem}_{key.replace(' ', '_')}.json.gz")
-        each.export_chrome_trace(str(trace))
-        with gzip.open(trace, "rt") as file:
-            events[key] = last_step(events_of(json.load(file)), _STEPS)
     profiles = {key: analyse(mine) for key, mine in events.items()}
     whole = events[next(iter(events))]
     ratios: dict[str, dict[str, float]] = {key: {} for key in events}
