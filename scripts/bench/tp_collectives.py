@@ -212,7 +212,7 @@ def _sound(name: str, collectives: TensorCollectives, device: torch.device) -> b
     problem = None
     try:
         collectives.prepare(LANES)
-        bitwise = name.startswith("copy_engine")
+        bitwise = name == "copy_engine"
         group = dist.distributed_c10d._get_default_group()
         check(collectives, group, device, bitwise=bitwise)
     except AssertionError as error:

@@ -14,8 +14,8 @@ from tlora_megatron.parallel.copy_engine import CopyEngineCollectives
 from tlora_megatron.parallel.exchange import Copy, Exchange, Step, Sum
 from tlora_megatron.parallel.tensor_collectives import GroupCollectives, TensorCollectives
 
-MECHANISMS = ("copy_engine", "copy_engine_batched", "nccl", "nccl_4", "nccl_16", "two_shot")
-"""nccl_4: NCCL with 4 blocks. copy_engine_batched: copies to all peers handed over at once."""
+MECHANISMS = ("copy_engine", "nccl", "nccl_4", "nccl_16", "two_shot")
+"""nccl_4: NCCL with 4 blocks."""
 PARTS: dict[str, Callable[[Step], bool]] = {
     "push": lambda step: isinstance(step, Copy) and step.source.base == "x",
     "pull": lambda step: isinstance(step, Copy) and step.target.base == "out",
@@ -30,9 +30,8 @@ def make_mechanism(
 ) -> TensorCollectives:
     """One of `MECHANISMS`, ready for two lanes."""
     made: TensorCollectives
-    if name.startswith("copy_engine"):
-        batched = name.endswith("batched")
-        made = CopyEngineCollectives(group, device, max_bytes, batch_copies=batched)
+    if name == "copy_engine":
+        made = CopyEngineCollectives(group, device, max_bytes)
     elif name == "two_shot":
         made = TwoShotCollectives(group, device, max_bytes)
     else:

@@ -26,7 +26,7 @@ class Library:
 
     def call(self, name: str, arguments: ExchangeArguments, stream: int) -> None:
         assert name == "exchange"
-        fields = ("x", "out", "num_steps", "dtype", "batch_copies", "rank", "size")
+        fields = ("x", "out", "num_steps", "dtype", "rank", "size")
         self.calls.append({f: getattr(arguments, f) for f in fields} | {"stream": stream})
 
 
@@ -43,15 +43,15 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return found
 
 
-def collectives(**more: bool) -> CopyEngineCollectives:
+def collectives() -> CopyEngineCollectives:
     group: Any = object()
-    made = CopyEngineCollectives(group, torch.device("cuda", 2), 4096, **more)
+    made = CopyEngineCollectives(group, torch.device("cuda", 2), 4096)
     made.prepare(2)
     return made
 
 
 def test_a_collective_is_one_call_on_the_current_stream(library: Library) -> None:
-    made, x = collectives(batch_copies=True), torch.zeros(8, 16, dtype=torch.bfloat16)
+    made, x = collectives(), torch.zeros(8, 16, dtype=torch.bfloat16)
     assert made.all_reduce(x, 0) is x
     part = made.reduce_scatter(x, 1)
     whole = made.all_gather(part, 1)
@@ -65,8 +65,7 @@ def test_a_collective_is_one_call_on_the_current_stream(library: Library) -> Non
     # Copies to and from 3 others, two phases, a sum; the gathering's sum keeps own rows.
     assert [c["num_steps"] for c in library.calls] == [9, 6, 6]
     assert {c["stream"] for c in library.calls} == {72}
-    assert {(c["dtype"], c["batch_copies"]) for c in library.calls} == {(0, 1)}
-    assert {(c["rank"], c["size"]) for c in library.calls} == {(RANK, SIZE)}
+    assert {(c["dtype"], c["rank"], c["size"]) for c in library.calls} == {(0, RANK, SIZE)}
 
 
 def test_steps_are_made_once_for_a_lane_a_size_and_a_dtype(
@@ -98,4 +97,4 @@ def test_descriptions_name_every_place(library: Library) -> None:
     assert [s.kind for s in found.steps[: found.num_steps]] == [kinds[type(s)] for s in steps]
     assert tuple(found.flags[:SIZE]) == ADDRESSES
     assert [a - f for a, f in zip(found.areas[:SIZE], ADDRESSES, strict=True)] == [512] * SIZE
-    assert (found.dtype, found.batch_copies, found.device) == (1, 0, 2)
+    assert (found.dtype, found.device) == (1, 2)

@@ -11,7 +11,6 @@
 #include <type_traits>
 
 constexpr int kMaxRanks = 8;  // MAX_RANKS of parallel/exchange.py
-constexpr int kMaxCopies = 2 * kMaxRanks;  // in a row: a round's last ones, and the next one's first
 constexpr int kSumThreads = 512;
 enum Kind { kCopy, kExchange, kSum };
 enum Base { kNowhere = -3, kX = -2, kOut = -1 };  // else: the area of that rank
@@ -29,7 +28,7 @@ struct TloraExchange {
   uint32_t* flags[kMaxRanks];  // the lane's signals on each rank, [phase][sender]
   const TloraStep* steps;
   int64_t slot_bytes;
-  int num_steps, rank, size, dtype, batch_copies, blocks, device;
+  int num_steps, rank, size, dtype, blocks, device;
 };
 
 namespace {
@@ -136,58 +135,10 @@ char* place(const TloraExchange& e, int base, int64_t offset) {
   return begin + offset;
 }
 
-#if CUDA_VERSION >= 12080
-using BatchCopy = CUresult (*)(CUdeviceptr*, CUdeviceptr*, size_t*, size_t, CUmemcpyAttributes*, size_t*, size_t,
-                               size_t*, CUstream);  // as of 12.8; 13.0 dropped the next to last
-
-BatchCopy batch_copy() {
-  static BatchCopy found = [] {
-    void* address = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t status =
-        cudaGetDriverEntryPointByVersion("cuMemcpyBatchAsync", &address, 12080, cudaEnableDefault, &result);
-    return status == cudaSuccess ? reinterpret_cast<BatchCopy>(address) : nullptr;
-  }();
-  return found;
-}
-
-// The driver takes no batches on the default stream, nor while a graph is captured.
-bool takes_batches(cudaStream_t stream) {
-  if (stream == nullptr || batch_copy() == nullptr) return false;
-  cudaStreamCaptureStatus status;
-  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusNone;
-}
-
-// Copies among which the driver need not keep an order: one does not wait for the one before.
-int copy_batch(const TloraExchange& e, const TloraStep* steps, int count, cudaStream_t stream) {
-  CUdeviceptr to[kMaxCopies], from[kMaxCopies];
-  size_t sizes[kMaxCopies], first = 0, failed = 0;
-  for (int i = 0; i < count; ++i) {
-    to[i] = reinterpret_cast<CUdeviceptr>(place(e, steps[i].to_base, steps[i].to));
-    from[i] = reinterpret_cast<CUdeviceptr>(place(e, steps[i].from_base, steps[i].from));
-    sizes[i] = static_cast<size_t>(steps[i].bytes);
-  }
-  CUmemcpyAttributes attributes{};
-  attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
-  attributes.flags = CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE;
-  return batch_copy()(to, from, sizes, count, &attributes, &first, 1, &failed, stream) == CUDA_SUCCESS
-             ? 0
-             : fail("copies", "cuMemcpyBatchAsync failed");
-}
-#endif
-
-// `count` copies in a row, of which none needs another's result.
-int copy(const TloraExchange& e, const TloraStep* steps, int count, cudaStream_t stream) {
-#if CUDA_VERSION >= 12080
-  if (e.batch_copies && count > 1 && count <= kMaxCopies && takes_batches(stream))
-    return copy_batch(e, steps, count, stream);
-#endif
-  for (const TloraStep* s = steps; s < steps + count; ++s) {
-    const cudaError_t status = cudaMemcpyAsync(place(e, s->to_base, s->to), place(e, s->from_base, s->from), s->bytes,
-                                               cudaMemcpyDeviceToDevice, stream);
-    if (status != cudaSuccess) return fail("copy", cudaGetErrorString(status));
-  }
-  return 0;
+int copy(const TloraExchange& e, const TloraStep& s, cudaStream_t stream) {
+  const cudaError_t status = cudaMemcpyAsync(place(e, s.to_base, s.to), place(e, s.from_base, s.from), s.bytes,
+                                             cudaMemcpyDeviceToDevice, stream);
+  return status == cudaSuccess ? 0 : fail("copy", cudaGetErrorString(status));
 }
 
 // Own rows and what the others have put into this rank's slots, in rank order.
@@ -205,16 +156,8 @@ int sum(const TloraExchange& e, const TloraStep& s, cudaStream_t stream) {
   return fail("dtype", "must be bf16, fp16 or fp32");
 }
 
-using BatchMemOp = CUresult (*)(CUstream, unsigned int, CUstreamBatchMemOpParams*, unsigned int);
-
-BatchMemOp batch_mem_op() {
-  static BatchMemOp found = [] {
-    void* address = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t status =
-        cudaGetDriverEntryPointByVersion("cuStreamBatchMemOp", &address, 12000, cudaEnableDefault, &result);
-    return status == cudaSuccess ? reinterpret_cast<BatchMemOp>(address) : nullptr;
-  }();
+auto batch_mem_op() {
+  static const auto found = driver_function<decltype(&cuStreamBatchMemOp)>("cuStreamBatchMemOp");
   return found;
 }
 
@@ -251,18 +194,13 @@ int exchange(const TloraExchange& e, int phase, cudaStream_t stream) {
   return batch_mem_op()(stream, count, ops, 0) == CUDA_SUCCESS ? 0 : fail("signals", "cuStreamBatchMemOp failed");
 }
 
-// Runs the steps that begin with `steps`; returns how many those were, or 0 after a failure.
-int run(const TloraExchange& e, const TloraStep* steps, int left, cudaStream_t stream) {
-  int count = 1;
-  switch (steps->kind) {
-    case kCopy:
-      while (count < left && steps[count].kind == kCopy) ++count;
-      return copy(e, steps, count, stream) ? 0 : count;
-    case kSum: return sum(e, *steps, stream) ? 0 : count;
-    case kExchange: return exchange(e, steps->phase, stream) ? 0 : count;
+int run(const TloraExchange& e, const TloraStep& s, cudaStream_t stream) {
+  switch (s.kind) {
+    case kCopy: return copy(e, s, stream);
+    case kSum: return sum(e, s, stream);
+    case kExchange: return exchange(e, s.phase, stream);
   }
-  fail("step", "is of no known kind");
-  return 0;
+  return fail("step", "is of no known kind");
 }
 
 }  // namespace
@@ -275,10 +213,7 @@ TLORA_EXPORT int tlora_exchange(const TloraExchange* arguments, cudaStream_t str
   const TloraExchange& e = *arguments;
   if (e.size < 2 || e.size > kMaxRanks) return fail("size", "must be 2 to 8");
   if (int failed = prepare(e.device)) return failed;
-  for (int i = 0; i < e.num_steps;) {
-    const int count = run(e, e.steps + i, e.num_steps - i, stream);
-    if (count == 0) return 1;
-    i += count;
-  }
+  for (int i = 0; i < e.num_steps; ++i)
+    if (int failed = run(e, e.steps[i], stream)) return failed;
   return 0;
 }

@@ -1,4 +1,4 @@
-// The host's side of every kernel: errors as text, tensor maps.
+// The host's side of every kernel: errors as text, the driver's functions, tensor maps.
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -16,16 +16,17 @@ inline int fail(const char* what, const char* why) {
   return 1;
 }
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
+// A function of the driver as of CUDA 12.0, or null.
+template <typename Function>
+Function driver_function(const char* name) {
+  void* address = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &found);
+  return status == cudaSuccess ? reinterpret_cast<Function>(address) : nullptr;
+}
 
-inline Encode encoder() {
-  static Encode encode = [] {
-    void* address = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t status =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &found);
-    return status == cudaSuccess ? reinterpret_cast<Encode>(address) : nullptr;
-  }();
+inline auto encoder() {
+  static const auto encode = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   return encode;
 }
 

@@ -95,8 +95,7 @@ class ExchangeArguments(ctypes.Structure):
         ("flags", _Pointer * MAX_RANKS),
         ("steps", ctypes.POINTER(ExchangeStep)),
         ("slot_bytes", _Long),
-        *((name, _Int) for name in ("num_steps", "rank", "size", "dtype", "batch_copies")),
-        *((name, _Int) for name in ("blocks", "device")),
+        *((name, _Int) for name in ("num_steps", "rank", "size", "dtype", "blocks", "device")),
     ]
 
 

@@ -40,20 +40,11 @@ class CopyEngineCollectives:
 
     name = "copy_engine"
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        max_bytes: int,
-        *,
-        batch_copies: bool = False,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, max_bytes: int) -> None:
         """
         Args:
             max_bytes: what one round of a lane carries; larger tensors take several. A lane holds
                 `1 + 1 / n` times as much memory.
-            batch_copies: hand the driver the copies to all processes at once, which may then run
-                in any order; needs CUDA 12.8, else they run one by one.
         """
         self.group, self.device = group, device
         self.size = dist.get_world_size(group)
@@ -62,7 +53,6 @@ class CopyEngineCollectives:
             size=self.size,
             slot_bytes=slot_bytes_for(max_bytes, self.size),
         )
-        self._batch_copies = batch_copies
         self._memory: list[SymmetricMemory] = []
         self._calls: list[_Calls] = []
 
@@ -122,7 +112,6 @@ class CopyEngineCollectives:
             rank=self._lane.rank,
             size=self.size,
             dtype=_DTYPES[dtype],
-            batch_copies=self._batch_copies,
             blocks=_BLOCKS * multiprocessors(self.device),
             device=self.device.index,
         )
