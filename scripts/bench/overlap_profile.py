@@ -5,18 +5,16 @@ Pure functions of what `overlap_recording.py` recorded. Times are microseconds.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _CATEGORIES = (
+    ("attention", ("flash", "fmha", "sdpa", "attention")),  # first: their types are cutlass's
     ("GEMM", ("lora_gemm", "gemm", "nvjet", "cutlass", "_up_kernel", "_dgrad_kernel")),
     ("s, dS", ("rank_rows", "_down_kernel")),
     ("dA, dB", ("rank_sums",)),
-    ("attention", ("flash", "fmha", "sdpa", "attention")),
     ("reduction sum", ("sum_slices", "two_shot")),
     ("NCCL", ("nccl",)),
     ("copies", ("memcpy", "memset")),
@@ -27,9 +25,7 @@ _TRITON = {"_backward_up_kernel": "s, dS", "_backward_down_kernel": "dA, dB"}
 """The Triton path's names that words would put elsewhere."""
 _IS_GAP_US = 1.0
 """Shorter ones are what the GPU takes between any two kernels."""
-_SHOWN = ("span_us", "main_busy_us", "main_idle_us", "host_gaps_us", "short_gaps_us", "beside_us")
 _PLACES = ("qkv", "o", "gate_up", "down")
-_LONGEST = 6
 
 
 class Event(NamedTuple):
@@ -58,6 +54,17 @@ class Gap:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """Those of one category."""
+
+    count: int
+    total_us: float
+    """Of all streams. Kernels begin before the last one has ended, and wait: it may count twice."""
+    exclusive_us: float
+    """Added to the main stream's end by its own kernels. Over all categories, `main_busy_us`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepProfile:
     """One step on one GPU."""
 
@@ -71,8 +78,8 @@ class StepProfile:
     """Part of the idle time in stretches shorter than gaps."""
     beside_us: float
     """That other streams' kernels ran while main ran some: hidden, but for what it slows down."""
-    kernels: dict[str, tuple[int, float]]
-    """By category: how many, and their time together."""
+    kernels: dict[str, Kernels]
+    """By category."""
     gaps: tuple[Gap, ...]
     """Longest first."""
 
@@ -129,6 +136,7 @@ def analyse(events: Sequence[Event]) -> StepProfile:
     busy = sum(e - b for b, e in runs)
     gaps = sorted(_gaps(mine, others), key=lambda g: -g.length_us)
     beside = [(e.begin, e.end) for e in others if category(e.name) != "copies"]
+    exclusive = _exclusive(mine)
     return StepProfile(
         span_us=end - begin,
         main_busy_us=busy,
@@ -136,7 +144,14 @@ def analyse(events: Sequence[Event]) -> StepProfile:
         host_gaps_us=sum(g.length_us for g in gaps if g.is_host),
         short_gaps_us=runs[-1][1] - runs[0][0] - busy - sum(g.length_us for g in gaps),
         beside_us=sum(_overlap(run, other) for run in runs for other in _union(beside)),
-        kernels={c: (len(es), sum(e.end - e.begin for e in es)) for c, es in kernels.items()},
+        kernels={
+            kind: Kernels(
+                count=len(alike),
+                total_us=sum(e.end - e.begin for e in alike),
+                exclusive_us=exclusive.get(kind, 0.0),
+            )
+            for kind, alike in kernels.items()
+        },
         gaps=tuple(gaps),
     )
 
@@ -146,6 +161,16 @@ def _main_stream(events: Sequence[Event]) -> int:
     for event in events:
         times[event.stream] += event.end - event.begin
     return max(times, key=lambda stream: times[stream])
+
+
+def _exclusive(mine: Sequence[Event]) -> dict[str, float]:
+    """By category: what one stream's kernels, in order, add to the end of those before them."""
+    added: dict[str, float] = defaultdict(float)
+    ended = float("-inf")
+    for event in mine:
+        added[category(event.name)] += max(0.0, event.end - max(event.begin, ended))
+        ended = max(ended, event.end)
+    return added
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -210,56 +235,3 @@ def matched_ratios(
         times[place][0] += sum(e.end - e.begin for e in mine)
         times[place][1] += event.end - event.begin
     return {place: cut_us / base_us for place, (cut_us, base_us) in times.items()}
-
-
-def table(
-    profiles: Mapping[str, StepProfile], ratios: Mapping[str, Mapping[str, float]]
-) -> list[str]:
-    """Lines to print: variants side by side, the first the one to compare with."""
-    names = list(profiles)
-    first = profiles[names[0]]
-    lines = [" ".join([f"{'us':20}", *(f"{name:>24}" for name in names)])]
-    for field in _SHOWN:
-        values = (getattr(p, field) for p in profiles.values())
-        lines.append(" ".join([f"{field:20}", *(f"{v:24.0f}" for v in values)]))
-    for kind in sorted({k for p in profiles.values() for k in p.kernels}):
-        cells = [_cell(p.kernels.get(kind), first.kernels.get(kind)) for p in profiles.values()]
-        lines.append(" ".join([f"{kind:20}", *cells]))
-    for name, profile in profiles.items():
-        lines += [f"{name}: {line}" for line in _gap_lines(profile)]
-        mine = ", ".join(f"{k} {v:.3f}" for k, v in ratios.get(name, {}).items())
-        lines += [f"{name} / {names[0]}: {mine}"] if mine else []
-    return lines
-
-
-def _cell(mine: tuple[int, float] | None, first: tuple[int, float] | None) -> str:
-    if mine is None:
-        return " " * 24
-    ratio = f"{mine[1] / first[1]:.3f}" if first and first[1] else ""
-    return f"{mine[0]:6d}x {mine[1]:9.0f} {ratio:>6}"
-
-
-def _gap_lines(profile: StepProfile) -> Iterable[str]:
-    """Gaps by the categories around them, those with most time first; then the longest."""
-    groups: dict[str, list[Gap]] = defaultdict(list)
-    for gap in profile.gaps:
-        cause = "host" if gap.is_host else "device"
-        groups[f"{category(gap.before)} -> {category(gap.after)} ({cause})"].append(gap)
-    time_of = {key: sum(g.length_us for g in gaps) for key, gaps in groups.items()}
-    for key in sorted(groups, key=lambda k: -time_of[k])[:_LONGEST]:
-        yield f"gaps {key}: {len(groups[key])}x {time_of[key]:.0f} us"
-    for gap in itertools.islice(profile.gaps, 3):
-        beside = ", ".join(f"{k} {v:.0f}" for k, v in gap.beside_us.items()) or "nothing"
-        yield (
-            f"gap {gap.length_us:.0f} us {gap.before[:36]} -> {gap.after[:36]}, beside it {beside}"
-        )
-
-
-def as_json(
-    profiles: Mapping[str, StepProfile], ratios: Mapping[str, Mapping[str, float]]
-) -> dict[str, Any]:
-    """All of it, by variant."""
-    return {
-        name: dataclasses.asdict(p) | {"ratios": dict(ratios.get(name, {}))}
-        for name, p in profiles.items()
-    }

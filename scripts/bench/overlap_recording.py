@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from overlap_cases import Step
-from overlap_profile import Event, analyse, as_json, events_of, last_step, matched_ratios, table
+from overlap_profile import Event, analyse, events_of, last_step, matched_ratios
 from overlap_rows import say
+from overlap_table import as_json, table
 from torch.profiler import ProfilerActivity, profile
 
 _STEPS = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,9 +16,19 @@ GEMM, ROWS = "void lora_gemm<256>(Problem)", "rank_rows(Problem)"
 
 
 @pytest.fixture(scope="module")
-def tool() -> Iterator[Any]:
-    with bench_modules() as modules:
-        yield modules.load("overlap_profile")
+def modules() -> Iterator[SimpleNamespace]:
+    with bench_modules() as loader:
+        yield loader
+
+
+@pytest.fixture(scope="module")
+def tool(modules: SimpleNamespace) -> Any:
+    return modules.load("overlap_profile")
+
+
+@pytest.fixture(scope="module")
+def shown(modules: SimpleNamespace) -> Any:
+    return modules.load("overlap_table")
 
 
 def step(tool: SimpleNamespace) -> list[Any]:
@@ -42,8 +53,10 @@ def test_main_s_idle_time_and_what_ran_beside_it(tool: Any) -> None:
     assert found.short_gaps_us == 0.5
     assert found.host_gaps_us == 30.0
     assert found.beside_us == 10.0, "copies take no multiprocessors"
-    assert found.kernels == {
-        "GEMM": (3, 219.5), "s, dS": (1, 40.0), "copies": (1, 20.0), "reduction sum": (2, 25.0),
+    kernels = {kind: dataclasses.astuple(k) for kind, k in found.kernels.items()}
+    assert kernels == {
+        "GEMM": (3, 219.5, 219.5), "s, dS": (1, 40.0, 40.0),
+        "copies": (1, 20.0, 0.0), "reduction sum": (2, 25.0, 0.0),
     }  # fmt: skip
     late, unexplained = found.gaps
     assert (late.before, late.after, late.length_us, late.is_host) == (GEMM, GEMM, 30.0, True)
@@ -60,6 +73,24 @@ def test_a_kernel_that_begins_before_the_last_one_ends_leaves_no_gap(tool: Any) 
     assert [g.length_us for g in found.gaps] == [1.5]
 
 
+def test_exclusive_times_and_idle_time_make_up_a_step(tool: Any) -> None:
+    """Kernels that begin early add what they take after the last one, or nothing."""
+    event = tool.Event
+    events = [
+        event(GEMM, 7, 0.0, 50.0, 0.0),
+        event("flash_fwd", 7, 40.0, 45.0, 0.0),
+        event(ROWS, 7, 48.0, 90.0, 0.0),
+        event("flash_fwd", 7, 92.0, 100.0, 0.0),
+        event("ncclDevKernel", 20, 60.0, 110.0, 0.0),
+    ]
+    found = tool.analyse(events)
+    exclusive = {kind: k.exclusive_us for kind, k in found.kernels.items()}
+    assert exclusive == {"GEMM": 50.0, "attention": 8.0, "s, dS": 40.0, "NCCL": 0.0}
+    assert found.kernels["attention"].total_us == 13.0
+    assert sum(exclusive.values()) == found.main_busy_us
+    assert found.main_busy_us + found.main_idle_us == found.span_us == 110.0
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -67,6 +98,8 @@ def test_a_kernel_that_begins_before_the_last_one_ends_leaves_no_gap(tool: Any) 
         ("nvjet_sm90_tst_256x128", "GEMM"),
         ("_backward_up_kernel", "s, dS"),
         ("_backward_down_kernel", "dA, dB"),
+        ("void pytorch_flash::flash_fwd_kernel<Traits<cutlass::bfloat16_t>>", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90", "attention"),
         ("ncclDevKernel_AllReduce_Sum_bf16", "NCCL"),
         ("two_shot_all_reduce_kernel", "reduction sum"),
@@ -135,13 +168,18 @@ def test_events_of_a_trace_are_in_order_of_launches_and_the_last_step_counts(too
     assert tool.last_step(events, 2) == events[1:]
 
 
-def test_the_table_and_the_json_name_every_variant(tool: Any) -> None:
+def test_the_table_and_the_json_name_every_variant(tool: Any, shown: Any) -> None:
     whole = tool.analyse(step(tool))
     profiles = {"none skipped 1": whole, "nccl 2": whole}
-    lines = tool.table(profiles, {"nccl 2": {"lora_gemm back o": 1.25}})
-    assert any("GEMM" in line and "1.000" in line for line in lines)
+    lines = shown.table(profiles, {"nccl 2": {"lora_gemm back o": 1.25}})
+    by_kind = {line[:20].strip(): line[20:].split() for line in lines}
+    assert by_kind["GEMM"] == ["3x", "220", "220", "1.000"] * 2
+    assert by_kind["reduction sum"] == ["2x", "25", "0"] * 2, "no ratio to nothing"
+    assert by_kind["idle"] == ["40", "1.000"] * 2
+    assert len({len(line) for line in lines if line[:20].strip() in ("us", "GEMM", "idle")}) == 1
     assert "nccl 2: gaps GEMM -> GEMM (host): 1x 30 us" in lines
     assert "nccl 2 / none skipped 1: lora_gemm back o 1.250" in lines
-    written = json.loads(json.dumps(tool.as_json(profiles, {})))
+    written = json.loads(json.dumps(shown.as_json(profiles, {})))
     assert written["nccl 2"]["main_busy_us"] == 259.5
+    assert written["nccl 2"]["kernels"]["GEMM"]["exclusive_us"] == 219.5
     assert written["nccl 2"]["gaps"][0]["is_host"]
