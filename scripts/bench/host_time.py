@@ -3,6 +3,7 @@
 
     python scripts/bench/host_time.py                  # here, with or without a GPU
     python scripts/bench/host_time.py --profile 40     # and cProfile's table
+    python scripts/bench/host_time.py --nano-batches 2 # in lanes that communicate nothing
 
 Layers are so small that a GPU keeps up with the host. Without a GPU, what would start a kernel does
 nothing: the functions of the CUDA extension, Triton's driver, flash attention. All else runs as it
@@ -34,7 +35,14 @@ from tlora_megatron.ops import cuda_calls, qkv_rotary, rms_norm, swiglu, varlen_
 from tlora_megatron.ops.cuda_ops import CudaOps
 from tlora_megatron.ops.extension import Extension
 from tlora_megatron.ops.plan_tensors import PlanTensors, WorkItems
-from tlora_megatron.ops.segments import Document, pack_micro_batch, use_micro_batch
+from tlora_megatron.ops.segments import (
+    Document,
+    MicroBatchView,
+    join_nano_batches,
+    pack_micro_batch,
+    use_micro_batch,
+)
+from tlora_megatron.parallel.tensor_collectives import make_tensor_collectives
 from tlora_megatron.plan import ParallelLayout
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime.synthetic_run import SyntheticRun
@@ -91,7 +99,9 @@ def clock_parts(clock: Clock) -> None:
             clock.wrap(function, name, part)
 
 
-def block(layers: int, tokens: int) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+def block(
+    layers: int, tokens: int, num_nano_batches: int
+) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     """Forward of a block of layers, and the backward of what it returns."""
     spec = ModelSpec(
         model_type="llama",
@@ -111,15 +121,16 @@ def block(layers: int, tokens: int) -> tuple[Callable[[], Any], Callable[[Any], 
     loads = [JobLoad(name=f"job{r}", rank=r, batch_size=1, lengths=lengths) for r in RANKS]
     run.super_model(loads, tokens)
     device = run.groups.device
-    documents = [Document(slot=i, length=tokens // len(RANKS)) for i in range(len(RANKS))]
+    if num_nano_batches > 1:
+        nano_batches = run.engine.nano_batches
+        nano_batches.use(make_tensor_collectives(None, device), "staggered")
     hidden = torch.randn(tokens, 1, spec.hidden_size, dtype=torch.bfloat16, device=device)
     hidden.requires_grad_()
     dy = torch.randn_like(hidden)
     decoder = run.engine.model.decoder
 
     def forward() -> torch.Tensor:
-        view = pack_micro_batch(documents, num_slots=len(RANKS), num_tokens=tokens)
-        with use_micro_batch(view):
+        with use_micro_batch(micro_batch(tokens, num_nano_batches)):
             return decoder(hidden_states=hidden, attention_mask=None)
 
     def backward(out: torch.Tensor) -> None:
@@ -127,6 +138,23 @@ def block(layers: int, tokens: int) -> tuple[Callable[[], Any], Callable[[Any], 
         hidden.grad = None
 
     return forward, backward
+
+
+def micro_batch(tokens: int, num_nano_batches: int) -> MicroBatchView:
+    """A document of each job, in as many nano-batches of as many documents."""
+    each = len(RANKS) // num_nano_batches
+    length = tokens // len(RANKS)
+    parts = [
+        pack_micro_batch(
+            [Document(slot=slot, length=length) for slot in range(begin, begin + each)],
+            num_slots=len(RANKS),
+            num_tokens=each * length,
+            token_budget=tokens,
+            num_parts=num_nano_batches,
+        )
+        for begin in range(0, len(RANKS), each)
+    ]
+    return parts[0] if num_nano_batches == 1 else join_nano_batches(parts)
 
 
 def times_s(
@@ -153,12 +181,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128, help="rows of the micro-batch")
+    parser.add_argument("--nano-batches", type=int, default=1, choices=(1, 2, 4))
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="cProfile's table")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         without_gpu()
-    forward, backward = block(args.layers, args.tokens)
+    forward, backward = block(args.layers, args.tokens, args.nano_batches)
     rounds = times_s(forward, backward, args.turns, None)
     whole = [min(times) / args.layers * 1e6 for times in zip(*rounds, strict=True)]
     if args.profile:
