@@ -11,11 +11,9 @@ optimizer steps. Random weights and tokens; the arithmetic is that of training.
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from result_rows import append_rows, checkout_commit
 
 from tlora_megatron.integrations.megatron import model as backbone
 from tlora_megatron.integrations.megatron import recompute
@@ -219,15 +218,8 @@ def _row(
         "peak_gib": round(peak / 2**30, 2),
         "gpu": gpu,
         "torch": torch.__version__,
-        "commit": _commit(args),
+        "commit": args.commit or checkout_commit(),
     }
-
-
-def _commit(args: argparse.Namespace) -> str:
-    if args.commit:
-        return args.commit
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
 
 
 def _report(rows: list[dict[str, Any]], path: Path | None) -> None:
@@ -236,14 +228,8 @@ def _report(rows: list[dict[str, Any]], path: Path | None) -> None:
         row["ratio_to_floor"] = round(row["p50_s"] / floor, 3)
         shown = ("variant", "p50_s", "tokens_per_s", "peak_gib", "ratio_to_floor")
         print({key: row[key] for key in shown})
-    if path is None:
-        return
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+    if path is not None:
+        append_rows(path, rows)
 
 
 def _arguments() -> argparse.Namespace:

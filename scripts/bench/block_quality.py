@@ -15,16 +15,17 @@ which are joined and cut to the base's positions; its last rows are for evaluati
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from result_rows import checkout_commit, write_rows
 
 from tlora_megatron.config import load_config
 from tlora_megatron.job import HF_TARGETS, DataSpec, JobSpec, LoraSpec
@@ -65,12 +66,7 @@ def main() -> None:
         rows = run(args, Path(folder))
     show(rows)
     if args.csv is not None:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(
-                file, [field.name for field in fields(Row)], lineterminator="\n"
-            )
-            writer.writeheader()
-            writer.writerows(map(asdict, rows))
+        write_rows(args.csv, [asdict(row) for row in rows])
 
 
 def run(args: argparse.Namespace, folder: Path) -> list[Row]:
@@ -161,9 +157,8 @@ def num_parameters(lora: LoraSpec, spec: ModelSpec) -> int:
 def _row(task: str, job: JobSpec, found: dict[str, Any], parameters: int) -> Row:
     if found["status"] != "finished":
         raise SystemExit(f"{job.name} must finish, got {found['status']}: {found['reason']}")
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return Row(
-        commit=git.stdout.strip(),
+        commit=checkout_commit(),
         task=task,
         parametrization=job.lora.parametrization,
         num_blocks=job.lora.num_blocks,

@@ -17,14 +17,12 @@ forward and input gradients for real tokens, adapters and attention left out, ov
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -40,6 +38,7 @@ from end_to_end_project import (
     run_sequential,
     run_super_model,
 )
+from result_rows import append_rows, checkout_commit
 
 from tlora_megatron.model import ModelSpec
 
@@ -76,7 +75,7 @@ class Bench:
         self.args = args
         self.spec = read_spec(Path(args.model), args.layers)
         self.gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        self.commit = args.commit or _git_commit()
+        self.commit = args.commit or checkout_commit()
         self.peak_flops = gemm_flops_per_s()
         self.rows: list[Row] = []
 
@@ -157,7 +156,7 @@ class Bench:
         self.rows.append(row)
         print(show(row), flush=True)
         if self.args.csv:
-            append_csv(Path(self.args.csv), row)
+            append_rows(Path(self.args.csv), [asdict(row)])
 
 
 def useful_flops(spec: ModelSpec, tokens: int, target_share: float) -> float:
@@ -235,17 +234,6 @@ def verdicts(rows: Sequence[Row]) -> list[tuple[str, float, bool]]:
     return result
 
 
-def append_csv(path: Path, row: Row) -> None:
-    """Adds one row, the header first if the file is new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(asdict(row))
-
-
 def _release() -> None:
     gc.collect()
     if torch.cuda.is_available():
@@ -253,11 +241,6 @@ def _release() -> None:
         held = torch.cuda.memory_allocated()
         if held > 2**30:
             print(f"memory still held: {held / 2**30:.1f} GiB")
-
-
-def _git_commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
 
 
 def main() -> int:

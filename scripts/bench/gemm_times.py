@@ -11,7 +11,6 @@ every tile width. Times are medians over CUDA-graph replays on rotated buffers.
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import itertools
 import statistics
@@ -19,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from result_rows import write_rows
 
 from tlora_megatron.ops.columns import OutputColumns
 from tlora_megatron.ops.cuda_calls import Arenas, Dropout, GemmTile, RankPart, gemm
@@ -263,10 +263,7 @@ def main() -> None:
         print(row, flush=True)
         rows.append(row)
     if arguments.csv:
-        with arguments.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(arguments.csv, rows)
 
 
 if __name__ == "__main__":

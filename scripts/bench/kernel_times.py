@@ -13,7 +13,6 @@ they are compiled by several processes first, into Triton's cache.
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import itertools
 import multiprocessing
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from kernel_cases import Case, Point
+from result_rows import write_rows
 from timing import Replay, time_interleaved, warm_up
 
 from tlora_megatron.ops.kernel_config import KernelConfig
@@ -89,6 +89,11 @@ class Result(NamedTuple):
     def ratio(self) -> float:
         """Time over floor."""
         return self.us / self.floor_us
+
+    def cells(self) -> dict[str, Any]:
+        """Values by column."""
+        own = self._asdict()
+        return own.pop("point")._asdict() | own
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -239,14 +244,7 @@ def main() -> None:
             results += measure(case, point, options.kernels, bandwidth)
     (show_best if options.sweep else show)(results)
     if options.csv:
-        _write(options.csv, results)
-
-
-def _write(path: Path, results: Sequence[Result]) -> None:
-    with path.open("w", newline="") as file:
-        writer: Any = csv.writer(file)
-        writer.writerow([*Point._fields, *Result._fields[1:]])
-        writer.writerows([*r.point, *r[1:]] for r in results)
+        write_rows(options.csv, [r.cells() for r in results])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from result_rows import append_rows
+
 NOT_IN_CSV = ("spread", "frozen_spread")
 
 
@@ -55,13 +57,8 @@ def ratio(fwd_us: float, bwd_us: float, frozen_fwd_us: float, frozen_bwd_us: flo
 
 def append_csv(path: Path, row: Row) -> None:
     """Adds one row to a CSV file, its header first if the file is new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow({k: _shown(v) for k, v in dataclasses.asdict(row).items()})
+    values = dataclasses.asdict(row)
+    append_rows(path, [{name: _shown(values[name]) for name in COLUMNS}])
 
 
 def _shown(value: Any) -> Any:

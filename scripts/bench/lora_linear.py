@@ -17,8 +17,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -32,6 +30,7 @@ from linear_results import Row, append_csv, read_csv, shape_table, summary, summ
 from linear_shapes import MEASURED, SHAPES, adapter_mix
 from linear_targets import beaten_by, verdicts
 from linear_workload import make_workload
+from result_rows import checkout_commit
 
 T = TypeVar("T", int, float)
 TLORA = ("tlora", "tlora_torch", "tlora_triton", "tlora_cuda")
@@ -165,7 +164,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.device is None:
         args.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = torch.bfloat16
-    args.versions = versions(args.device, args.commit or current_commit())
+    args.versions = versions(args.device, args.commit or checkout_commit())
     return args
 
 
@@ -185,13 +184,6 @@ def names_of(known: Collection[str], **groups: tuple[str, ...]) -> Callable[[str
 def numbers(kind: type[T]) -> Callable[[str], tuple[T, ...]]:
     """A parser of comma-separated numbers."""
     return lambda text: tuple(kind(part) for part in text.split(","))
-
-
-def current_commit() -> str:
-    if not os.path.exists(".git"):
-        return "unknown"
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from pathlib import Path
 import torch
 from megatron_lm_cases import LAYOUTS, Layout, Place
 from megatron_lm_rows import Oracle, Row, compare, verdicts, write
+from result_rows import checkout_commit
 
 from tests.helpers.megatron_lm import convert, make_launch_scenario, oracle, write_jobs
 
@@ -216,10 +217,9 @@ def _names(options: argparse.Namespace) -> list[str]:
 
 def _versions(options: argparse.Namespace, place: Place) -> dict[str, str]:
     package = runpy.run_path(str(place.checkout / "megatron" / "core" / "package_info.py"))
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return {
         "gpu": "CPU" if place.on_cpu else torch.cuda.get_device_name(),
-        "commit": options.commit or git.stdout.strip() or "unknown",
+        "commit": options.commit or checkout_commit(),
         "megatron_lm": package["__version__"],
     }
 

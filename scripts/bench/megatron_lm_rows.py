@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_lm_cases import LIMITS, Layout
+from result_rows import write_rows
 
 from tests.helpers.scenario import losses
 
@@ -72,9 +72,5 @@ def verdicts(rows: Sequence[Row], expected: Oracle) -> list[str]:
 
 def write(rows: Sequence[Row], path: Path) -> None:
     """Replaces the CSV."""
-    with path.open("w", newline="") as file:
-        table = csv.DictWriter(file, [field.name for field in fields(Row)])
-        table.writeheader()
-        for row in rows:
-            values = asdict(row)
-            table.writerow(values | {"max_rel_loss_error": f"{row.max_rel_loss_error:.2e}"})
+    written = [asdict(r) | {"max_rel_loss_error": f"{r.max_rel_loss_error:.2e}"} for r in rows]
+    write_rows(path, written)

@@ -6,7 +6,7 @@ import csv
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -67,17 +67,6 @@ def show(row: Row) -> str:
         f"{row.measured_bytes / 2**30:6.1f} ({row.memory_error:+.1%}); tokens "
         f"{row.predicted_round_tokens}, {row.measured_round_tokens}"
     )
-
-
-def append_csv(path: Path, row: Row) -> None:
-    """Adds one row, the header first if the file is new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(asdict(row))
 
 
 def read_csv(path: Path) -> list[Row]:

@@ -24,17 +24,17 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from plan_cases import CASES, Case, parse_case, predict
-from plan_results import Row, append_csv, plot, read_csv, report, show
+from plan_results import Row, plot, read_csv, report, show
 from plan_rounds import packed_rounds, typical_window
+from result_rows import append_rows, checkout_commit
 
 from tlora_megatron.planner.cost_model import TERMS, StepCost
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
@@ -80,7 +80,7 @@ class Bench:
         plan = case.plan
         row = Row(
             gpu=_device_name(),
-            commit=self.args.commit or _git_commit(),
+            commit=self.args.commit or checkout_commit(),
             gpus=self.world_size,
             model=f"llama-3.1-{case.model}" if case.model != "tiny" else "tiny",
             layers=case.spec.num_layers,
@@ -104,7 +104,7 @@ class Bench:
         self._say(f"{case.name}: {show(row)}  ({time.monotonic() - begin:.0f} s)")
         self._say(f"    predicted {json.dumps(terms)}")
         if self.is_main and self.args.csv:
-            append_csv(Path(self.args.csv), row)
+            append_rows(Path(self.args.csv), [asdict(row)])
 
     def _measure(self, case: Case, first: int, size: int) -> tuple[float, float, int]:
         """Mean seconds and tokens of `size` rounds from `first` on; the largest peak of a rank."""
@@ -214,11 +214,6 @@ def _device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
-def _git_commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, or reports on a file."""
     args = _arguments(argv)
@@ -230,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in rows:
             print(show(row))
             if args.csv:
-                append_csv(Path(args.csv), row)
+                append_rows(Path(args.csv), [asdict(row)])
     else:
         bench = Bench(args)
         bench.run()

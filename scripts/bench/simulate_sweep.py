@@ -15,13 +15,14 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
+
+from result_rows import append_rows, checkout_commit
 
 from tlora_megatron.scheduler.registry import POLICIES
 from tlora_megatron.sim.cluster_config import load_cluster
@@ -191,16 +192,6 @@ def done_in(path: Path) -> set[tuple[str, ...]]:
         }
 
 
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Adds one row, with a header where the file is new."""
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(row), lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row)
-
-
 def main() -> int:
     """Runs the cells of one part that are still missing."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -210,8 +201,7 @@ def main() -> int:
     parser.add_argument("--sources", default=",".join(SOURCES), help="only these traces")
     args = parser.parse_args()
     path = RESULTS / f"simulation_{args.part}.csv"
-    git = ["git", "-C", str(REPO), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    commit = checkout_commit()
     done, cache = done_in(path), {}
     for cell in PARTS[args.part](args.seeds):
         missing = [policy for policy in cell.policies if cell.key(policy) not in done]
@@ -227,7 +217,7 @@ def main() -> int:
                 "commit": commit,
             }
             row = about | summary_rows(study, [run])[0] | {"wall_s": round(run.wall_s, 1)}
-            append(path, row)
+            append_rows(path, [row])
             hours = run.summary.mean_jct_s / 3600
             print(*cell.key(policy), f"mean JCT {hours:.2f} h", f"{run.wall_s:.1f} s", flush=True)
     return 0

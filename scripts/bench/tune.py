@@ -14,7 +14,6 @@ checked here: `lora_linear.py` does that in every cell. `--dry-run` writes no ta
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import datetime
 import itertools
@@ -32,7 +31,8 @@ from linear_measure import Versions, linear_ops, versions
 from linear_results import geometric_mean
 from linear_shapes import MEASURED, SHAPES, adapter_mix
 from linear_workload import make_workload
-from lora_linear import current_commit, names_of, numbers
+from lora_linear import names_of, numbers
+from result_rows import checkout_commit, write_rows
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from timing import Replay, time_interleaved, warm_up
@@ -212,17 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not args.dry_run:
                 tuning_table.write(args.table, table)
     if args.csv is not None:
-        _write_csv(args.csv, tuner.rows)
+        write_rows(args.csv, tuner.rows)
     return 0
-
-
-def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    if not rows:
-        return
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -244,7 +235,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.device is None:
         args.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    args.versions = versions(args.device, args.commit or current_commit())
+    args.versions = versions(args.device, args.commit or checkout_commit())
     return args
 
 

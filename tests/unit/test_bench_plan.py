@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,8 +96,7 @@ def test_rows_read_back_with_the_columns_they_should_have(
         measured_bytes=2**35, predicted_round_tokens=1, measured_round_tokens=8000,
     )  # fmt: skip
     path = tmp_path / "rows.csv"
-    results.append_csv(path, row)
-    results.append_csv(path, row)
+    bench.load("result_rows").append_rows(path, [asdict(row), asdict(row)])
     assert path.read_text().splitlines()[0] == _COLUMNS
     assert results.read_csv(path) == [row, row]
     again = script.repredicted(row, load_profile(repo / "configs/hardware/h200.json"))

@@ -1,0 +1,50 @@
+"""Rows of measurements: the CSV files that they go to and the commit that they are of."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Adds rows to a file, in its order of columns; a new one takes the first row's.
+
+    Raises:
+        ValueError: if the file has other columns.
+    """
+    if not rows:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", newline="", encoding="utf-8") as file:
+        file.seek(0)
+        columns = next(csv.reader(file), None)
+        writer = csv.DictWriter(file, columns or list(rows[0]), lineterminator="\n")
+        for row in rows:
+            if set(row) != set(writer.fieldnames):
+                raise ValueError(
+                    f"columns of {path} must be {', '.join(row)}, got "
+                    f"{', '.join(writer.fieldnames)}; name another file"
+                )
+        if columns is None:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes rows in place of those that a file holds; where there are none, it stays."""
+    if rows:
+        path.unlink(missing_ok=True)
+    append_rows(path, rows)
+
+
+def checkout_commit() -> str:
+    """The short name of the commit that is checked out, "unknown" where git cannot say."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        found = subprocess.run(git, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"
