@@ -1,8 +1,9 @@
 """Worker: one round in 1, 2, 3, ... nano-batches; losses and all gradients must be those of one.
 
 Arguments: the scenario's `config.json` and each variant as in `tp=2,sp=1,recompute=full,dropout=1,
-mode=within_linear,dtype=bfloat16,blocks=1` (the last: block-diagonal jobs). One nano-batch after
-two is bit for bit what it was before.
+mode=within_linear,dtype=bfloat16,blocks=1` (the last: block-diagonal jobs). `mode=mixed`: the last
+stage's is another than the others'; `foreign=1`: it has a linear that cannot be cut, so that all
+stages must run whole. One nano-batch after two is bit for bit what it was before.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch.distributed as dist
 from tests.helpers.isolation import DROPOUT
 from tlora_megatron.cli.progress import SilentProgress
 from tlora_megatron.config import RunConfig, load_config
+from tlora_megatron.layers.attach import BlackBoxMixin, make_multi_adapter
 from tlora_megatron.model import read_model_spec
+from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.runtime import controller
 from tlora_megatron.runtime.training_run import TrainingRun
 from tlora_megatron.training.super_model import SuperModel
@@ -56,7 +59,7 @@ def check(path: Path, options: dict[str, str]) -> None:
     expected = run_round(path, options, (1,))
     for count in COUNTS:
         actual = run_round(path, options, (count,))
-        assert max(actual.parts) > 1, actual.parts
+        assert (max(actual.parts) == 1) == ("foreign" in options), actual.parts
         assert max(actual.parts) <= count + 1, actual.parts
         compare(f"{options} in {count}", expected, actual, TOLERANCES[options.get("dtype")])
     # Flash attention adds up the queries' gradients in any order.
@@ -93,10 +96,28 @@ def run_round(path: Path, options: dict[str, str], counts: tuple[int, ...]) -> R
         ) as run:
             loop = run.start(*controller._build(run, spec, controller._layout(config)))
             model: Any = loop.super_model
+            if "foreign" in options and model.groups.is_last_stage:
+                make_foreign(model.engine.model)
             if "mode" in options:
-                model.engine.nano_batches.use(None, options["mode"])
+                model.engine.nano_batches.use(None, mode_of_stage(options["mode"], model.groups))
             *_, last = (measure(model, count) for count in counts)
             return last
+
+
+def mode_of_stage(mode: str, groups: ParallelGroups) -> str:
+    """Of this process's stage."""
+    if mode != "mixed":
+        return mode
+    return "within_linear" if groups.is_last_stage else "staggered"
+
+
+def make_foreign(model: Any) -> None:
+    """Makes the first linear look like one of another library's; it computes as before."""
+    linear = model.decoder.layers[0].mlp.linear_fc2
+    branch = linear.tlora_branch
+    linear.__class__ = type(linear).__bases__[1]
+    make_multi_adapter(linear, BlackBoxMixin)
+    object.__setattr__(linear, "tlora_branch", branch)
 
 
 def measure(model: Any, count: int) -> Result:

@@ -23,6 +23,7 @@ TWO_PROCESSES = (
     "tp=2,sp=1,jobs=mlp",
     "tp=2,mode=within_linear,dropout=1",
     "tp=2,sp=1,mode=within_linear,recompute=full",
+    "pp=2,mode=mixed",
 )
 """`jobs=mlp` leaves attention without any adapter."""
 SLOW_TWO_PROCESSES = (
@@ -34,7 +35,12 @@ SLOW_TWO_PROCESSES = (
     "pp=2",
     "pp=2,recompute=selective",
 )
-FOUR_PROCESSES = ("tp=2,pp=2", "tp=2,pp=2,sp=1,recompute=full,dropout=1")
+FOUR_PROCESSES = (
+    "tp=2,pp=2",
+    "tp=2,pp=2,sp=1,recompute=full,dropout=1",
+    "tp=2,pp=2,sp=1,mode=mixed",
+)
+ONE_STAGE_CANNOT = "pp=2,foreign=1"
 LAYOUTS = ("TP2", "TP2+SP")
 INCIDENT = "first poisoned, fail"
 """Its job leaves in the first step; its sequences are placeholders from then on."""
@@ -54,6 +60,16 @@ def check(scenario: Path, nproc: int, variants: tuple[str, ...]) -> None:
 
 def test_losses_and_gradients_are_those_of_one(scenario: Path) -> None:
     check(scenario, 2, TWO_PROCESSES)
+
+
+def test_all_stages_run_whole_where_one_cannot_be_cut(scenario: Path) -> None:
+    """A stage that is cut hands on other rows, in another order, than one that is not expects."""
+    output = torchrun(WORKER, 2, scenario, ONE_STAGE_CANNOT, timeout=200)
+    assert f"{ONE_STAGE_CANNOT}: equal" in output
+    reason = "decoder.layers.0.mlp.linear_fc2 is a MultiLoRARowParallelLinear, which does its own "
+    reasons = [line for line in output.splitlines() if reason in line]
+    assert all(line.endswith("(pipeline stage 1)") for line in reasons)
+    assert len(reasons) >= 2, "each stage says why"
 
 
 @pytest.mark.slow

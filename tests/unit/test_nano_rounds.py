@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from tlora_megatron.job import LoraSpec
 from tlora_megatron.model import ModelSpec
@@ -24,14 +22,7 @@ from tlora_megatron.training.packing import Bins, Item, Placed
 COSTS = (1.0, 0.9, 0.95, 1.0)
 
 
-@pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    owned = not dist.is_initialized()
-    if owned:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    if owned:
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def bins(*lengths: int) -> Bins:

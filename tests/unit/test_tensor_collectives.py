@@ -88,8 +88,10 @@ def test_steps_are_encoded_as_the_kernels_read_them() -> None:
     assert MAX_RANKS == MAX_RANKS_OF_KERNEL
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_nano_batches_give_their_collectives_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups: Any = SimpleNamespace(layout=SimpleNamespace(cp_size=1), tp_group=None, device=CPU)
+    layout = SimpleNamespace(cp_size=1, pp_size=1)
+    groups: Any = SimpleNamespace(layout=layout, pp_rank=0, tp_group=None, device=CPU)
     closed = []
     monkeypatch.setattr(SkippedCollectives, "close", lambda made: closed.append(made))
     nano_batches = NanoBatches([], groups)

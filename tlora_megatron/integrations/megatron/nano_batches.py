@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
@@ -60,7 +61,7 @@ class NanoBatches:
         return None if self.overlap is None else self.overlap.mode
 
     def set_count(self, count: int) -> None:
-        """For the rounds to come; collective over the tensor-parallel group.
+        """For the rounds to come; collective over the world.
 
         Raises:
             ValueError: if it is not at least 1.
@@ -75,7 +76,10 @@ class NanoBatches:
             self.overlap.streams(count)
 
     def use(self, collectives: TensorCollectives | None, mode: OverlapMode | None) -> None:
-        """Takes these from now on, and one nano-batch until `set_count`; None = what is best."""
+        """Takes these from now on, and one nano-batch until `set_count`; None = what is best.
+
+        Collective over the world. Stages may be given different modes.
+        """
         self._has_looked = True
         self.overlap = self._make_overlap(collectives, mode)
 
@@ -90,15 +94,14 @@ class NanoBatches:
     def _make_overlap(
         self, collectives: TensorCollectives | None = None, mode: OverlapMode | None = None
     ) -> Overlap | None:
-        reason = why_not_split(self._models, self._groups)
-        if reason is not None:
-            logger.warning("micro-batches run whole, without nano-batches: %s", reason)
+        obstacles = _agreed_obstacles(self._models, self._groups)
+        if obstacles.split is not None:
+            logger.warning("run.nano_batches: micro-batches run whole: %s", obstacles.split)
             return None
+        reason = None
         if mode is None:
-            mode = "staggered"
-            reason = why_not_staggered(self._models)
-            if reason is not None:
-                mode = "within_linear"
+            reason = obstacles.stagger
+            mode = "staggered" if reason is None else "within_linear"
         if collectives is None:
             collectives = make_tensor_collectives(
                 self._groups.tp_group,
@@ -118,6 +121,32 @@ class NanoBatches:
             if mode == "staggered":
                 stagger(model.decoder)
         return overlap
+
+
+class _Obstacles(NamedTuple):
+    """Why not; None where nothing is in the way."""
+
+    split: str | None
+    """The same in all processes: a stage hands on rows in the order of its nano-batches, and all
+    pack their rounds for as many."""
+    stagger: str | None
+    """The same on all ranks of a stage, which communicate; other stages see the same rows."""
+
+
+def _agreed_obstacles(models: Sequence[Any], groups: ParallelGroups) -> _Obstacles:
+    """The first of all processes', in rank order, with whose stage it is; collective over the
+    world."""
+    own = (groups.pp_rank, why_not_split(models, groups), why_not_staggered(models))
+    found: list[tuple[int, str | None, str | None]] = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    is_pipeline = groups.layout.pp_size > 1
+    reasons = (
+        f"{reason} (pipeline stage {stage})" if is_pipeline else reason
+        for stage, reason, _ in found
+        if reason is not None
+    )
+    mine = (reason for stage, _, reason in found if stage == groups.pp_rank and reason is not None)
+    return _Obstacles(split=next(reasons, None), stagger=next(mine, None))
 
 
 def why_not_split(models: Sequence[Any], groups: ParallelGroups) -> str | None:
