@@ -17,7 +17,12 @@ from torch import nn
 from tlora_megatron.integrations.megatron.built_model import language_models
 from tlora_megatron.integrations.megatron.frozen_layer import FrozenTransformerLayer
 from tlora_megatron.integrations.megatron.staggered import stagger
-from tlora_megatron.layers.attach import MultiAdapter, MultiAdapterMixin
+from tlora_megatron.layers.attach import (
+    MultiAdapter,
+    MultiAdapterMixin,
+    RankExchangeMixin,
+    RankShardedMixin,
+)
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.overlap import Overlap, OverlapMode
 from tlora_megatron.parallel.tensor_collectives import (
@@ -96,7 +101,9 @@ class NanoBatches:
     ) -> Overlap | None:
         obstacles = _agreed_obstacles(self._models, self._groups)
         if obstacles.split is not None:
-            logger.warning("run.nano_batches: micro-batches run whole: %s", obstacles.split)
+            logger.warning(
+                "run.nano_batches has no effect, micro-batches run whole: %s", obstacles.split
+            )
             return None
         reason = None
         if mode is None:
@@ -136,7 +143,8 @@ class _Obstacles(NamedTuple):
 def _agreed_obstacles(models: Sequence[Any], groups: ParallelGroups) -> _Obstacles:
     """The first of all processes', in rank order, with whose stage it is; collective over the
     world."""
-    own = (groups.pp_rank, why_not_split(models, groups), why_not_staggered(models))
+    split = why_not_split(models, groups)
+    own = (groups.pp_rank, split, None if split else why_not_staggered(models))
     found: list[tuple[int, str | None, str | None]] = [own] * dist.get_world_size()
     dist.all_gather_object(found, own)
     is_pipeline = groups.layout.pp_size > 1
@@ -154,7 +162,10 @@ def why_not_split(models: Sequence[Any], groups: ParallelGroups) -> str | None:
     if groups.layout.cp_size > 1:
         return "context parallelism cuts documents over ranks"
     for name, module in _linears(models):
-        if isinstance(module, MultiAdapter) and not isinstance(module, MultiAdapterMixin):
+        if isinstance(module, RankShardedMixin | RankExchangeMixin):
+            sharding = module.tlora_branch.site.lora_sharding
+            return f"parallel.lora_sharding must be fold or auto for it, got {sharding}"
+        if not isinstance(module, MultiAdapterMixin):
             return f"{name} is a {type(module).__name__}, which does its own communication"
     return None
 
