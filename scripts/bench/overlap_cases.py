@@ -116,6 +116,10 @@ class Variant(NamedTuple):
         return f"{frozen}{within}{self.mechanism}" + (" skipped" if self.skips else "")
 
 
+NONE, SKIPPED = Variant("none", 1), Variant("none", 1, skips=True)
+FROZEN, FROZEN_SKIPPED = NONE._replace(frozen=True), SKIPPED._replace(frozen=True)
+
+
 class Bench:
     """A decoder on this process and one case's micro-batch, cut in every way that is asked for."""
 

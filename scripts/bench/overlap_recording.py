@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_world import say
 from overlap_cases import Step
 from overlap_profile import Event, analyse, events_of, last_step, matched_ratios
-from overlap_rows import say
 from overlap_table import as_json, table
 from torch.profiler import ProfilerActivity, profile
 

@@ -1,20 +1,22 @@
-"""Times of `tp_overlap.py`'s steps, and the file that its rows go to."""
+"""Times of `tp_overlap.py`'s steps, and the rows that they make."""
 
 from __future__ import annotations
 
-import csv
 import os
 import statistics
-import subprocess
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from overlap_cases import Bench, Step
 
+_COLUMNS = (
+    *("gpu", "world", "commit", "model", "tokens", "adapters", "mechanism", "nano_batches"),
+    *("step_ms", "no_comm_ms", "no_split_ms", "hidden_share", "cpu_ms", "p20_ms", "p80_ms"),
+    *("layers", "sequence_parallel", "graph", "settled_steps", "links", "connections", "torch"),
+)
 _IN_A_ROW = 2
 """Steps that are timed together: a round trip to the device is shared."""
 
@@ -75,45 +77,46 @@ def captured(step: Step) -> Callable[[], None]:
     return graph.replay
 
 
-def about(bench: Bench, given_commit: str) -> dict[str, Any]:
-    """What is the same for all rows of a case; a commit is given where git is not at hand."""
+def row(
+    bench: Bench, step: Step, times: Mapping[str, Mapping[str, float]], key: str, commit: str
+) -> dict[str, Any]:
+    """Of one variant, by column.
+
+    Args:
+        times: of all variants of the case, by key.
+        key: of this one.
+    """
+    case, variant, mine = bench.case, step.variant, times[key]
+    frozen = "frozen " if variant.frozen else ""
+    whole = times[f"{frozen}none 1"]["step_ms"]
+    bare = times.get(f"{frozen}none skipped 1", {}).get("step_ms", float("nan"))
+    exposed = whole - bare
+    values = _about(bench) | {
+        "commit": commit,
+        "model": case.model,
+        "tokens": f"{case.sequences}x{case.length}",
+        "adapters": 0 if variant.frozen else case.adapters,
+        "mechanism": variant.name,
+        "nano_batches": step.parts,
+        "no_comm_ms": round(bare, 3),
+        "no_split_ms": round(whole, 3),
+        "hidden_share": round((whole - mine["step_ms"]) / exposed, 3) if exposed else "",
+        "graph": key.endswith("graph"),
+        "settled_steps": "",
+    }
+    values |= {name: round(value, 3) for name, value in mine.items()}
+    return {name: values[name] for name in _COLUMNS}
+
+
+def _about(bench: Bench) -> dict[str, Any]:
+    """What is the same for all rows of a case."""
     is_cuda = bench.device.type == "cuda"
     return {
         "gpu": torch.cuda.get_device_name() if is_cuda else "cpu",
         "world": dist.get_world_size(),
-        "commit": given_commit or commit(),
         "layers": bench.spec.num_layers,
         "sequence_parallel": bench.layout.sequence_parallel,
         "links": "no P2P" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "P2P",
         "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
         "torch": torch.__version__,
     }
-
-
-def commit() -> str:
-    """Of the checkout, where git is at hand."""
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
-
-
-COLUMNS = (
-    *("gpu", "world", "commit", "model", "tokens", "adapters", "mechanism", "nano_batches"),
-    *("step_ms", "no_comm_ms", "no_split_ms", "hidden_share", "cpu_ms", "p20_ms", "p80_ms"),
-    *("layers", "sequence_parallel", "graph", "settled_steps", "links", "connections", "torch"),
-)
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Adds a row, with a header where the file is new."""
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row)
-
-
-def say(text: str) -> None:
-    """Prints on the first process."""
-    if dist.get_rank() == 0:
-        print(text, flush=True)

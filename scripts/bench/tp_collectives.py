@@ -16,10 +16,8 @@ what the host takes for a call.
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import os
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +25,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bench_world import out_of_time
+from result_rows import append_rows, checkout_commit
 from tp_mechanisms import MECHANISMS, PARTS, make_mechanism, part_call
 from tp_timer import Timer
 
@@ -133,7 +133,7 @@ class Bench:
             "gpu": torch.cuda.get_device_name().removeprefix("NVIDIA "),
             "world": self.world,
             "torch": torch.__version__,
-            "commit": _commit(),
+            "commit": arguments.commit,
             "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default"),
         }
 
@@ -201,12 +201,6 @@ class Bench:
         )
 
 
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or os.environ.get("TLORA_COMMIT", "unknown")
-
-
 def _sound(name: str, collectives: TensorCollectives, device: torch.device) -> bool:
     """Whether the mechanism is right on every process; says what is not."""
     problem = None
@@ -223,22 +217,10 @@ def _sound(name: str, collectives: TensorCollectives, device: torch.device) -> b
     return not wrong.item()
 
 
-def _over(deadline: float) -> bool:
-    over = torch.tensor([time.monotonic() > deadline], device="cuda", dtype=torch.float32)
-    dist.broadcast(over, 0)
-    return bool(over.item())
-
-
-def _write(path: Path, rows: list[Row]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if new:
-            writer.writerow([f.name for f in dataclasses.fields(Row)])
-        for row in rows:
-            cells = dataclasses.astuple(row)
-            writer.writerow([f"{c:.4g}" if isinstance(c, float) else c for c in cells])
+def _cells(row: Row) -> dict[str, object]:
+    """By column, floats with the digits that a measurement has."""
+    cells = dataclasses.asdict(row).items()
+    return {name: f"{c:.4g}" if isinstance(c, float) else c for name, c in cells}
 
 
 def _show(row: Row) -> None:
@@ -262,8 +244,9 @@ def main() -> None:
     parser.add_argument("--gemms", nargs="+", default=GEMMS, choices=GEMMS)
     parser.add_argument("--messages", type=int, default=len(MESSAGES), help="how many of them")
     parser.add_argument("--csv", type=Path, default=RESULTS)
+    parser.add_argument("--commit", default=checkout_commit(), help="where git is not at hand")
     arguments = parser.parse_args()
-    deadline = time.monotonic() + arguments.seconds
+    begin = time.monotonic()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("nccl")
@@ -279,7 +262,7 @@ def main() -> None:
         print("sound:", *sound, flush=True)
     for message in messages:
         for name, collectives in sound.items():
-            if _over(deadline):
+            if out_of_time(begin, arguments.seconds):
                 break
             found = list(bench.measure(name, collectives, *message))
             if isinstance(collectives, CopyEngineCollectives):
@@ -289,7 +272,7 @@ def main() -> None:
                 for row in found:
                     _show(row)
     if dist.get_rank() == 0:
-        _write(arguments.csv, rows)
+        append_rows(arguments.csv, [_cells(row) for row in rows])
     for collectives in made.values():
         collectives.close()
     dist.destroy_process_group()

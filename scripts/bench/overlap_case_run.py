@@ -1,0 +1,176 @@
+"""One case of `tp_overlap.py`: its variants checked, timed, recorded, and chosen among."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from bench_world import out_of_time, say
+from overlap_async_tp import async_tp
+from overlap_cases import Bench, Step, Variant
+from overlap_check import GradientCheck
+from overlap_recording import profile_steps
+from overlap_rows import Timer, captured, row
+
+from tlora_megatron.parallel.tensor_collectives import TensorCollectives, make_tensor_collectives
+from tlora_megatron.training.nano_controller import BestCount, StepTime
+
+_LEAST_ROUNDS = 5
+"""That a median is of, if `--rounds` are not fewer."""
+_GRAPHED = ("none", "nccl", "copy_engine", "skipped")
+
+
+class CaseRun:
+    """All variants of one case."""
+
+    def __init__(self, bench: Bench, variants: Sequence[Variant], args: argparse.Namespace) -> None:
+        self.bench, self.args = bench, args
+        self._variants = variants
+        self.timer = Timer(bench.device)
+        self._made: dict[str, TensorCollectives] = {}
+        self.steps: dict[str, Step] = {}
+        self.calls: dict[str, Callable[[], None]] = {}
+        self._check = GradientCheck(bench, args.layers, self._make)
+        self._began = time.monotonic()
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        """Checks, times and lets the controller choose; yields rows."""
+        try:
+            yield from self._rows()
+        finally:
+            gc.unfreeze()
+            self.bench.forget_overlaps()
+            for made in self._made.values():
+                made.close()
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        for variant in self._variants:
+            self._prepare(variant)
+        self._phase("prepared")
+        gc.collect()
+        gc.freeze()  # as training does
+        timing = time.monotonic()
+        for index in range(self.args.rounds):
+            if index >= _LEAST_ROUNDS and out_of_time(timing, self.args.case_s):
+                break
+            for key, step in self.steps.items():
+                with self._installed(step):
+                    self.timer.run(key, self.calls[key])
+        times = self.timer.result()
+        for key, step in self.steps.items():
+            yield row(self.bench, step, times, key, self.args.commit)
+        self._phase("timed")
+        if self.args.profile and self.bench.device.type == "cuda":
+            self._profile()
+            self._phase("profiled")
+        split = [key for key, step in self.steps.items() if self._may_be_chosen(step)]
+        if split and not self.args.no_controller:
+            fastest = min(split, key=lambda key: times[key]["step_ms"])
+            yield from self._controller(self.steps[fastest].variant.mechanism, times)
+            self._phase("controller")
+
+    def _phase(self, name: str) -> None:
+        say(f"{self.bench.case.label}: {name} after {time.monotonic() - self._began:.1f} s")
+
+    def _profile(self) -> None:
+        label = self.bench.case.label.replace(":", "_")
+        profile_steps(
+            {key: self.steps[key] for key in self.args.profile if key in self.steps},
+            self._installed,
+            self.timer.wait,
+            layers=self.bench.spec.num_layers,
+            path=self.args.profile_out / f"{label}.json",
+        )
+
+    def _may_be_chosen(self, step: Step) -> bool:
+        variant = step.variant
+        return variant.mechanism in self.args.mechanisms and variant.mode == "staggered"
+
+    def _prepare(self, variant: Variant) -> None:
+        """Runs a variant a few times and compares it; leaves it out where it cannot run."""
+        key = f"{variant.name} {variant.count}"
+        try:
+            step = self.bench.step(variant, self._make)
+            with self._installed(step):
+                for _ in range(2):
+                    step()
+                self.timer.wait()
+            if not (self.args.no_check or variant.skips or variant.mechanism == "skipped"):
+                off = self._check.error(step)
+                say(f"{key}: the input's gradient is {off:.3g} off fp32's")
+        except Exception as error:  # any: the others are to be timed all the same
+            say(f"{key}: left out, {type(error).__name__}: {error}")
+            return
+        self.steps[key], self.calls[key] = step, step
+        if self.args.graphs and variant.mechanism in _GRAPHED and not variant.frozen:
+            self._capture(key, step)
+
+    def _capture(self, key: str, step: Step) -> None:
+        try:
+            with self._installed(step):
+                self.calls[f"{key} graph"] = captured(step)
+            self.steps[f"{key} graph"] = step
+        except RuntimeError as error:
+            say(f"{key}: no graph, {error}")
+
+    @contextlib.contextmanager
+    def _installed(self, step: Step) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(step.installed())
+            if step.variant.mechanism == "async_tp":
+                run = self.bench.run
+                stack.enter_context(async_tp(run.linears, run.groups.tp_group))
+            yield
+
+    def _make(self, mechanism: str) -> TensorCollectives:
+        if mechanism not in self._made:
+            self._made[mechanism] = make_collectives(mechanism, self.bench)
+        return self._made[mechanism]
+
+    def _controller(
+        self, mechanism: str, times: dict[str, dict[str, float]]
+    ) -> Iterator[dict[str, Any]]:
+        """Lets the controller choose among the fastest mechanism's counts."""
+        keys = {n: f"{mechanism} {n}" for n in (1, *self.args.counts)} | {1: "none 1"}
+        controller = BestCount(limit=next(n for n in range(9, 0, -1) if n in keys))
+        if any(key not in self.steps for key in keys.values()):
+            return
+        settled = None
+        for index in range(self.args.controller_steps):
+            step, timer = self.steps[keys[controller.count]], Timer(self.bench.device)
+            with self._installed(step):
+                timer.run("step", step)
+            time_s = timer.result()["step"]["step_ms"] / 1e3
+            tokens = self.bench.case.num_tokens
+            controller.next_count(
+                StepTime(time_s=time_s, tokens=tokens, mix_key="bench", most=max(keys))
+            )
+            if controller.is_settled and settled is None:
+                settled = index + 1
+        chosen = keys[controller.kept]
+        best = min(keys.values(), key=lambda key: times[key]["step_ms"])
+        ratio = times[chosen]["step_ms"] / times[best]["step_ms"]
+        say(
+            f"controller, {mechanism}: {controller.kept} after {settled} steps, {ratio:.3f} of the "
+            f"best fixed number's time"
+        )
+        yield row(self.bench, self.steps[chosen], times, chosen, self.args.commit) | {
+            "mechanism": f"controller {mechanism}",
+            "nano_batches": controller.kept,
+            "settled_steps": settled,
+        }
+
+
+def make_collectives(mechanism: str, bench: Bench) -> TensorCollectives:
+    """By name: the package's, or those of `tp_mechanisms` on GPUs."""
+    group, device = bench.run.groups.tp_group, bench.device
+    max_bytes = bench.case.num_tokens * bench.spec.hidden_size * bench.dtype.itemsize
+    if mechanism in ("gloo", "skipped"):
+        return make_tensor_collectives(group, device, mechanism)
+    from tp_mechanisms import make_mechanism
+
+    return make_mechanism(mechanism, group, device, max_bytes)
