@@ -49,7 +49,7 @@ def test_losses_trace_and_going_on(tmp_path: Path) -> None:
     assert not (tmp_path / "whole" / "nano_batches.jsonl").exists()
 
     # The run is lengthened; as if it had explored to the end and 2 had been its choice.
-    lines[-1] |= {"kept": 2, "phase": "keep"}
+    lines[-1] |= {"kept": 2, "chosen": 2, "phase": "keep"}
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (output_dir / "nano_batches.jsonl").write_text(text)
     document = json.loads(config.read_text())

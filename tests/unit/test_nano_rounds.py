@@ -15,8 +15,8 @@ from tlora_megatron.job import LoraSpec
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.ops.segments import Document
 from tlora_megatron.training.data import TokenSequence
-from tlora_megatron.training.nano_controller import TRACE_FILE
 from tlora_megatron.training.nano_rounds import NanoRounds, RankAwareCut, mix_key
+from tlora_megatron.training.nano_trace import TRACE_FILE
 from tlora_megatron.training.packing import Bins, Item, Placed
 
 COSTS = (1.0, 0.9, 0.95, 1.0)
@@ -34,18 +34,22 @@ def bins(*lengths: int) -> Bins:
     return Bins(num_micro_batches=1, dp_size=1, contents=(placed,))
 
 
-def jobs(*names: str) -> Any:
-    return [SimpleNamespace(name=name, is_active=True) for name in names]
+def jobs(*names: str, step: int = 0) -> Any:
+    return [SimpleNamespace(name=name, is_active=True, step=step) for name in names]
 
 
 class Run:
-    """Rounds of which each takes what its number of nano-batches costs."""
+    """Rounds of which each takes what its number of nano-batches costs; two jobs step in each."""
 
-    def __init__(self, folder: Path, *, resuming: bool = False, kind: Any = "best") -> None:
+    def __init__(
+        self, folder: Path, *, resuming: bool = False, kind: Any = "best", step: int = 99
+    ) -> None:
         self.count = 0
+        self.jobs = jobs("a", "b", step=step if resuming else 0)
         self.rounds = NanoRounds(
             kind,
             self._set,
+            jobs=self.jobs,
             device=torch.device("cpu"),
             output_dir=folder,
             is_writer=True,
@@ -60,6 +64,8 @@ class Run:
         for index in range(rounds):
             time_s = COSTS[self.count - 1] / every
             waited = index % every == every - 1
+            for job in self.jobs:
+                job.step += waited
             self.rounds.after_round(jobs(*names), content, time_s, has_waited=waited)
 
 
@@ -82,9 +88,9 @@ def test_chooses_sets_and_writes_down(tmp_path: Path) -> None:
     assert [r["nano_batches"] for r in trace[:7]] == [1, 1, 1, 1, 1, 1, 2]
     assert trace[0] | {"time_s": 1.0} == {
         "step": 1, "nano_batches": 1, "time_s": 1.0, "tokens": 250, "phase": "explore",
-        "kept": 1, "jobs": 2, "mix": mix_key(jobs("a", "b")),
+        "kept": 1, "jobs": 2, "mix": mix_key(jobs("a", "b")), "chosen": None, "job_steps": 2,
     }  # fmt: skip
-    assert trace[-1]["phase"] == "keep"
+    assert (trace[-1]["phase"], trace[-1]["chosen"]) == ("keep", 2)
     assert run.rounds.summary() == {
         "count": 2, "controller": "best", "time_over_one": pytest.approx(0.9),
     }  # fmt: skip
@@ -120,6 +126,78 @@ def test_a_resumed_run_keeps_the_choice(tmp_path: Path) -> None:
     again.train(40)
     assert {r["nano_batches"] for r in records(tmp_path)[59:]} == {2}
     assert [r["step"] for r in records(tmp_path)] == list(range(1, 99))
+
+
+def test_a_resumed_run_cuts_off_what_it_does_again_and_nothing_else(tmp_path: Path) -> None:
+    """Its checkpoints are of step 40 of both jobs; what was chosen later stays chosen."""
+    Run(tmp_path).train(60)
+    path = tmp_path / TRACE_FILE
+    lines = path.read_text().splitlines(keepends=True)
+    lines.insert(7, "a note\n")
+    path.write_text("".join(lines))
+    node = path.stat().st_ino
+    again = Run(tmp_path, resuming=True, step=40)
+    assert path.read_text() == "".join(lines[:41])
+    assert path.stat().st_ino == node, "it is appended to, not written anew"
+    assert (again.count, again.rounds.steps) == (2, 40)
+
+
+def test_a_resumed_run_reads_no_more_of_its_trace_than_it_needs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Run(tmp_path).train(60)
+    path = tmp_path / TRACE_FILE
+    path.write_text("a note\n" + path.read_text())
+    Run(tmp_path, resuming=True)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda line: line.pop("mix"), "mix must be of type str, got none"),
+        (lambda line: line.update(step="59"), "step must be of type int, got '59'"),
+        (lambda line: line.update(chosen=True), "chosen must be of type int | None, got True"),
+    ],
+)
+def test_broken_lines_are_passed_over_and_stay(
+    tmp_path: Path, change: Any, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    Run(tmp_path).train(60)
+    path = tmp_path / TRACE_FILE
+    *whole, line, last = path.read_text().splitlines(keepends=True)
+    broken = json.loads(line)
+    change(broken)
+    text = "".join([*whole, json.dumps(broken) + "\n", last.replace("{", "[")])
+    path.write_text(text)
+    again = Run(tmp_path, resuming=True)
+    assert [record.message for record in caplog.records] == [
+        f"{path}:58 is passed over: {reason} (2 such lines in all)"
+    ]
+    assert (again.count, again.rounds.steps) == (2, 57)
+    again.train(3)
+    assert path.read_text().startswith(text)
+
+
+def test_a_trace_of_an_earlier_version_stays_and_mixes_are_explored_anew(tmp_path: Path) -> None:
+    """It says neither what was chosen nor how far its jobs were."""
+    Run(tmp_path).train(60)
+    old = [
+        {k: v for k, v in r.items() if k not in ("chosen", "job_steps")} for r in records(tmp_path)
+    ]
+    (tmp_path / TRACE_FILE).write_text("".join(json.dumps(record) + "\n" for record in old))
+    again = Run(tmp_path, resuming=True, step=0)
+    assert (again.count, again.rounds.steps) == (1, 59)
+    again.train(3)
+    assert records(tmp_path)[:59] == old
+
+
+def test_a_trace_that_cannot_be_read_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / TRACE_FILE).mkdir()
+    assert Run(tmp_path, resuming=True).count == 1
+    assert "could not be read" in caplog.text
 
 
 @pytest.mark.parametrize(

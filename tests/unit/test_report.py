@@ -316,18 +316,20 @@ def test_corrupt_summary_is_refused_and_the_old_report_stays(tmp_path: Path, tex
     assert (tmp_path / "report.html").read_bytes() == before
 
 
-def test_nano_batches_have_a_picture(tmp_path: Path) -> None:
+def test_nano_batches_have_a_picture(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_config(tmp_path, ["a"])
     write_job(tmp_path, "a", 20)
     assert "Nano-batches" not in page_of(tmp_path)[0]
     lines = [
         {"step": step, "nano_batches": 1 + step % 3, "time_s": 9.0 if step == 1 else 0.1 + step % 3,
-         "tokens": 8192, "phase": "explore", "kept": 2}
+         "tokens": 8192, "phase": "explore", "kept": 2, "jobs": 1, "mix": "m"}
         for step in range(1, 40)
     ]  # fmt: skip
     trace = tmp_path / "nano_batches.jsonl"
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 40, "na')
+    trace.write_text('{"step": 0}\nnonsense\n' + trace.read_text())
     text, page = page_of(tmp_path)
+    assert f"{trace}:1 is passed over: nano_batches must be" in caplog.text
     section = text.split("<h2>Nano-batches</h2>")[1]
     assert "kept at the end: <b>2</b>" in section
     assert all(f"var(--c{color})" in section for color in range(3))

@@ -194,6 +194,7 @@ class TrainingRun:
         return NanoRounds(
             run.nano_controller,
             engine.set_nano_batches,
+            jobs=super_model.jobs,
             device=groups.device,
             output_dir=self.output_dir,
             is_writer=groups.is_writer,

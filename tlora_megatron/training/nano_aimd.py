@@ -30,6 +30,10 @@ class AimdCount:
         """The count itself: nothing is kept."""
         return self.count
 
+    def chosen(self, mix_key: str) -> int:
+        """See `NanoController`: the count itself, whatever the mix."""
+        return self.count
+
     def resume(self, mix_key: str, count: int) -> None:
         """See `NanoController`."""
         self.count = max(1, min(count, self.limit))

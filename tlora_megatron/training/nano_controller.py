@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal, Protocol
 
-TRACE_FILE = "nano_batches.jsonl"
-"""In the output folder: a line a measured step."""
 MOST_COUNT = 4
 """Counts that are tried. In a prototype on 4 H200s (NCCL beside compute) four were never faster
 than two; one more takes longer to explore, and its lane of the collectives holds buffers."""
@@ -67,6 +65,10 @@ class NanoController(Protocol):
         """Takes the time of the step just done, at the present count; returns the next count."""
         ...
 
+    def chosen(self, mix_key: str) -> int | None:
+        """The choice for a mix; None before there is one."""
+        ...
+
     def resume(self, mix_key: str, count: int) -> None:
         """Goes on with what an earlier run had chosen for a mix."""
 
@@ -110,6 +112,10 @@ class BestCount:
         self._checks = 0
         self._challenger = 1
         """Of a check."""
+
+    def chosen(self, mix_key: str) -> int | None:
+        """See `NanoController`."""
+        return self._chosen.get(mix_key)
 
     def resume(self, mix_key: str, count: int) -> None:
         """See `NanoController`."""

@@ -8,8 +8,6 @@ the host has waited for the device at the end of the next step, so choices come 
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,18 +20,11 @@ from tlora_megatron.model import ModelSpec
 from tlora_megatron.ops.segments import Document
 from tlora_megatron.parallel.nano_balance import RowCosts
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.metrics import read_metrics, write_atomic
 from tlora_megatron.training.nano_aimd import AimdCount
-from tlora_megatron.training.nano_controller import (
-    TRACE_FILE,
-    BestCount,
-    NanoController,
-    StepTime,
-)
+from tlora_megatron.training.nano_controller import BestCount, NanoController, StepTime
+from tlora_megatron.training.nano_trace import NOTHING, NanoTrace, Resumed, TraceLine
 from tlora_megatron.training.packing import Bins
 from tlora_megatron.training.super_model import SuperModel
-
-logger = logging.getLogger(__name__)
 
 
 class _Settings(Protocol):
@@ -108,6 +99,8 @@ class _Measured:
     mix_key: str
     most: int
     num_jobs: int
+    job_steps: int
+    """Of all the run's jobs."""
     count: int
     phase: str
 
@@ -117,6 +110,7 @@ class NanoRounds:
 
     Args:
         set_count: makes the engine cut so; called between rounds.
+        jobs: all of the run's, at the steps that they go on from.
         output_dir: where the trace goes on the writer.
         resuming: goes on with what the trace there says was chosen last; else begins a new one.
     """
@@ -126,6 +120,7 @@ class NanoRounds:
         kind: Literal["best", "aimd"],
         set_count: Callable[[int], None],
         *,
+        jobs: Sequence[JobState],
         device: torch.device,
         output_dir: Path,
         is_writer: bool,
@@ -134,14 +129,13 @@ class NanoRounds:
         self.kind = kind
         self.controller: NanoController = BestCount() if kind == "best" else AimdCount()
         self._set_count = set_count
+        self._jobs = tuple(jobs)
         self._device = device
-        self._path = output_dir / TRACE_FILE if is_writer else None
-        self._warned_of_disk = False
-        last = self._last_record(resuming=resuming)
-        self.steps = int(last.get("step", 0))
+        self._trace = NanoTrace(output_dir) if is_writer else None
+        self.steps, last = self._resumed(resuming=resuming)
         """Measured so far, those of the resumed run included."""
-        if last and (kind == "aimd" or last["was_explored"]):
-            self.controller.resume(last["mix"], last["kept"])
+        if last is not None and last.chosen is not None:
+            self.controller.resume(last.mix, last.chosen)
         self._time_s, self._tokens, self._most = 0.0, 0, 1
         """Of the rounds since the host last waited for the device."""
         self._pending: _Measured | None = None
@@ -170,6 +164,7 @@ class NanoRounds:
             mix_key=mix_key(jobs),
             most=self._most,
             num_jobs=len(jobs),
+            job_steps=self._job_steps,
             count=count,
             phase=self.controller.phase,
         )
@@ -195,53 +190,42 @@ class NanoRounds:
         ratio = times[kept] / times[1] if {1, kept} <= times.keys() else None
         return {"count": kept, "controller": self.kind, "time_over_one": ratio}
 
-    def _last_record(self, *, resuming: bool) -> dict[str, Any]:
-        """The trace's last line, the same on all processes; none for a new run."""
-        found: list[Any] = [{}]
-        if self._path is not None:
-            if resuming and self._path.exists():
-                found = [_last_of(self._path)]
+    @property
+    def _job_steps(self) -> int:
+        return sum(job.step for job in self._jobs)
+
+    def _resumed(self, *, resuming: bool) -> Resumed:
+        """What the trace says, the same on all processes."""
+        found = NOTHING
+        if self._trace is not None:
+            if resuming:
+                found = self._trace.resume(self._job_steps)
             else:
-                write_atomic(self._path, "")
-        dist.broadcast_object_list(found, src=0)
-        return dict(found[0])
+                self._trace.begin()
+        told = [found]
+        dist.broadcast_object_list(told, src=0)
+        return told[0]
 
     def _write(self, step: StepTime, done: _Measured) -> None:
         self.steps += 1
-        if self._path is None:
+        if self._trace is None:
             return
-        record = {
-            "step": self.steps,
-            "nano_batches": done.count,
-            "time_s": step.time_s,
-            "tokens": step.tokens,
-            "phase": done.phase,
-            "kept": self.controller.kept,
-            "jobs": done.num_jobs,
-            "mix": step.mix_key,
-        }
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-        except OSError as error:
-            if not self._warned_of_disk:
-                self._warned_of_disk = True
-                logger.warning("%s could not be written: %s", self._path, error)
+        line = TraceLine(
+            step=self.steps,
+            nano_batches=done.count,
+            time_s=step.time_s,
+            tokens=step.tokens,
+            phase=done.phase,
+            kept=self.controller.kept,
+            jobs=done.num_jobs,
+            mix=step.mix_key,
+            chosen=self.controller.chosen(step.mix_key),
+            job_steps=done.job_steps,
+        )
+        self._trace.append(line)
 
 
 def mix_key(jobs: Sequence[JobState]) -> str:
     """Short name of who trains beside whom; what has failed but keeps its seat counts too."""
     names = [f"{job.name}\0{job.is_active}" for job in jobs]
     return hashlib.blake2s("\n".join(names).encode(), digest_size=6).hexdigest()
-
-
-def _last_of(path: Path) -> dict[str, Any]:
-    """The last whole line of a trace, and whether `best` had done exploring its mix of jobs; a torn
-    end is dropped, so that lines can follow."""
-    records = read_metrics(path)
-    write_atomic(path, "".join(json.dumps(record) + "\n" for record in records))
-    if not records:
-        return {}
-    last = records[-1]
-    tried = any(r["mix"] == last["mix"] and r["phase"] == "explore" for r in records)
-    return last | {"was_explored": tried and last["phase"] != "explore"}

@@ -1,0 +1,168 @@
+"""`OUT/nano_batches.jsonl`, a line a measured step: written, read back, gone on with.
+
+A line that cannot be used (edited by hand, or of an earlier version) is passed over with a warning
+and stays where it is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+from tlora_megatron.training.metrics import write_atomic
+
+logger = logging.getLogger(__name__)
+
+TRACE_FILE = "nano_batches.jsonl"
+"""In the output folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceLine:
+    """One measured step."""
+
+    step: int
+    """Measured so far, this one included."""
+    nano_batches: int
+    """It ran in at most so many."""
+    time_s: float
+    tokens: int
+    """Of all jobs."""
+    phase: str
+    """What it was run for."""
+    kept: int
+    """The choice behind it, of whichever mix of jobs made one last."""
+    jobs: int
+    """That trained."""
+    mix: str
+    """See `nano_rounds.mix_key`."""
+    chosen: int | None = None
+    """The mix's own choice; None while it has made none."""
+    job_steps: int = 0
+    """Steps of all the run's jobs together, behind this one: tells what a checkpoint is behind."""
+
+    @classmethod
+    def parse(cls, text: bytes) -> TraceLine:
+        """Raises ValueError for what is no such line; further keys are passed over."""
+        record = json.loads(text)
+        if not isinstance(record, dict):
+            raise ValueError(f"a line must be a JSON object, got {text[:80]!r}")
+        values = {}
+        for field in fields(cls):
+            value, kind = record.get(field.name, field.default), _kinds()[field.name]
+            if not isinstance(value, kind) or isinstance(value, bool):
+                got = "none" if value is MISSING else repr(value)
+                name = getattr(kind, "__name__", kind)
+                raise ValueError(f"{field.name} must be of type {name}, got {got}")
+            values[field.name] = value
+        return cls(**values)
+
+
+@cache
+def _kinds() -> dict[str, Any]:
+    """Types of a line's values."""
+    return get_type_hints(TraceLine)
+
+
+class Resumed(NamedTuple):
+    """What a run goes on from."""
+
+    step: int
+    """Of the last line that the checkpoints are not behind; 0 = there is none."""
+    last: TraceLine | None
+    """That was written, also if it was cut off: what has been measured stays true."""
+
+
+NOTHING = Resumed(0, None)
+
+
+class NanoTrace:
+    """The writer's file. A disk that refuses it costs the run nothing but a warning."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self.path = output_dir / TRACE_FILE
+        self._warned_of_disk = False
+
+    def begin(self) -> None:
+        """Empties it."""
+        write_atomic(self.path, "")
+
+    def resume(self, job_steps: int) -> Resumed:
+        """Cuts off what a resumed run does again, and a torn last line; all else stays as it is.
+
+        Read from its end, as far as needed.
+
+        Args:
+            job_steps: of all jobs together in the checkpoints that the run goes on from.
+        """
+        try:
+            return self._resume(job_steps)
+        except FileNotFoundError:
+            return NOTHING
+        except OSError as error:
+            self._warn_of_disk("read", error)
+            return NOTHING
+
+    def append(self, line: TraceLine) -> None:
+        """Writes a line."""
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(line)) + "\n")
+        except OSError as error:
+            self._warn_of_disk("written", error)
+
+    def _resume(self, job_steps: int) -> Resumed:
+        whole = self.path.read_bytes()
+        cut = end = whole.rfind(b"\n") + 1
+        last = kept = None
+        broken: list[tuple[int, ValueError]] = []
+        while end and kept is None:
+            begin = whole.rfind(b"\n", 0, end - 1) + 1
+            try:
+                line = TraceLine.parse(whole[begin:end])
+            except ValueError as error:
+                broken.insert(0, (whole.count(b"\n", 0, begin) + 1, error))
+            else:
+                last = last or line
+                if line.job_steps <= job_steps:
+                    kept = line
+                else:
+                    cut = begin
+            end = begin
+        _warn_of_lines(self.path, broken)
+        if cut < len(whole):
+            os.truncate(self.path, cut)
+        return Resumed(kept.step if kept else 0, last)
+
+    def _warn_of_disk(self, what: str, error: OSError) -> None:
+        if not self._warned_of_disk:
+            self._warned_of_disk = True
+            logger.warning("%s could not be %s: %s", self.path, what, error)
+
+
+def read_trace(output_dir: Path) -> list[TraceLine]:
+    """All lines that can be used, a torn last one not among them; none without a file."""
+    path = output_dir / TRACE_FILE
+    if not path.exists():
+        return []
+    lines, broken = [], []
+    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            lines.append(TraceLine.parse(text))
+        except ValueError as error:
+            broken.append((number, error))
+    _warn_of_lines(path, broken)
+    return lines
+
+
+def _warn_of_lines(path: Path, broken: Sequence[tuple[int, ValueError]]) -> None:
+    if broken:
+        number, error = broken[0]
+        more = f" ({len(broken)} such lines in all)" if len(broken) > 1 else ""
+        logger.warning("%s:%d is passed over: %s%s", path, number, error, more)
