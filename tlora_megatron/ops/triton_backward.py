@@ -19,7 +19,8 @@ from tlora_megatron.ops.tiling import RANK_CHUNK
 from tlora_megatron.ops.triton_down import largest_rank_tile, new_ranked, new_workspace
 from tlora_megatron.ops.triton_rank_product import CHUNK, FIELDS, TILE, finish_block, rank_product
 from tlora_megatron.ops.triton_sums import outer_block
-from tlora_megatron.ops.work_items import RANK_PRODUCT, backward_up_bounds, backward_up_items
+from tlora_megatron.ops.work_bounds import backward_up_bounds
+from tlora_megatron.ops.work_items import RANK_PRODUCT, backward_up_items
 
 _RANK_PRODUCT = tl.constexpr(RANK_PRODUCT)
 

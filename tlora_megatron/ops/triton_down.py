@@ -13,7 +13,8 @@ from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE
 from tlora_megatron.ops.triton_dropout import dropped_below, row_hash
 from tlora_megatron.ops.triton_rank_product import CHUNK, FIELDS, finish_block, rank_product
-from tlora_megatron.ops.work_items import down_bounds, down_items
+from tlora_megatron.ops.work_bounds import down_bounds
+from tlora_megatron.ops.work_items import down_items
 
 
 @triton.jit

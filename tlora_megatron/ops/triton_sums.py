@@ -27,7 +27,8 @@ from tlora_megatron.ops.triton_down import (
 )
 from tlora_megatron.ops.triton_dropout import drop_zero, dropped_below, row_hash
 from tlora_megatron.ops.triton_rank_product import CHUNK, FIELDS, TILE, UNIT, mapped_columns
-from tlora_megatron.ops.work_items import backward_down_bounds, backward_down_items
+from tlora_megatron.ops.work_bounds import backward_down_bounds
+from tlora_megatron.ops.work_items import backward_down_items
 
 
 @triton.jit

@@ -25,7 +25,6 @@ from tlora_megatron.ops.kernel_config import BackwardDownConfig, BackwardUpConfi
 from tlora_megatron.ops.plan_tensors import (
     WORKSPACE_UNIT,
     Array,
-    ItemBounds,
     ItemList,
     PlanTensors,
     item_array,
@@ -62,12 +61,6 @@ def down_items(plan: PlanTensors, config: DownConfig, depth: int) -> ItemList:
     return _numbered(items, config.block_rows)
 
 
-def down_bounds(plan: PlanTensors, config: DownConfig, depth: int) -> ItemBounds:
-    """Bounds of `down_items` over all micro-batches."""
-    chunks = int(plan.slot_chunks.sum(axis=1).max(initial=0))
-    return _rank_bounds(plan, chunks, config.block_rows, config.rank_tile, config.splits)
-
-
 def backward_up_items(
     plan: PlanTensors, config: BackwardUpConfig, columns: Sequence[int]
 ) -> ItemList:
@@ -101,21 +94,6 @@ def backward_up_items(
     return ItemList(items=_by_region(items, config), workspace=second.workspace)
 
 
-def backward_up_bounds(
-    plan: PlanTensors, config: BackwardUpConfig, columns: Sequence[int]
-) -> ItemBounds:
-    """Bounds of `backward_up_items` over all micro-batches."""
-    items = workspace = 0
-    for p, num_columns in enumerate(columns):
-        chunks = int(plan.slot_chunks[:, p].max(initial=0))
-        splits = -(-num_columns // config.split_columns)
-        down = _rank_bounds(plan, chunks, config.block_rows, config.rank_tile, splits)
-        outer = _outer_bounds(plan, config, chunks, num_columns)
-        items += down.items + outer.items
-        workspace += down.workspace + outer.workspace
-    return ItemBounds(items=items, workspace=workspace)
-
-
 def backward_down_items(
     plan: PlanTensors, config: BackwardDownConfig, depth: int, window: tuple[int, int]
 ) -> ItemList:
@@ -128,12 +106,6 @@ def backward_down_items(
     chunks = plan.slot_chunks.sum(axis=1)
     outer = _outer_products(plan, config, chunks, a_rows, depth, 0, window)
     return _grouped([outer], config.block_columns, 0, 0)
-
-
-def backward_down_bounds(plan: PlanTensors, config: BackwardDownConfig, depth: int) -> ItemBounds:
-    """Bounds of `backward_down_items` over all micro-batches."""
-    chunks = int(plan.slot_chunks.sum(axis=1).max(initial=0))
-    return _outer_bounds(plan, config, chunks, depth)
 
 
 def _rank_products(
@@ -274,30 +246,3 @@ def _by_region(items: Array, config: BackwardUpConfig) -> Array:
     column = np.where(outer, items[:, 6], items[:, _DEPTH0]) // config.split_columns
     idle = ~outer & (items[:, _DEPTH1] == 0)
     return items[np.lexsort((column, items[:, 14], row, idle))]
-
-
-def _rank_bounds(
-    plan: PlanTensors, chunks: int, block_rows: int, rank_tile: int, splits: int
-) -> ItemBounds:
-    slots = min(len(plan.layout.ranks), plan.num_rows)
-    hits = -(-plan.num_rows // block_rows) + slots
-    passes = -(-chunks * RANK_CHUNK // rank_tile)
-    blocks = plan.max_pairs * (ROW_TILE // block_rows)
-    units = hits * splits * chunks * RANK_CHUNK * block_rows // WORKSPACE_UNIT
-    return ItemBounds(items=passes * (blocks + hits * (splits - 1)), workspace=units)
-
-
-def _outer_bounds(
-    plan: PlanTensors, config: BackwardUpConfig | BackwardDownConfig, chunks: int, columns: int
-) -> ItemBounds:
-    """A slot of n rows has at most `n / rows_per_run + 1` runs; if several, twice the quotient."""
-    block, num_rows = config.block_columns, plan.num_rows
-    runs = num_rows // config.rows_per_run + min(len(plan.layout.ranks), num_rows)
-    passes = -(-chunks * RANK_CHUNK // config.rank_tile)
-    padded = -(-columns // block) * block
-    widest = max(block, config.item_size // config.rows_per_run // block * block)
-    full = 2 * (num_rows // config.rows_per_run) * -(-padded // widest)
-    blocks = full + 2 * num_rows * padded // max(config.item_size, 1) + runs
-    several = 2 * num_rows // config.rows_per_run
-    units = several * chunks * RANK_CHUNK * padded // WORKSPACE_UNIT
-    return ItemBounds(items=passes * blocks, workspace=units)
