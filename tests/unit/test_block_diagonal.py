@@ -15,6 +15,8 @@ from peft import BdLoraConfig, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.block_case import against_dense, blocks
+from tests.helpers.layout_sites import SPEC as SMALL
+from tests.helpers.layout_sites import sites_of_ranks
 from tests.helpers.linear_case import Case
 from tests.helpers.planner_case import HARDWARE
 from tests.helpers.tiny_models import make_tiny_model, random_factors
@@ -26,7 +28,7 @@ from tlora_megatron.job import HF_TARGETS, ROW_PARALLEL_TARGETS, DataSpec, JobSp
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach, check_blocks_fit
 from tlora_megatron.layers.linear_sites import rank_sites
-from tlora_megatron.layers.sites import Site, make_site, stage_sites
+from tlora_megatron.layers.sites import make_site
 from tlora_megatron.layers.slab import AdapterSlab, factor_shape, initial_factor, whole_tensors
 from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model import ModelSpec, read_model_spec
@@ -38,29 +40,8 @@ from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.training.peft_format import export_adapter, fit_to_job, load_adapter
 
 CPU = torch.device("cpu")
-SPEC = ModelSpec(
-    model_type="llama",
-    num_layers=4,
-    hidden_size=32,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=4,
-    ffn_size=48,
-    vocab_size=32,
-    max_positions=64,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-)
-
-
-def sites_of_ranks(tp_size: int, pp_size: int = 1) -> list[tuple[Site, ...]]:
-    """Sites of every model-parallel rank, TP fastest."""
-    layout = ParallelLayout(tp_size=tp_size, pp_size=pp_size)
-    return [
-        stage_sites(SPEC, layout, tp_rank=tp_rank, pp_rank=pp_rank)
-        for pp_rank in range(pp_size)
-        for tp_rank in range(tp_size)
-    ]
+SPEC = dataclasses.replace(SMALL, hidden_size=32, ffn_size=48)
+"""Widths that 8 blocks divide."""
 
 
 class TestRules:
@@ -151,7 +132,7 @@ class TestSlab:
         lora = blocks(16, num_blocks)
         factors = random_factors(SPEC, lora)
         slabs = []
-        for sites in sites_of_ranks(tp_size, pp_size):
+        for sites in sites_of_ranks(SPEC, tp_size, pp_size):
             slabs.append(AdapterSlab(slab_layout(sites, lora), CPU))
             slabs[-1].load(factors.__getitem__)
         layouts = [slab.layout for slab in slabs]
@@ -168,11 +149,11 @@ class TestSlab:
         expected = 16 * (in_size + out_size // 4)
         if target in ROW_PARALLEL_TARGETS:
             expected = 16 * (in_size // 4 + out_size)
-        assert slab_layout(sites_of_ranks(1)[0], lora).numel == 4 * expected
+        assert slab_layout(sites_of_ranks(SPEC, 1)[0], lora).numel == 4 * expected
         shapes = [factor_shape(SPEC, f"layers.0.{target}.lora_{side}", lora) for side in "ab"]
         assert sum(math.prod(shape) for shape in shapes) == expected
         for tp_size in (1, 2, 4):
-            held = slab_layout(sites_of_ranks(tp_size)[0], lora).numel
+            held = slab_layout(sites_of_ranks(SPEC, tp_size)[0], lora).numel
             load = JobLoad.from_spec(
                 JobSpec(name="a", data=DataSpec(train="a"), lora=lora), LengthHistogram.single(8)
             )
@@ -206,7 +187,7 @@ class TestSlab:
             ),
         )
         factors = random_factors(SPEC, lora)
-        for tp_rank, sites in enumerate(sites_of_ranks(2)):
+        for tp_rank, sites in enumerate(sites_of_ranks(SPEC, 2)):
             layout = ParallelLayout(tp_size=2)
             plain = rank_sites(spec, layout, tp_rank=tp_rank, pp_rank=0)
             ours, theirs = slab_layout(sites, lora), slab_layout(plain, lora)

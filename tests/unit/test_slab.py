@@ -9,9 +9,10 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from tests.helpers.layout_sites import SPEC, sites_of_ranks
 from tests.helpers.tiny_models import random_factors
 from tlora_megatron.job import HF_TARGETS, MEGATRON_TARGETS, LoraSpec
-from tlora_megatron.layers.sites import LINEAR_TARGETS, Site, make_site, stage_sites
+from tlora_megatron.layers.sites import LINEAR_TARGETS, make_site
 from tlora_megatron.layers.slab import (
     AdapterSlab,
     factor_names,
@@ -21,23 +22,8 @@ from tlora_megatron.layers.slab import (
     whole_tensors,
 )
 from tlora_megatron.layers.slab_layout import slab_layout
-from tlora_megatron.model import ModelSpec
-from tlora_megatron.plan import ParallelLayout
 
 CPU = torch.device("cpu")
-SPEC = ModelSpec(
-    model_type="llama",
-    num_layers=4,
-    hidden_size=24,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=4,
-    ffn_size=40,
-    vocab_size=32,
-    max_positions=64,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-)
 TARGETS = {
     **{target: (target,) for target in (*HF_TARGETS, *MEGATRON_TARGETS)},
     "all of Hugging Face": HF_TARGETS,
@@ -47,22 +33,12 @@ TARGETS = {
 SIZES = (1, 2, 4)
 
 
-def sites_of_ranks(tp_size: int, pp_size: int) -> list[tuple[Site, ...]]:
-    """Sites of every model-parallel rank, TP fastest."""
-    layout = ParallelLayout(tp_size=tp_size, pp_size=pp_size)
-    return [
-        stage_sites(SPEC, layout, tp_rank=tp_rank, pp_rank=pp_rank)
-        for pp_rank in range(pp_size)
-        for tp_rank in range(tp_size)
-    ]
-
-
 def loaded_slabs(
     lora: LoraSpec, factors: Mapping[str, torch.Tensor], tp_size: int, pp_size: int
 ) -> list[AdapterSlab]:
     """Every rank's slab with its part of the adapter."""
     slabs = []
-    for sites in sites_of_ranks(tp_size, pp_size):
+    for sites in sites_of_ranks(SPEC, tp_size, pp_size):
         slab = AdapterSlab(slab_layout(sites, lora), CPU)
         slab.master.fill_(math.nan)
         slab.load(factors.__getitem__)
@@ -103,7 +79,7 @@ def test_the_replicated_part_comes_first_and_the_rest_is_cut(targets: str, tp_si
 @pytest.mark.parametrize("tp_size", SIZES)
 def test_factors_fill_the_buffer_without_gaps(tp_size: int) -> None:
     lora = LoraSpec(rank=7, target_modules=TARGETS["mixed"])
-    for sites in sites_of_ranks(tp_size, 2):
+    for sites in sites_of_ranks(SPEC, tp_size, 2):
         layout = slab_layout(sites, lora)
         ends = itertools.accumulate(factor.numel for factor in layout.factors)
         assert [factor.offset for factor in layout.factors] == [0, *ends][:-1]
@@ -163,7 +139,7 @@ def test_q_heads_lie_before_their_k_and_v_heads() -> None:
 
 def test_moments_are_buffers_of_their_own() -> None:
     lora = LoraSpec(rank=2, target_modules=("q_proj",))
-    slab = AdapterSlab(slab_layout(sites_of_ranks(1, 1)[0], lora), CPU)
+    slab = AdapterSlab(slab_layout(sites_of_ranks(SPEC, 1, 1)[0], lora), CPU)
     factors = random_factors(SPEC, lora)
     slab.load(factors.__getitem__, "exp_avg")
     buffers = slab.buffers()
