@@ -14,6 +14,7 @@ import torch
 from tlora_megatron.job import LoraSpec
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.ops.segments import Document
+from tlora_megatron.parallel.lane_room import NO_LIMIT, LaneRoom
 from tlora_megatron.training.data import TokenSequence
 from tlora_megatron.training.nano_rounds import NanoRounds, RankAwareCut, mix_key
 from tlora_megatron.training.nano_trace import TRACE_FILE
@@ -45,6 +46,7 @@ class Run:
         self, folder: Path, *, resuming: bool = False, kind: Any = "best", step: int = 99
     ) -> None:
         self.count = 0
+        self.room = NO_LIMIT
         self.jobs = jobs("a", "b", step=step if resuming else 0)
         self.rounds = NanoRounds(
             kind,
@@ -54,6 +56,7 @@ class Run:
             output_dir=folder,
             is_writer=True,
             resuming=resuming,
+            room=lambda: self.room,
         )
 
     def _set(self, count: int) -> None:
@@ -244,6 +247,30 @@ def test_a_full_disk_costs_no_round(tmp_path: Path, caplog: pytest.LogCaptureFix
     (tmp_path / TRACE_FILE).mkdir()
     run.train(3)
     assert caplog.text.count("could not be written") == 1
+
+
+@pytest.mark.parametrize("kind", ["best", "aimd"])
+def test_a_number_without_memory_for_it_is_not_tried(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, kind=kind)
+    run.room = LaneRoom(1, 3 << 30)
+    run.train(40)
+    assert {record["nano_batches"] for record in records(tmp_path)} == {1}
+    assert [record.message for record in caplog.records] == [
+        "run.nano_batches: more than 1 are not tried: the fullest GPU has 3.0 GiB left beside its "
+        "peak"
+    ]
+
+
+def test_what_has_run_stays_when_memory_gets_short(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.room = LaneRoom(2, 9e9)
+    run.train(40)
+    run.room = LaneRoom(1, 1e9)
+    run.train(20)
+    assert run.count == 2
+    assert {record["nano_batches"] for record in records(tmp_path)} == {1, 2}
 
 
 def test_aimd_has_no_ratio(tmp_path: Path) -> None:

@@ -53,14 +53,14 @@ class CopyEngineCollectives:
             size=self.size,
             slot_bytes=slot_bytes_for(max_bytes, self.size),
         )
+        self.lane_bytes = _FLAG_BYTES + self._lane.area_bytes
         self._memory: list[SymmetricMemory] = []
         self._calls: list[_Calls] = []
 
     def prepare(self, num_lanes: int) -> None:
         """Allocates lanes that are not there yet; those there stay."""
         for lane in range(len(self._memory), num_lanes):
-            num_bytes = _FLAG_BYTES + self._lane.area_bytes
-            self._memory.append(allocate(self.group, self.device, num_bytes))
+            self._memory.append(allocate(self.group, self.device, self.lane_bytes))
             # Jobs vary the number of rows: as many as a lane may meet.
             describe = functools.partial(self._describe_operation, lane)
             self._calls.append(functools.lru_cache(maxsize=1024)(describe))

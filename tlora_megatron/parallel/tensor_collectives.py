@@ -32,6 +32,8 @@ class TensorCollectives(Protocol):
     """
 
     name: str
+    lane_bytes: int
+    """Memory that `prepare` takes for each lane."""
 
     def prepare(self, num_lanes: int) -> None:
         """Makes lanes 0 to `num_lanes` - 1 usable. Every process calls it; waits for the device."""
@@ -53,6 +55,7 @@ class GroupCollectives:
     """The process group's own collectives: NCCL's, or what is the same on it."""
 
     name = "nccl"
+    lane_bytes = 0
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -115,6 +118,7 @@ class SkippedCollectives:
     """Communicates nothing: right shapes, this process's numbers. For measuring, or one process."""
 
     name = "skipped"
+    lane_bytes = 0
 
     def __init__(self, size: int, rank: int) -> None:
         self.size, self.rank = size, rank

@@ -199,6 +199,7 @@ class TrainingRun:
             output_dir=self.output_dir,
             is_writer=groups.is_writer,
             resuming=self._resuming,
+            room=engine.nano_batches.room,
         )
 
     def _nano_batch_bytes(self, spec: ModelSpec) -> int:

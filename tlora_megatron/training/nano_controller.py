@@ -49,6 +49,9 @@ class StepTime:
 class NanoController(Protocol):
     """Chooses the count."""
 
+    limit: int
+    """The highest count; may be set between steps, to no less than has been the count."""
+
     @property
     def count(self) -> int:
         """Of the next step."""

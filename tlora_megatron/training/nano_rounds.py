@@ -1,23 +1,26 @@
 """Feeds a run's round times to the controller of nano-batches, and writes down what it chose.
 
 Every process calls it alike. What they time differs by microseconds, so the controller is told the
-longest of their times. That is one all-reduce of a number, which nobody waits for: it is read when
-the host has waited for the device at the end of the next step, so choices come a step late.
+longest of their times, and goes no higher than the fullest of their GPUs has memory for. That is
+one all-reduce of three numbers, which nobody waits for: it is read when the host has waited for the
+device at the end of the next step, so choices come a step late.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.ops.segments import Document
+from tlora_megatron.parallel.lane_room import NO_LIMIT, LaneRoom
 from tlora_megatron.parallel.nano_balance import RowCosts
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.nano_aimd import AimdCount
@@ -26,12 +29,17 @@ from tlora_megatron.training.nano_trace import NOTHING, NanoTrace, Resumed, Trac
 from tlora_megatron.training.packing import Bins
 from tlora_megatron.training.super_model import SuperModel
 
+logger = logging.getLogger(__name__)
+
 
 class _Settings(Protocol):
     kind: Any
     """Of the collectives; see `RunSpec.tensor_collectives`."""
     max_bytes: int
     """That they carry at once."""
+
+    def room(self) -> LaneRoom:
+        """How many nano-batches this process's device has memory for."""
 
     def close(self) -> None:
         """Gives back what collectives hold; collective."""
@@ -69,32 +77,43 @@ class RankAwareCut:
         return self._costs.cut(documents, num_parts)
 
 
-class LongestTime:
-    """The longest of all processes' times, under way. Collective over the world."""
+class Agreed(NamedTuple):
+    """What holds for all processes together."""
 
-    def __init__(self, time_s: float, device: torch.device) -> None:
-        value = torch.full((1,), time_s, dtype=torch.float64, device=device)
+    time_s: float
+    """The longest."""
+    room: LaneRoom
+    """The least."""
+
+
+class Agreement:
+    """Of all processes on a step, under way. Collective over the world."""
+
+    def __init__(self, time_s: float, room: LaneRoom, device: torch.device) -> None:
+        own = [time_s, -room.most, -room.spare_bytes]
+        value = torch.tensor(own, dtype=torch.float64).to(device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         self._value = value
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._value = torch.empty(1, dtype=torch.float64, pin_memory=True)
+            self._value = torch.empty(len(own), dtype=torch.float64, pin_memory=True)
             self._value.copy_(value, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def read(self) -> float:
-        """In seconds; waits until the device has come by, which it has long since."""
+    def read(self) -> Agreed:
+        """Waits until the device has come by, which it has long since."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._value.item()
+        time_s, most, spare = self._value.tolist()
+        return Agreed(time_s, LaneRoom(-most, -spare))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Measured:
     """A step whose time is under way."""
 
-    longest: LongestTime
+    agreement: Agreement
     tokens: int
     mix_key: str
     most: int
@@ -113,6 +132,8 @@ class NanoRounds:
         jobs: all of the run's, at the steps that they go on from.
         output_dir: where the trace goes on the writer.
         resuming: goes on with what the trace there says was chosen last; else begins a new one.
+        room: what this process's device has memory for; a number that has not run yet is tried only
+            where all processes have.
     """
 
     def __init__(
@@ -125,10 +146,15 @@ class NanoRounds:
         output_dir: Path,
         is_writer: bool,
         resuming: bool,
+        room: Callable[[], LaneRoom] = lambda: NO_LIMIT,
     ) -> None:
         self.kind = kind
         self.controller: NanoController = BestCount() if kind == "best" else AimdCount()
-        self._set_count = set_count
+        self._limit = self._told_limit = self.controller.limit
+        self._highest = 1
+        """That has run."""
+        self._set_engine = set_count
+        self._room = room
         self._jobs = tuple(jobs)
         self._device = device
         self._trace = NanoTrace(output_dir) if is_writer else None
@@ -139,7 +165,7 @@ class NanoRounds:
         self._time_s, self._tokens, self._most = 0.0, 0, 1
         """Of the rounds since the host last waited for the device."""
         self._pending: _Measured | None = None
-        set_count(self.controller.count)
+        self._set_count()
 
     def after_round(
         self, jobs: Sequence[JobState], bins: Bins, round_s: float, *, has_waited: bool
@@ -159,7 +185,7 @@ class NanoRounds:
             return
         count, done = self.controller.count, self._pending
         self._pending = _Measured(
-            longest=LongestTime(self._time_s, self._device),
+            agreement=Agreement(self._time_s, self._room(), self._device),
             tokens=self._tokens,
             mix_key=mix_key(jobs),
             most=self._most,
@@ -172,16 +198,35 @@ class NanoRounds:
         if done is not None:
             self._take(done)
         if self.controller.count != count:
-            self._set_count(self.controller.count)
+            self._set_count()
+
+    def _set_count(self) -> None:
+        count = self.controller.count
+        self._highest = max(self._highest, count)
+        self._set_engine(count)
 
     def _take(self, done: _Measured) -> None:
         """Tells the controller of a step, unless it has gone on to another count meanwhile."""
+        agreed = done.agreement.read()
+        self._limit_count(agreed.room, done.most)
         step = StepTime(
-            time_s=done.longest.read(), tokens=done.tokens, mix_key=done.mix_key, most=done.most
+            time_s=agreed.time_s, tokens=done.tokens, mix_key=done.mix_key, most=done.most
         )
         if done.count == self.controller.count:
             self.controller.next_count(step)
         self._write(step, done)
+
+    def _limit_count(self, room: LaneRoom, most_documents: int) -> None:
+        """Keeps the controller from numbers that have not run yet and may not fit."""
+        limit = min(self._limit, max(self._highest, room.most))
+        self.controller.limit = int(limit)
+        if limit < min(self._told_limit, most_documents):
+            self._told_limit = int(limit)
+            if self._trace is not None:
+                logger.warning(
+                    "run.nano_batches: more than %d are not tried: the fullest GPU has %.1f GiB "
+                    "left beside its peak", limit, room.spare_bytes / 2**30,
+                )  # fmt: skip
 
     def summary(self) -> dict[str, Any]:
         """For `summary.json`: what was chosen, and its time over that of no splitting."""

@@ -24,6 +24,7 @@ from tlora_megatron.layers.attach import (
     RankShardedMixin,
 )
 from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.parallel.lane_room import LaneRoom, lane_room
 from tlora_megatron.parallel.overlap import Overlap, OverlapMode
 from tlora_megatron.parallel.tensor_collectives import (
     DEFAULT_MAX_BYTES,
@@ -54,6 +55,7 @@ class NanoBatches:
         self.overlap: Overlap | None = None
         """What micro-batches are cut for; None = they run whole. Benches exchange it."""
         self._has_looked = False
+        self._num_ready = 1
 
     @property
     def count(self) -> int:
@@ -79,6 +81,12 @@ class NanoBatches:
         if self.overlap is not None:
             self.overlap.num_nano_batches = count
             self.overlap.streams(count)
+            self._num_ready = max(self._num_ready, count)
+
+    def room(self) -> LaneRoom:
+        """How many this process's device has memory for; those that were set before have theirs."""
+        lane_bytes = 0 if self.overlap is None else self.overlap.collectives.lane_bytes
+        return lane_room(self._groups.device, num_ready=self._num_ready, lane_bytes=lane_bytes)
 
     def use(self, collectives: TensorCollectives | None, mode: OverlapMode | None) -> None:
         """Takes these from now on, and one nano-batch until `set_count`; None = what is best.
