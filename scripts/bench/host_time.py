@@ -11,8 +11,8 @@ does on a GPU: work lists, argument structs, allocations, autograd functions, Tr
 arguments. `launch` then is what the stand-ins take; on a GPU it holds the driver's own time.
 
 One row a part: microseconds a layer, forward and backward, without the parts inside it. `between`
-is Megatron's modules, autograd and what no other part is. `whole` is the least of all turns, for
-what else runs on the machine only adds, without the clocks that the parts need.
+is what no other part is: the chain of calls, lanes, Megatron's block. `whole` is the least of all
+turns, for what else runs on the machine only adds, without the clocks that the parts need.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import functools
+import gc
 import pstats
 import time
 from collections import defaultdict
@@ -30,8 +31,15 @@ import torch
 from host_stand_ins import without_gpu
 
 from tlora_megatron.layers import linear
+from tlora_megatron.layers.attach import MultiAdapterMixin
 from tlora_megatron.model import ModelSpec
-from tlora_megatron.ops import cuda_calls, qkv_rotary, rms_norm, swiglu, varlen_attention
+from tlora_megatron.ops import (
+    cuda_calls,
+    triton_rms_norm,
+    triton_rotary,
+    triton_swiglu,
+    varlen_attention,
+)
 from tlora_megatron.ops.cuda_ops import CudaOps
 from tlora_megatron.ops.extension import Extension
 from tlora_megatron.ops.plan_tensors import PlanTensors, WorkItems
@@ -87,16 +95,17 @@ def clock_parts(clock: Clock) -> None:
     clock.wrap(Extension, "call", "linear: launch")
     for once in (PlanTensors, WorkItems):
         clock.wrap(once, "__init__", "work lists, once a micro-batch")
-    functions = {
-        "linear: autograd function": linear.MultiLoRALinear,
-        "norm": rms_norm._FusedRMSNorm,
-        "swiglu": swiglu._FusedSwiGLU,
-        "heads": qkv_rotary._UnpackQKV,
-        "attention": varlen_attention._VarlenAttention,
+    clock.wrap(MultiAdapterMixin, "product_vjp", "linear: around")
+    clock.wrap(linear._Call, "backward", "linear: around")
+    launches = {
+        "norm": (triton_rms_norm, "launch_forward", "launch_backward"),
+        "swiglu": (triton_swiglu, "launch_forward", "launch_backward"),
+        "heads": (triton_rotary, "launch_unpack", "launch_pack"),
+        "attention": (varlen_attention, "_forward", "_backward"),
     }
-    for part, function in functions.items():
-        for name in ("forward", "backward"):
-            clock.wrap(function, name, part)
+    for part, (module, *names) in launches.items():
+        for name in names:
+            clock.wrap(module, name, part)
 
 
 def block(
@@ -188,6 +197,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         without_gpu()
     forward, backward = block(args.layers, args.tokens, args.nano_batches)
+    gc.collect()
+    gc.freeze()  # as training does
     rounds = times_s(forward, backward, args.turns, None)
     whole = [min(times) / args.layers * 1e6 for times in zip(*rounds, strict=True)]
     if args.profile:

@@ -16,11 +16,18 @@ from torch import nn
 from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.black_box import BlackBoxBranch, Exchange, InputNorm
-from tlora_megatron.layers.linear import AdapterBranch, MultiLoRALinear, TensorParallel
+from tlora_megatron.layers.linear import (
+    AdapterBranch,
+    MultiLoRALinear,
+    TensorParallel,
+    multi_lora_linear_vjp,
+)
 from tlora_megatron.layers.overlapped_linear import OverlappedLinear, Traffic
 from tlora_megatron.layers.rank_sharded import LocalBranch, RankShardedLinear, ShardedBranch
 from tlora_megatron.layers.sites import Site
+from tlora_megatron.ops.frozen_parts import Vjp
 from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch
+from tlora_megatron.parallel.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
 from tlora_megatron.parallel.lanes import Lane, current_lane
 
 
@@ -61,6 +68,33 @@ class MultiAdapterMixin(MultiAdapter):
             return super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         y = self._forward_impl(input_, linear.weight, bias=None, **_ONE_RANK)
         return _add_bias(linear, lane.leave(y))
+
+    def product_vjp(
+        self, x: torch.Tensor, view: MicroBatchView, lane: Lane | None
+    ) -> tuple[torch.Tensor, Vjp]:
+        """What `forward` gives, without autograd, and the way back; of a linear without hooks.
+
+        Relies on what `ModelSpec`s are built of: outputs are not gathered, and a row-parallel
+        linear has no bias. A lane, which has gathered x, reduces y and dx.
+        """
+        linear: Any = self
+        weight, branch = linear.weight, self.tlora_branch
+        if branch.site.kind == "column":
+            tp = TensorParallel(
+                linear.tp_group, linear.sequence_parallel, linear.allreduce_dgrad, lane
+            )
+            return multi_lora_linear_vjp(x, weight, linear.bias, branch, view, tp)
+        tp = TensorParallel(None, gather_input=False, reduce_dgrad=False, lane=lane)
+        y, vjp = multi_lora_linear_vjp(x, weight, None, branch, view, tp)
+        if lane is not None or branch.site.tp_size == 1:
+            return y, vjp
+        group = linear.tp_group
+        if not linear.sequence_parallel:
+            return all_reduce(y, group).wait(), vjp
+        return (
+            reduce_scatter_rows(y, group).wait(),
+            lambda dy: vjp(all_gather_rows(dy, group)),
+        )
 
     def _forward_overlapped(
         self, x: torch.Tensor, view: MicroBatchView

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.factors import SiteFactors
+from tlora_megatron.ops.frozen_parts import Vjp
 from tlora_megatron.ops.linear_ops import LinearOps
+from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.segments import MicroBatchView
 from tlora_megatron.parallel.collectives import (
     Pending,
@@ -88,51 +90,126 @@ class MultiLoRALinear(torch.autograd.Function):
         view: MicroBatchView,
         tp: TensorParallel,
     ) -> torch.Tensor:
-        factors = branch.factors
-        assert factors is not None, f"site {branch.site.index} must have factors, got none"
-        x = x.contiguous()  # the kernels read whole rows; saved as it is read
-        x_TK = x.view(-1, x.shape[-1])
-        gathers = tp.gather_input and tp.lane is None
-        full_TK = all_gather_rows(x_TK, tp.group) if gathers else x_TK
-        y_TN, s = branch.ops.forward(full_TK, weight_NK, bias_N, factors, view.rows)
-        local = x if tp.lane is None else tp.lane.take_local()
-        # Adapters cut by rank have rows of A of their own here: their gradient takes all rows of x.
-        is_cut = branch.bank.is_cut_by_rank(branch.site)
-        ctx.exchanges = tp.gather_input and local is not None and not is_cut
-        ctx.save_for_backward(local if ctx.exchanges else full_TK, s, weight_NK)
-        ctx.ops, ctx.factors, ctx.rows, ctx.tp = branch.ops, factors, view.rows, tp
-        ctx.x_shape = x.shape
-        return y_TN.unsqueeze(1)
+        y, saved, ctx.call = _forward(x, weight_NK, bias_N, branch, view, tp)
+        ctx.save_for_backward(*saved)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, s, weight_NK = ctx.saved_tensors
-        ops, factors, rows, tp = ctx.ops, ctx.factors, ctx.rows, ctx.tp
+        needs_dx = ctx.needs_input_grad[0]
+        dx = ctx.call.backward(dy, *ctx.saved_tensors, needs_dx=needs_dx)
+        return dx, None, None, None, None, None
+
+
+def multi_lora_linear_vjp(
+    x: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    branch: AdapterBranch,
+    view: MicroBatchView,
+    tp: TensorParallel,
+) -> tuple[torch.Tensor, Vjp]:
+    """As `MultiLoRALinear`, and the way back as a function; without factors the base alone."""
+    if branch.factors is None:
+        return _frozen_linear_vjp(x, weight_NK, bias_N, tp)
+    y, saved, call = _forward(x, weight_NK, bias_N, branch, view, tp)
+    return y, lambda dy: call.backward(dy, *saved)
+
+
+def _frozen_linear_vjp(
+    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, tp: TensorParallel
+) -> tuple[torch.Tensor, Vjp]:
+    """As Megatron's linear with a frozen weight: saves nothing."""
+    x_TK = x.flatten(0, -2)
+    if tp.lane is not None:
+        tp.lane.take_local()  # nobody needs it
+    elif tp.gather_input:
+        x_TK = all_gather_rows(x_TK, tp.group)
+    y_TN = torch.matmul(x_TK, weight_NK.t())
+    if bias_N is not None:
+        y_TN = y_TN + bias_N
+
+    def vjp(dy: torch.Tensor) -> torch.Tensor:
+        dx_TK = dy.flatten(0, -2).matmul(weight_NK)
+        if tp.lane is None:
+            dx_TK = reduce_dgrad(dx_TK, tp).wait()
+        return dx_TK.unsqueeze(1)
+
+    return y_TN.unsqueeze(1), vjp
+
+
+def _forward(
+    x: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    branch: AdapterBranch,
+    view: MicroBatchView,
+    tp: TensorParallel,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], _Call]:
+    """y, and what `_Call.backward` takes beside dy."""
+    factors, rows = branch.factors, view.rows
+    assert factors is not None, f"site {branch.site.index} must have factors, got none"
+    x = x.contiguous()  # the kernels read whole rows; saved as it is read
+    x_TK = x.view(-1, x.shape[-1])
+    gathers = tp.gather_input and tp.lane is None
+    full_TK = all_gather_rows(x_TK, tp.group) if gathers else x_TK
+    y_TN, s = branch.ops.forward(full_TK, weight_NK, bias_N, factors, rows)
+    local = x if tp.lane is None else tp.lane.take_local()
+    # Adapters cut by rank have rows of A of their own here: their gradient takes all rows of x.
+    exchanges = (
+        tp.gather_input and local is not None and not branch.bank.is_cut_by_rank(branch.site)
+    )
+    saved = local if exchanges and local is not None else full_TK
+    call = _Call(branch.ops, factors, rows, tp, exchanges, x.shape)
+    return y_TN.unsqueeze(1), (saved, s, weight_NK), call
+
+
+class _Call(NamedTuple):
+    """What the way back needs beside the saved tensors."""
+
+    ops: LinearOps
+    factors: SiteFactors
+    rows: RowGroups
+    tp: TensorParallel
+    exchanges: bool
+    """x was saved as it was before gathering: dS is summed over the ranks instead."""
+    x_shape: torch.Size
+
+    def backward(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        s: torch.Tensor,
+        weight_NK: torch.Tensor,
+        *,
+        needs_dx: bool = True,
+    ) -> torch.Tensor | None:
+        """dx; gradients of factors are added where they belong."""
+        ops, factors, rows, tp, exchanges, x_shape = self
         # Autograd expands a sum's gradient from one element.
         dy_TN = dy.contiguous().view(-1, dy.shape[-1])
         ds = ops.backward_up(dy_TN, s, factors, rows)
         # This rank's rows need dS of the whole output. Summing dS over the group costs [T, R];
         # gathering x again would cost [T, K]. Either way dA is a partial sum, TP's once a step;
         # and so it is over all rows, of what the rank's own outputs give.
-        window = tp.window(rows.ends[-1]) if ctx.exchanges else (0, rows.ends[-1])
+        window = tp.window(rows.ends[-1]) if exchanges else (0, rows.ends[-1])
 
         def add_factor_gradients(summed: torch.Tensor) -> None:
             ops.backward_down(x.flatten(0, -2), dy_TN, s, summed, factors, rows, window)
 
         if tp.lane is not None:
             dx_TK = ops.dgrad(dy_TN, ds, weight_NK, factors, rows)
-            if ctx.exchanges:
+            if exchanges:
                 tp.lane.exchange(ds, add_factor_gradients)
             else:
                 add_factor_gradients(ds)
-            return dx_TK.view(ctx.x_shape), None, None, None, None, None
-        summed = all_reduce(ds.clone(), tp.group) if ctx.exchanges else Pending(ds, None)
+            return dx_TK.view(x_shape)
+        summed = all_reduce(ds.clone(), tp.group) if exchanges else Pending(ds, None)
         pending = None
-        if ctx.needs_input_grad[0]:
+        if needs_dx:
             pending = reduce_dgrad(ops.dgrad(dy_TN, ds, weight_NK, factors, rows), tp)
         add_factor_gradients(summed.wait())
-        dx = None if pending is None else pending.wait().view(ctx.x_shape)
-        return dx, None, None, None, None, None
+        return None if pending is None else pending.wait().view(x_shape)
 
 
 def reduce_dgrad(dx_TK: torch.Tensor, tp: TensorParallel) -> Pending:

@@ -8,9 +8,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tlora_megatron.ops.frozen_parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.segments import MicroBatchView
-from tlora_megatron.ops.varlen_attention import CumulativeLengths, varlen_attention
+from tlora_megatron.ops.varlen_attention import (
+    CumulativeLengths,
+    varlen_attention,
+    varlen_attention_vjp,
+)
 
 
 def attend_documents(
@@ -28,9 +33,29 @@ def attend_documents(
     Args:
         k_KGD: in span order, as v; the local rows without context parallelism.
     """
-    fused = q_TND.is_cuda and q_TND.dtype != torch.float32 and q_TND.shape[-1] % 8 == 0
-    attend = attend_varlen if fused else attend_spans
+    attend = attend_varlen if runs_flash(q_TND) else attend_spans
     return attend(q_TND, k_KGD, v_KGD, micro_batch, scale)
+
+
+def attend_documents_vjp(
+    q_TND: torch.Tensor,
+    k_KGD: torch.Tensor,
+    v_KGD: torch.Tensor,
+    micro_batch: MicroBatchView,
+    scale: float,
+) -> tuple[torch.Tensor, Vjp]:
+    """As `attend_documents`."""
+    if runs_flash(q_TND):
+        return varlen_attention_vjp(q_TND, k_KGD, v_KGD, _lengths(micro_batch, q_TND), scale)
+
+    return vjp_by_autograd(
+        lambda q, k, v: attend_spans(q, k, v, micro_batch, scale), q_TND, k_KGD, v_KGD
+    )
+
+
+def runs_flash(q_TND: torch.Tensor) -> bool:
+    """Whether flash attention takes such heads."""
+    return q_TND.is_cuda and q_TND.dtype != torch.float32 and q_TND.shape[-1] % 8 == 0
 
 
 def attend_spans(
@@ -76,10 +101,13 @@ def attend_varlen(
     scale: float,
 ) -> torch.Tensor:
     """`attend_documents` in one flash-attention kernel."""
-    lengths = micro_batch.cached(
-        "attention.cumulative", lambda: _cumulative_lengths(micro_batch, q_TND.device)
+    return varlen_attention(q_TND, k_KGD, v_KGD, _lengths(micro_batch, q_TND), scale)
+
+
+def _lengths(micro_batch: MicroBatchView, like: torch.Tensor) -> CumulativeLengths:
+    return micro_batch.cached(
+        "attention.cumulative", lambda: _cumulative_lengths(micro_batch, like.device)
     )
-    return varlen_attention(q_TND, k_KGD, v_KGD, lengths, scale)
 
 
 def _cumulative_lengths(micro_batch: MicroBatchView, device: torch.device) -> CumulativeLengths:

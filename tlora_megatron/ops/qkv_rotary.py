@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tlora_megatron.ops.frozen_parts import runs_triton
+from tlora_megatron.ops.frozen_parts import Vjp, runs_triton, vjp_by_autograd
 
 
 def rotate_halves(x_T1ND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
@@ -49,6 +49,21 @@ def unpack_qkv(
     if not runs_triton(mixed_TGMD):
         return unpack_qkv_reference(mixed_TGMD, cos_TD, sin_TD)
     return _UnpackQKV.apply(mixed_TGMD, cos_TD, sin_TD)
+
+
+def unpack_qkv_vjp(
+    mixed_TGMD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Vjp]:
+    """As `unpack_qkv`; saves the rotation only."""
+    if not runs_triton(mixed_TGMD):
+        return vjp_by_autograd(lambda x: unpack_qkv_reference(x, cos_TD, sin_TD), mixed_TGMD)
+    from tlora_megatron.ops.triton_rotary import launch_pack, launch_unpack
+
+    def vjp(*grads: torch.Tensor) -> torch.Tensor:
+        dq, dk, dv = (grad.contiguous() for grad in grads)
+        return launch_pack(dq, dk, dv, cos_TD, sin_TD)
+
+    return launch_unpack(mixed_TGMD.contiguous(), cos_TD, sin_TD), vjp
 
 
 class _UnpackQKV(torch.autograd.Function):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tlora_megatron.ops.frozen_parts import runs_triton
+from tlora_megatron.ops.frozen_parts import Vjp, runs_triton, vjp_by_autograd
 
 
 def rms_norm_reference(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
@@ -47,6 +47,30 @@ def add_rms_norm(
         total = residual + x
         return total, rms_norm_reference(total, weight_H, eps)
     return _FusedRMSNorm.apply(x, residual, weight_H, eps)
+
+
+def add_rms_norm_vjp(
+    x: torch.Tensor, residual: torch.Tensor | None, weight_H: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
+    """As `add_rms_norm`, or `fork_rms_norm` without a residual.
+
+    The way back takes the gradients of both outputs, None for a sum that nobody reads, and returns
+    that of x, which is also the residual's.
+    """
+    if not runs_triton(x):
+        total = x if residual is None else residual + x
+        both, vjp = vjp_by_autograd(lambda t: (t, rms_norm_reference(t, weight_H, eps)), total)
+        return *both, vjp
+    from tlora_megatron.ops.triton_rms_norm import launch_backward, launch_forward
+
+    residual = None if residual is None else residual.contiguous()
+    total, out, rstd = launch_forward(x.contiguous(), residual, weight_H, eps)
+
+    def back(dtotal: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor:
+        dtotal = None if dtotal is None else dtotal.contiguous()
+        return launch_backward(dy.contiguous(), dtotal, total, weight_H, rstd)
+
+    return total, out, back
 
 
 class _FusedRMSNorm(torch.autograd.Function):

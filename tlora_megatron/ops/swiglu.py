@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tlora_megatron.ops.frozen_parts import runs_triton
+from tlora_megatron.ops.frozen_parts import Vjp, runs_triton, vjp_by_autograd
 
 
 def swiglu_reference(x: torch.Tensor) -> torch.Tensor:
@@ -22,6 +22,16 @@ def swiglu_reference(x: torch.Tensor) -> torch.Tensor:
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     """`[..., 2 F]` to `[..., F]`; on GPUs in fp32, rounded once."""
     return _FusedSwiGLU.apply(x) if runs_triton(x) else swiglu_reference(x)
+
+
+def swiglu_vjp(x: torch.Tensor) -> tuple[torch.Tensor, Vjp]:
+    """As `swiglu`; saves x."""
+    if not runs_triton(x):
+        return vjp_by_autograd(swiglu_reference, x)
+    from tlora_megatron.ops.triton_swiglu import launch_backward, launch_forward
+
+    x = x.contiguous()
+    return launch_forward(x), lambda dy: launch_backward(dy.contiguous(), x)
 
 
 class _FusedSwiGLU(torch.autograd.Function):

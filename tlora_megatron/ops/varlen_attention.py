@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tlora_megatron.ops.frozen_parts import Vjp
+
 
 class CumulativeLengths(NamedTuple):
     """Begins of the spans' rows, int32 `[spans + 1]`, and the longest span."""
@@ -38,6 +40,18 @@ def varlen_attention(
     return _VarlenAttention.apply(q_TND, k_KGD, v_KGD, lengths, scale)
 
 
+def varlen_attention_vjp(
+    q_TND: torch.Tensor,
+    k_KGD: torch.Tensor,
+    v_KGD: torch.Tensor,
+    lengths: CumulativeLengths,
+    scale: float,
+) -> tuple[torch.Tensor, Vjp]:
+    """As `varlen_attention`."""
+    saved = _forward(q_TND, k_KGD, v_KGD, lengths, scale)
+    return saved[3], lambda dout_TND: _backward(dout_TND, saved, lengths, scale)
+
+
 class _VarlenAttention(torch.autograd.Function):
     """Saves queries, keys, values, the output and a number a query and head."""
 
@@ -50,36 +64,52 @@ class _VarlenAttention(torch.autograd.Function):
         lengths: CumulativeLengths,
         scale: float,
     ) -> torch.Tensor:
-        out_TND, lse_NT, *random_state = torch.ops.aten._flash_attention_forward(
-            q_TND,
-            k_KGD,
-            v_KGD,
-            lengths.queries,
-            lengths.keys,
-            lengths.max_queries,
-            lengths.max_keys,
-            0.0,  # dropout
-            True,  # causal
-            False,  # return_debug_mask
-            scale=scale,
-        )
-        ctx.save_for_backward(q_TND, k_KGD, v_KGD, out_TND, lse_NT, *lengths[:2], *random_state[:2])
-        ctx.longest, ctx.scale = lengths[2:], scale
-        return out_TND
+        saved = _forward(q_TND, k_KGD, v_KGD, lengths, scale)
+        ctx.save_for_backward(*saved)
+        ctx.lengths, ctx.scale = lengths, scale
+        return saved[3]
 
     @staticmethod
     def backward(ctx: Any, dout_TND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *tensors, queries, keys, seed, offset = ctx.saved_tensors
-        grads = torch.ops.aten._flash_attention_backward(
-            dout_TND,
-            *tensors,
-            queries,
-            keys,
-            *ctx.longest,
-            0.0,  # dropout
-            True,  # causal
-            seed,
-            offset,
-            scale=ctx.scale,
-        )
-        return *grads, None, None
+        return *_backward(dout_TND, ctx.saved_tensors, ctx.lengths, ctx.scale), None, None
+
+
+def _forward(
+    q_TND: torch.Tensor,
+    k_KGD: torch.Tensor,
+    v_KGD: torch.Tensor,
+    lengths: CumulativeLengths,
+    scale: float,
+) -> tuple[torch.Tensor, ...]:
+    """What backward needs: queries, keys, values, the output, a number a query and head, and the
+    state of a generator that draws nothing."""
+    out_TND, lse_NT, *random_state = torch.ops.aten._flash_attention_forward(
+        q_TND,
+        k_KGD,
+        v_KGD,
+        *lengths,
+        0.0,  # dropout
+        True,  # causal
+        False,  # return_debug_mask
+        scale=scale,
+    )
+    return q_TND, k_KGD, v_KGD, out_TND, lse_NT, *random_state[:2]
+
+
+def _backward(
+    dout_TND: torch.Tensor,
+    saved: tuple[torch.Tensor, ...],
+    lengths: CumulativeLengths,
+    scale: float,
+) -> tuple[torch.Tensor, ...]:
+    *tensors, seed, offset = saved
+    return torch.ops.aten._flash_attention_backward(
+        dout_TND,
+        *tensors,
+        *lengths,
+        0.0,  # dropout
+        True,  # causal
+        seed,
+        offset,
+        scale=scale,
+    )

@@ -18,7 +18,6 @@ Shapes: T rows of the nano-batch, n tensor-parallel ranks, H features.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import greenlet
 import torch
@@ -26,14 +25,13 @@ from torch.autograd.graph import get_gradient_edge
 
 from tlora_megatron.ops.segments import MicroBatchView, bind_micro_batch, current_micro_batch
 from tlora_megatron.parallel.lane_tape import (
-    End,
+    DirectTape,
     Exchange,
     Gathered,
     Half,
     Module,
     Reduced,
     Tape,
-    run_backward,
 )
 from tlora_megatron.parallel.side_stream import SideStream
 from tlora_megatron.parallel.tensor_collectives import TensorCollectives
@@ -61,8 +59,6 @@ class Lane:
         self.gathers = gathers
         self._collectives = collectives
         self._token: torch.Tensor | None = None
-        """An input that requires grad for the reduction's node: the partial sums themselves would
-        be kept alive as a leaf."""
         self._tape: Tape | None = None
         self._residual: tuple[torch.Tensor | None, bool, torch.Tensor] | None = None
         self._half: Half | None = None
@@ -87,7 +83,7 @@ class Lane:
             return hidden
         if self._token is None:
             self._token = torch.empty((), device=hidden.device, requires_grad=True)
-        self._tape = Tape(hidden.detach().requires_grad_(), num_read)
+        self._tape = Tape(hidden.detach().requires_grad_(), self._token, num_read)
         return self._tape.entry
 
     def end(self, hidden: torch.Tensor) -> Tape | None:
@@ -122,21 +118,31 @@ class Lane:
         """Ends the elementwise piece at a column-parallel linear's input, hands over to the others,
         and returns, gathered, what the compute piece begins with.
         """
-        self._x_local = None
         if self._is_replaying:
+            self._x_local = None
             return x
-        full = self._over(self._collectives.all_gather, x.detach()) if self.gathers else x.detach()
         half = None if self._tape is None else self._record(self._tape, x)
-        greenlet.getcurrent().parent.switch()
-        self.stream.to_main()
-        torch.set_grad_enabled(half is not None and half.replay is None)
+        replays = half is not None and half.replay is not None
+        full = self.hand_over(x.detach(), keeps_local=half is not None and not replays)
+        torch.set_grad_enabled(half is not None and not replays)
         if half is None:
             return full
-        if not self.gathers or half.replay is not None:
+        if self._x_local is None:
             half.x_leaf = full.requires_grad_()
             return full
-        self._x_local = x.detach()
         return Gathered.apply(full, self._token, half)
+
+    def hand_over(self, x: torch.Tensor, *, keeps_local: bool) -> torch.Tensor:
+        """Gathers x, has the others take their turns, and goes on on main with what is returned.
+
+        Args:
+            keeps_local: `take_local` may be asked for x.
+        """
+        full = self._over(self._collectives.all_gather, x) if self.gathers else x
+        greenlet.getcurrent().parent.switch()
+        self.stream.to_main()
+        self._x_local = x if keeps_local and self.gathers else None
+        return full
 
     def take_local(self) -> torch.Tensor | None:
         """This rank's rows of what `enter` returned, for backward to keep in its place; None where
@@ -165,8 +171,7 @@ class Lane:
         if self._is_replaying:
             self._replayed = y
             return y
-        self.stream.to_side()
-        self.stream.hold(y)
+        self.hand_in(y)
         tape, half, self._half = self._tape, self._half, None
         if tape is None or half is None:
             return self.reduce(y)
@@ -176,6 +181,11 @@ class Lane:
             torch.set_grad_enabled(True)
         reduce = self.reduce if tape.is_read else None
         return Reduced.apply(y.detach(), self._token, half, reduce, self.spread)
+
+    def hand_in(self, y: torch.Tensor) -> None:
+        """Goes on on the side with what main has computed."""
+        self.stream.to_side()
+        self.stream.hold(y)
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks; of sequence parallelism's, this rank's rows."""
@@ -193,70 +203,43 @@ class Lane:
         result = collective(x.flatten(0, -2), self.index)
         return result.view(-1, *x.shape[1:])
 
-    def backward_begin(self, tape: Tape, dout: torch.Tensor, *, after_main: bool) -> None:
+    def backward_begin(
+        self, tape: Tape | DirectTape, dout: torch.Tensor, *, after_main: bool
+    ) -> None:
         """The elementwise piece behind the last half.
 
         Args:
             dout: gradient of what `end` was given; the caller keeps it until `join`.
         """
-        assert tape.out is not None, "a tape must have ended"
         if after_main:
             self.stream.to_side()
         else:
             self.stream.resume()
-        self._gradient = self._grad((tape.out,), (dout,), tape.leaf)
+        self._gradient = tape.begin(dout, self)
 
-    def backward_half(self, half: Half) -> None:
-        """The compute piece of a half on main, then the elementwise piece before it."""
+    def backward_half(self, tape: Tape | DirectTape) -> None:
+        """The compute piece of the tape's last half on main, then the elementwise piece before it;
+        takes it off the tape."""
+        assert self._gradient is not None, "backward_begin comes first"
         self.join()
-        dx = self._backward_compute(half)
-        self.stream.to_side()
-        self.stream.hold(dx)
+        dx = tape.compute(self)
+        self.hand_in(dx)
         dx = self.reduce(dx)
         for exchange in self._exchanges:
             exchange.total = self._collectives.all_reduce(exchange.part, self.index)
-        self._backward_elementwise(half, dx)
+        self._gradient = tape.reach(dx, self._gradient, self)
 
-    def _backward_compute(self, half: Half) -> torch.Tensor:
-        assert half.dy is not None, "later pieces come first"
-        y: Any = half.y if half.replay is None else self._compute_again(half.replay, half)
-        run_backward((y,), (half.dy,))  # without inputs, or Megatron's checkpoints refuse
-        dx = half.dx if half.x_leaf is None else half.x_leaf.grad
-        assert dx is not None, "the compute piece must use its input"
-        half.x_leaf = half.dx = half.y = half.dy = None
-        return dx
-
-    def _compute_again(self, module: Module, half: Half) -> torch.Tensor:
-        assert half.x_leaf is not None, "what is computed again keeps its input"
+    def compute_again(self, module: Module, x: torch.Tensor) -> torch.Tensor:
+        """Partial sums of a module that `replay` was told of, recorded."""
         self._is_replaying = True
         try:
             with Turn(self), torch.enable_grad():
-                module(half.x_leaf)
+                module(x)
         finally:
             self._is_replaying = False
         y, self._replayed = self._replayed, None
         assert y is not None, "the module must have a row-parallel linear"
         return y
-
-    def _backward_elementwise(self, half: Half, dx: torch.Tensor) -> None:
-        gradient = self._gradient
-        assert gradient is not None, "backward_begin comes first"
-        if half.is_joint:
-            assert half.residual is not None, "a joint cut has a graph"
-            self._gradient = self._grad((half.x, half.residual), (dx, gradient), half.before)
-            return
-        (dleaf,) = run_backward((half.x,), (dx,), (half.leaf,))
-        dleaf = dleaf + gradient
-        if half.residual is not None:
-            dleaf = self._grad((half.residual,), (dleaf,), half.before)
-        self._gradient = dleaf
-
-    def _grad(
-        self, outputs: tuple[End, ...], grads: tuple[torch.Tensor, ...], leaf: torch.Tensor
-    ) -> torch.Tensor:
-        """Runs an elementwise piece back to its leaf and to the reduction that it begins with."""
-        assert self._token is not None, "begin comes first"
-        return run_backward(outputs, grads, (leaf, self._token))[0]
 
     def backward_end(self) -> torch.Tensor:
         """The gradient of what `begin` was given, on the lane's stream."""

@@ -8,7 +8,7 @@ from typing import Any
 import greenlet
 import torch
 
-from tlora_megatron.parallel.lane_tape import Tape
+from tlora_megatron.parallel.lane_tape import DirectTape, Tape
 from tlora_megatron.parallel.lanes import Lane, Turn
 
 
@@ -52,7 +52,7 @@ def take_turns(
 
 def take_turns_back(
     lanes: Sequence[Lane],
-    tapes: Sequence[Tape],
+    tapes: Sequence[Tape | DirectTape],
     douts: Sequence[torch.Tensor],
     *,
     after_main: bool = True,
@@ -73,7 +73,7 @@ def take_turns_back(
             lane.backward_begin(tape, dout, after_main=after_main)
         while tapes[0].halves:
             for lane, tape in zip(lanes, tapes, strict=True):
-                lane.backward_half(tape.halves.pop())
+                lane.backward_half(tape)
         return [lane.backward_end() for lane in lanes]
     finally:
         lanes[0].stream.leave()

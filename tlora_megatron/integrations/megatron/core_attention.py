@@ -17,9 +17,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from tlora_megatron.integrations.megatron.rotary import PackedRotaryEmbedding
+from tlora_megatron.ops.frozen_parts import Vjp
 from tlora_megatron.ops.host_copy import to_device
-from tlora_megatron.ops.packed_attention import attend_documents
-from tlora_megatron.ops.qkv_rotary import unpack_qkv
+from tlora_megatron.ops.packed_attention import attend_documents, attend_documents_vjp
+from tlora_megatron.ops.qkv_rotary import unpack_qkv, unpack_qkv_vjp
 from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch
 
 
@@ -110,6 +111,27 @@ class PackedCoreAttention(MegatronModule):
         mixed_TGMD = mixed.view(len(mixed), groups, -1, self.config.kv_channels)
         cos_TD, sin_TD = self.rotary.cos_sin(mixed, micro_batch)
         return self._attend(*unpack_qkv(mixed_TGMD, cos_TD, sin_TD), micro_batch)
+
+    def attend_projection_vjp(
+        self, mixed: Tensor, groups: int, micro_batch: MicroBatchView
+    ) -> tuple[Tensor, Vjp]:
+        """As `attend_projection`, without context parallelism."""
+        assert self.rotary is not None, "heads that were rotated are not in a projection"
+        assert self.cp_group is None, "keys are gathered by autograd's functions"
+        shape = mixed.shape
+        cos_TD, sin_TD = self.rotary.cos_sin(mixed, micro_batch)
+        mixed_TGMD = mixed.view(shape[0], groups, -1, self.config.kv_channels)
+        qkv, unpack_back = unpack_qkv_vjp(mixed_TGMD, cos_TD, sin_TD)
+        out_TND, attend_back = attend_documents_vjp(*qkv, micro_batch, self.scale)
+        heads = out_TND.shape
+
+        def vjp(dout: Tensor) -> Tensor:
+            nonlocal attend_back
+            dqkv = attend_back(dout.view(heads))
+            del attend_back  # and with it queries, keys, values
+            return unpack_back(*dqkv).view(shape)
+
+        return out_TND.reshape(shape[0], 1, -1), vjp
 
     def _attend(
         self, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, micro_batch: MicroBatchView

@@ -5,11 +5,13 @@ and `[T, 2 ffn]`. So the norm comes together with the residual sum before it and
 the residual stream are added where one is computed; heads turn while they are sorted; SwiGLU is one
 pass each way; no weight of a norm gets a gradient.
 
-A layer is re-classed in place: parameters, state-dict keys and `isinstance` answers stay.
+A layer is re-classed in place: parameters, state-dict keys and `isinstance` answers stay. Where all
+linears fold their adapters it runs as two `HalfLayer`s, else by its modules' forwards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import tensor_parallel
@@ -19,9 +21,12 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from tlora_megatron.integrations.megatron.half_layer import HalfLayer, run_layer, runs_direct
 from tlora_megatron.integrations.megatron.norm import RMSNorm
-from tlora_megatron.ops.swiglu import swiglu
-from tlora_megatron.parallel.lanes import current_lane
+from tlora_megatron.ops.frozen_parts import Vjp
+from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch
+from tlora_megatron.ops.swiglu import swiglu, swiglu_vjp
+from tlora_megatron.parallel.lanes import Lane, current_lane
 
 
 class FrozenSelfAttention(SelfAttention):
@@ -31,16 +36,29 @@ class FrozenSelfAttention(SelfAttention):
     Megatron's own way stays.
     """
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether the core takes the projection; megatron-core before 0.19 has an identity where
+        nothing is normed."""
+        config = self.config
+        return isinstance(self.q_layernorm, IdentityOp | None) and (
+            config.num_query_groups >= config.tensor_model_parallel_size
+        )
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """`[T, 1, H]` to the same; Megatron's arguments beside it are all None here."""
-        # Where nothing is normed, megatron-core before 0.19 has an identity there.
-        if not isinstance(self.q_layernorm, IdentityOp | None) or (
-            self.config.num_query_groups < self.config.tensor_model_parallel_size
-        ):
+        if not self.is_fused:
             return super().forward(hidden_states, *args, **kwargs)
         mixed, _ = self.linear_qkv(hidden_states)
         context = self.core_attention.attend_projection(mixed, self.num_query_groups_per_partition)
         return self.linear_proj(context)
+
+    def attend_vjp(
+        self, mixed: Tensor, view: MicroBatchView, lane: Lane | None
+    ) -> tuple[Tensor, Vjp]:
+        """What stands between the linears."""
+        groups = self.num_query_groups_per_partition
+        return self.core_attention.attend_projection_vjp(mixed, groups, view)
 
 
 class FrozenMLP(MLP):
@@ -57,12 +75,24 @@ class FrozenTransformerLayer(TransformerLayer):
 
     input_layernorm: RMSNorm
     pre_mlp_layernorm: RMSNorm
+    tlora_halves: Sequence[HalfLayer]
+    """Empty where something stands between the linears that only autograd goes back through."""
+
+    @property
+    def direct_halves(self) -> Sequence[HalfLayer]:
+        """The layer's halves if it may run by them now, else none."""
+        attention = self.self_attention
+        modules = (self, attention, attention.core_attention, self.mlp)
+        halves = self.tlora_halves
+        return halves if halves and runs_direct(modules, halves) else ()
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """`[T, 1, H]` to the same, and no context; further arguments of the block are all None."""
-        lane = current_lane()
+        view, lane = current_micro_batch(), current_lane()
+        if lane is None and view is not None and not view.nano_views and self.direct_halves:
+            return run_layer(self.tlora_halves, hidden_states, view), None
         residual, normed = self.input_layernorm.fork(hidden_states)
         if lane is not None:
             residual = lane.cut(residual, joint=True)
@@ -84,3 +114,26 @@ def freeze_layer(layer: TransformerLayer) -> None:
     layer.__class__ = FrozenTransformerLayer
     layer.self_attention.__class__ = FrozenSelfAttention
     layer.mlp.__class__ = FrozenMLP
+    object.__setattr__(layer, "tlora_halves", _halves(layer))
+
+
+def _halves(layer: Any) -> tuple[HalfLayer, ...]:
+    attention, mlp = layer.self_attention, layer.mlp
+    if not attention.is_fused or attention.core_attention.cp_group is not None:
+        return ()
+    return (
+        HalfLayer(
+            layer.input_layernorm,
+            attention.linear_qkv,
+            attention.attend_vjp,
+            attention.linear_proj,
+            recomputes=False,
+        ),
+        HalfLayer(
+            layer.pre_mlp_layernorm,
+            mlp.linear_fc1,
+            lambda x, *_: swiglu_vjp(x),
+            mlp.linear_fc2,
+            recomputes=layer.recompute_mlp,
+        ),
+    )

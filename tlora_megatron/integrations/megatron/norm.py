@@ -8,7 +8,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from tlora_megatron.ops.rms_norm import add_rms_norm, fork_rms_norm, rms_norm
+from tlora_megatron.ops.frozen_parts import Vjp
+from tlora_megatron.ops.rms_norm import add_rms_norm, add_rms_norm_vjp, fork_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -42,3 +43,7 @@ class RMSNorm(nn.Module):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the residual stream with x added, as it is and normalised."""
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def add_vjp(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Vjp]:
+        """As `add`, or `fork` without a residual: see `add_rms_norm_vjp`."""
+        return add_rms_norm_vjp(x, residual, self.weight, self.eps)

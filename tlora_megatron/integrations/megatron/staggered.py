@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from tlora_megatron.integrations.megatron.frozen_layer import FrozenTransformerLayer
+from tlora_megatron.integrations.megatron.half_layer import HalfLayer, run_in_lane
+from tlora_megatron.integrations.megatron.norm import RMSNorm
 from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch, use_micro_batch
-from tlora_megatron.parallel.lane_tape import Tape
+from tlora_megatron.parallel.lane_tape import DirectTape, Tape
 from tlora_megatron.parallel.lanes import Lane, current_lane
 from tlora_megatron.parallel.overlap import Overlap
 from tlora_megatron.parallel.turns import join, take_turns, take_turns_back
@@ -36,6 +38,9 @@ class _Stretch:
     """Forward keeps their input only."""
     final_norm: Any = None
     """Behind the last layer."""
+
+    halves: tuple[HalfLayer, ...] | None = None
+    """Of all layers, where they run by them."""
 
     @property
     def num_read(self) -> int:
@@ -163,8 +168,8 @@ class _Run:
             self._kept = [list(kept) for kept in zip(*(kept for _, kept in outs), strict=True)]
         return torch.cat([out for out, _ in outs])
 
-    def _run_lane(self, lane: Lane, hidden: Tensor) -> tuple[Tensor, list[Tensor | Tape | None]]:
-        kept: list[Tensor | Tape | None] = []
+    def _run_lane(self, lane: Lane, hidden: Tensor) -> tuple[Tensor, list[Any]]:
+        kept: list[Any] = []
         for stretch in self._stretches:
             entry = hidden
             hidden, tape = self._run_stretch(
@@ -175,7 +180,9 @@ class _Run:
 
     def _run_stretch(
         self, lane: Lane, stretch: _Stretch, hidden: Tensor, *, records: bool
-    ) -> tuple[Tensor, Tape | None]:
+    ) -> tuple[Tensor, Tape | DirectTape | None]:
+        if stretch.halves is not None:
+            return self._run_halves(lane, stretch, hidden, records=records)
         num_read = stretch.num_read if stretch.recompute else None
         out = lane.begin(hidden, records=records, num_read=num_read)
         for layer in stretch.layers:
@@ -183,6 +190,24 @@ class _Run:
         if stretch.final_norm is not None:
             out = stretch.final_norm(out)
         return out.detach(), lane.end(out)
+
+    def _run_halves(
+        self, lane: Lane, stretch: _Stretch, hidden: Tensor, *, records: bool
+    ) -> tuple[Tensor, DirectTape | None]:
+        assert stretch.halves is not None, "layers run by their modules"
+        torch.set_grad_enabled(False)
+        tape = DirectTape() if records else None
+        x, residual = run_in_lane(stretch.halves, hidden, lane, tape)
+        if residual is not None:
+            if records and stretch.recompute:  # again: nothing reads the result
+                return residual, tape
+            x = lane.reduce(x)
+        if stretch.final_norm is None:
+            return x if residual is None else residual + x, tape
+        _, out, norm_back = stretch.final_norm.add_vjp(x, residual)
+        if tape is not None:
+            tape.norm = norm_back
+        return out, tape
 
     def backward(self, dout: Tensor) -> Tensor:
         """Gradient of the layers' input."""
@@ -203,7 +228,7 @@ class _Run:
 
     def _record_again(
         self, stretch: _Stretch, entries: Sequence[Tensor], *, after_main: bool
-    ) -> list[Tape]:
+    ) -> list[Any]:
         def run(lane: Lane) -> Any:
             return self._run_stretch(lane, stretch, entries[lane.index], records=True)
 
@@ -214,6 +239,23 @@ class _Run:
 
 def _stretches(block: Any) -> Iterator[_Stretch]:
     """As Megatron's block cuts its layers for recompute; without, all are one."""
+    stretches = _recompute_stretches(block)
+    if not _runs_halves(block):
+        return stretches
+    return (replace(s, halves=tuple(_halves_of(s.layers))) for s in stretches)
+
+
+def _halves_of(layers: Sequence[Any]) -> Iterator[HalfLayer]:
+    return (half for layer in layers for half in layer.tlora_halves)
+
+
+def _runs_halves(block: Any) -> bool:
+    if not isinstance(block.final_layernorm, RMSNorm | None):
+        return False
+    return all(isinstance(x, FrozenTransformerLayer) and x.direct_halves for x in block.layers)
+
+
+def _recompute_stretches(block: Any) -> Iterator[_Stretch]:
     config, layers = block.config, tuple(block.layers)
     if config.recompute_granularity == "full" and block.training:
         count = config.recompute_num_layers

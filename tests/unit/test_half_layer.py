@@ -1,0 +1,173 @@
+"""A layer's halves compute what its modules do, to the bit, and hold no more than they must."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tlora_megatron.integrations.megatron.frozen_layer import FrozenTransformerLayer
+from tlora_megatron.model import ModelSpec
+from tlora_megatron.ops.segments import (
+    Document,
+    MicroBatchView,
+    join_nano_batches,
+    pack_micro_batch,
+    use_micro_batch,
+)
+from tlora_megatron.parallel.tensor_collectives import make_tensor_collectives
+from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.planner.candidate import Recompute
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.runtime.synthetic_run import SyntheticRun
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LENGTHS = (5, 11, 16)
+SPEC = ModelSpec(
+    model_type="llama",
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_size=48,
+    vocab_size=64,
+    max_positions=64,
+    norm_eps=1e-5,
+    rope_theta=1e4,
+    qkv_bias=True,
+)
+
+
+class Case:
+    """Two layers with adapters, and what one micro-batch gives."""
+
+    def __init__(self, recompute: Recompute = "none", targets: tuple[str, ...] = ALL) -> None:
+        self.run = SyntheticRun(SPEC, ParallelLayout(), dtype=torch.float32, recompute=recompute)
+        lengths = LengthHistogram.single(8)
+        loads = [
+            JobLoad(
+                name=f"job{rank}",
+                rank=rank,
+                batch_size=1,
+                lengths=lengths,
+                targets=targets,
+                dropout=0.2,
+            )
+            for rank in (2, 4)
+        ]
+        self.model = self.run.super_model(loads, sum(LENGTHS))
+        self.decoder: Any = self.run.engine.model.decoder
+        draw = torch.Generator().manual_seed(0)
+        shape = (sum(LENGTHS), 1, SPEC.hidden_size)
+        self.hidden, self.dout = (torch.randn(shape, generator=draw) for _ in range(2))
+
+    @property
+    def slabs(self) -> list[torch.Tensor]:
+        """The gradients of each job."""
+        return [grad for job in self.model.jobs for grad in job.adapter.slab.grad_views().values()]
+
+    def results(self, view: MicroBatchView) -> list[torch.Tensor]:
+        """Output, gradient of the input, gradients of all factors; the output without autograd."""
+        for job in self.model.jobs:
+            job.adapter.slab.zero_grad()
+        hidden = self.hidden.clone().requires_grad_()
+        with use_micro_batch(view):
+            out = self.decoder(hidden_states=hidden, attention_mask=None)
+            with torch.no_grad():
+                again = self.decoder(hidden_states=hidden, attention_mask=None)
+        out.backward(self.dout)
+        assert hidden.grad is not None
+        return [out.detach(), again, hidden.grad, *(grad.clone() for grad in self.slabs)]
+
+
+def whole() -> MicroBatchView:
+    """A document of each job, and padding."""
+    return part(range(3), LENGTHS)
+
+
+def part(slots: range, lengths: tuple[int, ...], num_parts: int = 1) -> MicroBatchView:
+    documents = [Document(slot=s, length=n) for s, n in zip(slots, lengths, strict=True) if s < 2]
+    return pack_micro_batch(
+        documents,
+        num_slots=2,
+        num_tokens=sum(lengths),
+        dropout_keys=(3, 4),
+        token_budget=sum(LENGTHS),
+        num_parts=num_parts,
+    )
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    """Leaves none behind."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def use_modules(decoder: Any) -> None:
+    """Has layers run by their modules, as something hangs on one of them."""
+    for layer in decoder.layers:
+        layer.mlp.linear_fc1.register_forward_hook(lambda *_: None)
+
+
+def equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("targets", [ALL, ("q_proj", "down_proj"), ("up_proj",)], ids=len)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_halves_compute_what_modules_do(recompute: Recompute, targets: tuple[str, ...]) -> None:
+    case = Case(recompute, targets)
+    assert all(layer.direct_halves for layer in case.decoder.layers)
+    actual = case.results(whole())
+    assert all(grad.abs().max() > 0 for grad in case.slabs)
+    use_modules(case.decoder)
+    assert not any(layer.direct_halves for layer in case.decoder.layers)
+    assert equal(actual, case.results(whole()))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_halves_compute_what_modules_do_in_lanes(recompute: Recompute) -> None:
+    case = Case(recompute)
+    case.run.engine.nano_batches.use(make_tensor_collectives(None, torch.device("cpu")), None)
+    parts = [part(range(2), LENGTHS[:2], 2), part(range(2, 3), LENGTHS[2:], 2)]
+    actual = case.results(join_nano_batches(parts))
+    use_modules(case.decoder)
+    assert equal(actual, case.results(join_nano_batches(parts)))
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_backward_lets_go_of_what_forward_saved(num_parts: int) -> None:
+    case = Case()
+    view = whole()
+    if num_parts == 2:
+        case.run.engine.nano_batches.use(make_tensor_collectives(None, torch.device("cpu")), None)
+        parts = [part(range(2), LENGTHS[:2], 2), part(range(2, 3), LENGTHS[2:], 2)]
+        view = join_nano_batches(parts)
+    saved: list[weakref.ref[torch.Tensor]] = []
+    mlp = type(case.decoder.layers[0].mlp.linear_fc2)
+    inner = mlp.product_vjp
+
+    def product_vjp(self: Any, x: torch.Tensor, *args: Any) -> Any:
+        saved.append(weakref.ref(x))
+        return inner(self, x, *args)
+
+    hidden = case.hidden.clone().requires_grad_()
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch, use_micro_batch(view):
+            patch.setattr(mlp, "product_vjp", product_vjp)
+            out = case.decoder(hidden_states=hidden, attention_mask=None)
+        assert any(ref() is not None for ref in saved), "backward needs them"
+        out.backward(case.dout)
+        assert all(ref() is None for ref in saved), "the graph is alive, its tensors are not"
+    finally:
+        gc.enable()
+    assert isinstance(case.decoder.layers[0], FrozenTransformerLayer)
