@@ -58,6 +58,7 @@ class Case:
     def _run(self, kernel: str, i: int, config: KernelConfig) -> object:
         operands, factors = self.workload.sets[i], self.factors[i]
         tables, rows, plan = self.ops.tables[factors], self.rows, self.plan
+        window = (0, rows.ends[-1])
         if kernel == "down":
             return self._down(i, config)
         if kernel == "backward_up":
@@ -66,8 +67,7 @@ class Case:
             n = operands.dy_TN.shape[1]
             return up(self.s[i], None, n, factors, tables, plan, config.up)
         if kernel == "dgrad":
-            return up_dropped(self.ds[i], factors, rows, plan, config.up)
-        window = (0, rows.ends[-1])
+            return up_dropped(self.ds[i], factors, rows, plan, config.up, window)
         x, ds, blocks = operands.x_TK, self.ds[i], config.backward_down
         return backward_down(x, ds, factors, tables, rows, window, plan, blocks)
 
@@ -105,8 +105,8 @@ class Case:
         s = self._down(0, config)
         y = up(s, None, operands.dy_TN.shape[1], factors, tables, self.plan, config.up)
         ds = backward_up(operands.dy_TN, s, factors, tables, self.plan, config.backward_up)
-        dx = up_dropped(ds, factors, rows, self.plan, config.up)
         window = (0, rows.ends[-1])
+        dx = up_dropped(ds, factors, rows, self.plan, config.up, window)
         blocks = config.backward_down
         backward_down(operands.x_TK, ds, factors, tables, rows, window, self.plan, blocks)
         found: dict[str, float] = defaultdict(float)

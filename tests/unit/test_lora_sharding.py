@@ -203,7 +203,8 @@ def test_parts_that_ranks_compute_make_the_whole_s(linear: str, workload: str, p
     assert places.num_values == joined.numel()
     s = places.put(joined)
     torch.testing.assert_close(places.take(whole), joined)
-    y, expected = (ops.up(t, case.out_size, case.factors, rows) for t in (s, whole))
+    window, base = (0, len(x)), torch.zeros(len(x), case.out_size)
+    y, expected = (ops.up(t, base, case.factors, rows, window) for t in (s, whole))
     torch.testing.assert_close(y, expected)
     dy = torch.randn(rows.ends[-1], case.out_size, generator=torch.Generator().manual_seed(1))
     ds = ops.backward_up(dy, s, case.factors, rows)
@@ -211,8 +212,9 @@ def test_parts_that_ranks_compute_make_the_whole_s(linear: str, workload: str, p
     dx = torch.zeros_like(x)
     for part, values in enumerate(apart):
         own = own_factors(case, part, parts)
-        dx += ops.branch_dgrad(ops.rank_places(own, rows).put(values.contiguous()), own, rows)
-    torch.testing.assert_close(dx, ops.branch_dgrad(ds, case.factors, rows))
+        own_ds = ops.rank_places(own, rows).put(values.contiguous())
+        dx += ops.branch_dgrad(own_ds, own, rows, window)
+    torch.testing.assert_close(dx, ops.branch_dgrad(ds, case.factors, rows, window))
     counted = sum(
         n * sum(-(-r // parts) * parts for r in slot)
         for n, slot in zip(LENGTHS[workload], ranks, strict=True)
@@ -262,7 +264,8 @@ def test_a_misplaced_value_shows() -> None:
     s = ops.down(torch.randn(rows.ends[-1], 80), case.factors, rows)
     places = ops.rank_places(case.factors, rows, 2)
     swapped = places.put(torch.cat(places.take(s).chunk(2)[::-1]))
-    y, other = (ops.up(t, case.out_size, case.factors, rows) for t in (s, swapped))
+    base = torch.zeros(rows.ends[-1], case.out_size)
+    y, other = (ops.up(t, base, case.factors, rows, (0, len(base))) for t in (s, swapped))
     assert (y - other).norm() > 0.1 * y.norm()
     assert s.numel() % RANK_CHUNK == 0
 

@@ -90,7 +90,11 @@ def test_the_interpreter_leaves_nothing_to_launch() -> None:
     assert len(kernel.compiled) == 2
 
 
-@pytest.mark.parametrize("module", ["rms_norm", "swiglu", "rotary"])
+INTEGERS = ("num_rows", "first_row", "end_row", "dropout_key", "first_column")
+"""What kernels call their integers."""
+
+
+@pytest.mark.parametrize("module", ["rms_norm", "swiglu", "rotary", "up"])
 def test_no_value_of_an_integer_is_compiled_for(module: str) -> None:
     """Or a kernel for one row, or rows in sixteens, would be launched for others."""
     runtime = pytest.importorskip("triton.runtime.jit")
@@ -101,4 +105,4 @@ def test_no_value_of_an_integer_is_compiled_for(module: str) -> None:
         if not isinstance(warm._kernel, runtime.JITFunction):
             pytest.skip("interpreted")
         for param in warm._kernel.params:
-            assert param.do_not_specialize == (param.name == "num_rows"), param.name
+            assert param.do_not_specialize == (param.name in INTEGERS), param.name

@@ -94,21 +94,17 @@ class BlackBoxBranch(torch.autograd.Function):
         num_rows = rows.ends[-1]
         window = exchange.window(num_rows, of_input=True)
         inputs_WK = (x if norm is None else norm(x)).flatten(0, -2).to(factors.lora_a.dtype)
-        own = branch.ops.down(_spread(inputs_WK, window, num_rows), factors, rows)
-        s = own
-        if not exchange.is_column or exchange.sequence_parallel:
-            s = _sum(own.clone(), exchange).wait()
-        y_TN = branch.ops.up(s, base_y.shape[-1], factors, rows)
-        begin, end = exchange.window(num_rows, of_input=False)
-        base_WN = base_y.flatten(0, -2)
-        # A view of fewer rows would keep all of them in memory.
-        y_WN = y_TN.add_(base_WN) if len(base_WN) == num_rows else y_TN[begin:end] + base_WN
+        own = s = branch.ops.down(_spread(inputs_WK, window, num_rows), factors, rows)
         # dB of a row-parallel linear is to be a partial sum: of own features, or of own rows.
         partial_features = not exchange.is_column and not exchange.sequence_parallel
+        if not exchange.is_column or exchange.sequence_parallel:
+            s = _sum(own.clone() if partial_features else own, exchange).wait()
+        base_WN, window = base_y.flatten(0, -2), exchange.window(num_rows, of_input=False)
+        y_WN = branch.ops.up(s, base_WN, factors, rows, window)
         ctx.save_for_backward(x, own if partial_features else s)
         ctx.branch, ctx.factors, ctx.rows = branch, factors, rows
         ctx.exchange, ctx.norm = exchange, norm
-        return y_WN.view(base_y.shape).to(base_y.dtype)
+        return y_WN.view(base_y.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -124,7 +120,7 @@ class BlackBoxBranch(torch.autograd.Function):
             keep = exchange.is_column and not exchange.sequence_parallel
             summed = _sum(ds.clone() if keep else ds, exchange)
             ds = ds if keep else summed.wait()
-        begin, end = window = exchange.window(num_rows, of_input=True)
+        window = exchange.window(num_rows, of_input=True)
         with torch.enable_grad():
             leaf = x.detach().requires_grad_(ctx.norm is not None)
             inputs = leaf if ctx.norm is None else ctx.norm(leaf)
@@ -132,8 +128,8 @@ class BlackBoxBranch(torch.autograd.Function):
         ops.backward_down(inputs_WK, dy_TN, s, ds, factors, rows, window)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx_TK = ops.branch_dgrad(summed.wait(), factors, rows)
-            dx = dx_TK[begin:end].to(x.dtype).view(x.shape)
+            dx_WK = ops.branch_dgrad(summed.wait(), factors, rows, window)
+            dx = dx_WK.to(x.dtype).view(x.shape)
             if ctx.norm is not None:
                 (dx,) = torch.autograd.grad(inputs, leaf, dx)
         return dx, dy, None, None, None, None

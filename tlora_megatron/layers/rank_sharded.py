@@ -116,18 +116,16 @@ class RankShardedLinear(torch.autograd.Function):
         tp: TensorParallel,
     ) -> torch.Tensor:
         exchange, ops, local = _exchange(branch, rows, tp), branch.ops, branch.local
-        x_TK = x.contiguous().flatten(0, -2)
+        x_TK = x.contiguous().view(-1, x.shape[-1])
         if tp.gather_input:
             x_TK = all_gather_rows(x_TK, tp.group)
         s = exchange.gather(ops.down(x_TK, exchange.own, rows))
-        y_TN = ops.up(s, len(weight_NK), exchange.whole, rows)
         local_s = None
         if local is None:
-            y_TN.addmm_(x_TK, weight_NK.t())
-            y_TN = y_TN if bias_N is None else y_TN.add_(bias_N)
+            y_TN = ops.linear(x_TK, weight_NK, bias_N, s, exchange.whole, rows)
         else:
             base_TN, local_s = ops.forward(x_TK, weight_NK, bias_N, local, rows)
-            y_TN.add_(base_TN)
+            y_TN = ops.up(s, base_TN, exchange.whole, rows, (0, len(x_TK)))
         ctx.save_for_backward(x_TK, s, local_s, weight_NK)
         ctx.exchange, ctx.local, ctx.tp, ctx.x_shape = exchange, local, tp, x.shape
         return y_TN.unsqueeze(1)
@@ -137,19 +135,19 @@ class RankShardedLinear(torch.autograd.Function):
         x_TK, s, local_s, weight_NK = ctx.saved_tensors
         exchange, local, tp = ctx.exchange, ctx.local, ctx.tp
         ops, own, rows = exchange.ops, exchange.own, exchange.rows
-        dy_TN = dy.flatten(0, -2).contiguous()
+        dy_TN, window = dy.contiguous().view(-1, dy.shape[-1]), (0, rows.ends[-1])
         ds = exchange.scatter(ops.backward_up(dy_TN, s, exchange.whole, rows))
         local_ds = None if local is None else ops.backward_up(dy_TN, local_s, local, rows)
         pending = None
         if ctx.needs_input_grad[0]:
-            dx_TK = ops.branch_dgrad(ds, own, rows)
             if local is None:
-                dx_TK.addmm_(dy_TN, weight_NK)
+                dx_TK = ops.dgrad(dy_TN, ds, weight_NK, own, rows)
             else:
-                dx_TK.add_(ops.dgrad(dy_TN, local_ds, weight_NK, local, rows))
+                dx_TK = ops.dgrad(dy_TN, local_ds, weight_NK, local, rows)
+                dx_TK.add_(ops.branch_dgrad(ds, own, rows, window))
             pending = reduce_dgrad(dx_TK, tp)
-        window = (0, rows.ends[-1])
-        ops.backward_down(x_TK, dy_TN, s, ds, own, rows, window)
+        up_factors = None if exchange.whole is own else exchange.whole
+        ops.backward_down(x_TK, dy_TN, s, ds, own, rows, window, up_factors)
         if local is not None:
             ops.backward_down(x_TK, dy_TN, local_s, local_ds, local, rows, window)
         dx = None if pending is None else pending.wait().view(ctx.x_shape)

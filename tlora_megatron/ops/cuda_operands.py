@@ -26,11 +26,6 @@ from tlora_megatron.ops.site_tables import SiteTables
 from tlora_megatron.ops.triton_down import uses_dropout
 
 
-def is_flat(s: torch.Tensor) -> bool:
-    """Whether s or dS is of these kernels; Triton's have two dimensions."""
-    return s.dim() == 1
-
-
 def dropout_of(factors: SiteFactors, rows: RowGroups, plan: PlanTensors) -> Dropout | None:
     """What the mask follows from; None where nothing is dropped."""
     if not uses_dropout(factors, rows):
@@ -60,8 +55,13 @@ sum_sizes = functools.cache(SumSizes)
 
 
 def sum_inputs(
-    sizes: SumSizes, row_budget: int, num_rows: int, window: tuple[int, int], blocks: int
-) -> tuple[SumInput, SumInput]:
+    sizes: SumSizes,
+    row_budget: int,
+    num_rows: int,
+    window: tuple[int, int],
+    blocks: int,
+    kinds: tuple[int, ...],
+) -> tuple[SumInput, ...]:
     """x over a window of rows and dy over all, as the sums that make dA and dB read them."""
     features = sum(c.size for c in sizes.columns)
     down = SumInput(
@@ -78,20 +78,26 @@ def sum_inputs(
         rows_per_run=rows_per_run(row_budget, features, blocks),
         window=(0, num_rows),
     )
-    return down, up
+    return tuple(each for each in (down, up) if each.kind in kinds)
 
 
 def sums_of(
-    plan: PlanTensors, sizes: SumSizes, row_budget: int, window: tuple[int, int], blocks: int
+    plan: PlanTensors,
+    sizes: SumSizes,
+    row_budget: int,
+    window: tuple[int, int],
+    blocks: int,
+    kinds: tuple[int, ...] = (DOWN, UP),
 ) -> WorkItems:
     """The work of rank_sums.cu in a micro-batch, over x's rows of a window.
 
     Args:
         blocks: multiprocessors of the GPU.
+        kinds: which sums: of x, of dy or of both.
     """
-    inputs = functools.partial(sum_inputs, sizes, row_budget, plan.num_rows, window, blocks)
+    inputs = functools.partial(sum_inputs, sizes, row_budget, plan.num_rows, window, blocks, kinds)
     return plan.work_items(
-        (sizes, window, blocks),
+        (sizes, window, blocks, kinds),
         lambda plan: sum_items(plan, inputs()),
         lambda plan: sum_bounds(plan, inputs()),
     )

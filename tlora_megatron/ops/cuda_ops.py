@@ -31,14 +31,15 @@ from tlora_megatron.ops.cuda_operands import (
     dgrad_part,
     dropout_of,
     forward_part,
-    is_flat,
     sums_of,
 )
 from tlora_megatron.ops.cuda_row_items import row_bounds, row_items, row_parts
+from tlora_megatron.ops.cuda_sum_items import DOWN, UP
 from tlora_megatron.ops.factors import SiteFactors
 from tlora_megatron.ops.kernel_config import KernelConfig
 from tlora_megatron.ops.plan_tensors import PlanTensors
-from tlora_megatron.ops.rank_form import rank_form
+from tlora_megatron.ops.rank_form import form_places, is_flat, rank_form
+from tlora_megatron.ops.rank_places import RankPlaces, cached_places
 from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.triton_ops import TritonOps
 
@@ -80,19 +81,48 @@ class CudaOps(TritonOps):
         rows: RowGroups,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns y `[T, N]` and s."""
+        # s is made of it first: copies in `linear` would be the previous kernel's work.
+        x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
+        s = self.down(x_TK, factors, rows)
+        return self.linear(x_TK, weight_NK, bias_N, s, factors, rows), s
+
+    def down(self, x_TK: torch.Tensor, factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
+        """Returns s."""
         site = self.site(factors)
         if not site.suits:
-            return super().forward(x_TK, weight_NK, bias_N, factors, rows)
+            return super().down(x_TK, factors, rows)
         plan = self.plan(factors, rows)
+        dropout, x_TK = dropout_of(factors, rows, plan), x_TK.contiguous()
+        return _rank_rows(x_TK, site.a, factors.scaling, plan, rows, dropout, masked=True)
+
+    def linear(
+        self,
+        x_TK: torch.Tensor,
+        weight_NK: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        s: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+    ) -> torch.Tensor:
+        """Returns y `[T, N]`."""
+        if not is_flat(s):
+            return super().linear(x_TK, weight_NK, bias_N, s, factors, rows)
+        early = x_TK.is_contiguous() and weight_NK.is_contiguous()
         x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
         columns = weight_NK.shape[0]
-        dropout = dropout_of(factors, rows, plan)
-        s = _rank_rows(x_TK, site.a, factors.scaling, plan, rows, dropout, masked=True)
         tile = _gemm_tile(rows, columns, x_TK.device)
         y_TN = x_TK.new_empty(x_TK.shape[0], columns)
-        rank = forward_part(s, site, plan)
-        gemm(x_TK, weight_NK, y_TN, tile, transposed=True, early=True, bias_N=bias_N, rank=rank)
-        return y_TN, s
+        rank = forward_part(s, self.site(factors), self.plan(factors, rows))
+        gemm(x_TK, weight_NK, y_TN, tile, transposed=True, early=early, bias_N=bias_N, rank=rank)
+        return y_TN
+
+    def rank_places(self, factors: SiteFactors, rows: RowGroups, parts: int = 1) -> RankPlaces:
+        """Places among the rows of `RankForm`, and in its chunks."""
+        if not self.site(factors).suits:
+            return super().rank_places(factors, rows, parts)
+        plan = self.plan(factors, rows)
+        build = form_places(rows, plan)
+        return cached_places(rows, plan.layout, parts, plan.device, "cuda", build)
 
     def backward_up(
         self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
@@ -135,15 +165,36 @@ class CudaOps(TritonOps):
         factors: SiteFactors,
         rows: RowGroups,
         window: tuple[int, int],
+        up_factors: SiteFactors | None = None,
     ) -> None:
         """Accumulates dA over the rows of a window, which are all that x holds, and dB over all."""
-        if not is_flat(ds):
-            return super().backward_down(x_TK, dy_TN, s, ds, factors, rows, window)
+        if up_factors is None and is_flat(ds):
+            self._sum(x_TK, dy_TN, s, ds, factors, rows, window, (DOWN, UP))
+            return
+        if is_flat(ds):
+            self._sum(x_TK, dy_TN, ds, ds, factors, rows, window, (DOWN,))
+        else:
+            super().backward_down(x_TK, dy_TN, s, ds, factors, rows, window)
+        if up_factors is not None and is_flat(s):
+            self._sum(x_TK, dy_TN, s, s, up_factors, rows, window, (UP,))
+
+    def _sum(
+        self,
+        x_TK: torch.Tensor,
+        dy_TN: torch.Tensor,
+        s: torch.Tensor,
+        ds: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+        window: tuple[int, int],
+        kinds: tuple[int, ...],
+    ) -> None:
+        """dA, dB or both; of s and dS what is not read must have the factors' form all the same."""
         site, plan = self.site(factors), self.plan(factors, rows)
         multi = multiprocessors(dy_TN.device)
-        items = sums_of(plan, site.sizes, rows.row_budget, window, multi)
+        items = sums_of(plan, site.sizes, rows.row_budget, window, multi, kinds)
         if not items.count:
-            return None
+            return
         rank_sums(
             x_TK.contiguous(),
             ds,
@@ -162,7 +213,6 @@ class CudaOps(TritonOps):
             early=dy_TN.is_contiguous(),
             dropout=dropout_of(factors, rows, plan),
         )
-        return None
 
 
 def _row_parts(rows: RowGroups, device: torch.device) -> int:

@@ -45,21 +45,43 @@ class LinearOps(Protocol):
         ...
 
     def down(self, x_TK: torch.Tensor, factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
-        """Returns s alone: for a base that is computed elsewhere (`layers.black_box`).
+        """Returns s alone, where ranks exchange it before `linear` or `up`."""
+        ...
 
-        Such a linear has y = base(x) + `up(s)` and dx = the base's + `branch_dgrad(dS)`; s comes
-        from here and not from `forward`.
-        """
+    def linear(
+        self,
+        x_TK: torch.Tensor,
+        weight_NK: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        s: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+    ) -> torch.Tensor:
+        """Returns y `[T, N]` from s: what `forward` does after `down`."""
         ...
 
     def up(
-        self, s: torch.Tensor, num_columns: int, factors: SiteFactors, rows: RowGroups
+        self,
+        s: torch.Tensor,
+        base_WN: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+        window: tuple[int, int],
     ) -> torch.Tensor:
-        """Returns `s B^T`, `[T, num_columns]`, 0 where no adapter has rows or columns."""
+        """Returns `base + s B^T` of the rows `window[0]:window[1]`, in the dtype of the base.
+
+        For a base that is computed elsewhere (`layers.black_box`); so is `branch_dgrad`.
+        """
         ...
 
-    def branch_dgrad(self, ds: torch.Tensor, factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
-        """Returns `drop(dS A)`, `[T, K]`, 0 in rows without an adapter."""
+    def branch_dgrad(
+        self,
+        ds: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+        window: tuple[int, int],
+    ) -> torch.Tensor:
+        """Returns `drop(dS A)` of the rows `window[0]:window[1]`, 0 in those without an adapter."""
         ...
 
     def rank_places(self, factors: SiteFactors, rows: RowGroups, parts: int = 1) -> RankPlaces:
@@ -96,9 +118,13 @@ class LinearOps(Protocol):
         factors: SiteFactors,
         rows: RowGroups,
         window: tuple[int, int],
+        up_factors: SiteFactors | None = None,
     ) -> None:
         """Accumulates dA over the rows `window[0]:window[1]`, which are all that x holds.
 
         And dB over all rows, if `backward_up` did not: both are called once, in this order.
+
+        Args:
+            up_factors: those that `backward_up` was given, if others than these.
         """
         ...

@@ -8,6 +8,8 @@ import torch
 
 from tlora_megatron.ops.cuda_row_items import rank_columns
 from tlora_megatron.ops.plan_tensors import PlanTensors
+from tlora_megatron.ops.rank_places import Elements, PlacesBuilder, chunk_form, first_rows
+from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE
 
 
@@ -38,6 +40,23 @@ class RankForm(NamedTuple):
     def rows(self, flat: torch.Tensor) -> torch.Tensor:
         """A view `[num_rows, row_width]`."""
         return flat[self.chunk_rows * ROW_TILE :].view(self.num_rows, self.row_width)
+
+
+def is_flat(s: torch.Tensor) -> bool:
+    """Whether s or dS is in this form; Triton's have two dimensions."""
+    return s.dim() == 1
+
+
+def form_places(rows: RowGroups, plan: PlanTensors) -> PlacesBuilder:
+    """Places in a flat s or dS: among its rows, and in chunks."""
+
+    def build(found: Elements) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...]]:
+        form = rank_form(plan)
+        row = first_rows(rows, plan.layout, plan.device)[found.slot] + found.row
+        in_rows = form.chunk_rows * ROW_TILE + row * form.row_width + found.place
+        return (form.numel,), (in_rows, chunk_form(rows, plan, found))
+
+    return build
 
 
 def rank_form(plan: PlanTensors) -> RankForm:

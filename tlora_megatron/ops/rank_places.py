@@ -145,6 +145,12 @@ def held_slots(rows: RowGroups, layout: RankLayout) -> list[int]:
     return [slot for slot in rows.present_slots if any(layout.ranks[slot])]
 
 
+def first_rows(rows: RowGroups, layout: RankLayout, device: torch.device) -> torch.Tensor:
+    """The first row of each of `held_slots`, int64."""
+    begins = [rows.ends[s] - rows.lengths[s] for s in held_slots(rows, layout)]
+    return _on(_array(begins), device)
+
+
 def row_form(rows: RowGroups, layout: RankLayout, found: Elements) -> torch.Tensor:
     """Places in row form: slot by slot `[rows, chunks * 16]`, one below the other."""
     slots = held_slots(rows, layout)
@@ -160,9 +166,14 @@ def cached_places(
     layout: RankLayout,
     parts: int,
     device: torch.device,
+    form: str,
     build: PlacesBuilder,
 ) -> RankPlaces:
-    """The places of a micro-batch, made once for all sites that share the layout."""
+    """The places of a micro-batch, made once for all sites that share the layout.
+
+    Args:
+        form: names how `build` lays s out.
+    """
 
     def make() -> tuple[RankLayout, RankPlaces]:
         found, missing = elements(rows, layout, parts, device)
@@ -170,7 +181,7 @@ def cached_places(
         return layout, RankPlaces(shape, copies, missing)
 
     # The layout is kept beside the places, so its id is not given to another one.
-    return rows.cached(f"{parts} parts' places of {id(layout)}@{device}", make)[1]
+    return rows.cached(("places", form, parts, id(layout), device), make)[1]
 
 
 def plan_places(rows: RowGroups, plan: PlanTensors) -> PlacesBuilder:
@@ -178,13 +189,13 @@ def plan_places(rows: RowGroups, plan: PlanTensors) -> PlacesBuilder:
 
     def build(found: Elements) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...]]:
         behind = plan.num_chunks * RANK_CHUNK * ROW_TILE
-        copies = behind + row_form(rows, plan.layout, found), _chunk_form(rows, plan, found)
+        copies = behind + row_form(rows, plan.layout, found), chunk_form(rows, plan, found)
         return (plan.ranked_rows, ROW_TILE), copies
 
     return build
 
 
-def _chunk_form(rows: RowGroups, plan: PlanTensors, found: Elements) -> torch.Tensor:
+def chunk_form(rows: RowGroups, plan: PlanTensors, found: Elements) -> torch.Tensor:
     """Places in chunks: of each pair of a tile and a slot, transposed `[chunks * 16, 256]`."""
     slots = held_slots(rows, plan.layout)
     begins = _array([rows.ends[s] - rows.lengths[s] for s in slots])

@@ -72,9 +72,8 @@ class TorchOps:
         rows: RowGroups,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns y `[T, N]` and s."""
-        y_TN = F.linear(x_TK, weight_NK, bias_N)
         s = self.down(x_TK, factors, rows)
-        return _add_up(y_TN, s, factors, rows), s
+        return self.linear(x_TK, weight_NK, bias_N, s, factors, rows), s
 
     def down(self, x_TK: torch.Tensor, factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
         """Returns s."""
@@ -88,11 +87,30 @@ class TorchOps:
             _scale(s_TR, factors, block.slot)
         return s
 
-    def up(
-        self, s: torch.Tensor, num_columns: int, factors: SiteFactors, rows: RowGroups
+    def linear(
+        self,
+        x_TK: torch.Tensor,
+        weight_NK: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        s: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
     ) -> torch.Tensor:
-        """Returns `s B^T`, `[T, num_columns]`."""
-        return _add_up(s.new_zeros(rows.ends[-1], num_columns), s, factors, rows)
+        """Returns y `[T, N]`."""
+        return _add_up(F.linear(x_TK, weight_NK, bias_N), s, factors, rows)
+
+    def up(
+        self,
+        s: torch.Tensor,
+        base_WN: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+        window: tuple[int, int],
+    ) -> torch.Tensor:
+        """Returns `base + s B^T` of a window of rows."""
+        branch_TN = s.new_zeros(rows.ends[-1], base_WN.shape[1])
+        _add_up(branch_TN, s, factors, rows)
+        return branch_TN[slice(*window)].to(base_WN.dtype) + base_WN
 
     def rank_places(self, factors: SiteFactors, rows: RowGroups, parts: int = 1) -> RankPlaces:
         """Places in the flat s: it is row form."""
@@ -101,7 +119,7 @@ class TorchOps:
         def build(found: Elements) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...]]:
             return (_size(_blocks(rows, layout)),), (row_form(rows, layout, found),)
 
-        return cached_places(rows, layout, parts, factors.lora_a.device, build)
+        return cached_places(rows, layout, parts, factors.lora_a.device, self.name, build)
 
     def backward_up(
         self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
@@ -130,10 +148,16 @@ class TorchOps:
     ) -> torch.Tensor:
         """Returns dx `[T, K]`."""
         # The base GEMM adds onto the branch: a pass over [T, K] less than the reverse.
-        return self.branch_dgrad(ds, factors, rows).addmm_(dy_TN, weight_NK)
+        return self.branch_dgrad(ds, factors, rows, (0, len(dy_TN))).addmm_(dy_TN, weight_NK)
 
-    def branch_dgrad(self, ds: torch.Tensor, factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
-        """Returns `drop(dS A)`, `[T, K]`."""
+    def branch_dgrad(
+        self,
+        ds: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+        window: tuple[int, int],
+    ) -> torch.Tensor:
+        """Returns `drop(dS A)` of a window of rows."""
         branch_TK = ds.new_empty(rows.ends[-1], factors.lora_a.shape[1])
         done = 0
         for block in _blocks(rows, factors.layout):
@@ -142,7 +166,7 @@ class TorchOps:
             torch.mm(block.of(ds), lora_a_RK, out=branch_TK[block.begin : block.end])
             done = block.end
         branch_TK[done:].zero_()
-        return _dropped(branch_TK, factors, rows, 0)
+        return _dropped(branch_TK, factors, rows, 0)[slice(*window)]
 
     def backward_down(
         self,
@@ -153,6 +177,7 @@ class TorchOps:
         factors: SiteFactors,
         rows: RowGroups,
         window: tuple[int, int],
+        up_factors: SiteFactors | None = None,
     ) -> None:
         """Accumulates dA over the rows `window[0]:window[1]`, which are all that x holds."""
         first = window[0]

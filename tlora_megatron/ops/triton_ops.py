@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from tlora_megatron.ops.factors import SiteFactors
 from tlora_megatron.ops.kernel_config import KernelConfig, kernel_config
 from tlora_megatron.ops.plan_tensors import PlanTensors, plan_tensors
+from tlora_megatron.ops.rank_form import is_flat
 from tlora_megatron.ops.rank_places import RankPlaces, cached_places, plan_places
 from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.site_tables import SiteTableCache
 from tlora_megatron.ops.triton_backward import backward_up
 from tlora_megatron.ops.triton_down import down
 from tlora_megatron.ops.triton_sums import backward_down
-from tlora_megatron.ops.triton_up import up, up_dropped
+from tlora_megatron.ops.triton_up import up, up_dropped, up_onto
 
 
 class TritonOps:
@@ -66,33 +67,60 @@ class TritonOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns y `[T, N]` and s."""
         s = self.down(x_TK, factors, rows)
-        if not len(s):
-            return F.linear(x_TK, weight_NK, bias_N), s
-        plan, config = self.plan(factors, rows), self.config(factors, rows)
-        y_TN = up(s, bias_N, len(weight_NK), factors, self.tables[factors], plan, config.up)
+        return self.linear(x_TK, weight_NK, bias_N, s, factors, rows), s
+
+    def linear(
+        self,
+        x_TK: torch.Tensor,
+        weight_NK: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        s: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+    ) -> torch.Tensor:
+        """Returns y `[T, N]`."""
+        plan = self.plan(factors, rows)
+        if not plan.num_chunks:
+            return F.linear(x_TK, weight_NK, bias_N)
+        blocks, tables = self.config(factors, rows).up, self.tables[factors]
+        y_TN = up(s, bias_N, len(weight_NK), factors, tables, plan, blocks)
         # The base GEMM adds onto the rank part: a pass over [T, N] less than the reverse.
-        return y_TN.addmm_(x_TK, weight_NK.t()), s
+        return y_TN.addmm_(x_TK, weight_NK.t())
 
     def up(
-        self, s: torch.Tensor, num_columns: int, factors: SiteFactors, rows: RowGroups
+        self,
+        s: torch.Tensor,
+        base_WN: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+        window: tuple[int, int],
     ) -> torch.Tensor:
-        """Returns `s B^T`, `[T, num_columns]`."""
-        if not len(s):
-            return s.new_zeros(rows.ends[-1], num_columns)
-        plan, config = self.plan(factors, rows), self.config(factors, rows)
-        return up(s, None, num_columns, factors, self.tables[factors], plan, config.up)
+        """Returns `base + s B^T` of a window of rows."""
+        plan = self.plan(factors, rows)
+        if not plan.num_chunks:
+            return base_WN.clone()
+        blocks, tables = self.config(factors, rows).up, self.tables[factors]
+        return up_onto(s, base_WN.contiguous(), factors, tables, plan, blocks, window)
 
-    def branch_dgrad(self, ds: torch.Tensor, factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
-        """Returns `drop(dS A)`, `[T, K]`."""
-        if not len(ds):
-            return ds.new_zeros(rows.ends[-1], factors.lora_a.shape[1])
-        plan, config = self.plan(factors, rows), self.config(factors, rows)
-        return up_dropped(ds, factors, rows, plan, config.up)
+    def branch_dgrad(
+        self,
+        ds: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+        window: tuple[int, int],
+    ) -> torch.Tensor:
+        """Returns `drop(dS A)` of a window of rows."""
+        plan = self.plan(factors, rows)
+        if not plan.num_chunks:
+            return ds.new_zeros(window[1] - window[0], factors.lora_a.shape[1])
+        blocks, scaled = self.config(factors, rows).up, is_flat(ds)
+        return up_dropped(ds, factors, rows, plan, blocks, window, scaled=scaled)
 
     def rank_places(self, factors: SiteFactors, rows: RowGroups, parts: int = 1) -> RankPlaces:
         """Places in row form, and in chunks."""
         plan = self.plan(factors, rows)
-        return cached_places(rows, factors.layout, parts, plan.device, plan_places(rows, plan))
+        build = plan_places(rows, plan)
+        return cached_places(rows, plan.layout, parts, plan.device, "triton", build)
 
     def backward_up(
         self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
@@ -112,7 +140,7 @@ class TritonOps:
         """Returns dx `[T, K]`."""
         if not len(ds):
             return dy_TN @ weight_NK
-        return self.branch_dgrad(ds, factors, rows).addmm_(dy_TN, weight_NK)
+        return self.branch_dgrad(ds, factors, rows, (0, len(dy_TN))).addmm_(dy_TN, weight_NK)
 
     def backward_down(
         self,
@@ -123,6 +151,7 @@ class TritonOps:
         factors: SiteFactors,
         rows: RowGroups,
         window: tuple[int, int],
+        up_factors: SiteFactors | None = None,
     ) -> None:
         """Accumulates dA over the rows `window[0]:window[1]`, which are all that x holds."""
         plan, config = self.plan(factors, rows), self.config(factors, rows)

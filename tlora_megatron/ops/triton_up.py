@@ -1,25 +1,29 @@
 """The rank part of y and of dx, `s B^T` and `drop(dS A)`, for the base GEMM to add to.
 
-A program owns a block of the output and goes through the adapters whose rows lie in it.
+A program owns a block of the output and goes through the adapters whose rows lie in it. Of s and dS
+it reads the chunks alone, which lie first in Triton's layout and in the CUDA kernels'.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from tlora_megatron.ops.factors import SiteFactors
 from tlora_megatron.ops.kernel_config import UpConfig
-from tlora_megatron.ops.plan_tensors import ItemBounds, ItemList, PlanTensors, item_array, spread
+from tlora_megatron.ops.plan_tensors import PlanTensors
 from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.site_tables import SiteTables
-from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE
 from tlora_megatron.ops.triton_backward import column_mapping
 from tlora_megatron.ops.triton_down import pairs_of_columns, row_keys_or, uses_dropout
 from tlora_megatron.ops.triton_dropout import drop_zero, dropped_below, row_hash
 from tlora_megatron.ops.triton_rank_product import CHUNK, FIELDS, TILE
+from tlora_megatron.ops.up_items import up_bounds, up_items
+from tlora_megatron.ops.warm_kernel import WarmKernel
+
+_NOTHING, _BIAS, _BASE = 0, 1, 2
+"""What y adds the rank part to."""
 
 
 @triton.jit
@@ -55,26 +59,27 @@ def _add_adapter(
     return tl.where(mine[:, None] & inside[None, :], sums + product, sums)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "end_row"])
 def _up_kernel(
     items: tl.tensor,
     s: tl.tensor,
     lora_b: tl.tensor,
     columns: tl.tensor,
-    bias: tl.tensor,
+    base: tl.tensor,
     out: tl.tensor,
-    num_rows: tl.tensor,
-    num_columns: tl.tensor,
+    first_row: tl.tensor,
+    end_row: tl.tensor,
+    NUM_COLUMNS: tl.constexpr,
     TARGETS: tl.constexpr,
     BM: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     MAPPED: tl.constexpr,
     ALIGNED: tl.constexpr,
-    BIAS: tl.constexpr,
+    ADDS_TO: tl.constexpr,
 ) -> None:
     column0 = tl.program_id(0) * BLOCK
-    row_block = tl.program_id(1)
+    row_block = first_row // BM + tl.program_id(1)
     header = items + row_block * FIELDS
     rows = row_block * BM + tl.arange(0, BM)
     out_columns = column0 + tl.arange(0, BLOCK)
@@ -91,7 +96,7 @@ def _up_kernel(
         begin = tl.load(header + p)
         end = tl.load(header + p + 1)
         compact = out_columns
-        inside = out_columns < num_columns
+        inside = out_columns < NUM_COLUMNS
         if MAPPED == 1:
             offset = column0 % stride
             if (offset < first) | (offset >= first + width):
@@ -107,16 +112,17 @@ def _up_kernel(
             sums = _add_adapter(
                 sums, record, rows, s, weight, size, compact, inside, 4, BM, BLOCK, STAGES
             )
-    mask = (rows < num_rows)[:, None] & (out_columns < num_columns)[None, :]
-    if BIAS:
-        sums += tl.load(bias + out_columns, mask=out_columns < num_columns, other=0.0)[None, :].to(
-            tl.float32
-        )
-    pointers = out + rows.to(tl.int64)[:, None] * num_columns + out_columns[None, :]
-    tl.store(pointers, sums.to(out.dtype.element_ty), mask=mask)
+    inside = out_columns < NUM_COLUMNS
+    mask = ((rows >= first_row) & (rows < end_row))[:, None] & inside[None, :]
+    offsets = (rows - first_row).to(tl.int64)[:, None] * NUM_COLUMNS + out_columns[None, :]
+    if ADDS_TO == 1:
+        sums += tl.load(base + out_columns, mask=inside, other=0.0)[None, :].to(tl.float32)
+    if ADDS_TO == 2:
+        sums += tl.load(base + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + offsets, sums.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["dropout_key", "first_column"])
+@triton.jit(do_not_specialize=["dropout_key", "first_column", "first_row", "end_row"])
 def _dgrad_kernel(
     items: tl.tensor,
     ds: tl.tensor,
@@ -126,86 +132,47 @@ def _dgrad_kernel(
     row_keys: tl.tensor,
     dropout_key: tl.tensor,
     first_column: tl.tensor,
-    num_rows: tl.tensor,
-    num_columns: tl.tensor,
+    first_row: tl.tensor,
+    end_row: tl.tensor,
+    NUM_COLUMNS: tl.constexpr,
     TARGETS: tl.constexpr,
     BM: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     DROP: tl.constexpr,
+    SCALED: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
     column0 = tl.program_id(0) * BLOCK
-    row_block = tl.program_id(1)
+    row_block = first_row // BM + tl.program_id(1)
     header = items + row_block * FIELDS
     rows = row_block * BM + tl.arange(0, BM)
     out_columns = column0 + tl.arange(0, BLOCK)
-    inside = out_columns < num_columns
+    inside = out_columns < NUM_COLUMNS
     sums = tl.zeros([BM, BLOCK], dtype=tl.float32)
     p = tl.zeros([BM], dtype=tl.float32)
     for r in range(tl.load(header), tl.load(header + TARGETS)):
         record = items + r * FIELDS
         sums = _add_adapter(
-            sums, record, rows, ds, lora_a, num_columns, out_columns, inside, 5, BM, BLOCK, STAGES
+            sums, record, rows, ds, lora_a, NUM_COLUMNS, out_columns, inside, 5, BM, BLOCK, STAGES
         )
         if DROP:
             mine = (rows >= tl.load(record)) & (rows < tl.load(record + 1))
             p = tl.where(mine, tl.load(dropout + tl.load(record + 2)), p)
-    live = rows < num_rows
-    if DROP:
+    live = (rows >= first_row) & (rows < end_row)
+    if DROP and not SCALED:
         sums = sums * (1.0 / (1.0 - p))[:, None]
     values = sums.to(out.dtype.element_ty)
     if DROP:
         hash_M = row_hash(row_keys, rows, live, dropout_key)[:, None]
         columns = (first_column + out_columns)[None, :]
         values = drop_zero(values, hash_M, columns, dropped_below(p)[:, None], PAIRS)
-    pointers = out + rows.to(tl.int64)[:, None] * num_columns + out_columns[None, :]
-    tl.store(pointers, values, mask=live[:, None] & inside[None, :])
+    offsets = (rows - first_row).to(tl.int64)[:, None] * NUM_COLUMNS + out_columns[None, :]
+    tl.store(out + offsets, values, mask=live[:, None] & inside[None, :])
 
 
-def up_items(plan: PlanTensors, block_rows: int) -> ItemList:
-    """A header for every block of rows, then the records of adapters.
-
-    Header of a block: field p is the first record of target p, field p + 1 the one after its last.
-    Record: begin, end, slot, first chunk, row in the arena of B, row in the arena of A, rank rows,
-    column in tile.
-    """
-    blocks, targets = -(-plan.num_rows // block_rows), plan.layout.num_targets
-    per_tile = ROW_TILE // block_rows
-    pair, block = spread(np.full(len(plan.pair_slot), per_tile))
-    row0 = plan.pair_tile[pair] * ROW_TILE + block * block_rows
-    hit = (row0 < plan.pair_end[pair]) & (row0 + block_rows > plan.pair_begin[pair])
-    owner, target = spread(np.full(int(hit.sum()), targets))
-    pair, block, row0 = pair[hit][owner], block[hit][owner], row0[hit][owner]
-    slot = plan.pair_slot[pair]
-    chunks = plan.slot_chunks[slot, target]
-    fields = (
-        plan.pair_begin[pair],
-        plan.pair_end[pair],
-        slot,
-        plan.pair_chunks[pair, target],
-        np.array(plan.layout.b_begin, dtype=np.int64)[slot, target],
-        np.array(plan.layout.a_begin, dtype=np.int64)[slot, target],
-        RANK_CHUNK * chunks,
-        block * block_rows,
-    )
-    records = item_array(fields, len(owner))
-    place = row0 // block_rows * targets + target
-    used = chunks > 0
-    order = np.argsort(place[used], kind="stable")
-    counts = np.bincount(place[used], minlength=blocks * targets)
-    begins = blocks + np.concatenate([[0], np.cumsum(counts)])
-    headers = np.zeros((blocks, records.shape[1]), dtype=np.int64)
-    for p in range(targets + 1):
-        headers[:, p] = begins[p : p + blocks * targets : targets]
-    return ItemList(items=np.concatenate([headers, records[used][order]]), workspace=0)
-
-
-def up_bounds(plan: PlanTensors, block_rows: int) -> ItemBounds:
-    """Bounds of `up_items` over all micro-batches."""
-    blocks = -(-plan.num_rows // block_rows)
-    records = (blocks + min(len(plan.layout.ranks), plan.num_rows)) * plan.layout.num_targets
-    return ItemBounds(items=blocks + records, workspace=0)
+_up = WarmKernel(_up_kernel)
+_dgrad = WarmKernel(_dgrad_kernel)
 
 
 def _items(plan: PlanTensors, block_rows: int) -> torch.Tensor:
@@ -227,26 +194,61 @@ def up(
 ) -> torch.Tensor:
     """Returns `b + s B^T`, `[T, N]`, 0 where no adapter has rows or columns."""
     out_TN = s.new_empty(plan.num_rows, num_columns)
-    grid = (triton.cdiv(num_columns, config.block_columns), -(-plan.num_rows // config.block_rows))
-    _up_kernel[grid](
-        _items(plan, config.block_rows),
-        s,
-        tables.lora_b,
-        tables.columns,
-        s if bias_N is None else bias_N,
-        out_TN,
-        plan.num_rows,
-        num_columns,
-        TARGETS=len(factors.columns),
-        BM=config.block_rows,
-        BLOCK=config.block_columns,
-        STAGES=config.num_stages,
-        MAPPED=column_mapping(factors.columns, config.block_columns),
-        ALIGNED=tables.aligned_lora_b,
-        BIAS=bias_N is not None,
-        num_warps=config.num_warps,
-    )
+    base, adds_to = (s, _NOTHING) if bias_N is None else (bias_N, _BIAS)
+    _launch_up(s, base, adds_to, out_TN, factors, tables, plan, config, (0, plan.num_rows))
     return out_TN
+
+
+def up_onto(
+    s: torch.Tensor,
+    base_WN: torch.Tensor,
+    factors: SiteFactors,
+    tables: SiteTables,
+    plan: PlanTensors,
+    config: UpConfig,
+    window: tuple[int, int],
+) -> torch.Tensor:
+    """Returns `base + s B^T` of the rows `window[0]:window[1]`, in the dtype of the base."""
+    out_WN = torch.empty_like(base_WN)
+    _launch_up(s, base_WN, _BASE, out_WN, factors, tables, plan, config, window)
+    return out_WN
+
+
+def _launch_up(
+    s: torch.Tensor,
+    base: torch.Tensor,
+    adds_to: int,
+    out_WN: torch.Tensor,
+    factors: SiteFactors,
+    tables: SiteTables,
+    plan: PlanTensors,
+    config: UpConfig,
+    window: tuple[int, int],
+) -> None:
+    num_columns = out_WN.shape[1]
+    _up.launch(
+        -(-num_columns // config.block_columns),
+        (_items(plan, config.block_rows), s, tables.lora_b, tables.columns, base, out_WN),
+        window,
+        (
+            num_columns,
+            len(factors.columns),
+            config.block_rows,
+            config.block_columns,
+            config.num_stages,
+            column_mapping(factors.columns, config.block_columns),
+            tables.aligned_lora_b,
+            adds_to,
+        ),
+        num_warps=config.num_warps,
+        grid_y=_row_blocks(window, config.block_rows),
+    )
+
+
+def _row_blocks(window: tuple[int, int], block_rows: int) -> int:
+    """Blocks of rows that a window touches; one that holds no row takes none."""
+    begin, end = window
+    return -(-end // block_rows) - begin // block_rows if end > begin else 0
 
 
 def up_dropped(
@@ -255,30 +257,35 @@ def up_dropped(
     rows: RowGroups,
     plan: PlanTensors,
     config: UpConfig,
+    window: tuple[int, int],
+    *,
+    scaled: bool = False,
 ) -> torch.Tensor:
-    """Returns `drop(dS A)`, `[T, K]`, 0 in rows without an adapter."""
+    """Returns `drop(dS A)` of the rows `window[0]:window[1]`, `[W, K]`, 0 in those without adapter.
+
+    Args:
+        scaled: dS holds dropout's `1 / (1 - p)`, as the CUDA kernels' does.
+    """
     depth = factors.lora_a.shape[1]
-    out_TK = ds.new_empty(plan.num_rows, depth)
+    out_WK = ds.new_empty(window[1] - window[0], depth)
     drop = uses_dropout(factors, rows)
     items = _items(plan, config.block_rows)
-    grid = (triton.cdiv(depth, config.block_columns), -(-plan.num_rows // config.block_rows))
-    _dgrad_kernel[grid](
-        items,
-        ds,
-        factors.lora_a,
-        out_TK,
-        factors.dropout,
-        row_keys_or(rows, drop, items),
-        factors.dropout_key,
-        factors.first_column,
-        plan.num_rows,
-        depth,
-        TARGETS=factors.layout.num_targets,
-        BM=config.block_rows,
-        BLOCK=config.block_columns,
-        STAGES=config.num_stages,
-        DROP=drop,
-        PAIRS=pairs_of_columns(ds, factors.first_column),
+    keys = row_keys_or(rows, drop, items)
+    _dgrad.launch(
+        -(-depth // config.block_columns),
+        (items, ds, factors.lora_a, out_WK, factors.dropout, keys),
+        (factors.dropout_key, factors.first_column, *window),
+        (
+            depth,
+            factors.layout.num_targets,
+            config.block_rows,
+            config.block_columns,
+            config.num_stages,
+            drop,
+            scaled,
+            pairs_of_columns(ds, factors.first_column),
+        ),
         num_warps=config.num_warps,
+        grid_y=_row_blocks(window, config.block_rows),
     )
-    return out_TK
+    return out_WK

@@ -36,8 +36,9 @@ class WarmKernel:
         constants: tuple[int, ...],
         *,
         num_warps: int,
+        grid_y: int = 1,
     ) -> None:
-        """Starts `grid` programs on the current stream of the tensors' device."""
+        """Starts `grid * grid_y` programs on the current stream of the tensors' device."""
         addresses = 0
         key: list[Any] = [tensors[0].device.index, num_warps, *constants]
         for tensor in tensors:
@@ -45,9 +46,9 @@ class WarmKernel:
             key.append(tensor.dtype)
         found = None if addresses % _ALIGNMENT else self._compiled.get(tuple(key))
         if found is not None:
-            found[grid, 1, 1](*tensors, *numbers, *constants)
+            found[grid, grid_y, 1](*tensors, *numbers, *constants)
             return
-        launched = self._kernel[(grid,)](*tensors, *numbers, *constants, num_warps=num_warps)
+        launched = self._kernel[(grid, grid_y)](*tensors, *numbers, *constants, num_warps=num_warps)
         # The interpreter compiles nothing.
         if not addresses % _ALIGNMENT and isinstance(launched, CompiledKernel):
             self._compiled[tuple(key)] = launched
