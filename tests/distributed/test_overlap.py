@@ -105,6 +105,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_gives_the_same_adapters(layout: str, runs: Path) -> None:
     whole, cut = (runs / f"{layout} together in {count}" for count in (1, 3))
+    told = [json.loads((run / "summary.json").read_text())["run"] for run in (whole, cut)]
+    one, three = (run["nano_batches"] for run in told)
+    assert {k: v for k, v in one.items() if k != "ran"} == {
+        "asked": 1, "count": 1, "controller": None, "time_over_one": None,
+    }  # fmt: skip
+    assert (three["asked"], three["count"], three["controller"]) == (3, 3, None)
+    assert one["ran"].keys() == {"1"}
+    assert three["ran"]["3"] > sum(three["ran"].values()) / 2
+    assert sum(three["ran"].values()) == one["ran"]["1"] >= told[0]["rounds"]
     for name in NAMES:
         assert losses(cut, name) == pytest.approx(losses(whole, name), rel=1e-5), name
         expected = exported(whole, name, runs / "base")

@@ -44,7 +44,9 @@ def test_losses_trace_and_going_on(tmp_path: Path) -> None:
     assert {1, 2, 3} <= {line["nano_batches"] for line in lines}
     assert len({line["mix"] for line in lines}) == 1
     summary = json.loads((output_dir / "summary.json").read_text())
-    assert summary["run"]["nano_batches"]["controller"] == "best"
+    told = summary["run"]["nano_batches"]
+    assert (told["asked"], told["controller"]) == ("auto", "best")
+    assert {"1", "2", "3"} <= told["ran"].keys()
     assert "<h2>Nano-batches</h2>" in (output_dir / "report.html").read_text()
     assert not (tmp_path / "whole" / "nano_batches.jsonl").exists()
 

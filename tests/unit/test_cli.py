@@ -166,6 +166,35 @@ class TestInspect:
         ):
             assert text in out
 
+    @pytest.mark.parametrize(
+        ("nano", "line"),
+        [
+            ({"asked": 1, "count": 1, "ran": {"1": 9}}, None),
+            (
+                {"asked": 3, "count": 3, "controller": None, "ran": {"1": 2, "3": 1007}},
+                "nano-batches: 3 asked for; micro-batches ran: 2 in 1, 1,007 in 3",
+            ),
+            (
+                {"asked": "auto", "count": 1, "controller": None, "ran": {"1": 9}},
+                "nano-batches: auto asked for; micro-batches ran: 9 in 1",
+            ),
+        ],
+    )
+    def test_run_says_what_micro_batches_ran_in(
+        self,
+        run_dir: Path,
+        nano: dict[str, Any],
+        line: str | None,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        path = run_dir / "summary.json"
+        summary = json.loads(path.read_text())
+        summary["run"]["nano_batches"] = nano
+        path.write_text(json.dumps(summary))
+        assert main(["inspect", str(run_dir)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [x for x in lines if x.startswith("nano-batches")] == ([line] if line else [])
+
     def test_run_json(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["inspect", str(run_dir), "--json"]) == 0
         content = json.loads(capsys.readouterr().out)

@@ -113,10 +113,19 @@ def _print_speed(console: Console, run: dict[str, Any]) -> None:
         parts.append(f"{run['wall_time_s']:,.1f} s")
     if parts:
         console.print(", ".join(parts), style="bold")
-    if nano := run.get("nano_batches"):
-        ratio = nano.get("time_over_one")
-        gain = "" if ratio is None or nano["count"] == 1 else f", {ratio:.3f} of the time of 1"
-        console.print(f"nano-batches: {nano['count']} ({nano['controller']}){gain}")
+    nano = run.get("nano_batches")
+    if nano and nano.get("asked") != 1:
+        console.print(f"nano-batches: {_nano_batches(nano)}")
+
+
+def _nano_batches(nano: dict[str, Any]) -> str:
+    """The number kept and what came of it; of one that was asked for, what ran in how many."""
+    count, ratio = nano["count"], nano.get("time_over_one")
+    if nano.get("controller"):
+        gain = "" if ratio is None or count == 1 else f", {ratio:.3f} of the time of 1"
+        return f"{count} ({nano['controller']}){gain}"
+    ran = ", ".join(f"{times:,} in {number}" for number, times in nano.get("ran", {}).items())
+    return f"{nano.get('asked')} asked for; micro-batches ran: {ran or 'none'}"
 
 
 def _rank_cell(lora: LoraSpec) -> str:

@@ -16,12 +16,22 @@ from tlora_megatron.config import JobError
 from tlora_megatron.plan import ParallelLayout
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.loop import TrainingLoop
+from tlora_megatron.training.nano_rounds import NanoEngine
 
 
 def summarize(
-    loop: TrainingLoop, layout: ParallelLayout, rejected: Sequence[JobError], wall_time_s: float
+    loop: TrainingLoop,
+    layout: ParallelLayout,
+    rejected: Sequence[JobError],
+    wall_time_s: float,
+    nano_batches: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Plain values of the run and of every job; `rejected` are the jobs that were left out."""
+    """Plain values of the run and of every job.
+
+    Args:
+        rejected: the jobs that were left out.
+        nano_batches: as `summarize_nano_batches` gives them.
+    """
     jobs = {job.name: _job_summary(job, loop) for job in loop.jobs}
     for error in rejected:
         jobs[error.name] = {"status": "rejected", "reason": error.message}
@@ -33,7 +43,7 @@ def summarize(
             "world_size": dist.get_world_size(),
             "layout": sizes,
             "rounds": loop.rounds,
-            "nano_batches": loop.nano_rounds and loop.nano_rounds.summary(),
+            "nano_batches": nano_batches,
             "train_time_s": loop.train_time_s,
             "wall_time_s": wall_time_s,
             "peak_memory_bytes": peak,
@@ -42,6 +52,21 @@ def summarize(
         },
         "jobs": jobs,
     }
+
+
+def summarize_nano_batches(loop: TrainingLoop, asked: int | str) -> dict[str, Any] | None:
+    """What micro-batches were to be cut into and ran in, before the engine is closed; None for an
+    engine that has no nano-batches.
+
+    Args:
+        asked: `run.nano_batches`.
+    """
+    model, rounds = loop.super_model, loop.nano_rounds
+    if not isinstance(model.engine, NanoEngine):
+        return None
+    chosen = {"controller": None, "time_over_one": None} if rounds is None else rounds.summary()
+    ran = {str(number): count for number, count in sorted(model.nano_batches_run.items())}
+    return {"asked": asked, "count": model.engine.num_nano_batches, **chosen, "ran": ran}
 
 
 def _job_summary(job: JobState, loop: TrainingLoop) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from tlora_megatron.plan import ParallelLayout
 from tlora_megatron.runtime.agreement import check_agreement
 from tlora_megatron.runtime.lora_sharding import settle_lora_sharding
 from tlora_megatron.runtime.output_dir import CONFIG_NAME, claim_output_dir, hold_output_dir
-from tlora_megatron.runtime.summary import summarize
+from tlora_megatron.runtime.summary import summarize, summarize_nano_batches
 from tlora_megatron.training.data import load_tokenizer
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.loop import RunListener, TrainingLoop
@@ -152,13 +152,14 @@ class TrainingRun:
         """
         assert self.loop is not None, "start comes before finish"
         engine, groups = self.loop.super_model.engine, self.loop.super_model.groups
+        nano_batches = summarize_nano_batches(self.loop, self.config.run.nano_batches)
         if isinstance(engine, NanoEngine):
             # Not in `close`: after a failure the others may never come.
             engine.nano_batches.close()
         if not groups.is_writer:
             return {}
         wall_time_s = time.perf_counter() - self._begin_s
-        summary = summarize(self.loop, groups.layout, self._rejected, wall_time_s)
+        summary = summarize(self.loop, groups.layout, self._rejected, wall_time_s, nano_batches)
         write_summary(self.output_dir, summary)
         _try_report(self.output_dir)
         return summary

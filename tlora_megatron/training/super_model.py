@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -88,6 +89,8 @@ class SuperModel:
         self.jobs: tuple[JobState, ...] = ()
         self.bins: Bins | None = None
         """Of the round, or evaluation, packed last; the same on every rank."""
+        self.nano_batches_run: Counter[int] = Counter()
+        """This replica's micro-batches of training by the number of nano-batches they ran in."""
         self._rounds = 0
         self._round_begin_s = 0.0
         self._batches: list[PackedBatch] = []
@@ -115,6 +118,8 @@ class SuperModel:
         self._batches, left, _ = self._pack_round([job.queue for job in self.jobs], keys)
         for job, queue in zip(self.jobs, left, strict=True):
             job.queue = queue
+        ran = (batch.to_run.view.nano_views for batch in self._batches)
+        self.nano_batches_run.update(max(1, len(views)) for views in ran)
         return self._batches
 
     def end_round(self, losses: Sequence[torch.Tensor]) -> list[StepReport]:
