@@ -258,6 +258,26 @@ def test_a_megatron_script_has_what_every_run_needs_and_starts_anywhere(
     assert words[len(words) - words[::-1].index("--max-position-embeddings")] == "8192"
 
 
+@pytest.mark.parametrize(
+    ("more", "written"),
+    [
+        (["--tp", "2"], None),
+        (["--tp", "2", "--lora-sharding", "fold"], "fold"),
+        (["--tp", "2", "--lora-sharding", "s_lora"], "s_lora"),
+        (["--tp", "2", "--set", "parallel.lora_sharding=fold"], "fold"),
+        (["--tp", "2", "--set", "parallel.lora_sharding=rank_exchange"], "rank_exchange"),
+        (["--tp", "1", "--lora-sharding", "fold"], None),
+    ],
+)
+def test_a_megatron_file_has_the_sharding_that_was_asked_for(
+    quickstart: str, tmp_path: Path, more: list[str], written: str | None
+) -> None:
+    """None: the run chooses, as around Transformer Engine's linears it must."""
+    _write(quickstart, "megatron", tmp_path / "run.sh", *more)
+    jobs = yaml.safe_load((tmp_path / "run.jobs.yaml").read_text())
+    assert jobs.get("parallel", {}).get("lora_sharding") == written
+
+
 @pytest.mark.megatron_lm
 def test_megatron_lm_parses_what_the_planner_writes(quickstart: str, tmp_path: Path) -> None:
     path = tmp_path / "run.sh"

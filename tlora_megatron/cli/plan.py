@@ -11,7 +11,7 @@ from tlora_megatron.cli.auto_plan import add_hardware_arguments
 from tlora_megatron.cli.console import open_console
 from tlora_megatron.cli.plan_tables import print_explanation, print_result, result_document
 from tlora_megatron.cli.train import add_config_arguments
-from tlora_megatron.config import load_config
+from tlora_megatron.config import RunConfig, load_config
 from tlora_megatron.config_reader import must
 from tlora_megatron.planner.candidate import SHARDINGS, Runner
 from tlora_megatron.planner.search import SearchSpace, search
@@ -72,7 +72,9 @@ def _add_space_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"fix the {what}")
     parser.add_argument("--sp", choices=("on", "off"), help="fix sequence parallelism")
-    parser.add_argument("--lora-sharding", choices=SHARDINGS, help="fix it")
+    parser.add_argument(
+        "--lora-sharding", choices=SHARDINGS, help="fix it (default: parallel.lora_sharding)"
+    )
     parser.add_argument("--recompute", choices=("none", "selective", "full"), help="fix it")
     parser.add_argument(
         "--runs-in",
@@ -91,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     hardware = run_hardware(args.hardware, config)
     spec = plan_model(config)
     jobs = plan_jobs(config, spec, None if args.lengths is None else parse_lengths(args.lengths))
-    result = search(spec, jobs, hardware, args.gpus, _space(args))
+    space = _space(args, config)
+    result = search(spec, jobs, hardware, args.gpus, space)
     console = open_console()
     if args.json:
         print(json.dumps(result_document(result, jobs, hardware, args.gpus, args.top), indent=2))
@@ -109,7 +112,13 @@ def run(args: argparse.Namespace) -> int:
         kind, path = args.write
         try:
             lines = write_plan(
-                kind, Path(path), config=config, spec=spec, ranked=chosen, hardware=hardware
+                kind,
+                Path(path),
+                config=config,
+                spec=spec,
+                ranked=chosen,
+                hardware=hardware,
+                asked_sharding=space.lora_sharding,
             )
         except OSError as error:
             raise must("--write", "name a file that can be written", path, str(error)) from None
@@ -120,14 +129,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _space(args: argparse.Namespace) -> SearchSpace:
+def _space(args: argparse.Namespace, config: RunConfig) -> SearchSpace:
+    asked = config.parallel.lora_sharding
     return SearchSpace(
         tp_size=args.tp,
         pp_size=args.pp,
         vpp_size=args.vpp,
         cp_size=args.cp,
         sequence_parallel=None if args.sp is None else args.sp == "on",
-        lora_sharding=args.lora_sharding,
+        lora_sharding=args.lora_sharding or (None if asked == "auto" else asked),
         recompute=args.recompute,
         micro_batch_tokens=args.tokens,
         runs_in=_runner(args),

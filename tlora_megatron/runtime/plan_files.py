@@ -14,6 +14,7 @@ import yaml
 
 from tlora_megatron.config import ParallelSpec, RunConfig, config_to_dict
 from tlora_megatron.model import ModelSpec
+from tlora_megatron.plan import LoraSharding
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import RankedPlan
@@ -86,8 +87,12 @@ def write_plan(
     spec: ModelSpec,
     ranked: RankedPlan,
     hardware: HardwareProfile,
+    asked_sharding: LoraSharding | None = None,
 ) -> list[str]:
     """Writes what `kind` needs and returns the command lines that start it.
+
+    Args:
+        asked_sharding: what the plan's was to be; None = it was free.
 
     Raises:
         ValueError: if the plan cannot run there.
@@ -103,7 +108,7 @@ def write_plan(
     # Where the script will be started is not known.
     jobs = path.with_suffix(".jobs.yaml").resolve()
     if kind == "megatron":
-        _write(jobs, _yaml(_jobs_only(config, plan)))
+        _write(jobs, _yaml(_jobs_only(config, plan, asked_sharding)))
         _write(path, _megatron(config, spec, ranked, jobs, nodes, local))
         variables = "MEGATRON_LM=DIR CHECKPOINT=DIR"
         return [f"{variables} bash {shlex.quote(str(path))}"]
@@ -133,13 +138,15 @@ def _yaml(document: dict[str, Any]) -> str:
     return yaml.safe_dump(document, sort_keys=False, width=100)
 
 
-def _jobs_only(config: RunConfig, plan: Plan) -> dict[str, Any]:
+def _jobs_only(config: RunConfig, plan: Plan, asked: LoraSharding | None) -> dict[str, Any]:
     document = config_to_dict(config)
     nano = _nano_batches(config, plan)
     run = {"run": {"nano_batches": nano}} if nano != 1 else {}
-    # Fold is not asked for: around Transformer Engine's linears there is rank_exchange only.
+    # Where nobody asked for fold the run may choose: around Transformer Engine's linears there is
+    # rank_exchange only.
     sharding = plan.lora_sharding
-    shared = {"parallel": {"lora_sharding": sharding}} if sharding != "fold" else {}
+    is_given = plan.tp_size > 1 and (sharding != "fold" or asked == "fold")
+    shared = {"parallel": {"lora_sharding": sharding}} if is_given else {}
     return {"base_model": document["base_model"], **shared, **run, "jobs": document["jobs"]}
 
 
