@@ -335,6 +335,9 @@ class TestPeft:
             ({"nblocks": "4"}, "use_bdlora.nblocks must be a whole number"),
             ({"blocks": 4}, "use_bdlora must be an object of"),
             ({"target_modules_bd_a": "o_proj"}, "target_modules_bd_a must be a list of names"),
+            ({"match_strict": 1}, "use_bdlora.match_strict must be true or false, got 1"),
+            ({"match_strict": "no"}, "use_bdlora.match_strict must be true or false, got 'no'"),
+            ({"match_strict": None}, "use_bdlora.match_strict must be true or false, got None"),
         ],
     )
     def test_other_block_structures_are_refused(

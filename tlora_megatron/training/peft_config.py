@@ -182,6 +182,9 @@ def _num_blocks(raw: Any, targets: tuple[str, ...], model: Backbone) -> int:
             raise ValueError(
                 f"use_bdlora.target_modules_bd_{side[-1]} must be a list of names, got {names!r}"
             )
+    is_strict = raw.get("match_strict", True)
+    if not isinstance(is_strict, bool):
+        raise ValueError(f"use_bdlora.match_strict must be true or false, got {is_strict!r}")
     if blocks == 1:
         return 1
     lora = LoraSpec(parametrization="block_diagonal", num_blocks=blocks)
