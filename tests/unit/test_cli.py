@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,7 @@ def run_dir(tmp_path: Path) -> Path:
     path = tmp_path / "out"
     path.mkdir()
     failed = {**JOB_RESULT, "status": "failed", "reason": "loss is nan", "adapter": None}
+    failed |= {"rank": 32, "num_blocks": 4}
     summary = {"run": RUN_RESULT, "jobs": {"one": JOB_RESULT, "two": failed}}
     (path / "summary.json").write_text(json.dumps(summary))
     (path / "report.html").write_text("<html>")
@@ -138,6 +140,14 @@ class TestInspect:
         assert (content["rank"], content["alpha"]) == (4, 8)
         assert (content["tensors"], content["parameters"]) == (2, 64)
 
+    def test_adapter_with_blocks_that_are_none(
+        self, adapter_dir: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = adapter_dir / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"use_bdlora": "yes"}))
+        assert main(["inspect", str(adapter_dir)]) == 2
+        assert "error: use_bdlora must be a JSON object, got 'yes'" in capsys.readouterr().err
+
     @pytest.mark.parametrize("damage", ["truncate", "remove"])
     def test_damaged_adapter(
         self, adapter_dir: Path, damage: str, capsys: pytest.CaptureFixture[str]
@@ -157,7 +167,6 @@ class TestInspect:
             "2 -> 0.25",
             "0.0% -> 87.5%",
             "12,345",
-            "5/5",
             "4,321 tokens/s",
             "nano-batches: 3 (best), 0.913 of the time of 1",
             "two: loss is nan",
@@ -165,6 +174,8 @@ class TestInspect:
             f"report: {run_dir}/report.html",
         ):
             assert text in out
+        assert re.search(r"one +finished +4 +5/5", out)
+        assert re.search(r"two +failed +32 / 4 blocks +5/5", out)
 
     @pytest.mark.parametrize(
         ("nano", "line"),

@@ -13,6 +13,7 @@ from tlora_megatron.cli.console import open_console
 from tlora_megatron.cli.tables import print_adapter, print_config, print_run
 from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.config import config_to_dict, load_config
+from tlora_megatron.config_reader import must
 
 _EPILOG = """\
 examples:
@@ -124,14 +125,16 @@ def read_adapter(path: Path) -> dict[str, Any]:
             dtypes = sorted({str(item.get_dtype()) for item in slices})
     except (OSError, SafetensorError) as error:
         raise ValueError(f"adapter must hold a readable {ADAPTER_WEIGHTS}, got {error}") from error
-    targets = config.get("target_modules")
+    targets, blocks = config.get("target_modules"), config.get("use_bdlora") or {}
+    if not isinstance(blocks, dict):
+        raise must("use_bdlora", "be a JSON object", blocks)
     return {
         "path": str(path),
         "base": config.get("base_model_name_or_path"),
         "rank": config.get("r"),
         "alpha": config.get("lora_alpha"),
         "use_rslora": config.get("use_rslora", False),
-        "num_blocks": (config.get("use_bdlora") or {}).get("nblocks", 1),
+        "num_blocks": blocks.get("nblocks", 1),
         "target_modules": sorted(targets) if isinstance(targets, list) else targets,
         "tensors": len(shapes),
         "parameters": sum(math.prod(shape) for shape in shapes),

@@ -87,12 +87,17 @@ def _run_cells(job: dict[str, Any]) -> tuple[str, ...]:
     total = job.get("max_steps")
     return (
         job.get("status", "-"),
-        _text(job.get("rank")),
+        _text(job.get("rank")) + _blocks(job.get("num_blocks", 1)),
         _text(job.get("steps")) + (f"/{total}" if total is not None else ""),
         _change(job, "eval_loss", "{:.4g}"),
         _change(job, "exact_match", "{:.1%}"),
         _text(job.get("tokens")),
     )
+
+
+def _blocks(count: int) -> str:
+    """Behind a rank: blocks of a block-diagonal adapter."""
+    return f" / {count} blocks" if count > 1 else ""
 
 
 def _change(job: dict[str, Any], key: str, form: str) -> str:

@@ -76,6 +76,7 @@ def _job_summary(job: JobState, loop: TrainingLoop) -> dict[str, Any]:
         "status": job.status,
         "reason": job.reason,
         "rank": job.spec.lora.rank,
+        "num_blocks": job.spec.lora.num_blocks,
         "steps": job.step,
         "max_steps": job.plan.num_steps,
         "skipped_steps": job.step - job.updates,

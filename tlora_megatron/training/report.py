@@ -174,7 +174,9 @@ def _before_after(job: ReportJob, name: str, values: np.ndarray, show: Callable[
 
 
 def _rank(job: ReportJob) -> str:
-    return _text(job.fact("rank", job.config.get("lora", {}).get("rank")))
+    lora = job.config.get("lora", {})
+    rank, blocks = (job.fact(key, lora.get(key)) for key in ("rank", "num_blocks"))
+    return _text(rank) + (f" / {blocks} blocks" if blocks and blocks > 1 else "")
 
 
 def _last_loss(job: ReportJob) -> str:
