@@ -12,21 +12,19 @@ parallel. Random weights; optimizer steps included; padding is not counted.
 from __future__ import annotations
 
 import argparse
-import csv
-import gc
-import itertools
 import json
 import os
-import subprocess
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed_stock import run_stock
+from deepspeed_timing import Timing, Watch, total
 from end_to_end_jobs import Mix, make_mixes
+from result_rows import append_rows, checkout_commit
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tlora_megatron.config import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
@@ -34,7 +32,7 @@ from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.integrations.deepspeed.frozen_base import FrozenBase, build_base
 from tlora_megatron.integrations.deepspeed.guard import check_deepspeed
 from tlora_megatron.integrations.deepspeed.processes import join_processes
-from tlora_megatron.job import HF_TARGETS, JobSpec
+from tlora_megatron.job import JobSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.slab import initial_factor
@@ -55,20 +53,6 @@ _LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 """The ZeRO stage that places the adapters' state, and the engine's section."""
 
 
-_COLUMNS = (
-    "provider", "layout", "gpus", "mix", "layers", "dropout", "micro_batch_tokens",
-    "portion_tokens", "tokens_per_s", "seconds", "tokens", "peak_gib", "gpu", "versions", "sha",
-)  # fmt: skip
-
-
-class Timing(NamedTuple):
-    """What all steps of a provider took."""
-
-    seconds: float
-    tokens: int
-    peak_bytes: int
-
-
 def main() -> None:
     """Every process runs it; the first prints and appends rows to the CSV."""
     args = _arguments()
@@ -79,7 +63,8 @@ def main() -> None:
     providers = args.providers.split(",")
     if "stock" in providers:
         # First: the model is then as transformers made it.
-        _report("stock", run_stock(model, mix, args), args)
+        _, zero = _LAYOUTS[args.layout]
+        _report("stock", run_stock(model, mix, zero, args.steps), args)
         providers.remove("stock")
     if providers:
         base = build_base(_config(args), model)
@@ -102,7 +87,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer than the model's")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--csv", type=Path, default=RESULTS)
-    parser.add_argument("--commit", default=_git_commit(), help="for the CSV")
+    parser.add_argument("--commit", default=checkout_commit(), help="for the CSV")
     args = parser.parse_args()
     args.world = int(os.environ.get("WORLD_SIZE", "1"))
     return args
@@ -170,7 +155,7 @@ def run_alone(base: FrozenBase, mix: Mix, args: argparse.Namespace) -> Timing:
     for index in range(len(mix.specs)):
         super_model = _super_model(base, mix, [index], args)
         timings.append(_timed_steps(super_model, warmup=2, steps=args.steps))
-    return _sum(timings)
+    return total(timings)
 
 
 def _super_model(
@@ -212,12 +197,10 @@ def _job(
 def _timed_rounds(super_model: SuperModel, *, warmup: int, rounds: int) -> Timing:
     for _ in range(warmup):
         super_model.train_round()
-    begin = _start()
-    tokens = _tokens_done(super_model)
+    watch, before = Watch(), _tokens_done(super_model)
     for _ in range(rounds):
         super_model.train_round()
-    seconds = time.perf_counter() - _synchronized(begin)
-    return Timing(seconds, _tokens_done(super_model) - tokens, _peak())
+    return watch.timing(_tokens_done(super_model) - before)
 
 
 def _timed_steps(super_model: SuperModel, *, warmup: int, steps: int) -> Timing:
@@ -227,12 +210,10 @@ def _timed_steps(super_model: SuperModel, *, warmup: int, steps: int) -> Timing:
 
     for _ in range(warmup):
         step()
-    begin = _start()
-    tokens = _tokens_done(super_model)
+    watch, before = Watch(), _tokens_done(super_model)
     for _ in range(steps):
         step()
-    seconds = time.perf_counter() - _synchronized(begin)
-    return Timing(seconds, _tokens_done(super_model) - tokens, _peak())
+    return watch.timing(_tokens_done(super_model) - before)
 
 
 def _tokens_done(super_model: SuperModel) -> int:
@@ -246,142 +227,35 @@ def _tokens_done(super_model: SuperModel) -> int:
     return total
 
 
-def run_stock(model: Any, mix: Mix, args: argparse.Namespace) -> Timing:
-    """Each job by itself under DeepSpeed and PEFT."""
-    return _sum(
-        [
-            _stock_job(model, spec, train, args)
-            for spec, train in zip(mix.specs, mix.data, strict=True)
-        ]
-    )
-
-
-def _stock_job(
-    model: Any, spec: JobSpec, train: Sequence[TokenSequence], args: argparse.Namespace
-) -> Timing:
-    import deepspeed
-    from peft import LoraConfig, get_peft_model
-
-    model.train()
-    model.config.use_cache = False
-    peft = get_peft_model(
-        model,
-        LoraConfig(
-            r=spec.lora.rank,
-            lora_alpha=spec.lora.alpha,
-            lora_dropout=spec.lora.dropout,
-            target_modules=list(HF_TARGETS),
-        ),
-    )
-    trainable = [p for p in peft.parameters() if p.requires_grad]
-    _, zero = _LAYOUTS[args.layout]
-    share = spec.batch_size // args.world
-    config = {
-        "train_micro_batch_size_per_gpu": share,
-        "steps_per_print": 2**31,
-        "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": dict(zero) if zero["stage"] else {"stage": 1},
-    }
-    optimizer = torch.optim.AdamW(trainable, lr=2e-4, fused=torch.cuda.is_available())
-    engine, *_ = deepspeed.initialize(
-        model=peft, optimizer=optimizer, config=config, model_parameters=trainable
-    )
-    batches = _batches(train, spec.batch_size)
-    for _ in range(2):
-        _stock_step(engine, next(batches), share)
-    begin = _start()
-    tokens = 0
-    for _ in range(args.steps):
-        batch = next(batches)
-        tokens += sum(len(s.tokens) for s in batch)
-        _stock_step(engine, batch, share)
-    seconds = time.perf_counter() - _synchronized(begin)
-    timing = Timing(seconds, tokens, _peak())
-    engine.destroy()
-    peft.unload()
-    del engine, peft, optimizer, trainable
-    gc.collect()
-    return timing
-
-
-def _batches(train: Sequence[TokenSequence], size: int) -> Iterator[list[TokenSequence]]:
-    endless = itertools.cycle(train)
-    while True:
-        yield list(itertools.islice(endless, size))
-
-
-def _stock_step(engine: Any, batch: Sequence[TokenSequence], share: int) -> None:
-    rank = dist.get_rank()
-    mine = batch[rank * share : (rank + 1) * share]
-    longest = max(len(s.tokens) for s in mine)
-    ids = torch.zeros(share, longest, dtype=torch.int64)
-    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
-    for row, sequence in enumerate(mine):
-        tokens = torch.from_numpy(sequence.tokens).long()
-        ids[row, : len(tokens)] = tokens
-        mask[row, : len(tokens)] = 1
-        labels[row, : len(tokens)] = torch.where(torch.from_numpy(sequence.is_target), tokens, -100)
-    device = engine.device
-    out = engine(input_ids=ids.to(device), attention_mask=mask.to(device), labels=labels.to(device))
-    engine.backward(out.loss)
-    engine.step()
-
-
-def _start() -> float:
-    _synchronized(0.0)
-    dist.barrier()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    return time.perf_counter()
-
-
-def _synchronized(begin: float) -> float:
-    """The same number, once the device has done all."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return begin
-
-
-def _peak() -> int:
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-
-
-def _sum(timings: Sequence[Timing]) -> Timing:
-    seconds, tokens, peaks = zip(*timings, strict=True)
-    return Timing(sum(seconds), sum(tokens), max(peaks))
-
-
 def _report(provider: str, timing: Timing, args: argparse.Namespace) -> None:
     """Prints and appends a provider's row, on the first process, as soon as it is measured."""
     if dist.get_rank():
         return
     import deepspeed
 
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     speed, peak = timing.tokens / timing.seconds, timing.peak_bytes / 2**30
-    new = not args.csv.exists()
-    args.csv.parent.mkdir(parents=True, exist_ok=True)
-    with args.csv.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if new:
-            writer.writerow(_COLUMNS)
-        writer.writerow(
-            [provider, args.layout, args.world, args.mix, args.layers or "all", args.dropout,
-             args.micro_batch_tokens, args.portion_tokens, f"{speed:.0f}",
-             f"{timing.seconds:.2f}", timing.tokens, f"{peak:.1f}", gpu,
-             f"torch {torch.__version__}, deepspeed {deepspeed.__version__}", args.commit]
-        )  # fmt: skip
+    row = {
+        "provider": provider,
+        "layout": args.layout,
+        "gpus": args.world,
+        "mix": args.mix,
+        "layers": args.layers or "all",
+        "dropout": args.dropout,
+        "micro_batch_tokens": args.micro_batch_tokens,
+        "portion_tokens": args.portion_tokens,
+        "tokens_per_s": f"{speed:.0f}",
+        "seconds": f"{timing.seconds:.2f}",
+        "tokens": timing.tokens,
+        "peak_gib": f"{peak:.1f}",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "versions": f"torch {torch.__version__}, deepspeed {deepspeed.__version__}",
+        "sha": args.commit,
+    }
+    append_rows(args.csv, [row])
     print(
         f"{provider:9} {args.layout} x{args.world}  {speed:9,.0f} tokens/s  {peak:6.1f} GiB",
         flush=True,
     )
-
-
-def _git_commit() -> str:
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":
