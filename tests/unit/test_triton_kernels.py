@@ -32,7 +32,7 @@ from tests.helpers.kernel_case import (
     run,
 )
 from tests.helpers.linear_case import error
-from tlora_megatron.ops import triton_ops
+from tlora_megatron.ops import triton_gather, triton_ops
 from tlora_megatron.ops.columns import OutputColumns
 from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.kernel_config import (
@@ -43,6 +43,7 @@ from tlora_megatron.ops.kernel_config import (
     UpConfig,
 )
 from tlora_megatron.ops.plan_tensors import update_plans
+from tlora_megatron.ops.rank_places import gather_or_zero
 from tlora_megatron.ops.triton_ops import TritonOps
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -171,6 +172,19 @@ def test_the_branch_alone_is_what_the_linear_adds_to_its_base(lengths: tuple[int
             dx_sum = dx_base[window] + dx_alone
             torch.testing.assert_close(dx_sum, dx[window], rtol=1e-5, atol=1e-5)
     assert torch.equal(y_base, y) != any(lengths)
+
+
+@interpreted
+@pytest.mark.parametrize("count", [1, 1024, 2500])
+def test_a_gather_gives_zero_where_there_is_no_place(count: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(40, 3, generator=generator)
+    places = torch.randint(0, values.numel() + 1, (count,), generator=generator, dtype=torch.int32)
+    places[::3] = 0
+    with poisoned_memory():
+        found = triton_gather.gather(values, places)
+    assert torch.equal(found, gather_or_zero(values, places))
+    assert torch.equal(found[1::3], torch.cat([torch.zeros(1), values.flatten()])[places[1::3]])
 
 
 @interpreted

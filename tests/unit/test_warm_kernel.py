@@ -90,11 +90,11 @@ def test_the_interpreter_leaves_nothing_to_launch() -> None:
     assert len(kernel.compiled) == 2
 
 
-INTEGERS = ("num_rows", "first_row", "end_row", "dropout_key", "first_column")
+INTEGERS = ("num_rows", "first_row", "end_row", "dropout_key", "first_column", "count")
 """What kernels call their integers."""
 
 
-@pytest.mark.parametrize("module", ["rms_norm", "swiglu", "rotary", "up"])
+@pytest.mark.parametrize("module", ["rms_norm", "swiglu", "rotary", "up", "gather"])
 def test_no_value_of_an_integer_is_compiled_for(module: str) -> None:
     """Or a kernel for one row, or rows in sixteens, would be launched for others."""
     runtime = pytest.importorskip("triton.runtime.jit")

@@ -42,12 +42,12 @@ class ShardedBranch(AdapterBranch):
     def own(self) -> SiteFactors | None:
         """Standard adapters' `lora_a` as it lies here: of a column-parallel linear part of its rank
         rows. `factors` holds their `lora_b`."""
-        return self.bank.own_ranks.get(self.site.index, self.factors)
+        return self.bank.own_ranks.get(self.index, self.factors)
 
     @property
     def local(self) -> SiteFactors | None:
         """Both factors of block-diagonal adapters; None where there is no such job."""
-        return self.bank.local.get(self.site.index)
+        return self.bank.local.get(self.index)
 
 
 class LocalBranch(AdapterBranch):
@@ -56,7 +56,7 @@ class LocalBranch(AdapterBranch):
     @property
     def factors(self) -> SiteFactors | None:
         """Both factors; None where there is no such job."""
-        return self.bank.local.get(self.site.index)
+        return self.bank.local.get(self.index)
 
 
 class _Exchange(NamedTuple):
@@ -67,6 +67,7 @@ class _Exchange(NamedTuple):
     whole: SiteFactors
     rows: RowGroups
     group: dist.ProcessGroup | None
+    tp_size: int
     is_column: bool
 
     def gather(self, own_s: torch.Tensor) -> torch.Tensor:
@@ -89,7 +90,7 @@ class _Exchange(NamedTuple):
         return held.put(reduce_scatter_rows(self._parts().take(whole_ds), self.group).wait())
 
     def _parts(self) -> RankPlaces:
-        return self.ops.rank_places(self.whole, self.rows, dist.get_world_size(self.group))
+        return self.ops.rank_places(self.whole, self.rows, self.tp_size)
 
     def _sum(self, ranked: torch.Tensor) -> torch.Tensor:
         places = self.ops.rank_places(self.whole, self.rows)
@@ -158,4 +159,5 @@ def _exchange(branch: ShardedBranch, rows: RowGroups, tp: TensorParallel) -> _Ex
     own, whole = branch.own, branch.factors
     assert own is not None, f"site {branch.site.index} must have factors, got none"
     assert whole is not None, f"site {branch.site.index} must have factors, got none"
-    return _Exchange(branch.ops, own, whole, rows, tp.group, branch.site.kind == "column")
+    site = branch.site
+    return _Exchange(branch.ops, own, whole, rows, tp.group, site.tp_size, site.kind == "column")

@@ -41,6 +41,7 @@ from tlora_megatron.ops.plan_tensors import PlanTensors
 from tlora_megatron.ops.rank_form import form_places, is_flat, rank_form
 from tlora_megatron.ops.rank_places import RankPlaces, cached_places
 from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.triton_gather import gather
 from tlora_megatron.ops.triton_ops import TritonOps
 
 _BLOCKS = 2
@@ -122,7 +123,7 @@ class CudaOps(TritonOps):
             return super().rank_places(factors, rows, parts)
         plan = self.plan(factors, rows)
         build = form_places(rows, plan)
-        return cached_places(rows, plan.layout, parts, plan.device, "cuda", build)
+        return cached_places(rows, plan.layout, parts, plan.device, "cuda", build, gather)
 
     def backward_up(
         self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups

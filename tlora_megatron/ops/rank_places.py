@@ -22,6 +22,18 @@ from tlora_megatron.ops.plan_tensors import PlanTensors
 from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE, RankLayout, rank_chunks
 
+Gather = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""`gather_or_zero`, or a kernel of the same."""
+
+
+def gather_or_zero(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """`values[places - 1]` of contiguous values, flat; 0 where a place is 0.
+
+    Args:
+        places: int32 `[n]`.
+    """
+    return torch.cat([values.new_zeros(1), values.flatten()]).index_select(0, places)
+
 
 class RankPlaces:
     """The places of all values in a flat s or dS, as tables that both ways are one gather.
@@ -30,6 +42,7 @@ class RankPlaces:
         shape: of s.
         copies: int64 `[n]` each: the values' places, once for each copy that s holds of them.
         missing: int64 on the CPU: values that are only there to fill a part up; None = none.
+        gather: reads tables.
     """
 
     def __init__(
@@ -37,34 +50,32 @@ class RankPlaces:
         shape: tuple[int, ...],
         copies: tuple[torch.Tensor, ...],
         missing: torch.Tensor | None = None,
+        gather: Gather = gather_or_zero,
     ) -> None:
         self.shape = shape
-        read = copies[0]
+        self._gather = gather
+        read = copies[0] + 1
         self.num_values = count = read.numel()
         """Of all parts."""
-        order, self._missing = torch.arange(count, device=read.device), missing
+        order = torch.arange(1, count + 1, device=read.device)
         if missing is not None:
             held = torch.ones(count, dtype=torch.bool).index_fill_(0, missing, False)
             kept = to_device(held.nonzero().flatten(), read.device)
-            self._missing = to_device(missing, read.device)
-            read = read.index_fill(0, self._missing, 0)
+            read.index_fill_(0, to_device(missing, read.device), 0)
             order, copies = order[kept], tuple(copy[kept] for copy in copies)
         self._read = read.int()
-        # What no value is put into reads the zero behind them.
-        written = torch.full((math.prod(shape),), count, device=read.device)
+        written = torch.zeros(math.prod(shape), dtype=torch.int64, device=read.device)
         for places in copies:
             written.index_copy_(0, places, order)
         self._written = written.int()
 
     def take(self, s: torch.Tensor) -> torch.Tensor:
         """The values `[n]`, 0 where a part is only filled up."""
-        values = s.flatten().index_select(0, self._read)
-        return values if self._missing is None else values.index_fill_(0, self._missing, 0)
+        return self._gather(s, self._read)
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
         """s with these values `[n]`, 0 elsewhere."""
-        padded = torch.cat([values, values.new_zeros(1)])
-        return padded.index_select(0, self._written).view(self.shape)
+        return self._gather(values, self._written).view(self.shape)
 
 
 class _Columns(NamedTuple):
@@ -168,6 +179,7 @@ def cached_places(
     device: torch.device,
     form: str,
     build: PlacesBuilder,
+    gather: Gather = gather_or_zero,
 ) -> RankPlaces:
     """The places of a micro-batch, made once for all sites that share the layout.
 
@@ -178,7 +190,7 @@ def cached_places(
     def make() -> tuple[RankLayout, RankPlaces]:
         found, missing = elements(rows, layout, parts, device)
         shape, copies = build(found)
-        return layout, RankPlaces(shape, copies, missing)
+        return layout, RankPlaces(shape, copies, missing, gather)
 
     # The layout is kept beside the places, so its id is not given to another one.
     return rows.cached(("places", form, parts, id(layout), device), make)[1]

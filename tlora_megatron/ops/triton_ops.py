@@ -19,6 +19,7 @@ from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.site_tables import SiteTableCache
 from tlora_megatron.ops.triton_backward import backward_up
 from tlora_megatron.ops.triton_down import down
+from tlora_megatron.ops.triton_gather import gather
 from tlora_megatron.ops.triton_sums import backward_down
 from tlora_megatron.ops.triton_up import up, up_dropped, up_onto
 
@@ -120,7 +121,7 @@ class TritonOps:
         """Places in row form, and in chunks."""
         plan = self.plan(factors, rows)
         build = plan_places(rows, plan)
-        return cached_places(rows, plan.layout, parts, plan.device, "triton", build)
+        return cached_places(rows, plan.layout, parts, plan.device, "triton", build, gather)
 
     def backward_up(
         self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
