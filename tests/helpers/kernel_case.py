@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -116,6 +116,33 @@ def make_case(
         weight_NK=weight,
         bias_N=bias,
         p_S=p_S,
+    )
+
+
+def own_factors(whole: SiteFactors, part: int, parts: int) -> SiteFactors:
+    """One rank's part of `lora_a` under s_lora, with views of its gradients; no gradient of B."""
+    layout = RankLayout(tuple(tuple(-(-r // parts) for r in slot) for slot in whole.layout.ranks))
+    lora_a = whole.lora_a.new_zeros(layout.a_rows, whole.lora_a.shape[1])
+    grads: list[list[torch.Tensor | None]] = [[None] * len(slot) for slot in layout.ranks]
+    for slot, ranks in enumerate(whole.layout.ranks):
+        for p, rank in enumerate(ranks):
+            size = -(-rank // parts)
+            begin, end = min(part * size, rank), min((part + 1) * size, rank)
+            source = whole.layout.a_begin[slot][p]
+            target = layout.a_begin[slot][p]
+            lora_a[target : target + end - begin] = whole.lora_a[source + begin : source + end]
+            grad = whole.grad_a[slot][p]
+            if grad is not None and end > begin:
+                grads[slot][p] = grad[begin:end]
+    return replace(
+        whole,
+        layout=layout,
+        lora_a=lora_a,
+        lora_b=tuple(
+            b.new_zeros(n, b.shape[1]) for n, b in zip(layout.b_rows, whole.lora_b, strict=True)
+        ),
+        grad_a=tuple(map(tuple, grads)),
+        grad_b=tuple(tuple(None for _ in slot) for slot in layout.ranks),
     )
 
 

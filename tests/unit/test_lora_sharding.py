@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.kernel_case import GATE_UP, QKV, WHOLE, make_case, make_rows
+from tests.helpers.kernel_case import GATE_UP, QKV, WHOLE, make_case, make_rows, own_factors
 from tests.helpers.planner_case import HARDWARE, job
 from tests.helpers.planner_case import SPEC as PLANNED
 from tests.helpers.tiny_models import random_factors
@@ -31,7 +31,7 @@ from tlora_megatron.layers.sites import make_site, stage_sites
 from tlora_megatron.layers.slab import AdapterSlab, whole_tensors
 from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.ops.linear_ops import LinearOps
-from tlora_megatron.ops.tiling import RANK_CHUNK, RankLayout
+from tlora_megatron.ops.tiling import RANK_CHUNK
 from tlora_megatron.ops.torch_ops import TorchOps
 from tlora_megatron.plan import LoraSharding, ParallelLayout
 from tlora_megatron.planner.adapter_sizes import adapter_elements
@@ -195,7 +195,7 @@ def test_parts_that_ranks_compute_make_the_whole_s(linear: str, workload: str, p
     whole = ops.down(x, case.factors, rows)
     taken = []
     for part in range(parts):
-        own = own_factors(case, part, parts)
+        own = own_factors(case.factors, part, parts)
         values = ops.rank_places(own, rows).take(ops.down(x, own, rows))
         taken.append(values)
     joined = torch.cat(taken)
@@ -211,7 +211,7 @@ def test_parts_that_ranks_compute_make_the_whole_s(linear: str, workload: str, p
     apart = places.take(ds).chunk(parts) if joined.numel() else []
     dx = torch.zeros_like(x)
     for part, values in enumerate(apart):
-        own = own_factors(case, part, parts)
+        own = own_factors(case.factors, part, parts)
         own_ds = ops.rank_places(own, rows).put(values.contiguous())
         dx += ops.branch_dgrad(own_ds, own, rows, window)
     torch.testing.assert_close(dx, ops.branch_dgrad(ds, case.factors, rows, window))
@@ -220,24 +220,6 @@ def test_parts_that_ranks_compute_make_the_whole_s(linear: str, workload: str, p
         for n, slot in zip(LENGTHS[workload], ranks, strict=True)
     )
     assert places.num_values == counted, "one value a row and rank row, nothing filled up beyond"
-
-
-def own_factors(case: Any, part: int, parts: int) -> Any:
-    """One rank's part of a case's `lora_a`."""
-    whole = case.factors
-    layout = RankLayout(tuple(tuple(-(-r // parts) for r in slot) for slot in whole.layout.ranks))
-    lora_a = torch.zeros(layout.a_rows, whole.lora_a.shape[1])
-    for slot, ranks in enumerate(whole.layout.ranks):
-        for p, rank in enumerate(ranks):
-            size = -(-rank // parts)
-            begin, end = min(part * size, rank), min((part + 1) * size, rank)
-            source = whole.layout.a_begin[slot][p]
-            target = layout.a_begin[slot][p]
-            lora_a[target : target + end - begin] = whole.lora_a[source + begin : source + end]
-    widths = [b.shape[1] for b in whole.lora_b]
-    lora_b = tuple(torch.zeros(n, w) for n, w in zip(layout.b_rows, widths, strict=True))
-    none = tuple(tuple(None for _ in slot) for slot in layout.ranks)
-    return replace(whole, layout=layout, lora_a=lora_a, lora_b=lora_b, grad_a=none, grad_b=none)
 
 
 @pytest.mark.slow

@@ -18,7 +18,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.helpers.cuda_cases import CASES as CUDA_CASES
 from tests.helpers.interpreter import accept_numpy_scalars
+from tests.helpers.item_machine import ItemMachine
 from tests.helpers.kernel_case import (
     GATE_UP,
     QKV,
@@ -32,7 +34,7 @@ from tests.helpers.kernel_case import (
     run,
 )
 from tests.helpers.linear_case import error
-from tlora_megatron.ops import triton_gather, triton_ops
+from tlora_megatron.ops import cuda_ops, triton_gather, triton_ops
 from tlora_megatron.ops.columns import OutputColumns
 from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.kernel_config import (
@@ -172,6 +174,31 @@ def test_the_branch_alone_is_what_the_linear_adds_to_its_base(lengths: tuple[int
             dx_sum = dx_base[window] + dx_alone
             torch.testing.assert_close(dx_sum, dx[window], rtol=1e-5, atol=1e-5)
     assert torch.equal(y_base, y) != any(lengths)
+
+
+@interpreted
+def test_the_branch_reads_what_the_cuda_kernels_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep the chunks first too, and dropout's `1 / (1 - p)` in dS."""
+    columns, ranks, lengths, padding = CUDA_CASES["missing targets"]
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
+    rows, factors = make_rows(lengths, padding), case.factors
+    x, dy = draw(case, rows.ends[-1])
+    machine, ops = ItemMachine(factors), cuda_ops.CudaOps(config=SMALL)
+    for name in ("rank_rows", "multiprocessors"):
+        monkeypatch.setattr(cuda_ops, name, getattr(machine, name))
+    begin, end = window = (40, 170)
+    base = torch.randn(end - begin, case.out_size, generator=torch.Generator().manual_seed(0))
+    with poisoned_memory():
+        s = ops.down(x, factors, rows)
+        ds = ops.backward_up(dy, s, factors, rows)
+        y = ops.up(s, base, factors, rows, window)
+        dx = ops.branch_dgrad(ds, factors, rows, window)
+    assert s.dim() == ds.dim() == 1
+    expected = reference(case, x, dy, rows)
+    whole_y = torch.nn.functional.linear(x.double(), case.weight_NK.double(), case.bias_N.double())
+    branch = (expected["y"] - whole_y)[begin:end]
+    assert error(y, branch + base) < 5e-7
+    assert error(dx, (expected["dx"] - dy.double() @ case.weight_NK.double())[begin:end]) < 5e-7
 
 
 @interpreted
