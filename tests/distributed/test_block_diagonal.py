@@ -7,7 +7,6 @@ jobs, checked by the files it leaves.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,18 @@ import torch
 
 from tests.helpers.block_jobs import BLOCK_JOBS as JOBS
 from tests.helpers.interrupted_worker import starts
-from tests.helpers.launch import python, torchrun
+from tests.helpers.launch import torchrun
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
     assert_equals_oracle,
+    assert_unharmed,
     exported,
-    load_scenario,
+    gone_wrong,
     losses,
     make_scenario,
-    oracle_results,
 )
+from tests.helpers.scenario_worlds import RESUMER, Case, World, layout_params, run_cases, worlds
 
-WORKER = Path(__file__).parents[1] / "helpers" / "train_worker.py"
-RESUMER = Path(__file__).parents[1] / "helpers" / "interrupted_worker.py"
 COUNTER = Path(__file__).parents[1] / "helpers" / "block_collectives_worker.py"
 
 
@@ -53,14 +51,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "TP2xPP2": ("parallel.tp_size=2", "parallel.pp_size=2"),
     },
 }
-CASES = [
-    pytest.param(world, name, marks=[pytest.mark.four_processes] if world == 4 else [], id=name)
-    for world, layouts in LAYOUTS.items()
-    for name in layouts
-]
 ALONE = ("four", "eight")
 INCIDENTS = ("standard", "eight")
-Case = dict[str, Any]
 
 
 def jobs_of(layout: str) -> tuple[str, ...]:
@@ -80,61 +72,31 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def oracle(scenario: Path) -> dict[str, OracleResult]:
-    """Each job alone under transformers and PEFT."""
-    return oracle_results(load_scenario(scenario, output_dir=scenario.parent / "unused"))
-
-
-@pytest.fixture(scope="module")
-def run_world(scenario: Path) -> Callable[[int], Path]:
+def run_world(scenario: Path) -> World:
     """Trains all layouts of a world size, once; returns the folder of their outputs."""
-    done: set[int] = set()
-
-    def run(world_size: int) -> Path:
-        root = scenario.parent / f"world{world_size}"
-        if world_size not in done:
-            train(root, world_size, _cases(root, world_size, scenario))
-            done.add(world_size)
-        return root
-
-    return run
+    return worlds(scenario.parent, lambda size: _cases(scenario, size))
 
 
-def _cases(root: Path, world_size: int, scenario: Path) -> list[Case]:
-    cases = []
+def _cases(scenario: Path, world_size: int) -> dict[str, Case]:
+    cases = {}
     for name, overrides in LAYOUTS[world_size].items():
         config = scenario.with_name("TP4.json") if "TP4" in name else scenario
-        cases.append({"config": str(config), "output_dir": str(root / name), "set": overrides})
+        cases[name] = Case(config, overrides)
     if world_size > 2:
         return cases
     layout = TP2_SP if world_size == 2 else ()
     for name in ALONE:
-        alone = {"config": str(scenario.with_name(f"{name}.json")), "set": layout}
-        cases.append({**alone, "output_dir": str(root / f"{name} alone")})
+        cases[f"{name} alone"] = Case(scenario.with_name(f"{name}.json"), layout)
     for name in INCIDENTS:
-        wrong = (*layout, f"jobs.{name}.optimizer.lr=1e30", "run.max_nonfinite_steps=100")
-        ill = {"config": str(scenario), "set": wrong}
-        cases.append({**ill, "output_dir": str(root / f"{name} ill")})
+        cases[f"{name} ill"] = Case(scenario, (*layout, *gone_wrong(name)))
     return cases
 
 
-def train(
-    root: Path, world_size: int, cases: list[Case], label: str = "cases", worker: Path = WORKER
-) -> None:
-    """Runs cases one after another in one world."""
-    root.mkdir(exist_ok=True)
-    (root / f"{label}.json").write_text(json.dumps(cases))
-    if world_size == 1:
-        python(worker, root / f"{label}.json")
-    else:
-        torchrun(worker, world_size, root / f"{label}.json", timeout=600)
-
-
-@pytest.mark.parametrize(("world_size", "layout"), CASES)
+@pytest.mark.parametrize(("world_size", "layout"), layout_params(LAYOUTS))
 def test_losses_and_weights_equal_peft_s_own(
     world_size: int,
     layout: str,
-    run_world: Callable[[int], Path],
+    run_world: World,
     oracle: dict[str, OracleResult],
     scenario: Path,
 ) -> None:
@@ -146,7 +108,7 @@ def test_losses_and_weights_equal_peft_s_own(
 @pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize(("world_size", "layout"), [(1, "one process"), (2, "TP2+SP")])
 def test_a_job_alone_equals_the_job_in_company(
-    world_size: int, layout: str, name: str, run_world: Callable[[int], Path], scenario: Path
+    world_size: int, layout: str, name: str, run_world: World, scenario: Path
 ) -> None:
     root, base = run_world(world_size), scenario.parent / "base"
     alone, together = root / f"{name} alone", root / layout
@@ -159,17 +121,10 @@ def test_a_job_alone_equals_the_job_in_company(
 @pytest.mark.parametrize("ill", INCIDENTS)
 @pytest.mark.parametrize(("world_size", "layout"), [(1, "one process"), (2, "TP2+SP")])
 def test_neighbours_of_a_job_gone_wrong_get_the_same_bits(
-    world_size: int, layout: str, ill: str, run_world: Callable[[int], Path], scenario: Path
+    world_size: int, layout: str, ill: str, run_world: World, scenario: Path
 ) -> None:
     root, base = run_world(world_size), scenario.parent / "base"
-    healthy, other = root / layout, root / f"{ill} ill"
-    summary = json.loads((other / "summary.json").read_text())["jobs"]
-    assert summary[ill]["skipped_steps"] > 0
-    for name in set(NAMES) - {ill}:
-        assert losses(other, name) == losses(healthy, name), name
-        expected = exported(healthy, name, base)
-        factors = exported(other, name, base)
-        assert all(torch.equal(factors[key], value) for key, value in expected.items()), name
+    assert_unharmed(root / f"{ill} ill", root / layout, ill, NAMES, base)
 
 
 def test_resumes_between_layouts(
@@ -184,7 +139,8 @@ def test_resumes_between_layouts(
     )
     for life, (world_size, overrides, stop) in enumerate(lives):
         case = {"config": str(scenario), "output_dir": str(tmp_path / "out"), "stop": stop}
-        train(tmp_path, world_size, [{**case, "set": [saved, *overrides]}], f"life{life}", RESUMER)
+        settings = {"set": [saved, *overrides]}
+        run_cases(world_size, [case | settings], tmp_path / f"{life}.json", worker=RESUMER)
     begun = starts(tmp_path / "out")
     assert [steps["four"] for steps in begun] == [0, 5, 10]
     for name in NAMES:

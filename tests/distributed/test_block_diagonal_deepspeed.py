@@ -13,12 +13,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed")
 from tests.helpers.block_jobs import BLOCK_JOBS
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
 from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import (
-    assert_equals_oracle,
-    load_scenario,
-    make_scenario,
-    oracle_results,
-)
+from tests.helpers.scenario import assert_equals_oracle, make_scenario
 
 TP2: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2}}
 WORLDS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
@@ -31,12 +26,6 @@ WORLDS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config file of the scenario."""
     return make_scenario(tmp_path_factory.mktemp("deepspeed"), BLOCK_JOBS)
-
-
-@pytest.fixture(scope="module")
-def oracle(scenario: Path) -> dict[str, OracleResult]:
-    """Each job alone under transformers and PEFT."""
-    return oracle_results(load_scenario(scenario, output_dir=scenario.parent / "unused"))
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -17,13 +17,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
 from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import (
-    JOBS,
-    assert_equals_oracle,
-    load_scenario,
-    make_scenario,
-    oracle_results,
-)
+from tests.helpers.scenario import JOBS, assert_equals_oracle, make_scenario
 
 NAMES = tuple(job["name"] for job in JOBS)
 TP2: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2}}
@@ -66,12 +60,6 @@ CASES = [(world, name) for world, (_, cases) in WORLDS.items() for name in cases
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config file of the scenario."""
     return make_scenario(tmp_path_factory.mktemp("deepspeed"))
-
-
-@pytest.fixture(scope="module")
-def oracle(scenario: Path) -> dict[str, OracleResult]:
-    """Each job alone under transformers and PEFT."""
-    return oracle_results(load_scenario(scenario, output_dir=scenario.parent / "unused"))
 
 
 @pytest.fixture(scope="module")

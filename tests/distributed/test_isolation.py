@@ -7,7 +7,6 @@ files it leaves, its log, and what its listener was told.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ from tests.helpers.isolation import (
     Incident,
     make_cases,
 )
-from tests.helpers.launch import python, torchrun
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import exported, load_scenario, losses, oracle_results
+from tests.helpers.scenario_worlds import Case, World, worlds
 from tlora_megatron.training.metrics import read_metrics
 
 WORKER = Path(__file__).parents[1] / "helpers" / "recording_worker.py"
@@ -40,7 +39,6 @@ INCIDENT_RUNS = [
         for name in INCIDENTS_IN_TWO_PROCESSES
     ),
 ]
-World = Callable[[int], Path]
 
 
 @pytest.fixture(scope="module")
@@ -54,26 +52,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run_world(root: Path) -> World:
     """Trains all cases of a world size, once; returns the folder of their outputs and the log."""
-    done: set[int] = set()
-
-    def run(world_size: int) -> Path:
-        out = root / f"world{world_size}"
-        if world_size not in done:
-            out.mkdir()
-            cases = [
-                {"config": str(root / f"{name}.json"), "output_dir": str(out / name), "set": []}
-                for name in CASES[world_size]
-            ]
-            (out / "cases.json").write_text(json.dumps(cases))
-            if world_size == 1:
-                log = python(WORKER, out / "cases.json")
-            else:
-                log = torchrun(WORKER, world_size, out / "cases.json", timeout=600)
-            (out / "log.txt").write_text(log)
-            done.add(world_size)
-        return out
-
-    return run
+    return worlds(
+        root,
+        lambda size: {name: Case(root / f"{name}.json") for name in CASES[size]},
+        worker=WORKER,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -8,30 +8,19 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.helpers.interrupted_worker import starts
 from tests.helpers.launch import REPO, torchrun
 from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import (
-    JOBS as STANDARD,
-)
-from tests.helpers.scenario import (
-    assert_equals_oracle,
-    exported,
-    load_scenario,
-    losses,
-    make_scenario,
-    oracle_results,
-)
+from tests.helpers.scenario import JOBS as STANDARD
+from tests.helpers.scenario import assert_equals_oracle, assert_unharmed, gone_wrong, make_scenario
+from tests.helpers.scenario_worlds import RESUMER, Case, World, layout_params, run_cases, worlds
 
 LINEARS = Path(__file__).with_name("lora_sharding_worker.py")
-TRAINER = Path(__file__).parents[1] / "helpers" / "train_worker.py"
-RESUMER = Path(__file__).parents[1] / "helpers" / "interrupted_worker.py"
 BENCH = REPO / "scripts" / "bench" / "lora_sharding.py"
 JOBS: tuple[dict[str, Any], ...] = (
     *STANDARD,
@@ -76,11 +65,6 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "TP2xPP2+SP rank_exchange": TP2 + PP2 + SP + _by("rank_exchange"),
     },
 }
-CASES = [
-    pytest.param(world, name, marks=[pytest.mark.four_processes] if world == 4 else [], id=name)
-    for world, layouts in LAYOUTS.items()
-    for name in layouts
-]
 EXCHANGED = ("TP2 rank_exchange", "TP2 s_lora")
 ILL = "everything"
 
@@ -98,46 +82,25 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def oracle(scenario: Path) -> dict[str, OracleResult]:
-    """Each job alone under transformers and PEFT."""
-    return oracle_results(load_scenario(scenario, output_dir=scenario.parent / "unused"))
-
-
-@pytest.fixture(scope="module")
-def run_world(scenario: Path) -> Callable[[int], Path]:
+def run_world(scenario: Path) -> World:
     """Trains all layouts of a world size, once; returns the folder of their outputs."""
-    done: set[int] = set()
-
-    def run(world_size: int) -> Path:
-        root = scenario.parent / f"world{world_size}"
-        if world_size not in done:
-            layouts = dict(LAYOUTS[world_size])
-            if world_size == 2:
-                wrong = (f"jobs.{ILL}.optimizer.lr=1e30", "run.max_nonfinite_steps=100")
-                layouts |= {f"{name} ill": (*layouts[name], *wrong) for name in EXCHANGED}
-            root.mkdir()
-            train(root, world_size, scenario, layouts)
-            done.add(world_size)
-        return root
-
-    return run
+    return worlds(scenario.parent, lambda size: _cases(scenario, size))
 
 
-def train(root: Path, world_size: int, scenario: Path, layouts: dict[str, tuple[str, ...]]) -> None:
-    """Runs layouts one after another in one world."""
-    cases = [
-        {"config": str(scenario), "output_dir": str(root / name), "set": overrides}
-        for name, overrides in layouts.items()
-    ]
-    (root / "cases.json").write_text(json.dumps(cases))
-    torchrun(TRAINER, world_size, root / "cases.json", timeout=600)
+def _cases(scenario: Path, world_size: int) -> dict[str, Case]:
+    layouts = LAYOUTS[world_size]
+    cases = {name: Case(scenario, overrides) for name, overrides in layouts.items()}
+    if world_size == 2:
+        for name in EXCHANGED:
+            cases[f"{name} ill"] = Case(scenario, (*layouts[name], *gone_wrong(ILL)))
+    return cases
 
 
-@pytest.mark.parametrize(("world_size", "layout"), CASES)
+@pytest.mark.parametrize(("world_size", "layout"), layout_params(LAYOUTS))
 def test_losses_and_weights_equal_peft_s(
     world_size: int,
     layout: str,
-    run_world: Callable[[int], Path],
+    run_world: World,
     oracle: dict[str, OracleResult],
     scenario: Path,
 ) -> None:
@@ -152,16 +115,10 @@ def test_losses_and_weights_equal_peft_s(
 
 @pytest.mark.parametrize("layout", EXCHANGED)
 def test_neighbours_of_a_job_gone_wrong_get_the_same_bits(
-    layout: str, run_world: Callable[[int], Path], scenario: Path
+    layout: str, run_world: World, scenario: Path
 ) -> None:
-    healthy, other = (run_world(2) / name for name in (layout, f"{layout} ill"))
-    summary = json.loads((other / "summary.json").read_text())["jobs"]
-    assert summary[ILL]["skipped_steps"] > 0
-    for name in set(NAMES) - {ILL}:
-        assert losses(other, name) == losses(healthy, name), name
-        expected = exported(healthy, name, scenario.parent / "base")
-        factors = exported(other, name, scenario.parent / "base")
-        assert all(torch.equal(factors[key], value) for key, value in expected.items()), name
+    root, base = run_world(2), scenario.parent / "base"
+    assert_unharmed(root / f"{layout} ill", root / layout, ILL, NAMES, base)
 
 
 def test_resumes_under_another_sharding(
@@ -176,10 +133,8 @@ def test_resumes_under_another_sharding(
     for index, (overrides, stop) in enumerate(lives):
         settings = ["run.checkpoint_every_steps=5", *TP2, *overrides]
         case = {"config": str(scenario), "output_dir": str(tmp_path / "out"), "set": settings}
-        (tmp_path / f"{index}.json").write_text(json.dumps([{**case, "stop": stop}]))
-        torchrun(RESUMER, 2, tmp_path / f"{index}.json", timeout=600)
-    begun = (tmp_path / "out" / "starts.jsonl").read_text().splitlines()
-    assert [json.loads(line)[ILL] for line in begun] == [0, 5, 10]
+        run_cases(2, [case | {"stop": stop}], tmp_path / f"{index}.json", worker=RESUMER)
+    assert [steps[ILL] for steps in starts(tmp_path / "out")] == [0, 5, 10]
     for name in NAMES:
         assert_equals_oracle(tmp_path / "out", name, oracle[name], scenario.parent / "base")
 

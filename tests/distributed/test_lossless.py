@@ -6,24 +6,14 @@ files it leaves.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import python, torchrun
 from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import (
-    JOBS,
-    NUM_STEPS,
-    assert_equals_oracle,
-    load_scenario,
-    make_scenario,
-    oracle_results,
-)
+from tests.helpers.scenario import JOBS, NUM_STEPS, assert_equals_oracle, make_scenario
+from tests.helpers.scenario_worlds import Case, World, worlds
 
-WORKER = Path(__file__).parents[1] / "helpers" / "train_worker.py"
 NAMES = tuple(job["name"] for job in JOBS)
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     1: {
@@ -66,40 +56,19 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def oracle(scenario: Path) -> dict[str, OracleResult]:
-    """Each job alone under transformers and PEFT."""
-    return oracle_results(load_scenario(scenario, output_dir=scenario.parent / "unused"))
-
-
-@pytest.fixture(scope="module")
-def run_world(scenario: Path) -> Callable[[int], Path]:
+def run_world(scenario: Path) -> World:
     """Trains all layouts of a world size, once; returns the folder of their outputs."""
-    done: set[int] = set()
-
-    def run(world_size: int) -> Path:
-        root = scenario.parent / f"world{world_size}"
-        if world_size not in done:
-            root.mkdir()
-            cases = [
-                {"config": str(scenario), "output_dir": str(root / name), "set": overrides}
-                for name, overrides in LAYOUTS[world_size].items()
-            ]
-            (root / "cases.json").write_text(json.dumps(cases))
-            if world_size == 1:
-                python(WORKER, root / "cases.json")
-            else:
-                torchrun(WORKER, world_size, root / "cases.json", timeout=600)
-            done.add(world_size)
-        return root
-
-    return run
+    return worlds(
+        scenario.parent,
+        lambda size: {name: Case(scenario, sets) for name, sets in LAYOUTS[size].items()},
+    )
 
 
 @pytest.mark.parametrize(("world_size", "layout"), CASES, ids=[name for _, name in CASES])
 def test_losses_and_weights_equal_the_oracle(
     world_size: int,
     layout: str,
-    run_world: Callable[[int], Path],
+    run_world: World,
     oracle: dict[str, OracleResult],
     scenario: Path,
 ) -> None:
@@ -119,7 +88,7 @@ def test_the_scenario_clips_and_moves(oracle: dict[str, OracleResult]) -> None:
 
 
 def test_metrics_hold_every_step_with_the_oracle_s_norms_and_rates(
-    run_world: Callable[[int], Path], oracle: dict[str, OracleResult]
+    run_world: World, oracle: dict[str, OracleResult]
 ) -> None:
     from tlora_megatron.training.metrics import read_metrics
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.launch import python, torchrun
+from tests.helpers import scenario_worlds
 
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
 
@@ -30,12 +30,9 @@ def run_cases(
     world_size: int, cases: Sequence[Mapping[str, Any]], path: Path, *, timeout: float = 600
 ) -> str:
     """Trains all cases in one set of processes; returns what they wrote."""
-    path.write_text(json.dumps(list(cases)))
     summaries = [Path(case["output_dir"]) / "summary.json" for case in cases]
     with may_abort_behind(*summaries):
-        if world_size == 1:
-            return python(WORKER, path, timeout=timeout)
-        return torchrun(WORKER, world_size, path, timeout=timeout)
+        return scenario_worlds.run_cases(world_size, cases, path, worker=WORKER, timeout=timeout)
     return ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +127,20 @@ def assert_equals_oracle(output_dir: Path, name: str, expected: OracleResult, ba
     assert len(expected.losses) == NUM_STEPS
     factors = exported(output_dir, name, base)
     assert_equals_alone(losses(output_dir, name), factors, expected, f"{output_dir.name}: {name}")
+
+
+def gone_wrong(name: str) -> tuple[str, ...]:
+    """Overrides that make a job's weights overflow, and let it go on."""
+    return (f"jobs.{name}.optimizer.lr=1e30", "run.max_nonfinite_steps=100")
+
+
+def assert_unharmed(
+    output_dir: Path, healthy: Path, ill: str, names: Iterable[str], base: Path
+) -> None:
+    """Beside a job gone wrong, all others have the losses and factors of a healthy run, bitwise."""
+    summary = json.loads((output_dir / "summary.json").read_text())["jobs"]
+    assert summary[ill]["skipped_steps"] > 0
+    for name in set(names) - {ill}:
+        assert losses(output_dir, name) == losses(healthy, name), name
+        expected, factors = (exported(out, name, base) for out in (healthy, output_dir))
+        assert all(torch.equal(factors[key], value) for key, value in expected.items()), name

@@ -1,0 +1,82 @@
+"""Runs of a scenario: those of one number of processes share one set of them.
+
+Starting processes costs more than training a tiny model.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.helpers.launch import python, torchrun
+
+TRAINER = Path(__file__).with_name("train_worker.py")
+RESUMER = Path(__file__).with_name("interrupted_worker.py")
+World = Callable[[int], Path]
+"""Of a number of processes the folder of its runs' outputs."""
+Layouts = Mapping[int, Mapping[str, tuple[str, ...]]]
+"""By number of processes and name, what a run sets."""
+
+
+class Case(NamedTuple):
+    """One run."""
+
+    config: Path
+    overrides: Sequence[str] = ()
+
+
+def run_cases(
+    world_size: int,
+    cases: Sequence[Mapping[str, Any]],
+    path: Path,
+    *,
+    worker: Path = TRAINER,
+    timeout: float = 600,
+) -> str:
+    """Runs cases one after another in one set of processes; returns what they wrote.
+
+    Args:
+        cases: as the worker reads them from `path`.
+        timeout: in seconds.
+    """
+    path.write_text(json.dumps(list(cases)))
+    if world_size == 1:
+        return python(worker, path, timeout=timeout)
+    return torchrun(worker, world_size, path, timeout=timeout)
+
+
+def worlds(
+    root: Path, cases_of: Callable[[int], Mapping[str, Case]], *, worker: Path = TRAINER
+) -> World:
+    """A function that runs the cases of a number of processes, when first asked for them.
+
+    Their outputs lie under their names in the folder that it returns, and `log.txt` beside them.
+    """
+
+    @functools.cache
+    def run(world_size: int) -> Path:
+        out = root / f"world{world_size}"
+        out.mkdir()  # cases that failed are not run again for the next test
+        entries = [
+            {"config": str(case.config), "output_dir": str(out / name), "set": case.overrides}
+            for name, case in cases_of(world_size).items()
+        ]
+        log = run_cases(world_size, entries, out / "cases.json", worker=worker)
+        (out / "log.txt").write_text(log)
+        return out
+
+    return run
+
+
+def layout_params(layouts: Layouts) -> list[Any]:
+    """A test's parameters `world_size` and `layout`: all of them, by name."""
+    return [
+        pytest.param(size, name, marks=[pytest.mark.four_processes] if size == 4 else [], id=name)
+        for size, mine in layouts.items()
+        for name in mine
+    ]
