@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -289,8 +290,8 @@ def gathered_rank_errors(groups: ParallelGroups) -> dict[str, float]:
     return {name: relative(*pair) for name, pair in pairs.items()}
 
 
-def main() -> None:
-    """Runs all variants; fails at the first that is off."""
+def in_each_layout(check: Callable[[str, ParallelGroups], None]) -> None:
+    """Runs a check in every layout that the command line names, over all of this world."""
     for variant in sys.argv[1:]:
         options = dict(item.split("=") for item in variant.split(","))
         layout = ParallelLayout.for_world(
@@ -301,22 +302,26 @@ def main() -> None:
             sequence_parallel="sp" in options,
         )
         initialize_parallel(layout)
-        groups = current_groups(layout)
-        for making in MAKINGS:
-            errors = run(making, groups)
-            worst = max(errors, key=errors.__getitem__)
-            if dist.get_rank() == 0:
-                print(f"{variant} {making}: {worst} is off by {errors[worst]:.1e}")
-            assert errors[worst] < TOLERANCE, f"{variant} {making}: {errors}"
-        if layout.tp_size > 1:
-            errors = gathered_rank_errors(groups)
-            assert errors["dB"] < TOLERANCE
-            assert min(errors["dA"], errors["dx"]) > 0.3, errors
+        check(variant, current_groups(layout))
     dist.barrier()
     if dist.get_rank() == 0:
         print("all equal")
     dist.destroy_process_group()
 
 
+def check(variant: str, groups: ParallelGroups) -> None:
+    """Fails at the first making that is off."""
+    for making in MAKINGS:
+        errors = run(making, groups)
+        worst = max(errors, key=errors.__getitem__)
+        if dist.get_rank() == 0:
+            print(f"{variant} {making}: {worst} is off by {errors[worst]:.1e}")
+        assert errors[worst] < TOLERANCE, f"{variant} {making}: {errors}"
+    if groups.layout.tp_size > 1:
+        errors = gathered_rank_errors(groups)
+        assert errors["dB"] < TOLERANCE
+        assert min(errors["dA"], errors["dx"]) > 0.3, errors
+
+
 if __name__ == "__main__":
-    main()
+    in_each_layout(check)

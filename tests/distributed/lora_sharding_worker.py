@@ -6,8 +6,6 @@ same whole tensors; what comes back is joined and compared by name.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_args
@@ -24,21 +22,20 @@ from tests.distributed.black_box_worker import (
     cut_of,
     definition,
     draw,
+    in_each_layout,
     make_module,
     relative,
     view_of,
 )
 from tests.helpers.built_model import fill_bank, whole_gradients
 from tests.helpers.user_models import SPEC
-from tlora_megatron.integrations.megatron.engine import current_groups
-from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import make_site
 from tlora_megatron.ops.segments import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.plan import LoraSharding, ParallelLayout
+from tlora_megatron.plan import LoraSharding
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 SHARDINGS: tuple[LoraSharding, ...] = get_args(LoraSharding)
@@ -134,33 +131,18 @@ def check_isolation(linear: Linear, sharding: LoraSharding) -> None:
             assert torch.equal(well[name][others], ill[name][others]), f"{sharding} {name}"
 
 
-def main() -> None:
-    """Runs all variants; fails at the first that is off."""
-    for variant in sys.argv[1:]:
-        options = dict(item.split("=") for item in variant.split(","))
-        layout = ParallelLayout.for_world(
-            int(os.environ["WORLD_SIZE"]),
-            tp_size=int(options["tp"]),
-            pp_size=1,
-            cp_size=1,
-            sequence_parallel="sp" in options,
-        )
-        initialize_parallel(layout)
-        groups = current_groups(layout)
-        for name in LINEARS:
-            linear = Linear(name, groups, torch.float32)
-            for sharding in SHARDINGS:
-                check(linear, sharding)
-                check_isolation(linear, sharding)
-            linear = Linear(name, groups, torch.bfloat16)
-            for sharding in SHARDINGS[1:]:
-                pair = linear.run(MIXED, sharding), linear.run(MIXED, "fold")
-                compare(linear, f"{sharding} and fold", *pair)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print("all equal")
-    dist.destroy_process_group()
+def check_all(variant: str, groups: ParallelGroups) -> None:
+    """Fails at the first linear and sharding that is off."""
+    for name in LINEARS:
+        linear = Linear(name, groups, torch.float32)
+        for sharding in SHARDINGS:
+            check(linear, sharding)
+            check_isolation(linear, sharding)
+        linear = Linear(name, groups, torch.bfloat16)
+        for sharding in SHARDINGS[1:]:
+            pair = linear.run(MIXED, sharding), linear.run(MIXED, "fold")
+            compare(linear, f"{variant}: {sharding} and fold", *pair)
 
 
 if __name__ == "__main__":
-    main()
+    in_each_layout(check_all)
