@@ -48,21 +48,9 @@ def _replace_library() -> None:
         **{f"tlora_{name}": nothing for name in ("gemm", "rows", "sums")}
     )
     cuda_calls.load_extension = lambda: library  # type: ignore[assignment]
-    for name in ("GemmArguments", "RowsArguments", "SumsArguments"):
-        setattr(cuda_calls, name, _at_device_0(getattr(cuda_calls, name)))
+    cuda_calls.device_index = lambda x: 0
     for module in (cuda_calls, cuda_ops):
         module.multiprocessors = lambda device: _MULTIPROCESSORS  # type: ignore[attr-defined]
-
-
-def _at_device_0(struct: type[ctypes.Structure]) -> type[ctypes.Structure]:
-    """The struct for CPU tensors, whose device has no index."""
-
-    class AtDevice0(struct):  # type: ignore[valid-type, misc]
-        def __init__(self, **fields: Any) -> None:
-            fields["device"] = 0
-            super().__init__(**fields)
-
-    return AtDevice0
 
 
 class _Driver:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,13 @@ from tlora_megatron.parallel.lanes import Lane, current_lane
 from tlora_megatron.parallel.side_stream import SideStream
 from tlora_megatron.parallel.tensor_collectives import SkippedCollectives
 from tlora_megatron.parallel.turns import take_turns
+
+
+@pytest.fixture(autouse=True)
+def grad_mode() -> Iterator[None]:
+    """Lanes set it as they go."""
+    with torch.no_grad():
+        yield
 
 
 class Stream(SideStream):
@@ -61,7 +69,7 @@ def test_lanes_alternate() -> None:
 @pytest.mark.parametrize("fail_at", [(0, 0), (1, 0), (2, 1)])
 def test_an_error_in_one_ends_all(fail_at: tuple[int, int], error: BaseException) -> None:
     lanes, seen = make_lanes(3), cast(list[tuple[int, int]], [])
-    with pytest.raises(type(error)), torch.no_grad():
+    with pytest.raises(type(error)):
         take_turns(lanes, walk(seen, fail_at=fail_at, error=error))
     assert {index for index, layer in seen if layer == -1} == {0, 1, 2}, "all are unwound"
     assert seen.count((0, -1)) == 1

@@ -72,7 +72,7 @@ class MultiAdapterMixin(MultiAdapter):
     def product_vjp(
         self, x: torch.Tensor, view: MicroBatchView, lane: Lane | None
     ) -> tuple[torch.Tensor, Vjp]:
-        """What `forward` gives, without autograd, and the way back; of a linear without hooks.
+        """What `forward` gives, without autograd and in two dimensions, and the way back.
 
         Relies on what `ModelSpec`s are built of: outputs are not gathered, and a row-parallel
         linear has no bias. A lane, which has gathered x, reduces y and dx.

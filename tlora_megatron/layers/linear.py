@@ -56,11 +56,12 @@ class AdapterBranch:
     def __init__(self, bank: AdapterBank, site: Site) -> None:
         self.bank = bank
         self.site = site
+        self.index = site.index
 
     @property
     def factors(self) -> SiteFactors | None:
         """The site's weights; None where no job has a target."""
-        return self.bank.factors.get(self.site.index)
+        return self.bank.factors.get(self.index)
 
     @property
     def ops(self) -> LinearOps:
@@ -90,37 +91,42 @@ class MultiLoRALinear(torch.autograd.Function):
         view: MicroBatchView,
         tp: TensorParallel,
     ) -> torch.Tensor:
-        y, saved, ctx.call = _forward(x, weight_NK, bias_N, branch, view, tp)
+        x_TK = x.contiguous().view(-1, x.shape[-1])
+        y_TN, saved, ctx.call = _forward(x_TK, weight_NK, bias_N, branch, view, tp)
         ctx.save_for_backward(*saved)
-        return y
+        ctx.x_shape = x.shape
+        return y_TN.unsqueeze(1)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Autograd expands a sum's gradient from one element.
+        dy_TN = dy.contiguous().view(-1, dy.shape[-1])
         needs_dx = ctx.needs_input_grad[0]
-        dx = ctx.call.backward(dy, *ctx.saved_tensors, needs_dx=needs_dx)
+        dx_TK = ctx.call.backward(dy_TN, *ctx.saved_tensors, needs_dx=needs_dx)
+        dx = None if dx_TK is None else dx_TK.view(ctx.x_shape)
         return dx, None, None, None, None, None
 
 
 def multi_lora_linear_vjp(
-    x: torch.Tensor,
+    x_TK: torch.Tensor,
     weight_NK: torch.Tensor,
     bias_N: torch.Tensor | None,
     branch: AdapterBranch,
     view: MicroBatchView,
     tp: TensorParallel,
 ) -> tuple[torch.Tensor, Vjp]:
-    """As `MultiLoRALinear`, and the way back as a function; without factors the base alone."""
+    """As `MultiLoRALinear`, in two dimensions, and the way back as a function; without factors the
+    base alone."""
     if branch.factors is None:
-        return _frozen_linear_vjp(x, weight_NK, bias_N, tp)
-    y, saved, call = _forward(x, weight_NK, bias_N, branch, view, tp)
-    return y, lambda dy: call.backward(dy, *saved)
+        return _frozen_linear_vjp(x_TK, weight_NK, bias_N, tp)
+    y_TN, saved, call = _forward(x_TK, weight_NK, bias_N, branch, view, tp)
+    return y_TN, lambda dy_TN: call.backward(dy_TN, *saved)
 
 
 def _frozen_linear_vjp(
-    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, tp: TensorParallel
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, tp: TensorParallel
 ) -> tuple[torch.Tensor, Vjp]:
     """As Megatron's linear with a frozen weight: saves nothing."""
-    x_TK = x.flatten(0, -2)
     if tp.lane is not None:
         tp.lane.take_local()  # nobody needs it
     elif tp.gather_input:
@@ -129,39 +135,34 @@ def _frozen_linear_vjp(
     if bias_N is not None:
         y_TN = y_TN + bias_N
 
-    def vjp(dy: torch.Tensor) -> torch.Tensor:
-        dx_TK = dy.flatten(0, -2).matmul(weight_NK)
-        if tp.lane is None:
-            dx_TK = reduce_dgrad(dx_TK, tp).wait()
-        return dx_TK.unsqueeze(1)
+    def vjp(dy_TN: torch.Tensor) -> torch.Tensor:
+        dx_TK = dy_TN.matmul(weight_NK)
+        return dx_TK if tp.lane is not None else reduce_dgrad(dx_TK, tp).wait()
 
-    return y_TN.unsqueeze(1), vjp
+    return y_TN, vjp
 
 
 def _forward(
-    x: torch.Tensor,
+    x_TK: torch.Tensor,
     weight_NK: torch.Tensor,
     bias_N: torch.Tensor | None,
     branch: AdapterBranch,
     view: MicroBatchView,
     tp: TensorParallel,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], _Call]:
-    """y, and what `_Call.backward` takes beside dy."""
+    """y `[T, N]`, and what `_Call.backward` takes beside dy; x is contiguous."""
     factors, rows = branch.factors, view.rows
     assert factors is not None, f"site {branch.site.index} must have factors, got none"
-    x = x.contiguous()  # the kernels read whole rows; saved as it is read
-    x_TK = x.view(-1, x.shape[-1])
     gathers = tp.gather_input and tp.lane is None
     full_TK = all_gather_rows(x_TK, tp.group) if gathers else x_TK
     y_TN, s = branch.ops.forward(full_TK, weight_NK, bias_N, factors, rows)
-    local = x if tp.lane is None else tp.lane.take_local()
-    # Adapters cut by rank have rows of A of their own here: their gradient takes all rows of x.
-    exchanges = (
-        tp.gather_input and local is not None and not branch.bank.is_cut_by_rank(branch.site)
-    )
-    saved = local if exchanges and local is not None else full_TK
-    call = _Call(branch.ops, factors, rows, tp, exchanges, x.shape)
-    return y_TN.unsqueeze(1), (saved, s, weight_NK), call
+    local = x_TK if tp.lane is None else tp.lane.take_local()
+    exchanges = False
+    if tp.gather_input and local is not None:
+        # Adapters cut by rank have rows of A of their own here: their gradient takes all rows of x.
+        exchanges = not branch.bank.is_cut_by_rank(branch.site)
+    saved = local.flatten(0, -2) if exchanges and local is not None else full_TK
+    return y_TN, (saved, s, weight_NK), _Call(branch.ops, factors, rows, tp, exchanges)
 
 
 class _Call(NamedTuple):
@@ -173,21 +174,18 @@ class _Call(NamedTuple):
     tp: TensorParallel
     exchanges: bool
     """x was saved as it was before gathering: dS is summed over the ranks instead."""
-    x_shape: torch.Size
 
     def backward(
         self,
-        dy: torch.Tensor,
-        x: torch.Tensor,
+        dy_TN: torch.Tensor,
+        x_TK: torch.Tensor,
         s: torch.Tensor,
         weight_NK: torch.Tensor,
         *,
         needs_dx: bool = True,
     ) -> torch.Tensor | None:
-        """dx; gradients of factors are added where they belong."""
-        ops, factors, rows, tp, exchanges, x_shape = self
-        # Autograd expands a sum's gradient from one element.
-        dy_TN = dy.contiguous().view(-1, dy.shape[-1])
+        """dx `[T, K]`; gradients of factors are added where they belong."""
+        ops, factors, rows, tp, exchanges = self
         ds = ops.backward_up(dy_TN, s, factors, rows)
         # This rank's rows need dS of the whole output. Summing dS over the group costs [T, R];
         # gathering x again would cost [T, K]. Either way dA is a partial sum, TP's once a step;
@@ -195,7 +193,7 @@ class _Call(NamedTuple):
         window = tp.window(rows.ends[-1]) if exchanges else (0, rows.ends[-1])
 
         def add_factor_gradients(summed: torch.Tensor) -> None:
-            ops.backward_down(x.flatten(0, -2), dy_TN, s, summed, factors, rows, window)
+            ops.backward_down(x_TK, dy_TN, s, summed, factors, rows, window)
 
         if tp.lane is not None:
             dx_TK = ops.dgrad(dy_TN, ds, weight_NK, factors, rows)
@@ -203,13 +201,13 @@ class _Call(NamedTuple):
                 tp.lane.exchange(ds, add_factor_gradients)
             else:
                 add_factor_gradients(ds)
-            return dx_TK.view(x_shape)
+            return dx_TK
         summed = all_reduce(ds.clone(), tp.group) if exchanges else Pending(ds, None)
         pending = None
         if needs_dx:
             pending = reduce_dgrad(ops.dgrad(dy_TN, ds, weight_NK, factors, rows), tp)
         add_factor_gradients(summed.wait())
-        return None if pending is None else pending.wait().view(x_shape)
+        return None if pending is None else pending.wait()
 
 
 def reduce_dgrad(dx_TK: torch.Tensor, tp: TensorParallel) -> Pending:

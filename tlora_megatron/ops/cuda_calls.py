@@ -8,7 +8,6 @@ Shapes: T rows, K reduction, N output columns, C rank chunks of the micro-batch,
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from tlora_megatron.ops.cuda_arguments import (
     GemmArguments,
     RowsArguments,
     SumsArguments,
+    packer,
 )
 from tlora_megatron.ops.extension import load_extension
 from tlora_megatron.ops.rank_form import RankForm
@@ -41,6 +41,9 @@ class Dropout(NamedTuple):
     """Global index of the first local input feature; a multiple of `dropout.SEED_COLUMNS`."""
 
 
+_GEMM, _ROWS, _SUMS = map(packer, (GemmArguments, RowsArguments, SumsArguments))
+
+
 class Arenas:
     """Factors of one linear, named once for all launches that read them.
 
@@ -54,12 +57,13 @@ class Arenas:
         self, arenas: tuple[torch.Tensor, ...], columns: tuple[OutputColumns, ...]
     ) -> None:
         self.arenas, self.columns = arenas, columns
-        self.argument = Factors()
+        argument = Factors()
         for i, arena in enumerate(arenas):
-            self.argument.at[i] = arena.data_ptr()
-            self.argument.rows[i], self.argument.width[i] = arena.shape
+            argument.at[i] = arena.data_ptr()
+            argument.rows[i], argument.width[i] = arena.shape
         for i, c in enumerate(columns):
-            self.argument.columns[i] = Columns(c.groups, c.stride, c.begin, c.width)
+            argument.columns[i] = Columns(c.groups, c.stride, c.begin, c.width)
+        self.argument = bytes(argument)
 
 
 class RankPart(NamedTuple):
@@ -103,37 +107,41 @@ def gemm(
         early: start before the previous kernel has ended. x, W and everything but the rank part's
             flat tensor must have been written before that kernel began.
     """
-    arguments = GemmArguments(
-        x=x_TK.data_ptr(),
-        weight=weight.data_ptr(),
-        bias=None if bias_N is None else bias_N.data_ptr(),
-        out=out_TN.data_ptr(),
-        rows=x_TK.shape[0],
-        columns_out=out_TN.shape[1],
-        depth=x_TK.shape[1],
-        half_precision=x_TK.dtype == torch.float16,
-        transposed=transposed,
-        tile_columns=tile.columns,
-        group=tile.group,
-        blocks=multiprocessors(x_TK.device) // 2 * 2,
-        early=early,
-        device=x_TK.device.index,
-    )
+    flat = tile_chunks = chunk_rows = ext_rows = num_targets = 0
+    factors, dropout = b"", None
     if rank is not None:
-        _add_rank_part(arguments, rank)
-    _launch("gemm", arguments, x_TK.device)
-
-
-def _add_rank_part(arguments: GemmArguments, rank: RankPart) -> None:
-    arguments.ext = rank.flat.data_ptr()
-    arguments.ext_rows = rank.form.chunk_rows
-    arguments.num_targets = rank.num_targets
-    arguments.tile_chunks = rank.tile_chunks.data_ptr()
-    arguments.chunk_rows = rank.chunk_rows.data_ptr()
-    if rank.dropout is not None:
-        arguments.row_slots = rank.dropout.row_slots.data_ptr()
-        _add_dropout(arguments, rank.dropout)
-    arguments.factors = rank.factors.argument
+        flat, ext_rows, num_targets = rank.flat.data_ptr(), rank.form.chunk_rows, rank.num_targets
+        tile_chunks, chunk_rows = rank.tile_chunks.data_ptr(), rank.chunk_rows.data_ptr()
+        factors, dropout = rank.factors.argument, rank.dropout
+    mask = _NO_MASK if dropout is None else _mask(dropout)
+    arguments = _GEMM.pack(  # in the order of `GemmArguments`
+        x_TK.data_ptr(),
+        weight.data_ptr(),
+        0 if bias_N is None else bias_N.data_ptr(),
+        flat,
+        out_TN.data_ptr(),
+        tile_chunks,
+        chunk_rows,
+        mask.row_keys,
+        mask.row_slots,
+        mask.probability,
+        x_TK.shape[0],
+        out_TN.shape[1],
+        x_TK.shape[1],
+        ext_rows,
+        factors,
+        num_targets,
+        mask.key,
+        mask.first_column,
+        x_TK.dtype == torch.float16,
+        transposed,
+        tile.columns,
+        tile.group,
+        multiprocessors(x_TK.device) // 2 * 2,
+        early,
+        device_index(x_TK),
+    )
+    _launch("gemm", arguments, x_TK)
 
 
 def rank_rows(
@@ -158,29 +166,32 @@ def rank_rows(
         parts: blocks that share the reduction, 1 to 8.
         masked: whether dropout masks `in`, as it does for s; dS has its `1 / (1 - p)` alone.
     """
-    arguments = RowsArguments(
-        input=in_TK.data_ptr(),
-        ext=flat.data_ptr(),
-        rows=form.rows_address(flat),
-        items=items.data_ptr(),
-        chunks=chunks.data_ptr(),
-        scaling=scaling.data_ptr(),
-        num_rows=in_TK.shape[0],
-        in_columns=in_TK.shape[1],
-        factors=factors.argument,
-        num_targets=len(factors.arenas),
-        num_items=num_items,
-        item_fields=items.numel() // max(num_items, 1),
-        parts=parts,
-        row_width=form.row_width,
-        half_precision=in_TK.dtype == torch.float16,
-        device=in_TK.device.index,
+    mask = _NO_MASK
+    if dropout is not None:
+        mask = _mask(dropout) if masked else _Mask(probability=dropout.probability.data_ptr())
+    arguments = _ROWS.pack(  # in the order of `RowsArguments`
+        in_TK.data_ptr(),
+        flat.data_ptr(),
+        form.rows_address(flat),
+        items.data_ptr(),
+        chunks.data_ptr(),
+        mask.row_keys,
+        scaling.data_ptr(),
+        mask.probability,
+        in_TK.shape[0],
+        in_TK.shape[1],
+        factors.argument,
+        len(factors.arenas),
+        num_items,
+        items.numel() // max(num_items, 1),
+        parts,
+        form.row_width,
+        mask.key,
+        mask.first_column,
+        in_TK.dtype == torch.float16,
+        device_index(in_TK),
     )
-    if dropout is not None and masked:
-        _add_dropout(arguments, dropout)
-    elif dropout is not None:
-        arguments.dropout = dropout.probability.data_ptr()
-    _launch("rows", arguments, in_TK.device)
+    _launch("rows", arguments, in_TK)
 
 
 def rank_sums(
@@ -214,45 +225,71 @@ def rank_sums(
         early: read dy and s before the previous kernel has ended. They must have been written
             before it began.
     """
-    arguments = SumsArguments(
-        x=x_TK.data_ptr(),
-        ds=form.rows_address(ds),
-        dy=dy_TN.data_ptr(),
-        s=form.rows_address(s),
-        items=items.data_ptr(),
-        grad_a=grad_a.data_ptr(),
-        grad_b=grad_b.data_ptr(),
-        workspace=workspace.data_ptr(),
-        counters=counters.data_ptr(),
-        num_rows=dy_TN.shape[0],
-        x_rows=x_TK.shape[0],
-        x_columns=x_TK.shape[1],
-        dy_columns=dy_TN.shape[1],
-        num_items=num_items,
-        blocks=blocks,
-        item_fields=items.numel() // max(num_items, 1),
-        row_width=form.row_width,
-        first_row=first_row,
-        early=early,
-        half_precision=dy_TN.dtype == torch.float16,
-        device=dy_TN.device.index,
+    mask = _NO_MASK if dropout is None else _mask(dropout)
+    arguments = _SUMS.pack(  # in the order of `SumsArguments`
+        x_TK.data_ptr(),
+        form.rows_address(ds),
+        dy_TN.data_ptr(),
+        form.rows_address(s),
+        items.data_ptr(),
+        grad_a.data_ptr(),
+        grad_b.data_ptr(),
+        workspace.data_ptr(),
+        counters.data_ptr(),
+        mask.row_keys,
+        mask.probability,
+        dy_TN.shape[0],
+        x_TK.shape[0],
+        x_TK.shape[1],
+        dy_TN.shape[1],
+        num_items,
+        items.numel() // max(num_items, 1),
+        blocks,
+        form.row_width,
+        first_row,
+        mask.key,
+        mask.first_column,
+        early,
+        dy_TN.dtype == torch.float16,
+        device_index(dy_TN),
     )
-    if dropout is not None:
-        _add_dropout(arguments, dropout)
-    _launch("sums", arguments, dy_TN.device)
+    _launch("sums", arguments, dy_TN)
 
 
-def _add_dropout(arguments: ctypes.Structure, dropout: Dropout) -> None:
-    arguments.dropout = dropout.probability.data_ptr()
-    arguments.row_keys = dropout.row_keys.data_ptr()
-    arguments.dropout_key = dropout.key
-    arguments.first_column = dropout.first_column
+class _Mask(NamedTuple):
+    """`Dropout` as the structs hold it: addresses, 0 = null."""
+
+    row_keys: int = 0
+    row_slots: int = 0
+    probability: int = 0
+    key: int = 0
+    first_column: int = 0
 
 
-def _launch(name: str, arguments: ctypes.Structure, device: torch.device) -> None:
+_NO_MASK = _Mask()
+
+
+def _mask(dropout: Dropout) -> _Mask:
+    return _Mask(
+        dropout.row_keys.data_ptr(),
+        dropout.row_slots.data_ptr(),
+        dropout.probability.data_ptr(),
+        dropout.key,
+        dropout.first_column,
+    )
+
+
+def _launch(name: str, arguments: bytes, on: torch.Tensor) -> None:
     # Not `torch.cuda.current_stream`, which makes an object of it: 2 us, twenty times a layer.
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    stream = torch._C._cuda_getCurrentRawStream(device_index(on))
     load_extension().call(name, arguments, stream)
+
+
+def device_index(x: torch.Tensor) -> int:
+    """Of a tensor on a GPU."""
+    index = x.device.index
+    assert index is not None, "these kernels take tensors on a GPU"
+    return index
 
 
 @functools.cache

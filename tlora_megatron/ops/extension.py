@@ -47,14 +47,18 @@ class Extension:
         """Bytes of the struct that the function `name` takes."""
         return int(getattr(self._library, f"tlora_{name}_size")())
 
-    def call(self, name: str, arguments: ctypes.Structure, stream: int) -> None:
+    def call(self, name: str, arguments: bytes | ctypes.Structure, stream: int) -> None:
         """Launches on a CUDA stream.
+
+        Args:
+            arguments: the function's struct, or the bytes of one (`cuda_arguments.packer`).
 
         Raises:
             RuntimeError: if an operand does not suit the kernel or the launch fails.
         """
         function = self._functions.get(name) or self._function(name)
-        if function(ctypes.byref(arguments), stream):
+        at = arguments if isinstance(arguments, bytes) else ctypes.byref(arguments)
+        if function(at, stream):
             message = self._library.tlora_message().decode()
             raise RuntimeError(f"CUDA kernel {name}: {message}")
 

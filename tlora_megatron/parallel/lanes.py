@@ -200,6 +200,8 @@ class Lane:
     def _over(
         self, collective: Callable[[torch.Tensor, int], torch.Tensor], x: torch.Tensor
     ) -> torch.Tensor:
+        if x.dim() == 2:
+            return collective(x, self.index)
         result = collective(x.flatten(0, -2), self.index)
         return result.view(-1, *x.shape[1:])
 

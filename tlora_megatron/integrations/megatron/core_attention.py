@@ -115,7 +115,8 @@ class PackedCoreAttention(MegatronModule):
     def attend_projection_vjp(
         self, mixed: Tensor, groups: int, micro_batch: MicroBatchView
     ) -> tuple[Tensor, Vjp]:
-        """As `attend_projection`, without context parallelism."""
+        """As `attend_projection`, from `[T, G (N / G + 2) D]` to `[T, N * D]`, without context
+        parallelism."""
         assert self.rotary is not None, "heads that were rotated are not in a projection"
         assert self.cp_group is None, "keys are gathered by autograd's functions"
         shape = mixed.shape
@@ -131,7 +132,7 @@ class PackedCoreAttention(MegatronModule):
             del attend_back  # and with it queries, keys, values
             return unpack_back(*dqkv).view(shape)
 
-        return out_TND.reshape(shape[0], 1, -1), vjp
+        return out_TND.reshape(shape[0], -1), vjp
 
     def _attend(
         self, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, micro_batch: MicroBatchView

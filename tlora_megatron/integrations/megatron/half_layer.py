@@ -48,7 +48,7 @@ class HalfLayer:
         """From the norm's output to the row-parallel linear's, and the way back.
 
         Args:
-            x: `[T, 1, H]`; gathered where there is a lane, which also reduces what is returned.
+            x: `[T, H]`; gathered where there is a lane, which also reduces what is returned.
             keeps: whether the way back is wanted; without, what is returned for it leads nowhere.
         """
         if keeps and self.recomputes:
@@ -109,7 +109,7 @@ def run_layer(halves: Sequence[HalfLayer], hidden: Tensor, view: MicroBatchView)
     """`[T, 1, H]` through a layer's halves, as one node of autograd's graph."""
     if torch.is_grad_enabled():
         return _Layer.apply(hidden, halves, view)
-    return _run_whole(halves, hidden, view, None)
+    return _run_whole(halves, hidden.flatten(0, -2), view, None).unsqueeze(1)
 
 
 def _run_whole(
@@ -133,22 +133,22 @@ class _Layer(torch.autograd.Function):
         ctx: Any, hidden: Tensor, halves: Sequence[HalfLayer], view: MicroBatchView
     ) -> Tensor:
         ctx.tape = DirectTape()
-        return _run_whole(halves, hidden.detach(), view, ctx.tape)
+        return _run_whole(halves, hidden.detach().flatten(0, -2), view, ctx.tape).unsqueeze(1)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
         halves = ctx.tape.halves
-        gradient = dout.contiguous()
+        gradient = dout.contiguous().flatten(0, -2)
         while halves:
             half = halves.pop()
             gradient = half.norm(gradient, half.compute(gradient))
-        return gradient, None, None
+        return gradient.unsqueeze(1), None, None
 
 
 def run_in_lane(
     halves: Sequence[HalfLayer], hidden: Tensor, lane: Lane, tape: DirectTape | None
 ) -> tuple[Tensor, Tensor | None]:
-    """A nano-batch's `[T, 1, H]` through the halves of several layers.
+    """A nano-batch's `[T, H]` through the halves of several layers.
 
     Returns:
         What the last half adds to the residual stream, not yet summed over the ranks, and the

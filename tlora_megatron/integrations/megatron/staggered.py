@@ -153,20 +153,25 @@ class _Run:
         self._kept: list[Any] = []
         """A stretch: of each lane its input if it is recomputed, else its tape."""
         self._records = False
-        self._hidden: Tensor | None = None
+        self._entries: Sequence[Tensor] = ()
         """Kept until main has joined in backward: main's memory, which lanes read parts of."""
 
     def forward(self, hidden: Tensor, *, records: bool) -> Tensor:
         """`[T, 1, H]` to the same, the local rows of all nano-batches."""
-        parts = hidden.split(self._local_rows)
+        parts = self._rows(hidden)
         self._records = records
         with use_micro_batch(self._view), torch.set_grad_enabled(records):
             outs = take_turns(self._lanes, lambda lane: self._run_lane(lane, parts[lane.index]))
         join(self._lanes)
         if records:
-            self._hidden = hidden
+            self._entries = parts
             self._kept = [list(kept) for kept in zip(*(kept for _, kept in outs), strict=True)]
-        return torch.cat([out for out, _ in outs])
+        return torch.cat([out for out, _ in outs]).view(hidden.shape)
+
+    def _rows(self, x: Tensor) -> Sequence[Tensor]:
+        """Each lane's of `[T, 1, H]`; halves take two dimensions."""
+        runs_halves = all(stretch.halves is not None for stretch in self._stretches)
+        return (x.flatten(0, -2) if runs_halves else x).split(self._local_rows)
 
     def _run_lane(self, lane: Lane, hidden: Tensor) -> tuple[Tensor, list[Any]]:
         kept: list[Any] = []
@@ -212,7 +217,7 @@ class _Run:
     def backward(self, dout: Tensor) -> Tensor:
         """Gradient of the layers' input."""
         whole = dout.contiguous()
-        douts: Sequence[Tensor] = whole.split(self._local_rows)
+        douts = self._rows(whole)
         after_main = True
         with use_micro_batch(self._view):
             while self._stretches:
@@ -224,7 +229,7 @@ class _Run:
                 # the others' next compute pieces beside it.
                 after_main = False
             join(self._lanes)
-        return torch.cat(tuple(douts))
+        return torch.cat(tuple(douts)).view(whole.shape)
 
     def _record_again(
         self, stretch: _Stretch, entries: Sequence[Tensor], *, after_main: bool
