@@ -20,7 +20,6 @@ adapter: FP8 has 3 bits of mantissa forward and 2 backward, and a linear rounds 
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import sys
 import time
@@ -31,17 +30,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from te_models import (
-    LORAS,
-    MODES,
-    Subject,
-    build,
-    install_adapters,
-    make_batch,
-    run,
-    small_spec,
-    take_gradients,
-)
+from te_curves import plot, write
+from te_models import LORAS, MODES, Subject, build, install_adapters, small_spec
+from te_steps import make_batch, run, take_gradients
 from torch import Tensor
 
 from tlora_megatron.integrations.megatron.engine import current_groups
@@ -208,7 +199,7 @@ def train(options: argparse.Namespace, groups: ParallelGroups) -> int:
 
     status = each(groups, options.modes, one)
     if groups.tp_rank == 0:
-        write(options.csv, curves, groups)
+        write(options.csv, curves, groups.layout.tp_size)
         plot(options.csv, options.png)
     return status
 
@@ -260,47 +251,6 @@ def each(groups: ParallelGroups, modes: Sequence[str], one: Callable[[str], None
                 torch.cuda.empty_cache()
     say(groups, f"failed: {' '.join(failed)}" if failed else "all modes passed")
     return 1 if failed else 0
-
-
-def write(path: Path, curves: dict[str, list[list[float]]], groups: ParallelGroups) -> None:
-    """One row a mode, step and job."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    with path.open("w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file)
-        rows.writerow(["mode", "step", "job", "loss", "tp_size", "gpu", "torch"])
-        for mode, curve in curves.items():
-            for step, losses in enumerate(curve, start=1):
-                for job, loss in enumerate(losses):
-                    size = groups.layout.tp_size
-                    rows.writerow([mode, step, job, f"{loss:.6g}", size, gpu, torch.__version__])
-    print(f"wrote {path}", flush=True)
-
-
-def plot(source: Path, target: Path) -> None:
-    """Draws the curves, a panel a job; says so where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        print(f"matplotlib is not installed; draw {source} elsewhere with `plot`", flush=True)
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with source.open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    jobs = sorted({row["job"] for row in rows})
-    figure, axes = plt.subplots(1, len(jobs), figsize=(4 * len(jobs), 3.2), squeeze=False)
-    for panel, job in zip(axes[0], jobs, strict=True):
-        for number, mode in enumerate(dict.fromkeys(row["mode"] for row in rows)):
-            own = [row for row in rows if (row["mode"], row["job"]) == (mode, job)]
-            steps, losses = ([float(row[key]) for row in own] for key in ("step", "loss"))
-            panel.plot(steps, losses, ("-", "--", ":", "-.")[number % 4], label=mode)
-        panel.set(title=f"job {job}, rank {LORAS[int(job)].rank}", xlabel="step", ylabel="loss")
-    axes[0][0].legend()
-    figure.suptitle(f"{rows[0]['gpu']}, TP {rows[0]['tp_size']}")
-    figure.tight_layout()
-    figure.savefig(target, dpi=120)
-    print(f"wrote {target}", flush=True)
 
 
 if __name__ == "__main__":
