@@ -17,11 +17,9 @@ written as soon as its case is done.
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -45,6 +43,7 @@ from lora_sharding_layers import (
     parameters,
     tensor_bytes,
 )
+from result_rows import append_rows, checkout_commit
 
 from tlora_megatron.model import ModelSpec, read_model_spec
 from tlora_megatron.plan import ParallelLayout
@@ -241,25 +240,13 @@ def _write(rows: Sequence[dict[str, Any]], path: Path | None) -> None:
             f"{row['lora_bytes_per_layer'] / 2**20:.2f} MiB a layer",
             flush=True,
         )
-    if path is None:
-        return
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
+    if path is not None:
+        append_rows(path, rows)
 
 
 def _case(text: str) -> Case:
     adapters, rank = text.split("x")
     return Case(int(adapters), int(rank))
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
 
 
 def _arguments() -> argparse.Namespace:
@@ -281,7 +268,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--csv", help="append rows to this file")
     parser.add_argument("--commit", default="", help="where git is not at hand")
     args = parser.parse_args()
-    args.commit = args.commit or _commit()
+    args.commit = args.commit or checkout_commit()
     return args
 
 
