@@ -12,13 +12,14 @@ warm_kernel = pytest.importorskip("tlora_megatron.ops.warm_kernel")
 
 
 class Compiled:
-    """Notes what it is launched with."""
+    """Notes what it is launched with, as `triton.compiler.CompiledKernel` is."""
 
     def __init__(self) -> None:
-        self.launches: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
+        self.launches: list[tuple[Any, ...]] = []
+        self.function, self.packed_metadata = 99, (4, 1, 0)
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args: self.launches.append((grid, args))
+    def run(self, *args: Any) -> None:
+        self.launches.append(args)
 
 
 class Kernel:
@@ -39,19 +40,31 @@ class Kernel:
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_kernel, "CompiledKernel", Compiled)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
 
 
-def test_the_second_launch_goes_to_the_compiled_kernel_with_its_own_arguments() -> None:
+def test_the_second_launch_goes_to_the_compiled_kernel_with_its_own_addresses() -> None:
     kernel = Kernel(Compiled)
     warm = warm_kernel.WarmKernel(kernel)
     first, second = torch.zeros(16), torch.ones(32)
     warm.launch(3, (first,), (16,), (64, True), num_warps=4)
-    warm.launch(5, (second,), (32,), (64, True), num_warps=4)
+    warm.launch(5, (second,), (32,), (64, True), num_warps=4, grid_y=2)
     (only,) = kernel.compiled
-    ((grid, args),) = only.launches
-    assert grid == (5, 1, 1)
-    assert args[0] is second
-    assert args[1:] == (32, 64, True)
+    grid, stream, no_hooks = (5, 2, 1), 7, (None, None, None)
+    own = (second.data_ptr(), 32, 64, True)
+    assert only.launches == [(*grid, stream, 99, (4, 1, 0), *no_hooks, *own)]
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profiler_of_triton_s_sees_every_launch(
+    hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Kernel(Compiled)
+    warm = warm_kernel.WarmKernel(kernel)
+    for calls in ([], [print], []):
+        monkeypatch.setattr(getattr(warm_kernel.knobs.runtime, hook), "calls", calls)
+        warm.launch(1, (torch.zeros(16),), (), (), num_warps=4)
+    assert [len(each.launches) for each in kernel.compiled] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,29 @@
 
 `kernel[grid](...)` binds arguments by name, asks each what it would be specialised for, formats its
 options as text and looks up the kernel by all of it: more time on the host than the launch itself,
-eight times a layer (scripts/bench/host_time.py). Here a kernel is found by what can change.
+eight times a layer (scripts/bench/host_time.py). Here a kernel is found by what can change, and
+given addresses: of a tensor Triton's launcher asks the driver whether it may read it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+from triton import knobs
 from triton.compiler import CompiledKernel
 
 _ALIGNMENT = 16
 """Bytes: what Triton compiles pointers for, where they are so aligned."""
+
+
+class _Compiled(NamedTuple):
+    """A kernel on one device, as `CompiledKernel` launches it."""
+
+    run: Callable[..., None]
+    function: int
+    metadata: Any
 
 
 class WarmKernel:
@@ -26,7 +37,7 @@ class WarmKernel:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+        self._compiled: dict[tuple[Any, ...], _Compiled] = {}
 
     def launch(
         self,
@@ -39,16 +50,46 @@ class WarmKernel:
         grid_y: int = 1,
     ) -> None:
         """Starts `grid * grid_y` programs on the current stream of the tensors' device."""
-        addresses = 0
-        key: list[Any] = [tensors[0].device.index, num_warps, *constants]
-        for tensor in tensors:
-            addresses |= tensor.data_ptr()
-            key.append(tensor.dtype)
-        found = None if addresses % _ALIGNMENT else self._compiled.get(tuple(key))
-        if found is not None:
-            found[grid, grid_y, 1](*tensors, *numbers, *constants)
+        device = tensors[0].device.index
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        key = (device, num_warps, constants, *[tensor.dtype for tensor in tensors])
+        found = self._compiled.get(key)
+        if found is None or not _are_aligned(addresses) or _is_watched():
+            self._launch_cold(
+                key, (grid, grid_y), (*tensors, *numbers, *constants), num_warps, addresses
+            )
             return
-        launched = self._kernel[(grid, grid_y)](*tensors, *numbers, *constants, num_warps=num_warps)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        nothing = (None, None, None)  # what hooks would be given, and those before and behind
+        found.run(
+            grid, grid_y, 1, stream, found.function, found.metadata, *nothing,
+            *addresses, *numbers, *constants,
+        )  # fmt: skip
+
+    def _launch_cold(
+        self,
+        key: tuple[Any, ...],
+        grid: tuple[int, int],
+        arguments: tuple[Any, ...],
+        num_warps: int,
+        addresses: list[int],
+    ) -> None:
+        launched = self._kernel[grid](*arguments, num_warps=num_warps)
         # The interpreter compiles nothing.
-        if not addresses % _ALIGNMENT and isinstance(launched, CompiledKernel):
-            self._compiled[tuple(key)] = launched
+        if _are_aligned(addresses) and isinstance(launched, CompiledKernel):
+            self._compiled[key] = _Compiled(
+                launched.run, launched.function, launched.packed_metadata
+            )
+
+
+def _are_aligned(addresses: list[int]) -> bool:
+    combined = 0
+    for address in addresses:
+        combined |= address
+    return not combined % _ALIGNMENT
+
+
+def _is_watched() -> bool:
+    """Whether somebody, a profiler of Triton's, wants to see launches."""
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
