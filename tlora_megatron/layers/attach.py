@@ -15,7 +15,12 @@ from torch import nn
 
 from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.black_box import BlackBoxBranch, Exchange, InputNorm
+from tlora_megatron.layers.black_box import (
+    BlackBoxBranch,
+    Exchange,
+    InputNorm,
+    black_box_vjp,
+)
 from tlora_megatron.layers.linear import (
     AdapterBranch,
     MultiLoRALinear,
@@ -23,7 +28,12 @@ from tlora_megatron.layers.linear import (
     multi_lora_linear_vjp,
 )
 from tlora_megatron.layers.overlapped_linear import OverlappedLinear, Traffic
-from tlora_megatron.layers.rank_sharded import LocalBranch, RankShardedLinear, ShardedBranch
+from tlora_megatron.layers.rank_sharded import (
+    LocalBranch,
+    RankShardedLinear,
+    ShardedBranch,
+    rank_sharded_linear_vjp,
+)
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.frozen_parts import Vjp
 from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch
@@ -86,15 +96,7 @@ class MultiAdapterMixin(MultiAdapter):
             return multi_lora_linear_vjp(x, weight, linear.bias, branch, view, tp)
         tp = TensorParallel(None, gather_input=False, reduce_dgrad=False, lane=lane)
         y, vjp = multi_lora_linear_vjp(x, weight, None, branch, view, tp)
-        if lane is not None or branch.site.tp_size == 1:
-            return y, vjp
-        group = linear.tp_group
-        if not linear.sequence_parallel:
-            return all_reduce(y, group).wait(), vjp
-        return (
-            reduce_scatter_rows(y, group).wait(),
-            lambda dy: vjp(all_gather_rows(dy, group)),
-        )
+        return (y, vjp) if lane is not None else _reduced(linear, y, vjp)
 
     def _forward_overlapped(
         self, x: torch.Tensor, view: MicroBatchView
@@ -113,6 +115,16 @@ class MultiAdapterMixin(MultiAdapter):
         if is_column:
             return y, linear.bias if linear.skip_bias_add else None
         return _add_bias(linear, y)
+
+
+def _reduced(linear: Any, y: torch.Tensor, vjp: Vjp) -> tuple[torch.Tensor, Vjp]:
+    """A row-parallel linear's whole result, or this rank's rows of it, and the way back."""
+    group = linear.tp_group
+    if linear.tlora_branch.site.tp_size == 1:
+        return y, vjp
+    if not linear.sequence_parallel:
+        return all_reduce(y, group).wait(), vjp
+    return reduce_scatter_rows(y, group).wait(), lambda dy: vjp(all_gather_rows(dy, group))
 
 
 def _add_bias(linear: Any, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -158,6 +170,21 @@ class RankShardedMixin(MultiAdapter):
         bias = kwargs.get("bias")
         return RankShardedLinear.apply(input, weight, bias, self.tlora_branch, view.rows, tp)
 
+    def product_vjp(
+        self, x: torch.Tensor, view: MicroBatchView, lane: Lane | None
+    ) -> tuple[torch.Tensor, Vjp]:
+        """As `MultiAdapterMixin`'s; there are no lanes for it."""
+        linear: Any = self
+        is_column = self.tlora_branch.site.kind == "column"
+        tp = TensorParallel(
+            linear.tp_group,
+            gather_input=is_column and linear.sequence_parallel,
+            reduce_dgrad=is_column and linear.allreduce_dgrad,
+        )
+        bias = linear.bias if is_column else None
+        y, vjp = rank_sharded_linear_vjp(x, linear.weight, bias, self.tlora_branch, view, tp)
+        return (y, vjp) if is_column else _reduced(linear, y, vjp)
+
 
 class BlackBoxMixin(MultiAdapter):
     """Adds the branch to what a parallel linear of any making returns.
@@ -200,6 +227,24 @@ class RankExchangeMixin(BlackBoxMixin):
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
         tp, bias = _tensor_parallel(kwargs), kwargs.get("bias")
         return MultiLoRALinear.apply(input, weight, bias, self.tlora_local, view, tp)
+
+    def product_vjp(
+        self, x: torch.Tensor, view: MicroBatchView, lane: Lane | None
+    ) -> tuple[torch.Tensor, Vjp]:
+        """As `MultiAdapterMixin`'s; there are no lanes for it."""
+        linear: Any = self
+        is_column, is_cut = self.tlora_branch.site.kind == "column", linear.sequence_parallel
+        tp = TensorParallel(
+            linear.tp_group if is_column else None,
+            gather_input=is_column and is_cut,
+            reduce_dgrad=is_column and linear.allreduce_dgrad,
+        )
+        bias = linear.bias if is_column else None
+        y, vjp = multi_lora_linear_vjp(x, linear.weight, bias, self.tlora_local, view, tp)
+        if not is_column:
+            y, vjp = _reduced(linear, y, vjp)
+        exchange = Exchange(linear.tp_group, is_column, is_cut)
+        return black_box_vjp(x, y, vjp, self.tlora_branch, view, exchange)
 
 
 def _input_norm(module: Any) -> InputNorm | None:

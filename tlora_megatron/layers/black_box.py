@@ -27,6 +27,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tlora_megatron.layers.linear import AdapterBranch
+from tlora_megatron.ops.factors import SiteFactors
+from tlora_megatron.ops.frozen_parts import Vjp
+from tlora_megatron.ops.linear_ops import LinearOps
+from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.segments import MicroBatchView
 from tlora_megatron.parallel.collectives import Pending, all_reduce
 
@@ -89,27 +93,78 @@ class BlackBoxBranch(torch.autograd.Function):
         exchange: Exchange,
         norm: InputNorm | None,
     ) -> torch.Tensor:
-        factors, rows = branch.factors, view.rows
-        assert factors is not None, f"site {branch.site.index} must have factors, got none"
-        num_rows = rows.ends[-1]
-        window = exchange.window(num_rows, of_input=True)
-        inputs_WK = (x if norm is None else norm(x)).flatten(0, -2).to(factors.lora_a.dtype)
-        own = s = branch.ops.down(_spread(inputs_WK, window, num_rows), factors, rows)
-        # dB of a row-parallel linear is to be a partial sum: of own features, or of own rows.
-        partial_features = not exchange.is_column and not exchange.sequence_parallel
-        if not exchange.is_column or exchange.sequence_parallel:
-            s = _sum(own.clone() if partial_features else own, exchange).wait()
-        base_WN, window = base_y.flatten(0, -2), exchange.window(num_rows, of_input=False)
-        y_WN = branch.ops.up(s, base_WN, factors, rows, window)
-        ctx.save_for_backward(x, own if partial_features else s)
-        ctx.branch, ctx.factors, ctx.rows = branch, factors, rows
-        ctx.exchange, ctx.norm = exchange, norm
-        return y_WN.view(base_y.shape)
+        y, saved, ctx.call = _forward(x, base_y, branch, view, exchange, norm)
+        ctx.save_for_backward(*saved)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, s = ctx.saved_tensors
-        factors, rows, exchange, ops = ctx.factors, ctx.rows, ctx.exchange, ctx.branch.ops
+        needs_dx = ctx.needs_input_grad[0]
+        dx = ctx.call.backward(dy, *ctx.saved_tensors, needs_dx=needs_dx)
+        return dx, dy, None, None, None, None
+
+
+def black_box_vjp(
+    x_WK: torch.Tensor,
+    base_WN: torch.Tensor,
+    base_vjp: Vjp,
+    branch: AdapterBranch,
+    view: MicroBatchView,
+    exchange: Exchange,
+) -> tuple[torch.Tensor, Vjp]:
+    """A base's output with the branch added, in two dimensions, and the way back through both;
+    without factors the base alone."""
+    if branch.factors is None:
+        return base_WN, base_vjp
+    y_WN, saved, call = _forward(x_WK, base_WN, branch, view, exchange, None)
+
+    def vjp(dy_WN: torch.Tensor) -> torch.Tensor:
+        dx_WK = call.backward(dy_WN, *saved)
+        assert dx_WK is not None, "the way back must give the input's gradient"
+        return dx_WK.add_(base_vjp(dy_WN))
+
+    return y_WN, vjp
+
+
+def _forward(
+    x: torch.Tensor,
+    base_y: torch.Tensor,
+    branch: AdapterBranch,
+    view: MicroBatchView,
+    exchange: Exchange,
+    norm: InputNorm | None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], _Call]:
+    """y in the shape of the base's, and what `_Call.backward` takes beside dy."""
+    factors, rows = branch.factors, view.rows
+    assert factors is not None, f"site {branch.site.index} must have factors, got none"
+    num_rows = rows.ends[-1]
+    window = exchange.window(num_rows, of_input=True)
+    inputs_WK = (x if norm is None else norm(x)).flatten(0, -2).to(factors.lora_a.dtype)
+    own = s = branch.ops.down(_spread(inputs_WK, window, num_rows), factors, rows)
+    # dB of a row-parallel linear is to be a partial sum: of own features, or of own rows.
+    partial_features = not exchange.is_column and not exchange.sequence_parallel
+    if not exchange.is_column or exchange.sequence_parallel:
+        s = _sum(own.clone() if partial_features else own, exchange).wait()
+    base_WN, window = base_y.flatten(0, -2), exchange.window(num_rows, of_input=False)
+    y_WN = branch.ops.up(s, base_WN, factors, rows, window)
+    call = _Call(branch.ops, factors, rows, exchange, norm)
+    return y_WN.view(base_y.shape), (x, own if partial_features else s), call
+
+
+class _Call(NamedTuple):
+    """What the way back needs beside the saved tensors."""
+
+    ops: LinearOps
+    factors: SiteFactors
+    rows: RowGroups
+    exchange: Exchange
+    norm: InputNorm | None
+
+    def backward(
+        self, dy: torch.Tensor, x: torch.Tensor, s: torch.Tensor, *, needs_dx: bool = True
+    ) -> torch.Tensor | None:
+        """The branch's part of dx; gradients of factors are added where they belong."""
+        ops, factors, rows, exchange, norm = self
         num_rows = rows.ends[-1]
         dy_WN = dy.flatten(0, -2).to(s.dtype)
         dy_TN = _spread(dy_WN, exchange.window(num_rows, of_input=False), num_rows)
@@ -121,18 +176,17 @@ class BlackBoxBranch(torch.autograd.Function):
             summed = _sum(ds.clone() if keep else ds, exchange)
             ds = ds if keep else summed.wait()
         window = exchange.window(num_rows, of_input=True)
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_(ctx.norm is not None)
-            inputs = leaf if ctx.norm is None else ctx.norm(leaf)
+        leaf = inputs = x
+        if norm is not None:
+            with torch.enable_grad():
+                leaf = x.detach().requires_grad_()
+                inputs = norm(leaf)
         inputs_WK = inputs.detach().flatten(0, -2).to(s.dtype).contiguous()
         ops.backward_down(inputs_WK, dy_TN, s, ds, factors, rows, window)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx_WK = ops.branch_dgrad(summed.wait(), factors, rows, window)
-            dx = dx_WK.to(x.dtype).view(x.shape)
-            if ctx.norm is not None:
-                (dx,) = torch.autograd.grad(inputs, leaf, dx)
-        return dx, dy, None, None, None, None
+        if not needs_dx:
+            return None
+        dx = ops.branch_dgrad(summed.wait(), factors, rows, window).to(x.dtype).view(x.shape)
+        return dx if norm is None else torch.autograd.grad(inputs, leaf, dx)[0]
 
 
 def _spread(x_WK: torch.Tensor, window: tuple[int, int], num_rows: int) -> torch.Tensor:

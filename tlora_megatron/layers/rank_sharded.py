@@ -23,11 +23,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.layers.linear import AdapterBranch, TensorParallel, reduce_dgrad
+from tlora_megatron.layers.linear import (
+    AdapterBranch,
+    TensorParallel,
+    multi_lora_linear_vjp,
+    reduce_dgrad,
+)
 from tlora_megatron.ops.factors import SiteFactors
+from tlora_megatron.ops.frozen_parts import Vjp
 from tlora_megatron.ops.linear_ops import LinearOps
 from tlora_megatron.ops.rank_places import RankPlaces
 from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.segments import MicroBatchView
 from tlora_megatron.parallel.collectives import (
     all_gather_rows,
     all_reduce,
@@ -116,32 +123,91 @@ class RankShardedLinear(torch.autograd.Function):
         rows: RowGroups,
         tp: TensorParallel,
     ) -> torch.Tensor:
-        exchange, ops, local = _exchange(branch, rows, tp), branch.ops, branch.local
         x_TK = x.contiguous().view(-1, x.shape[-1])
-        if tp.gather_input:
-            x_TK = all_gather_rows(x_TK, tp.group)
-        s = exchange.gather(ops.down(x_TK, exchange.own, rows))
-        local_s = None
-        if local is None:
-            y_TN = ops.linear(x_TK, weight_NK, bias_N, s, exchange.whole, rows)
-        else:
-            base_TN, local_s = ops.forward(x_TK, weight_NK, bias_N, local, rows)
-            y_TN = ops.up(s, base_TN, exchange.whole, rows, (0, len(x_TK)))
-        ctx.save_for_backward(x_TK, s, local_s, weight_NK)
-        ctx.exchange, ctx.local, ctx.tp, ctx.x_shape = exchange, local, tp, x.shape
+        y_TN, saved, ctx.call = _forward(x_TK, weight_NK, bias_N, branch, rows, tp)
+        ctx.save_for_backward(*saved)
+        ctx.x_shape = x.shape
         return y_TN.unsqueeze(1)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_TK, s, local_s, weight_NK = ctx.saved_tensors
-        exchange, local, tp = ctx.exchange, ctx.local, ctx.tp
+        dy_TN = dy.contiguous().view(-1, dy.shape[-1])
+        needs_dx = ctx.needs_input_grad[0]
+        dx_TK = ctx.call.backward(dy_TN, *ctx.saved_tensors, needs_dx=needs_dx)
+        dx = None if dx_TK is None else dx_TK.view(ctx.x_shape)
+        return dx, None, None, None, None, None
+
+
+_Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
+"""x, s, that of block-diagonal adapters, W."""
+
+
+def rank_sharded_linear_vjp(
+    x_TK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    branch: ShardedBranch,
+    view: MicroBatchView,
+    tp: TensorParallel,
+) -> tuple[torch.Tensor, Vjp]:
+    """As `RankShardedLinear`, in two dimensions, and the way back as a function; without factors
+    the base alone."""
+    if branch.factors is None:
+        return multi_lora_linear_vjp(x_TK, weight_NK, bias_N, branch, view, tp)
+    y_TN, saved, call = _forward(x_TK, weight_NK, bias_N, branch, view.rows, tp)
+    return y_TN, lambda dy_TN: call.backward(dy_TN, *saved)
+
+
+def _forward(
+    x_TK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    branch: ShardedBranch,
+    rows: RowGroups,
+    tp: TensorParallel,
+) -> tuple[torch.Tensor, _Saved, _Call]:
+    """y `[T, N]`, and what `_Call.backward` takes beside dy; x is contiguous."""
+    exchange, ops, local = _exchange(branch, rows, tp), branch.ops, branch.local
+    if tp.gather_input:
+        x_TK = all_gather_rows(x_TK, tp.group)
+    s = exchange.gather(ops.down(x_TK, exchange.own, rows))
+    local_s = None
+    if local is None:
+        y_TN = ops.linear(x_TK, weight_NK, bias_N, s, exchange.whole, rows)
+    else:
+        base_TN, local_s = ops.forward(x_TK, weight_NK, bias_N, local, rows)
+        y_TN = ops.up(s, base_TN, exchange.whole, rows, (0, len(x_TK)))
+    return y_TN, (x_TK, s, local_s, weight_NK), _Call(exchange, local, tp)
+
+
+class _Call(NamedTuple):
+    """What the way back needs beside the saved tensors."""
+
+    exchange: _Exchange
+    local: SiteFactors | None
+    tp: TensorParallel
+
+    def backward(
+        self,
+        dy_TN: torch.Tensor,
+        x_TK: torch.Tensor,
+        s: torch.Tensor,
+        local_s: torch.Tensor | None,
+        weight_NK: torch.Tensor,
+        *,
+        needs_dx: bool = True,
+    ) -> torch.Tensor | None:
+        """dx `[T, K]`, of this rank's rows; gradients of factors are added where they belong."""
+        exchange, local, tp = self
         ops, own, rows = exchange.ops, exchange.own, exchange.rows
-        dy_TN, window = dy.contiguous().view(-1, dy.shape[-1]), (0, rows.ends[-1])
+        window = (0, rows.ends[-1])
         ds = exchange.scatter(ops.backward_up(dy_TN, s, exchange.whole, rows))
-        local_ds = None if local is None else ops.backward_up(dy_TN, local_s, local, rows)
+        local_ds = None
+        if local is not None and local_s is not None:
+            local_ds = ops.backward_up(dy_TN, local_s, local, rows)
         pending = None
-        if ctx.needs_input_grad[0]:
-            if local is None:
+        if needs_dx:
+            if local is None or local_ds is None:
                 dx_TK = ops.dgrad(dy_TN, ds, weight_NK, own, rows)
             else:
                 dx_TK = ops.dgrad(dy_TN, local_ds, weight_NK, local, rows)
@@ -149,10 +215,9 @@ class RankShardedLinear(torch.autograd.Function):
             pending = reduce_dgrad(dx_TK, tp)
         up_factors = None if exchange.whole is own else exchange.whole
         ops.backward_down(x_TK, dy_TN, s, ds, own, rows, window, up_factors)
-        if local is not None:
+        if local is not None and local_s is not None and local_ds is not None:
             ops.backward_down(x_TK, dy_TN, local_s, local_ds, local, rows, window)
-        dx = None if pending is None else pending.wait().view(ctx.x_shape)
-        return dx, None, None, None, None, None
+        return None if pending is None else pending.wait()
 
 
 def _exchange(branch: ShardedBranch, rows: RowGroups, tp: TensorParallel) -> _Exchange:

@@ -6,7 +6,7 @@ the residual stream are added where one is computed; heads turn while they are s
 pass each way; no weight of a norm gets a gradient.
 
 A layer is re-classed in place: parameters, state-dict keys and `isinstance` answers stay. Where all
-linears fold their adapters it runs as two `HalfLayer`s, else by its modules' forwards.
+its linears are multi-adapter ones it runs as two `HalfLayer`s, else by its modules' forwards.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.norm import RMSNorm
-from tlora_megatron.layers.attach import MultiAdapterMixin
 from tlora_megatron.ops.frozen_parts import Vjp
 from tlora_megatron.ops.segments import MicroBatchView
 from tlora_megatron.parallel.lane_tape import DirectHalf, DirectTape
@@ -88,14 +87,14 @@ def _walk_back(backs: list[Vjp], grad: Tensor) -> Tensor:
 
 
 def runs_direct(modules: Sequence[nn.Module], halves: Sequence[HalfLayer]) -> bool:
-    """Whether halves may be run so now: all linears fold their adapters, and nobody has hung
+    """Whether halves may be run so now: all linears give their product alone, and nobody has hung
     anything on a module whose forward is then not called.
 
     Args:
         modules: beside those of the halves.
     """
     linears = (linear for half in halves for linear in (half.column, half.row))
-    if not all(isinstance(linear, MultiAdapterMixin) for linear in linears):
+    if not all(hasattr(linear, "product_vjp") for linear in linears):
         return False
     skipped = (*modules, *(module for half in halves for module in half.modules))
     return not any(_has_hooks(module.__dict__) for module in skipped)
