@@ -31,7 +31,7 @@ import torch
 from host_stand_ins import without_gpu
 
 from tlora_megatron.layers import linear
-from tlora_megatron.layers.attach import MultiAdapterMixin
+from tlora_megatron.layers.multi_adapter import MultiAdapterMixin
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.ops import (
     cuda_calls,

@@ -21,8 +21,9 @@ from tests.helpers.user_models import SPEC, user_config
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.attach import BlackBoxMixin, MultiAdapterMixin, attach
+from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.black_box import InputNorm
+from tlora_megatron.layers.multi_adapter import BlackBoxMixin, MultiAdapterMixin
 from tlora_megatron.layers.sites import Site, make_site
 from tlora_megatron.ops.segments import Document, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
-from tlora_megatron.layers.attach import BlackBoxMixin, RankExchangeMixin, RankShardedMixin
+from tlora_megatron.layers.multi_adapter import BlackBoxMixin, RankExchangeMixin, RankShardedMixin
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 

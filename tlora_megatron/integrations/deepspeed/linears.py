@@ -15,8 +15,9 @@ import torch.distributed as dist
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from torch import nn
 
-from tlora_megatron.layers.attach import MultiAdapter, make_multi_adapter
+from tlora_megatron.layers.attach import make_multi_adapter
 from tlora_megatron.layers.linear import MultiLoRALinear, TensorParallel
+from tlora_megatron.layers.multi_adapter import MultiAdapter
 from tlora_megatron.ops.segments import current_micro_batch
 
 

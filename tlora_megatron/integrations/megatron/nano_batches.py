@@ -17,7 +17,7 @@ from torch import nn
 from tlora_megatron.integrations.megatron.built_model import language_models
 from tlora_megatron.integrations.megatron.frozen_layer import FrozenTransformerLayer
 from tlora_megatron.integrations.megatron.staggered import stagger
-from tlora_megatron.layers.attach import (
+from tlora_megatron.layers.multi_adapter import (
     MultiAdapter,
     MultiAdapterMixin,
     RankExchangeMixin,
