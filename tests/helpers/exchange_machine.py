@@ -104,16 +104,17 @@ def run(streams: Sequence[Iterator[bool]], seed: int) -> None:
     speeds = {stream: draw.choice([1, 1, 10, 100]) for stream in streams}
     ready, waiting = dict(speeds), set[Iterator[bool]]()
     while ready:
-        if len(waiting) == len(ready):
+        able = [stream for stream in ready if stream not in waiting]
+        if not able:
             raise Deadlock
-        stream = draw.choices(list(ready), list(ready.values()))[0]
+        stream = draw.choices(able, [ready[stream] for stream in able])[0]
         waits = next(stream, None)
         if waits is None:
             del ready[stream]
         if waits:
             waiting.add(stream)
         else:
-            waiting.clear()  # what it did may be what another waits for
+            waiting.clear()  # what it did may be what others wait for
 
 
 def _result_size(operation: Operation, elements: int, size: int) -> int:

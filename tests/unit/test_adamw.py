@@ -1,16 +1,13 @@
 """The multi-adapter AdamW against `torch.optim.AdamW`: the torch path, and the kernel interpreted.
 
-Triton decides when it is imported whether it interprets, so the kernel's tests run in a process of
-their own: `TRITON_INTERPRET=1 pytest` on this file runs them here.
+Triton decides when it is imported whether it interprets, so the kernel's tests run in the process
+of `test_interpreted_kernels`: `TRITON_INTERPRET=1 pytest` on this file runs them here.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -32,22 +29,6 @@ def step(request: pytest.FixtureRequest) -> Step:
     from tlora_megatron.ops.triton_adamw import launch_adamw
 
     return launch_adamw
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreting process")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_the_kernel_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(
-        [*command, "-k", "kernel and not interpreter"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stdout
-    assert " passed" in result.stdout
-    assert "skipped" not in result.stdout
 
 
 @pytest.mark.parametrize("tensor_clip", [False, True], ids=["number", "tensor"])

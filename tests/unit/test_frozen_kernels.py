@@ -1,16 +1,14 @@
 """The frozen parts' Triton kernels: outputs and every gradient by name.
 
 On a GPU they run as they are. Elsewhere they run in Triton's interpreter, which Triton chooses when
-it is imported, so in a process of their own: `TRITON_INTERPRET=1 pytest` on this file.
+it is imported, so in the process of `test_interpreted_kernels`: `TRITON_INTERPRET=1 pytest` on this
+file runs them here.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -34,23 +32,8 @@ DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 RUNS = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(),
-    reason="runs in the process of test_the_kernels_in_the_interpreter",
+    reason="runs in the process of test_interpreted_kernels",
 )
-
-
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests run here")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_the_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(
-        [*command, "--deselect", f"{__file__}::test_the_kernels_in_the_interpreter"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stdout
-    assert " passed" in result.stdout
 
 
 @pytest.fixture

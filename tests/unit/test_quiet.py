@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -88,27 +84,3 @@ def test_only_the_known_log_record_is_silent(caplog: pytest.LogCaptureFixture) -
     logger.warning("GPTModel has no layers")
     assert [record.getMessage() for record in caplog.records] == ["GPTModel has no layers"]
     assert len(logger.filters) == 1
-
-
-def test_building_a_backbone_prints_nothing(repo: Path) -> None:
-    code = """
-from tlora_megatron.integrations.megatron import quiet
-quiet.install()
-import torch
-from tests.helpers.linear_case import SPEC
-from tlora_megatron.integrations.megatron import engine, model
-from tlora_megatron.plan import ParallelLayout
-layout = ParallelLayout(tp_size=1, pp_size=1, cp_size=1, dp_size=1, sequence_parallel=False)
-model.initialize_parallel(layout)
-model.build_backbone(SPEC, layout, dtype=torch.float32)
-"""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "PYTHONWARNINGS")}
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=repo,
-        env=inherited | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

@@ -62,7 +62,9 @@ def test_files_are_the_seeds_to_the_byte(
     written = []
     for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
         paths = [tmp_path / f"{name}{end}" for end in (".csv", "-jobs.csv", ".html")]
-        options = ("--csv", "--jobs-csv", "--html")
+        options = ["--csv", "--jobs-csv", "--html"]
+        if name == "c":  # its report, which takes as long as the rest, is compared with none
+            paths, options = paths[:2], options[:2]
         extra = [text for pair in zip(options, map(str, paths), strict=True) for text in pair]
         extra += ["--policy", "isolated,tlora_best"]
         assert main([*arguments, *extra, "--seed", seed, "--job-failures", "0.1"]) == 0
