@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -34,9 +37,26 @@ def without_gpu() -> None:
     for frozen in (rms_norm, swiglu, qkv_rotary):
         frozen.runs_triton = lambda x: True  # type: ignore[attr-defined]
     driver.set_active(_Driver())
+    torch.matmul = torch.Tensor.matmul = _matmul  # type: ignore[assignment]
     packed_attention.runs_flash = lambda q_TND: True  # type: ignore[assignment]
     varlen_attention.torch = _TorchWithFlash()  # type: ignore[assignment]
     kernel_choice._automatic = lambda device, dtype: kernel_choice.KernelChoice("cuda", "a bench")
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.new_empty(*a.shape[:-1], b.shape[-1])
+
+
+def without_ranks(size: int) -> None:
+    """A world of so many processes, the first of which this is: collectives do nothing."""
+    os.environ |= {"WORLD_SIZE": str(size), "RANK": "0", "LOCAL_RANK": "0"}
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    new_group = dist.new_group
+
+    def new_fake_group(*args: Any, **kwargs: Any) -> Any:
+        return new_group(*args, **kwargs | {"backend": "fake", "pg_options": None})
+
+    dist.new_group = new_fake_group
 
 
 def _replace_library() -> None:

@@ -4,6 +4,7 @@
     python scripts/bench/host_time.py                  # here, with or without a GPU
     python scripts/bench/host_time.py --profile 40     # and cProfile's table
     python scripts/bench/host_time.py --nano-batches 2 # in lanes that communicate nothing
+    python scripts/bench/host_time.py --lora-sharding s_lora   # two ranks that exchange nothing
 
 Layers are so small that a GPU keeps up with the host. Without a GPU, what would start a kernel does
 nothing: the functions of the CUDA extension, Triton's driver, flash attention. All else runs as it
@@ -25,13 +26,17 @@ import pstats
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from host_stand_ins import without_gpu
+from host_stand_ins import without_gpu, without_ranks
 
-from tlora_megatron.layers import linear
-from tlora_megatron.layers.multi_adapter import MultiAdapterMixin
+from tlora_megatron.layers import black_box, linear, rank_sharded
+from tlora_megatron.layers.multi_adapter import (
+    MultiAdapterMixin,
+    RankExchangeMixin,
+    RankShardedMixin,
+)
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.ops import (
     cuda_calls,
@@ -43,6 +48,7 @@ from tlora_megatron.ops import (
 from tlora_megatron.ops.cuda_ops import CudaOps
 from tlora_megatron.ops.extension import Extension
 from tlora_megatron.ops.plan_tensors import PlanTensors, WorkItems
+from tlora_megatron.ops.rank_places import RankPlaces
 from tlora_megatron.ops.segments import (
     Document,
     MicroBatchView,
@@ -51,7 +57,7 @@ from tlora_megatron.ops.segments import (
     use_micro_batch,
 )
 from tlora_megatron.parallel.tensor_collectives import make_tensor_collectives
-from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.plan import LoraSharding, ParallelLayout
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime.synthetic_run import SyntheticRun
 
@@ -89,14 +95,18 @@ class Clock:
 
 def clock_parts(clock: Clock) -> None:
     """Puts clocks on everything that a layer calls of this project."""
-    for name in ("forward", "backward_up", "dgrad", "backward_down"):
+    for name in ("down", "linear", "up", "backward_up", "dgrad", "branch_dgrad", "backward_down"):
         clock.wrap(CudaOps, name, f"linear: {name}")
     clock.wrap(cuda_calls, "_launch", "linear: library call")
     clock.wrap(Extension, "call", "linear: launch")
     for once in (PlanTensors, WorkItems):
         clock.wrap(once, "__init__", "work lists, once a micro-batch")
-    clock.wrap(MultiAdapterMixin, "product_vjp", "linear: around")
-    clock.wrap(linear._Call, "backward", "linear: around")
+    for mixin in (MultiAdapterMixin, RankExchangeMixin, RankShardedMixin):
+        clock.wrap(mixin, "product_vjp", "linear: around")
+    for module in (linear, black_box, rank_sharded):
+        clock.wrap(module._Call, "backward", "linear: around")
+    clock.wrap(RankPlaces, "take", "linear: exchanged values")
+    clock.wrap(RankPlaces, "put", "linear: exchanged values")
     launches = {
         "norm": (triton_rms_norm, "launch_forward", "launch_backward"),
         "swiglu": (triton_swiglu, "launch_forward", "launch_backward"),
@@ -109,7 +119,7 @@ def clock_parts(clock: Clock) -> None:
 
 
 def block(
-    layers: int, tokens: int, num_nano_batches: int
+    layers: int, tokens: int, num_nano_batches: int, layout: ParallelLayout
 ) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     """Forward of a block of layers, and the backward of what it returns."""
     spec = ModelSpec(
@@ -125,7 +135,7 @@ def block(
         norm_eps=1e-5,
         rope_theta=5e5,
     )
-    run = SyntheticRun(spec, ParallelLayout(), dtype=torch.bfloat16)
+    run = SyntheticRun(spec, layout, dtype=torch.bfloat16)
     lengths = LengthHistogram.single(tokens // len(RANKS))
     loads = [JobLoad(name=f"job{r}", rank=r, batch_size=1, lengths=lengths) for r in RANKS]
     run.super_model(loads, tokens)
@@ -191,12 +201,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128, help="rows of the micro-batch")
     parser.add_argument("--nano-batches", type=int, default=1, choices=(1, 2, 4))
+    sharding = {"choices": get_args(LoraSharding), "help": "of two ranks; one by default"}
+    parser.add_argument("--lora-sharding", **sharding)
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="cProfile's table")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         without_gpu()
-    forward, backward = block(args.layers, args.tokens, args.nano_batches)
+    layout = ParallelLayout()
+    if args.lora_sharding is not None:
+        without_ranks(2)
+        layout = ParallelLayout(tp_size=2, lora_sharding=args.lora_sharding)
+    forward, backward = block(args.layers, args.tokens, args.nano_batches, layout)
     gc.collect()
     gc.freeze()  # as training does
     rounds = times_s(forward, backward, args.turns, None)
