@@ -85,6 +85,13 @@ class Case:
         assert hidden.grad is not None
         return [out.detach(), again, hidden.grad, *(grad.clone() for grad in self.slabs)]
 
+    def split(self) -> MicroBatchView:
+        """`whole()` in two nano-batches, which the decoder can take from now on."""
+        nano_batches = self.run.engine.nano_batches
+        nano_batches.use(make_tensor_collectives(None, torch.device("cpu")), None)
+        parts = [part(range(2), LENGTHS[:2], 2), part(range(2, 3), LENGTHS[2:], 2)]
+        return join_nano_batches(parts)
+
 
 def whole() -> MicroBatchView:
     """A document of each job, and padding."""
@@ -136,21 +143,15 @@ def test_halves_compute_what_modules_do(recompute: Recompute, targets: tuple[str
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_halves_compute_what_modules_do_in_lanes(recompute: Recompute) -> None:
     case = Case(recompute)
-    case.run.engine.nano_batches.use(make_tensor_collectives(None, torch.device("cpu")), None)
-    parts = [part(range(2), LENGTHS[:2], 2), part(range(2, 3), LENGTHS[2:], 2)]
-    actual = case.results(join_nano_batches(parts))
+    actual = case.results(case.split())
     use_modules(case.decoder)
-    assert equal(actual, case.results(join_nano_batches(parts)))
+    assert equal(actual, case.results(case.split()))
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_backward_lets_go_of_what_forward_saved(num_parts: int) -> None:
     case = Case()
-    view = whole()
-    if num_parts == 2:
-        case.run.engine.nano_batches.use(make_tensor_collectives(None, torch.device("cpu")), None)
-        parts = [part(range(2), LENGTHS[:2], 2), part(range(2, 3), LENGTHS[2:], 2)]
-        view = join_nano_batches(parts)
+    view = whole() if num_parts == 1 else case.split()
     saved: list[weakref.ref[torch.Tensor]] = []
     mlp = type(case.decoder.layers[0].mlp.linear_fc2)
     inner = mlp.product_vjp
@@ -171,3 +172,24 @@ def test_backward_lets_go_of_what_forward_saved(num_parts: int) -> None:
     finally:
         gc.enable()
     assert isinstance(case.decoder.layers[0], FrozenTransformerLayer)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_what_a_stage_sends_is_no_view(num_parts: int) -> None:
+    """Megatron's pipeline frees it, and refuses views."""
+    case = Case()
+    case.decoder.final_layernorm = None
+    view = whole() if num_parts == 1 else case.split()
+    with use_micro_batch(view):
+        out = case.decoder(hidden_states=case.hidden.requires_grad_(), attention_mask=None)
+    assert out._base is None
+    assert out.shape == case.hidden.shape
+
+
+def test_a_layer_goes_back_once() -> None:
+    case = Case()
+    with use_micro_batch(whole()):
+        out = case.decoder(hidden_states=case.hidden.requires_grad_(), attention_mask=None)
+    out.backward(case.dout, retain_graph=True)
+    with pytest.raises(AssertionError, match="a layer goes back once"):
+        out.backward(case.dout)

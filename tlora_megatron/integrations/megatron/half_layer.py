@@ -108,20 +108,22 @@ def run_layer(halves: Sequence[HalfLayer], hidden: Tensor, view: MicroBatchView)
     """`[T, 1, H]` through a layer's halves, as one node of autograd's graph."""
     if torch.is_grad_enabled():
         return _Layer.apply(hidden, halves, view)
-    return _run_whole(halves, hidden.flatten(0, -2), view, None).unsqueeze(1)
+    return _run_whole(halves, hidden, view, None)
 
 
 def _run_whole(
     halves: Sequence[HalfLayer], hidden: Tensor, view: MicroBatchView, tape: DirectTape | None
 ) -> Tensor:
-    x, residual = hidden, None
+    x, residual = hidden.flatten(0, -2), None
     for half in halves:
         residual, normed, norm_back = half.norm.add_vjp(x, residual)
         x, compute_back = half.compute(normed, view, None, keeps=tape is not None)
         if tape is not None:
             tape.halves.append(DirectHalf(compute_back, norm_back))
         del norm_back, compute_back
-    return x if residual is None else residual + x
+    assert residual is not None, "a layer has halves"
+    # No view of the sum: Megatron's pipeline frees what a stage has sent.
+    return residual.view(hidden.shape) + x.view(hidden.shape)
 
 
 class _Layer(torch.autograd.Function):
@@ -132,11 +134,12 @@ class _Layer(torch.autograd.Function):
         ctx: Any, hidden: Tensor, halves: Sequence[HalfLayer], view: MicroBatchView
     ) -> Tensor:
         ctx.tape = DirectTape()
-        return _run_whole(halves, hidden.detach().flatten(0, -2), view, ctx.tape).unsqueeze(1)
+        return _run_whole(halves, hidden.detach(), view, ctx.tape)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
         halves = ctx.tape.halves
+        assert halves, "a layer goes back once"
         gradient = dout.contiguous().flatten(0, -2)
         while halves:
             half = halves.pop()

@@ -166,7 +166,8 @@ class _Run:
         if records:
             self._entries = parts
             self._kept = [list(kept) for kept in zip(*(kept for _, kept in outs), strict=True)]
-        return torch.cat([out for out, _ in outs]).view(hidden.shape)
+        # No view: Megatron's pipeline frees what a stage has sent.
+        return torch.cat([out.view(-1, *hidden.shape[1:]) for out, _ in outs])
 
     def _rows(self, x: Tensor) -> Sequence[Tensor]:
         """Each lane's of `[T, 1, H]`; halves take two dimensions."""
