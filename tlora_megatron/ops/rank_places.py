@@ -9,16 +9,18 @@ rank row by rank row. A *part* is what one rank of several holds of an adapter's
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tlora_megatron.ops.fixed_tables import Array
 from tlora_megatron.ops.host_copy import to_device
-from tlora_megatron.ops.plan_tensors import PlanTensors
+from tlora_megatron.ops.plan_tensors import PlanTensors, spread
 from tlora_megatron.ops.row_groups import RowGroups
 from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE, RankLayout, rank_chunks
 
@@ -81,25 +83,22 @@ class RankPlaces:
 class _Columns(NamedTuple):
     """One slot's rank rows of one part, all targets, side by side."""
 
-    target: list[int]
-    row: list[int]
+    target: Array
+    row: Array
     """Rank row of the target's factor."""
-    place: list[int]
+    place: Array
     """Column in the slot's row form: targets' chunks side by side."""
-    missing: list[bool]
+    missing: NDArray[np.bool_]
 
 
+@functools.lru_cache(maxsize=4096)
 def _slot_columns(ranks: tuple[int, ...], part: int, parts: int) -> _Columns:
-    columns, first = _Columns([], [], [], []), 0
-    for target, rank in enumerate(ranks):
-        size = -(-rank // parts)
-        for row in range(part * size, (part + 1) * size):
-            columns.target.append(target)
-            columns.row.append(row)
-            columns.place.append(first + row)
-            columns.missing.append(row >= rank)
-        first += RANK_CHUNK * rank_chunks(rank)
-    return columns
+    sizes = -(-_array(ranks) // parts)
+    target, row = spread(sizes)
+    row += part * sizes[target]
+    widths = _array([RANK_CHUNK * rank_chunks(rank) for rank in ranks])
+    place = (widths.cumsum() - widths)[target] + row
+    return _Columns(target, row, place, row >= _array(ranks)[target])
 
 
 class Elements(NamedTuple):
@@ -129,7 +128,8 @@ def elements(
     heights = _array([rows.lengths[s] for s in slots] * parts)
     counts = widths * heights
     blocks = np.stack([counts.cumsum() - counts, widths, widths.cumsum() - widths])
-    table = np.stack([_array([x for c in columns for x in c[field]]) for field in range(3)])
+    none = [_array([])]
+    table = np.stack([np.concatenate(none + [c[field] for c in columns]) for field in range(3)])
     total = int(counts.sum())
     owner = torch.repeat_interleave(_on(counts, device), output_size=total)
     begin, width, first = _on(blocks, device)[:, owner]
@@ -137,7 +137,7 @@ def elements(
     row = local // width
     target, rank_row, place = _on(table, device)[:, first + local - row * width]
     found = Elements(owner % max(len(slots), 1), row, target, rank_row, place)
-    if not any(any(c.missing) for c in columns):
+    if not any(c.missing.any() for c in columns):
         return found, None
     missing = [np.tile(c.missing, h) for c, h in zip(columns, heights, strict=True)]
     return found, torch.from_numpy(np.concatenate(missing).nonzero()[0])
