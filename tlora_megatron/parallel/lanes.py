@@ -1,16 +1,17 @@
 """Nano-batches that take turns, so that one's collectives run beside the others' compute.
 
-Each nano-batch has a *lane*: a greenlet that runs the model's own code on its rows, and a CUDA
-stream. The code is cut where tensor parallelism communicates. A *compute piece* goes from the input
+Each nano-batch has a *lane*: a greenlet that runs layers' code on its rows, and a CUDA stream. The
+code is cut where tensor parallelism communicates. A *compute piece* goes from the input
 of a column-parallel linear to the partial sums that the row-parallel one makes of it (attention or
 an MLP), on the main stream. Between two of them, on the lane's own stream: the reduction of the
 partial sums, residual sum, norm, and with sequence parallelism the gathering. A lane hands over at
 every column-parallel linear, so compute pieces alternate: 0, 1, 0, 1, ...
 
-Backward goes the same way back. For this the pieces are recorded as separate autograd graphs, ended
-by detached tensors at the cuts. Each is run backward on the stream that it was recorded on: the
-engine runs a node on its forward's stream and makes the caller's stream wait for it, so it adds no
-waits.
+Backward goes the same way back, by a tape (`parallel.lane_tape`). Layers that need no autograd call
+`hand_over` and `hand_in` at the cuts and leave functions on a `DirectTape`. The others' linears call
+`enter` and `leave`: pieces are recorded as separate autograd graphs, ended by detached tensors at
+the cuts. Each is run backward on the stream that it was recorded on: the engine runs a node on its
+forward's stream and makes the caller's stream wait for it, so it adds no waits.
 
 Shapes: T rows of the nano-batch, n tensor-parallel ranks, H features.
 """
