@@ -8,7 +8,7 @@ partial sums, residual sum, norm, and with sequence parallelism the gathering. A
 every column-parallel linear, so compute pieces alternate: 0, 1, 0, 1, ...
 
 Backward goes the same way back, by a tape (`parallel.lane_tape`). Layers that need no autograd call
-`hand_over` and `hand_in` at the cuts and leave functions on a `DirectTape`. The others' linears call
+`hand_over` and `hand_in` at the cuts and leave functions on a `DirectTape`. Others' linears call
 `enter` and `leave`: pieces are recorded as separate autograd graphs, ended by detached tensors at
 the cuts. Each is run backward on the stream that it was recorded on: the engine runs a node on its
 forward's stream and makes the caller's stream wait for it, so it adds no waits.
