@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import faulthandler
 import os
 import statistics
 import sys
@@ -199,12 +200,15 @@ def main() -> None:
     layout = ParallelLayout(tp_size=world, sequence_parallel=args.sequence_parallel)
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     for model in args.models:
+        # Ranks that wait for each other say where, instead of until somebody ends them.
+        faulthandler.dump_traceback_later(args.patience_s, exit=True)
         layers = Layers(_spec(model, args.layers), layout, dtype)
         if not args.no_check:
             check(layers, min(args.tokens, 1024))
         longest = 0.0
         for case in args.cases:
             started = time.monotonic()
+            faulthandler.dump_traceback_later(args.patience_s, exit=True)
             # The first rank decides: all of them go on, or none.
             left = torch.tensor(args.budget_s - (started - begin) - longest)
             left = left.to(layers.groups.device)
@@ -215,6 +219,7 @@ def main() -> None:
             longest = max(longest, time.monotonic() - started)
             if dist.get_rank() == 0:
                 _write(rows, Path(args.csv) if args.csv else None)
+        faulthandler.cancel_dump_traceback_later()
         layers.run.close()
         del layers
         if torch.cuda.is_available():
@@ -265,6 +270,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
     parser.add_argument("--budget-s", type=float, default=480, help="start no case beyond it")
+    patience = "end with every thread's stack if a check or a case takes longer"
+    parser.add_argument("--patience-s", type=float, default=300, help=patience)
     parser.add_argument("--csv", help="append rows to this file")
     parser.add_argument("--commit", default="", help="where git is not at hand")
     args = parser.parse_args()

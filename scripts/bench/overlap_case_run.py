@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -57,8 +58,10 @@ class CaseRun:
         for index in range(self.args.rounds):
             if index >= _LEAST_ROUNDS and out_of_time(timing, self.args.case_s):
                 break
-            for key, step in self.steps.items():
-                with self._installed(step):
+            keys = list(self.steps)
+            random.Random(index).shuffle(keys)  # alike on all processes
+            for key in keys:
+                with self._installed(self.steps[key]):
                     self.timer.run(key, self.calls[key])
         times = self.timer.result()
         for key, step in self.steps.items():
@@ -106,7 +109,8 @@ class CaseRun:
             say(f"{key}: left out, {type(error).__name__}: {error}")
             return
         self.steps[key], self.calls[key] = step, step
-        if self.args.graphs and variant.mechanism in _GRAPHED and not variant.frozen:
+        is_graphed = variant.mechanism in _GRAPHED and variant.mode == "staggered"
+        if self.args.graphs and is_graphed and not variant.frozen:
             self._capture(key, step)
 
     def _capture(self, key: str, step: Step) -> None:
@@ -141,7 +145,7 @@ class CaseRun:
             return
         settled = None
         for index in range(self.args.controller_steps):
-            step, timer = self.steps[keys[controller.count]], Timer(self.bench.device)
+            step, timer = self.steps[keys[controller.count]], Timer(self.bench.device, before=0)
             with self._installed(step):
                 timer.run("step", step)
             time_s = timer.result()["step"]["step_ms"] / 1e3

@@ -45,11 +45,12 @@ def _llama(hidden: int, heads: int, kv_heads: int, ffn: int, layers: int) -> Mod
 
 
 MODELS = {
-    "70b": _llama(8192, 64, 8, 28672, layers=4),
-    "8b": _llama(4096, 32, 8, 14336, layers=8),
+    "70b": _llama(8192, 64, 8, 28672, layers=8),
+    "8b": _llama(4096, 32, 8, 14336, layers=16),
     "tiny": _llama(64, 4, 4, 160, layers=2),
 }
-"""Shapes of Llama-3.1, cut to a few layers."""
+"""Shapes of Llama-3.1, as many layers as a pipeline stage may have: what the last nano-batch sends
+at the end of either pass has nothing to hide behind, however many there are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,27 +17,35 @@ _COLUMNS = (
     *("step_ms", "no_comm_ms", "no_split_ms", "hidden_share", "cpu_ms", "p20_ms", "p80_ms"),
     *("layers", "sequence_parallel", "graph", "settled_steps", "links", "connections", "torch"),
 )
-_IN_A_ROW = 2
-"""Steps that are timed together: a round trip to the device is shared."""
 
 
 class Timer:
-    """Milliseconds of the steps of one case, and of the host's part in them."""
+    """Milliseconds of the steps of one case, and of the host's part in them.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        before: steps that run untimed first. GPUs at their power limit clock by what they did a
+            moment ago: another variant, with more or fewer waits.
+        in_a_row: steps that are timed together, as a run has them: a round trip to the device is
+            shared.
+    """
+
+    def __init__(self, device: torch.device, *, before: int = 1, in_a_row: int = 3) -> None:
         self.device = device
-        self.samples: dict[str, list[tuple[float, float]]] = {}
+        self._before, self._in_a_row = before, in_a_row
+        self.samples: dict[str, list[tuple[float, ...]]] = {}
 
     def run(self, key: str, call: Callable[[], None]) -> None:
         """Times a few calls in a row."""
+        for _ in range(self._before):
+            call()
         self.wait()
         begin = time.perf_counter()
-        for _ in range(_IN_A_ROW):
+        for _ in range(self._in_a_row):
             call()
         started = time.perf_counter()
         self.wait()
         ended = time.perf_counter()
-        pair = ((ended - begin) * 1e3 / _IN_A_ROW, (started - begin) * 1e3 / _IN_A_ROW)
+        pair = tuple((t - begin) * 1e3 / self._in_a_row for t in (ended, started))
         self.samples.setdefault(key, []).append(pair)
 
     def wait(self) -> None:

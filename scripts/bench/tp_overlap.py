@@ -12,11 +12,11 @@ adapters; `async_tp` are PyTorch's fused operators (frozen, sequence parallel). 
 (two halves of a batch, asynchronous NCCL all-reduces) is what staggered `nccl` with 2 does.
 
 Every variant's input gradient is compared with that of the same step in fp32 first: one further
-from it than `none` (by half) is not timed. Variants take turns round by round; a time is the median
-over rounds of the slowest process. `cpu_ms` is how long the host takes to start a step: near
-`step_ms`, the step waits for launches. `--graphs` times replays of CUDA graphs beside. The
-controller then chooses a number by steps of its own. `--profile` records a step of a few variants
-and prints where its time goes; the numbers and traces lie under --profile-out.
+from it than `none` (by half) is not timed. Variants take turns round by round, in an order that
+changes; a time is the median over rounds of the slowest process. `cpu_ms` is how long the host
+takes to start a step: near `step_ms`, the step waits for launches. `--graphs` times replays of CUDA
+graphs beside. The controller then chooses a number by steps of its own. `--profile` records a step
+of a few variants and prints where its time goes; the numbers and traces lie under --profile-out.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def arguments() -> argparse.Namespace:
         "--counts", type=lambda text: [int(n) for n in text.split(",")], default=list(COUNTS)
     )
     parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--layers", type=int, help="4 of 70B, 8 of 8B if not given")
+    parser.add_argument("--layers", type=int, help="8 of 70B, 16 of 8B if not given")
     parser.add_argument("--rounds", type=int, default=9 if is_cuda else 3)
     parser.add_argument(
         "--case-s", type=float, default=8.0, help="fewer rounds, but 5, once timing takes as long"
