@@ -4,7 +4,7 @@
 # usage: scripts/test.sh [quick] [pytest arguments]
 #   quick    lint, types and tests/unit without the slow ones
 #   -k NAME  and the like go to pytest; a stage in which they select nothing is passed over
-# About 20 minutes on two cores. Tests of GPUs run where there are GPUs.
+# About 20 minutes on two cores, quick under one. Tests of GPUs run where there are GPUs.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 quick=""
@@ -34,14 +34,43 @@ stage() {  # stage NAME COMMAND...
   fi
 }
 
-tests() {  # tests SECONDS FOLDER: a deadlocked collective ends the stage instead of hanging it
-  stage "$2" timeout --kill-after=20 "$1" "$python" -m pytest -q "$2" ${select[@]+"${select[@]}"}
+run_pytest() {  # run_pytest SECONDS ARGUMENT...: a deadlocked collective ends the stage instead of hanging it
+  ${replace:-} timeout --kill-after=20 "$1" "$python" -m pytest -q "${@:2}" ${select[@]+"${select[@]}"}
+}
+
+tests() {  # tests SECONDS FOLDER
+  stage "$2" run_pytest "$@"
+}
+
+# Tests of one process each: every second file of them runs in the background meanwhile.
+half() {  # half 0|1
+  local files=(tests/unit/test_*.py) mine=() i
+  for ((i = $1; i < ${#files[@]}; i += 2)); do mine+=("${files[i]}"); done
+  # Longer than the 600 s that the interpreting process of test_triton_kernels.py may take.
+  run_pytest 900 -o cache_dir=".pytest_cache/$1" "${mine[@]}"
+}
+
+other_half() {
+  local status
+  wait "$other"
+  status=$?
+  cat "$log"
+  return $status
+}
+
+unit_tests() {
+  log=$(mktemp)
+  replace=exec half 1 >"$log" 2>&1 &  # so that what is killed below is no shell, whose child would go on
+  other=$!
+  trap 'kill "$other" 2>/dev/null; rm -f "$log"' EXIT
+  stage "tests/unit, one half" half 0
+  stage "tests/unit, the other half" other_half
 }
 
 stage "ruff check" "$python" -m ruff check .
 stage "ruff format" "$python" -m ruff format --check .
 stage "mypy" "$python" -m mypy
-tests 900 tests/unit  # longer than the 600 s that its interpreting process may take
+unit_tests
 if [[ -z $quick ]]; then
   tests 1500 tests/distributed
   tests 900 tests/integration
