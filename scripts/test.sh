@@ -16,7 +16,7 @@ python=$(scripts/setup_env.sh test) || exit 1
 # One thread a process: two-process tests on two cores would otherwise fight for them.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-failed=() began=$SECONDS
+failed=() began=$SECONDS replace=""
 
 stage() {  # stage NAME COMMAND...
   local name=$1 start=$SECONDS status
@@ -35,7 +35,7 @@ stage() {  # stage NAME COMMAND...
 }
 
 run_pytest() {  # run_pytest SECONDS ARGUMENT...: a deadlocked collective ends the stage instead of hanging it
-  ${replace:-} timeout --kill-after=20 "$1" "$python" -m pytest -q "${@:2}" ${select[@]+"${select[@]}"}
+  $replace timeout --kill-after=20 "$1" "$python" -m pytest -q "${@:2}" ${select[@]+"${select[@]}"}
 }
 
 tests() {  # tests SECONDS FOLDER

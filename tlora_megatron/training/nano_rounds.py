@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron.model import ModelSpec
+from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.segments import Document
 from tlora_megatron.parallel.lane_room import NO_LIMIT, LaneRoom
 from tlora_megatron.parallel.nano_balance import RowCosts
@@ -91,7 +92,7 @@ class Agreement:
 
     def __init__(self, time_s: float, room: LaneRoom, device: torch.device) -> None:
         own = [time_s, -room.most, -room.spare_bytes]
-        value = torch.tensor(own, dtype=torch.float64).to(device)
+        value = to_device(torch.tensor(own, dtype=torch.float64), device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         self._value = value
         self._copied: torch.cuda.Event | None = None

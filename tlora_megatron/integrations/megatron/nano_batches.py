@@ -94,6 +94,7 @@ class NanoBatches:
         Collective over the world. Stages may be given different modes.
         """
         self._has_looked = True
+        self._num_ready = 1
         self.overlap = self._make_overlap(collectives, mode)
 
     def close(self) -> None:
