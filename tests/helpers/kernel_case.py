@@ -132,7 +132,7 @@ def own_factors(whole: SiteFactors, part: int, parts: int) -> SiteFactors:
             target = layout.a_begin[slot][p]
             lora_a[target : target + end - begin] = whole.lora_a[source + begin : source + end]
             grad = whole.grad_a[slot][p]
-            if grad is not None and end > begin:
+            if grad is not None:
                 grads[slot][p] = grad[begin:end]
     return replace(
         whole,
@@ -167,6 +167,31 @@ def run(
     dx = ops.dgrad(dy_TN, ds, case.weight_NK, factors, rows)
     ops.backward_down(x_TK, dy_TN, s, ds, factors, rows, (0, rows.ends[-1]))
     return {"y": y, "dx": dx, **gradients(factors)}
+
+
+def run_shared(
+    ops: LinearOps, case: KernelCase, x_TK: torch.Tensor, dy_TN: torch.Tensor, rows: RowGroups
+) -> dict[str, torch.Tensor]:
+    """As `run`, of two ranks that share `lora_a` as S-LoRA does, one after the other."""
+    parts, window, weight_NK = 2, (0, len(x_TK)), case.weight_NK
+    none = tuple(tuple(None for _ in slot) for slot in case.layout.ranks)
+    whole = replace(case.factors, grad_a=none)
+    owns = [own_factors(case.factors, k, parts) for k in range(parts)]
+    taken = [ops.rank_places(own, rows).take(ops.down(x_TK, own, rows)) for own in owns]
+    places = ops.rank_places(whole, rows, parts)
+    s = places.put(torch.cat(taken))
+    y = ops.linear(x_TK, weight_NK, case.bias_N, s, whole, rows)
+    ds = ops.backward_up(dy_TN, s, whole, rows)
+    dx = -(dy_TN @ weight_NK).double()  # both ranks add it
+    found: dict[str, torch.Tensor] = {}
+    for own, values in zip(owns, places.take(ds).chunk(parts), strict=True):
+        own_ds = ops.rank_places(own, rows).put(values)
+        dx += ops.dgrad(dy_TN, own_ds, weight_NK, own, rows)
+        ops.backward_down(x_TK, dy_TN, s, own_ds, own, rows, window, whole)
+        for name, grad in gradients(case.factors).items():
+            # Each has its rows of dA, and all of dB.
+            found[name] = found[name] + grad if name in found and name[1] == "A" else grad
+    return {"y": y, "dx": dx, **found}
 
 
 def gradients(factors: SiteFactors) -> dict[str, torch.Tensor]:

@@ -1,0 +1,75 @@
+"""What ranks that share adapters ask of the kernels, on one GPU: a rank after the other."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+
+from tests.helpers.cuda_cases import CASES
+from tests.helpers.kernel_case import KernelCase, make_case, make_rows, reference, run_shared
+from tests.helpers.linear_case import TOLERANCE, error
+from tlora_megatron.ops.kernel_choice import Kernels, choose_ops, problem_of
+from tlora_megatron.ops.linear_ops import LinearOps
+from tlora_megatron.ops.row_groups import RowGroups
+
+pytestmark = pytest.mark.gpu
+
+IN_SIZE = 512
+Made = tuple[LinearOps, KernelCase, RowGroups, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(params=["ragged segments", "missing targets", "ranks 1 to 256", "64 adapters"])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=get_args(Kernels))
+def made(name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Made:
+    """An implementation, a linear with dropout, rows, x and dy; memory to hand out holds NaN."""
+    kernels, device, dtype = request.param, torch.device("cuda"), torch.bfloat16
+    problem = problem_of(kernels, device, dtype)
+    if problem is not None:
+        pytest.skip(problem)
+    monkeypatch.setenv("TLORA_KERNELS", kernels)
+    columns, ranks, lengths, padding = CASES[name]
+    p = tuple(0.2 * (i % 3) for i in range(len(ranks)))
+    case = make_case(ranks, columns, IN_SIZE, dtype=dtype, device="cuda", dropout=p)
+    rows = make_rows(lengths, padding)
+    generator = torch.Generator("cuda").manual_seed(1)
+    x, dy = (
+        torch.randn(rows.ends[-1], size, generator=generator, device="cuda").to(dtype)
+        for size in (IN_SIZE, case.out_size)
+    )
+    torch.full((1 << 26,), float("nan"), dtype=dtype, device="cuda")
+    return choose_ops(device, dtype), case, rows, x, dy
+
+
+def check(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert torch.isfinite(found).all(), what
+    assert error(found, expected) < TOLERANCE[torch.bfloat16], what
+
+
+def test_two_ranks_that_share_make_the_definition(made: Made) -> None:
+    ops, case, rows, x, dy = made
+    found, expected = run_shared(ops, case, x, dy, rows), reference(case, x, dy, rows)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        check(found[key], value, key)
+
+
+def test_the_branch_of_some_rows_is_what_the_definition_adds(made: Made) -> None:
+    ops, case, rows, x, dy = made
+    factors, begin, end = case.factors, 33, rows.ends[-1] - 20
+    expected = reference(case, x, dy, rows)
+    base_y = torch.nn.functional.linear(x.double(), case.weight_NK.double(), case.bias_N.double())
+    base_dx = dy.double() @ case.weight_NK.double()
+    s = ops.down(x, factors, rows)
+    ds = ops.backward_up(dy, s, factors, rows)
+    zeros = torch.zeros(end - begin, case.out_size, dtype=x.dtype, device="cuda")
+    y, whole = (ops.up(s, b, factors, rows, (begin, end)) for b in (zeros, zeros + 1))
+    check(y, (expected["y"] - base_y)[begin:end], "y")
+    check(whole, (expected["y"] - base_y)[begin:end] + 1, "y with its base")
+    dx = ops.branch_dgrad(ds, factors, rows, (begin, end))
+    check(dx, (expected["dx"] - base_dx)[begin:end], "dx")
