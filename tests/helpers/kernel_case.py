@@ -189,8 +189,9 @@ def run_shared(
         dx += ops.dgrad(dy_TN, own_ds, weight_NK, own, rows)
         ops.backward_down(x_TK, dy_TN, s, own_ds, own, rows, window, whole)
         for name, grad in gradients(case.factors).items():
-            # Each has its rows of dA, and all of dB.
-            found[name] = found[name] + grad if name in found and name[1] == "A" else grad
+            # Each has its rows of dA; of dB, which the first has, the second may have none.
+            known = found.setdefault(name, grad)
+            found[name] = known if known is grad or name[1] == "B" else known + grad
     return {"y": y, "dx": dx, **found}
 
 
