@@ -1,7 +1,7 @@
 """What a parallel linear becomes that has adapters: a subclass by how they are computed and shared.
 
-Each takes Megatron's calls as they come, and those that reduce by themselves also give their
-product without autograd (`product_vjp`). Which one a linear gets is `layers.attach`'s.
+Each takes Megatron's calls as they come; those of Megatron's own linears also give their product
+without autograd (`product_vjp`). Which one a linear gets is up to `layers.attach`.
 """
 
 from __future__ import annotations

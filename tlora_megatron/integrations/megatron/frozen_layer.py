@@ -6,7 +6,8 @@ the residual stream are added where one is computed; heads turn while they are s
 pass each way; no weight of a norm gets a gradient.
 
 A layer is re-classed in place: parameters, state-dict keys and `isinstance` answers stay. Where all
-its linears are multi-adapter ones it runs as two `HalfLayer`s, else by its modules' forwards.
+linears give their product without autograd it runs as two `HalfLayer`s, else by its modules'
+forwards.
 """
 
 from __future__ import annotations
