@@ -117,8 +117,8 @@ class HardwareProfile:
     )
     nano_overlap: float = rule(
         "share of a layer's tensor-parallel communication that nano-batches hide behind each "
-        "other's compute (scripts/bench/tp_overlap.py: hidden_share of the controller's choice); "
-        "0 = not measured, and nothing is counted on",
+        "other's compute, what the cut itself costs not counted (scripts/bench/tp_overlap.py: a "
+        "mechanism's step against that of `skipped`); 0 = not measured, nothing is counted on",
         default=0.0,
         ge=0,
         le=1,
