@@ -16,7 +16,7 @@ python=$(scripts/setup_env.sh test) || exit 1
 # One thread a process: two-process tests on two cores would otherwise fight for them.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-failed=() began=$SECONDS replace=""
+failed=() began=$SECONDS log=$(mktemp)
 
 stage() {  # stage NAME COMMAND...
   local name=$1 start=$SECONDS status
@@ -34,20 +34,36 @@ stage() {  # stage NAME COMMAND...
   fi
 }
 
-run_pytest() {  # run_pytest SECONDS ARGUMENT...: a deadlocked collective ends the stage instead of hanging it
-  $replace timeout --kill-after=20 "$1" "$python" -m pytest -q "${@:2}" ${select[@]+"${select[@]}"}
+# Pytest runs in the background: timeout takes it out of the terminal's reach, and bash would see to Ctrl-C only when
+# a command in the foreground has ended.
+begin_pytest() {  # begin_pytest SECONDS ARGUMENT...: a deadlocked collective ends the stage instead of hanging it
+  timeout --kill-after=20 "$1" "$python" -m pytest -q "${@:2}" ${select[@]+"${select[@]}"} &
 }
+
+run_pytest() {
+  begin_pytest "$@"
+  wait $!
+}
+
+stop() {
+  local left
+  left=$(jobs -pr)
+  [[ -n $left ]] && kill $left
+  rm -f "$log"
+}
+trap stop EXIT
+trap 'exit 130' INT TERM
 
 tests() {  # tests SECONDS FOLDER
   stage "$2" run_pytest "$@"
 }
 
-# Tests of one process each: every second file of them runs in the background meanwhile.
-half() {  # half 0|1
+# Tests of one process each: every second file of them runs meanwhile.
+half() {  # half COMMAND 0|1
   local files=(tests/unit/test_*.py) mine=() i
-  for ((i = $1; i < ${#files[@]}; i += 2)); do mine+=("${files[i]}"); done
+  for ((i = $2; i < ${#files[@]}; i += 2)); do mine+=("${files[i]}"); done
   # Longer than the 600 s that the interpreting process of test_triton_kernels.py may take.
-  run_pytest 900 -o cache_dir=".pytest_cache/$1" "${mine[@]}"
+  "$1" 900 -o cache_dir=".pytest_cache/$2" "${mine[@]}"
 }
 
 other_half() {
@@ -59,11 +75,9 @@ other_half() {
 }
 
 unit_tests() {
-  log=$(mktemp)
-  replace=exec half 1 >"$log" 2>&1 &  # so that what is killed below is no shell, whose child would go on
+  half begin_pytest 1 >"$log" 2>&1
   other=$!
-  trap 'kill "$other" 2>/dev/null; rm -f "$log"' EXIT
-  stage "tests/unit, one half" half 0
+  stage "tests/unit, one half" half run_pytest 0
   stage "tests/unit, the other half" other_half
 }
 
