@@ -11,8 +11,9 @@ The second form gives a profile measured by one process, which has no links, tho
 where both machines have the same NVLink and switches; `notes` says so.
 
 GEMM and attention rates scale with the attainable rate of dense bf16, elementwise passes and
-adapters with memory bandwidth; times of the host stay. `attainable` is the share of the data
-sheet's peak that large GEMMs reach, from public measurements of that generation.
+adapters with memory bandwidth; times of the host stay; what nano-batches hide is left out.
+`attainable` is the share of the data sheet's peak that large GEMMs reach, from public measurements
+of that generation.
 """
 
 from __future__ import annotations
@@ -145,6 +146,7 @@ def scaled(base: HardwareProfile, sheet: DataSheet) -> HardwareProfile:
         intra_node=Link(bytes_per_s=sheet.link_bytes_per_s, latency_s=base.intra_node.latency_s),
         inter_node=None if network is None else Link(bytes_per_s=network, latency_s=3e-5),
         collectives=(),
+        nano_overlap=0.0,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.bench_modules import bench_modules
+from tlora_megatron.cli.profile import profile_json
 from tlora_megatron.planner.cost_model import CostModel
 from tlora_megatron.planner.hardware import load_profile
 from tlora_megatron.planner.rates import Rates
@@ -126,6 +127,22 @@ def test_the_report_says_errors_and_what_the_choice_is_worth(bench: SimpleNamesp
     assert "peak memory: +10.0% to +10.0%" in lines
     assert lines[-1].endswith("chosen TP1 PP1 DP2 1,000 tokens/s, 80.0% of the best measured, "
                               "TP2 PP1 DP1")  # fmt: skip
+
+
+def test_data_sheet_profiles_are_what_is_made_of_the_h200s(
+    bench: SimpleNamespace, repo: Path, tmp_path: Path
+) -> None:
+    script, folder = bench.load("datasheet_profiles"), repo / "configs/hardware"
+    base = load_profile(folder / "h200.json")
+    names = []
+    for sheet in script.SHEETS:
+        shipped = load_profile(folder / f"{sheet.name}.json")
+        if shipped.source == "datasheet":
+            path = tmp_path / f"{sheet.name}.json"
+            path.write_text(profile_json(script.scaled(base, sheet)))  # rounds
+            assert load_profile(path) == shipped
+            names.append(sheet.name)
+    assert names == ["h100-infiniband", "a100-80g", "l40s"]
 
 
 def test_a_profile_of_one_gpu_gets_another_machines_links(
