@@ -6,6 +6,7 @@ and stays where it is.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -91,7 +92,10 @@ class NanoTrace:
 
     def begin(self) -> None:
         """Empties it."""
-        write_atomic(self.path, "")
+        try:
+            write_atomic(self.path, "")
+        except OSError as error:
+            self._warn_of_disk("emptied", error)
 
     def resume(self, job_steps: int) -> Resumed:
         """Cuts off what a resumed run does again, and a torn last line; all else stays as it is.
@@ -110,10 +114,14 @@ class NanoTrace:
             return NOTHING
 
     def append(self, line: TraceLine) -> None:
-        """Writes a line."""
+        """Writes a line, whole or not at all."""
+        text = (json.dumps(asdict(line)) + "\n").encode()
         try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(line)) + "\n")
+            with self.path.open("ab", buffering=0) as file:
+                end = file.tell()
+                if file.write(text) < len(text):
+                    file.truncate(end)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._warn_of_disk("written", error)
 
