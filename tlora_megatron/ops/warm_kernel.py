@@ -25,6 +25,8 @@ class _Compiled(NamedTuple):
     run: Callable[..., None]
     function: int
     metadata: Any
+    kernel: CompiledKernel
+    """Kept: Triton 3.9 unloads the function of one that nobody holds."""
 
 
 class WarmKernel:
@@ -78,7 +80,7 @@ class WarmKernel:
         # The interpreter compiles nothing.
         if _are_aligned(addresses) and isinstance(launched, CompiledKernel):
             self._compiled[key] = _Compiled(
-                launched.run, launched.function, launched.packed_metadata
+                launched.run, launched.function, launched.packed_metadata, launched
             )
 
 
