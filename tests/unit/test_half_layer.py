@@ -149,6 +149,16 @@ def test_halves_compute_what_modules_do_in_lanes(recompute: Recompute) -> None:
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
+def test_what_hangs_on_the_final_norm_sees_all_rows(num_parts: int) -> None:
+    case, seen = Case(), []
+    view = whole() if num_parts == 1 else case.split()
+    case.decoder.final_layernorm.register_forward_hook(lambda *args: seen.append(len(args[-1])))
+    with use_micro_batch(view), torch.no_grad():
+        case.decoder(hidden_states=case.hidden, attention_mask=None)
+    assert sum(seen) == sum(LENGTHS)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
 def test_backward_lets_go_of_what_forward_saved(num_parts: int) -> None:
     case = Case()
     view = whole() if num_parts == 1 else case.split()

@@ -97,10 +97,12 @@ def runs_direct(modules: Sequence[nn.Module], halves: Sequence[HalfLayer]) -> bo
     if not all(hasattr(linear, "product_vjp") for linear in linears):
         return False
     skipped = (*modules, *(module for half in halves for module in half.modules))
-    return not any(_has_hooks(module.__dict__) for module in skipped)
+    return not any(has_hooks(module) for module in skipped)
 
 
-def _has_hooks(attributes: dict[str, Any]) -> bool:
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module does more than its class says."""
+    attributes = module.__dict__
     return "forward" in attributes or any(attributes[name] for name in _HOOKS)
 
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from tlora_megatron.integrations.megatron.frozen_layer import FrozenTransformerLayer
-from tlora_megatron.integrations.megatron.half_layer import HalfLayer, run_in_lane
+from tlora_megatron.integrations.megatron.half_layer import HalfLayer, has_hooks, run_in_lane
 from tlora_megatron.integrations.megatron.norm import RMSNorm
 from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch, use_micro_batch
 from tlora_megatron.parallel.lane_tape import DirectTape, Tape
@@ -256,7 +256,8 @@ def _halves_of(layers: Sequence[Any]) -> Iterator[HalfLayer]:
 
 
 def _runs_halves(block: Any) -> bool:
-    if not isinstance(block.final_layernorm, RMSNorm | None):
+    norm = block.final_layernorm
+    if norm is not None and (not isinstance(norm, RMSNorm) or has_hooks(norm)):
         return False
     return all(isinstance(x, FrozenTransformerLayer) and x.direct_halves for x in block.layers)
 
