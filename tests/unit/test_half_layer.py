@@ -47,8 +47,15 @@ SPEC = ModelSpec(
 class Case:
     """Two layers with adapters, and what one micro-batch gives."""
 
-    def __init__(self, recompute: Recompute = "none", targets: tuple[str, ...] = ALL) -> None:
-        self.run = SyntheticRun(SPEC, ParallelLayout(), dtype=torch.float32, recompute=recompute)
+    def __init__(
+        self,
+        recompute: Recompute = "none",
+        targets: tuple[str, ...] = ALL,
+        *,
+        spec: ModelSpec = SPEC,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.run = SyntheticRun(spec, ParallelLayout(), dtype=dtype, recompute=recompute)
         lengths = LengthHistogram.single(8)
         loads = [
             JobLoad(
@@ -64,8 +71,9 @@ class Case:
         self.model = self.run.super_model(loads, sum(LENGTHS))
         self.decoder: Any = self.run.engine.model.decoder
         draw = torch.Generator().manual_seed(0)
-        shape = (sum(LENGTHS), 1, SPEC.hidden_size)
-        self.hidden, self.dout = (torch.randn(shape, generator=draw) for _ in range(2))
+        shape = (sum(LENGTHS), 1, spec.hidden_size)
+        drawn = torch.randn(2, *shape, generator=draw)
+        self.hidden, self.dout = drawn.to(self.run.groups.device, dtype)
 
     @property
     def slabs(self) -> list[torch.Tensor]:
@@ -88,7 +96,7 @@ class Case:
     def split(self) -> MicroBatchView:
         """`whole()` in two nano-batches, which the decoder can take from now on."""
         nano_batches = self.run.engine.nano_batches
-        nano_batches.use(make_tensor_collectives(None, torch.device("cpu")), None)
+        nano_batches.use(make_tensor_collectives(None, self.hidden.device), None)
         parts = [part(range(2), LENGTHS[:2], 2), part(range(2, 3), LENGTHS[2:], 2)]
         return join_nano_batches(parts)
 

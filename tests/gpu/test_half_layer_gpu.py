@@ -1,0 +1,60 @@
+"""A layer's halves on a GPU: streams, addresses and memory that is handed out again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+
+from tests.helpers.linear_case import TOLERANCE, error
+from tests.unit.test_half_layer import SPEC, Case, process_group, use_modules, whole
+from tlora_megatron.ops.kernel_choice import Kernels, problem_of
+from tlora_megatron.ops.segments import MicroBatchView, use_micro_batch
+from tlora_megatron.planner.candidate import Recompute
+
+pytestmark = pytest.mark.gpu
+__all__ = ["process_group"]  # a fixture
+
+WIDE = replace(SPEC, hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=64, ffn_size=768)
+DTYPE = torch.bfloat16
+
+
+def in_flight(case: Case, view: MicroBatchView) -> list[torch.Tensor]:
+    """Outputs and gradients of two micro-batches, both forward before either goes back."""
+    for grad in case.slabs:
+        grad.zero_()
+    inputs = [(case.hidden * scale).requires_grad_() for scale in (1.0, 0.5)]
+    outs = []
+    for hidden in inputs:
+        with use_micro_batch(view):
+            outs.append(case.decoder(hidden_states=hidden, attention_mask=None))
+        # What is read after it was given back shows as NaN; blocks as small as these tensors are.
+        poison = [torch.full((1 << 13,), torch.nan, dtype=DTYPE, device=hidden.device)]
+        poison += [poison[0].clone() for _ in range(512)]
+        del poison
+    for out in outs:
+        out.backward(case.dout)
+    found = [*outs, *(hidden.grad for hidden in inputs), *case.slabs]
+    return [x.detach().clone() for x in found if x is not None]
+
+
+@pytest.mark.parametrize("kernels", get_args(Kernels))
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_micro_batches_in_flight_give_what_modules_give(
+    recompute: Recompute, num_parts: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = problem_of(kernels, torch.device("cuda"), DTYPE)
+    if problem is not None:
+        pytest.skip(problem)
+    monkeypatch.setenv("TLORA_KERNELS", kernels)
+    case = Case(recompute, spec=WIDE, dtype=DTYPE)
+    view = whole() if num_parts == 1 else case.split()
+    assert all(layer.direct_halves for layer in case.decoder.layers)
+    actual = [in_flight(case, view) for _ in range(3)][-1]  # the last by warm launches
+    use_modules(case.decoder)
+    for i, (found, expected) in enumerate(zip(actual, in_flight(case, view), strict=True)):
+        assert torch.isfinite(found).all(), i
+        assert error(found, expected) < TOLERANCE[DTYPE], i
