@@ -12,6 +12,7 @@ from tests.helpers.linear_case import TOLERANCE, error
 from tests.unit.test_half_layer import SPEC, Case, process_group, use_modules, whole
 from tlora_megatron.ops.kernel_choice import Kernels, problem_of
 from tlora_megatron.ops.segments import MicroBatchView, use_micro_batch
+from tlora_megatron.plan import LoraSharding
 from tlora_megatron.planner.candidate import Recompute
 
 pytestmark = pytest.mark.gpu
@@ -40,18 +41,30 @@ def in_flight(case: Case, view: MicroBatchView) -> list[torch.Tensor]:
     return [x.detach().clone() for x in found if x is not None]
 
 
-@pytest.mark.parametrize("kernels", get_args(Kernels))
+@pytest.fixture(params=get_args(Kernels), autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(request.param, torch.device("cuda"), DTYPE)
+    if problem is not None:
+        pytest.skip(problem)
+    monkeypatch.setenv("TLORA_KERNELS", request.param)
+
+
 @pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_micro_batches_in_flight_give_what_modules_give(
-    recompute: Recompute, num_parts: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+    recompute: Recompute, num_parts: int
 ) -> None:
-    problem = problem_of(kernels, torch.device("cuda"), DTYPE)
-    if problem is not None:
-        pytest.skip(problem)
-    monkeypatch.setenv("TLORA_KERNELS", kernels)
     case = Case(recompute, spec=WIDE, dtype=DTYPE)
-    view = whole() if num_parts == 1 else case.split()
+    check(case, whole() if num_parts == 1 else case.split())
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("sharding", get_args(LoraSharding)[1:])
+def test_ranks_are_shared_as_modules_do(sharding: LoraSharding, recompute: Recompute) -> None:
+    check(Case(recompute, spec=WIDE, dtype=DTYPE, sharding=sharding), whole())
+
+
+def check(case: Case, view: MicroBatchView) -> None:
     assert all(layer.direct_halves for layer in case.decoder.layers)
     actual = [in_flight(case, view) for _ in range(3)][-1]  # the last by warm launches
     use_modules(case.decoder)

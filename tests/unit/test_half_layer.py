@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tlora_megatron.ops.segments import (
     use_micro_batch,
 )
 from tlora_megatron.parallel.tensor_collectives import make_tensor_collectives
-from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.plan import LoraSharding, ParallelLayout
 from tlora_megatron.planner.candidate import Recompute
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime.synthetic_run import SyntheticRun
@@ -45,7 +46,11 @@ SPEC = ModelSpec(
 
 
 class Case:
-    """Two layers with adapters, and what one micro-batch gives."""
+    """Two layers with adapters, and what one micro-batch gives.
+
+    Args:
+        sharding: where it is not fold, one of the jobs is block-diagonal: neither shares alike.
+    """
 
     def __init__(
         self,
@@ -54,8 +59,14 @@ class Case:
         *,
         spec: ModelSpec = SPEC,
         dtype: torch.dtype = torch.float32,
+        sharding: LoraSharding = "fold",
     ) -> None:
         self.run = SyntheticRun(spec, ParallelLayout(), dtype=dtype, recompute=recompute)
+        # A world of one shares with itself, by the same calls.
+        self.run.sites = tuple(replace(site, lora_sharding=sharding) for site in self.run.sites)
+        self.run.linears = [
+            (replace(site, lora_sharding=sharding), linear) for site, linear in self.run.linears
+        ]
         lengths = LengthHistogram.single(8)
         loads = [
             JobLoad(
@@ -65,6 +76,7 @@ class Case:
                 lengths=lengths,
                 targets=targets,
                 dropout=0.2,
+                num_blocks=1 if sharding == "fold" else rank // 2,
             )
             for rank in (2, 4)
         ]
@@ -145,6 +157,17 @@ def test_halves_compute_what_modules_do(recompute: Recompute, targets: tuple[str
     assert all(grad.abs().max() > 0 for grad in case.slabs)
     use_modules(case.decoder)
     assert not any(layer.direct_halves for layer in case.decoder.layers)
+    assert equal(actual, case.results(whole()))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("sharding", get_args(LoraSharding)[1:])
+def test_halves_share_ranks_as_modules_do(sharding: LoraSharding, recompute: Recompute) -> None:
+    case = Case(recompute, sharding=sharding)
+    assert all(layer.direct_halves for layer in case.decoder.layers)
+    actual = case.results(whole())
+    assert all(grad.abs().max() > 0 for grad in case.slabs)
+    use_modules(case.decoder)
     assert equal(actual, case.results(whole()))
 
 
