@@ -36,15 +36,17 @@ def profile_steps(
     Args:
         steps: the first is what others are compared with.
         wait: for the device and the other processes.
-        path: of the results, `.json`; each step's trace lies beside it.
+        path: of the results, `.json`; each step's traces, one a process, lie beside it.
     """
     events: dict[str, list[Event]] = {}
     for key, step in steps.items():
         with installed(step):
             recorded = _record(step, wait)
-        if dist.get_rank() == 0:  # at once: the next recording takes this one's times away
-            trace = path.with_name(f"{path.stem}_{key.replace(' ', '_')}.json.gz")
-            events[key] = last_step(events_of(_exported(recorded, trace)), _STEPS)
+        # At once: the next recording takes this one's times away.
+        trace = path.with_name(f"{path.stem}_{key.replace(' ', '_')}_{dist.get_rank()}.json.gz")
+        exported = _exported(recorded, trace)
+        if dist.get_rank() == 0:
+            events[key] = last_step(events_of(exported), _STEPS)
     if dist.get_rank() != 0:
         return
     try:
