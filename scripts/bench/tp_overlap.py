@@ -53,10 +53,12 @@ ASYNC_TP = Variant("async_tp", 1, frozen=True)
 
 def variants(args: argparse.Namespace) -> list[Variant]:
     """Every way that is asked for, the references first."""
-    found = [NONE, SKIPPED, FROZEN, FROZEN_SKIPPED]
+    found = [NONE, SKIPPED] if args.brief else [NONE, SKIPPED, FROZEN, FROZEN_SKIPPED]
     if args.one_queue:
         return found
     found += [Variant(m, n) for m in args.mechanisms for n in args.counts]
+    if args.brief:
+        return found
     found += [Variant(args.mechanisms[0], n, "within_linear") for n in args.counts[:1]]
     found += [Variant("skipped", n) for n in args.counts[:1]]
     if args.sequence_parallel and torch.cuda.is_available():
@@ -108,6 +110,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--counts", type=lambda text: [int(n) for n in text.split(",")], default=list(COUNTS)
+    )
+    parser.add_argument(
+        "--brief", action="store_true", help="--mechanisms and what they are held against"
     )
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--layers", type=int, help="8 of 70B, 16 of 8B if not given")

@@ -63,23 +63,31 @@ cudaError_t allow_shared_memory(int shared_bytes) {
 }
 
 // Launches with clusters (0: as the kernel says) and lets the kernel start before the previous one has ended. A kernel
-// has the same `shared_bytes` in every launch.
+// has the same `shared_bytes` in every launch. `priority`: the stream's, or one above it (negative).
 template <auto kKernel, typename Problem>
-int launch_kernel(const Problem& problem, int blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream) {
+int launch_kernel(const Problem& problem, int blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream,
+                  int priority = 0) {
   cudaError_t status = allow_shared_memory<kKernel>(shared_bytes);
   if (status != cudaSuccess) return fail("shared memory", cudaGetErrorString(status));
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attributes[3] = {};
+  int count = 1;
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  if (cluster != 0) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  }
+  if (priority != 0) {
+    attributes[count].id = cudaLaunchAttributePriority;
+    attributes[count++].val.priority = priority;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = cluster == 0 ? 1 : 2;
+  config.numAttrs = count;
   status = cudaLaunchKernelEx(&config, kKernel, problem);
   return status == cudaSuccess ? 0 : fail("launch", cudaGetErrorString(status));
 }

@@ -29,6 +29,9 @@ constexpr int kStages = 4;
 constexpr int kMaxColumnTiles = 256;
 constexpr int kThreads = 384;
 constexpr int kWarpsOfCluster = 16;  // that multiply
+// That of a nano-batch's own stream (parallel/side_stream.py). From above, the thousands of blocks of a norm there would
+// get the multiprocessors of the last clusters, whose tiles would begin when the others end.
+constexpr int kPriority = -1;
 
 struct Problem {
   CUtensorMap x, weight, out, ext, factors[kMaxTargets];
@@ -366,7 +369,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
 template <typename T, int BN, bool kTransposed, bool kDropout>
 int launch(const Problem& problem, int blocks, cudaStream_t stream) {
   return launch_kernel<lora_gemm<T, BN, kTransposed, kDropout>>(problem, blocks, kThreads, sizeof(Shared<BN>) + 1024, 0,
-                                                                stream);
+                                                                stream, kPriority);
 }
 
 template <typename T, int BN>
