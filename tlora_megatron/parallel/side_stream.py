@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 
 _PRIORITY = -1
-"""Above what main mostly runs, so that a norm or a copy goes before the next kernel's blocks, but not
-above the fused GEMM (`kPriority` of lora_gemm.cu): between two of its clusters a norm of thousands of
-blocks would hold the last ones up until the others have done their tiles."""
+"""Above what main mostly runs, so that a norm or a copy goes before the next kernel's blocks, but
+not above the fused GEMM (`kPriority` of lora_gemm.cu): between two of its clusters a norm of
+thousands of blocks would hold the last ones up until the others have done their tiles."""
 
 
 class SideStream:
