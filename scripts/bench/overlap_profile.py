@@ -5,6 +5,7 @@ Pure functions of what `overlap_recording.py` recorded. Times are microseconds.
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ _TRITON = {"_backward_up_kernel": "s, dS", "_backward_down_kernel": "dA, dB"}
 _IS_GAP_US = 1.0
 """Shorter ones are what the GPU takes between any two kernels."""
 _PLACES = ("qkv", "o", "gate_up", "down")
+_IS_LATE = 1.25
+"""Times what its like take, from which a kernel is late."""
 
 
 class Event(NamedTuple):
@@ -62,6 +65,14 @@ class Kernels:
     """Of all streams. Kernels begin before the last one has ended, and wait: it may count twice."""
     exclusive_us: float
     """Added to the main stream's end by its own kernels. Over all categories, `main_busy_us`."""
+
+
+class Late(NamedTuple):
+    """A kernel that took much longer than those of its place in other layers and nano-batches."""
+
+    place: str
+    length_us: float
+    usual_us: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,17 +232,49 @@ def matched_ratios(
         word: of the kernels' names.
     """
     base, cut = ([e for e in events if word in e.name] for events in (whole, split))
-    one_way = len(_PLACES) * layers
-    if len(cut) != parts * len(base) or len(base) not in (one_way, 2 * one_way):
+    places = _places(len(base), layers, word)
+    if len(cut) != parts * len(base) or not places:
         return {}
-    forward, back = (f"{word} forward ", f"{word} back ")
-    ways = (forward, back) if len(base) == 2 * one_way else (back,)
     times: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for index, event in enumerate(base):
-        way, within = ways[index // one_way], index % len(_PLACES)
-        place = way + (_PLACES if way == forward else _PLACES[::-1])[within]
-        half, second = divmod(index, 2)
-        mine = [cut[2 * (half * parts + part) + second] for part in range(parts)]
-        times[place][0] += sum(e.end - e.begin for e in mine)
+    for index, (place, event) in enumerate(zip(places, base, strict=True)):
         times[place][1] += event.end - event.begin
+        times[place][0] += sum(cut[i].end - cut[i].begin for i in _parts_of(index, parts))
     return {place: cut_us / base_us for place, (cut_us, base_us) in times.items()}
+
+
+def late_kernels(events: Sequence[Event], parts: int, layers: int, word: str) -> list[Late]:
+    """Kernels that took longer than their like, by place: something held them up.
+
+    Args:
+        parts: nano-batches.
+        word: as of `matched_ratios`.
+    """
+    mine = [e for e in events if word in e.name]
+    places = _places(len(mine) // parts, layers, word)
+    times: dict[str, list[float]] = defaultdict(list)
+    for index, place in enumerate(places):
+        times[place] += [mine[i].end - mine[i].begin for i in _parts_of(index, parts)]
+    usual = {place: statistics.median(lengths) for place, lengths in times.items()}
+    return [
+        Late(place, length, usual[place])
+        for place, lengths in times.items()
+        for length in lengths
+        if length > _IS_LATE * usual[place]
+    ]
+
+
+def _places(count: int, layers: int, word: str) -> list[str]:
+    """Of each kernel of an unsplit step, in order; empty where there are not as many as there must
+    be."""
+    one_way = len(_PLACES) * layers
+    if count not in (one_way, 2 * one_way):
+        return []
+    back = [f"{word} back {place}" for place in _PLACES[::-1]] * layers
+    forward = [f"{word} forward {place}" for place in _PLACES] * layers
+    return back if count == one_way else forward + back
+
+
+def _parts_of(index: int, parts: int) -> Iterable[int]:
+    """Where an unsplit kernel's parts are among those of a step in nano-batches."""
+    half, second = divmod(index, 2)
+    return (2 * (half * parts + part) + second for part in range(parts))

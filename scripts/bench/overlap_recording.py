@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 from bench_world import say
 from overlap_cases import Step
-from overlap_profile import Event, analyse, events_of, last_step, matched_ratios
+from overlap_profile import (
+    Event,
+    analyse,
+    events_of,
+    last_step,
+    late_kernels,
+    matched_ratios,
+)
 from overlap_table import as_json, table
 from torch.profiler import ProfilerActivity, profile
 
@@ -31,7 +38,9 @@ def profile_steps(
     layers: int,
     path: Path,
 ) -> None:
-    """Records each step; the first process prints and writes what they show. Waits for the device.
+    """Records each step; the first process prints and writes what they show, and a line of each.
+
+    Waits for the device.
 
     Args:
         steps: the first is what others are compared with.
@@ -44,15 +53,35 @@ def profile_steps(
             recorded = _record(step, wait)
         # At once: the next recording takes this one's times away.
         trace = path.with_name(f"{path.stem}_{key.replace(' ', '_')}_{dist.get_rank()}.json.gz")
-        exported = _exported(recorded, trace)
-        if dist.get_rank() == 0:
-            events[key] = last_step(events_of(exported), _STEPS)
+        events[key] = last_step(events_of(_exported(recorded, trace)), _STEPS)
+    parts = {key: step.parts for key, step in steps.items()}
+    lines: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(lines, process_lines(events, parts, layers))
     if dist.get_rank() != 0:
         return
     try:
-        _show(events, {key: step.parts for key, step in steps.items()}, layers, path)
+        _show(events, parts, layers, path)
+        say("\n".join(line for mine in zip(*lines, strict=True) for line in mine))
     except Exception as error:  # any: the other processes go on to the next case
         say(f"profile: left out, {type(error).__name__}: {error}")
+
+
+def process_lines(
+    events: Mapping[str, list[Event]], parts: Mapping[str, int], layers: int
+) -> list[str]:
+    """A line a variant: what this process waited, and which of its GEMMs something held up.
+
+    The slowest process waits least; others wait for it.
+    """
+    lines = []
+    for key, mine in events.items():
+        late = late_kernels(mine, parts[key], layers, "lora_gemm")
+        held = ", ".join(f"{x.place} {x.length_us:.0f} for {x.usual_us:.0f}" for x in late)
+        idle = analyse(mine).main_idle_us if mine else 0.0
+        lines.append(
+            f"{key}, process {dist.get_rank()}: idle {idle:.0f} us, late GEMMs: {held or 'none'}"
+        )
+    return lines
 
 
 def _record(call: Callable[[], None], wait: Callable[[], None]) -> profile:

@@ -113,6 +113,23 @@ def test_categories(tool: Any, name: str, expected: str) -> None:
     assert tool.category(name) == expected
 
 
+def test_kernels_that_were_held_up_stand_out_of_their_like(tool: Any) -> None:
+    """Each place takes its own time, the same in all layers and nano-batches, but one kernel."""
+    layers, parts = 3, 2
+    usual = [1.0, 0.5, 4.0, 2.0]
+    halves = [usual[:2], usual[2:]] * layers + [usual[:1:-1], usual[1::-1]] * layers
+    lengths = [length for half in halves for _ in range(parts) for length in half]
+    events = [tool.Event(GEMM, 7, 0.0, length, 0.0) for length in lengths]
+    assert tool.late_kernels(events, parts, layers, "lora_gemm") == []
+    held = 4 * parts * layers + 1  # behind "down" of the first nano-batch, on the way back
+    assert lengths[held] == 4.0
+    events[held] = events[held]._replace(end=7.0)
+    assert tool.late_kernels(events, parts, layers, "lora_gemm") == [
+        ("lora_gemm back gate_up", 7.0, 4.0)
+    ]
+    assert tool.late_kernels(events[1:], parts, layers, "lora_gemm") == []
+
+
 def test_ratios_match_each_linear_s_kernels_over_nano_batches(tool: Any) -> None:
     """Unsplit kernel n of a step takes n + 1; nano-batch i of it 60 % or 50 % of that."""
     event, layers, parts = tool.Event, 2, 2
