@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.kernel_case import GATE_UP, QKV, WHOLE, make_case, make_rows, own_factors
-from tests.helpers.planner_case import HARDWARE, job
+from tests.helpers.planner_case import FREE_LORA, HARDWARE, job
 from tests.helpers.planner_case import SPEC as PLANNED
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import SPEC
@@ -36,6 +36,7 @@ from tlora_megatron.ops.torch_ops import TorchOps
 from tlora_megatron.plan import LoraSharding, ParallelLayout
 from tlora_megatron.planner.adapter_sizes import adapter_elements
 from tlora_megatron.planner.candidate import Plan, misfit
+from tlora_megatron.planner.cost_model import step_cost
 from tlora_megatron.planner.hardware import Link
 from tlora_megatron.planner.lora_choice import (
     SHARDINGS,
@@ -310,6 +311,58 @@ def test_slow_collectives_favour_fold_and_many_replicas_s_lora() -> None:
     slow = replace(HARDWARE, intra_node=Link(bytes_per_s=1e9, latency_s=1.0))
     times = sharding_times(PLANNED, [job()], plan, slow)
     assert times["s_lora"] > times["fold"]
+
+
+LAYERS, ROWS = PLANNED.num_layers, 128
+QKV_OUT, PROJ_OUT = 140 // 2, 100
+QKV_IN, PROJ_IN = 100, 100 // 2
+"""Of q_proj's and o_proj's linears on one rank of two."""
+
+
+def lora_s(sharding: LoraSharding, blocks: bool = False, **rates: float) -> float:
+    """Seconds of q_proj's and o_proj's adapters of rank 16 in a layer, of 128 rows over two ranks.
+
+    Args:
+        blocks: a second job beside, as large, with block-diagonal adapters.
+    """
+    targets = ("q_proj", "o_proj")
+    jobs = [job(targets=targets)]
+    jobs += [job(name="b", targets=targets, num_blocks=2)] * blocks
+    plan = Plan(tp_size=2, micro_batch_tokens=512, lora_sharding=sharding)
+    hardware = replace(HARDWARE, lora=replace(FREE_LORA, **rates))
+    return step_cost(PLANNED, jobs, plan, hardware).lora_s / LAYERS
+
+
+def test_s_lora_moves_what_it_exchanges_and_makes_no_pass_over_outputs() -> None:
+    # A rank's half of s is picked out of q_proj and whole s put back; of dS the reverse, and half
+    # of a chunk is filled up. Of o_proj all is picked out and put back. s holds a value twice.
+    values = (8 + 2 * 16) + (16 + 2 * 16) + 2 * (16 + 2 * 16)
+    assert lora_s("s_lora") == pytest.approx(ROWS * values * (4 + 2 + 2) / 1e9)
+    assert lora_s("fold") == 0
+
+
+def test_rank_exchange_adds_its_branch_in_passes() -> None:
+    passes = 2 * (QKV_OUT + PROJ_OUT) + 4 * (QKV_IN + PROJ_IN)
+    assert lora_s("rank_exchange") == pytest.approx(ROWS * passes * 2 / 1e9)
+
+
+def test_s_lora_reads_its_slice_of_a_row_parallel_linear_s_gradient() -> None:
+    moved = lora_s("s_lora")
+    read = {name: lora_s(name, backward_stream_s=1.0) for name in ("fold", "s_lora")}
+    inputs = QKV_IN + PROJ_IN
+    assert read["fold"] == pytest.approx(ROWS * (2 * (QKV_OUT + PROJ_OUT) + inputs))
+    assert read["s_lora"] - moved == pytest.approx(ROWS * (2 * (QKV_OUT + 50) + inputs))
+
+
+def test_block_diagonal_jobs_beside_s_lora_are_calls_and_passes_of_their_own() -> None:
+    """Of rows in all, twice as many; the standard job exchanges those of its own alone."""
+    moved = 2 * ROWS * (2 * (QKV_OUT + PROJ_OUT) + 4 * (QKV_IN + PROJ_IN)) * 2 / 1e9
+    assert lora_s("s_lora", blocks=True) == pytest.approx(moved + lora_s("s_lora"))
+    for name, calls in (("fold", 2), ("rank_exchange", 2), ("s_lora", 4)):
+        fixed = lora_s(name, blocks=True, forward_fixed_s=1.0) - lora_s(name, blocks=True)
+        assert fixed == pytest.approx(calls), name
+    more = lora_s("s_lora", blocks=True, forward_input_s=1.0) - lora_s("s_lora", blocks=True)
+    assert more == pytest.approx(2 * (2 * ROWS) * (QKV_IN + PROJ_IN))
 
 
 def test_plans_say_it_to_the_run(tmp_path: Path) -> None:

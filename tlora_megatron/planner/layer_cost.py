@@ -10,7 +10,7 @@ from tlora_megatron.plan import LoraSharding
 from tlora_megatron.planner.adapter_sizes import local_shape
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import CollectiveOp
-from tlora_megatron.planner.lora_work import LoraCounts, exchange_of, lora_counts, place_bytes
+from tlora_megatron.planner.lora_work import PLACE_BYTES, LoraCounts, exchange_of, lora_counts
 from tlora_megatron.planner.memory import ROW_TILE
 from tlora_megatron.planner.nano_parts import exposed_share, num_parts
 from tlora_megatron.planner.rates import Rates
@@ -149,26 +149,29 @@ class LayerModel:
         for site in self._counts(plan)[block]:
             if not any(site.gradients):
                 continue
-            inputs, outputs = rows * site.in_size, rows * site.out_size
+            inputs = rows * site.in_size
             shard = plan.tp_size if plan.sequence_parallel and site.gathers else 1
             shard = 1 if site.keeps_whole else shard
             gradients = _dot(present, site.gradients)
+            moved = [
+                rows * (passed * self.rates.element_bytes + _dot(shares, placed) * PLACE_BYTES)
+                for passed, placed in zip(site.passes, site.placed, strict=True)
+            ]
             forward += (
-                parts * cost.forward_fixed_s
-                + cost.forward_input_s * inputs
+                site.calls * parts * cost.forward_fixed_s
+                + cost.forward_input_s * rows * site.read_in
                 + cost.forward_rank_s * rows * _dot(shares, site.rank_columns)
                 + cost.forward_factor_s * gradients
                 + cost.forward_dropout_s * dropped * inputs
-                + self.rates.stream_s(rows * site.passes[0] * self.rates.element_bytes)
+                + self.rates.stream_s(moved[0])
             )
             backward += (
-                parts * cost.backward_fixed_s
-                + cost.backward_stream_s * (2 * outputs + inputs / shard)
+                site.calls * parts * cost.backward_fixed_s
+                + cost.backward_stream_s * rows * (2 * site.read_out + site.read_in / shard)
                 + cost.backward_rank_s * rows * _dot(shares, site.rank_inputs)
                 + cost.backward_factor_s * gradients
                 + cost.backward_dropout_s * dropped * inputs
-                + self.rates.stream_s(rows * site.passes[1] * self.rates.element_bytes)
-                + self.rates.stream_s(rows * _dot(shares, site.exchanged) * place_bytes(plan))
+                + self.rates.stream_s(moved[1])
             )
         return forward, backward
 

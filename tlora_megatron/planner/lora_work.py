@@ -22,11 +22,11 @@ from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import CollectiveOp
 from tlora_megatron.planner.workload import JobLoad
 
-_PLACE_BYTES = 4 + 2 * 2
+PLACE_BYTES = 4 + 2 * 2
 """Of a value that is picked out for an exchange or put back: its int32 place, read and written in
 bf16 (`ops.rank_places`)."""
-_PLACES = 2 + 3 * 2
-"""Times that it is, on both ways: picked out twice; copied and put back into two forms, twice."""
+_FORMS = 2
+"""Times that s and dS hold a value; each is put there by itself, filled up to whole chunks."""
 PLACES_BYTES = 24
 """Places that are kept of a value, int32: of whole s, and of this rank's part, each to read and in
 two forms to write."""
@@ -38,7 +38,12 @@ class LoraCounts:
 
     linear: str
     in_size: int
-    out_size: int
+    calls: int
+    """Of the adapters' kernels: block-diagonal jobs beside s_lora's have their own."""
+    read_in: float
+    """Elements a row of x that these read, in each of forward and backward."""
+    read_out: float
+    """Of dy, once for dS and once for dB."""
     gathers: bool
     """Under sequence parallelism x is this rank's rows only."""
     keeps_whole: bool
@@ -49,10 +54,12 @@ class LoraCounts:
     """K r p."""
     gradients: tuple[float, ...]
     passes: tuple[float, float]
-    """Elements a row that are read and written forward and backward because the branch is no part
-    of the base's GEMM."""
+    """Elements a row that are read and written forward and backward because a branch is no part of
+    the base's GEMM."""
     exchanged: tuple[float, ...]
     """Values a row of s that ranks exchange."""
+    placed: tuple[tuple[float, ...], tuple[float, ...]]
+    """Values a row that are picked out for that and put back, forward and backward."""
     widest: float
     """Columns of the dS that fold sums under sequence parallelism: the widest adapter's."""
 
@@ -64,40 +71,67 @@ class Exchange(NamedTuple):
     backward: tuple[CollectiveOp, ...]
 
 
+class _JobCounts(NamedTuple):
+    """One job's part in `LoraCounts`."""
+
+    rank_columns: float
+    rank_inputs: float
+    gradients: float
+    exchanged: float
+    placed: tuple[float, float]
+    widest: float
+
+
 def lora_counts(spec: ModelSpec, jobs: Sequence[JobLoad], linear: str, plan: Plan) -> LoraCounts:
     """What the jobs' adapters on a Megatron linear amount to on one tensor-parallel rank."""
-    tp_size = plan.tp_size
-    out_size, in_size = local_shape(spec, linear, tp_size)
+    out_size, in_size = local_shape(spec, linear, plan.tp_size)
     is_column = linear in COLUMN_PARALLEL
-    columns, inputs, gradients, exchanged, widest = [], [], [], [], 0.0
-    for job in jobs:
-        widths = [
-            float(target_width(spec, target, linear, tp_size))
-            for target in LINEAR_TARGETS[linear]
-            if target in job.targets
-        ]
-        own = rank = job.local_rank(tp_size)
-        if shares_all(plan, job):
-            own = -(-rank // tp_size) if is_column else rank
-            widths = widths if is_column else [width / tp_size for width in widths]
-        columns.append(chunked(rank) * sum(widths))
-        inputs.append(float(chunked(own) * in_size * len(widths)))
-        gradients.append(sum(own * in_size + rank * width for width in widths))
-        standard = job.num_blocks == 1
-        exchanged.append(standard * _width(plan, rank) * len(widths))
-        widest = max(widest, float(chunked(rank) * len(widths)))
+    each = [_job_counts(spec, job, linear, plan) for job in jobs]
+    here = [job for job in jobs if any(t in job.targets for t in LINEAR_TARGETS[linear])]
+    shared = any(shares_all(plan, job) for job in here)
+    # Without s_lora all jobs, block-diagonal or not, go through the same call.
+    fused = any(not shares_all(plan, job) for job in here)
     return LoraCounts(
         linear=linear,
         in_size=in_size,
-        out_size=out_size,
+        calls=shared + fused,
+        read_in=float((shared + fused) * in_size),
+        read_out=fused * out_size + shared * out_size / (1 if is_column else plan.tp_size),
         gathers=is_column,
         keeps_whole=is_column and keeps_whole(jobs, linear, plan),
-        rank_columns=tuple(columns),
-        rank_inputs=tuple(inputs),
-        gradients=tuple(gradients),
-        passes=_passes(plan, in_size, out_size) if any(exchanged) else (0.0, 0.0),
-        exchanged=tuple(exchanged),
-        widest=widest,
+        rank_columns=tuple(one.rank_columns for one in each),
+        rank_inputs=tuple(one.rank_inputs for one in each),
+        gradients=tuple(one.gradients for one in each),
+        passes=_passes(plan, here, in_size, out_size),
+        exchanged=tuple(one.exchanged for one in each),
+        placed=(tuple(one.placed[0] for one in each), tuple(one.placed[1] for one in each)),
+        widest=max((one.widest for one in each), default=0.0),
+    )
+
+
+def _job_counts(spec: ModelSpec, job: JobLoad, linear: str, plan: Plan) -> _JobCounts:
+    tp_size, is_column = plan.tp_size, linear in COLUMN_PARALLEL
+    in_size = local_shape(spec, linear, tp_size)[1]
+    widths = [
+        float(target_width(spec, target, linear, tp_size))
+        for target in LINEAR_TARGETS[linear]
+        if target in job.targets
+    ]
+    own = rank = job.local_rank(tp_size)
+    placed = 0, 0
+    if shares_all(plan, job):
+        own = -(-rank // tp_size) if is_column else rank
+        widths = widths if is_column else [width / tp_size for width in widths]
+        # Picked out forward: of own rows of A, or of a partial sum; backward: of the whole dS.
+        placed = own + _FORMS * chunked(rank), rank + _FORMS * chunked(own)
+    targets = len(widths)
+    return _JobCounts(
+        rank_columns=chunked(rank) * sum(widths),
+        rank_inputs=float(chunked(own) * in_size * targets),
+        gradients=sum(own * in_size + rank * width for width in widths),
+        exchanged=float((job.num_blocks == 1) * _width(plan, rank) * targets),
+        placed=(float(placed[0] * targets), float(placed[1] * targets)),
+        widest=float(chunked(rank) * targets),
     )
 
 
@@ -130,20 +164,19 @@ def exchange_of(plan: Plan, counts: LoraCounts) -> Exchange:
     return Exchange(under_sp, always) if counts.gathers else Exchange(always, under_sp)
 
 
-def place_bytes(plan: Plan) -> float:
-    """Moved for each value that s_lora exchanges, forward and backward together."""
-    return float(_PLACE_BYTES * _PLACES) if plan.lora_sharding == "s_lora" else 0.0
-
-
 def _width(plan: Plan, rank: int) -> int:
     """Values a row and target that are exchanged: rank_exchange sums s as it lies, in two forms."""
-    return 2 * chunked(rank) if plan.lora_sharding == "rank_exchange" else rank
+    return _FORMS * chunked(rank) if plan.lora_sharding == "rank_exchange" else rank
 
 
-def _passes(plan: Plan, in_size: int, out_size: int) -> tuple[float, float]:
-    """s_lora: the branch is written and read by the base's GEMM, each way. rank_exchange: it is
-    written, read beside the base's and their sum written."""
-    if plan.tp_size == 1 or plan.lora_sharding == "fold":
+def _passes(
+    plan: Plan, here: Sequence[JobLoad], in_size: int, out_size: int
+) -> tuple[float, float]:
+    """Forward the base's output is read and the sum written. Backward the branch is written, read
+    beside the base's dx, and their sum written: of rank_exchange's standard jobs, and of s_lora's
+    where block-diagonal ones are in the base's GEMM (`layers.black_box`, `layers.rank_sharded`)."""
+    standard = [job.num_blocks == 1 for job in here]
+    beside = any(standard) if plan.lora_sharding == "rank_exchange" else len(set(standard)) > 1
+    if plan.tp_size == 1 or plan.lora_sharding == "fold" or not beside:
         return 0.0, 0.0
-    times = 2.0 if plan.lora_sharding == "s_lora" else 4.0
-    return times * out_size, times * in_size
+    return 2.0 * out_size, 4.0 * in_size
