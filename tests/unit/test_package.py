@@ -184,7 +184,13 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     package = {name for name in names if name.startswith("tlora_megatron/")}
-    assert package == _files(built / "source", "tlora_megatron")
+    # The planner's profiles: `--hardware h200` has to work where there is no checkout.
+    profiles = {
+        f"tlora_megatron/planner/profiles/{path.name}"
+        for path in (built / "source" / "configs" / "hardware").glob("*.json")
+    }
+    assert "tlora_megatron/planner/profiles/h200.json" in profiles
+    assert package == _files(built / "source", "tlora_megatron") | profiles
     assert "tlora_megatron/py.typed" in package
     assert {name.split("/")[0] for name in names - package} == {
         f"tlora_megatron-{tlora_megatron.__version__}.dist-info"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -152,20 +153,31 @@ def profile_document(profile: HardwareProfile) -> dict[str, Any]:
     return document
 
 
-def find_profile(name: str, folder: Path) -> HardwareProfile:
-    """A profile by path, or by name among the files of a folder.
+def shipped_profiles() -> Path:
+    """The folder of the project's own profiles: the checkout's, or what setup.py installs of it."""
+    package = Path(__file__).parents[1]
+    checkout = package.parent / "configs" / "hardware"
+    return checkout if checkout.is_dir() else package / "planner" / "profiles"
+
+
+def find_profile(name: str, folders: Sequence[Path], option: str = "--hardware") -> HardwareProfile:
+    """A profile by path, or by name among the files of the folders, earlier ones first.
+
+    Args:
+        option: what the user named it with.
 
     Raises:
-        ConfigError: if there is none, naming those there are.
+        ConfigError: if there is none, naming those of the last folder.
     """
     if Path(name).suffix:
         return load_profile(name)
-    for suffix in (".json", ".yaml", ".yml"):
-        if (folder / f"{name}{suffix}").is_file():
-            return load_profile(folder / f"{name}{suffix}")
+    for folder in folders:
+        for suffix in (".json", ".yaml", ".yml"):
+            if (folder / f"{name}{suffix}").is_file():
+                return load_profile(folder / f"{name}{suffix}")
     known = sorted(
         path.stem
-        for path in folder.glob("*")
+        for path in folders[-1].glob("*")
         if path.suffix in (".json", ".yaml", ".yml") and not path.stem.startswith("cluster-")
     )
-    raise must("--hardware", f"be a file or one of {', '.join(known) or 'none'}", name)
+    raise must(option, f"be a file or one of {', '.join(known) or 'none'}", name)

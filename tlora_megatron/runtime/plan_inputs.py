@@ -15,13 +15,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import tlora_megatron
 from tlora_megatron.block_rules import check_block_sizes
 from tlora_megatron.config import RunConfig
 from tlora_megatron.config_reader import must
 from tlora_megatron.job import JobSpec
 from tlora_megatron.model import ModelSpec, read_model_spec
-from tlora_megatron.planner.hardware import HardwareProfile, find_profile, load_profile
+from tlora_megatron.planner.hardware import (
+    HardwareProfile,
+    find_profile,
+    load_profile,
+    shipped_profiles,
+)
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 logger = logging.getLogger(__name__)
@@ -38,12 +42,12 @@ def plan_model(config: RunConfig) -> ModelSpec:
 
 
 def plan_hardware(name: str) -> HardwareProfile:
-    """A profile by path, or by name among `configs/hardware` of the project or the working folder.
+    """A profile by path, or by name in `configs/hardware` of the working folder or the project.
 
     Raises:
         ConfigError: if there is none.
     """
-    return find_profile(name, _hardware_folder())
+    return find_profile(name, (Path.cwd() / "configs" / "hardware", shipped_profiles()))
 
 
 def profile_of_gpu(gpu: str) -> HardwareProfile | None:
@@ -52,15 +56,9 @@ def profile_of_gpu(gpu: str) -> HardwareProfile | None:
     Args:
         gpu: as the driver calls it.
     """
-    files = sorted(_hardware_folder().glob("*.json"))
+    files = sorted(shipped_profiles().glob("*.json"))
     profiles = [p for p in map(load_profile, files) if p.gpu == gpu]
     return min(profiles, key=lambda p: p.source != "measured", default=None)
-
-
-def _hardware_folder() -> Path:
-    places = [Path(tlora_megatron.__file__).parents[1], Path.cwd()]
-    folders = [place / "configs" / "hardware" for place in places]
-    return next((folder for folder in folders if folder.is_dir()), folders[-1])
 
 
 def run_hardware(name: str, config: RunConfig) -> HardwareProfile:

@@ -8,7 +8,12 @@ from pathlib import Path
 from tlora_megatron.config_reader import ConfigError, must, read_spec
 from tlora_megatron.config_source import read_document
 from tlora_megatron.job import rule
-from tlora_megatron.planner.hardware import HardwareProfile, Link, find_profile
+from tlora_megatron.planner.hardware import (
+    HardwareProfile,
+    Link,
+    find_profile,
+    shipped_profiles,
+)
 from tlora_megatron.scheduler.cluster import ClusterShape
 
 
@@ -38,7 +43,10 @@ class ClusterSpec:
     nodes: int = rule("nodes in all", ge=1)
     gpus_per_node: int = rule("GPUs of a node", ge=1)
     nodes_per_rack: int = rule("nodes of a rack", ge=1)
-    profile: str = rule("hardware profile, by name in this file's folder or by path", nonempty=True)
+    profile: str = rule(
+        "hardware profile: a name in this file's folder or configs/hardware, or a path",
+        nonempty=True,
+    )
     inter_node: Link = rule("network between nodes, one GPU's share; takes the profile's place")
     regroup: RegroupSpec = rule("cost of changes to groups")
     quotas: tuple[QuotaSpec, ...] = rule("limits of tenants", default=())
@@ -64,7 +72,7 @@ def load_cluster(path: str | Path) -> tuple[ClusterSpec, HardwareProfile]:
         spec = read_spec(ClusterSpec, read_document(path), "cluster")
     except ConfigError as error:
         raise ConfigError(f"{error} in {path}") from None
-    profile = find_profile(spec.profile, path.parent)
+    profile = find_profile(spec.profile, (path.parent, shipped_profiles()), "cluster.profile")
     if spec.gpus_per_node > profile.gpus_per_node:
         raise must(
             "cluster.gpus_per_node",
