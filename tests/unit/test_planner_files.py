@@ -99,6 +99,33 @@ def test_an_unknown_profile_names_those_there_are() -> None:
         plan_hardware("b200")
 
 
+def test_a_profile_of_the_working_folder_is_found_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "configs" / "hardware"
+    folder.mkdir(parents=True)
+    _profile_file(tmp_path, lambda d: d.update(name="mine")).rename(folder / "mine.json")
+    monkeypatch.chdir(tmp_path)
+    assert plan_hardware("mine").name == "mine"
+    assert plan_hardware("h200").name == "h200"
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"), [("train", "run.jobs.yaml"), ("slurm", "run.sbatch"), ("megatron", "run")]
+)
+def test_a_plan_does_not_replace_the_configuration_it_is_of(
+    tmp_path: Path, quickstart: str, kind: str, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor do the jobs that are written beside a script."""
+    config = tmp_path / "run.jobs.yaml"
+    config.write_text(Path(quickstart).read_text())
+    before = config.read_bytes()
+    argv = ["plan", str(config), "--gpus", "1", "--lengths", "64"]
+    assert main([*argv, "--write", kind, str(tmp_path / target)]) == 2
+    assert "--write must leave" in capsys.readouterr().err
+    assert config.read_bytes() == before
+
+
 @pytest.mark.parametrize("text", ["", "abc", "10:x", "1", "512:-3", "512:0", ":4"])
 def test_bad_lengths_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--lengths must"):
@@ -196,6 +223,8 @@ def test_plan_where_nothing_fits_says_what_would_and_returns_1(
         (["--gpus", "1", "--lengths", ""], "--lengths must be like 512"),
         (["--gpus", "1", "--write", "train", "/dev/null/x"], "--write must name a file that can"),
         (["--gpus", "1", "--write", "k8s", "x"], "--write must name one of train, megatron"),
+        (["--gpus", "1", "--write", "train", "/"], "--write must name a file, not a directory"),
+        (["--gpus", "1", "--explain", "0", "--lengths", "64"], "--explain must be in [1, "),
         (["--gpus", "1", "--explain", "999", "--lengths", "64"], "--explain must be in [1, "),
         (["--gpus", "1", "--top", "0"], "--top must be at least 1"),
         (["--gpus", "1", "--tp", "0", "--lengths", "64"], "tp_size must be at least 1"),

@@ -112,6 +112,8 @@ def test_the_report_is_one_page_that_loads_nothing(
         (["--max-slowdown", "0.5"], "--max-slowdown must be at least 1, got 0.5"),
         (["--job-failures", "2"], "faults.job_failures must be at most 1, got 2"),
         (["--csv", "/nowhere/x.csv"], "folder of /nowhere/x.csv must exist"),
+        (["--csv", "/"], "--csv must name a file, not a directory, got '/'"),
+        (["--seed", "-1"], "--seed must be at least 0, got -1"),
         (["--cluster", "nothing.yaml"], "nothing.yaml"),
     ],
 )
@@ -123,3 +125,26 @@ def test_bad_input_is_one_line(
 ) -> None:
     assert main([*arguments, *extra]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--csv", "--jobs-csv", "--html"])
+def test_the_trace_is_not_overwritten(
+    arguments: list[str], trace: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = trace.read_bytes()
+    assert main([*arguments, option, str(trace)]) == 2
+    assert f"{option} must name another file than those that are read" in capsys.readouterr().err
+    assert trace.read_bytes() == before
+
+
+def test_a_cluster_of_ones_own_names_shipped_profiles(
+    arguments: list[str], repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (repo / "configs" / "hardware" / "cluster-128xA100.yaml").read_text()
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(text)
+    assert main([*arguments, "--cluster", str(mine), "--policy", "isolated", "--json"]) == 0
+    mine.write_text(text.replace("a100-80g", "a100"))
+    assert main([*arguments, "--cluster", str(mine)]) == 2
+    expected = "cluster.profile must be a file or one of a100-80g, "
+    assert expected in " ".join(capsys.readouterr().err.split())

@@ -15,7 +15,7 @@ from tlora_megatron.config import RunConfig, load_config
 from tlora_megatron.config_reader import must
 from tlora_megatron.planner.candidate import SHARDINGS, Runner
 from tlora_megatron.planner.search import SearchSpace, search
-from tlora_megatron.runtime.plan_files import KINDS, write_plan
+from tlora_megatron.runtime.plan_files import KINDS, jobs_file, write_plan
 from tlora_megatron.runtime.plan_inputs import parse_lengths, plan_jobs, plan_model, run_hardware
 
 _EPILOG = """\
@@ -89,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
         raise must("--write", f"name one of {', '.join(KINDS)}", args.write[0])
     if args.top < 1:
         raise must("--top", "be at least 1", args.top)
+    if args.write is not None:
+        _check_target(Path(args.write[1]), Path(args.config))
     config = load_config(args.config, args.overrides, args.output_dir)
     hardware = run_hardware(args.hardware, config)
     spec = plan_model(config)
@@ -102,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         print_result(console, result, jobs, hardware, args.gpus, args.top)
     if not result.plans:
         return 1
-    rank = args.explain or 1
+    rank = 1 if args.explain is None else args.explain
     if not 1 <= rank <= len(result.plans):
         raise must("--explain", f"be in [1, {len(result.plans)}]", rank)
     chosen = result.plans[rank - 1]
@@ -127,6 +129,14 @@ def run(args: argparse.Namespace) -> int:
         for line in lines:
             notes.print(f"start it: {line}")
     return 0
+
+
+def _check_target(path: Path, config: Path) -> None:
+    """What the user wrote by hand, comments and all, is not replaced by what is made of it."""
+    if path.is_dir():
+        raise must("--write", "name a file, not a directory", str(path))
+    if config.resolve() in (path.resolve(), jobs_file(path)):
+        raise must("--write", f"leave {config}, which it reads, as it is", str(path))
 
 
 def _space(args: argparse.Namespace, config: RunConfig) -> SearchSpace:

@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.table import Table
 
 from tlora_megatron.cli.console import open_console
-from tlora_megatron.config_reader import read_spec
+from tlora_megatron.config_reader import must, read_spec
 from tlora_megatron.scheduler.registry import POLICIES
 from tlora_megatron.sim.cluster_config import load_cluster
 from tlora_megatron.sim.faults import FaultRates
@@ -100,8 +100,9 @@ def run(args: argparse.Namespace) -> int:
     """Simulates, shows and writes what was asked for."""
     policies = [name for name in args.policy.split(",") if name]
     check_policies(policies)
-    for path in filter(None, (args.csv, args.jobs_csv, args.html)):
-        _check_writable(Path(path))
+    if args.seed < 0:
+        raise must("--seed", "be at least 0", args.seed)
+    _check_outputs(args)
     cluster, profile = load_cluster(args.cluster)
     mix, specs = load_mix(args.mix)
     study = Study(
@@ -121,10 +122,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_writable(path: Path) -> None:
-    """Said before the run, not after it."""
-    if not path.parent.is_dir():
-        raise ValueError(f"folder of {path} must exist, got {path.parent}")
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Said before the run, not after it; a trace is not overwritten with its results."""
+    inputs = {Path(path).resolve() for path in (args.trace, args.cluster, args.mix)}
+    for option in ("csv", "jobs_csv", "html"):
+        if getattr(args, option) is None:
+            continue
+        path, name = Path(getattr(args, option)), f"--{option.replace('_', '-')}"
+        if not path.parent.is_dir():
+            raise ValueError(f"folder of {path} must exist, got {path.parent}")
+        if path.is_dir():
+            raise must(name, "name a file, not a directory", str(path))
+        if path.resolve() in inputs:
+            raise must(name, "name another file than those that are read", str(path))
 
 
 def _options(args: argparse.Namespace) -> Options:

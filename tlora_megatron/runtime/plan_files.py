@@ -105,8 +105,7 @@ def write_plan(
         _write(path, json.dumps(_deepspeed(config, plan), indent=2) + "\n")
         script = ["-m", "tlora_megatron.deepspeed", "--deepspeed_config", str(path)]
         return [_torchrun(nodes, local, script)]
-    # Where the script will be started is not known.
-    jobs = path.with_suffix(".jobs.yaml").resolve()
+    jobs = jobs_file(path)
     if kind == "megatron":
         _write(jobs, _yaml(_jobs_only(config, plan, asked_sharding)))
         _write(path, _megatron(config, spec, ranked, jobs, nodes, local))
@@ -115,6 +114,11 @@ def write_plan(
     _write(jobs, _yaml(config_to_dict(apply_plan(config, plan))))
     _write(path, _slurm(jobs, nodes, local))
     return [f"sbatch {shlex.quote(str(path))}"]
+
+
+def jobs_file(script: Path) -> Path:
+    """The jobs that a written script names: absolute, for where it will be started is not known."""
+    return script.with_suffix(".jobs.yaml").resolve()
 
 
 def _nodes(plan: Plan, hardware: HardwareProfile) -> tuple[int, int]:
