@@ -21,6 +21,7 @@ from tlora_megatron.planner.memory import (
     FRAGMENTATION,
     TERMS,
     chunks_in_flight,
+    longest_batches,
     memory_use,
     most_rows,
 )
@@ -104,9 +105,12 @@ def test_a_pipeline_is_as_full_as_its_fullest_stage() -> None:
 
 
 def test_rows_are_never_more_than_all_batches() -> None:
-    assert most_rows([job(batch_size=3)], Plan(micro_batch_tokens=8192)) == 384
-    assert most_rows([job(batch_size=300)], Plan(micro_batch_tokens=8192)) == 8192
-    assert most_rows([job(batch_size=1)], Plan(cp_size=4, micro_batch_tokens=8192)) == 512
+    assert most_rows(longest_batches([job(batch_size=3)]), Plan(micro_batch_tokens=8192)) == 384
+    assert most_rows(longest_batches([job(batch_size=300)]), Plan(micro_batch_tokens=8192)) == 8192
+    assert (
+        most_rows(longest_batches([job(batch_size=1)]), Plan(cp_size=4, micro_batch_tokens=8192))
+        == 512
+    )
 
 
 def _llama(repo: Path) -> tuple:

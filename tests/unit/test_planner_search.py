@@ -56,10 +56,9 @@ def test_plans_are_ranked_by_speed_and_carry_their_own_figures() -> None:
     result = search(SPEC, jobs(4), HARDWARE, 2)
     rates = [p.cost.tokens_per_s * handicap(p.plan.lora_sharding) for p in result.plans]
     assert all(a > b * 0.99 for a, b in itertools.pairwise(rates))
-    best = result.best
-    assert best is not None
-    assert best.cost == step_cost(SPEC, jobs(4), best.plan, HARDWARE)
-    assert best.memory == memory_use(SPEC, jobs(4), best.plan, HARDWARE)
+    for ranked in result.plans[::5]:  # not of another plan that it shares some with
+        assert ranked.cost == step_cost(SPEC, jobs(4), ranked.plan, HARDWARE)
+        assert ranked.memory == memory_use(SPEC, jobs(4), ranked.plan, HARDWARE)
 
 
 def test_a_slow_link_makes_tensor_parallelism_a_bad_choice_and_one_job_makes_it_a_good_one() -> (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from tests.helpers.planner_case import job
 from tlora_megatron.job import DataSpec, JobSpec, LoraSpec
-from tlora_megatron.planner.rounds import expected_rounds, num_micro_batches
+from tlora_megatron.planner import rounds
+from tlora_megatron.planner.rounds import ExpectedRounds, RoundModel, num_micro_batches
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs
 from tlora_megatron.training.data import TokenSequence
 from tlora_megatron.training.packing import (
@@ -131,20 +133,23 @@ def test_micro_batches_a_round_are_the_packers(
     assert ours == choose_num_micro_batches(tokens, capacity, dp_size, pp_size)
 
 
+def expected_rounds(jobs: list[JobLoad], **layout: int) -> ExpectedRounds:
+    return RoundModel(jobs).expected(**layout)
+
+
 def test_one_job_that_fits_steps_every_round() -> None:
-    rounds = expected_rounds(
-        [job(batch_size=3)], micro_batch_tokens=1024, dp_size=1, pp_size=1
-    ).load(128)
-    assert rounds.micro_batches == 1
-    assert rounds.rows == 384
-    assert rounds.job_tokens == (384.0,)
-    assert rounds.steps == (1.0,)
+    expected = expected_rounds([job(batch_size=3)], micro_batch_tokens=1024, dp_size=1, pp_size=1)
+    load = expected.load(128)
+    assert load.micro_batches == 1
+    assert load.rows == 384
+    assert load.job_tokens == (384.0,)
+    assert load.steps == (1.0,)
 
 
 def test_a_batch_over_the_budget_takes_several_rounds() -> None:
     # 5 sequences of 128 where 2 fit: rounds of 2, 2, 1.
-    rounds = expected_rounds([job(batch_size=5)], micro_batch_tokens=256, dp_size=1, pp_size=1)
-    load = rounds.load(128)
+    expected = expected_rounds([job(batch_size=5)], micro_batch_tokens=256, dp_size=1, pp_size=1)
+    load = expected.load(128)
     assert load.steps[0] == pytest.approx(1 / 3, rel=0.03)
     assert load.rows == pytest.approx(128 * 5 / 3, rel=0.02)
 
@@ -158,6 +163,25 @@ def test_a_pipeline_gets_as_many_micro_batches_as_the_jobs_fill() -> None:
         pp_size=4,
     )
     assert (one.load(1).micro_batches, many.load(1).micro_batches) == (8, 16)
+
+
+def test_rounds_with_room_for_all_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = []
+    run_round = rounds._Packer.run_round
+    monkeypatch.setattr(
+        rounds._Packer, "run_round", lambda *args: packed.append(args) or run_round(*args)
+    )
+    model = RoundModel(
+        [job(batch_size=8, lengths=LengthHistogram.from_counts([(64, 3), (512, 1)]))]
+    )
+    first = model.expected(micro_batch_tokens=4096, dp_size=4, pp_size=2)
+    once = len(packed)
+    for budget, dp_size, pp_size in ((8192, 4, 2), (4096, 8, 1), (4096, 2, 4), (65536, 1, 8)):
+        other = model.expected(micro_batch_tokens=budget, dp_size=dp_size, pp_size=pp_size)
+        assert other == replace(first, fullest=tuple((pp_size, n) for _, n in first.fullest))
+    assert len(packed) == once
+    model.expected(micro_batch_tokens=512, dp_size=1, pp_size=1)  # has to wait
+    assert len(packed) > once
 
 
 def test_every_job_gets_room_and_large_batches_step_in_the_end() -> None:
@@ -218,24 +242,24 @@ def test_rounds_hold_what_the_real_packer_puts_into_them(
         for i, (batch, counts) in enumerate(mix)
     ]
     expected = expected_rounds(jobs, micro_batch_tokens=512, dp_size=dp_size, pp_size=pp_size)
-    rounds = len(expected.fullest)
-    tokens, fullest = _packed(jobs, 512, dp_size, pp_size, rounds)
+    num_rounds = len(expected.fullest)
+    tokens, fullest = _packed(jobs, 512, dp_size, pp_size, num_rounds)
     assert [count for count, _ in expected.fullest] == [count for count, _ in fullest]
     assert [rows for _, rows in expected.fullest] == [rows for _, rows in fullest]
-    assert expected.drawn * sum(expected.job_tokens) == pytest.approx(tokens / rounds)
+    assert expected.drawn * sum(expected.job_tokens) == pytest.approx(tokens / num_rounds)
     load = expected.load(128)
     padded = sum(n * round_up(r, 128) for n, r in fullest)
-    assert load.rows * load.micro_batches * rounds * expected.drawn == pytest.approx(padded)
+    assert load.rows * load.micro_batches * num_rounds * expected.drawn == pytest.approx(padded)
 
 
 def _packed(
-    jobs: list[JobLoad], capacity: int, dp_size: int, pp_size: int, rounds: int
+    jobs: list[JobLoad], capacity: int, dp_size: int, pp_size: int, num_rounds: int
 ) -> tuple[int, list[tuple[int, int]]]:
     """Rows of all rounds, and of each the micro-batches and the rows of the fullest one."""
     streams = [j.lengths.shuffled(slot, j.batch_size) for slot, j in enumerate(jobs)]
     queues: list[list] = [[] for _ in jobs]
     tokens, fullest = 0, []
-    for index in range(rounds):
+    for index in range(num_rounds):
         for slot, load in enumerate(jobs):
             if not queues[slot]:
                 lengths = itertools.islice(streams[slot], load.batch_size)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import NamedTuple
 
 from tlora_megatron.model import ModelSpec
-from tlora_megatron.plan import LoraSharding
 from tlora_megatron.planner.adapter_sizes import adapter_elements
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import CollectiveOp, HardwareProfile
@@ -15,12 +16,7 @@ from tlora_megatron.planner.layer_cost import LayerCost, LayerModel
 from tlora_megatron.planner.memory import HEAD_ROWS, ROW_TILE
 from tlora_megatron.planner.nano_parts import fastest_split, num_parts
 from tlora_megatron.planner.rates import Rates
-from tlora_megatron.planner.rounds import (
-    LOOKED_AT,
-    ExpectedRounds,
-    RoundLoad,
-    expected_rounds,
-)
+from tlora_megatron.planner.rounds import LOOKED_AT, RoundLoad, RoundModel
 from tlora_megatron.planner.workload import JobLoad, check_jobs
 
 OPTIMIZER_BYTES = 52
@@ -60,7 +56,7 @@ class StepCost:
     @property
     def step_time_s(self) -> float:
         """Of a round."""
-        return sum(getattr(self, name) for name in TERMS)
+        return sum(_all_terms(self))
 
     @property
     def tokens_per_s(self) -> float:
@@ -100,6 +96,19 @@ TERMS = (
     "optimizer_s",
     "round_s",
 )
+_all_terms = attrgetter(*TERMS)
+_but_virtual_stages = attrgetter(*(f.name for f in fields(Plan) if f.name != "vpp_size"))
+
+
+class _Parts(NamedTuple):
+    """Seconds that virtual stages do not change: of a micro-batch, the last two of a round."""
+
+    layer: LayerCost
+    layer_s: float
+    head_s: float
+    embedding_s: float
+    sync_s: float
+    optimizer_s: float
 
 
 def step_cost(
@@ -131,17 +140,15 @@ class CostModel:
         *,
         looked_at: int = LOOKED_AT,
     ) -> None:
-        self._looked_at = looked_at
         self.spec = spec
         self.jobs = tuple(jobs)
         self.rates = rates
         self.hardware = rates.hardware
         self._layers = LayerModel(spec, jobs, rates)
-        self._rounds: dict[tuple[int, int, int], ExpectedRounds] = {}
-        self._loads: dict[tuple[tuple[int, int, int], int], RoundLoad] = {}
-        self._adapters: dict[tuple[int, LoraSharding], list[tuple[float, float]]] = {}
-        self._shared: dict[Plan, tuple[LayerCost, tuple[float, float]]] = {}
-        """Of a plan without virtual stages, which change neither."""
+        self._longest = max(jobs, key=lambda job: job.lengths.longest)
+        self._rounds = RoundModel(self.jobs, looked_at)
+        self._job_steps: dict[object, list[tuple[float, float]]] = {}
+        self._shared: dict[object, _Parts] = {}
 
     def round_load(self, plan: Plan) -> RoundLoad:
         """What a round holds.
@@ -149,51 +156,46 @@ class CostModel:
         Raises:
             ValueError: if a micro-batch cannot hold the longest sequence.
         """
-        for job in self.jobs:
-            if job.lengths.longest > plan.micro_batch_tokens:
-                raise ValueError(
-                    f"micro_batch_tokens must be at least {job.lengths.longest}, the longest "
-                    f"sequence of job {job.name!r}, got {plan.micro_batch_tokens}"
-                )
-        key = (plan.micro_batch_tokens, plan.dp_size, plan.pp_size)
-        if key not in self._rounds:
-            self._rounds[key] = expected_rounds(
-                self.jobs,
-                micro_batch_tokens=plan.micro_batch_tokens,
-                dp_size=plan.dp_size,
-                pp_size=plan.pp_size,
-                looked_at=self._looked_at,
+        longest = self._longest.lengths.longest
+        if longest > plan.micro_batch_tokens:
+            raise ValueError(
+                f"micro_batch_tokens must be at least {longest}, the longest sequence of job "
+                f"{self._longest.name!r}, got {plan.micro_batch_tokens}"
             )
-        if (key, plan.cp_size) not in self._loads:
-            self._loads[key, plan.cp_size] = self._rounds[key].load(ROW_TILE * plan.cp_size)
-        return self._loads[key, plan.cp_size]
+        return self._rounds.load(
+            micro_batch_tokens=plan.micro_batch_tokens,
+            dp_size=plan.dp_size,
+            pp_size=plan.pp_size,
+            row_multiple=ROW_TILE * plan.cp_size,
+        )
 
     def step_cost(self, plan: Plan, load: RoundLoad | None = None) -> StepCost:
         """The time of one round; `load` stands in for what the packer is expected to make."""
         if load is None:
             load = self.round_load(plan)
-            layer, (sync, optimizer) = self._shared_parts(plan, load)
+            parts = self._shared_parts(plan, load)
         else:
-            layer, (sync, optimizer) = self._layers.cost(plan, load), self._steps_s(plan, load)
+            parts = self._parts(plan, load)
         layers = self.spec.num_layers // plan.pp_size
-        rows = load.rows / plan.cp_size
-        head, hop = self._head_s(plan, load, rows), self._hop_s(plan, rows)
-        first = self._embedding_s(plan, rows)
+        hop = self._hop_s(plan, load.rows / plan.cp_size)
         host = layers * self.hardware.host.layer_s * _HOST_AGAIN[plan.recompute]
         host *= num_parts(plan, load)
-        device = self._stages(plan, layers * layer.total_s + hop, first, head)
-        stages = [_waits_for(host, time_s, load) for time_s in device]
+        device = [layers * parts.layer_s + hop] * plan.pp_size
+        device[0] += parts.embedding_s
+        device[-1] += parts.head_s
+        waited = {time_s: _waits_for(host, time_s, load) for time_s in set(device)}
+        stages = [waited[time_s] for time_s in device]
         mean, slowest = sum(stages) / len(stages), max(stages)
         count = load.micro_batches
         return StepCost(
-            **layer.times(count * layers),
-            head_s=count * (head + first) / plan.pp_size,
+            **parts.layer.times(count * layers),
+            head_s=count * (parts.head_s + parts.embedding_s) / plan.pp_size,
             pp_comm_s=count * hop,
             host_s=count * (mean - sum(device) / len(device)),
             imbalance_s=count * (slowest - mean),
             bubble_s=(sum(stages) - slowest) / plan.vpp_size,
-            gradient_sync_s=sync,
-            optimizer_s=optimizer,
+            gradient_sync_s=parts.sync_s,
+            optimizer_s=parts.optimizer_s,
             round_s=self.hardware.host.round_s,
             load=load,
         )
@@ -204,17 +206,18 @@ class CostModel:
             return plan
         return fastest_split(plan, lambda tried: self.step_cost(tried).step_time_s)
 
-    def _shared_parts(self, plan: Plan, load: RoundLoad) -> tuple[LayerCost, tuple[float, float]]:
-        key = replace(plan, vpp_size=1) if plan.vpp_size > 1 else plan
+    def _shared_parts(self, plan: Plan, load: RoundLoad) -> _Parts:
+        key = _but_virtual_stages(plan)
         if key not in self._shared:
-            self._shared[key] = self._layers.cost(plan, load), self._steps_s(plan, load)
+            self._shared[key] = self._parts(plan, load)
         return self._shared[key]
 
-    def _stages(self, plan: Plan, middle_s: float, first_s: float, head_s: float) -> list[float]:
-        stages = [middle_s] * plan.pp_size
-        stages[0] += first_s
-        stages[-1] += head_s
-        return stages
+    def _parts(self, plan: Plan, load: RoundLoad) -> _Parts:
+        rows = load.rows / plan.cp_size
+        layer, head_s = self._layers.cost(plan, load), self._head_s(plan, load, rows)
+        sync_s, optimizer_s = self._steps_s(plan, load)
+        embedding_s = self._embedding_s(plan, rows)
+        return _Parts(layer, layer.total_s, head_s, embedding_s, sync_s, optimizer_s)
 
     def _head_s(self, plan: Plan, load: RoundLoad, rows: float) -> float:
         """Both GEMMs of the rows with a target, a run of rows at a time, and the loss between."""
@@ -263,35 +266,27 @@ class CostModel:
 
     def _steps_s(self, plan: Plan, load: RoundLoad) -> tuple[float, float]:
         """Gradient sums and updates of the jobs whose batch a round completes."""
+        key = plan.tp_size, plan.pp_size, plan.cp_size, plan.dp_size, plan.lora_sharding
+        if key not in self._job_steps:
+            self._job_steps[key] = [self._job_step_s(plan, job) for job in self.jobs]
+        times = list(zip(self._job_steps[key], load.steps, strict=True))
+        sync, update = (sum(steps * both[part] for both, steps in times) for part in (0, 1))
+        return sync, update
+
+    def _job_step_s(self, plan: Plan, job: JobLoad) -> tuple[float, float]:
         layers = self.spec.num_layers // plan.pp_size
         replicas = plan.dp_size * plan.cp_size
         spans = replicas * plan.tp_size > self.hardware.gpus_per_node
         tp_spans = plan.tp_size > self.hardware.gpus_per_node
-        sync = update = 0.0
-        for (own, shared), steps in zip(self._elements(plan), load.steps, strict=True):
-            over_replicas = self.rates.collective_s(
-                "all_reduce", replicas, layers * own * 4, spans_nodes=spans
-            )
-            over_tp = self.rates.collective_s(
-                "all_reduce", plan.tp_size, layers * shared * 4, spans_nodes=tp_spans
-            )
-            sync += steps * (over_replicas + over_tp)
-            moved = layers * own * OPTIMIZER_BYTES / self.hardware.copy_bytes_per_s
-            update += steps * (moved + self.hardware.host.job_step_s)
-        return sync, update
-
-    def _elements(self, plan: Plan) -> list[tuple[float, float]]:
-        """Elements of each job's adapter in one layer of a rank, all and those TP replicates."""
-        key = plan.tp_size, plan.lora_sharding
-        if key not in self._adapters:
-            self._adapters[key] = [
-                (
-                    adapter_elements(self.spec, job, *key),
-                    adapter_elements(self.spec, job, *key, replicated_only=True),
-                )
-                for job in self.jobs
-            ]
-        return self._adapters[key]
+        sharding = plan.tp_size, plan.lora_sharding
+        own = layers * adapter_elements(self.spec, job, *sharding)
+        shared = layers * adapter_elements(self.spec, job, *sharding, replicated_only=True)
+        over_replicas = self.rates.collective_s("all_reduce", replicas, own * 4, spans_nodes=spans)
+        over_tp = self.rates.collective_s(
+            "all_reduce", plan.tp_size, shared * 4, spans_nodes=tp_spans
+        )
+        moved_s = own * OPTIMIZER_BYTES / self.hardware.copy_bytes_per_s
+        return over_replicas + over_tp, moved_s + self.hardware.host.job_step_s
 
 
 def _waits_for(host_s: float, device_s: float, load: RoundLoad) -> float:

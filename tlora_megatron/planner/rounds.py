@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tlora_megatron.planner.workload import JobLoad
 
@@ -96,24 +96,62 @@ class ExpectedRounds:
         )
 
 
-def expected_rounds(
-    jobs: Sequence[JobLoad],
-    *,
-    micro_batch_tokens: int,
-    dp_size: int,
-    pp_size: int,
-    looked_at: int = LOOKED_AT,
-) -> ExpectedRounds:
-    """The rounds of a mix that trains on and on."""
-    sequences = sum(job.batch_size for job in jobs)
-    room = micro_batch_tokens * dp_size * (4 * pp_size if pp_size > 1 else 1)
-    packed = min(sequences, room / min(job.lengths.mean for job in jobs))
-    if packed > _MOST_SEQUENCES:
-        return _fluid_rounds(jobs, micro_batch_tokens, dp_size, pp_size)
-    packer = _Packer(jobs, micro_batch_tokens, dp_size, pp_size)
-    rounds = max(_FEWEST_ROUNDS, len(jobs))  # every job has the first turn once
-    if not _never_waits(jobs, micro_batch_tokens, dp_size * pp_size):
-        rounds = max(rounds, min(looked_at // int(packed + 1), _MOST_ROUNDS), 3 * _FEWEST_ROUNDS)
+class RoundModel:
+    """The rounds of a mix that trains on and on; layouts share what they can.
+
+    Args:
+        looked_at: sequences, about, that are packed where batches wait for room.
+    """
+
+    def __init__(self, jobs: Sequence[JobLoad], looked_at: int = LOOKED_AT) -> None:
+        self._jobs = jobs
+        self._looked_at = looked_at
+        self._expected: dict[tuple[int, int, int], ExpectedRounds] = {}
+        self._whole: dict[int, ExpectedRounds] = {}
+        """By bins, of whole batches with room for all."""
+        self._loads: dict[tuple[int, int, int, int], RoundLoad] = {}
+
+    def expected(self, *, micro_batch_tokens: int, dp_size: int, pp_size: int) -> ExpectedRounds:
+        """Of a layout and its budget."""
+        key = (micro_batch_tokens, dp_size, pp_size)
+        if key not in self._expected:
+            self._expected[key] = self._expect(*key)
+        return self._expected[key]
+
+    def load(
+        self, *, micro_batch_tokens: int, dp_size: int, pp_size: int, row_multiple: int
+    ) -> RoundLoad:
+        """The mean round with rows padded to a multiple."""
+        key = (micro_batch_tokens, dp_size, pp_size, row_multiple)
+        if key not in self._loads:
+            expected = self.expected(
+                micro_batch_tokens=micro_batch_tokens, dp_size=dp_size, pp_size=pp_size
+            )
+            self._loads[key] = expected.load(row_multiple)
+        return self._loads[key]
+
+    def _expect(self, capacity: int, dp_size: int, pp_size: int) -> ExpectedRounds:
+        jobs, bins = self._jobs, dp_size * pp_size
+        sequences = sum(job.batch_size for job in jobs)
+        room = capacity * dp_size * (4 * pp_size if pp_size > 1 else 1)
+        packed = min(sequences, room / min(job.lengths.mean for job in jobs))
+        if packed > _MOST_SEQUENCES:
+            return _fluid_rounds(jobs, capacity, dp_size, pp_size)
+        rounds = max(_FEWEST_ROUNDS, len(jobs))  # every job has the first turn once
+        if _never_waits(jobs, capacity, bins):
+            if bins not in self._whole:
+                self._whole[bins] = _packed(_Packer(jobs, math.inf, bins, 1), rounds)
+            whole = self._whole[bins]
+            # With room for all, the capacity does not matter, nor what the bins are.
+            if max(rows for _, rows in whole.fullest) <= capacity:
+                return replace(whole, fullest=tuple((pp_size, rows) for _, rows in whole.fullest))
+        else:
+            looked_at = min(self._looked_at // int(packed + 1), _MOST_ROUNDS)
+            rounds = max(rounds, looked_at, 3 * _FEWEST_ROUNDS)
+        return _packed(_Packer(jobs, capacity, dp_size, pp_size), rounds)
+
+
+def _packed(packer: _Packer, rounds: int) -> ExpectedRounds:
     for first_slot in range(rounds):
         packer.run_round(first_slot)
     return packer.result()
@@ -127,7 +165,7 @@ def _never_waits(jobs: Sequence[JobLoad], capacity: int, bins: int) -> bool:
     return (mean + _SURE * spread) / bins + longest <= capacity
 
 
-def num_micro_batches(tokens: float, capacity: int, dp_size: int, pp_size: int) -> int:
+def num_micro_batches(tokens: float, capacity: float, dp_size: int, pp_size: int) -> int:
     """Micro-batches of a round on every rank; see `training.packing.choose_num_micro_batches`."""
     if pp_size == 1:
         return 1
@@ -137,7 +175,9 @@ def num_micro_batches(tokens: float, capacity: int, dp_size: int, pp_size: int) 
 class _Packer:
     """Packs rounds of drawn lengths and counts what they hold."""
 
-    def __init__(self, jobs: Sequence[JobLoad], capacity: int, dp_size: int, pp_size: int) -> None:
+    def __init__(
+        self, jobs: Sequence[JobLoad], capacity: float, dp_size: int, pp_size: int
+    ) -> None:
         self._jobs = jobs
         self._capacity, self._dp_size, self._pp_size = capacity, dp_size, pp_size
         self._streams: list[Iterator[int]] = [

@@ -20,7 +20,7 @@ from tlora_megatron.planner.cost_model import CostModel, StepCost
 from tlora_megatron.planner.drops import Dropped, Drops
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.lora_choice import handicap, sharding_options
-from tlora_megatron.planner.memory import MemoryModel, MemoryUse, most_rows
+from tlora_megatron.planner.memory import MemoryModel, MemoryUse, longest_batches, most_rows
 from tlora_megatron.planner.rates import Rates
 from tlora_megatron.planner.remedies import MOST_GPUS, fewer_jobs, more_gpus, shorter
 from tlora_megatron.planner.workload import JobLoad, check_jobs
@@ -227,7 +227,7 @@ def budgets(jobs: Sequence[JobLoad], layout: Plan, space: SearchSpace) -> list[i
         return [space.micro_batch_tokens]
     step = 128 * layout.tp_size * layout.cp_size
     least = -(-longest // step) * step
-    most = most_rows(jobs, replace(layout, micro_batch_tokens=2**62))
+    most = most_rows(longest_batches(jobs), replace(layout, micro_batch_tokens=2**62))
     chunks = chunk_multiple(layout)
     rounded = sorted({-(-budget // chunks) * chunks for budget in BUDGETS})
     fitting = [budget for budget in rounded if budget >= least]
