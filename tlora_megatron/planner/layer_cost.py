@@ -153,17 +153,14 @@ class LayerModel:
             shard = plan.tp_size if plan.sequence_parallel and site.gathers else 1
             shard = 1 if site.keeps_whole else shard
             gradients = _dot(present, site.gradients)
-            moved = [
-                rows * (passed * self.rates.element_bytes + _dot(shares, placed) * PLACE_BYTES)
-                for passed, placed in zip(site.passes, site.placed, strict=True)
-            ]
+            moved = self._moved_s(rows, shares, site)
             forward += (
                 site.calls * parts * cost.forward_fixed_s
                 + cost.forward_input_s * rows * site.read_in
                 + cost.forward_rank_s * rows * _dot(shares, site.rank_columns)
                 + cost.forward_factor_s * gradients
                 + cost.forward_dropout_s * dropped * inputs
-                + self.rates.stream_s(moved[0])
+                + moved[0]
             )
             backward += (
                 site.calls * parts * cost.backward_fixed_s
@@ -171,9 +168,19 @@ class LayerModel:
                 + cost.backward_rank_s * rows * _dot(shares, site.rank_inputs)
                 + cost.backward_factor_s * gradients
                 + cost.backward_dropout_s * dropped * inputs
-                + self.rates.stream_s(moved[1])
+                + moved[1]
             )
         return forward, backward
+
+    def _moved_s(
+        self, rows: float, shares: Sequence[float], site: LoraCounts
+    ) -> tuple[float, float]:
+        """Passes over a branch, and values picked out and put back for exchanges."""
+        forward, backward = (n * self.rates.element_bytes for n in site.passes)
+        if site.placed is not None:
+            forward += _dot(shares, site.placed[0]) * PLACE_BYTES
+            backward += _dot(shares, site.placed[1]) * PLACE_BYTES
+        return self.rates.stream_s(rows * forward), self.rates.stream_s(rows * backward)
 
     def _counts(self, plan: Plan) -> dict[str, list[LoraCounts]]:
         key = plan.tp_size, plan.sequence_parallel, plan.lora_sharding

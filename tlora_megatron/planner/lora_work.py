@@ -58,8 +58,9 @@ class LoraCounts:
     the base's GEMM."""
     exchanged: tuple[float, ...]
     """Values a row of s that ranks exchange."""
-    placed: tuple[tuple[float, ...], tuple[float, ...]]
-    """Values a row that are picked out for that and put back, forward and backward."""
+    placed: tuple[tuple[float, ...], tuple[float, ...]] | None
+    """Values a row that are picked out for that and put back, forward and backward; None = s is
+    exchanged as it lies, or not at all."""
     widest: float
     """Columns of the dS that fold sums under sequence parallelism: the widest adapter's."""
 
@@ -91,6 +92,7 @@ def lora_counts(spec: ModelSpec, jobs: Sequence[JobLoad], linear: str, plan: Pla
     shared = any(shares_all(plan, job) for job in here)
     # Without s_lora all jobs, block-diagonal or not, go through the same call.
     fused = any(not shares_all(plan, job) for job in here)
+    placed = tuple(one.placed[0] for one in each), tuple(one.placed[1] for one in each)
     return LoraCounts(
         linear=linear,
         in_size=in_size,
@@ -104,7 +106,7 @@ def lora_counts(spec: ModelSpec, jobs: Sequence[JobLoad], linear: str, plan: Pla
         gradients=tuple(one.gradients for one in each),
         passes=_passes(plan, here, in_size, out_size),
         exchanged=tuple(one.exchanged for one in each),
-        placed=(tuple(one.placed[0] for one in each), tuple(one.placed[1] for one in each)),
+        placed=placed if shared else None,
         widest=max((one.widest for one in each), default=0.0),
     )
 
