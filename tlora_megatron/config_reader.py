@@ -67,10 +67,10 @@ def _read_dataclass(kind: Any, raw: Any, path: str, *, partial: bool) -> Any:
             path, "be a mapping", raw, "leave the key out for its defaults" if raw is None else ""
         )
     known = {item.name: item for item in fields(kind)}
+    hints = get_type_hints(kind)
     for key in raw:
         if key not in known:
-            raise unknown(path, key, known)
-    hints = get_type_hints(kind)
+            raise _misplaced(path, key, hints) or unknown(path, key, known)
     values = {
         name: _read_value(raw[name], hints[name], _join(path, name), known[name].metadata, partial)
         for name in known
@@ -84,6 +84,14 @@ def _read_dataclass(kind: Any, raw: Any, path: str, *, partial: bool) -> Any:
                 f"{_join(path, name)} must be given: {item.metadata.get('doc', item.name)}"
             )
     return kind(**values)
+
+
+def _misplaced(path: str, key: Any, hints: dict[str, Any]) -> ConfigError | None:
+    """The error for a key that belongs a level deeper; None if it does not."""
+    for name, hint in hints.items():
+        if is_dataclass(hint) and key in {item.name for item in fields(hint)}:
+            return ConfigError(f"{_join(path, key)} is not a known key; did you mean {name}.{key}?")
+    return None
 
 
 def _is_required(item: Field[Any]) -> bool:

@@ -158,6 +158,8 @@ def test_overrides_by_index_by_name_and_into_sections_that_are_not_there(folder:
         ("run.seed={", "must be given a YAML value"),
         ("run.sed=1", "run.sed is not a known key; did you mean seed"),
         ("jobs.one.lora.rnk=1", r"jobs\[0\].lora.rnk is not a known key; did you mean rank"),
+        ("jobs.one.lr=1e-4", r"jobs\[0\].lr is not a known key; did you mean optimizer.lr\?"),
+        ("defaults.rank=8", r"defaults.rank is not a known key; did you mean lora.rank\?"),
     ],
 )
 def test_overrides_that_lead_nowhere_are_refused(
