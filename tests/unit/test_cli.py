@@ -410,7 +410,8 @@ class TestLauncher:
     ) -> None:
         with pytest.raises(SystemExit, match="2"):
             main(["train", str(config_file), f"--nproc={nproc}"])
-        assert "--nproc" in capsys.readouterr().err
+        expected = f"--nproc: must be an integer of at least 1, got {nproc}"
+        assert expected in capsys.readouterr().err
 
     def test_environment_is_set_where_it_is_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OMP_NUM_THREADS", "5")

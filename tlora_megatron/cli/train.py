@@ -143,7 +143,7 @@ def _print_summary(summary: dict[str, Any], config: RunConfig, *, as_json: bool)
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+    # argparse would put the name of this function in the place of int's own error.
+    if not text.strip().lstrip("+").isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text}")
+    return int(text)
