@@ -82,6 +82,27 @@ def test_owned_keys_become_defaults_of_the_jobs(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("zero_optimisation", "zero_optimization"),
+        ("tensor_parralel", "tensor_parallel"),
+        ("gradient_cliping", "gradient_clipping"),
+    ],
+)
+def test_a_misspelt_key_is_told(folder: Path, key: str, meant: str) -> None:
+    """DeepSpeed passes over it: ZeRO 0 in the place of 3, and nobody would know."""
+    (told,) = load(folder, {key: {}}).changes
+    assert told == f"{key} has no effect: did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    "key", ["comms_logger", "steps_per_print", "gradient_predivide_factor", "data_types", "aio"]
+)
+def test_deepspeed_s_other_keys_are_its_own(folder: Path, key: str) -> None:
+    assert load(folder, {key: {}}).changes == ()
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"fp16": {"enabled": True}}, r"fp16\.enabled must be left out.*loss scale"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -35,6 +36,13 @@ _OWNED = {
     ),
 }
 """Keys that mean nothing here, with what does."""
+
+_READ = (
+    *_OWNED,
+    *("bf16", "zero_optimization", "tensor_parallel"),
+    *("optimizer", "scheduler", "gradient_clipping"),
+)
+"""Keys that mean something here, or of which a log line says that they do not."""
 
 _MICRO_BATCH_TOKENS = next(
     field.default for field in fields(RunSpec) if field.name == "micro_batch_tokens"
@@ -117,6 +125,7 @@ def load_deepspeed_config(
         apply_override(section, override)
     _refuse(document)
     changes = [f"{key} has no effect: {why}" for key, why in _OWNED.items() if key in document]
+    changes += _misspelt(document)
     defaults, taken = take_job_defaults(document)
     if defaults and isinstance(section.get("defaults", {}), dict):
         section["defaults"] = merge(defaults, section.get("defaults", {}))
@@ -197,6 +206,15 @@ def _refuse(document: dict[str, Any]) -> None:
     sequence_parallel = document.get("sequence_parallel_size", 1)
     if sequence_parallel != 1:
         raise must("sequence_parallel_size", "be 1", sequence_parallel)
+
+
+def _misspelt(document: dict[str, Any]) -> list[str]:
+    """A sentence for each key that is nearly one that is read: DeepSpeed passes over it too."""
+    found = []
+    for key in sorted(document.keys() - set(_READ)):
+        for near in difflib.get_close_matches(key, _READ, n=1, cutoff=0.85):
+            found.append(f"{key} has no effect: did you mean {near}?")
+    return found
 
 
 def _set_dtype(section: dict[str, Any], bf16: bool | None) -> None:
