@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from tlora_megatron.integrations.megatron.half_layer import HalfLayer, run_layer, runs_direct
+from tlora_megatron.integrations.megatron.module_hooks import does_more
 from tlora_megatron.integrations.megatron.norm import RMSNorm
 from tlora_megatron.ops.frozen_parts import Vjp
 from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch
@@ -33,8 +34,8 @@ from tlora_megatron.parallel.lanes import Lane, current_lane
 class FrozenSelfAttention(SelfAttention):
     """Self-attention whose core sorts and rotates the heads of the fused projection itself.
 
-    Where queries and keys are normed one by one, or a group of heads lies on several ranks,
-    Megatron's own way stays.
+    Where queries and keys are normed one by one, a group of heads lies on several ranks, or a hook
+    waits for the core's call, Megatron's own way stays.
     """
 
     @property
@@ -48,7 +49,7 @@ class FrozenSelfAttention(SelfAttention):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """`[T, 1, H]` to the same; Megatron's arguments beside it are all None here."""
-        if not self.is_fused:
+        if not self.is_fused or does_more(self.core_attention):
             return super().forward(hidden_states, *args, **kwargs)
         mixed, _ = self.linear_qkv(hidden_states)
         context = self.core_attention.attend_projection(mixed, self.num_query_groups_per_partition)

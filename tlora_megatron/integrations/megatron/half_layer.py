@@ -19,6 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tlora_megatron.integrations.megatron.module_hooks import (
+    hangs_on,
+    hangs_on_all,
+    packs_saved_tensors,
+)
 from tlora_megatron.integrations.megatron.norm import RMSNorm
 from tlora_megatron.ops.frozen_parts import Vjp
 from tlora_megatron.ops.segments import MicroBatchView
@@ -26,7 +31,6 @@ from tlora_megatron.parallel.lane_tape import DirectHalf, DirectTape
 from tlora_megatron.parallel.lanes import Lane
 
 Inner = Callable[[Tensor, MicroBatchView, Lane | None], tuple[Tensor, Vjp]]
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,11 +77,6 @@ class HalfLayer:
 
         return vjp
 
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """Whose forward is not called."""
-        return self.norm, self.column, self.row
-
 
 def _walk_back(backs: list[Vjp], grad: Tensor) -> Tensor:
     """Through all of a chain; lets go of each part's saved tensors behind it."""
@@ -88,22 +87,19 @@ def _walk_back(backs: list[Vjp], grad: Tensor) -> Tensor:
 
 def runs_direct(modules: Sequence[nn.Module], halves: Sequence[HalfLayer]) -> bool:
     """Whether halves may be run so now: all linears give their product alone, and nobody has hung
-    anything on a module whose forward is then not called.
+    anything on a module whose forward is then not called, or on what autograd would save.
 
     Args:
         modules: beside those of the halves.
     """
-    linears = (linear for half in halves for linear in (half.column, half.row))
-    if not all(hasattr(linear, "product_vjp") for linear in linears):
+    if hangs_on_all() or packs_saved_tensors():
         return False
-    skipped = (*modules, *(module for half in halves for module in half.modules))
-    return not any(has_hooks(module) for module in skipped)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module does more than its class says."""
-    attributes = module.__dict__
-    return "forward" in attributes or any(attributes[name] for name in _HOOKS)
+    for half in halves:
+        if not (hasattr(half.column, "product_vjp") and hasattr(half.row, "product_vjp")):
+            return False
+        if hangs_on(half.norm) or hangs_on(half.column) or hangs_on(half.row):
+            return False
+    return not any(map(hangs_on, modules))
 
 
 def run_layer(halves: Sequence[HalfLayer], hidden: Tensor, view: MicroBatchView) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from tlora_megatron.integrations.megatron.module_hooks import does_more
 from tlora_megatron.ops.frozen_parts import Vjp
 from tlora_megatron.ops.rms_norm import add_rms_norm, add_rms_norm_vjp, fork_rms_norm, rms_norm
 
@@ -17,6 +18,8 @@ class RMSNorm(nn.Module):
 
     Statistics are fp32; the normalised value is rounded to the input's dtype before the weight is
     multiplied in. Rows are independent, so a sequence-parallel shard needs no communication.
+    Where calling the module does more than `forward`, `fork` and `add` call it, and autograd adds
+    what the kernels otherwise add.
     The constructor is that of Megatron's `WrappedTorchNorm`, which refuses sequence parallelism.
     """
 
@@ -38,10 +41,15 @@ class RMSNorm(nn.Module):
 
     def fork(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the residual stream as it is, to be added to, and normalised."""
+        if does_more(self):
+            return x, self(x)
         return fork_rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the residual stream with x added, as it is and normalised."""
+        if does_more(self):
+            total = residual + x
+            return total, self(total)
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def add_vjp(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Vjp]:

@@ -18,7 +18,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from tlora_megatron.integrations.megatron.frozen_layer import FrozenTransformerLayer
-from tlora_megatron.integrations.megatron.half_layer import HalfLayer, has_hooks, run_in_lane
+from tlora_megatron.integrations.megatron.half_layer import HalfLayer, run_in_lane
+from tlora_megatron.integrations.megatron.module_hooks import does_more
 from tlora_megatron.integrations.megatron.norm import RMSNorm
 from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch, use_micro_batch
 from tlora_megatron.parallel.lane_tape import DirectTape, Tape
@@ -248,16 +249,15 @@ def _stretches(block: Any) -> Iterator[_Stretch]:
     stretches = _recompute_stretches(block)
     if not _runs_halves(block):
         return stretches
-    return (replace(s, halves=tuple(_halves_of(s.layers))) for s in stretches)
-
-
-def _halves_of(layers: Sequence[Any]) -> Iterator[HalfLayer]:
-    return (half for layer in layers for half in layer.tlora_halves)
+    return (
+        replace(s, halves=tuple(half for layer in s.layers for half in layer.tlora_halves))
+        for s in stretches
+    )
 
 
 def _runs_halves(block: Any) -> bool:
     norm = block.final_layernorm
-    if norm is not None and (not isinstance(norm, RMSNorm) or has_hooks(norm)):
+    if norm is not None and (not isinstance(norm, RMSNorm) or does_more(norm)):
         return False
     return all(isinstance(x, FrozenTransformerLayer) and x.direct_halves for x in block.layers)
 
