@@ -404,6 +404,13 @@ class TestLauncher:
         assert main(argv) == 2
         assert "world size must be a multiple of" in capsys.readouterr().err
 
+    @pytest.mark.parametrize(("option", "value"), [("--hardware", "h100"), ("--lengths", "64")])
+    def test_the_planner_s_options_want_plan(
+        self, config_file: Path, option: str, value: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["train", str(config_file), option, value]) == 2
+        assert f"{option} must come with --plan auto, got '{value}'" in capsys.readouterr().err
+
     @pytest.mark.parametrize("nproc", ["0", "-1", "two"])
     def test_nproc_that_is_no_count(
         self, config_file: Path, nproc: str, capsys: pytest.CaptureFixture[str]

@@ -7,18 +7,20 @@ import os
 
 from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.config import RunConfig
+from tlora_megatron.config_reader import must
 from tlora_megatron.runtime.plan_files import overrides_of
 from tlora_megatron.runtime.plan_inputs import parse_lengths, run_hardware
+
+DEFAULT_HARDWARE = "h200"
 
 
 def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
     """What the planner must know beside the configuration."""
     parser.add_argument(
         "--hardware",
-        default="h200",
         metavar="NAME",
         help="the planner's profile of the machine: a file, or a name in configs/hardware "
-        "(default h200)",
+        f"(default {DEFAULT_HARDWARE})",
     )
     parser.add_argument(
         "--lengths",
@@ -38,6 +40,18 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add_hardware_arguments(parser)
 
 
+def check_plan_arguments(args: argparse.Namespace) -> None:
+    """Refuses what would have no effect.
+
+    Raises:
+        ConfigError: for the planner's options without `--plan`.
+    """
+    for name in ("hardware", "lengths"):
+        given = getattr(args, name)
+        if args.plan is None and given is not None:
+            raise must(f"--{name}", "come with --plan auto", given)
+
+
 def planned_overrides(args: argparse.Namespace, config: RunConfig) -> list[str]:
     """The best plan for this run's processes as overrides, the same ones on every process.
 
@@ -48,7 +62,7 @@ def planned_overrides(args: argparse.Namespace, config: RunConfig) -> list[str]:
 
     starts_here = "RANK" not in os.environ
     num_gpus = (args.nproc or 1) if starts_here else int(os.environ["WORLD_SIZE"])
-    hardware = run_hardware(args.hardware, config)
+    hardware = run_hardware(args.hardware or DEFAULT_HARDWARE, config)
     lengths = None if args.lengths is None else parse_lengths(args.lengths)
     best = best_plan(config, num_gpus, hardware, lengths)
     if global_rank() == 0:

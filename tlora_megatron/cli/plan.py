@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.cli.auto_plan import add_hardware_arguments
+from tlora_megatron.cli.auto_plan import DEFAULT_HARDWARE, add_hardware_arguments
 from tlora_megatron.cli.console import open_console
 from tlora_megatron.cli.plan_tables import print_explanation, print_result, result_document
 from tlora_megatron.cli.train import add_config_arguments
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if args.write is not None:
         _check_target(Path(args.write[1]), Path(args.config))
     config = load_config(args.config, args.overrides, args.output_dir)
-    hardware = run_hardware(args.hardware, config)
+    hardware = run_hardware(args.hardware or DEFAULT_HARDWARE, config)
     spec = plan_model(config)
     jobs = plan_jobs(config, spec, None if args.lengths is None else parse_lengths(args.lengths))
     space = _space(args, config)

@@ -8,7 +8,11 @@ import logging
 import os
 from typing import Any
 
-from tlora_megatron.cli.auto_plan import add_plan_arguments, planned_overrides
+from tlora_megatron.cli.auto_plan import (
+    add_plan_arguments,
+    check_plan_arguments,
+    planned_overrides,
+)
 from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.cli.progress import RichProgress, SilentProgress
 from tlora_megatron.cli.tables import print_run
@@ -70,6 +74,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains, in this process or in `--nproc` of them, and prints the results."""
+    check_plan_arguments(args)
     # Here even when other processes are going to train: a mistake then costs no start of N ranks.
     config = load_config(args.config, args.overrides, args.output_dir)
     if args.plan is not None:
