@@ -210,7 +210,8 @@ def _read_base_model(raw: Any, folder: Path) -> BaseModelSpec:
             raise must("base_model.random_init", "be false with path", True, "give config instead")
         path = resolve(base.path, folder)
         if not Path(path).is_dir():
-            raise must("base_model.path", "be an existing directory", path)
+            remedy = "names on the Hugging Face hub are not downloaded: hf download NAME first"
+            raise must("base_model.path", "be an existing directory", path, remedy)
         return replace(base, path=path)
     if not base.random_init:
         raise must("base_model.random_init", "be true with config", False, "or give path")
