@@ -101,6 +101,7 @@ def make_case(
         lora_b=tuple(lora_b),
         grad_a=grads([in_size] * len(columns)),
         grad_b=grads(sizes),
+        is_aligned=True,
         scaling=torch.tensor([0.5 + 0.25 * (i % 5) for i in range(len(ranks))], device=device),
         dropout=torch.tensor(p_S, device=device),
         has_dropout=any(p_S),
@@ -170,10 +171,15 @@ def run(
 
 
 def run_shared(
-    ops: LinearOps, case: KernelCase, x_TK: torch.Tensor, dy_TN: torch.Tensor, rows: RowGroups
+    ops: LinearOps,
+    case: KernelCase,
+    x_TK: torch.Tensor,
+    dy_TN: torch.Tensor,
+    rows: RowGroups,
+    parts: int = 2,
 ) -> dict[str, torch.Tensor]:
-    """As `run`, of two ranks that share `lora_a` as S-LoRA does, one after the other."""
-    parts, window, weight_NK = 2, (0, len(x_TK)), case.weight_NK
+    """As `run`, of ranks that share `lora_a` as S-LoRA does, one after the other."""
+    window, weight_NK = (0, len(x_TK)), case.weight_NK
     none = tuple(tuple(None for _ in slot) for slot in case.layout.ranks)
     whole = replace(case.factors, grad_a=none)
     owns = [own_factors(case.factors, k, parts) for k in range(parts)]
@@ -182,14 +188,14 @@ def run_shared(
     s = places.put(torch.cat(taken))
     y = ops.linear(x_TK, weight_NK, case.bias_N, s, whole, rows)
     ds = ops.backward_up(dy_TN, s, whole, rows)
-    dx = -(dy_TN @ weight_NK).double()  # both ranks add it
+    dx = (1 - parts) * (dy_TN @ weight_NK).double()  # every rank adds it
     found: dict[str, torch.Tensor] = {}
     for own, values in zip(owns, places.take(ds).chunk(parts), strict=True):
         own_ds = ops.rank_places(own, rows).put(values)
         dx += ops.dgrad(dy_TN, own_ds, weight_NK, own, rows)
         ops.backward_down(x_TK, dy_TN, s, own_ds, own, rows, window, whole)
         for name, grad in gradients(case.factors).items():
-            # Each has its rows of dA; of dB, which the first has, the second may have none.
+            # Each has its rows of dA; of dB, which the first has, others may have none.
             known = found.setdefault(name, grad)
             found[name] = known if known is grad or name[1] == "B" else known + grad
     return {"y": y, "dx": dx, **found}

@@ -16,6 +16,7 @@ from tests.helpers.cuda_cases import CASES, WHOLE, rank_rows_by_definition
 from tests.helpers.item_machine import ItemMachine
 from tests.helpers.kernel_case import KernelCase, gradients, make_case, make_rows, reference
 from tests.helpers.linear_case import error
+from tlora_megatron.ops.factors import are_aligned
 from tlora_megatron.ops.plan_tensors import update_plans
 from tlora_megatron.ops.row_groups import RowGroups
 
@@ -288,7 +289,7 @@ def test_gradients_off_16_bytes_go_through_triton(
     """As where another linear of the model has an odd size: a slab holds all of them in a row."""
     case, rows = make("one adapter")
     shifted = torch.zeros(1 + 16 * IN_SIZE)[1:].view(16, IN_SIZE)
-    factors = replace(case.factors, grad_a=((shifted,),))
+    factors = replace(case.factors, grad_a=((shifted,),), is_aligned=are_aligned(((shifted,),)))
     s = torch.zeros(16, 256)
     monkeypatch.setattr(cuda_ops.TritonOps, "down", lambda *_: s)
     monkeypatch.setattr(cuda_ops.TritonOps, "linear", lambda *_: "triton")

@@ -32,11 +32,13 @@ from tests.helpers.kernel_case import (
     poisoned_memory,
     reference,
     run,
+    run_shared,
 )
 from tests.helpers.linear_case import error
 from tlora_megatron.ops import cuda_ops, triton_gather, triton_ops
 from tlora_megatron.ops.columns import OutputColumns
 from tlora_megatron.ops.dropout import dropout_reference
+from tlora_megatron.ops.factors import SiteFactors, are_aligned
 from tlora_megatron.ops.kernel_config import (
     BackwardDownConfig,
     BackwardUpConfig,
@@ -199,6 +201,29 @@ def test_the_branch_reads_what_the_cuda_kernels_write(monkeypatch: pytest.Monkey
     branch = (expected["y"] - whole_y)[begin:end]
     assert error(y, branch + base) < 5e-7
     assert error(dx, (expected["dx"] - dy.double() @ case.weight_NK.double())[begin:end]) < 5e-7
+
+
+@interpreted
+@pytest.mark.parametrize("kernels", [cuda_ops.CudaOps, TritonOps])
+def test_ranks_that_share_make_the_definition(kernels: type[TritonOps]) -> None:
+    """Of a linear whose gradients lie off 16 bytes, which no CUDA kernel takes."""
+    columns, ranks, lengths, padding = CUDA_CASES["missing targets"]
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
+    case = dataclasses.replace(case, factors=shifted_gradients(case.factors))
+    rows = make_rows(lengths, padding)
+    x, dy = draw(case, rows.ends[-1])
+    with poisoned_memory():
+        found = run_shared(kernels(config=SMALL), case, x, dy, rows)
+    compare(found, reference(case, x, dy, rows), 5e-7)
+
+
+def shifted_gradients(factors: SiteFactors) -> SiteFactors:
+    """As of a slab in which another linear has an odd size: A's lie at 16 bytes, B's do not."""
+    shifted = tuple(
+        tuple(None if g is None else torch.zeros(g.numel() + 1)[1:].view_as(g) for g in slot)
+        for slot in factors.grad_b
+    )
+    return dataclasses.replace(factors, grad_b=shifted, is_aligned=are_aligned(shifted))
 
 
 @interpreted

@@ -18,7 +18,7 @@ from tlora_megatron.layers.sites import Site, TargetShard
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
 from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
 from tlora_megatron.ops.dropout import mix_ints
-from tlora_megatron.ops.factors import SiteFactors
+from tlora_megatron.ops.factors import Gradients, SiteFactors, are_aligned
 from tlora_megatron.ops.kernel_choice import choose_ops
 from tlora_megatron.ops.linear_ops import LinearOps
 from tlora_megatron.ops.tiling import RankLayout
@@ -204,6 +204,8 @@ class _Arenas:
         is_split = site.lora_sharding == "s_lora" and site.kind == "column"
         has_a = not (is_split and members == "standard")
         has_b = members != "own ranks"
+        grad_a, grad_b = (self._grads(shards, layout, which) for which in ("lora_a", "lora_b"))
+        none = tuple((None,) * len(shards) for _ in self.loras)
         return SiteFactors(
             layout=layout,
             columns=tuple(columns),
@@ -212,8 +214,9 @@ class _Arenas:
                 self._zeros(rows, c.size, held=has_b)
                 for rows, c in zip(layout.b_rows, columns, strict=True)
             ),
-            grad_a=self._grads(shards, layout, "lora_a" if has_a else None),
-            grad_b=self._grads(shards, layout, "lora_b" if has_b else None),
+            grad_a=grad_a if has_a else none,
+            grad_b=grad_b if has_b else none,
+            is_aligned=are_aligned(grad_a) and are_aligned(grad_b),
             scaling=self.scaling,
             dropout=self.dropout,
             has_dropout=any(lora.dropout > 0 for lora in self.loras),
@@ -241,9 +244,7 @@ class _Arenas:
             return torch.zeros(rows, columns, dtype=self.dtype, device=device)
         return torch.zeros(1, 1, dtype=self.dtype, device=device).expand(rows, columns)
 
-    def _grads(
-        self, shards: Sequence[TargetShard], layout: RankLayout, which: str | None
-    ) -> tuple[tuple[torch.Tensor | None, ...], ...]:
+    def _grads(self, shards: Sequence[TargetShard], layout: RankLayout, which: str) -> Gradients:
         return tuple(
             tuple(
                 views.get(f"{t.name}.{which}") if rank else None

@@ -114,8 +114,7 @@ class CudaSite:
         size_out, size_in = whole.groups * whole.stride, factors.lora_a.shape[1]
         self.sizes = sum_sizes(factors.columns, size_in, size_out)
         # Another linear's odd size may shift this one's gradients in the slabs: bulk copies fault.
-        aligned = tables.aligned_a and tables.aligned_b
-        self.suits = aligned and suits(factors, size_out, size_in)
+        self.suits = factors.is_aligned and suits(factors, size_out, size_in)
         """Whether these kernels take the linear; nothing below is asked for where they do not."""
 
     @functools.cached_property
