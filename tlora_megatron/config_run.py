@@ -16,8 +16,9 @@ class RunSpec:
     micro_batch_tokens: int = rule("tokens of one packed micro-batch", default=4096, ge=1)
     portion_tokens: int | None = rule(
         "cut each job's batch into portions of at most so many tokens a data-parallel rank, by its "
-        "own sequences alone: its bits then do not depend on its neighbours; null = share the room "
-        "fairly",
+        "own sequences alone: its bits then do not depend on its neighbours, unless nano-batches, "
+        "sequence parallelism with other than s_lora, or context parallelism cut among them; null "
+        "= share the room fairly",
         default=None,
         ge=1,
     )
