@@ -20,6 +20,7 @@ from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.cli.main import configure_logging, show_error
 from tlora_megatron.cli.progress import SilentProgress
 from tlora_megatron.cli.tables import print_run
+from tlora_megatron.config_reader import ConfigError
 from tlora_megatron.parallel.hardware_queues import set_queues
 from tlora_megatron.runtime.launcher import is_lost_connection, join_agent
 
@@ -72,11 +73,14 @@ def _explain(kind: type[BaseException], error: BaseException, trace: TracebackTy
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the script that the command line (`sys.argv` where None) names."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0].startswith("-"):
-        raise SystemExit(_USAGE)
+    if words[:1] in (["-h"], ["--help"]):
+        open_console().print(f"{_USAGE}\n\n{__doc__}", markup=False)
+        raise SystemExit(0)
+    if not words or not Path(words[0]).is_file():
+        got = words[0] if words else "none"
+        show_error(ConfigError(f"SCRIPT must be an existing file, got {got}; {_USAGE}"))
+        raise SystemExit(2)
     script = Path(words[0])
-    if not script.is_file():
-        raise SystemExit(f"SCRIPT must be an existing file, got {script}\n{_USAGE}")
     sys.argv = words
     # As Python does for a script: its folder holds the checkout's packages.
     sys.path.insert(0, str(script.resolve().parent))

@@ -218,7 +218,9 @@ def test_another_version_is_refused(
 
 @pytest.mark.skipif("megatron.training" in sys.modules, reason="there is a trainer")
 def test_without_a_checkout_the_remedy_is_named() -> None:
-    with pytest.raises(ImportError, match=r"there is no megatron.training"):
+    with pytest.raises(
+        ImportError, match=r"a Megatron-LM checkout must be .*PYTHONPATH"
+    ):
         guard.check_trainer()
 
 
@@ -301,6 +303,13 @@ def test_a_trainer_that_does_not_fit_is_left_alone_without_the_flag(
 
 
 @pytest.mark.parametrize("words", [[], ["--lr", "1"], ["nowhere.py"]])
-def test_the_launcher_wants_a_script(words: list[str]) -> None:
-    with pytest.raises(SystemExit, match=r"usage: python -m tlora_megatron.launch SCRIPT"):
+def test_the_launcher_wants_a_script(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
         launch.main(words)
+    assert "usage: python -m tlora_megatron.launch SCRIPT" in capsys.readouterr().err
+
+
+def test_the_launcher_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        launch.main(["--help"])
+    assert "torchrun" in capsys.readouterr().out

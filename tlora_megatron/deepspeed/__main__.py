@@ -16,11 +16,26 @@ from tlora_megatron.cli.tables import print_run
 from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.runtime.launcher import join_agent, leave_process_group
 
+_FILE = "DeepSpeed's JSON, with a section tlora or a tlora_config"
+_EPILOG = """\
+examples:
+  deepspeed --num_gpus 8 --module tlora_megatron.deepspeed --deepspeed_config ds.json
+  torchrun --nproc-per-node 8 -m tlora_megatron.deepspeed --deepspeed_config ds.json \\
+      --set jobs.chat.lora.rank=32
+
+exit code: 0 all jobs finished, 1 a job or the run failed, 2 something to correct in the input
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line (`sys.argv` where None); exit codes as `tlora`."""
-    parser = argparse.ArgumentParser(prog="tlora_megatron.deepspeed", description=__doc__)
-    parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help="JSON")
+    parser = argparse.ArgumentParser(
+        prog="tlora_megatron.deepspeed",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--deepspeed_config", required=True, metavar="FILE", help=_FILE)
     parser.add_argument("--deepspeed", action="store_true", help="without effect")
     parser.add_argument("--local_rank", type=int, default=0, help="set by DeepSpeed's launcher")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")

@@ -151,6 +151,8 @@ def check_trainer() -> None:
         except ModuleNotFoundError as error:
             if not module_name.startswith(error.name or "?"):
                 raise  # a dependency of the trainer
+            if error.name == "megatron.training":
+                raise _no_checkout() from error  # the package index has megatron.core alone
             raise _mismatch(version, f"there is no {module_name}") from error
         for name, parameters in names.items():
             problem = _problem(module, name, parameters)
@@ -167,10 +169,14 @@ def _version() -> str:
     except ModuleNotFoundError as error:
         if error.name not in ("megatron", "megatron.core"):
             raise
-        raise ImportError(
-            f"a Megatron-LM checkout must be importable for {FLAG}: start its own script, or put "
-            f"it on PYTHONPATH"
-        ) from error
+        raise _no_checkout() from error
+
+
+def _no_checkout() -> ImportError:
+    return ImportError(
+        f"a Megatron-LM checkout must be importable for {FLAG}: start its own script, or put it "
+        f"on PYTHONPATH"
+    )
 
 
 def _mismatch(version: str, what: str) -> ImportError:
