@@ -43,11 +43,17 @@ class Run:
     """Rounds of which each takes what its number of nano-batches costs; two jobs step in each."""
 
     def __init__(
-        self, folder: Path, *, resuming: bool = False, kind: Any = "best", step: int = 99
+        self,
+        folder: Path,
+        *,
+        resuming: bool = False,
+        kind: Any = "best",
+        step: int = 99,
+        names: tuple[str, ...] = ("a", "b"),
     ) -> None:
         self.count = 0
         self.room = NO_LIMIT
-        self.jobs = jobs("a", "b", step=step if resuming else 0)
+        self.jobs = jobs(*names, step=step if resuming else 0)
         self.rounds = NanoRounds(
             kind,
             self._set,
@@ -91,7 +97,8 @@ def test_chooses_sets_and_writes_down(tmp_path: Path) -> None:
     assert [r["nano_batches"] for r in trace[:7]] == [1, 1, 1, 1, 1, 1, 2]
     assert trace[0] | {"time_s": 1.0} == {
         "step": 1, "nano_batches": 1, "time_s": 1.0, "tokens": 250, "phase": "explore",
-        "kept": 1, "jobs": 2, "mix": mix_key(jobs("a", "b")), "chosen": None, "job_steps": 2,
+        "kept": 1, "jobs": 2, "mix": mix_key(jobs("a", "b")), "chosen": None,
+        "job_steps": {"a": 1, "b": 1},
     }  # fmt: skip
     assert (trace[-1]["phase"], trace[-1]["chosen"]) == ("keep", 2)
     assert run.rounds.summary() == {
@@ -145,6 +152,24 @@ def test_a_resumed_run_cuts_off_what_it_does_again_and_nothing_else(tmp_path: Pa
     assert (again.count, again.rounds.steps) == (2, 40)
 
 
+@pytest.mark.parametrize("step", [60, 40])
+def test_a_job_that_was_taken_out_takes_no_lines_along(tmp_path: Path, step: int) -> None:
+    """b goes on from its checkpoint; a is not in the run's file any more."""
+    Run(tmp_path).train(60)
+    lines = (tmp_path / TRACE_FILE).read_text().splitlines(keepends=True)
+    Run(tmp_path, resuming=True, step=step, names=("b",))
+    assert (tmp_path / TRACE_FILE).read_text() == "".join(lines[:step])
+
+
+def test_one_number_of_steps_is_of_all_jobs_together(tmp_path: Path) -> None:
+    """As earlier versions wrote it."""
+    Run(tmp_path).train(60)
+    old = [r | {"job_steps": sum(r["job_steps"].values())} for r in records(tmp_path)]
+    (tmp_path / TRACE_FILE).write_text("".join(json.dumps(record) + "\n" for record in old))
+    Run(tmp_path, resuming=True, step=40)
+    assert records(tmp_path) == old[:40]
+
+
 def test_a_resumed_run_reads_no_more_of_its_trace_than_it_needs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,6 +186,11 @@ def test_a_resumed_run_reads_no_more_of_its_trace_than_it_needs(
         (lambda line: line.pop("mix"), "mix must be of type str, got none"),
         (lambda line: line.update(step="59"), "step must be of type int, got '59'"),
         (lambda line: line.update(chosen=True), "chosen must be of type int | None, got True"),
+        (lambda line: line.update(chosen={}), "chosen must be of type int | None, got {}"),
+        (
+            lambda line: line.update(job_steps={"a": "1"}),
+            "job_steps must be of type dict[str, int] | int, got {'a': '1'}",
+        ),
     ],
 )
 def test_broken_lines_are_passed_over_and_stay(

@@ -119,8 +119,8 @@ class _Measured:
     mix_key: str
     most: int
     num_jobs: int
-    job_steps: int
-    """Of all the run's jobs."""
+    job_steps: dict[str, int]
+    """Of each of the run's jobs."""
     count: int
     phase: str
 
@@ -237,8 +237,8 @@ class NanoRounds:
         return {"count": kept, "controller": self.kind, "time_over_one": ratio}
 
     @property
-    def _job_steps(self) -> int:
-        return sum(job.step for job in self._jobs)
+    def _job_steps(self) -> dict[str, int]:
+        return {job.name: job.step for job in self._jobs}
 
     def _resumed(self, *, resuming: bool) -> Resumed:
         """What the trace says, the same on all processes."""

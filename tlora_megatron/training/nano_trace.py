@@ -10,11 +10,11 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from tlora_megatron.training.metrics import write_atomic
 
@@ -45,8 +45,9 @@ class TraceLine:
     """See `nano_rounds.mix_key`."""
     chosen: int | None = None
     """The mix's own choice; None while it has made none."""
-    job_steps: int = 0
-    """Steps of all the run's jobs together, behind this one: tells what a checkpoint is behind."""
+    job_steps: dict[str, int] | int = 0
+    """Steps of each of the run's jobs, by name, behind this one: tells what a checkpoint is behind.
+    One number: of all together, as earlier versions wrote it."""
 
     @classmethod
     def parse(cls, text: bytes) -> TraceLine:
@@ -57,12 +58,25 @@ class TraceLine:
         values = {}
         for field in fields(cls):
             value, kind = record.get(field.name, field.default), _kinds()[field.name]
-            if not isinstance(value, kind) or isinstance(value, bool):
+            if not _is_of(value, kind):
                 got = "none" if value is MISSING else repr(value)
                 name = getattr(kind, "__name__", kind)
                 raise ValueError(f"{field.name} must be of type {name}, got {got}")
             values[field.name] = value
         return cls(**values)
+
+    def steps_of(self, names: Iterable[str]) -> int:
+        """Steps of these jobs together; those of others do not tell what these do again."""
+        if isinstance(self.job_steps, int):
+            return self.job_steps
+        return sum(self.job_steps.get(name, 0) for name in names)
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    if isinstance(value, dict):
+        return dict[str, int] in get_args(kind) and all(type(n) is int for n in value.values())
+    plain = tuple(k for k in get_args(kind) or (kind,) if k != dict[str, int])
+    return isinstance(value, plain) and not isinstance(value, bool)
 
 
 @cache
@@ -97,13 +111,13 @@ class NanoTrace:
         except OSError as error:
             self._warn_of_disk("emptied", error)
 
-    def resume(self, job_steps: int) -> Resumed:
+    def resume(self, job_steps: Mapping[str, int]) -> Resumed:
         """Cuts off what a resumed run does again, and a torn last line; all else stays as it is.
 
         Read from its end, as far as needed.
 
         Args:
-            job_steps: of all jobs together in the checkpoints that the run goes on from.
+            job_steps: of each job, by name, in the checkpoint that it goes on from.
         """
         try:
             return self._resume(job_steps)
@@ -125,7 +139,7 @@ class NanoTrace:
         except OSError as error:
             self._warn_of_disk("written", error)
 
-    def _resume(self, job_steps: int) -> Resumed:
+    def _resume(self, job_steps: Mapping[str, int]) -> Resumed:
         whole = self.path.read_bytes()
         cut = end = whole.rfind(b"\n") + 1
         last = kept = None
@@ -138,7 +152,7 @@ class NanoTrace:
                 broken.insert(0, (whole.count(b"\n", 0, begin) + 1, error))
             else:
                 last = last or line
-                if line.job_steps <= job_steps:
+                if line.steps_of(job_steps) <= sum(job_steps.values()):
                     kept = line
                 else:
                     cut = begin
