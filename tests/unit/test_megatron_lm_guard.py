@@ -218,9 +218,7 @@ def test_another_version_is_refused(
 
 @pytest.mark.skipif("megatron.training" in sys.modules, reason="there is a trainer")
 def test_without_a_checkout_the_remedy_is_named() -> None:
-    with pytest.raises(
-        ImportError, match=r"a Megatron-LM checkout must be .*PYTHONPATH"
-    ):
+    with pytest.raises(ImportError, match=r"a Megatron-LM checkout must be .*PYTHONPATH"):
         guard.check_trainer()
 
 
