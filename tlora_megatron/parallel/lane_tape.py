@@ -12,15 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
-from tlora_megatron.ops.frozen_parts import Vjp
+from tlora_megatron.ops.frozen_parts import End, Vjp, run_backward
 
 Module = Callable[[torch.Tensor], Any]
 Transport = Callable[[torch.Tensor], torch.Tensor]
-End = torch.Tensor | GradientEdge
-"""Where a piece ends: a tensor whose memory is needed anyway, or what leads back from it alone."""
 
 
 class WayBack(Protocol):
@@ -173,18 +170,6 @@ class Tape:
     ) -> torch.Tensor:
         """Runs an elementwise piece back to its leaf and to the reduction that it begins with."""
         return run_backward(outputs, grads, (leaf, self.token))[0]
-
-
-def run_backward(
-    outputs: tuple[End, ...],
-    grads: tuple[torch.Tensor, ...],
-    inputs: tuple[torch.Tensor, ...] = (),
-) -> Any:
-    """`torch.autograd.grad`, or `backward` without inputs, and none of their checks, which took 18
-    of the 76 us that a half layer's cuts cost the host, there and back (a server CPU's core)."""
-    return Variable._execution_engine.run_backward(
-        outputs, grads, False, False, inputs, allow_unreachable=True, accumulate_grad=not inputs
-    )
 
 
 class Gathered(torch.autograd.Function):

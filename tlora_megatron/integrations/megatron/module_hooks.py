@@ -1,4 +1,4 @@
-"""What a user may have hung on modules, or on what autograd saves: who runs without either asks."""
+"""What a user may have hung on modules or on what autograd saves; who skips both asks first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 def does_more(module: nn.Module) -> bool:
     """Whether calling a module does more than its class's `forward`."""
-    return hangs_on(module) or bool(hangs_on_all())
+    return hangs_on(module) or hangs_on_all()
 
 
 def hangs_on(module: nn.Module) -> bool:
