@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.layout_sites import SPEC
 from tlora_megatron.job import LoraSpec
-from tlora_megatron.model import ModelSpec
 from tlora_megatron.ops.segments import Document
 from tlora_megatron.parallel.nano_balance import TOLERANCE, RowCosts, balanced_cuts
 
@@ -101,22 +101,18 @@ def test_cost_of_a_document() -> None:
 
 
 def test_rank_and_targets_make_a_job_dearer() -> None:
-    spec = ModelSpec(
-        model_type="llama", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16,
-        ffn_size=160, vocab_size=128, max_positions=512, norm_eps=1e-5, rope_theta=1e4,
-    )  # fmt: skip
     loras = [
         LoraSpec(rank=4),
         LoraSpec(rank=16),
         LoraSpec(rank=17),
         LoraSpec(rank=16, target_modules=("q_proj", "v_proj")),
     ]
-    costs = RowCosts.of(spec, loras)
-    shapes = [spec.target_shape(target) for target in loras[0].target_modules]
+    costs = RowCosts.of(SPEC, loras)
+    shapes = [SPEC.target_shape(target) for target in loras[0].target_modules]
     assert costs.row == 2 * sum(columns * inner for columns, inner in shapes)
     assert costs.adapters[0] == costs.adapters[1] == 16 * sum(map(sum, shapes))
     assert costs.adapters[2] == 2 * costs.adapters[1]
-    narrow = sum(sum(spec.target_shape(target)) for target in ("q_proj", "v_proj"))
+    narrow = sum(sum(SPEC.target_shape(target)) for target in ("q_proj", "v_proj"))
     assert costs.adapters[3] == 16 * narrow
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.layout_sites import SPEC
 from tlora_megatron.job import LoraSpec
-from tlora_megatron.model import ModelSpec
 from tlora_megatron.ops.segments import Document
 from tlora_megatron.parallel.lane_room import NO_LIMIT, LaneRoom
 from tlora_megatron.training.data import TokenSequence
@@ -310,16 +310,11 @@ def test_aimd_has_no_ratio(tmp_path: Path) -> None:
 
 
 def test_cuts_follow_the_jobs_that_train_now() -> None:
-    spec = ModelSpec(
-        model_type="llama", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16,
-        ffn_size=160, vocab_size=128, max_positions=512, norm_eps=1e-5, rope_theta=1e4,
-    )  # fmt: skip
-
     def job(rank: int) -> Any:
         return SimpleNamespace(spec=SimpleNamespace(lora=LoraSpec(rank=rank)))
 
     model: Any = SimpleNamespace(jobs=(job(16), job(16)))
-    cut = RankAwareCut(spec, model)
+    cut = RankAwareCut(SPEC, model)
     documents = [Document(slot=slot, length=32) for slot in (0, 0, 1, 1, 1, 1)]
     assert cut(documents, 2) == (0, 3, 6)
     model.jobs = (job(256), job(16))

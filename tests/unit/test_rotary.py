@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from tests.helpers.layout_sites import SPEC
 from tlora_megatron.integrations.megatron.rotary import PackedRotaryEmbedding, inverse_frequencies
 from tlora_megatron.model import ModelSpec
 from tlora_megatron.ops.segments import Document, pack_micro_batch
@@ -29,20 +31,8 @@ DEFAULT: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def make_spec(rope: dict[str, Any], head_dim: int) -> ModelSpec:
-    return ModelSpec(
-        model_type="llama",
-        num_layers=1,
-        hidden_size=4 * head_dim,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=head_dim,
-        ffn_size=8,
-        vocab_size=8,
-        max_positions=64,
-        norm_eps=1e-5,
-        rope_theta=rope["rope_theta"],
-        rope_scaling=rope if rope["rope_type"] == "llama3" else None,
-    )
+    scaling = rope if rope["rope_type"] == "llama3" else None
+    return replace(SPEC, head_dim=head_dim, rope_theta=rope["rope_theta"], rope_scaling=scaling)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
