@@ -4,7 +4,7 @@
 # usage: scripts/test.sh [quick] [pytest arguments]
 #   quick    lint, types and tests/unit without the slow ones
 #   -k NAME  and the like go to pytest; a stage in which they select nothing is passed over
-# About 20 minutes on two cores, quick under one. Tests of GPUs run where there are GPUs.
+# About 20 minutes on two cores, quick about one. Tests of GPUs run where there are GPUs.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 quick=""

@@ -241,7 +241,8 @@ def test_rounds_hold_what_the_real_packer_puts_into_them(
         job(f"job{i}", batch_size=batch, lengths=LengthHistogram.from_counts(dict(counts).items()))
         for i, (batch, counts) in enumerate(mix)
     ]
-    expected = expected_rounds(jobs, micro_batch_tokens=512, dp_size=dp_size, pp_size=pp_size)
+    model = RoundModel(jobs, looked_at=256)  # 24 rounds where batches wait, not hundreds
+    expected = model.expected(micro_batch_tokens=512, dp_size=dp_size, pp_size=pp_size)
     num_rounds = len(expected.fullest)
     tokens, fullest = _packed(jobs, 512, dp_size, pp_size, num_rounds)
     assert [count for count, _ in expected.fullest] == [count for count, _ in fullest]
