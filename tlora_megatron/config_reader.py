@@ -191,9 +191,14 @@ def _join(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def nearest(value: Any, options: Iterable[Any]) -> str:
-    """The remedy that names the option most like `value`; empty where none is like it."""
-    near = difflib.get_close_matches(str(value), [str(option) for option in options], n=1)
+def nearest(value: Any, options: Iterable[Any], *, likeness: float = 0.6) -> str:
+    """The remedy that names the option most like `value`; empty where none is like it.
+
+    Args:
+        likeness: least ratio of `difflib`, 1 = equal.
+    """
+    words = [str(option) for option in options]
+    near = difflib.get_close_matches(str(value), words, n=1, cutoff=likeness)
     return f"did you mean {near[0]}?" if near else ""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -14,7 +13,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
 from tlora_megatron.config import BaseModelSpec, RunConfig, RunSpec, read_config
-from tlora_megatron.config_reader import ConfigError, must, read_spec
+from tlora_megatron.config_reader import ConfigError, must, nearest, read_spec
 from tlora_megatron.config_rules import resolve
 from tlora_megatron.config_source import apply_override, merge, read_document
 from tlora_megatron.integrations.deepspeed.job_defaults import take_job_defaults
@@ -210,11 +209,8 @@ def _refuse(document: dict[str, Any]) -> None:
 
 def _misspelt(document: dict[str, Any]) -> list[str]:
     """A sentence for each key that is nearly one that is read: DeepSpeed passes over it too."""
-    found = []
-    for key in sorted(document.keys() - set(_READ)):
-        for near in difflib.get_close_matches(key, _READ, n=1, cutoff=0.85):
-            found.append(f"{key} has no effect: did you mean {near}?")
-    return found
+    remedies = ((key, nearest(key, _READ, likeness=0.85)) for key in sorted(document))
+    return [f"{key} has no effect: {to}" for key, to in remedies if to and key not in _READ]
 
 
 def _set_dtype(section: dict[str, Any], bf16: bool | None) -> None:
