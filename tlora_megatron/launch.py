@@ -20,8 +20,8 @@ from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.cli.main import configure_logging, show_error
 from tlora_megatron.cli.progress import SilentProgress
 from tlora_megatron.cli.tables import print_run
-from tlora_megatron.config_reader import ConfigError
-from tlora_megatron.parallel.hardware_queues import set_queues
+from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.parallel.nano.hardware_queues import set_queues
 from tlora_megatron.runtime.launcher import is_lost_connection, join_agent
 
 _USAGE = "usage: python -m tlora_megatron.launch SCRIPT [ARGS] --tlora-config FILE"

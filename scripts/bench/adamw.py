@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 import torch
 
-from tlora_megatron.ops.adamw import AdamUpdate, fused_adamw
-from tlora_megatron.ops.kernel_choice import VARIABLE
+from tlora_megatron.ops.adamw.step import AdamUpdate, fused_adamw
+from tlora_megatron.ops.lora.kernel_choice import VARIABLE
 
 GPU = torch.device("cuda")
 WORKLOADS = {

@@ -25,19 +25,19 @@ import torch
 import torch.distributed as dist
 from result_rows import append_rows, checkout_commit
 
+from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.integrations.megatron import model as backbone
 from tlora_megatron.integrations.megatron import recompute
 from tlora_megatron.integrations.megatron.engine import MegatronEngine, current_groups, pair_linears
-from tlora_megatron.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import initial_factor
-from tlora_megatron.model import ModelSpec, read_model_spec
-from tlora_megatron.plan import ParallelLayout
-from tlora_megatron.training.data import BatchPlan, JobData, TokenSequence
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.packing import Placed, batch_items, pack
+from tlora_megatron.training.packing.packing import Placed, batch_items, pack
 from tlora_megatron.training.super_model import SuperModel
 
 RANKS = (4, 8, 16, 16, 24, 32, 64, 64)

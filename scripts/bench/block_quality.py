@@ -27,10 +27,10 @@ from typing import Any
 
 from result_rows import checkout_commit, write_rows
 
-from tlora_megatron.config import load_config
-from tlora_megatron.job import HF_TARGETS, DataSpec, JobSpec, LoraSpec
+from tlora_megatron.config.job import HF_TARGETS, DataSpec, JobSpec, LoraSpec
+from tlora_megatron.config.load import load_config
 from tlora_megatron.layers.slab import factor_names, factor_shape
-from tlora_megatron.model import ModelSpec, read_model_spec
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 TEXT_ROWS, TEXT_EVAL_ROWS = 1000, 96

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from deepspeed_timing import Timing, Watch, total
 from end_to_end_jobs import Mix
 
-from tlora_megatron.job import HF_TARGETS, JobSpec
-from tlora_megatron.training.data import TokenSequence
+from tlora_megatron.config.job import HF_TARGETS, JobSpec
+from tlora_megatron.training.data.job_data import TokenSequence
 
 
 def run_stock(model: Any, mix: Mix, zero: Mapping[str, Any], steps: int) -> Timing:

@@ -27,18 +27,18 @@ from end_to_end_jobs import Mix, make_mixes
 from result_rows import append_rows, checkout_commit
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tlora_megatron.config import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
+from tlora_megatron.config.job import JobSpec
+from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.integrations.deepspeed.frozen_base import FrozenBase, build_base
 from tlora_megatron.integrations.deepspeed.guard import check_deepspeed
 from tlora_megatron.integrations.deepspeed.processes import join_processes
-from tlora_megatron.job import JobSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.slab import initial_factor
-from tlora_megatron.training.data import BatchPlan, JobData, TokenSequence
+from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.packing import RoundShape
+from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.super_model import SuperModel
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -40,7 +40,7 @@ from end_to_end_project import (
 )
 from result_rows import append_rows, checkout_commit
 
-from tlora_megatron.model import ModelSpec
+from tlora_megatron.model.spec import ModelSpec
 
 MODES = ("super_model", "frozen_floor", "sequential", "hf_peft")
 PEFT_RANK = 16

@@ -17,12 +17,12 @@ from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import Site, stage_sites
 from tlora_megatron.layers.slab import initial_factor
-from tlora_megatron.model import ModelSpec
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.plan import ParallelLayout
-from tlora_megatron.training.data import BatchPlan, JobData
+from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.packing import PackedBatch
+from tlora_megatron.training.packing.packing import PackedBatch
 from tlora_megatron.training.super_model import SuperModel
 
 
@@ -225,7 +225,7 @@ def real_tokens(batch: PackedBatch) -> int:
 
 def read_spec(path: Path, layers: int | None) -> ModelSpec:
     """The model's shape, with fewer layers if asked for."""
-    from tlora_megatron.model import read_model_spec
+    from tlora_megatron.model.spec import read_model_spec
 
     spec = read_model_spec(path)
     return spec if layers is None else dataclasses.replace(spec, num_layers=layers)

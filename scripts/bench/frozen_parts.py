@@ -28,9 +28,9 @@ from frozen_providers import PARTS, Case, Provider
 from timing import Replay, Sample, time_interleaved, warm_up
 
 from tlora_megatron.integrations.megatron import model as backbone
-from tlora_megatron.model import read_model_spec
-from tlora_megatron.ops.segments import Document, pack_micro_batch, use_micro_batch
-from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.ops.routing.segments import Document, pack_micro_batch, use_micro_batch
 
 TOLERANCE = 2e-2
 """Largest error over the largest value, against fp32: bf16 rounded a few times."""

@@ -13,12 +13,12 @@ from torch.nn.attention.varlen import varlen_attn
 
 from tlora_megatron.layers import vocabulary_head as head_module
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
-from tlora_megatron.ops.qkv_rotary import rotate_halves, unpack_qkv, unpack_qkv_reference
-from tlora_megatron.ops.rms_norm import add_rms_norm
-from tlora_megatron.ops.swiglu import swiglu, swiglu_reference
-from tlora_megatron.ops.varlen_attention import CumulativeLengths, varlen_attention
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.ops.frozen.qkv_rotary import rotate_halves, unpack_qkv, unpack_qkv_reference
+from tlora_megatron.ops.frozen.rms_norm import add_rms_norm
+from tlora_megatron.ops.frozen.swiglu import swiglu, swiglu_reference
+from tlora_megatron.ops.frozen.varlen_attention import CumulativeLengths, varlen_attention
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.plan import ParallelLayout
 
 HIDDEN, FFN, HEADS, GROUPS, DIM, VOCABULARY = 4096, 14336, 32, 8, 128, 128256
 EPS = 1e-5

@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 from result_rows import write_rows
 
-from tlora_megatron.ops.columns import OutputColumns
-from tlora_megatron.ops.cuda_calls import Arenas, Dropout, GemmTile, RankPart, gemm
-from tlora_megatron.ops.dropout import dropout_reference
-from tlora_megatron.ops.rank_form import RankForm
-from tlora_megatron.ops.tiling import RANK_CHUNK, ROW_TILE, RankLayout, TilePlan, tile_plan
+from tlora_megatron.ops.dropout.masks import dropout_reference
+from tlora_megatron.ops.lora.columns import OutputColumns
+from tlora_megatron.ops.lora.cuda.calls import Arenas, Dropout, GemmTile, RankPart, gemm
+from tlora_megatron.ops.lora.rank_form import RankForm
+from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE, RankLayout, TilePlan, tile_plan
 
 SHAPES = {
     "8B_qkv": (4096, 6144),

@@ -13,17 +13,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from tlora_megatron.ops import (
-    cuda_calls,
-    cuda_ops,
-    extension,
-    kernel_choice,
+from tlora_megatron.ops import extension
+from tlora_megatron.ops.frozen import (
     packed_attention,
     qkv_rotary,
     rms_norm,
     swiglu,
     varlen_attention,
 )
+from tlora_megatron.ops.lora import kernel_choice
+from tlora_megatron.ops.lora.cuda import calls as cuda_calls
+from tlora_megatron.ops.lora.cuda import ops as cuda_ops
 
 _MULTIPROCESSORS = 132
 
@@ -95,7 +95,7 @@ def _launch(*args: Any) -> None:
 
 
 class _TorchWithFlash:
-    """`torch` as `ops.varlen_attention` sees it: flash attention returns what is allocated."""
+    """Stands in for `torch` in `ops.frozen.varlen_attention`: attention returns new memory."""
 
     def __init__(self) -> None:
         self.ops = SimpleNamespace(

@@ -37,29 +37,29 @@ from tlora_megatron.layers.multi_adapter import (
     RankExchangeMixin,
     RankShardedMixin,
 )
-from tlora_megatron.model import ModelSpec
-from tlora_megatron.ops import (
-    cuda_calls,
+from tlora_megatron.model.layout import LoraSharding, ParallelLayout
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.ops.extension import Extension
+from tlora_megatron.ops.frozen import (
     triton_rms_norm,
     triton_rotary,
     triton_swiglu,
     varlen_attention,
 )
-from tlora_megatron.ops.cuda_ops import CudaOps
-from tlora_megatron.ops.extension import Extension
-from tlora_megatron.ops.plan_tensors import PlanTensors, WorkItems
-from tlora_megatron.ops.rank_places import RankPlaces
-from tlora_megatron.ops.segments import (
+from tlora_megatron.ops.lora.cuda import calls as cuda_calls
+from tlora_megatron.ops.lora.cuda.ops import CudaOps
+from tlora_megatron.ops.lora.plan_tensors import PlanTensors, WorkItems
+from tlora_megatron.ops.lora.rank_places import RankPlaces
+from tlora_megatron.ops.routing.segments import (
     Document,
     MicroBatchView,
     join_nano_batches,
     pack_micro_batch,
     use_micro_batch,
 )
-from tlora_megatron.parallel.tensor_collectives import make_tensor_collectives
-from tlora_megatron.plan import LoraSharding, ParallelLayout
+from tlora_megatron.parallel.transport.tensor_collectives import make_tensor_collectives
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.runtime.synthetic_run import SyntheticRun
+from tlora_megatron.profiling.synthetic_run import SyntheticRun
 
 RANKS = (8, 16, 32, 64)
 _WARM_UP = 5

@@ -11,13 +11,13 @@ from fused import build_factors, row_groups, with_dropout
 from linear_shapes import SHAPES, adapter_mix
 from linear_workload import make_workload
 
-from tlora_megatron.ops.dropout import dropout_reference
-from tlora_megatron.ops.kernel_config import KernelConfig
-from tlora_megatron.ops.triton_backward import backward_up
-from tlora_megatron.ops.triton_down import down
-from tlora_megatron.ops.triton_ops import TritonOps
-from tlora_megatron.ops.triton_sums import backward_down
-from tlora_megatron.ops.triton_up import up, up_dropped
+from tlora_megatron.ops.dropout.masks import dropout_reference
+from tlora_megatron.ops.lora.triton.backward import backward_up
+from tlora_megatron.ops.lora.triton.config import KernelConfig
+from tlora_megatron.ops.lora.triton.down import down
+from tlora_megatron.ops.lora.triton.ops import TritonOps
+from tlora_megatron.ops.lora.triton.sums import backward_down
+from tlora_megatron.ops.lora.triton.up import up, up_dropped
 
 Call = Callable[[], object]
 

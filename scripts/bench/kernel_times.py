@@ -29,7 +29,7 @@ from kernel_cases import Case, Point
 from result_rows import write_rows
 from timing import Replay, time_interleaved, warm_up
 
-from tlora_megatron.ops.kernel_config import KernelConfig
+from tlora_megatron.ops.lora.triton.config import KernelConfig
 
 KERNELS = ("down", "up", "dgrad", "backward_up", "backward_down")
 BLOCKS_OF = {"dgrad": "up"}

@@ -66,7 +66,7 @@ def expected(
     ends: Sequence[int],
     keep_TK: torch.Tensor | None,
 ) -> Expected:
-    """The definition, segment by segment (`ops.linear_ops` states it)."""
+    """The definition, segment by segment (`ops.lora.linear_ops` states it)."""
     rows = sampled_rows(ends)
     y, dx = frozen.at(rows)
     factors: list[torch.Tensor] = []

@@ -19,9 +19,9 @@ from linear_workload import Backward, Forward, Frozen, Provider, Workload
 from plain_factors import PlainFactors, draw_factors
 from timing import Replay, Sample, time_interleaved, warm_up
 
-from tlora_megatron.ops.factors import SiteFactors
-from tlora_megatron.ops.kernel_choice import VARIABLE, choose_ops
-from tlora_megatron.ops.linear_ops import LinearOps
+from tlora_megatron.ops.lora.factors import SiteFactors
+from tlora_megatron.ops.lora.kernel_choice import VARIABLE, choose_ops
+from tlora_megatron.ops.lora.linear_ops import LinearOps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 
 from tlora_megatron.layers.sites import Site, make_site
-from tlora_megatron.runtime.profile_sizes import LLAMA_8B, LLAMA_70B, TINY
+from tlora_megatron.profiling.sizes import LLAMA_8B, LLAMA_70B, TINY
 
 RANKS = (8, 16, 32, 64)
 SCALINGS = (2.0, 1.0, 0.5, 4.0)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from linear_shapes import LinearShape
 
-from tlora_megatron.ops.columns import OutputColumns
+from tlora_megatron.ops.lora.columns import OutputColumns
 
 MAX_SETS = 4
 

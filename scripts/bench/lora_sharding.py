@@ -46,8 +46,8 @@ from lora_sharding_layers import (
 )
 from result_rows import append_rows, checkout_commit
 
-from tlora_megatron.model import ModelSpec, read_model_spec
-from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 

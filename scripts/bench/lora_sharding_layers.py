@@ -11,21 +11,21 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tlora_megatron.job import LoraSpec
+from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import factor_shape
-from tlora_megatron.model import ModelSpec
-from tlora_megatron.ops.segments import (
+from tlora_megatron.model.layout import LoraSharding, ParallelLayout
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.ops.routing.segments import (
     Document,
     MicroBatchView,
     pack_micro_batch,
     use_micro_batch,
 )
 from tlora_megatron.parallel.collectives import all_reduce
-from tlora_megatron.plan import LoraSharding, ParallelLayout
-from tlora_megatron.runtime.synthetic_run import SyntheticRun
+from tlora_megatron.profiling.synthetic_run import SyntheticRun
 
 TINY = ModelSpec(
     model_type="llama", num_layers=2, hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=8,

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from plan_cases import model_spec
 
-from tlora_megatron.plan import LoraSharding
+from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.planner.candidate import SHARDINGS, Plan
-from tlora_megatron.planner.cost_model import step_cost
+from tlora_megatron.planner.cost.cost_model import step_cost
 from tlora_megatron.planner.lora_choice import preferred, sharding_times
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime.plan_inputs import profile_of_gpu

@@ -17,8 +17,11 @@ from overlap_check import GradientCheck
 from overlap_recording import profile_steps
 from overlap_rows import Timer, captured, row
 
-from tlora_megatron.parallel.tensor_collectives import TensorCollectives, make_tensor_collectives
-from tlora_megatron.training.nano_controller import BestCount, StepTime
+from tlora_megatron.parallel.transport.tensor_collectives import (
+    TensorCollectives,
+    make_tensor_collectives,
+)
+from tlora_megatron.training.nano.controller import BestCount, StepTime
 
 _LEAST_ROUNDS = 5
 """That a median is of, if `--rounds` are not fewer."""

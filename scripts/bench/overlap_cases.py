@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron.layers.attach import attach
-from tlora_megatron.model import ModelSpec
-from tlora_megatron.ops.segments import use_micro_batch
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.ops.routing.segments import use_micro_batch
 from tlora_megatron.parallel import collectives
-from tlora_megatron.parallel.overlap import Overlap, OverlapMode
-from tlora_megatron.parallel.tensor_collectives import TensorCollectives
-from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.parallel.nano.overlap import Overlap, OverlapMode
+from tlora_megatron.parallel.transport.tensor_collectives import TensorCollectives
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.runtime.synthetic_run import SyntheticRun
-from tlora_megatron.training.nano_rounds import RankAwareCut
-from tlora_megatron.training.packing import PackedBatch
+from tlora_megatron.profiling.synthetic_run import SyntheticRun
+from tlora_megatron.training.nano.rounds import RankAwareCut
+from tlora_megatron.training.packing.packing import PackedBatch
 
 RANKS = (8, 16, 32, 64)
 _VOCABULARY = 1024

@@ -21,7 +21,7 @@ from linear_workload import (
     Workload,
 )
 
-from tlora_megatron.ops.columns import OutputColumns
+from tlora_megatron.ops.lora.columns import OutputColumns
 
 
 class PlainFactors(NamedTuple):

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from tlora_megatron.model import ModelSpec, read_model_spec
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan, Recompute
-from tlora_megatron.planner.cost_model import CostModel, StepCost
+from tlora_megatron.planner.cost.cost_model import CostModel, StepCost
+from tlora_megatron.planner.cost.memory import MemoryModel, MemoryUse
+from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.memory import MemoryModel, MemoryUse
-from tlora_megatron.planner.rates import Rates
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 LLAMA_8B = Path(__file__).parents[2] / "configs" / "models" / "llama-3.1-8b.json"

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from plan_cases import Case
 
-from tlora_megatron.planner.memory import ROW_TILE
+from tlora_megatron.planner.cost.memory import ROW_TILE
 from tlora_megatron.planner.workload import JobLoad
-from tlora_megatron.runtime.synthetic_run import data_lengths
-from tlora_megatron.training.data import BatchPlan, TokenSequence
-from tlora_megatron.training.packing import Item, batch_items, fill_bins, round_up
+from tlora_megatron.profiling.synthetic_run import data_lengths
+from tlora_megatron.training.data.job_data import BatchPlan, TokenSequence
+from tlora_megatron.training.packing.packing import Item, batch_items, fill_bins, round_up
 
 
 class PackedRound(NamedTuple):

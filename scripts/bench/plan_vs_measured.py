@@ -36,9 +36,9 @@ from plan_results import Row, plot, read_csv, report, show
 from plan_rounds import packed_rounds, typical_window
 from result_rows import append_rows, checkout_commit
 
-from tlora_megatron.planner.cost_model import TERMS, StepCost
+from tlora_megatron.planner.cost.cost_model import TERMS, StepCost
+from tlora_megatron.planner.cost.memory import MemoryUse
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
-from tlora_megatron.planner.memory import MemoryUse
 
 _WARM_ROUNDS, _FEWEST_ROUNDS = 2, 3
 _MEAN_OF, _SKIPPED = 256, 64
@@ -110,7 +110,7 @@ class Bench:
         """Mean seconds and tokens of `size` rounds from `first` on; the largest peak of a rank."""
         import torch
 
-        from tlora_megatron.runtime.synthetic_run import SyntheticRun
+        from tlora_megatron.profiling.synthetic_run import SyntheticRun
 
         on_gpu = torch.cuda.is_available()
         dtype = torch.bfloat16 if on_gpu else torch.float32

@@ -35,11 +35,11 @@ from te_models import LORAS, MODES, Subject, build, install_adapters, small_spec
 from te_steps import make_batch, run, take_gradients
 from torch import Tensor
 
+from tlora_megatron.config.job import OptimizerSpec
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.model import initialize_parallel
-from tlora_megatron.job import OptimizerSpec
+from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.plan import ParallelLayout
 from tlora_megatron.training.optimizer import StepRequest, step_adapters
 
 BF16_FACTOR = 1.5

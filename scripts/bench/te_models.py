@@ -18,15 +18,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron.built_model import freeze
 from tlora_megatron.integrations.megatron.discover import discover, record_stages
-from tlora_megatron.integrations.megatron.norm import RMSNorm
+from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
 from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
-from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.slab import initial_factor
-from tlora_megatron.model import ModelSpec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 
 LORAS = (

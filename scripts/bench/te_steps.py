@@ -14,9 +14,9 @@ from torch import Tensor
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import whole_tensors
 from tlora_megatron.layers.slab_layout import slab_layout
-from tlora_megatron.model import ModelSpec
-from tlora_megatron.ops.dropout import mix_ints
-from tlora_megatron.ops.segments import (
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.ops.dropout.masks import mix_ints
+from tlora_megatron.ops.routing.segments import (
     Document,
     MicroBatchView,
     pack_micro_batch,

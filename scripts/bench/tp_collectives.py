@@ -31,10 +31,10 @@ from tp_mechanisms import MECHANISMS, PARTS, make_mechanism, part_call
 from tp_timer import Timer
 
 from tests.helpers.collectives_case import LANES, check
-from tlora_megatron.ops.cuda_calls import GemmTile, gemm, multiprocessors
-from tlora_megatron.ops.cuda_fit import gemm_tile
-from tlora_megatron.parallel.copy_engine import CopyEngineCollectives
-from tlora_megatron.parallel.tensor_collectives import TensorCollectives
+from tlora_megatron.ops.lora.cuda.calls import GemmTile, gemm, multiprocessors
+from tlora_megatron.ops.lora.cuda.fit import gemm_tile
+from tlora_megatron.parallel.transport.copy_engine import CopyEngineCollectives
+from tlora_megatron.parallel.transport.tensor_collectives import TensorCollectives
 
 RESULTS = Path(__file__).parent / "results" / "tp_collectives.csv"
 MODELS = {4096: ("8b", 6144, 14336), 8192: ("70b", 10240, 28672)}

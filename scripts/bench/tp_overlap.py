@@ -36,7 +36,7 @@ from overlap_cases import FROZEN, FROZEN_SKIPPED, NONE, SKIPPED, Bench, Case, Va
 from result_rows import append_rows, checkout_commit
 
 from tlora_megatron.integrations.megatron.model import initialize_parallel
-from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.model.layout import ParallelLayout
 
 RESULTS = Path(__file__).parent / "results" / "tp_overlap.csv"
 CASES = tuple(

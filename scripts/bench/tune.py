@@ -39,8 +39,8 @@ from timing import Replay, time_interleaved, warm_up
 from tuning_cases import KernelCase
 from tuning_space import GAIN, SIZE_OF, SPACE, Found, best_of, search, search_length
 
-from tlora_megatron.ops.kernel_config import choose_config
-from tlora_megatron.ops.linear_ops import LinearOps
+from tlora_megatron.ops.lora.linear_ops import LinearOps
+from tlora_megatron.ops.lora.triton.config import choose_config
 
 
 class Bucket(NamedTuple):

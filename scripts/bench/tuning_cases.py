@@ -18,9 +18,9 @@ from fused import build_factors, row_groups, with_dropout
 from linear_shapes import AdapterMix
 from linear_workload import BufferSet, Workload
 
-from tlora_megatron.ops.columns import OutputColumns
-from tlora_megatron.ops.factors import SiteFactors
-from tlora_megatron.ops.linear_ops import LinearOps
+from tlora_megatron.ops.lora.columns import OutputColumns
+from tlora_megatron.ops.lora.factors import SiteFactors
+from tlora_megatron.ops.lora.linear_ops import LinearOps
 
 SLIVER = 128
 Call = Callable[[], object]

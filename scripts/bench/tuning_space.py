@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from tlora_megatron.ops.kernel_config import KernelConfig
+from tlora_megatron.ops.lora.triton.config import KernelConfig
 
 _BACKWARD = {
     "rows_per_run": (512, 1024, 2048),

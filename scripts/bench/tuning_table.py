@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.ops import kernel_config
+from tlora_megatron.ops.lora.triton import config as kernel_config
 
 TABLE = Path(kernel_config.__file__).with_name("tuned.json")
 EVIDENCE = "evidence"

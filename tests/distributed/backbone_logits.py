@@ -28,14 +28,14 @@ from tlora_megatron.integrations.megatron.model import (
     initialize_parallel,
     load_backbone,
 )
-from tlora_megatron.model import ModelSpec, read_model_spec
-from tlora_megatron.ops.segments import (
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.ops.routing.segments import (
     Document,
     MicroBatchView,
     pack_micro_batch,
     use_micro_batch,
 )
-from tlora_megatron.plan import ParallelLayout
 
 RANDOM_SEED = 7
 

@@ -27,21 +27,21 @@ from tests.helpers.te_stand_in import (
 )
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import SPEC, user_config
+from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.model import initialize_parallel
-from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import fc1_row_order, make_site, qkv_row_order
-from tlora_megatron.ops.dropout import dropout_reference, mix_ints
-from tlora_megatron.ops.segments import (
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.ops.dropout.masks import dropout_reference, mix_ints
+from tlora_megatron.ops.routing.segments import (
     Document,
     MicroBatchView,
     pack_micro_batch,
     use_micro_batch,
 )
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.plan import ParallelLayout
 
 LORAS = (
     LoraSpec(rank=4, alpha=8, target_modules=("q_proj", "v_proj", "o_proj", "up_proj")),

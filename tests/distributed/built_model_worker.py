@@ -33,6 +33,7 @@ from tests.helpers.built_model import (
 )
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import MOE_SPEC, SPEC, build_user_gpt, build_user_hybrid
+from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron import recompute
 from tlora_megatron.integrations.megatron.built_model import freeze
 from tlora_megatron.integrations.megatron.discover import discover, record_stages
@@ -40,14 +41,13 @@ from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
-from tlora_megatron.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import check_targets
-from tlora_megatron.model import ModelSpec
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.plan import ParallelLayout
-from tlora_megatron.training.checkpoint import gather_buffer
+from tlora_megatron.training.formats.checkpoint import gather_buffer
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},

@@ -29,13 +29,13 @@ from tests.distributed.black_box_worker import (
 )
 from tests.helpers.built_model import fill_bank, whole_gradients
 from tests.helpers.user_models import SPEC
-from tlora_megatron.job import LoraSpec
+from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import make_site
-from tlora_megatron.ops.segments import use_micro_batch
+from tlora_megatron.model.layout import LoraSharding
+from tlora_megatron.ops.routing.segments import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.plan import LoraSharding
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 SHARDINGS: tuple[LoraSharding, ...] = get_args(LoraSharding)

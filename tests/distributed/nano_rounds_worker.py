@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.parallel.lane_room import LaneRoom
-from tlora_megatron.training.nano_rounds import NanoRounds
-from tlora_megatron.training.packing import Bins
+from tlora_megatron.parallel.nano.lane_room import LaneRoom
+from tlora_megatron.training.nano.rounds import NanoRounds
+from tlora_megatron.training.packing.packing import Bins
 
 MOST = (4, 2)
 """That each process has room for."""

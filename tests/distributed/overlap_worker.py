@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from tests.helpers.isolation import DROPOUT
 from tlora_megatron.cli.progress import SilentProgress
-from tlora_megatron.config import RunConfig, load_config
+from tlora_megatron.config.load import RunConfig, load_config
 from tlora_megatron.layers.attach import make_multi_adapter
 from tlora_megatron.layers.multi_adapter import BlackBoxMixin
-from tlora_megatron.model import read_model_spec
+from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.runtime import controller
 from tlora_megatron.runtime.training_run import TrainingRun

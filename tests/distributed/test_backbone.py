@@ -13,8 +13,8 @@ from tests.distributed.backbone_logits import RANDOM_SEED
 from tests.helpers.launch import python, torchrun
 from tests.helpers.tiny_models import make_tiny_model
 from tlora_megatron.integrations.megatron import model as backbone
-from tlora_megatron.model import read_model_spec
-from tlora_megatron.training.hf_convert import RandomWeights, hf_shapes
+from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.training.formats.hf_convert import RandomWeights, hf_shapes
 
 WORKER = Path(__file__).with_name("backbone_logits.py")
 
@@ -100,7 +100,7 @@ def test_four_processes(models: Path) -> None:
 def test_a_world_of_another_size_than_the_layout_is_refused() -> None:
     code = (
         "from tlora_megatron.integrations.megatron.model import initialize_parallel\n"
-        "from tlora_megatron.plan import ParallelLayout\n"
+        "from tlora_megatron.model.layout import ParallelLayout\n"
         "initialize_parallel(ParallelLayout(tp_size=2))"
     )
     with pytest.raises(AssertionError, match=r"ValueError: world size must be 2 for .*, got 1"):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.packed_attention import attend_spans, attend_varlen
-from tlora_megatron.ops.segments import Document, MicroBatchView, pack_micro_batch
+from tlora_megatron.ops.frozen.packed_attention import attend_spans, attend_varlen
+from tlora_megatron.ops.routing.segments import Document, MicroBatchView, pack_micro_batch
 
 pytestmark = pytest.mark.gpu
 

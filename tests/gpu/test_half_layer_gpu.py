@@ -9,10 +9,16 @@ import pytest
 import torch
 
 from tests.helpers.linear_case import TOLERANCE, error
-from tests.unit.test_half_layer import SPEC, Case, process_group, use_modules, whole
-from tlora_megatron.ops.kernel_choice import Kernels, problem_of
-from tlora_megatron.ops.segments import MicroBatchView, use_micro_batch
-from tlora_megatron.plan import LoraSharding
+from tests.unit.integrations.megatron.layer.test_half_layer import (
+    SPEC,
+    Case,
+    process_group,
+    use_modules,
+    whole,
+)
+from tlora_megatron.model.layout import LoraSharding
+from tlora_megatron.ops.lora.kernel_choice import Kernels, problem_of
+from tlora_megatron.ops.routing.segments import MicroBatchView, use_micro_batch
 from tlora_megatron.planner.candidate import Recompute
 
 pytestmark = pytest.mark.gpu

@@ -18,10 +18,10 @@ from tests.helpers.kernel_case import (
     run,
 )
 from tests.helpers.linear_case import error
-from tlora_megatron.ops.columns import OutputColumns
-from tlora_megatron.ops.cuda_calls import GemmTile
-from tlora_megatron.ops.dropout import dropout_reference
-from tlora_megatron.ops.kernel_choice import problem_of
+from tlora_megatron.ops.dropout.masks import dropout_reference
+from tlora_megatron.ops.lora.columns import OutputColumns
+from tlora_megatron.ops.lora.cuda.calls import GemmTile
+from tlora_megatron.ops.lora.kernel_choice import problem_of
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +55,7 @@ WORKLOADS = {
 
 
 if TYPE_CHECKING:
-    from tlora_megatron.ops.triton_ops import TritonOps
+    from tlora_megatron.ops.lora.triton.ops import TritonOps
 
 MakeOps = Callable[..., "TritonOps"]
 
@@ -66,7 +66,8 @@ def make_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     name, _, width = request.param.partition(" ")
     if problem := problem_of(name, torch.device("cuda"), torch.bfloat16):
         pytest.skip(problem)
-    from tlora_megatron.ops import cuda_ops, triton_ops  # need triton
+    from tlora_megatron.ops.lora.cuda import ops as cuda_ops
+    from tlora_megatron.ops.lora.triton import ops as triton_ops  # need triton
 
     if name == "triton":
         return triton_ops.TritonOps
@@ -247,7 +248,7 @@ def test_1024_adapters(make_ops: MakeOps) -> None:
 
 
 def test_a_captured_graph_follows_other_segments(make_ops: MakeOps) -> None:
-    from tlora_megatron.ops.plan_tensors import update_plans
+    from tlora_megatron.ops.lora.plan_tensors import update_plans
 
     case = gpu_case("q k v")
     segments = [(5, 1300, 700, 333), (2000, 0, 1, 399), (0, 0, 0, 0), (600, 600, 600, 600)]

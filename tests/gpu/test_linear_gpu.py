@@ -10,9 +10,9 @@ import torch
 
 from tests.helpers.block_case import against_dense, blocks
 from tests.helpers.linear_case import JOBS, SPEC, TOLERANCE, WORKLOADS, Case, error
-from tlora_megatron.job import LoraSpec
-from tlora_megatron.ops.kernel_choice import Kernels, choose_ops, problem_of
-from tlora_megatron.ops.linear_ops import LinearOps
+from tlora_megatron.config.job import LoraSpec
+from tlora_megatron.ops.lora.kernel_choice import Kernels, choose_ops, problem_of
+from tlora_megatron.ops.lora.linear_ops import LinearOps
 
 pytestmark = pytest.mark.gpu
 

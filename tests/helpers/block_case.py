@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.helpers.linear_case import Case
 from tests.helpers.tiny_models import random_factors
-from tlora_megatron.job import LoraSpec
-from tlora_megatron.model import ModelSpec
+from tlora_megatron.config.job import LoraSpec
+from tlora_megatron.model.spec import ModelSpec
 
 
 def blocks(rank: int, num_blocks: int, **changes: Any) -> LoraSpec:

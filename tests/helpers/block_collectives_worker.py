@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from tlora_megatron.job import HF_TARGETS
-from tlora_megatron.model import ModelSpec
-from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.config.job import HF_TARGETS
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.runtime.synthetic_run import SyntheticRun
+from tlora_megatron.profiling.synthetic_run import SyntheticRun
 
 SPEC = ModelSpec(
     model_type="llama",

@@ -18,20 +18,20 @@ from torch import Tensor
 
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import SPEC
-from tlora_megatron.job import LoraSpec
+from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import whole_tensors
 from tlora_megatron.layers.slab_layout import slab_layout
-from tlora_megatron.model import ModelSpec
-from tlora_megatron.ops.segments import (
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.ops.routing.segments import (
     Document,
     join_nano_batches,
     pack_micro_batch,
     use_micro_batch,
 )
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.nano_batch import (
+from tlora_megatron.parallel.nano.cuts import (
     cut_by_length,
     fill_parts,
     padded_rows,

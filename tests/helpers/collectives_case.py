@@ -16,8 +16,11 @@ from typing import NamedTuple, get_args
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.parallel.exchange import Operation
-from tlora_megatron.parallel.tensor_collectives import TensorCollectives, make_tensor_collectives
+from tlora_megatron.parallel.transport.exchange import Operation
+from tlora_megatron.parallel.transport.tensor_collectives import (
+    TensorCollectives,
+    make_tensor_collectives,
+)
 
 LANES = 3
 _ROWS = (1, 2, 5, 16, 96, 333)

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import tlora_megatron.deepspeed
-from tlora_megatron.config import read_config
+from tlora_megatron.config.job import JobSpec
+from tlora_megatron.config.load import read_config
 from tlora_megatron.deepspeed import MultiLoRAEngine
-from tlora_megatron.job import JobSpec
 
 
 def main() -> None:

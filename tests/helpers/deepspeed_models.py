@@ -13,10 +13,10 @@ from tests.helpers.oracle import OracleResult, train_alone
 from tests.helpers.scenario import write_rows
 from tests.helpers.tiny_models import make_tiny_model, randomize
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
-from tlora_megatron.backbone import LinearsSpec
-from tlora_megatron.config import read_config
+from tlora_megatron.config.load import read_config
 from tlora_megatron.layers.slab import initial_factors
-from tlora_megatron.training.data import BatchPlan, load_job_data, load_tokenizer
+from tlora_megatron.model.backbone import LinearsSpec
+from tlora_megatron.training.data.job_data import BatchPlan, load_job_data, load_tokenizer
 
 FAMILIES = ("qwen3", "mistral", "gpt_neox")
 NUM_STEPS = 6

@@ -1,4 +1,5 @@
-"""Executes the steps of `parallel.exchange` for all processes at once, in an order drawn at random.
+"""Executes the steps of `parallel.transport.exchange` for all processes at once, in an order drawn
+at random.
 
 What a GPU does over time takes time here too: a copy or a sum reads and writes piece by piece, a
 phase raises one flag after another. Each lane of each process is a stream; at every turn one that
@@ -13,7 +14,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tlora_megatron.parallel.exchange import MAX_RANKS, Copy, Exchange, Lane, Operation, Place, Step
+from tlora_megatron.parallel.transport.exchange import (
+    MAX_RANKS,
+    Copy,
+    Exchange,
+    Lane,
+    Operation,
+    Place,
+    Step,
+)
 
 Values = NDArray[np.float32]
 _ELEMENT_BYTES = 4

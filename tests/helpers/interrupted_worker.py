@@ -22,9 +22,9 @@ from typing import Any
 import torch.distributed as dist
 
 from tlora_megatron.cli.progress import JobStart, SilentProgress
-from tlora_megatron.config import load_config
+from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
-from tlora_megatron.training import atomic_directory, checkpoint
+from tlora_megatron.training.formats import atomic_directory, checkpoint
 
 MOMENTS = ("step", "write", "flush", "remove", "export")
 """A job's step; tensors of a checkpoint about to be written; a file or folder of a checkpoint or

@@ -1,7 +1,7 @@
 """The CUDA kernels on the CPU: what work items, chunk tables and arena rows tell them to do.
 
-Stands in for the functions of `ops.cuda_calls`, block by block: reads in boxes of 64 columns with
-zeros outside a tensor, passes over at most 128 rank rows of which those not asked for hold
+Stands in for the functions of `ops.lora.cuda.calls`, block by block: reads in boxes of 64 columns
+with zeros outside a tensor, passes over at most 128 rank rows of which those not asked for hold
 anything, zeros for rows of other adapters, parts of sums through the workspace in any order of
 arrival. Buffers come poisoned with NaN; what is written twice is refused.
 """
@@ -28,10 +28,10 @@ from tests.helpers.item_parts import (
     targets_of,
     write_once,
 )
-from tlora_megatron.ops.columns import OutputColumns
-from tlora_megatron.ops.cuda_calls import Arenas, Dropout, GemmTile, RankPart
-from tlora_megatron.ops.factors import SiteFactors
-from tlora_megatron.ops.rank_form import RankForm
+from tlora_megatron.ops.lora.columns import OutputColumns
+from tlora_megatron.ops.lora.cuda.calls import Arenas, Dropout, GemmTile, RankPart
+from tlora_megatron.ops.lora.factors import SiteFactors
+from tlora_megatron.ops.lora.rank_form import RankForm
 
 
 class ItemMachine:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tlora_megatron.ops.columns import OutputColumns
-from tlora_megatron.ops.dropout import SEED_COLUMNS, dropout_reference, mix_ints
-from tlora_megatron.ops.factors import SiteFactors
-from tlora_megatron.ops.linear_ops import LinearOps
-from tlora_megatron.ops.row_groups import RowGroups
-from tlora_megatron.ops.tiling import RankLayout
+from tlora_megatron.ops.dropout.masks import SEED_COLUMNS, dropout_reference, mix_ints
+from tlora_megatron.ops.lora.columns import OutputColumns
+from tlora_megatron.ops.lora.factors import SiteFactors
+from tlora_megatron.ops.lora.linear_ops import LinearOps
+from tlora_megatron.ops.lora.tiling import RankLayout
+from tlora_megatron.ops.routing.row_groups import RowGroups
 
 WHOLE = (OutputColumns(groups=1, stride=48, begin=0, width=48),)
 QKV = tuple(
@@ -216,7 +216,7 @@ def gradients(factors: SiteFactors) -> dict[str, torch.Tensor]:
 def reference(
     case: KernelCase, x_TK: torch.Tensor, dy_TN: torch.Tensor, rows: RowGroups
 ) -> dict[str, torch.Tensor]:
-    """Output and every gradient by name: the formulas of `ops.linear_ops` in fp64, autograd."""
+    """Output and every gradient by name: `ops.lora.linear_ops` in fp64, by autograd."""
     factors, device = case.factors, x_TK.device
     x = x_TK.double().requires_grad_()
     dropped = x

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tlora_megatron.layers.sites import Site, stage_sites
-from tlora_megatron.model import ModelSpec
-from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ModelSpec
 
 SPEC = ModelSpec(
     model_type="llama",

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from tlora_megatron.job import LoraSpec
+from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.linear import AdapterBranch, MultiLoRALinear, TensorParallel
 from tlora_megatron.layers.sites import Site, make_site
-from tlora_megatron.model import ModelSpec
-from tlora_megatron.ops.dropout import dropout_reference, mix_ints
-from tlora_megatron.ops.linear_ops import LinearOps
-from tlora_megatron.ops.reference import Factors, multi_lora_linear_reference
-from tlora_megatron.ops.segments import Document, MicroBatchView, pack_micro_batch
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.ops.dropout.masks import dropout_reference, mix_ints
+from tlora_megatron.ops.lora.linear_ops import LinearOps
+from tlora_megatron.ops.lora.reference import Factors, multi_lora_linear_reference
+from tlora_megatron.ops.routing.segments import Document, MicroBatchView, pack_micro_batch
 
 SPEC = ModelSpec(
     model_type="llama",

@@ -24,8 +24,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from tlora_megatron.model import ModelSpec, read_model_spec
-from tlora_megatron.training.megatron_flags import megatron_arguments
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.training.formats.megatron_flags import megatron_arguments
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def _check_with_core(root: Path, *, tp: int = 1, pp: int = 1) -> None:
     # Not at the top: a Megatron-LM checkout has a package `tests` of its own.
     from tests.helpers.megatron_lm_cpu import _CudaIsCpu
     from tlora_megatron.integrations.megatron.model import initialize_parallel, transformer_config
-    from tlora_megatron.plan import ParallelLayout
+    from tlora_megatron.model.layout import ParallelLayout
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = ParallelLayout.for_world(

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from tests.helpers.linear_case import SPEC
-from tlora_megatron.job import LoraSpec, OptimizerSpec
+from tlora_megatron.config.job import LoraSpec, OptimizerSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
-from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.training.optimizer import StepRequest
 
 CPU = torch.device("cpu")

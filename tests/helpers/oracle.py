@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoModelForCausalLM, get_scheduler
 
-from tlora_megatron.job import MEGATRON_TARGETS, JobSpec
+from tlora_megatron.config.job import MEGATRON_TARGETS, JobSpec
 
 _HF_SCHEDULE = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 

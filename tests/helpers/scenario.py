@@ -13,12 +13,12 @@ import torch
 from tests.helpers.oracle import OracleResult, assert_equals_alone, train_alone
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
-from tlora_megatron.config import RunConfig, load_config
+from tlora_megatron.config.load import RunConfig, load_config
 from tlora_megatron.layers.slab import initial_factors
-from tlora_megatron.model import read_model_spec
-from tlora_megatron.training.data import BatchPlan, load_job_data, load_tokenizer
+from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.training.data.job_data import BatchPlan, load_job_data, load_tokenizer
+from tlora_megatron.training.formats.peft_format import load_adapter
 from tlora_megatron.training.metrics import read_metrics
-from tlora_megatron.training.peft_format import load_adapter
 
 NUM_STEPS = 22
 

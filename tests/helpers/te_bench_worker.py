@@ -12,7 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from tests.helpers import te_stand_in
 from tests.helpers.bench_modules import bench_modules
-from tlora_megatron.integrations.megatron.norm import RMSNorm
+from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
 
 
 def stand_in_layer() -> tuple[Any, Any]:

@@ -19,9 +19,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from tlora_megatron.job import LoraSpec
+from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.slab import factor_shape
-from tlora_megatron.model import ModelSpec
+from tlora_megatron.model.spec import ModelSpec
 
 TinyModelType = Literal["llama", "llama3", "qwen2", "qwen3", "mistral"]
 TINY_MODEL_TYPES: tuple[TinyModelType, ...] = ("llama", "llama3", "qwen2", "qwen3", "mistral")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tlora_megatron.cli.progress import SilentProgress
-from tlora_megatron.config import load_config
+from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
 
 

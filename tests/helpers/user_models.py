@@ -28,9 +28,9 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from tests.helpers import te_stand_in
-from tlora_megatron.integrations.megatron.core_attention import PackedCoreAttention
-from tlora_megatron.integrations.megatron.norm import RMSNorm
-from tlora_megatron.model import ModelSpec
+from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
+from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
+from tlora_megatron.model.spec import ModelSpec
 
 SPEC = ModelSpec(
     model_type="llama",

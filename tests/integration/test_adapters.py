@@ -24,19 +24,19 @@ from tests.helpers.scenario import losses
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.cli.progress import SilentProgress
-from tlora_megatron.config import load_config
-from tlora_megatron.model import read_model_spec
-from tlora_megatron.ops.segments import use_micro_batch
+from tlora_megatron.config.load import load_config
+from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.ops.routing.segments import use_micro_batch
 from tlora_megatron.runtime import controller
 from tlora_megatron.runtime.training_run import TrainingRun
-from tlora_megatron.training.data import (
+from tlora_megatron.training.data.job_data import (
     BatchPlan,
     JobData,
     TokenSequence,
     load_job_data,
     load_tokenizer,
 )
-from tlora_megatron.training.packing import Item, Placed, pack
+from tlora_megatron.training.packing.packing import Item, Placed, pack
 
 WORKER = Path(__file__).parents[1] / "helpers" / "train_worker.py"
 NUM_LAYERS = 4

@@ -36,11 +36,11 @@ from tests.helpers.megatron_lm import (
 )
 from tests.helpers.oracle import assert_equals_alone
 from tests.helpers.scenario import JOBS, NUM_STEPS, exported, losses
-from tlora_megatron.job import LoraSpec
+from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.slab import factor_names, factor_shape
-from tlora_megatron.model import read_model_spec
+from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.training.formats.peft_format import export_adapter
 from tlora_megatron.training.metrics import read_metrics
-from tlora_megatron.training.peft_format import export_adapter
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow]
 

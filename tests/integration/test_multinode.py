@@ -28,7 +28,7 @@ from tests.helpers.megatron_lm import (
 )
 from tests.helpers.nodes import Agent, Network, agents, two_nodes, wait_until
 from tests.helpers.scenario import JOBS, make_scenario
-from tlora_megatron.training.checkpoint import find_checkpoint
+from tlora_megatron.training.formats.checkpoint import find_checkpoint
 from tlora_megatron.training.metrics import read_metrics
 
 NAMES = ("attention", "everything")

@@ -24,10 +24,10 @@ from tests.helpers.scenario import JOBS, exported, losses, make_scenario, write_
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.cli.main import main
-from tlora_megatron.config import load_config
+from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training import metrics
-from tlora_megatron.training.checkpoint import find_checkpoint
+from tlora_megatron.training.formats.checkpoint import find_checkpoint
 from tlora_megatron.training.metrics import read_metrics
 
 WORKER = Path(__file__).parents[1] / "helpers" / "interrupted_worker.py"

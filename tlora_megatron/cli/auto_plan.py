@@ -6,8 +6,8 @@ import argparse
 import os
 
 from tlora_megatron.cli.console import global_rank, open_console
-from tlora_megatron.config import RunConfig
-from tlora_megatron.config_reader import must
+from tlora_megatron.config.load import RunConfig
+from tlora_megatron.config.reader import must
 from tlora_megatron.runtime.plan_files import overrides_of
 from tlora_megatron.runtime.plan_inputs import parse_lengths, run_hardware
 

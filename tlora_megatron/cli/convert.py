@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
 from tlora_megatron.cli.console import open_console
-from tlora_megatron.model import ModelSpec, read_model_spec
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
 
 if TYPE_CHECKING:
-    from tlora_megatron.training.hf_checkpoint import HFCheckpoint
-    from tlora_megatron.training.megatron_checkpoint import MegatronCheckpoint
+    from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
+    from tlora_megatron.training.formats.megatron_checkpoint import MegatronCheckpoint
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from tlora_megatron.training import megatron_checkpoint
-    from tlora_megatron.training.hf_checkpoint import HFCheckpoint
+    from tlora_megatron.training.formats import megatron_checkpoint
+    from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
 
     begin_s = time.perf_counter()
     source = HFCheckpoint(model)
@@ -92,7 +92,7 @@ def _write(
     extra: list[str],
     console: Console,
 ) -> None:
-    from tlora_megatron.training.megatron_checkpoint import write_megatron_checkpoint
+    from tlora_megatron.training.formats.megatron_checkpoint import write_megatron_checkpoint
 
     columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn())
     # Not drawn where the output is a file: a bar would leave only its last state there.

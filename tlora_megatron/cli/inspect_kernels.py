@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from tlora_megatron.ops.extension import built_library, cache_directory, find_compiler
-from tlora_megatron.ops.kernel_choice import (
+from tlora_megatron.ops.lora.kernel_choice import (
     VARIABLE,
     Kernels,
     forced_kernels,
@@ -117,7 +117,11 @@ def _faster(name: Kernels, device: torch.device, dtype: torch.dtype) -> list[dic
 
 def _tuned_entries(gpu_name: str) -> int:
     """Entries of the committed table that are for GPUs of this name."""
-    text = importlib.resources.files("tlora_megatron.ops").joinpath("tuned.json").read_text()
+    text = (
+        importlib.resources.files("tlora_megatron.ops.lora.triton")
+        .joinpath("tuned.json")
+        .read_text()
+    )
     return sum(len(entries) for part, entries in json.loads(text).items() if part in gpu_name)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import tlora_megatron
 from tlora_megatron.cli import convert, inspect, plan, profile, simulate, train
 from tlora_megatron.cli.console import global_rank, open_console
-from tlora_megatron.config import ConfigError
+from tlora_megatron.config.load import ConfigError
 from tlora_megatron.runtime.launcher import describe_failure
 
 _OTHER_RANKS_WAIT_S = 2.0

@@ -11,8 +11,8 @@ from tlora_megatron.cli.auto_plan import DEFAULT_HARDWARE, add_hardware_argument
 from tlora_megatron.cli.console import open_console
 from tlora_megatron.cli.plan_tables import print_explanation, print_result, result_document
 from tlora_megatron.cli.train import add_config_arguments
-from tlora_megatron.config import RunConfig, load_config
-from tlora_megatron.config_reader import must
+from tlora_megatron.config.load import RunConfig, load_config
+from tlora_megatron.config.reader import must
 from tlora_megatron.planner.candidate import SHARDINGS, Runner
 from tlora_megatron.planner.search import SearchSpace, search
 from tlora_megatron.runtime.plan_files import KINDS, jobs_file, write_plan

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tlora_megatron.planner import cost_model, memory
+from tlora_megatron.planner.cost import cost_model, memory
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import Dropped, RankedPlan, SearchResult
 from tlora_megatron.planner.workload import JobLoad

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from tlora_megatron.cli.console import global_rank, open_console
-from tlora_megatron.config_reader import must
+from tlora_megatron.config.reader import must
 from tlora_megatron.integrations.megatron import quiet
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile, profile_document
 
@@ -78,9 +78,9 @@ def _measure(args: argparse.Namespace, *, is_main: bool) -> HardwareProfile:
     quiet.install()
     import torch
 
+    from tlora_megatron.profiling.profile import ProfileRequest, measure_profile
+    from tlora_megatron.profiling.sizes import FULL, TINY
     from tlora_megatron.runtime.launcher import leave_process_group
-    from tlora_megatron.runtime.profile import ProfileRequest, measure_profile
-    from tlora_megatron.runtime.profile_sizes import FULL, TINY
 
     full = args.sizes == "full" or (args.sizes == "auto" and torch.cuda.is_available())
     with _progress(enabled=is_main) as progress:

@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.table import Table
 
 from tlora_megatron.cli.console import open_console
-from tlora_megatron.config_reader import must, read_spec
+from tlora_megatron.config.reader import must, read_spec
 from tlora_megatron.scheduler.registry import POLICIES
 from tlora_megatron.sim.cluster_config import load_cluster
 from tlora_megatron.sim.faults import FaultRates

@@ -9,8 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tlora_megatron.config import RunConfig
-from tlora_megatron.job import JobSpec, LoraSpec
+from tlora_megatron.config.job import JobSpec, LoraSpec
+from tlora_megatron.config.load import RunConfig
 
 _STATUS_STYLE = {"finished": "green", "running": "yellow", "failed": "red", "rejected": "red"}
 _WORDY_COLUMNS = ("job", "targets", "lr and schedule", "data")

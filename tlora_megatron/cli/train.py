@@ -16,9 +16,9 @@ from tlora_megatron.cli.auto_plan import (
 from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.cli.progress import RichProgress, SilentProgress
 from tlora_megatron.cli.tables import print_run
-from tlora_megatron.config import RunConfig, ignored_settings, load_config
+from tlora_megatron.config.load import RunConfig, ignored_settings, load_config
 from tlora_megatron.integrations.megatron import quiet
-from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.model.layout import ParallelLayout
 
 _EPILOG = """\
 examples:

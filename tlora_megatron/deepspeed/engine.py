@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from tlora_megatron.cli.progress import SilentProgress
-from tlora_megatron.config import RunConfig, config_to_dict, ignored_settings, read_config
-from tlora_megatron.job import JobSpec
+from tlora_megatron.config.job import JobSpec
+from tlora_megatron.config.load import RunConfig, config_to_dict, ignored_settings, read_config
 from tlora_megatron.runtime.training_run import TrainingRun
 from tlora_megatron.training.job_state import EvalResult
 from tlora_megatron.training.loop import RunListener, TrainingLoop
@@ -198,8 +198,8 @@ class MultiLoRAEngine:
         Raises:
             ValueError: if no such job is there, or the directory holds something else.
         """
-        from tlora_megatron.training.checkpoint import gather_buffer
-        from tlora_megatron.training.peft_format import export_adapter
+        from tlora_megatron.training.formats.checkpoint import gather_buffer
+        from tlora_megatron.training.formats.peft_format import export_adapter
 
         jobs = {job.name: job for job in self.loop.jobs}
         if name not in jobs:

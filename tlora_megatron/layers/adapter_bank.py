@@ -13,15 +13,15 @@ from typing import Literal
 
 import torch
 
-from tlora_megatron.job import LoraSpec
+from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.sites import Site, TargetShard
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
 from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
-from tlora_megatron.ops.dropout import mix_ints
-from tlora_megatron.ops.factors import Gradients, SiteFactors, are_aligned
-from tlora_megatron.ops.kernel_choice import choose_ops
-from tlora_megatron.ops.linear_ops import LinearOps
-from tlora_megatron.ops.tiling import RankLayout
+from tlora_megatron.ops.dropout.masks import mix_ints
+from tlora_megatron.ops.lora.factors import Gradients, SiteFactors, are_aligned
+from tlora_megatron.ops.lora.kernel_choice import choose_ops
+from tlora_megatron.ops.lora.linear_ops import LinearOps
+from tlora_megatron.ops.lora.tiling import RankLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from tlora_megatron.job import LoraSpec
+from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.linear import (
     AdapterBranch,

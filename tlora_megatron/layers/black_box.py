@@ -11,8 +11,8 @@ output. What ranks exchange is rank-sized, s forward and dS backward:
 
 Gradients of factors are what `training.optimizer` expects: complete for the sharded factor, a
 partial sum over TP for the replicated one. Gathering is summing: s and dS of rows that a rank does
-not hold are zero there. Layout of s and dS is the implementation's own (`ops.linear_ops`), so a
-rank that holds a part of the rows fills the others with zeros and computes all; the base, by far
+not hold are zero there. Layout of s and dS is the implementation's own (`ops.lora.linear_ops`), so
+a rank that holds a part of the rows fills the others with zeros and computes all; the base, by far
 the larger part, is cut as ever.
 
 Shapes: T rows of the micro-batch, W of them on this rank, K features in, N features out.
@@ -27,11 +27,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tlora_megatron.layers.linear import AdapterBranch
-from tlora_megatron.ops.factors import SiteFactors
-from tlora_megatron.ops.frozen_parts import Vjp
-from tlora_megatron.ops.linear_ops import LinearOps
-from tlora_megatron.ops.row_groups import RowGroups
-from tlora_megatron.ops.segments import MicroBatchView
+from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.lora.factors import SiteFactors
+from tlora_megatron.ops.lora.linear_ops import LinearOps
+from tlora_megatron.ops.routing.row_groups import RowGroups
+from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.collectives import Pending, all_reduce
 
 

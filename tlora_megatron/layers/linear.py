@@ -16,18 +16,18 @@ import torch.distributed as dist
 
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.ops.factors import SiteFactors
-from tlora_megatron.ops.frozen_parts import Vjp
-from tlora_megatron.ops.linear_ops import LinearOps
-from tlora_megatron.ops.row_groups import RowGroups
-from tlora_megatron.ops.segments import MicroBatchView
+from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.lora.factors import SiteFactors
+from tlora_megatron.ops.lora.linear_ops import LinearOps
+from tlora_megatron.ops.routing.row_groups import RowGroups
+from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.collectives import (
     Pending,
     all_gather_rows,
     all_reduce,
     reduce_scatter_rows,
 )
-from tlora_megatron.parallel.lanes import Lane
+from tlora_megatron.parallel.nano.lanes import Lane
 
 
 class TensorParallel(NamedTuple):

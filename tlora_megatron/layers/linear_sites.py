@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tlora_megatron.backbone import Backbone, LinearsSpec
 from tlora_megatron.layers.sites import LINEAR_TARGETS, Site, TargetShard, stage_sites
-from tlora_megatron.ops.columns import OutputColumns
-from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.model.backbone import Backbone, LinearsSpec
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.ops.lora.columns import OutputColumns
 
 _FUSED = {target: index for index, held in enumerate(LINEAR_TARGETS.values()) for target in held}
 """Place of the Megatron linear that holds a target."""

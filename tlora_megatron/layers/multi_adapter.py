@@ -29,10 +29,10 @@ from tlora_megatron.layers.rank_sharded import (
     ShardedBranch,
     rank_sharded_linear_vjp,
 )
-from tlora_megatron.ops.frozen_parts import Vjp
-from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch
+from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
-from tlora_megatron.parallel.lanes import Lane, current_lane
+from tlora_megatron.parallel.nano.lanes import Lane, current_lane
 
 
 class MultiAdapter:

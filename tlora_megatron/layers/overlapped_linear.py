@@ -1,6 +1,6 @@
 """A multi-adapter linear whose communication its own nano-batches hide.
 
-For layers that nano-batches cannot go through in turns (`parallel.lanes`). Each nano-batch's
+For layers that nano-batches cannot go through in turns (`parallel.nano.lanes`). Each nano-batch's
 product is computed on its own, on the main stream; what it sends or receives runs on its side
 stream beside the next one's product.
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.layers.linear import AdapterBranch
-from tlora_megatron.ops.segments import MicroBatchView
-from tlora_megatron.parallel.overlap import Overlap
-from tlora_megatron.parallel.side_stream import SideStream
+from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.parallel.nano.overlap import Overlap
+from tlora_megatron.parallel.nano.side_stream import SideStream
 
 
 class Traffic(NamedTuple):

@@ -29,12 +29,12 @@ from tlora_megatron.layers.linear import (
     multi_lora_linear_vjp,
     reduce_dgrad,
 )
-from tlora_megatron.ops.factors import SiteFactors
-from tlora_megatron.ops.frozen_parts import Vjp
-from tlora_megatron.ops.linear_ops import LinearOps
-from tlora_megatron.ops.rank_places import RankPlaces
-from tlora_megatron.ops.row_groups import RowGroups
-from tlora_megatron.ops.segments import MicroBatchView
+from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.lora.factors import SiteFactors
+from tlora_megatron.ops.lora.linear_ops import LinearOps
+from tlora_megatron.ops.lora.rank_places import RankPlaces
+from tlora_megatron.ops.routing.row_groups import RowGroups
+from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.collectives import (
     all_gather_rows,
     all_reduce,

@@ -16,10 +16,10 @@ from typing import Literal
 
 import torch
 
-from tlora_megatron.backbone import Backbone
-from tlora_megatron.model import ModelSpec
-from tlora_megatron.ops.columns import OutputColumns
-from tlora_megatron.plan import LoraSharding, ParallelLayout
+from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.model.layout import LoraSharding, ParallelLayout
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.ops.lora.columns import OutputColumns
 
 LINEAR_TARGETS: dict[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj", "linear_qkv"),

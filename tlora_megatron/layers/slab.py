@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.backbone import Backbone
-from tlora_megatron.job import LoraSpec
+from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.slab_layout import SlabLayout
+from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.parallel.collectives import all_gather_rows
 
 _SLICE_MULTIPLE = 64

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tlora_megatron.job import LoraSpec
+from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.sites import Site, TargetShard
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tlora_megatron.ops.cross_entropy import (
+from tlora_megatron.ops.frozen.cross_entropy import (
     cross_entropy_,
     merge_statistics,
     row_statistics,

@@ -17,7 +17,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-SOURCES = Path(__file__).parent.parent / "csrc"
+from tlora_megatron.config.shipped import shipped_folder
+
+SOURCES = shipped_folder("csrc", "csrc", "lora_gemm.cu")
 _FLAGS = (
     "-O3",
     "-std=c++17",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.model.layout import ParallelLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

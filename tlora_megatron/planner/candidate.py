@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tlora_megatron.model import ModelSpec
-from tlora_megatron.plan import LoraSharding, ParallelLayout
+from tlora_megatron.model.layout import LoraSharding, ParallelLayout
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.workload import JobLoad
 
 Recompute = Literal["none", "selective", "full"]

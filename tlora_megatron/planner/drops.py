@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.memory import MemoryUse
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.memory import MemoryUse
 
 _GIB = 2.0**30
 

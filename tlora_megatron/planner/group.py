@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tlora_megatron.model import ModelSpec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import RECOMPUTES, Plan, job_misfit, misfit
-from tlora_megatron.planner.cost_model import CostModel, StepCost
+from tlora_megatron.planner.cost.cost_model import CostModel, StepCost
+from tlora_megatron.planner.cost.memory import MemoryModel, MemoryUse
+from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.memory import MemoryModel, MemoryUse
-from tlora_megatron.planner.rates import Rates
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs
 
 BUDGETS = (8192, 16384)

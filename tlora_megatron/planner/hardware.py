@@ -8,9 +8,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
-from tlora_megatron.config_reader import ConfigError, must, read_spec
-from tlora_megatron.config_source import read_document
-from tlora_megatron.job import rule
+from tlora_megatron.config.job import rule
+from tlora_megatron.config.reader import ConfigError, must, read_spec
+from tlora_megatron.config.shipped import shipped_folder
+from tlora_megatron.config.source import read_document
 
 CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p"]
 
@@ -154,10 +155,8 @@ def profile_document(profile: HardwareProfile) -> dict[str, Any]:
 
 
 def shipped_profiles() -> Path:
-    """The folder of the project's own profiles: the checkout's, or what setup.py installs of it."""
-    package = Path(__file__).parents[1]
-    checkout = package.parent / "configs" / "hardware"
-    return checkout if checkout.is_dir() else package / "planner" / "profiles"
+    """Returns the folder of the hardware profiles that come with the project."""
+    return shipped_folder("configs/hardware", "planner/profiles", "h200.json")
 
 
 def find_profile(name: str, folders: Sequence[Path], option: str = "--hardware") -> HardwareProfile:

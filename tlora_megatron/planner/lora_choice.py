@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tlora_megatron.model import ModelSpec
-from tlora_megatron.plan import LoraSharding
+from tlora_megatron.model.layout import LoraSharding
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import SHARDINGS, Plan
-from tlora_megatron.planner.cost_model import CostModel
+from tlora_megatron.planner.cost.cost_model import CostModel
+from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.rates import Rates
 from tlora_megatron.planner.workload import JobLoad
 
 _MARGIN = 0.02

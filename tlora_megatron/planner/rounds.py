@@ -1,8 +1,8 @@
 """What a round of the super-model holds, in the mean: the packer's rules on expected lengths.
 
-The rules are those of `training.packing`: a job puts at most the rest of its global batch into a
-round, turns go sequence by sequence, the lightest micro-batch gets the next one, and all of a
-round's micro-batches have as many rows as the fullest.
+The rules are those of `training.packing.packing`: a job puts at most the rest of its global batch
+into a round, turns go sequence by sequence, the lightest micro-batch gets the next one, and all of
+a round's micro-batches have as many rows as the fullest.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _never_waits(jobs: Sequence[JobLoad], capacity: int, bins: int) -> bool:
 
 
 def num_micro_batches(tokens: float, capacity: float, dp_size: int, pp_size: int) -> int:
-    """Micro-batches of a round on every rank; see `training.packing.choose_num_micro_batches`."""
+    """Micro-batches of a round on every rank, as `training.packing` chooses them."""
     if pp_size == 1:
         return 1
     return min(max(math.ceil(tokens / (capacity * dp_size)), pp_size), 4 * pp_size)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from tlora_megatron.model import ModelSpec
-from tlora_megatron.plan import LoraSharding
+from tlora_megatron.model.layout import LoraSharding
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import (
     RECOMPUTES,
     Plan,
@@ -16,12 +16,12 @@ from tlora_megatron.planner.candidate import (
     job_misfit,
     misfit,
 )
-from tlora_megatron.planner.cost_model import CostModel, StepCost
+from tlora_megatron.planner.cost.cost_model import CostModel, StepCost
+from tlora_megatron.planner.cost.memory import MemoryModel, MemoryUse, longest_batches, most_rows
+from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.drops import Dropped, Drops
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.lora_choice import handicap, sharding_options
-from tlora_megatron.planner.memory import MemoryModel, MemoryUse, longest_batches, most_rows
-from tlora_megatron.planner.rates import Rates
 from tlora_megatron.planner.remedies import MOST_GPUS, fewer_jobs, more_gpus, shorter
 from tlora_megatron.planner.workload import JobLoad, check_jobs
 

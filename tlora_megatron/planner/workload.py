@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tlora_megatron.config_reader import show
-from tlora_megatron.job import HF_TARGETS, MEGATRON_TARGETS, JobSpec
+from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, JobSpec
+from tlora_megatron.config.reader import show
 
 _SUM_TOLERANCE = 1e-6
 _MOST_BINS = 64

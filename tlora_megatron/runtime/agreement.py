@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tlora_megatron.config import RunConfig
+from tlora_megatron.config.load import RunConfig
+from tlora_megatron.training.data.tokenize import fingerprint
 from tlora_megatron.training.preparation import PreparedJob
-from tlora_megatron.training.tokenize import fingerprint
 
 
 def check_agreement(config: RunConfig, prepared: Sequence[PreparedJob]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tlora_megatron.config import RunConfig
+from tlora_megatron.config.load import RunConfig
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import RankedPlan, SearchSpace, search
 from tlora_megatron.planner.workload import LengthHistogram

@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from tlora_megatron.config import RunConfig
+from tlora_megatron.config.load import RunConfig
 from tlora_megatron.layers.sites import Site, stage_sites
-from tlora_megatron.model import ModelSpec, read_model_spec
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.plan import ParallelLayout
 from tlora_megatron.runtime.training_run import DTYPES, TrainingRun
-from tlora_megatron.training.hf_convert import check_layout
+from tlora_megatron.training.formats.hf_convert import check_layout
 from tlora_megatron.training.loop import RunListener
 from tlora_megatron.training.super_model import Engine
 

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tlora_megatron.backbone import Backbone
-from tlora_megatron.config import RunConfig
+from tlora_megatron.config.load import RunConfig
 from tlora_megatron.layers.linear_sites import PlainSite
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.model import ModelSpec
+from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.model.layout import LoraSharding
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.plan import LoraSharding
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.lora_choice import ShardingChoice, choose_lora_sharding, sharding_times
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.config import RunConfig, config_to_dict
+from tlora_megatron.config.load import RunConfig, config_to_dict
 
 CONFIG_NAME = "config.json"
 """The resolved configuration: a directory with one holds a run."""

@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 import yaml
 
-from tlora_megatron.config import ParallelSpec, RunConfig, config_to_dict
-from tlora_megatron.model import ModelSpec
-from tlora_megatron.plan import LoraSharding
+from tlora_megatron.config.load import ParallelSpec, RunConfig, config_to_dict
+from tlora_megatron.model.layout import LoraSharding
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import RankedPlan
-from tlora_megatron.training.megatron_flags import megatron_flags
+from tlora_megatron.training.formats.megatron_flags import megatron_flags
 
 KINDS = ("train", "megatron", "deepspeed", "slurm")
 _TRAINER_FLAGS = (

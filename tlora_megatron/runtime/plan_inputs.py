@@ -15,11 +15,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.block_rules import check_block_sizes
-from tlora_megatron.config import RunConfig
-from tlora_megatron.config_reader import must
-from tlora_megatron.job import JobSpec
-from tlora_megatron.model import ModelSpec, read_model_spec
+from tlora_megatron.config.job import JobSpec
+from tlora_megatron.config.load import RunConfig
+from tlora_megatron.config.reader import must
+from tlora_megatron.model.block_sizes import check_block_sizes
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.hardware import (
     HardwareProfile,
     find_profile,
@@ -131,7 +131,7 @@ def _job_load(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> JobLoad:
 
 def _measure(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> dict[str, Any]:
     # Here, since they import numpy and transformers.
-    from tlora_megatron.training.data import load_job_data, load_tokenizer
+    from tlora_megatron.training.data.job_data import load_job_data, load_tokenizer
 
     data = load_job_data(job, load_tokenizer(tokenizer_dir), spec.vocab_size)
     rows = [len(s.tokens) - 1 for s in data.train]

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.config import JobError
-from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.config.load import JobError
+from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.loop import TrainingLoop
-from tlora_megatron.training.nano_rounds import NanoEngine
+from tlora_megatron.training.nano.rounds import NanoEngine
 
 
 def summarize(

@@ -19,29 +19,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from tlora_megatron.backbone import Backbone
-from tlora_megatron.block_rules import check_block_sizes
-from tlora_megatron.config import JobError, RunConfig, config_to_dict
+from tlora_megatron.config.load import JobError, RunConfig, config_to_dict
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach, check_blocks_fit
 from tlora_megatron.layers.sites import Site, check_targets
 from tlora_megatron.layers.slab import StatePlacement, initial_factor
-from tlora_megatron.model import ModelSpec
+from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.model.block_sizes import check_block_sizes
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.tensor_collectives import DEFAULT_MAX_BYTES
-from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.parallel.transport.tensor_collectives import DEFAULT_MAX_BYTES
 from tlora_megatron.runtime.agreement import check_agreement
 from tlora_megatron.runtime.lora_sharding import settle_lora_sharding
 from tlora_megatron.runtime.output_dir import CONFIG_NAME, claim_output_dir, hold_output_dir
 from tlora_megatron.runtime.summary import summarize, summarize_nano_batches
-from tlora_megatron.training.data import load_tokenizer
+from tlora_megatron.training.data.job_data import load_tokenizer
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.loop import RunListener, TrainingLoop
 from tlora_megatron.training.metrics import write_atomic, write_summary
-from tlora_megatron.training.nano_rounds import NanoEngine, NanoRounds, RankAwareCut
-from tlora_megatron.training.packing import RoundShape
+from tlora_megatron.training.nano.rounds import NanoEngine, NanoRounds, RankAwareCut
+from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob, prepare_job
-from tlora_megatron.training.report import write_report
+from tlora_megatron.training.report.report import write_report
 from tlora_megatron.training.super_model import Engine, SuperModel
 
 logger = logging.getLogger(__name__)

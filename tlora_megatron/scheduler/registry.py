@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.isolated import Isolated
-from tlora_megatron.scheduler.mlora import MemoryDriven
+from tlora_megatron.scheduler.policies.isolated import Isolated
+from tlora_megatron.scheduler.policies.mlora import MemoryDriven
+from tlora_megatron.scheduler.policies.tlora import ResidualGrouping
+from tlora_megatron.scheduler.policies.tlora_best import NetBenefit
 from tlora_megatron.scheduler.policy import Policy, Rules
-from tlora_megatron.scheduler.tlora import ResidualGrouping
-from tlora_megatron.scheduler.tlora_best import NetBenefit
 
 POLICIES: dict[str, Callable[..., Policy]] = {
     "isolated": Isolated,

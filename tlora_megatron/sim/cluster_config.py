@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tlora_megatron.config_reader import ConfigError, must, read_spec
-from tlora_megatron.config_source import read_document
-from tlora_megatron.job import rule
+from tlora_megatron.config.job import rule
+from tlora_megatron.config.reader import ConfigError, must, read_spec
+from tlora_megatron.config.source import read_document
 from tlora_megatron.planner.hardware import (
     HardwareProfile,
     Link,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from tlora_megatron.job import rule
+from tlora_megatron.config.job import rule
 from tlora_megatron.scheduler.jobs import Job
 
 _HOUR_S = 3600.0

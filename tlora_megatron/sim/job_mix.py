@@ -8,10 +8,10 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
-from tlora_megatron.config_reader import ConfigError, must, read_spec
-from tlora_megatron.config_source import read_document
-from tlora_megatron.job import HF_TARGETS, MEGATRON_TARGETS, rule
-from tlora_megatron.model import ModelSpec, read_model_spec
+from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, rule
+from tlora_megatron.config.reader import ConfigError, must, read_spec
+from tlora_megatron.config.source import read_document
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from tlora_megatron.page import page_head
+from tlora_megatron.page.head import page_head
 from tlora_megatron.sim import charts
 from tlora_megatron.sim.metrics import quantile
 from tlora_megatron.sim.study import PolicyRun, Study

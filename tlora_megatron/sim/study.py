@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tlora_megatron.model import ModelSpec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.scheduler.group_throughput import Speeds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tlora_megatron.model import ModelSpec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.jobs import Job

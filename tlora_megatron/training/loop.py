@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tlora_megatron.backbone import Backbone
-from tlora_megatron.training.checkpoint import gather_buffer, save_checkpoint
+from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.training.formats.checkpoint import gather_buffer, save_checkpoint
+from tlora_megatron.training.formats.peft_format import export_adapter
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.metrics import JobMetrics
-from tlora_megatron.training.nano_rounds import NanoRounds
-from tlora_megatron.training.peft_format import export_adapter
+from tlora_megatron.training.nano.rounds import NanoRounds
 from tlora_megatron.training.super_model import StepReport, SuperModel
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.job import OptimizerSpec
+from tlora_megatron.config.job import OptimizerSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
-from tlora_megatron.ops.adamw import AdamUpdate, fused_adamw
+from tlora_megatron.ops.adamw.step import AdamUpdate, fused_adamw
 from tlora_megatron.parallel.collectives import all_reduce
 from tlora_megatron.parallel.groups import ParallelGroups
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from tlora_megatron.backbone import Backbone
-from tlora_megatron.job import JobSpec
-from tlora_megatron.training.checkpoint import Checkpoint, find_checkpoint
-from tlora_megatron.training.data import BatchPlan, JobData, load_job_data
-from tlora_megatron.training.peft_format import fit_to_job, load_adapter
+from tlora_megatron.config.job import JobSpec
+from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data
+from tlora_megatron.training.formats.checkpoint import Checkpoint, find_checkpoint
+from tlora_megatron.training.formats.peft_format import fit_to_job, load_adapter
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tlora_megatron.job import ScheduleSpec
+from tlora_megatron.config.job import ScheduleSpec
 
 
 def learning_rate(spec: ScheduleSpec, peak: float, step: int, num_steps: int) -> float:

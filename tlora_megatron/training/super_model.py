@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.ops.host_copy import to_device
-from tlora_megatron.ops.segment_sums import segment_sums
-from tlora_megatron.ops.segments import MicroBatchView
+from tlora_megatron.ops.routing.host_copy import to_device
+from tlora_megatron.ops.routing.segment_sums import segment_sums
+from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.nano_batch import CutDocuments, cut_by_length
+from tlora_megatron.parallel.nano.cuts import CutDocuments, cut_by_length
 from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.optimizer import StepOutcome, StepRequest, step_adapters
-from tlora_megatron.training.packing import (
+from tlora_megatron.training.packing.packing import (
     Bins,
     Item,
     PackedBatch,
@@ -27,8 +27,8 @@ from tlora_megatron.training.packing import (
     RoundShape,
     fill_bins,
 )
-from tlora_megatron.training.portions import fill_with_portions
-from tlora_megatron.training.round_rows import RoundRows
+from tlora_megatron.training.packing.portions import fill_with_portions
+from tlora_megatron.training.packing.round_rows import RoundRows
 
 
 class Engine(Protocol):

@@ -12,10 +12,10 @@ from typing import Any
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
-from tlora_megatron.config import BaseModelSpec, RunConfig, RunSpec, read_config
-from tlora_megatron.config_reader import ConfigError, must, nearest, read_spec
-from tlora_megatron.config_rules import resolve
-from tlora_megatron.config_source import apply_override, merge, read_document
+from tlora_megatron.config.load import BaseModelSpec, RunConfig, RunSpec, read_config
+from tlora_megatron.config.reader import ConfigError, must, nearest, read_spec
+from tlora_megatron.config.rules import resolve
+from tlora_megatron.config.source import apply_override, merge, read_document
 from tlora_megatron.integrations.deepspeed.job_defaults import take_job_defaults
 
 _OWNED = {

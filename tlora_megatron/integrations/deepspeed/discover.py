@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from torch import nn
 
-from tlora_megatron.backbone import LinearShape, LinearsSpec
 from tlora_megatron.layers.linear_sites import rank_sites
 from tlora_megatron.layers.sites import Site
+from tlora_megatron.model.backbone import LinearShape, LinearsSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 
 _IN_LAYER = re.compile(r"(?P<above>.*?)\.(?P<layer>\d+)\.(?P<below>.+)")

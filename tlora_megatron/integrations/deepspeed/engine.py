@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tlora_megatron.backbone import LinearsSpec
 from tlora_megatron.integrations.deepspeed import attention
 from tlora_megatron.integrations.deepspeed.scoring import score
-from tlora_megatron.ops.segments import use_micro_batch
+from tlora_megatron.model.backbone import LinearsSpec
+from tlora_megatron.ops.routing.segments import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.training.data import TokenSequence
-from tlora_megatron.training.packing import Item, PackedBatch, Placed, pack
+from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.packing.packing import Item, PackedBatch, Placed, pack
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Relative, of losses: rounding of another order of sums stays a tenth below."""

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tlora_megatron.backbone import LinearsSpec
-from tlora_megatron.config import BaseModelSpec
+from tlora_megatron.config.load import BaseModelSpec
 from tlora_megatron.integrations.deepspeed import discover, processes
 from tlora_megatron.integrations.deepspeed import model as models
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
@@ -19,6 +18,7 @@ from tlora_megatron.integrations.deepspeed.linears import prepare_linear
 from tlora_megatron.integrations.deepspeed.scoring import prepare_output_layer
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.slab import StatePlacement
+from tlora_megatron.model.backbone import LinearsSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 
 

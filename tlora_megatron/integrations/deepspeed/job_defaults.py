@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tlora_megatron.config_reader import ConfigError, must
+from tlora_megatron.config.reader import ConfigError, must
 
 _ADAM = ("Adam", "AdamW")
 _ADAM_KEYS = {"lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}

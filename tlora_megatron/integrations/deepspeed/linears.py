@@ -18,7 +18,7 @@ from torch import nn
 from tlora_megatron.layers.attach import make_multi_adapter
 from tlora_megatron.layers.linear import MultiLoRALinear, TensorParallel
 from tlora_megatron.layers.multi_adapter import MultiAdapter
-from tlora_megatron.ops.segments import current_micro_batch
+from tlora_megatron.ops.routing.segments import current_micro_batch
 
 
 class _PlainMixin(MultiAdapter):

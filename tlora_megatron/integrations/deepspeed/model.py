@@ -12,7 +12,7 @@ from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tlora_megatron.config import BaseModelSpec
+from tlora_megatron.config.load import BaseModelSpec
 from tlora_megatron.integrations.deepspeed import attention
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 
+from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.plan import ParallelLayout
 
 
 def join_processes() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from tlora_megatron.integrations.deepspeed.discover import weight_shape
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.training.packing import PackedBatch
+from tlora_megatron.training.packing.packing import PackedBatch
 
 
 class _Scoring(NamedTuple):

@@ -22,7 +22,7 @@ from torch import nn
 
 from tlora_megatron.integrations.megatron.built_model import language_models
 from tlora_megatron.layers.sites import ALL_LINEARS, Site, make_site
-from tlora_megatron.model import ModelSpec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 
 _LINEAR_CLASSES = {

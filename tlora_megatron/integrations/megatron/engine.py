@@ -15,10 +15,10 @@ from torch import nn
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
-from tlora_megatron.ops.segments import use_micro_batch
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.ops.routing.segments import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.plan import ParallelLayout
-from tlora_megatron.training.packing import PackedBatch
+from tlora_megatron.training.packing.packing import PackedBatch
 
 
 def current_groups(layout: ParallelLayout) -> ParallelGroups:

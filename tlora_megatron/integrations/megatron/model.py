@@ -18,14 +18,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from tlora_megatron.integrations.megatron.core_attention import PackedCoreAttention
-from tlora_megatron.integrations.megatron.frozen_layer import freeze_layer
-from tlora_megatron.integrations.megatron.norm import RMSNorm
-from tlora_megatron.integrations.megatron.rotary import PackedRotaryEmbedding
-from tlora_megatron.model import ModelSpec
-from tlora_megatron.parallel.hardware_queues import set_queues
-from tlora_megatron.plan import ParallelLayout
-from tlora_megatron.training.hf_convert import (
+from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
+from tlora_megatron.integrations.megatron.layer.frozen_layer import freeze_layer
+from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
+from tlora_megatron.integrations.megatron.layer.rotary import PackedRotaryEmbedding
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.parallel.nano.hardware_queues import set_queues
+from tlora_megatron.training.formats.hf_convert import (
     HFCheckpoint,
     RandomWeights,
     WeightSource,
@@ -58,7 +58,8 @@ def initialize_parallel(layout: ParallelLayout, *, overlaps: bool = False) -> No
     one. A second call with the same layout does nothing; another layout makes new groups.
 
     Args:
-        overlaps: nano-batches will hide each other's communication (`parallel.hardware_queues`).
+        overlaps: nano-batches will hide each other's communication
+        (`parallel.nano.hardware_queues`).
 
     Raises:
         ValueError: if the world is not as large as the layout, or a node has more processes
@@ -137,7 +138,7 @@ def build_backbone(
 
     Args:
         recompute: `selective` recomputes every MLP in backward, `full` every layer. Both need
-            the micro-batch bound again in recompute: `ops.segments.bind_current`.
+            the micro-batch bound again in recompute: `ops.routing.segments.bind_current`.
 
     Raises:
         ValueError: if the layout does not divide the model.

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from tlora_megatron.integrations.megatron.built_model import language_models
-from tlora_megatron.integrations.megatron.frozen_layer import FrozenTransformerLayer
+from tlora_megatron.integrations.megatron.layer.frozen_layer import FrozenTransformerLayer
 from tlora_megatron.integrations.megatron.staggered import stagger
 from tlora_megatron.layers.multi_adapter import (
     MultiAdapter,
@@ -24,9 +24,9 @@ from tlora_megatron.layers.multi_adapter import (
     RankShardedMixin,
 )
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.lane_room import LaneRoom, lane_room
-from tlora_megatron.parallel.overlap import Overlap, OverlapMode
-from tlora_megatron.parallel.tensor_collectives import (
+from tlora_megatron.parallel.nano.lane_room import LaneRoom, lane_room
+from tlora_megatron.parallel.nano.overlap import Overlap, OverlapMode
+from tlora_megatron.parallel.transport.tensor_collectives import (
     DEFAULT_MAX_BYTES,
     Kind,
     TensorCollectives,

@@ -17,9 +17,9 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.built_model import language_models
-from tlora_megatron.integrations.megatron.core_attention import PackedCoreAttention
 from tlora_megatron.integrations.megatron.discover import check_config
-from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch
+from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
+from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0.0,),

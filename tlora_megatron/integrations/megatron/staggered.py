@@ -1,4 +1,4 @@
-"""A decoder that runs a micro-batch in nano-batches, staggered: see `parallel.lanes`.
+"""A decoder that runs a micro-batch in nano-batches, staggered: see `parallel.nano.lanes`.
 
 Blocks and layers are re-classed in place and run as they were wherever the bound micro-batch has no
 nano-batches. The layers' own code runs; what is here is where it is cut, and recompute.
@@ -17,15 +17,15 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from tlora_megatron.integrations.megatron.frozen_layer import FrozenTransformerLayer
-from tlora_megatron.integrations.megatron.half_layer import HalfLayer, run_in_lane
-from tlora_megatron.integrations.megatron.module_hooks import does_more
-from tlora_megatron.integrations.megatron.norm import RMSNorm
-from tlora_megatron.ops.segments import MicroBatchView, current_micro_batch, use_micro_batch
-from tlora_megatron.parallel.lane_tape import DirectTape, Tape
-from tlora_megatron.parallel.lanes import Lane, current_lane
-from tlora_megatron.parallel.overlap import Overlap
-from tlora_megatron.parallel.turns import join, take_turns, take_turns_back
+from tlora_megatron.integrations.megatron.layer.frozen_layer import FrozenTransformerLayer
+from tlora_megatron.integrations.megatron.layer.half_layer import HalfLayer, run_in_lane
+from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
+from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
+from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch, use_micro_batch
+from tlora_megatron.parallel.nano.lane_tape import DirectTape, Tape
+from tlora_megatron.parallel.nano.lanes import Lane, current_lane
+from tlora_megatron.parallel.nano.overlap import Overlap
+from tlora_megatron.parallel.nano.turns import join, take_turns, take_turns_back
 
 _SIGNATURE = inspect.signature(TransformerBlock.forward)
 

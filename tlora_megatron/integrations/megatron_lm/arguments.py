@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from tlora_megatron.config import BaseModelSpec, ConfigError, RunConfig, read_config
-from tlora_megatron.config_reader import read_spec, show
-from tlora_megatron.config_rules import resolve
-from tlora_megatron.config_source import read_document
+from tlora_megatron.config.load import BaseModelSpec, ConfigError, RunConfig, read_config
+from tlora_megatron.config.reader import read_spec, show
+from tlora_megatron.config.rules import resolve
+from tlora_megatron.config.source import read_document
 from tlora_megatron.integrations.megatron_lm.guard import FLAG
-from tlora_megatron.model import ModelSpec, read_model_spec
-from tlora_megatron.plan import ParallelLayout
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
 
 _ORIGINAL_POSITIONS = 8192
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR = 1.0, 4.0

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from tlora_megatron.integrations.megatron.built_model import language_models
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.vocabulary_head import VocabularyShard, vocab_parallel_argmax
-from tlora_megatron.ops.segments import use_micro_batch
+from tlora_megatron.ops.routing.segments import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.training.packing import PackedBatch
+from tlora_megatron.training.packing.packing import PackedBatch
 
 
 class MicroBatchFeed:

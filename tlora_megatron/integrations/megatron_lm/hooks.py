@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from tlora_megatron.integrations.megatron_lm.guard import FLAG, check_arguments, check_trainer
-from tlora_megatron.parallel.hardware_queues import shown_in_order
+from tlora_megatron.parallel.nano.hardware_queues import shown_in_order
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def overlaps_by_command_line() -> bool:
 
 def asks_for_nano_batches(jobs: str) -> bool:
     """Whether a file of jobs does; one that cannot be read is refused where it is needed."""
-    from tlora_megatron.config_source import read_document
+    from tlora_megatron.config.source import read_document
 
     try:
         run = read_document(Path(jobs)).get("run")

@@ -7,8 +7,8 @@ from typing import Any
 from megatron.core.models import backends
 from megatron.core.transformer import torch_norm
 
-from tlora_megatron.integrations.megatron.core_attention import PackedCoreAttention
-from tlora_megatron.integrations.megatron.norm import RMSNorm
+from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
+from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
 
 _MARK = "_tlora_local_parts"
 

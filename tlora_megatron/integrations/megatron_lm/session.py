@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch import Tensor, nn
 
-from tlora_megatron.config import RunConfig
+from tlora_megatron.config.load import RunConfig
 from tlora_megatron.integrations.megatron import recompute
 from tlora_megatron.integrations.megatron.built_model import freeze, require_whole_weights
 from tlora_megatron.integrations.megatron.discover import discover, record_stages
@@ -28,11 +28,11 @@ from tlora_megatron.integrations.megatron_lm.engine import MicroBatchFeed, UserM
 from tlora_megatron.integrations.megatron_lm.interval_losses import IntervalLosses
 from tlora_megatron.integrations.megatron_lm.job_optimizer import JobOptimizer
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.model import ModelSpec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.loop import TrainingLoop
 from tlora_megatron.training.metrics import write_atomic
-from tlora_megatron.training.packing import PackedBatch, RoundShape
+from tlora_megatron.training.packing.packing import PackedBatch, RoundShape
 from tlora_megatron.training.super_model import Engine, StepReport
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,135 @@
+"""`tlora inspect kernels`: on this machine as it is, and with GPUs put in place by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tlora_megatron.cli import inspect_kernels as module
+from tlora_megatron.cli.main import main
+from tlora_megatron.ops.lora.kernel_choice import KernelChoice
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TLORA_KERNELS", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("TLORA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["inspect", "kernels", "--json"]) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def put_gpus(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], problem: str = "nvcc was not found"
+) -> None:
+    """GPUs of capability 9.0 without the extension."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_name",
+        lambda device: names[device if isinstance(device, int) else device.index],
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def kernel_choice(device: torch.device, dtype: torch.dtype) -> KernelChoice:
+        if dtype == torch.float32:
+            raise ValueError("TLORA_KERNELS must name kernels that run here, got triton: dtype")
+        return KernelChoice("triton", "no CUDA extension")
+
+    monkeypatch.setattr(module, "kernel_choice", kernel_choice)
+    monkeypatch.setattr(module, "problem_of", lambda name, device, dtype: problem or None)
+
+
+def test_a_machine_without_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    content = shown(capsys)
+    assert content["kind"] == "kernels"
+    assert content["forced"] is None
+    (device,) = content["devices"]
+    assert device["compute_capability"] is None
+    assert [choice["dtype"] for choice in device["kernels"]] == ["bfloat16", "float16", "float32"]
+    for choice in device["kernels"]:
+        assert (choice["name"], choice["reason"]) == ("torch", "no GPU")
+        assert [(f["name"], f["problem"]) for f in choice["faster"]] == [
+            ("triton", "no GPU"),
+            ("cuda", "no GPU"),
+        ]
+    assert content["versions"]["torch"] == torch.__version__
+    assert content["cache_directory"] == str(tmp_path / "cache")
+    assert content["library"] is None
+
+
+def test_as_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["inspect", "kernels"]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "bfloat16: torch (no GPU)",
+        "not triton: no GPU",
+        f"versions: torch {torch.__version__}",
+        f"built CUDA kernels: none in {tmp_path / 'cache'}",
+    ):
+        assert text in out
+
+
+def test_gpus_of_a_name_are_shown_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_gpus(monkeypatch, ["NVIDIA H100", "NVIDIA H200", "NVIDIA H100"])
+    devices = shown(capsys)["devices"]
+    assert [(d["name"], d["count"]) for d in devices] == [("NVIDIA H100", 2), ("NVIDIA H200", 1)]
+    assert {d["compute_capability"] for d in devices} == {"9.0"}
+
+
+def test_what_faster_kernels_need_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_gpus(monkeypatch, ["Some GPU of tomorrow"] * 2)
+    assert main(["inspect", "kernels"]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "2 x Some GPU of tomorrow, compute capability 9.0",
+        "bfloat16: triton (no CUDA extension)",
+        "not cuda: nvcc was not found",
+        "float32: none (TLORA_KERNELS must name kernels that run here",
+        "block sizes: not tuned for this GPU, the defaults are used",
+    ):
+        assert text in out
+
+
+def test_a_forced_slower_one_says_how_to_get_the_faster(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_gpus(monkeypatch, ["NVIDIA H100"], problem="")
+    choice = shown(capsys)["devices"][0]["kernels"][0]
+    assert choice["faster"] == [{"name": "cuda", "problem": "it runs here, unset TLORA_KERNELS"}]
+
+
+def test_tuned_entries_are_those_of_the_gpu_s_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "tuned.json").write_text('{"H100": [{}, {}], "H200": [{}]}')
+    monkeypatch.setattr(module.importlib.resources, "files", lambda package: tmp_path)
+    counts = [module._tuned_entries(name) for name in ("NVIDIA H100 PCIe", "H200", "A100")]
+    assert counts == [2, 1, 0]
+
+
+def test_a_name_that_is_none_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TLORA_KERNELS", "fast")
+    assert main(["inspect", "kernels"]) == 2
+    err = capsys.readouterr().err
+    assert "TLORA_KERNELS must be one of torch, triton, cuda, got 'fast'" in err
+
+
+def test_options_of_configs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "kernels", "--set", "run.seed=1"]) == 2
+    assert "must be given with a config file, got kernels" in capsys.readouterr().err

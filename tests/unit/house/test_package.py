@@ -1,0 +1,284 @@
+"""What is installed and shipped: metadata, declared imports, contents of sdist and wheel."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+import tlora_megatron
+
+
+@pytest.fixture(scope="module")
+def pyproject(repo: Path) -> dict[str, Any]:
+    return tomllib.loads((repo / "pyproject.toml").read_text())
+
+
+def _script(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up while they are made.
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def requirements(repo: Path) -> ModuleType:
+    return _script(repo / "scripts" / "missing_requirements.py")
+
+
+@pytest.fixture(scope="module")
+def verifier(repo: Path) -> ModuleType:
+    return _script(repo / "scripts" / "verify_adapters.py")
+
+
+def _imported(folder: Path) -> set[str]:
+    """Top-level names of third parties that the Python files of a folder import, lazily or not."""
+    names = set()
+    for path in folder.rglob("*.py"):
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found.update(alias.name.split(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.split(".")[0])
+        # A script may import the script beside it.
+        names |= {name for name in found if not (path.parent / f"{name}.py").is_file()}
+    return names - set(sys.stdlib_module_names) - {"tlora_megatron", "tests"}
+
+
+def test_an_import_of_a_neighbour_is_not_a_third_party(tmp_path: Path) -> None:
+    (tmp_path / "tasks.py").write_text("import os\nfrom tlora_megatron import job")
+    (tmp_path / "make.py").write_text("import tasks\ndef f():\n    from pandas.api import types")
+    assert _imported(tmp_path) == {"pandas"}
+
+
+@pytest.mark.parametrize(
+    ("folder", "extras"),
+    [
+        ("tlora_megatron", ["train", "kernels", "deepspeed", "wandb"]),
+        ("scripts", ["train", "kernels", "verify", "deepspeed"]),
+        ("tests", ["test", "deepspeed", "wandb"]),
+    ],
+)
+def test_every_import_is_declared(
+    repo: Path, pyproject: dict[str, Any], requirements: ModuleType, folder: str, extras: list[str]
+) -> None:
+    project = pyproject["project"]
+    declared = {r.name.lower() for r in requirements.required(project, extras)}
+    # packaging and tokenizers come with transformers, pip's vendored copy with pip.
+    declared |= {"packaging", "tokenizers", "tqdm", "huggingface-hub", "pip"}
+    distributions = packages_distributions()
+    undeclared = {
+        name: sorted(set(distributions.get(name, [name])))
+        for name in _imported(repo / folder)
+        if not declared & {d.lower().replace("_", "-") for d in distributions.get(name, [name])}
+    }
+    assert undeclared == {}
+
+
+def test_extras_may_name_extras(pyproject: dict[str, Any], requirements: ModuleType) -> None:
+    names = {r.name for r in requirements.required(pyproject["project"], ["dev"])}
+    assert {"pre-commit", "pytest", "peft", "torch", "pyyaml"} <= names
+    assert "tlora-megatron" not in names
+    light = {r.name for r in requirements.required(pyproject["project"], [])}
+    assert light == {"pyyaml", "rich"}
+
+
+def test_an_unknown_extra_is_refused(pyproject: dict[str, Any], requirements: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"extra must be one of train, .*, got 'trian'"):
+        list(requirements.required(pyproject["project"], ["trian"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "met"),
+    [("pytest>=8", True), ("pytest<8", False), ("no-such-distribution", False), ("pytest", True)],
+)
+def test_requirements_are_compared_with_what_is_installed(
+    requirements: ModuleType, text: str, met: bool
+) -> None:
+    assert requirements.is_met(Requirement(text)) is met
+
+
+def test_an_install_from_another_folder_does_not_count(
+    tmp_path: Path, requirements: ModuleType
+) -> None:
+    assert not requirements.is_installed_from(tmp_path, "tlora-megatron")
+    assert not requirements.is_installed_from(tmp_path, "pytest")
+    assert not requirements.is_installed_from(tmp_path, "no-such-distribution")
+
+
+@pytest.mark.parametrize(
+    ("reported", "rows", "rows_total", "slack", "limits"),
+    [
+        (0.5, 96, 96, 0.0, (48, 48)),
+        (1.0, 200, 200, 0.05, (190, 210)),
+        (0.5, 32, 96, 0.0, (0, 32)),
+        (0.9, 32, 40, 0.0, (28, 32)),
+        (0.9, 32, 40, 0.05, (27, 33)),
+        (0.0, 32, 96, 0.0, (0, 0)),
+    ],
+)
+def test_the_reported_exact_match_bounds_what_generation_may_give(
+    verifier: ModuleType,
+    reported: float,
+    rows: int,
+    rows_total: int,
+    slack: float,
+    limits: tuple[int, int],
+) -> None:
+    assert verifier.expected_matches(reported, rows, rows_total, slack) == limits
+
+
+@pytest.fixture(scope="module")
+def built(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the sdist and wheel, built from a copy of the files git knows or would add."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=repo,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode:
+        pytest.skip("needs a git checkout to know the project's files")
+    source = tmp_path_factory.mktemp("source")
+    for name in filter(None, listed.stdout.split("\0")):
+        if (repo / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(repo / name, source / name)
+    out = tmp_path_factory.mktemp("dist")
+    # The wheel is built from the sdist, so what the sdist forgets is missing there too.
+    result = subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    (out / "source").symlink_to(source)
+    return out
+
+
+def _files(root: Path, folder: str) -> set[str]:
+    return {str(path.relative_to(root)) for path in (root / folder).rglob("*") if path.is_file()}
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    package = {name for name in names if name.startswith("tlora_megatron/")}
+    # The planner's profiles: `--hardware h200` has to work where there is no checkout.
+    profiles = {
+        f"tlora_megatron/planner/profiles/{path.name}"
+        for path in (built / "source" / "configs" / "hardware").glob("*.json")
+    }
+    assert "tlora_megatron/planner/profiles/h200.json" in profiles
+    # The CUDA kernels' sources: they are compiled on first use.
+    sources = {f"tlora_megatron/{name}" for name in _files(built / "source", "csrc")}
+    assert "tlora_megatron/csrc/lora_gemm.cu" in sources
+    assert package == _files(built / "source", "tlora_megatron") | profiles | sources
+    assert "tlora_megatron/py.typed" in package
+    assert {name.split("/")[0] for name in names - package} == {
+        f"tlora_megatron-{tlora_megatron.__version__}.dist-info"
+    }
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_says_what_it_is(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    info = f"tlora_megatron-{tlora_megatron.__version__}.dist-info"
+    archive = zipfile.ZipFile(wheel)
+    metadata = archive.read(f"{info}/METADATA").decode()
+    assert f"\nVersion: {tlora_megatron.__version__}\n" in metadata
+    assert "\nRequires-Python: >=3.11\n" in metadata
+    assert (
+        "tlora = tlora_megatron.cli.main:main" in archive.read(f"{info}/entry_points.txt").decode()
+    )
+
+
+@pytest.mark.parametrize("folder", ["tlora_megatron", "csrc", "scripts", "configs", "tests"])
+def test_the_sdist_holds_the_repository(built: Path, folder: str) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert _files(built / "source", folder) <= names
+    assert {"LICENSE", "setup.py", "pyproject.toml"} <= names
+
+
+def test_shell_scripts_can_be_run(repo: Path) -> None:
+    scripts = [repo / ".ci" / "run", *sorted((repo / "scripts").rglob("*.sh"))]
+    assert len(scripts) >= 4
+    for script in scripts:
+        assert os.access(script, os.X_OK), f"{script} must be executable"
+        assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "pinned"),
+    [
+        # Later ones of megatron-core import triton, which this torch does not bring.
+        ("train", "torch==2.13.0 megatron-core==0.16.1"),
+        ("test", "torch==2.13.0 megatron-core==0.16.1 triton==3.6.0"),
+    ],
+)
+def test_setup_env_names_what_is_missing_and_refuses(
+    repo: Path, tmp_path: Path, extra: str, pinned: str
+) -> None:
+    """An environment without packages and without a network: the error lists the packages."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    site = next(venv.glob("lib/python*/site-packages"))
+    # missing_requirements.py needs packaging, which pip would have brought.
+    packaging = Path(Requirement.__init__.__globals__["__file__"]).parent
+    shutil.copytree(packaging, site / "packaging")
+    result = subprocess.run(
+        [repo / "scripts" / "setup_env.sh", extra],
+        env={"PATH": os.environ["PATH"], "TLORA_VENV": str(venv)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 1
+    assert "these packages are missing" in result.stderr
+    for name in ("torch", "megatron-core", "rich", "tlora-megatron"):
+        assert name in result.stderr.splitlines()[-1]
+    assert result.stdout == ""
+    if shutil.which("nvidia-smi") is None:
+        assert f"installing {pinned}\n" in result.stderr
+
+
+@pytest.mark.parametrize("missing", ["triton", "something_else"])
+def test_a_megatron_that_needs_triton_says_so(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    from tlora_megatron.runtime import controller
+
+    real = builtins.__import__
+
+    def import_without(name: str, *args: Any) -> ModuleType:
+        if name.startswith("tlora_megatron.integrations.megatron"):
+            raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", import_without)
+    remedy = r"needs triton, .*; pip install triton or pip install 'megatron-core<0.18'"
+    expected = remedy if missing == "triton" else "No module named 'something_else'"
+    with pytest.raises(ImportError, match=expected):
+        controller._build(None, None, None)  # type: ignore[arg-type]

@@ -1,0 +1,98 @@
+"""What the quickstart ships is small, whole and consistent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors import safe_open
+
+from tlora_megatron.config.job import HF_TARGETS
+from tlora_megatron.model.spec import read_model_spec
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+BASE = CONFIGS / "quickstart" / "base"
+CONFIG = yaml.safe_load((CONFIGS / "quickstart.yaml").read_text(encoding="utf-8"))
+PARTS = [(job["name"], part) for job in CONFIG["jobs"] for part in ("train", "eval")]
+
+
+def rows_of(name: str, part: str) -> list[dict[str, str]]:
+    (job,) = (job for job in CONFIG["jobs"] if job["name"] == name)
+    lines = (CONFIGS / job["data"][part]).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def input_of(prompt: str) -> tuple[str, ...]:
+    """The operands of a sum, else the whole prompt."""
+    return tuple(part for part in prompt.split() if part[0].isdigit()) or (prompt,)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(BASE)
+
+
+def test_sizes_are_small_enough_to_ship():
+    assert sum(file.stat().st_size for file in BASE.iterdir()) <= 4_000_000
+    assert sum(file.stat().st_size for file in (CONFIGS / "quickstart/data").iterdir()) <= 600_000
+
+
+def test_weights_have_the_shapes_of_the_config():
+    spec = read_model_spec(BASE / "config.json")
+    with safe_open(BASE / "model.safetensors", framework="np") as file:
+        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    for layer in range(spec.num_layers):
+        for target in HF_TARGETS:
+            block = "mlp" if target in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+            key = f"model.layers.{layer}.{block}.{target}.weight"
+            assert shapes[key] == spec.target_shape(target)
+    assert shapes["lm_head.weight"] == (spec.vocab_size, spec.hidden_size)
+    assert spec.vocab_size % 8 == 0
+
+
+def test_config_points_at_what_is_there_and_jobs_differ():
+    assert (CONFIGS / CONFIG["base_model"]["path"]).resolve() == BASE
+    jobs = CONFIG["jobs"]
+    assert len({job["name"] for job in jobs}) == len(jobs) == 4
+    for key in ("batch_size", "max_steps"):
+        assert len({job[key] for job in jobs}) == 4
+    assert len({job["lora"]["rank"] for job in jobs}) == 4
+    assert {job["schedule"]["name"] for job in jobs} == {"constant", "linear", "cosine"}
+    assert any(job["lora"].get("dropout", 0) > 0 for job in jobs)
+
+
+@pytest.mark.parametrize("text", ["", " a  b , c!\n\n", '{"k": "v"}', "naïve — 数 \t\x00"])
+def test_tokenizer_gives_the_text_back(tokenizer, text):
+    ids = tokenizer(text).input_ids
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids[1:] == [3 + byte for byte in text.encode()]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_special_tokens_are_the_models(tokenizer):
+    config = json.loads((BASE / "config.json").read_text())
+    for name in ("pad", "bos", "eos"):
+        assert getattr(tokenizer, f"{name}_token_id") == config[f"{name}_token_id"]
+
+
+@pytest.mark.parametrize(("name", "part"), PARTS)
+def test_rows_tokenise_within_vocabulary_and_length(tokenizer, name, part):
+    vocab_size = read_model_spec(BASE / "config.json").vocab_size
+    (job,) = (job for job in CONFIG["jobs"] if job["name"] == name)
+    rows = rows_of(name, part)
+    assert len(rows) >= {"train": 200, "eval": 64}[part]
+    for row in rows:
+        ids = [*tokenizer(row["prompt"] + row["completion"]).input_ids, tokenizer.eos_token_id]
+        assert row["completion"]
+        assert max(ids) < vocab_size
+        assert len(ids) <= job["max_seq_len"]
+
+
+@pytest.mark.parametrize("name", [job["name"] for job in CONFIG["jobs"]])
+def test_eval_inputs_are_not_in_the_training_data(name):
+    train = {input_of(row["prompt"]) for row in rows_of(name, "train")}
+    evaluation = {input_of(row["prompt"]) for row in rows_of(name, "eval")}
+    assert len(evaluation) == len(rows_of(name, "eval"))
+    assert not train & evaluation

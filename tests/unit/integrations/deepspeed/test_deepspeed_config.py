@@ -1,0 +1,240 @@
+"""The tlora section of a DeepSpeed JSON: what is taken, changed and refused around it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="needs deepspeed")
+
+from tlora_megatron.config.load import BaseModelSpec
+from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
+from tlora_megatron.integrations.deepspeed.guard import check_version
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Holds a base and a job's data."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    return tmp_path
+
+
+def section(**job: Any) -> dict[str, Any]:
+    """A tlora section with one job."""
+    return {
+        "base_model": {"path": "base"},
+        "run": {"output_dir": "out", "micro_batch_tokens": 4096},
+        "jobs": [{"name": "a", "data": {"train": "a.jsonl"}, "max_steps": 9} | job],
+    }
+
+
+def load(folder: Path, document: dict[str, Any], **extra: Any) -> DeepSpeedConfig:
+    """Reads a document from a file in the folder."""
+    path = folder / "ds.json"
+    path.write_text(json.dumps({"tlora": section()} | document))
+    return load_deepspeed_config(path, **extra)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_engine_has_nothing_to_train(folder: Path, stage: int) -> None:
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True}
+    config = load(folder, {"zero_optimization": zero, "bf16": {"enabled": True}})
+    assert (config.stage, config.tp_size, config.offload_optimizer) == (stage, 1, True)
+    assert config.run.base_model.dtype == "bfloat16"
+    if stage == 3:
+        assert config.engine["zero_optimization"] == {"stage": 3, "overlap_comm": True}
+        assert config.engine["bf16"] == {"enabled": True}
+    else:
+        assert config.engine["zero_optimization"] == {"stage": 0}
+        assert "bf16" not in config.engine
+    assert not {"tlora", "optimizer", "scheduler"} & config.engine.keys()
+
+
+def test_owned_keys_become_defaults_of_the_jobs(folder: Path) -> None:
+    document = {
+        "gradient_clipping": 0.5,
+        "gradient_accumulation_steps": 4,
+        "train_batch_size": "auto",
+        "flops_profiler": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.9]}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_num_steps": 3, "warmup_type": "linear", "total_num_steps": 50},
+        },
+        "tlora": section(optimizer={"lr": 5e-3}),
+    }
+    config = load(folder, document)
+    (job,) = config.run.jobs
+    assert job.optimizer.max_grad_norm == 0.5
+    assert (job.optimizer.lr, job.optimizer.betas) == (5e-3, (0.8, 0.9))
+    assert (job.schedule.name, job.schedule.warmup_steps) == ("linear", 3)
+    told = "\n".join(config.changes)
+    for key in ("gradient_clipping", "gradient_accumulation_steps", "optimizer", "scheduler"):
+        assert key in told
+    assert "flops_profiler has no effect" in told
+    assert "flops_profiler" not in config.engine
+    assert "train_batch_size" not in told
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("zero_optimisation", "zero_optimization"),
+        ("tensor_parralel", "tensor_parallel"),
+        ("gradient_cliping", "gradient_clipping"),
+    ],
+)
+def test_a_misspelt_key_is_told(folder: Path, key: str, meant: str) -> None:
+    """DeepSpeed passes over it: ZeRO 0 in the place of 3, and nobody would know."""
+    (told,) = load(folder, {key: {}}).changes
+    assert told == f"{key} has no effect: did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    "key", ["comms_logger", "steps_per_print", "gradient_predivide_factor", "data_types", "aio"]
+)
+def test_deepspeed_s_other_keys_are_its_own(folder: Path, key: str) -> None:
+    assert load(folder, {key: {}}).changes == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fp16": {"enabled": True}}, r"fp16\.enabled must be left out.*loss scale"),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, r"grad_accum_dtype .*BF16_Optimizer"),
+        ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zenflow"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"super_offload": True}}},
+            "super_offload must be left out",
+        ),
+        ({"pipeline": {"stages": 2}}, "pipeline must be left out"),
+        ({"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}}, "tp_overlap_comm"),
+        ({"tensor_parallel": {"autotp_size": 0.5}}, "autotp_size must be an integer"),
+        ({"zero_optimization": {"stage": 4}}, "stage must be 0, 1, 2 or 3, got 4"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "be none or cpu"),
+        ({"bf16": True}, "bf16 must be a mapping, got true"),
+        ({"bf16": {"enabled": "yes"}}, "bf16.enabled must be true or false"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights must be"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "mics_shard_size must be left"),
+        ({"bfloat16": {"enabled": True}}, "bfloat16 must be left out.*its name is bf16"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimiser": {"device": "cpu"}}},
+            r"zero_optimization\.offload_optimiser must be what DeepSpeed takes",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "reduce_bucket_size": "big"}},
+            "reduce_bucket_size must be what DeepSpeed takes, got 'big'",
+        ),
+        ({"optimizer": "AdamW"}, "optimizer must be a mapping of type and params"),
+        ({"optimizer": {"type": "AdamW", "params": [1]}}, r"optimizer\.params must be a mapping"),
+        ({"scheduler": "WarmupLR"}, "scheduler must be a mapping of type and params"),
+        ({"scheduler": {"type": ["WarmupLR"]}}, r"scheduler\.type must be one of"),
+        ({"zero_optimization": 3}, "zero_optimization must be a mapping, got 3"),
+        ({"tlora": section() | {"defaults": []}, "gradient_clipping": 1.0}, "defaults must be a"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size must be 1"),
+        ({"optimizer": {"type": "Lamb"}}, r"optimizer\.type must be one of Adam, AdamW"),
+        ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "got 'amsgrad'"),
+        ({"scheduler": {"type": "OneCycle"}}, r"scheduler\.type .*tlora\.defaults\.schedule"),
+        ({"scheduler": {"type": "WarmupLR"}}, "warmup_type must be linear"),
+        ({"tlora_config": "jobs.yaml"}, "exactly one of tlora and tlora_config, got both"),
+        ({"tlora": section() | {"parallel": {"tp_size": 2}}}, "must not hold parallel"),
+        ({"tlora": section() | {"jbos": []}}, "jbos.*mean jobs"),
+        (
+            {"bf16": {"enabled": True}, "tlora": section() | {"base_model": {"dtype": "float32"}}},
+            r"base_model\.dtype must be bfloat16 with bf16\.enabled",
+        ),
+        (
+            {"tlora": section() | {"run": {"output_dir": "o", "nano_batches": 2}}},
+            r"run\.nano_batches must be 1 or auto under DeepSpeed, got 2",
+        ),
+        (
+            {"tlora": section() | {"run": {"output_dir": "o", "recompute": "selective"}}},
+            r"run\.recompute must be none or full",
+        ),
+    ],
+)
+def test_refusals(folder: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(folder, change)
+
+
+def test_a_file_of_jobs_starts_at_its_own_folder(folder: Path) -> None:
+    (folder / "jobs.json").write_text(json.dumps(section()))
+    (folder / "deep").mkdir()
+    path = folder / "deep" / "ds.json"
+    path.write_text(json.dumps({"tlora_config": "../jobs.json"}))
+    (job,) = load_deepspeed_config(path, ["run.seed=3"]).run.jobs
+    assert job.data.train == str(folder / "a.jsonl")
+
+
+def test_targets_may_have_any_name(folder: Path) -> None:
+    tlora = section(lora={"target_modules": ["query_key_value"]})
+    (job,) = load(folder, {"tlora": tlora}).run.jobs
+    assert job.lora.target_modules == ("query_key_value",)
+
+
+def test_portions_are_a_quarter_of_a_micro_batch_unless_said(folder: Path) -> None:
+    assert load(folder, {}).run.run.portion_tokens == 1024
+    short = section()
+    del short["run"]["micro_batch_tokens"]
+    assert load(folder, {"tlora": short}).run.run.portion_tokens == 1024
+    del short["run"]
+    assert load(folder, {"tlora": short}, output_dir="o").run.run.portion_tokens == 1024
+    fair = load(folder, {}, overrides=["run.portion_tokens=null"])
+    assert fair.run.run.portion_tokens is None
+
+
+def test_auto_is_left_to_us(folder: Path) -> None:
+    config = load(folder, {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3,
+                  "reduce_bucket_size": "auto"}})  # fmt: skip
+    assert config.engine["zero_optimization"] == {"stage": 3}
+
+
+def test_a_built_model_has_its_own_dtype_and_the_section_s_tokenizer(folder: Path) -> None:
+    built = BaseModelSpec(dtype="bfloat16")
+    config = load(folder, {"zero_optimization": {"stage": 3}}, base_model=built)
+    assert config.run.base_model == BaseModelSpec(path=str(folder / "base"), dtype="bfloat16")
+    assert config.engine["bf16"] == {"enabled": True}
+    with pytest.raises(ConfigError, match=r"bf16\.enabled must agree with the model's bfloat16"):
+        load(folder, {"bf16": {"enabled": False}}, base_model=built)
+    for stated, message in (
+        ({"path": "base", "dtype": "float32"}, r"base_model\.dtype must agree with the model's"),
+        ({"pth": "base"}, "pth.*mean path"),
+        ("base", "base_model must be a mapping"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(folder, {"tlora": section() | {"base_model": stated}}, base_model=built)
+    bare = section()
+    del bare["base_model"]
+    with pytest.raises(ConfigError, match="directory of the model's tokenizer, got none"):
+        load(folder, {"tlora": bare}, base_model=built)
+
+
+@pytest.mark.parametrize("version", ["0.18.0", "0.19.8", "0.19.9+cu128"])
+def test_supported_releases(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize(
+    ("version", "tp_size", "message"),
+    [
+        ("0.17.6", 1, r"DeepSpeed must be >=0\.18\.0,<0\.20\.0, got 0\.17\.6"),
+        ("0.20.0", 1, "got 0.20.0"),
+        ("0.19.6", 2, r"under AutoTP must be >=0\.19\.8"),
+    ],
+)
+def test_other_releases_are_refused(version: str, tp_size: int, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        check_version(version, tp_size)
+
+
+def test_a_choice_of_nano_batches_is_one(folder: Path) -> None:
+    run = {"output_dir": "out", "nano_batches": "auto"}
+    config = load(folder, {"tlora": section() | {"run": run}})
+    assert config.run.run.nano_batches == 1
+    assert "run.nano_batches has no effect" in "\n".join(config.changes)

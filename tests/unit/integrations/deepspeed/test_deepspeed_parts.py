@@ -1,0 +1,234 @@
+"""Parts of the DeepSpeed integration that need no second process: discovery, attention, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PhiConfig,
+    Starcoder2Config,
+)
+
+pytest.importorskip("deepspeed", reason="needs deepspeed")
+
+from tests.helpers.tiny_models import randomize, tiny_config
+from tlora_megatron.config.job import HF_TARGETS, LoraSpec
+from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
+from tlora_megatron.integrations.deepspeed import attention
+from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
+from tlora_megatron.integrations.deepspeed.discover import model_spec
+from tlora_megatron.integrations.deepspeed.engine import check_packing
+from tlora_megatron.integrations.deepspeed.frozen_base import build_base
+from tlora_megatron.integrations.deepspeed.linears import prepare_linear
+from tlora_megatron.integrations.deepspeed.model import (
+    refuse_adapters,
+    turn_dropout_off,
+    use_packed_attention,
+)
+from tlora_megatron.integrations.deepspeed.scoring import prepare_output_layer
+from tlora_megatron.layers.linear_sites import rank_sites
+from tlora_megatron.layers.sites import stage_sites
+from tlora_megatron.layers.slab_layout import slab_layout
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.parallel.groups import ParallelGroups
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+
+def build(config: Any) -> Any:
+    """A random model with weights that make attention matter."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    randomize(model, seed=0)
+    return model
+
+
+@pytest.fixture
+def groups() -> Iterator[ParallelGroups]:
+    """A world of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = dist.group.WORLD
+    yield ParallelGroups(
+        layout=ParallelLayout(), tp_rank=0, pp_rank=0, cp_rank=0, dp_rank=0, tp_group=world,
+        dp_cp_group=world, model_group=world, device=torch.device("cpu"),
+    )  # fmt: skip
+    dist.destroy_process_group()
+
+
+def test_llama_s_linears_are_found_under_the_names_of_peft() -> None:
+    spec = model_spec(build(LlamaConfig(**TINY)))
+    assert (spec.num_layers, spec.vocab_size, spec.max_positions) == (2, 64, 64)
+    assert spec.peft_targets == HF_TARGETS
+    assert spec.target_shape("k_proj") == (16, 32)
+    assert spec.module_path(1, "down_proj") == "model.layers.1.mlp.down_proj"
+    assert spec.sliding_window is None
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_llama_s_states_lie_as_on_megatron(tp_size: int, tmp_path: Any) -> None:
+    """The same factors in the same places: a checkpoint of either is one of the other."""
+    config = LlamaConfig(**TINY)
+    config.save_pretrained(tmp_path)
+    megatron = read_model_spec(tmp_path / "config.json")
+    plain = model_spec(build(config))
+    rows = ("o_proj", "down_proj")
+    linears = tuple(
+        replace(shape, kind="row" if shape.target in rows else "column") for shape in plain.linears
+    )
+    plain = replace(plain, linears=linears)
+    lora = LoraSpec(rank=4)
+    layout = ParallelLayout(tp_size=tp_size)
+    for tp_rank in range(tp_size):
+        ours = rank_sites(plain, layout, tp_rank=tp_rank, pp_rank=0)
+        theirs = stage_sites(megatron, layout, tp_rank=tp_rank, pp_rank=0)
+        for a, b in zip(
+            slab_layout(ours, lora).factors, slab_layout(theirs, lora).factors, strict=True
+        ):
+            assert (a.name, a.offset, a.shape) == (b.name, b.offset, b.shape)
+            assert a.shard.lora_a_columns == b.shard.lora_a_columns or tp_size == 1
+        keys = {(s.layer, t.target): s.dropout_index for s in theirs for t in s.targets}
+        assert all(s.dropout_index == keys[s.layer, s.linear] for s in ours)
+
+
+def test_other_names_and_fused_linears() -> None:
+    config = GPTNeoXConfig(**{k: v for k, v in TINY.items() if k != "num_key_value_heads"})
+    spec = model_spec(build(config))
+    assert spec.peft_targets == ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+    assert spec.target_shape("query_key_value") == (96, 32)
+    with pytest.raises(ValueError, match=r"query_key_value, dense.*got 'q_proj': no linear"):
+        spec.target_shape("q_proj")
+
+
+def test_what_is_no_plain_linear_is_refused_with_the_reason() -> None:
+    mixtral = model_spec(build(MixtralConfig(**TINY, num_local_experts=2)))
+    assert mixtral.peft_targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+    with pytest.raises(ValueError, match="got 'gate_proj': no linear of the backbone's layers"):
+        mixtral.target_shape("gate_proj")
+    model = build(LlamaConfig(**TINY))
+    model.model.layers[1].mlp.up_proj = nn.Linear(32, 40, bias=False)
+    model.model.layers[0].mlp.gate_proj = nn.Embedding(32, 48)
+    spec = model_spec(model)
+    with pytest.raises(ValueError, match="got 'up_proj': its size is not the same in all layers"):
+        spec.target_shape("up_proj")
+    with pytest.raises(ValueError, match=r"got 'gate_proj': Embedding is no nn.Linear"):
+        spec.target_shape("gate_proj")
+
+
+def test_a_model_of_other_linears_is_refused() -> None:
+    gpt2 = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64)
+    with pytest.raises(ValueError, match="list of decoder layers with linears, got GPT2LMHead"):
+        model_spec(build(gpt2))
+
+
+def test_an_output_layer_with_a_bias_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"output layer must be an nn.Linear without bias"):
+        model_spec(build(PhiConfig(**TINY)))
+
+
+def test_windows_bound_the_sequences() -> None:
+    mistral = build(tiny_config("mistral", sliding_window=24))
+    assert model_spec(mistral).sliding_window == 24
+
+
+def test_dropout_of_the_backbone_is_off() -> None:
+    config = LlamaConfig(**TINY, attention_dropout=0.1)
+    model = build(config)
+    turn_dropout_off(model)
+    assert all(layer.self_attn.attention_dropout == 0.0 for layer in model.model.layers)
+
+
+def test_rates_that_models_hand_to_functions_are_zero() -> None:
+    rates = {"residual_dropout": 0.5, "embedding_dropout": 0.5, "attention_dropout": 0.5}
+    model = AutoModelForCausalLM.from_config(Starcoder2Config(**TINY, **rates)).train()
+    tokens = torch.arange(16)[None]
+    turn_dropout_off(model)
+    first, second = (model(input_ids=tokens).logits for _ in range(2))
+    assert torch.equal(first, second)
+    assert model.config.residual_dropout == 0.0
+
+
+def test_peft_on_the_model_is_refused() -> None:
+    model = get_peft_model(build(LlamaConfig(**TINY)), LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"no adapters yet, got some at .*q_proj"):
+        refuse_adapters(model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_that_packs_exactly_passes(tied: bool, groups: ParallelGroups) -> None:
+    model = build(LlamaConfig(**TINY, tie_word_embeddings=tied))
+    prepared(model, groups)
+    for layer in model.model.layers:
+        prepare_linear(layer.self_attn.q_proj)
+    assert type(model.model.layers[0].self_attn.q_proj).__name__ == "MultiLoRALinear"
+
+
+def test_logits_scaled_behind_the_output_layer_are_refused(groups: ParallelGroups) -> None:
+    with pytest.raises(ValueError, match="must score packed documents as it does each alone"):
+        prepared(build(GraniteConfig(**TINY, logits_scaling=8.0)), groups)
+
+
+def test_attention_across_documents_is_refused(
+    groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leak(q: Any, k: Any, v: Any, view: Any, scale: float) -> torch.Tensor:
+        heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    monkeypatch.setattr(attention, "attend_documents", leak)
+    with pytest.raises(ValueError, match="LlamaForCausalLM must score packed documents"):
+        prepared(build(LlamaConfig(**TINY)), groups)
+
+
+def prepared(model: Any, groups: ParallelGroups) -> None:
+    """Packed attention, a scoring output layer, and the check."""
+    spec = model_spec(model)
+    plain = model.config._attn_implementation
+    use_packed_attention(model)
+    prepare_output_layer(model, spec.vocab_size, groups)
+    check_packing(model, spec, groups, plain)
+
+
+def test_tensor_parallelism_must_fit_the_world(groups: ParallelGroups) -> None:
+    run = RunConfig(
+        base_model=BaseModelSpec(path="unread"),
+        parallel=ParallelSpec(),
+        run=RunSpec(output_dir="unused"),
+        jobs=(),
+    )
+    config = DeepSpeedConfig(
+        engine={}, run=run, stage=0, tp_size=3, offload_optimizer=False, changes=()
+    )
+    with pytest.raises(ValueError, match="autotp_size must divide the 1 processes, got 3"):
+        build_base(config)
+
+
+def test_attention_without_a_micro_batch_says_what_to_do() -> None:
+    model = build(LlamaConfig(**TINY))
+    use_packed_attention(model)
+    with pytest.raises(RuntimeError, match=r'set_attn_implementation."sdpa".'):
+        model(input_ids=torch.arange(5)[None])

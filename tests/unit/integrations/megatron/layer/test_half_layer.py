@@ -1,0 +1,236 @@
+"""A layer's halves compute what its modules do, to the bit, and hold no more than they must."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tlora_megatron.integrations.megatron.layer.frozen_layer import FrozenTransformerLayer
+from tlora_megatron.model.layout import LoraSharding, ParallelLayout
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.ops.routing.segments import (
+    Document,
+    MicroBatchView,
+    join_nano_batches,
+    pack_micro_batch,
+    use_micro_batch,
+)
+from tlora_megatron.parallel.transport.tensor_collectives import make_tensor_collectives
+from tlora_megatron.planner.candidate import Recompute
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.profiling.synthetic_run import SyntheticRun
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LENGTHS = (5, 11, 16)
+SPEC = ModelSpec(
+    model_type="llama",
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_size=48,
+    vocab_size=64,
+    max_positions=64,
+    norm_eps=1e-5,
+    rope_theta=1e4,
+    qkv_bias=True,
+)
+
+
+class Case:
+    """Two layers with adapters, and what one micro-batch gives.
+
+    Args:
+        sharding: where it is not fold, one of the jobs is block-diagonal: neither shares alike.
+    """
+
+    def __init__(
+        self,
+        recompute: Recompute = "none",
+        targets: tuple[str, ...] = ALL,
+        *,
+        spec: ModelSpec = SPEC,
+        dtype: torch.dtype = torch.float32,
+        sharding: LoraSharding = "fold",
+    ) -> None:
+        self.run = SyntheticRun(spec, ParallelLayout(), dtype=dtype, recompute=recompute)
+        # A world of one shares with itself, by the same calls.
+        self.run.sites = tuple(replace(site, lora_sharding=sharding) for site in self.run.sites)
+        self.run.linears = [
+            (replace(site, lora_sharding=sharding), linear) for site, linear in self.run.linears
+        ]
+        lengths = LengthHistogram.single(8)
+        loads = [
+            JobLoad(
+                name=f"job{rank}",
+                rank=rank,
+                batch_size=1,
+                lengths=lengths,
+                targets=targets,
+                dropout=0.2,
+                num_blocks=1 if sharding == "fold" else rank // 2,
+            )
+            for rank in (2, 4)
+        ]
+        self.model = self.run.super_model(loads, sum(LENGTHS))
+        self.decoder: Any = self.run.engine.model.decoder
+        draw = torch.Generator().manual_seed(0)
+        shape = (sum(LENGTHS), 1, spec.hidden_size)
+        drawn = torch.randn(2, *shape, generator=draw)
+        self.hidden, self.dout = drawn.to(self.run.groups.device, dtype)
+
+    @property
+    def slabs(self) -> list[torch.Tensor]:
+        """The gradients of each job."""
+        return [grad for job in self.model.jobs for grad in job.adapter.slab.grad_views().values()]
+
+    def results(self, view: MicroBatchView) -> list[torch.Tensor]:
+        """Output, gradient of the input, gradients of all factors; the output without autograd."""
+        for job in self.model.jobs:
+            job.adapter.slab.zero_grad()
+        hidden = self.hidden.clone().requires_grad_()
+        with use_micro_batch(view):
+            out = self.decoder(hidden_states=hidden, attention_mask=None)
+            with torch.no_grad():
+                again = self.decoder(hidden_states=hidden, attention_mask=None)
+        out.backward(self.dout)
+        assert hidden.grad is not None
+        return [out.detach(), again, hidden.grad, *(grad.clone() for grad in self.slabs)]
+
+    def split(self) -> MicroBatchView:
+        """`whole()` in two nano-batches, which the decoder can take from now on."""
+        nano_batches = self.run.engine.nano_batches
+        nano_batches.use(make_tensor_collectives(None, self.hidden.device), None)
+        parts = [part(range(2), LENGTHS[:2], 2), part(range(2, 3), LENGTHS[2:], 2)]
+        return join_nano_batches(parts)
+
+
+def whole() -> MicroBatchView:
+    """A document of each job, and padding."""
+    return part(range(3), LENGTHS)
+
+
+def part(slots: range, lengths: tuple[int, ...], num_parts: int = 1) -> MicroBatchView:
+    documents = [Document(slot=s, length=n) for s, n in zip(slots, lengths, strict=True) if s < 2]
+    return pack_micro_batch(
+        documents,
+        num_slots=2,
+        num_tokens=sum(lengths),
+        dropout_keys=(3, 4),
+        token_budget=sum(LENGTHS),
+        num_parts=num_parts,
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def process_group() -> Iterator[None]:
+    """Leaves none behind; one for all tests, as it takes NCCL nine seconds to end."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def use_modules(decoder: Any) -> None:
+    """Has layers run by their modules, as something hangs on one of them."""
+    for layer in decoder.layers:
+        layer.mlp.linear_fc1.register_forward_hook(lambda *_: None)
+
+
+def equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("targets", [ALL, ("q_proj", "down_proj"), ("up_proj",)], ids=len)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_halves_compute_what_modules_do(recompute: Recompute, targets: tuple[str, ...]) -> None:
+    case = Case(recompute, targets)
+    assert all(layer.direct_halves for layer in case.decoder.layers)
+    actual = case.results(whole())
+    assert all(grad.abs().max() > 0 for grad in case.slabs)
+    use_modules(case.decoder)
+    assert not any(layer.direct_halves for layer in case.decoder.layers)
+    assert equal(actual, case.results(whole()))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("sharding", get_args(LoraSharding)[1:])
+def test_halves_share_ranks_as_modules_do(sharding: LoraSharding, recompute: Recompute) -> None:
+    case = Case(recompute, sharding=sharding)
+    assert all(layer.direct_halves for layer in case.decoder.layers)
+    actual = case.results(whole())
+    assert all(grad.abs().max() > 0 for grad in case.slabs)
+    use_modules(case.decoder)
+    assert equal(actual, case.results(whole()))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_halves_compute_what_modules_do_in_lanes(recompute: Recompute) -> None:
+    case = Case(recompute)
+    actual = case.results(case.split())
+    use_modules(case.decoder)
+    assert equal(actual, case.results(case.split()))
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_what_hangs_on_the_final_norm_sees_all_rows(num_parts: int) -> None:
+    case, seen = Case(), []
+    view = whole() if num_parts == 1 else case.split()
+    case.decoder.final_layernorm.register_forward_hook(lambda *args: seen.append(len(args[-1])))
+    with use_micro_batch(view), torch.no_grad():
+        case.decoder(hidden_states=case.hidden, attention_mask=None)
+    assert sum(seen) == sum(LENGTHS)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_backward_lets_go_of_what_forward_saved(num_parts: int) -> None:
+    case = Case()
+    view = whole() if num_parts == 1 else case.split()
+    saved: list[weakref.ref[torch.Tensor]] = []
+    mlp = type(case.decoder.layers[0].mlp.linear_fc2)
+    inner = mlp.product_vjp
+
+    def product_vjp(self: Any, x: torch.Tensor, *args: Any) -> Any:
+        saved.append(weakref.ref(x))
+        return inner(self, x, *args)
+
+    hidden = case.hidden.clone().requires_grad_()
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch, use_micro_batch(view):
+            patch.setattr(mlp, "product_vjp", product_vjp)
+            out = case.decoder(hidden_states=hidden, attention_mask=None)
+        assert any(ref() is not None for ref in saved), "backward needs them"
+        out.backward(case.dout)
+        assert all(ref() is None for ref in saved), "the graph is alive, its tensors are not"
+    finally:
+        gc.enable()
+    assert isinstance(case.decoder.layers[0], FrozenTransformerLayer)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_what_a_stage_sends_is_no_view(num_parts: int) -> None:
+    """Megatron's pipeline frees it, and refuses views."""
+    case = Case()
+    case.decoder.final_layernorm = None
+    view = whole() if num_parts == 1 else case.split()
+    with use_micro_batch(view):
+        out = case.decoder(hidden_states=case.hidden.requires_grad_(), attention_mask=None)
+    assert out._base is None
+    assert out.shape == case.hidden.shape
+
+
+def test_a_layer_goes_back_once() -> None:
+    case = Case()
+    with use_micro_batch(whole()):
+        out = case.decoder(hidden_states=case.hidden.requires_grad_(), attention_mask=None)
+    out.backward(case.dout, retain_graph=True)
+    with pytest.raises(AssertionError, match="a layer goes back once"):
+        out.backward(case.dout)

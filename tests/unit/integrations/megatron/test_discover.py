@@ -1,0 +1,250 @@
+"""Discovery of a built model's linears, and what it refuses by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.helpers.tiny_models import random_factors
+from tests.helpers.user_models import MOE_SPEC, SPEC, build_user_gpt
+from tlora_megatron.config.job import SHARED_EXPERT_TARGETS, LoraSpec
+from tlora_megatron.integrations.megatron.built_model import (
+    freeze,
+    language_models,
+    require_whole_weights,
+)
+from tlora_megatron.integrations.megatron.discover import discover, record_stages
+from tlora_megatron.integrations.megatron.engine import current_groups
+from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
+from tlora_megatron.integrations.megatron.model import initialize_parallel
+from tlora_megatron.integrations.megatron.packed_attention import (
+    DocumentRotaryEmbedding,
+    install_packed_attention,
+)
+from tlora_megatron.layers.sites import LINEAR_TARGETS, check_targets, stage_sites
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.formats.peft_format import export_adapter, load_adapter
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")
+
+
+class Wrapped(nn.Module):
+    """As Float16Module and DistributedDataParallel hold their model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ParallelGroups]:
+    layout = ParallelLayout()
+    initialize_parallel(layout)
+    yield current_groups(layout)
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def chunk(groups: ParallelGroups) -> Any:
+    return build_user_gpt()[0]
+
+
+def test_linears_are_found_inside_wrappers_in_order(chunk: Any, groups: ParallelGroups) -> None:
+    linears = discover([Wrapped(Wrapped(chunk))], SPEC, groups)
+    expected = [(layer, linear) for layer in range(SPEC.num_layers) for linear in LINEAR_TARGETS]
+    assert [(site.layer, site.linear) for site, _ in linears] == expected
+    layer = chunk.decoder.layers[2]
+    assert linears[8][1] is layer.self_attention.linear_qkv
+    assert linears[11][1] is layer.mlp.linear_fc2
+
+
+def test_recorded_stages_are_what_every_rank_derives_its_sites_from(
+    chunk: Any, groups: ParallelGroups
+) -> None:
+    linears = discover([chunk], SPEC, groups)
+    recorded = record_stages(groups, linears)
+    sites = stage_sites(SPEC, recorded.layout, tp_rank=0, pp_rank=0)
+    assert [s.index for s in sites] == [site.index for site, _ in linears]
+
+
+def test_layers_may_lie_anywhere() -> None:
+    stages = (((0, "linear_qkv"), (2, "linear_fc2")), ((0, "linear_proj"),))
+    layout = ParallelLayout(pp_size=2, stage_linears=stages)
+    held = [
+        [(s.layer, s.linear) for s in stage_sites(SPEC, layout, tp_rank=0, pp_rank=pp_rank)]
+        for pp_rank in range(2)
+    ]
+    assert held == [list(stage) for stage in stages]
+
+
+def test_a_target_that_some_layer_lacks_is_refused() -> None:
+    attention = tuple((layer, "linear_qkv") for layer in range(SPEC.num_layers))
+    layout = ParallelLayout(stage_linears=((*attention, (0, "linear_fc1")),))
+    check_targets(SPEC, layout, "a", ("q_proj", "linear_qkv"))
+    message = r"job 'a': lora.target_modules must name .*, got 'up_proj', which layer 1 lacks"
+    with pytest.raises(ValueError, match=message):
+        check_targets(SPEC, layout, "a", ("q_proj", "up_proj"))
+    check_targets(SPEC, ParallelLayout(), "a", ("up_proj",))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("hidden_dropout", 0.1), ("gated_linear_unit", False), ("mtp_num_layers", 1)],
+)
+def test_settings_that_adapters_do_not_work_with_are_refused(
+    chunk: Any, groups: ParallelGroups, field: str, value: Any
+) -> None:
+    setattr(chunk.config, field, value)
+    with pytest.raises(ValueError, match=rf"{field} must be .*, got {value}"):
+        discover([chunk], SPEC, groups)
+
+
+def test_another_shape_than_the_spec_is_refused(chunk: Any, groups: ParallelGroups) -> None:
+    with pytest.raises(ValueError, match=r"layers.0.linear_fc1 must have a weight of \[208, 64\]"):
+        discover([chunk], replace(SPEC, ffn_size=104), groups)
+
+
+def test_heads_that_tensor_parallelism_cuts_are_refused(chunk: Any, groups: ParallelGroups) -> None:
+    wide = replace(groups, layout=ParallelLayout(tp_size=4))
+    with pytest.raises(ValueError, match=r"num_query_groups must be a multiple of .*=4, got 2"):
+        discover([chunk], SPEC, wide)
+
+
+def test_unknown_modules_are_refused(chunk: Any, groups: ParallelGroups) -> None:
+    layer = chunk.decoder.layers[1]
+    kept, layer.mlp.linear_fc2 = layer.mlp.linear_fc2, nn.Linear(SPEC.ffn_size, SPEC.hidden_size)
+    with pytest.raises(ValueError, match=r"layers.1.linear_fc2 must be one of .*, got Linear"):
+        discover([chunk], SPEC, groups)
+    layer.mlp.linear_fc2 = kept
+    layer.self_attention = nn.Identity()
+    with pytest.raises(ValueError, match=r"layer 1 must have SelfAttention, got Identity"):
+        discover([chunk], SPEC, groups)
+    chunk.decoder.layers[1] = nn.Identity()
+    with pytest.raises(ValueError, match=r"decoder layers must be attention or MLP .* Identity"):
+        discover([chunk], SPEC, groups)
+    with pytest.raises(ValueError, match=r"must be a GPTModel or HybridModel .*, got Linear"):
+        language_models([nn.Linear(2, 2)])
+
+
+def test_an_mlp_that_does_not_call_its_linears_is_refused(
+    chunk: Any, groups: ParallelGroups
+) -> None:
+    mlp = chunk.decoder.layers[1].mlp
+    mlp.__class__ = type("TEFusedMLP", (type(mlp),), {})
+    with pytest.raises(ValueError, match=r"layer 1 must have an MLP whose .*, got TEFusedMLP"):
+        discover([chunk], SPEC, groups)
+
+
+def test_weights_that_do_not_fit_are_refused_even_where_the_loader_is_not_strict(
+    chunk: Any,
+) -> None:
+    require_whole_weights([Wrapped(chunk)])
+    weights = {k: v for k, v in chunk.state_dict().items() if not k.endswith("_extra_state")}
+    chunk.load_state_dict(weights, strict=False)
+    norm = "decoder.final_layernorm.weight"
+    lacking = {key: value for key, value in weights.items() if key != norm}
+    with pytest.raises(ValueError, match=rf"got 1 missing \({norm}\) and 0 unexpected"):
+        chunk.load_state_dict(lacking, strict=False)
+    with pytest.raises(ValueError, match=r"0 missing \(\) and 1 unexpected \(bias\)"):
+        chunk.load_state_dict(weights | {"bias": torch.zeros(1)}, strict=False)
+
+
+def test_of_experts_the_shared_one_is_found_if_the_spec_has_it(groups: ParallelGroups) -> None:
+    (chunk,) = build_user_gpt("moe")
+    attention = ["linear_qkv", "linear_proj"]
+    found = discover([chunk], SPEC, groups)
+    assert [site.linear for site, _ in found] == attention * SPEC.num_layers
+    linears = discover([chunk], MOE_SPEC, groups)
+    assert [s.linear for s, _ in linears] == [*attention, "shared_fc1", "shared_fc2"] * 4
+    assert linears[2][1] is chunk.decoder.layers[0].mlp.shared_experts.linear_fc1
+    assert len({site.index for site, _ in linears}) == len(linears)
+    layout = record_stages(groups, linears).layout
+    check_targets(MOE_SPEC, layout, "a", ("q_proj", "shared_expert.up_proj"))
+    with pytest.raises(ValueError, match=r"job 'a': .*routed experts.*'down_proj', which layer 0"):
+        check_targets(MOE_SPEC, layout, "a", ("q_proj", "down_proj"))
+
+
+def test_a_shared_expert_s_adapter_goes_to_peft_and_back(tmp_path: Path) -> None:
+    lora = LoraSpec(rank=2, target_modules=("o_proj", *SHARED_EXPERT_TARGETS))
+    factors = random_factors(MOE_SPEC, lora)
+    export_adapter(tmp_path / "a", lora=lora, factors=factors, model=MOE_SPEC, base_model="base")
+    keys = load_file(tmp_path / "a" / "adapter_model.safetensors").keys()
+    assert "base_model.model.model.layers.1.mlp.shared_expert.up_proj.lora_A.weight" in keys
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert set(config["target_modules"]) == set(lora.target_modules)
+    back = load_adapter(tmp_path / "a", model=MOE_SPEC)
+    assert set(back.lora.target_modules) == set(lora.target_modules)
+    assert back.factors.keys() == factors.keys()
+    assert all(torch.equal(back.factors[name], factors[name]) for name in factors)
+
+
+def test_without_a_shared_expert_its_targets_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"shared_expert.up_proj must be in the model, which has"):
+        SPEC.target_shape("shared_expert.up_proj")
+
+
+@pytest.mark.parametrize("pattern", ["*-*-*-", "M-*-", "**--", "*-*"])
+def test_hybrid_patterns(chunk: Any, groups: ParallelGroups, pattern: str) -> None:
+    chunk.hybrid_layer_pattern = pattern
+    if pattern != "*-*-*-":
+        with pytest.raises(ValueError, match=r"hybrid_layer_pattern must repeat .*, got "):
+            discover([chunk], SPEC, groups)
+    else:
+        found = discover([chunk], SPEC, groups)
+        assert {site.layer for site, _ in found} == {0, 1}
+
+
+def test_packed_attention_is_installed_once(chunk: Any, groups: ParallelGroups) -> None:
+    install_packed_attention([chunk])
+    cores = [layer.self_attention.core_attention for layer in chunk.decoder.layers]
+    assert all(isinstance(core, PackedCoreAttention) for core in cores)
+    kind = type(chunk.rotary_pos_emb)
+    assert issubclass(kind, DocumentRotaryEmbedding)
+    install_packed_attention([chunk])
+    assert [layer.self_attention.core_attention for layer in chunk.decoder.layers] == cores
+    assert type(chunk.rotary_pos_emb) is kind
+
+
+def test_outside_a_micro_batch_positions_are_as_before(chunk: Any, groups: ParallelGroups) -> None:
+    before = chunk.rotary_pos_emb(9)
+    install_packed_attention([chunk])
+    assert torch.equal(chunk.rotary_pos_emb(9), before)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("attention_dropout", 0.1), ("window_size", (4, 0)), ("qk_clip", True)]
+)
+def test_attention_that_packing_does_not_compute_is_refused(
+    chunk: Any, groups: ParallelGroups, field: str, value: Any
+) -> None:
+    setattr(chunk.config, field, value)
+    with pytest.raises(ValueError, match=rf"{field} must be "):
+        install_packed_attention([chunk])
+
+
+@pytest.mark.parametrize("kind", ["learned_absolute", "mrope"])
+def test_other_positions_are_refused(chunk: Any, groups: ParallelGroups, kind: str) -> None:
+    chunk.position_embedding_type = kind
+    with pytest.raises(ValueError, match=rf"position_embedding_type must be .*, got '{kind}'"):
+        install_packed_attention([chunk])
+
+
+def test_freezing_leaves_a_graph(chunk: Any, groups: ParallelGroups) -> None:
+    freeze([chunk])
+    assert not any(p.requires_grad for p in chunk.parameters())
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    assert chunk.embedding(tokens, None).requires_grad
+    with torch.no_grad():
+        assert not chunk.embedding(tokens, None).requires_grad

@@ -1,0 +1,227 @@
+"""What Megatron-LM's arguments decide, and files that contradict them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.tiny_models import TINY_MODEL_TYPES, tiny_config
+from tlora_megatron.config.load import ConfigError
+from tlora_megatron.integrations.megatron_lm.arguments import (
+    add_flag,
+    launch_settings,
+    settle,
+    spec_from_arguments,
+)
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.training.formats.megatron_flags import megatron_arguments
+
+TRAINER = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "data_parallel_size": 4,
+    "sequence_parallel": True,
+    "params_dtype": torch.bfloat16,
+    "save": "out",
+    "seq_length": 512,
+    "recompute_granularity": None,
+    "seed": 7,
+    "tokenizer_type": "HuggingFaceTokenizer",
+    "tokenizer_model": None,
+}
+
+
+def spec_of(folder: Path, kind: str = "llama", **fields: Any) -> ModelSpec:
+    """Writes a config.json and reads it."""
+    folder.mkdir(exist_ok=True)
+    tiny_config(kind, **fields).save_pretrained(folder)  # type: ignore[arg-type]
+    return read_model_spec(folder / "config.json")
+
+
+def arguments(spec: ModelSpec, **fields: Any) -> argparse.Namespace:
+    """Megatron's arguments after validation."""
+    return argparse.Namespace(**(megatron_arguments(spec) | TRAINER | fields))
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ModelSpec:
+    return spec_of(tmp_path / "base")
+
+
+def write_config(folder: Path, **sections: Any) -> str:
+    """A file for the flag, with one job."""
+    (folder / "data.jsonl").write_text('{"text": "a b c"}\n')
+    job = {"name": "a", "data": {"train": "data.jsonl"}, "max_steps": 3}
+    document = {"base_model": {"path": "base"}, "jobs": [job], **sections}
+    path = folder / "jobs.json"
+    path.write_text(json.dumps({k: v for k, v in document.items() if v is not None}))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TINY_MODEL_TYPES if kind != "llama3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_arguments_of_a_model_describe_it(tmp_path: Path, kind: str, tied: bool) -> None:
+    spec = spec_of(tmp_path / kind, kind, tied=tied)
+    found = spec_from_arguments(arguments(spec), vocab_size=spec.vocab_size)
+    assert replace(found, model_type=spec.model_type) == spec
+
+
+def test_llama3_rope_scaling(spec: ModelSpec) -> None:
+    args = arguments(spec, use_rope_scaling=True, rope_scaling_factor=8.0)
+    assert spec_from_arguments(args, vocab_size=8).rope_scaling == {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def test_without_groups_every_head_has_its_own_keys(spec: ModelSpec) -> None:
+    args = arguments(spec, group_query_attention=False, num_query_groups=1)
+    assert spec_from_arguments(args, vocab_size=8).num_kv_heads == spec.num_heads
+
+
+def test_a_shared_expert_has_a_size_of_its_own(spec: ModelSpec) -> None:
+    args = arguments(spec, moe_shared_expert_intermediate_size=48)
+    assert spec_from_arguments(args, vocab_size=8).shared_ffn_size == 48
+    assert spec_from_arguments(arguments(spec), vocab_size=8).shared_ffn_size is None
+
+
+@pytest.mark.parametrize(("given", "expected"), [(120, 120), (None, 100), (200, 128)])
+def test_the_vocabulary_is_that_of_the_arguments_before_the_tokenizer_s(
+    tmp_path: Path, spec: ModelSpec, given: int | None, expected: int
+) -> None:
+    fields = {"vocab_size": given, "padded_vocab_size": 128, "tokenizer_model": tmp_path / "base"}
+    path = write_config(tmp_path, base_model=None)
+    settings = launch_settings(arguments(spec, tlora_config=path, **fields), tokenizer_size=100)
+    assert settings.spec.vocab_size == expected
+
+
+def test_a_hybrid_s_attention_and_mlp_are_one_layer(spec: ModelSpec) -> None:
+    args = arguments(spec, num_layers=6, hybrid_layer_pattern="*-*-*-")
+    assert spec_from_arguments(args, vocab_size=8).num_layers == 3
+
+
+def test_older_versions_name_the_norm_s_epsilon_otherwise(spec: ModelSpec) -> None:
+    args = arguments(spec, norm_epsilon=1e-3)
+    del args.layernorm_epsilon
+    assert spec_from_arguments(args, vocab_size=8).norm_eps == 1e-3
+
+
+def test_settings_join_file_and_arguments(tmp_path: Path, spec: ModelSpec) -> None:
+    path = write_config(tmp_path, run={"on_job_error": "skip", "tensorboard": False})
+    args = arguments(spec, tlora_config=path, recompute_granularity="full")
+    settings = launch_settings(args, tokenizer_size=100)
+    run = settings.config.run
+    assert run.output_dir == str(Path.cwd() / "out")
+    assert (run.micro_batch_tokens, run.recompute, run.seed) == (512, "full", 7)
+    assert (run.checkpoint_every_steps, run.on_job_error, run.tensorboard) == (0, "skip", False)
+    parallel, layout = settings.config.parallel, settings.layout
+    assert (parallel.tp_size, parallel.sequence_parallel, layout.dp_size) == (2, True, 4)
+    assert settings.config.base_model.dtype == "bfloat16"
+    assert settings.spec == spec
+    assert settings.tokenizer_dir == tmp_path / "base"
+    assert settings.base_model == str(tmp_path / "base")
+
+
+@pytest.mark.parametrize("section", [None, {}, {"path": None}])
+def test_without_a_base_model_the_tokenizer_s_folder_stands_for_it(
+    tmp_path: Path, spec: ModelSpec, section: dict[str, Any] | None
+) -> None:
+    path = write_config(tmp_path, base_model=section)
+    args = arguments(
+        replace(spec, norm_eps=0.5), tlora_config=path, tokenizer_model=str(tmp_path / "base")
+    )
+    settings = launch_settings(args, tokenizer_size=100)
+    assert settings.base_model == str(tmp_path / "base")
+    assert settings.spec.norm_eps == 0.5
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"parallel": {"tp_size": 1}}, "parallel.tp_size must agree with --tensor-model-parallel"),
+        ({"parallel": {"sequence_parallel": False}}, "agree with --sequence-parallel"),
+        ({"run": {"output_dir": "elsewhere"}}, "run.output_dir must agree with --save"),
+        ({"run": {"micro_batch_tokens": 4096}}, "agree with --seq-length, which makes it 512"),
+        ({"run": {"recompute": "full"}}, "agree with --recompute-granularity"),
+        ({"run": {"seed": 0}}, "run.seed must agree with --seed, which makes it 7, got 0"),
+        ({"run": {"checkpoint_every_steps": 50}}, "agree with --save-interval"),
+        ({"base_model": {"path": "base", "dtype": "float32"}}, "dtype must agree with --bf16"),
+        ({"base_model": {"config": "c.json"}}, "base_model.config must be absent"),
+        ({"base_model": {"path": "none"}}, "base_model.path must be an existing directory"),
+        ({"base_model": None}, "base_model.path, or --tokenizer-type HuggingFaceTokenizer"),
+        ({"run": {"unknown": 1}}, "run.unknown is not a known key"),
+        ({"parallel": 3}, "parallel must be a mapping"),
+        ({"more": {}}, "more is not a known key"),
+    ],
+)
+def test_contradictions_are_refused_by_both_names(
+    tmp_path: Path, spec: ModelSpec, sections: dict[str, Any], message: str
+) -> None:
+    args = arguments(spec, tlora_config=write_config(tmp_path, **sections))
+    with pytest.raises(ConfigError, match=message):
+        launch_settings(args, tokenizer_size=100)
+
+
+def test_what_agrees_may_be_said_twice(tmp_path: Path, spec: ModelSpec) -> None:
+    sections: dict[str, Any] = {
+        "parallel": {"tp_size": 2, "sequence_parallel": True},
+        "run": {"output_dir": "out", "seed": 7},
+        "base_model": {"path": "base", "dtype": "bfloat16"},
+    }
+    args = arguments(spec, tlora_config=write_config(tmp_path, **sections))
+    assert launch_settings(args, tokenizer_size=100).config.run.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "name"),
+    [
+        ("num_layers", 3, "num_layers"),
+        ("kv_channels", 4, "head_dim"),
+        ("num_query_groups", 2, "num_kv_heads"),
+        ("ffn_hidden_size", 8, "ffn_size"),
+        ("layernorm_epsilon", 1e-3, "norm_eps"),
+        ("rotary_base", 5, "rope_theta"),
+        ("untie_embeddings_and_output_weights", False, "tied_embeddings"),
+        ("add_qkv_bias", True, "qkv_bias"),
+        ("qk_layernorm", True, "qk_norm"),
+    ],
+)
+def test_arguments_of_another_model_are_refused(
+    tmp_path: Path, spec: ModelSpec, argument: str, value: Any, name: str
+) -> None:
+    args = arguments(spec, tlora_config=write_config(tmp_path), **{argument: value})
+    with pytest.raises(ValueError, match=f"base_model.path .*: {name} must be .*, got"):
+        launch_settings(args, tokenizer_size=100)
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path, spec: ModelSpec) -> None:
+    args = arguments(spec, tlora_config=write_config(tmp_path), padded_vocab_size=64)
+    with pytest.raises(ValueError, match=r"must hold the 128 entries .* got 64"):
+        launch_settings(args, tokenizer_size=100)
+
+
+def test_the_flag_sets_what_follows_from_it() -> None:
+    parser = add_flag(argparse.ArgumentParser())
+    args = parser.parse_args(["--tlora-config", "jobs.yaml"])
+    assert args.tlora_config == "jobs.yaml"
+    assert parser.parse_args([]).tlora_config is None
+    for name in ("finetune", "no_load_optim", "no_load_rng"):
+        setattr(args, name, False)
+    args.eval_iters, args.full_validation, args.lr = 10, True, None
+    args.moe_router_bias_update_rate = 1e-3
+    assert settle(args) == ["--eval-iters 10: jobs are evaluated on their own data.eval"]
+    assert args.finetune
+    assert args.no_load_optim
+    assert args.no_load_rng
+    assert args.moe_router_bias_update_rate == 0.0
+    assert (args.eval_iters, args.full_validation, args.lr) == (0, False, 0.0)
+    assert settle(args) == []

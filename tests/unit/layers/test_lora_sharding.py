@@ -1,0 +1,389 @@
+"""LoRA shardings: what is held where, which values are exchanged, what is chosen, what it costs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.kernel_case import GATE_UP, QKV, WHOLE, make_case, make_rows, own_factors
+from tests.helpers.planner_case import FREE_LORA, HARDWARE, job
+from tests.helpers.planner_case import SPEC as PLANNED
+from tests.helpers.tiny_models import random_factors
+from tests.helpers.user_models import SPEC
+from tests.unit.integrations.megatron_lm.test_megatron_lm_arguments import (
+    arguments,
+    spec_of,
+    write_config,
+)
+from tlora_megatron.config.job import HF_TARGETS, LoraSpec
+from tlora_megatron.config.load import ConfigError, ParallelSpec, ignored_settings, load_config
+from tlora_megatron.config.reader import read_spec
+from tlora_megatron.integrations.megatron_lm.arguments import launch_settings
+from tlora_megatron.layers.adapter_bank import AdapterBank
+from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.sites import make_site, stage_sites
+from tlora_megatron.layers.slab import AdapterSlab, whole_tensors
+from tlora_megatron.layers.slab_layout import slab_layout
+from tlora_megatron.model.layout import LoraSharding, ParallelLayout
+from tlora_megatron.ops.lora.linear_ops import LinearOps
+from tlora_megatron.ops.lora.tiling import RANK_CHUNK
+from tlora_megatron.ops.lora.torch_ops import TorchOps
+from tlora_megatron.planner.candidate import Plan, misfit
+from tlora_megatron.planner.cost.adapter_sizes import adapter_elements
+from tlora_megatron.planner.cost.cost_model import step_cost
+from tlora_megatron.planner.cost.memory import memory_use
+from tlora_megatron.planner.hardware import Link
+from tlora_megatron.planner.lora_choice import (
+    SHARDINGS,
+    choose_lora_sharding,
+    preferred,
+    sharding_options,
+    sharding_times,
+)
+from tlora_megatron.runtime.plan_files import apply_plan, overrides_of
+from tlora_megatron.runtime.plan_inputs import profile_of_gpu
+
+CPU = torch.device("cpu")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TIMES: dict[LoraSharding, float] = {"fold": 1.0, "rank_exchange": 1.2, "s_lora": 0.9}
+
+
+def choose(asked: Any = "auto", **changes: Any) -> Any:
+    given_: dict[str, Any] = {
+        "tp_size": 2, "black_box": None, "overlaps": False, "times_s": TIMES, "source": "by hand",
+    }  # fmt: skip
+    return choose_lora_sharding(asked, **(given_ | changes))
+
+
+def test_auto_takes_what_is_fastest_and_tells_all_times() -> None:
+    found = choose()
+    assert found.sharding == "s_lora"
+    assert found.line == (
+        "parallel.lora_sharding: s_lora (auto: a round is to take fold 1000 ms, "
+        "rank_exchange 1200 ms, s_lora 900 ms, by hand)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "sharding", "reason"),
+    [
+        ("auto", {"times_s": {**TIMES, "s_lora": 0.99}}, "fold", "0.99"),
+        ("auto", {"times_s": {}, "source": "no profile"}, "fold", "no profile"),
+        ("auto", {"overlaps": True}, "fold", "nano-batches"),
+        ("auto", {"black_box": "TELinear"}, "rank_exchange", "TELinear"),
+        ("rank_exchange", {"black_box": "TELinear"}, "rank_exchange", "TELinear"),
+        ("rank_exchange", {}, "rank_exchange", "asked for"),
+        ("s_lora", {"overlaps": True}, "s_lora", "asked for"),
+        ("s_lora", {"tp_size": 1}, "fold", "TP 1"),
+    ],
+)
+def test_other_choices(asked: str, changes: dict[str, Any], sharding: str, reason: str) -> None:
+    found = choose(asked, **changes)
+    assert found.sharding == sharding
+    assert reason.replace("0.99", "990 ms") in found.reason
+
+
+@pytest.mark.parametrize("asked", ["fold", "s_lora"])
+def test_black_boxes_allow_rank_exchange_only(asked: str) -> None:
+    rule = rf"lora_sharding must be rank_exchange or auto around a TELinear, .* got {asked}"
+    with pytest.raises(ValueError, match=rule):
+        choose(asked, black_box="TELinear")
+
+
+def test_the_key_is_read_strictly() -> None:
+    assert ParallelSpec().lora_sharding == "auto"
+    assert read_spec(ParallelSpec, {"lora_sharding": "s_lora"}, "parallel").lora_sharding
+    with pytest.raises(ConfigError, match=r"parallel\.lora_sharding must be one of"):
+        read_spec(ParallelSpec, {"lora_sharding": "slora"}, "parallel")
+
+
+def test_the_key_stands_in_the_file_of_the_megatron_flag_too(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path / "base")
+    path = write_config(tmp_path, parallel={"lora_sharding": "s_lora"})
+    found = launch_settings(arguments(spec, tlora_config=path), tokenizer_size=100)
+    assert found.config.parallel.lora_sharding == "s_lora"
+    assert found.config.parallel.tp_size == 2
+
+
+def test_it_has_no_effect_without_tensor_parallelism(tmp_path: Path) -> None:
+    repo, key = Path(__file__).parents[3], "parallel.lora_sharding=s_lora"
+    quickstart = repo / "configs" / "quickstart.yaml"
+    config = load_config(quickstart, [key, "parallel.tp_size=1"], str(tmp_path / "out"))
+    assert "parallel.lora_sharding has no effect with tp_size 1" in ignored_settings(config)
+
+
+def test_a_foreign_linear_cannot_be_entered() -> None:
+    site = make_site(SPEC, 0, "linear_proj", 0, 2, "s_lora")
+    bank = AdapterBank([site], [LoraSpec()], dtype=torch.float32, device=CPU)
+    with pytest.raises(ValueError, match=r"rank_exchange or auto around a Linear, .* got s_lora"):
+        attach([(site, torch.nn.Linear(4, 4))], bank)
+
+
+def slabs_of(lora: LoraSpec, sharding: LoraSharding, tp_size: int) -> list[AdapterSlab]:
+    """Every TP rank's slab, with nothing in it."""
+    layout = ParallelLayout(tp_size=tp_size, lora_sharding=sharding)
+    sites = [stage_sites(SPEC, layout, tp_rank=r, pp_rank=0) for r in range(tp_size)]
+    return [AdapterSlab(slab_layout(held, lora), CPU) for held in sites]
+
+
+@pytest.mark.parametrize("rank", [1, 3, 6, 16])
+@pytest.mark.parametrize("targets", [HF_TARGETS, ("linear_qkv", "o_proj", "linear_fc1")])
+def test_s_lora_holds_every_element_once(rank: int, targets: tuple[str, ...]) -> None:
+    lora = LoraSpec(rank=rank, target_modules=targets)
+    factors = random_factors(SPEC, lora)
+    slabs = slabs_of(lora, "s_lora", 2)
+    for slab in slabs:
+        slab.master.fill_(torch.nan)
+        slab.load(factors.__getitem__)
+    assert all(slab.layout.replicated_numel == 0 for slab in slabs)
+    whole = whole_tensors([s.layout for s in slabs], [s.master for s in slabs], SPEC)
+    assert whole.keys() == factors.keys()
+    assert all(torch.equal(whole[name], factors[name]) for name in factors)
+    total, held = sum(f.numel() for f in factors.values()), sum(s.layout.numel for s in slabs)
+    if rank % 2:  # the last rank's part is filled up with zeros
+        assert held > total
+        assert sum(int((s.master == 0).sum()) for s in slabs) == held - total
+    else:
+        assert held == total
+
+
+def test_block_diagonal_jobs_lie_the_same_under_each_sharding() -> None:
+    lora = LoraSpec(rank=4, parametrization="block_diagonal", num_blocks=2)
+    layouts = [
+        [[(f.name, f.shape, f.offset) for f in slab.layout.factors] for slab in slabs]
+        for slabs in (slabs_of(lora, sharding, 2) for sharding in SHARDINGS)
+    ]
+    assert layouts[0] == layouts[1] == layouts[2]
+
+
+CASES = {
+    "whole": (WHOLE, [[4], [16], [0], [40]]),
+    "q k v": (QKV, [[4, 0, 17], [16, 16, 16], [0, 0, 0], [1, 40, 3]]),
+    "gate up": (GATE_UP, [[4, 5], [16, 0], [33, 8], [9, 40]]),
+}
+LENGTHS = {"ragged": (5, 130, 70, 33), "absent": (0, 61, 0, 257), "none": (0, 0, 0, 0)}
+
+
+def all_ops() -> LinearOps:
+    if not INTERPRETED:
+        return TorchOps()
+    from tests.helpers.interpreter import accept_numpy_scalars
+    from tests.unit.ops.lora.triton.test_triton_kernels import SMALL
+    from tlora_megatron.ops.lora.triton.ops import TritonOps
+
+    accept_numpy_scalars()
+    return TritonOps(config=SMALL)
+
+
+@pytest.mark.parametrize(
+    ("linear", "workload", "parts"),
+    [("q k v", "ragged", 2), ("gate up", "absent", 4)]  # interpreted kernels take seconds each
+    if INTERPRETED
+    else list(itertools.product(CASES, LENGTHS, (1, 2, 4))),
+)
+def test_parts_that_ranks_compute_make_the_whole_s(linear: str, workload: str, parts: int) -> None:
+    """What each rank computes with its rows of A, put in place, is s; and dS comes apart again."""
+    columns, ranks = CASES[linear]
+    ops, rows = all_ops(), make_rows(LENGTHS[workload], padding=7)
+    case = make_case(ranks, columns, 80, dtype=torch.float32)
+    x = torch.randn(rows.ends[-1], 80, generator=torch.Generator().manual_seed(0))
+    whole = ops.down(x, case.factors, rows)
+    taken = []
+    for part in range(parts):
+        own = own_factors(case.factors, part, parts)
+        values = ops.rank_places(own, rows).take(ops.down(x, own, rows))
+        taken.append(values)
+    joined = torch.cat(taken)
+    places = ops.rank_places(case.factors, rows, parts)
+    assert places.num_values == joined.numel()
+    s = places.put(joined)
+    torch.testing.assert_close(places.take(whole), joined)
+    window, base = (0, len(x)), torch.zeros(len(x), case.out_size)
+    y, expected = (ops.up(t, base, case.factors, rows, window) for t in (s, whole))
+    torch.testing.assert_close(y, expected)
+    dy = torch.randn(rows.ends[-1], case.out_size, generator=torch.Generator().manual_seed(1))
+    ds = ops.backward_up(dy, s, case.factors, rows)
+    apart = places.take(ds).chunk(parts) if joined.numel() else []
+    dx = torch.zeros_like(x)
+    for part, values in enumerate(apart):
+        own = own_factors(case.factors, part, parts)
+        own_ds = ops.rank_places(own, rows).put(values.contiguous())
+        dx += ops.branch_dgrad(own_ds, own, rows, window)
+    torch.testing.assert_close(dx, ops.branch_dgrad(ds, case.factors, rows, window))
+    counted = sum(
+        n * sum(-(-r // parts) * parts for r in slot)
+        for n, slot in zip(LENGTHS[workload], ranks, strict=True)
+    )
+    assert places.num_values == counted, "one value a row and rank row, nothing filled up beyond"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreting process")
+def test_the_same_with_triton_s_layout() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__)), "-k", "whole_s"]
+    result = subprocess.run(
+        [*command, "-p", "no:cacheprovider"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "passed" in result.stdout, result.stdout
+
+
+def test_a_misplaced_value_shows() -> None:
+    """The test above would not pass with parts in each other's place."""
+    columns, ranks = CASES["gate up"]
+    ops, rows = TorchOps(), make_rows(LENGTHS["ragged"])
+    case = make_case(ranks, columns, 80, dtype=torch.float32)
+    s = ops.down(torch.randn(rows.ends[-1], 80), case.factors, rows)
+    places = ops.rank_places(case.factors, rows, 2)
+    swapped = places.put(torch.cat(places.take(s).chunk(2)[::-1]))
+    base = torch.zeros(rows.ends[-1], case.out_size)
+    y, other = (ops.up(t, base, case.factors, rows, (0, len(base))) for t in (s, swapped))
+    assert (y - other).norm() > 0.1 * y.norm()
+    assert s.numel() % RANK_CHUNK == 0
+
+
+def test_no_replicas_mean_less_memory_and_no_sum_over_tp() -> None:
+    jobs = [job(rank=64), job(name="b", rank=6)]
+    fold, s_lora = (
+        Plan(tp_size=2, micro_batch_tokens=512, lora_sharding=name) for name in ("fold", "s_lora")
+    )
+    for one in jobs:
+        elements = [adapter_elements(PLANNED, one, 2, name) for name in ("fold", "s_lora")]
+        replicated = adapter_elements(PLANNED, one, 2, replicated_only=True)
+        assert adapter_elements(PLANNED, one, 2, "s_lora", replicated_only=True) == 0
+        assert elements[1] == pytest.approx(elements[0] - replicated / 2)
+        assert 2 * elements[1] == adapter_elements(PLANNED, one, 1)
+    uses = [memory_use(PLANNED, jobs, plan, HARDWARE) for plan in (fold, s_lora)]
+    assert uses[1].adapter_states < uses[0].adapter_states
+    assert uses[1].adapter_weights < uses[0].adapter_weights
+    assert uses[1].activations > uses[0].activations, "the places of what is exchanged"
+
+
+def test_blocks_make_all_shardings_the_same() -> None:
+    jobs = [job(rank=16, num_blocks=2)]
+    times = {
+        name: sharding_times(PLANNED, jobs, Plan(tp_size=2, micro_batch_tokens=512), HARDWARE)[name]
+        for name in SHARDINGS
+    }
+    assert times["s_lora"] == pytest.approx(times["fold"], rel=1e-9)
+    assert sharding_options(jobs, Plan(tp_size=2), None) == ("fold",)
+    assert sharding_options([job()], Plan(), None) == ("fold",)
+    assert sharding_options([job()], Plan(tp_size=2), "rank_exchange") == ("rank_exchange",)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rank=st.integers(1, 128),
+    tp_size=st.sampled_from((2, 4, 8)),
+    sequence_parallel=st.booleans(),
+    rate=st.floats(1e8, 1e12),
+    latency=st.floats(0.0, 1e-3),
+)
+def test_rank_exchange_is_never_faster_nor_smaller_than_fold(
+    rank: int, tp_size: int, sequence_parallel: bool, rate: float, latency: float
+) -> None:
+    link = Link(bytes_per_s=rate, latency_s=latency)
+    hardware = replace(HARDWARE, intra_node=link, gpus_per_node=8)
+    spec = replace(PLANNED, num_heads=16, num_kv_heads=8, head_dim=8, hidden_size=128)
+    jobs = [job(rank=rank)]
+    plan = Plan(tp_size=tp_size, sequence_parallel=sequence_parallel, micro_batch_tokens=512)
+    times = sharding_times(spec, jobs, plan, hardware)
+    assert times["rank_exchange"] >= times["fold"]
+    around = replace(plan, lora_sharding="rank_exchange")
+    sizes = [memory_use(spec, jobs, p, hardware).total_bytes for p in (plan, around)]
+    assert sizes[0] == sizes[1]
+
+
+def test_slow_collectives_favour_fold_and_many_replicas_s_lora() -> None:
+    assert preferred({"fold": 1.0, "rank_exchange": 1.0, "s_lora": 1.0}) == "fold"
+    plan = Plan(tp_size=2, micro_batch_tokens=512)
+    slow = replace(HARDWARE, intra_node=Link(bytes_per_s=1e9, latency_s=1.0))
+    times = sharding_times(PLANNED, [job()], plan, slow)
+    assert times["s_lora"] > times["fold"]
+
+
+LAYERS, ROWS = PLANNED.num_layers, 128
+QKV_OUT, PROJ_OUT = 140 // 2, 100
+QKV_IN, PROJ_IN = 100, 100 // 2
+"""Of q_proj's and o_proj's linears on one rank of two."""
+
+
+def lora_s(sharding: LoraSharding, blocks: bool = False, **rates: float) -> float:
+    """Seconds of q_proj's and o_proj's adapters of rank 16 in a layer, of 128 rows over two ranks.
+
+    Args:
+        blocks: a second job beside, as large, with block-diagonal adapters.
+    """
+    targets = ("q_proj", "o_proj")
+    jobs = [job(targets=targets)]
+    jobs += [job(name="b", targets=targets, num_blocks=2)] * blocks
+    plan = Plan(tp_size=2, micro_batch_tokens=512, lora_sharding=sharding)
+    hardware = replace(HARDWARE, lora=replace(FREE_LORA, **rates))
+    return step_cost(PLANNED, jobs, plan, hardware).lora_s / LAYERS
+
+
+def test_s_lora_moves_what_it_exchanges_and_makes_no_pass_over_outputs() -> None:
+    # A rank's half of s is picked out of q_proj and whole s put back; of dS the reverse, and half
+    # of a chunk is filled up. Of o_proj all is picked out and put back. s holds a value twice.
+    values = (8 + 2 * 16) + (16 + 2 * 16) + 2 * (16 + 2 * 16)
+    assert lora_s("s_lora") == pytest.approx(ROWS * values * (4 + 2 + 2) / 1e9)
+    assert lora_s("fold") == 0
+
+
+def test_rank_exchange_adds_its_branch_in_passes() -> None:
+    passes = 2 * (QKV_OUT + PROJ_OUT) + 4 * (QKV_IN + PROJ_IN)
+    assert lora_s("rank_exchange") == pytest.approx(ROWS * passes * 2 / 1e9)
+
+
+def test_s_lora_reads_its_slice_of_a_row_parallel_linear_s_gradient() -> None:
+    moved = lora_s("s_lora")
+    read = {name: lora_s(name, backward_stream_s=1.0) for name in ("fold", "s_lora")}
+    inputs = QKV_IN + PROJ_IN
+    assert read["fold"] == pytest.approx(ROWS * (2 * (QKV_OUT + PROJ_OUT) + inputs))
+    assert read["s_lora"] - moved == pytest.approx(ROWS * (2 * (QKV_OUT + 50) + inputs))
+
+
+def test_block_diagonal_jobs_beside_s_lora_are_calls_and_passes_of_their_own() -> None:
+    """Of rows in all, twice as many; the standard job exchanges those of its own alone."""
+    moved = 2 * ROWS * (2 * (QKV_OUT + PROJ_OUT) + 4 * (QKV_IN + PROJ_IN)) * 2 / 1e9
+    assert lora_s("s_lora", blocks=True) == pytest.approx(moved + lora_s("s_lora"))
+    for name, calls in (("fold", 2), ("rank_exchange", 2), ("s_lora", 4)):
+        fixed = lora_s(name, blocks=True, forward_fixed_s=1.0) - lora_s(name, blocks=True)
+        assert fixed == pytest.approx(calls), name
+    more = lora_s("s_lora", blocks=True, forward_input_s=1.0) - lora_s("s_lora", blocks=True)
+    assert more == pytest.approx(2 * (2 * ROWS) * (QKV_IN + PROJ_IN))
+
+
+def test_plans_say_it_to_the_run(tmp_path: Path) -> None:
+    repo = Path(__file__).parents[3]
+    config = load_config(repo / "configs" / "quickstart.yaml", output_dir=str(tmp_path / "out"))
+    plan = Plan(tp_size=2, lora_sharding="s_lora")
+    assert "s_lora" in plan.label
+    assert "deepspeed" not in plan.runs_in
+    assert plan.layout.lora_sharding == "s_lora"
+    assert apply_plan(config, plan).parallel.lora_sharding == "s_lora"
+    assert "parallel.lora_sharding=s_lora" in overrides_of(config, plan)
+    assert apply_plan(config, Plan()).parallel.lora_sharding == "auto"
+    assert misfit(PLANNED, Plan(lora_sharding="s_lora")) == "s_lora needs tensor parallelism"
+
+
+def test_a_gpu_finds_its_measured_profile() -> None:
+    found = profile_of_gpu("NVIDIA H100 80GB HBM3")
+    assert found is not None
+    assert found.source == "measured"
+    assert profile_of_gpu("abacus") is None

@@ -1,0 +1,199 @@
+"""The multi-adapter linear against its one-line definition, every output and gradient by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.linear_case import JOBS, NO_TP, TOLERANCE, WORKLOADS, Case, error
+from tlora_megatron.config.job import LoraSpec
+from tlora_megatron.layers.linear import MultiLoRALinear
+from tlora_megatron.ops.dropout.masks import dropout
+from tlora_megatron.ops.lora.torch_ops import TorchOps
+from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["dropout", "no dropout"])
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("linear", ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
+def test_every_output_and_gradient_equals_the_reference(
+    linear: str, workload: str, training: bool, dtype: torch.dtype
+) -> None:
+    case = Case(linear, dtype)
+    lengths = WORKLOADS[workload]
+    num_tokens = sum(lengths) + 6
+    view = case.view(lengths, num_tokens=num_tokens, training=training)
+    x = case.draw(num_tokens, 1, case.site.in_size)
+    dy = case.draw(num_tokens, 1, case.site.out_size)
+    actual, expected = case.run(x, dy, view), case.reference(x, dy, view)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        got = actual[name].reshape(value.shape)
+        assert torch.isfinite(got).all(), name
+        assert error(got, value) < TOLERANCE[dtype], name
+
+
+def test_a_nan_stays_in_its_own_rows_and_gradients() -> None:
+    case = Case("linear_qkv", torch.float32)
+    lengths = WORKLOADS["distinct"]
+    view = case.view(lengths, num_tokens=40, training=True)
+    x = case.draw(40, 1, case.site.in_size)
+    dy = case.draw(40, 1, case.site.out_size)
+    clean = case.run(x, dy, view)
+    x[6:8] = float("nan")
+    dy[7] = float("inf")
+    dirty = case.run(x, dy, view)
+    for name, value in clean.items():
+        if name.startswith("job1."):
+            assert not torch.isfinite(dirty[name]).all(), name
+        elif name in ("y", "dx"):
+            rows = [r for r in range(40) if r not in (6, 7)]
+            assert torch.equal(dirty[name][rows], value[rows]), name
+        else:
+            assert torch.equal(dirty[name], value), name
+
+
+def test_gradients_of_a_batch_under_way_survive_a_neighbour_leaving() -> None:
+    case = Case("linear_fc1", torch.float32)
+    view = case.view(WORKLOADS["distinct"], num_tokens=32, training=False)
+    x = case.draw(32, 1, case.site.in_size)
+    dy = case.draw(32, 1, case.site.out_size)
+    alone = case.run(x, dy, view)
+    case.run(x, dy, view)
+    y = MultiLoRALinear.apply(x.requires_grad_(), case.weight, None, case.branch, view, NO_TP)
+    y.backward(dy)
+    case.bank.install([a for a in case.bank.adapters if a.name != "job1"])
+    after = case.gradients()
+    assert after
+    for name, grad in after.items():
+        assert torch.equal(grad, alone[name]), name
+
+
+def test_dropout_is_the_same_for_a_token_wherever_it_is_packed() -> None:
+    case = Case("linear_fc2", torch.float32, loras=(JOBS[1], JOBS[3]))
+    first = case.view((6, 4), num_tokens=16, training=True)
+    document = Document(slot=0, length=6, first_token=3)
+    second = pack_micro_batch(
+        [Document(slot=0, length=2, first_token=90), document],
+        num_slots=2,
+        num_tokens=32,
+        dropout_keys=first.dropout_keys,
+    )
+    x = torch.randn(6, case.site.in_size)
+    keys_first = first.rows.row_keys(x.device)[:6]
+    keys_second = second.rows.row_keys(x.device)[2:8]
+    assert torch.equal(keys_first, keys_second)
+    p = torch.full((6,), 0.5)
+    whole = dropout(x, keys_first, p, 7, 0)
+    shard = dropout(x[:, 10:], keys_second, p, 7, 10)
+    assert torch.equal(whole[:, 10:], shard)
+    assert 0.3 < (whole == 0).float().mean() < 0.7
+
+
+def test_only_the_input_and_the_rank_sized_intermediate_are_saved() -> None:
+    case = Case("linear_qkv", torch.float32)
+    view = case.view(WORKLOADS["distinct"], num_tokens=40, training=True)
+    x = case.draw(40, 1, case.site.in_size).requires_grad_()
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        MultiLoRALinear.apply(x, case.weight, case.bias, case.branch, view, NO_TP)
+    owned = {t.data_ptr() for t in (x, case.weight)}
+    extra = [t for t in saved if t.data_ptr() not in owned]
+    # Rows times rank chunks over the targets on this linear: jobs 0 (q, v), 1, 2 (k), 3 (q, k, v).
+    assert [t.numel() for t in extra] == [5 * 32 + 9 * 32 + 1 * 16 + 17 * 48]
+
+
+def test_kernels_get_whole_rows_whatever_the_caller_s_strides() -> None:
+    seen: list[torch.Tensor] = []
+
+    class Recording(TorchOps):
+        def forward(self, x_TK: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.append(x_TK)
+            return super().forward(x_TK, *rest)
+
+        def backward_up(self, dy_TN: torch.Tensor, *rest: Any) -> torch.Tensor:
+            seen.append(dy_TN)
+            return super().backward_up(dy_TN, *rest)
+
+        def backward_down(self, x_TK: torch.Tensor, *rest: Any) -> None:
+            seen.append(x_TK)
+            super().backward_down(x_TK, *rest)
+
+    case = Case("linear_qkv", torch.float32, ops=Recording())
+    view = case.view(WORKLOADS["distinct"], num_tokens=40, training=True)
+    x = case.draw(case.site.in_size, 1, 40).transpose(0, 2).requires_grad_()
+    # A sum's gradient is one element, expanded.
+    MultiLoRALinear.apply(x, case.weight, case.bias, case.branch, view, NO_TP).sum().backward()
+    assert [tensor.is_contiguous() for tensor in seen] == [True] * 3
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["dropout", "no dropout"])
+def test_windows_of_the_rows_sum_to_the_whole_gradient_of_a(training: bool) -> None:
+    """A sequence-parallel rank has x for its window alone, and dS for all rows."""
+    case = Case("linear_qkv", torch.float32)
+    view = case.view(WORKLOADS["distinct"], num_tokens=40, training=training)
+    x, dy = case.draw(40, case.site.in_size), case.draw(40, case.site.out_size)
+    factors, ops = case.branch.factors, case.branch.ops
+    assert factors is not None
+    _, s = ops.forward(x, case.weight, None, factors, view.rows)
+    ds = ops.backward_up(dy, s, factors, view.rows)
+    case.gradients()
+    ops.backward_down(x, dy, s, ds, factors, view.rows, (0, 40))
+    whole = case.gradients()
+    for window in ((0, 10), (10, 20), (20, 20), (20, 40)):
+        ops.backward_down(x[slice(*window)].clone(), dy, s, ds, factors, view.rows, window)
+    for name, grad in case.gradients().items():
+        assert grad.any() == name.endswith("lora_a"), name
+        assert error(grad, whole[name]) < 1e-6, name
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("slot", [1, 2])
+def test_a_job_has_the_same_gradient_whoever_stands_beside_it(
+    slot: int, dtype: torch.dtype
+) -> None:
+    loras = (LoraSpec(rank=256, alpha=1, target_modules=("q_proj", "linear_qkv")), *JOBS)
+    case = Case("linear_qkv", dtype, loras=loras)
+    x, dy = case.draw(64, 1, case.site.in_size), case.draw(64, 1, case.site.out_size)
+    lengths = (16, 16, 16, 7, 9)
+    company = case.run(x, dy, case.view(lengths, num_tokens=64, training=True))
+    alone = [n if s == slot else 0 for s, n in enumerate(lengths)]
+    first = [t.roll(-16 * slot, 0) for t in (x, dy)]
+    loner = case.run(*first, case.view(alone, num_tokens=64, training=True))
+    for name, grad in loner.items():
+        if name.startswith(f"job{slot}."):
+            assert grad.any(), name
+            assert torch.equal(grad, company[name]), name
+
+
+def test_gradients_of_several_micro_batches_add_up() -> None:
+    case = Case("linear_fc1", torch.bfloat16)
+    view = case.view(WORKLOADS["distinct"], num_tokens=32, training=False)
+    x, dy = case.draw(32, 1, case.site.in_size), case.draw(32, 1, case.site.out_size)
+    once = case.run(x, dy, view)
+    for _ in range(3):
+        y = MultiLoRALinear.apply(x.requires_grad_(), case.weight, None, case.branch, view, NO_TP)
+        y.backward(dy)
+    for name, grad in case.gradients().items():
+        assert grad.dtype == torch.float32
+        assert error(grad, 3 * once[name]) < 1e-6, name
+
+
+def test_an_adapter_that_joins_brings_no_gradient() -> None:
+    case = Case("linear_fc1", torch.float32)
+    first, *rest = case.bank.adapters
+    case.bank.install(rest)
+    for adapter in case.bank.adapters:
+        adapter.slab.grad.fill_(1)
+    first.slab.grad.fill_(1)
+    case.bank.install([*rest, first])
+    assert not first.slab.grad.any()
+    assert all(adapter.slab.grad.all() for adapter in rest)

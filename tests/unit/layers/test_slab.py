@@ -1,0 +1,171 @@
+"""Slabs: shards of all ranks join to the whole adapter, for every target and layout."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from tests.helpers.layout_sites import SPEC, sites_of_ranks
+from tests.helpers.tiny_models import random_factors
+from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, LoraSpec
+from tlora_megatron.layers.sites import LINEAR_TARGETS, make_site
+from tlora_megatron.layers.slab import (
+    AdapterSlab,
+    factor_names,
+    factor_shape,
+    initial_factor,
+    initial_factors,
+    whole_tensors,
+)
+from tlora_megatron.layers.slab_layout import slab_layout
+
+CPU = torch.device("cpu")
+TARGETS = {
+    **{target: (target,) for target in (*HF_TARGETS, *MEGATRON_TARGETS)},
+    "all of Hugging Face": HF_TARGETS,
+    "all of Megatron": MEGATRON_TARGETS,
+    "mixed": ("down_proj", "linear_qkv", "gate_proj", "o_proj"),
+}
+SIZES = (1, 2, 4)
+
+
+def loaded_slabs(
+    lora: LoraSpec, factors: Mapping[str, torch.Tensor], tp_size: int, pp_size: int
+) -> list[AdapterSlab]:
+    """Every rank's slab with its part of the adapter."""
+    slabs = []
+    for sites in sites_of_ranks(SPEC, tp_size, pp_size):
+        slab = AdapterSlab(slab_layout(sites, lora), CPU)
+        slab.master.fill_(math.nan)
+        slab.load(factors.__getitem__)
+        slabs.append(slab)
+    return slabs
+
+
+@pytest.mark.parametrize("pp_size", SIZES)
+@pytest.mark.parametrize("tp_size", SIZES)
+@pytest.mark.parametrize("targets", TARGETS)
+def test_shards_join_to_the_whole(targets: str, tp_size: int, pp_size: int) -> None:
+    lora = LoraSpec(rank=5, target_modules=TARGETS[targets])
+    factors = random_factors(SPEC, lora)
+    slabs = loaded_slabs(lora, factors, tp_size, pp_size)
+    whole = whole_tensors([slab.layout for slab in slabs], [slab.master for slab in slabs], SPEC)
+    assert whole.keys() == factors.keys()
+    assert all(torch.equal(whole[name], factors[name]) for name in factors)
+
+
+@pytest.mark.parametrize("tp_size", SIZES)
+@pytest.mark.parametrize("targets", TARGETS)
+def test_the_replicated_part_comes_first_and_the_rest_is_cut(targets: str, tp_size: int) -> None:
+    lora = LoraSpec(rank=3, target_modules=TARGETS[targets])
+    factors = random_factors(SPEC, lora)
+    slabs = loaded_slabs(lora, factors, tp_size, 1)
+    total = sum(factor.numel() for factor in factors.values())
+    border = slabs[0].layout.replicated_numel
+    if tp_size == 1:
+        assert border == 0
+    assert all(torch.equal(slab.master[:border], slabs[0].master[:border]) for slab in slabs)
+    assert border + sum(slab.layout.numel - border for slab in slabs) == total
+    for slab in slabs:
+        for factor in slab.layout.factors:
+            is_whole = factor.numel == factors[factor.name].numel()
+            assert (factor.offset < border) == (is_whole and tp_size > 1), factor.name
+
+
+@pytest.mark.parametrize("tp_size", SIZES)
+def test_factors_fill_the_buffer_without_gaps(tp_size: int) -> None:
+    lora = LoraSpec(rank=7, target_modules=TARGETS["mixed"])
+    for sites in sites_of_ranks(SPEC, tp_size, 2):
+        layout = slab_layout(sites, lora)
+        ends = itertools.accumulate(factor.numel for factor in layout.factors)
+        assert [factor.offset for factor in layout.factors] == [0, *ends][:-1]
+        assert layout.factors[-1].offset + layout.factors[-1].numel == layout.numel
+        buffer = torch.arange(layout.numel, dtype=torch.float32)
+        views = layout.views(buffer)
+        assert torch.equal(torch.cat([view.flatten() for view in views]), buffer)
+        assert [tuple(view.shape) for view in views] == [f.shape for f in layout.factors]
+        assert all(v.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+                   for v in views)  # fmt: skip
+
+
+@pytest.mark.parametrize("tp_size", SIZES)
+@pytest.mark.parametrize("linear", LINEAR_TARGETS)
+def test_a_target_s_rows_of_b_are_its_columns_of_the_fused_output(
+    linear: str, tp_size: int
+) -> None:
+    """Labels every output column of the fused linear with its row in q, k, v or gate, up order."""
+    parts = [t for t in LINEAR_TARGETS[linear] if t in HF_TARGETS]
+    sizes = [SPEC.target_shape(part)[0] for part in parts]
+    begins = dict(zip(parts, [0, *itertools.accumulate(sizes)], strict=False))
+    seen: dict[str, list[int]] = {part: [] for part in parts}
+    for tp_rank in range(tp_size):
+        site = make_site(SPEC, 0, linear, tp_rank, tp_size)
+        shards = {shard.target: shard for shard in site.targets}
+        labels = shards[linear].lora_b_rows
+        if labels is None:
+            assert site.kind == "row"
+            assert all(shard.columns.size == site.out_size for shard in site.targets)
+            continue
+        assert len(labels) == site.out_size
+        for part in parts:
+            rows = shards[part].lora_b_rows
+            assert rows is not None
+            columns = shards[part].columns.read(labels[None])[0]
+            assert torch.equal(columns - begins[part], rows), part
+            seen[part] += rows.tolist()
+    if linear in ("linear_qkv", "linear_fc1"):
+        assert {part: sorted(rows) for part, rows in seen.items()} == {
+            part: list(range(size)) for part, size in zip(parts, sizes, strict=True)
+        }
+
+
+def test_q_heads_lie_before_their_k_and_v_heads() -> None:
+    """Megatron's order: for every group, its query heads, its key head, its value head."""
+    site = make_site(SPEC, 0, "linear_qkv", 1, 2)
+    labels = next(t.lora_b_rows for t in site.targets if t.target == "linear_qkv")
+    head, q, kv = SPEC.head_dim, SPEC.q_size, SPEC.kv_size
+    expected = []
+    for group in (2, 3):
+        expected += range(2 * group * head, 2 * (group + 1) * head)
+        expected += range(q + group * head, q + (group + 1) * head)
+        expected += range(q + kv + group * head, q + kv + (group + 1) * head)
+    assert labels is not None
+    assert labels.tolist() == expected
+
+
+def test_moments_are_buffers_of_their_own() -> None:
+    lora = LoraSpec(rank=2, target_modules=("q_proj",))
+    slab = AdapterSlab(slab_layout(sites_of_ranks(SPEC, 1, 1)[0], lora), CPU)
+    factors = random_factors(SPEC, lora)
+    slab.load(factors.__getitem__, "exp_avg")
+    buffers = slab.buffers()
+    assert list(buffers) == ["master", "exp_avg", "exp_avg_sq"]
+    assert not buffers["master"].any()
+    assert not buffers["exp_avg_sq"].any()
+    assert not slab.grad.any()
+    assert torch.equal(whole_tensors([slab.layout], [buffers["exp_avg"]], SPEC)[
+        "layers.1.q_proj.lora_b"], factors["layers.1.q_proj.lora_b"])  # fmt: skip
+    assert {buffer.dtype for buffer in buffers.values()} == {torch.float32}
+
+
+def test_fresh_factors_follow_from_seed_and_name() -> None:
+    lora = LoraSpec(rank=6, target_modules=TARGETS["mixed"])
+    factors = initial_factors(SPEC, lora, 3)
+    assert set(factors) == set(factor_names(SPEC, lora))
+    for name, factor in factors.items():
+        assert tuple(factor.shape) == factor_shape(SPEC, name, lora)
+        assert torch.equal(factor, initial_factor(SPEC, name, lora, 3))
+        if name.endswith("lora_b"):
+            assert not factor.any()
+            continue
+        # As PEFT: kaiming_uniform_ with a = sqrt(5).
+        bound = math.sqrt(6 / ((1 + 5) * factor.shape[1]))
+        assert 0.8 * bound < factor.abs().max() <= bound
+        assert abs(factor.mean()) < 0.2 * bound
+        assert not torch.equal(factor, initial_factor(SPEC, name, lora, 4))
+    first = {float(factor[0, 0]) for name, factor in factors.items() if name.endswith("lora_a")}
+    assert len(first) == len(factors) // 2

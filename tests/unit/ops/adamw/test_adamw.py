@@ -1,0 +1,153 @@
+"""The multi-adapter AdamW against `torch.optim.AdamW`: the torch path, and the kernel interpreted.
+
+Triton decides when it is imported whether it interprets, so the kernel's tests run in the process
+of `test_interpreted_kernels`: `TRITON_INTERPRET=1 pytest` on this file runs them here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from tests.helpers.adam_case import HYPERS, SIZES, AdamCase
+from tlora_megatron.ops.adamw.step import AdamUpdate, fused_adamw
+
+CPU = torch.device("cpu")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+Step = Callable[[Sequence[AdamUpdate]], None]
+
+
+@pytest.fixture(params=["kernel" if INTERPRETED else "torch"])
+def step(request: pytest.FixtureRequest) -> Step:
+    """The way to apply updates in this process."""
+    if request.param == "torch":
+        return fused_adamw
+    from tlora_megatron.ops.adamw.triton import launch_adamw
+
+    return launch_adamw
+
+
+@pytest.mark.parametrize("tensor_clip", [False, True], ids=["number", "tensor"])
+def test_many_steps_equal_torch_s(step: Step, tensor_clip: bool) -> None:
+    cases = [AdamCase(i, size, CPU) for i, size in enumerate(SIZES)]
+    for index in range(5 if INTERPRETED else 20):
+        clips = [0.1 + 0.2 * ((index + case.seed) % 5) for case in cases]
+        step(
+            [
+                c.update(torch.tensor(x) if tensor_clip else x)
+                for c, x in zip(cases, clips, strict=True)
+            ]
+        )
+        for case, clip in zip(cases, clips, strict=True):
+            case.step_reference(clip)
+    for case in cases:
+        case.compare()
+
+
+def test_one_after_another_is_together(step: Step) -> None:
+    """Bitwise: a job's update does not depend on its neighbours."""
+    together = [AdamCase(i, size, CPU) for i, size in enumerate(SIZES)]
+    alone = [AdamCase(i, size, CPU) for i, size in enumerate(SIZES)]
+    for _ in range(3):
+        step([case.update(0.5) for case in together])
+        for case in reversed(alone):
+            step([case.update(0.5)])
+    for left, right in zip(together, alone, strict=True):
+        assert left.state_equals(right.state())
+
+
+@pytest.mark.parametrize("clip", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("tensor_clip", [False, True], ids=["number", "tensor"])
+def test_a_clip_that_is_not_finite_skips_the_job_alone(
+    step: Step, tensor_clip: bool, clip: float
+) -> None:
+    cases = [AdamCase(i, 3000, CPU) for i in range(3)]
+    step([case.update(1.0) for case in cases])
+    for case in cases:
+        case.step_reference(1.0)
+    before = [t.clone() for t in cases[1].state()]
+    updates = [case.update(1.0) for case in cases]
+    updates[1].grad[7] = math.nan
+    updates[1] = updates[1]._replace(clip=torch.tensor(clip) if tensor_clip else clip)
+    step(updates)
+    assert cases[1].state_equals(before)
+    for case, update in zip(cases, updates, strict=True):
+        assert not update.grad.any()
+        if case is not cases[1]:
+            case.step_reference(1.0)
+            case.compare()
+
+
+def test_zero_clip_still_decays_and_moves_on_momentum(step: Step) -> None:
+    case = AdamCase(0, 100, CPU)
+    for clip in (1.0, 0.0):
+        step([case.update(clip)])
+        case.step_reference(clip)
+    case.compare()
+
+
+@pytest.mark.parametrize("size", [0, 1, 2047, 2048, 2049])
+def test_sizes_around_a_block_leave_the_rest_alone(step: Step, size: int) -> None:
+    case, room = AdamCase(1, size, CPU), 5
+    update = case.update(1.0)
+    wide = {
+        name: torch.full((size + 2 * room,), 7.0)
+        for name in ("master", "grad", "exp_avg", "exp_avg_sq")
+    }
+    for name, buffer in wide.items():
+        buffer[room : room + size] = getattr(update, name)
+    # Off by 20 bytes, so not even aligned as a 16-byte load wants.
+    step([update._replace(**{name: t[room : room + size] for name, t in wide.items()})])
+    case.step_reference(1.0)
+    for name, buffer in wide.items():
+        assert (buffer[:room] == 7).all(), name
+        assert (buffer[room + size :] == 7).all(), name
+        if name != "grad":
+            getattr(case, name).copy_(buffer[room : room + size])
+    case.compare()
+
+
+def test_more_updates_than_columns_at_first(step: Step) -> None:
+    cases = [AdamCase(i, 3, CPU) for i in range(70)]
+    step([case.update(0.5) for case in cases])
+    for case in cases:
+        case.step_reference(0.5)
+        case.compare()
+
+
+def test_late_steps_and_small_decay(step: Step) -> None:
+    """Bias corrections near 1 and a decay below fp32's unit of 1 come out right."""
+    case = AdamCase(0, 500, CPU, hyper=HYPERS[0]._replace(lr=1e-4, weight_decay=1e-3))
+    case.start_at(99_999)
+    step([case.update(1.0)])
+    case.step_reference(1.0)
+    case.compare()
+
+
+def test_no_updates_are_none() -> None:
+    fused_adamw([])
+
+
+def _good() -> AdamUpdate:
+    return AdamCase(0, 8, CPU).update(1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"step": 0}, "step must be at least 1, got 0"),
+        ({"grad": torch.zeros(9)}, r"grad must be contiguous fp32 \[8\] on cpu, got .* \[9\]"),
+        ({"grad": torch.zeros(16)[::2]}, r"grad must be contiguous fp32 \[8\]"),
+        ({"exp_avg": torch.zeros(8).double()}, r"exp_avg must be .*, got torch.float64"),
+        ({"exp_avg_sq": torch.zeros(2, 4)}, r"exp_avg_sq must be .*\[2, 4\]"),
+        ({"clip": torch.ones(1)}, r"clip must be a number or fp32 \[\] on cpu, got .* \[1\]"),
+        ({"clip": torch.ones(()).double()}, r"clip must be .*, got torch.float64"),
+    ],
+)
+def test_refusals(change: dict[str, object], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        fused_adamw([_good()._replace(**change)])

@@ -1,0 +1,271 @@
+"""The frozen parts' Triton kernels: outputs and every gradient by name.
+
+On a GPU they run as they are. Elsewhere they run in Triton's interpreter, which Triton chooses when
+it is imported, so in the process of `test_interpreted_kernels`: `TRITON_INTERPRET=1 pytest` on this
+file runs them here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tlora_megatron.ops.frozen import cross_entropy, qkv_rotary, rms_norm, swiglu
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {
+    torch.float32: 2e-6,
+    # The interpreter cuts bf16 off instead of rounding.
+    torch.bfloat16: 2.4e-2 if INTERPRETED else 1.2e-2,
+    torch.float16: 1.5e-3,
+}
+"""Largest error over the largest value. In half precision the reference rounds more often."""
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+RUNS = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(),
+    reason="runs in the process of test_interpreted_kernels",
+)
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Turns the kernels on, or off."""
+
+    def switch(on: bool) -> None:
+        for module in (cross_entropy, qkv_rotary, rms_norm, swiglu):
+            monkeypatch.setattr(module, "runs_triton", lambda x: on)
+
+    return switch
+
+
+def draw(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """Numbers of a fixed seed that depend on the shape."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(*shape, generator=generator) * scale).to(DEVICE, dtype)
+
+
+def run(function: Callable[..., Any], tensors: dict[str, Tensor], *rest: Any) -> dict[str, Tensor]:
+    """Outputs of a function of named tensors, and its gradient for each of them."""
+    leaves = [t.detach().clone().requires_grad_() for t in tensors.values()]
+    outputs = function(*leaves, *rest)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    grads = [draw(*out.shape, dtype=out.dtype) for out in outputs]
+    torch.autograd.backward(outputs, grads)
+    named = {f"output {i}": out for i, out in enumerate(outputs)}
+    return named | {f"d{n}": t.grad for n, t in zip(tensors, leaves, strict=True)}
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        got = actual[name]
+        assert got.shape == value.shape, name
+        assert got.dtype == value.dtype, name
+        error = (got.double() - value.double()).abs().max() / value.double().abs().max()
+        assert error < TOLERANCE[value.dtype], f"{name}: {error.item()}"
+
+
+@RUNS
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 1, 16), (5, 1, 63), (3, 1, 4500), (7, 2, 128)])
+@pytest.mark.parametrize("kind", ["norm", "fork", "add"])
+def test_rms_norm(
+    kind: str, shape: tuple[int, ...], dtype: torch.dtype, fused: Callable[[bool], None]
+) -> None:
+    function = {
+        "norm": rms_norm.rms_norm,
+        "fork": rms_norm.fork_rms_norm,
+        "add": rms_norm.add_rms_norm,
+    }[kind]
+    tensors = {"x": draw(*shape, dtype=dtype, scale=3.0)}
+    if kind == "add":
+        tensors["residual"] = draw(*shape, dtype=dtype).flip(0)
+    weight = 1 + draw(shape[-1], dtype=dtype, scale=0.2)
+    fused(True)
+    actual = run(function, tensors, weight, 1e-5)
+    fused(False)  # in fp32: in half precision the reference itself is an ulp off
+    wide = run(function, {n: t.float() for n, t in tensors.items()}, weight.float(), 1e-5)
+    assert_equal(actual, {name: value.to(dtype) for name, value in wide.items()})
+
+
+@RUNS
+def test_rms_norm_of_one_output_only(fused: Callable[[bool], None]) -> None:
+    """The other output's gradient is then absent, not zero."""
+    fused(True)
+    weight = torch.ones(8, device=DEVICE)
+    for index in (0, 1):
+        x = draw(4, 8, dtype=torch.float32).requires_grad_()
+        rms_norm.fork_rms_norm(x, weight, 1e-5)[index].sum().backward()
+        y = x.detach().requires_grad_()
+        (y if index == 0 else rms_norm.rms_norm_reference(y, weight, 1e-5)).sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
+
+
+@RUNS
+def test_a_nan_row_stays_alone(fused: Callable[[bool], None]) -> None:
+    fused(True)
+    x = draw(6, 8, dtype=torch.float32)
+    x[2] = torch.nan
+    x.requires_grad_()
+    total, normed = rms_norm.fork_rms_norm(x, torch.ones(8, device=DEVICE), 1e-5)
+    (total + normed).sum().backward()
+    for name, value in (("normed", normed), ("dx", x.grad)):
+        assert value.isnan().any(1).tolist() == [False, False, True, False, False, False], name
+
+
+@RUNS
+@DTYPES
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 63), (2, 2500)])
+def test_swiglu(rows: int, width: int, dtype: torch.dtype, fused: Callable[[bool], None]) -> None:
+    tensors = {"x": draw(rows, 1, 2 * width, dtype=dtype, scale=2.0)}
+    results = []
+    for on in (True, False):
+        fused(on)
+        results.append(run(swiglu.swiglu, tensors))
+    assert_equal(*results)
+
+
+@RUNS
+@DTYPES
+@pytest.mark.parametrize(
+    ("rows", "groups", "per_group", "dim"), [(1, 1, 1, 8), (37, 2, 3, 16), (40, 3, 1, 20)]
+)
+def test_unpack_qkv(
+    rows: int,
+    groups: int,
+    per_group: int,
+    dim: int,
+    dtype: torch.dtype,
+    fused: Callable[[bool], None],
+) -> None:
+    tensors = {"mixed": draw(rows, groups, per_group + 2, dim, dtype=dtype)}
+    angles = draw(rows, dim // 2, dtype=torch.float32, scale=3.0).repeat(1, 2)
+    cos_sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    results = []
+    for on in (True, False):
+        fused(on)
+        results.append(run(qkv_rotary.unpack_qkv, tensors, *cos_sin))
+    assert_equal(*results)
+
+
+@RUNS
+@DTYPES
+@pytest.mark.parametrize(("width", "valid"), [(50, 50), (8192, 8190), (20000, 20000)])
+def test_cross_entropy(
+    width: int, valid: int, dtype: torch.dtype, fused: Callable[[bool], None]
+) -> None:
+    logits = draw(5, width, dtype=dtype, scale=4.0)
+    labels = torch.tensor([0, valid - 1, 3, 17, -1], device=DEVICE)
+    exact = logits[:, :valid].double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(exact[:4], labels[:4], reduction="none")
+    losses.sum().backward()
+    for on in (True, False):
+        fused(on)
+        kept = logits.clone()
+        without = cross_entropy.cross_entropy_(kept, labels, valid, gradient=False)
+        assert torch.equal(kept, logits)
+        actual = cross_entropy.cross_entropy_(kept, labels, valid, gradient=True)
+        assert actual.dtype == torch.float32
+        for name, value in (("with", actual), ("without", without)):
+            torch.testing.assert_close(value[:4].double(), losses, rtol=2e-6, atol=2e-6, msg=name)
+        assert not kept[:, valid:].any()
+        torch.testing.assert_close(
+            kept[:4, :valid].double(), exact.grad[:4], rtol=TOLERANCE[dtype], atol=1e-6
+        )
+
+
+@RUNS
+@pytest.mark.parametrize("on", [True, False], ids=["fused", "reference"])
+def test_cross_entropy_of_a_split_vocabulary(on: bool, fused: Callable[[bool], None]) -> None:
+    """The last part holds no token at all."""
+    fused(on)
+    logits, labels = (
+        draw(6, 96, dtype=torch.float32, scale=4.0),
+        torch.arange(6, device=DEVICE) * 12,
+    )
+    whole = logits[:, :64].contiguous()
+    expected = cross_entropy.cross_entropy_(whole, labels, 64, gradient=True)
+    parts = [logits[:, begin : begin + 32].contiguous() for begin in (0, 32, 64)]
+    sizes = (32, 32, 0)
+    statistics = [
+        cross_entropy.row_statistics(part, labels - 32 * i, size)
+        for i, (part, size) in enumerate(zip(parts, sizes, strict=True))
+    ]
+    losses, lse = cross_entropy.merge_statistics(torch.stack(statistics))
+    torch.testing.assert_close(losses, expected)
+    for i, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+        cross_entropy.write_gradient_(part, labels - 32 * i, lse, size)
+    torch.testing.assert_close(torch.cat(parts, dim=1)[:, :64], whole)
+    assert not parts[2].any()
+
+
+WARPS = {"rms_norm": 8, "swiglu": 4, "rotary": 4, "cross_entropy": 16}
+
+
+def _launches() -> list[tuple[str, str, dict[str, str], dict[str, int]]]:
+    """Module, kernel, types of its runtime arguments and constants, on Llama-3.1-8B's shapes."""
+    bf16, fp32 = "*bf16", "*fp32"
+    norm = {"WIDTH": 4096, "ROWS": 1, "COLUMNS": 4096}
+    heads = {"GROUPS": 8, "PER_GROUP": 4, "HALF": 64, "ROWS": 32, "COLUMNS": 64}
+    vocabulary = {"VALID": 128256, "WIDTH": 128256, "BLOCK": 8192}
+    forward = dict.fromkeys(("x", "residual", "weight", "total", "out"), bf16)
+    forward |= {"rstd": fp32, "num_rows": "i32", "eps": "fp32"}
+    backward = dict.fromkeys(("dy", "dtotal", "x", "weight", "dx"), bf16)
+    backward |= {"rstd": fp32, "num_rows": "i32"}
+    parts = dict.fromkeys(("mixed", "query", "key", "value", "cos", "sin"), bf16)
+    rows = {"logits": bf16, "labels": "*i64", "lse": fp32}
+    statistics = {"logits": bf16, "labels": "*i64", "statistics": fp32, "num_rows": "i32"}
+    block = {"WIDTH": 14336, "BLOCK": 1024}
+    launches = [
+        ("swiglu", "_forward_kernel", {"x": bf16, "y": bf16}, block),
+        ("swiglu", "_backward_kernel", dict.fromkeys(("dy", "x", "dx"), bf16), block),
+        ("cross_entropy", "_gradient_kernel", rows, vocabulary),
+    ]
+    for flag in (0, 1):
+        launches += [
+            ("rms_norm", "_forward_kernel", forward, norm | {"HAS_RESIDUAL": flag}),
+            ("rms_norm", "_backward_kernel", backward, norm | {"HAS_DTOTAL": flag}),
+            (
+                "rotary",
+                "_rotate_heads_kernel",
+                parts | {"num_rows": "i32"},
+                heads | {"BACKWARD": flag},
+            ),
+            ("cross_entropy", "_statistics_kernel", statistics, vocabulary | {"GRADIENT": flag}),
+        ]
+    return launches
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(("module", "kernel", "types", "constants"), _launches())
+def test_compiles_for_hopper(
+    module: str, kernel: str, types: dict[str, str], constants: dict[str, int]
+) -> None:
+    """Needs no GPU; what the interpreter accepts, the compiler may not."""
+    compiler = pytest.importorskip("triton.compiler")
+    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    function = getattr(
+        importlib.import_module(f"tlora_megatron.ops.frozen.triton_{module}"), kernel
+    )
+    names = function.arg_names
+    source = compiler.ASTSource(
+        fn=function,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (index,): [["tt.divisibility", 16]]
+            for index, name in enumerate(names)
+            if "*" in types.get(name, "")
+        },
+    )
+    compiled = compiler.compile(source, target=target, options={"num_warps": WARPS[module]})
+    writes_rows = kernel != "_statistics_kernel" or constants["GRADIENT"]
+    assert ("st.global.v4" in compiled.asm["ptx"]) == writes_rows, "rows move 16 bytes at a time"

@@ -1,0 +1,69 @@
+"""Which linears the CUDA kernels take, and how their GEMM is cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from tests.helpers.cuda_cases import FUSED_AND_Q, QKV, WHOLE
+from tlora_megatron.ops.lora.columns import OutputColumns
+from tlora_megatron.ops.lora.cuda.fit import gemm_tile, suits
+
+H100_CLUSTERS = 66
+
+
+@pytest.mark.parametrize(
+    ("row_budget", "columns", "width"),
+    [
+        (8192, 4096, 256),
+        (8192, 6144, 256),
+        (8192, 28672, 256),
+        (2048, 4096, 256),
+        (4096, 2560, 128),
+        (1024, 6144, 192),
+        (1024, 14336, 128),
+        (1024, 2560, 192),
+        (2048, 2560, 192),
+        (300, 4096, 128),
+        (8192, 65536, 256),
+    ],
+)
+def test_gemm_tile(row_budget: int, columns: int, width: int) -> None:
+    assert gemm_tile(row_budget, columns, H100_CLUSTERS).columns == width
+
+
+def test_a_gemm_never_has_more_column_tiles_than_the_kernel_counts() -> None:
+    for columns in (*range(8, 65_536, 1000), 65_536):
+        tile = gemm_tile(8192, columns, H100_CLUSTERS)
+        assert -(-columns // tile.columns) <= 256
+
+
+@pytest.mark.parametrize(
+    ("columns", "sizes", "first_column", "taken"),
+    [
+        (QKV, (512, 136), 0, True),
+        (WHOLE, (200, 136), 32, True),
+        (FUSED_AND_Q, (512, 136), 0, True),
+        (WHOLE, (200, 132), 0, False),
+        (WHOLE, (204, 136), 0, False),
+        (WHOLE, (200, 136), 16, False),
+        ((replace(QKV[0], begin=32),), (512, 136), 0, False),
+        ((replace(QKV[0], width=96),), (512, 136), 0, False),
+        ((replace(QKV[0], stride=224),), (448, 136), 0, False),
+        (QKV[:1] * 4, (512, 136), 0, True),
+        (QKV[:1] * 5, (512, 136), 0, False),
+        (WHOLE, (65536, 136), 0, True),
+        (WHOLE, (65544, 136), 0, False),
+        (WHOLE, (200, 65544), 0, False),
+    ],
+)
+def test_suits(
+    columns: tuple[OutputColumns, ...],
+    sizes: tuple[int, int],
+    first_column: int,
+    taken: bool,
+) -> None:
+    factors = SimpleNamespace(columns=columns, first_column=first_column)
+    assert suits(factors, *sizes) is taken

@@ -1,0 +1,298 @@
+"""`CudaOps` on the CPU: its launches, executed item by item, give every output and gradient."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from tests.helpers.cuda_cases import CASES, WHOLE, rank_rows_by_definition
+from tests.helpers.item_machine import ItemMachine
+from tests.helpers.kernel_case import KernelCase, gradients, make_case, make_rows, reference
+from tests.helpers.linear_case import error
+from tlora_megatron.ops.lora.factors import are_aligned
+from tlora_megatron.ops.lora.plan_tensors import update_plans
+from tlora_megatron.ops.routing.row_groups import RowGroups
+
+CPU = torch.device("cpu")
+IN_SIZE = 136
+
+
+@pytest.fixture
+def poison() -> Iterator[None]:
+    """Torch hands out memory full of NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def cuda_ops() -> ModuleType:
+    pytest.importorskip("triton")
+    from tlora_megatron.ops.lora.cuda import ops as cuda_ops
+
+    return cuda_ops
+
+
+@pytest.fixture
+def run(
+    cuda_ops: ModuleType, poison: None, monkeypatch: pytest.MonkeyPatch
+) -> type[SimpleNamespace]:
+    """Makes `Bench`: `CudaOps` of a case with the machine in place of the GPU."""
+
+    class Bench(SimpleNamespace):
+        def __init__(self, case: KernelCase, *, graph_safe: bool = False, **machine: int) -> None:
+            super().__init__(case=case, machine=ItemMachine(case.factors, **machine))
+            self.ops = cuda_ops.CudaOps(graph_safe=graph_safe)
+
+        def __call__(
+            self,
+            x: torch.Tensor,
+            dy: torch.Tensor,
+            rows: RowGroups,
+            shards: Sequence[tuple[int, int]] | None = None,
+        ) -> dict[str, torch.Tensor]:
+            """Every output and gradient by name; dA from the windows `shards` of x."""
+            for name in ("rank_rows", "rank_sums", "gemm", "multiprocessors", "gemm_tile"):
+                monkeypatch.setattr(cuda_ops, name, getattr(self.machine, name))
+            case, ops = self.case, self.ops
+            y, s = ops.forward(x, case.weight_NK, case.bias_N, case.factors, rows)
+            ds = ops.backward_up(dy, s, case.factors, rows)
+            dx = ops.dgrad(dy, ds, case.weight_NK, case.factors, rows)
+            found: dict[str, torch.Tensor] = {}
+            for begin, end in shards or [(0, len(x))]:
+                ops.backward_down(x[begin:end], dy, s, ds, case.factors, rows, (begin, end))
+                for name, grad in gradients(case.factors).items():
+                    # Every rank has dA of its window and dB of all rows.
+                    found[name] = grad + found[name] if name in found and name[1] == "A" else grad
+            return {"y": y, "dx": dx, "s": s, "ds": ds, **found}
+
+    return Bench
+
+
+def make(name: str, **changes: object) -> tuple[KernelCase, RowGroups]:
+    columns, ranks, lengths, padding = CASES[name]
+    case = make_case(ranks, columns, IN_SIZE, dtype=torch.float64)
+    return replace(case, **changes), make_rows(lengths, padding)
+
+
+def operands(case: KernelCase, num_rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(num_rows, size, generator=generator, dtype=torch.float64)
+        for size in (IN_SIZE, case.out_size)
+    )
+
+
+def definition(
+    case: KernelCase, x: torch.Tensor, dy: torch.Tensor, rows: RowGroups
+) -> dict[str, torch.Tensor]:
+    """`reference`, which asks for the gradient of what it is given."""
+    return reference(case, x.clone(), dy, rows)
+
+
+def check(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() - {"s", "ds"} == expected.keys()
+    for name, value in expected.items():
+        assert torch.isfinite(actual[name]).all(), name
+        assert error(actual[name], value) < 1e-6, name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients_are_the_definitions(name: str, run: type) -> None:
+    case, rows = make(name)
+    x, dy = operands(case, rows.ends[-1])
+    bench = run(case)
+    check(bench(x, dy, rows), definition(case, x, dy, rows))
+    assert bench.machine.launches == ["rows", "gemm", "rows", "gemm", "sums"]
+
+
+@pytest.mark.parametrize("name", ["ragged segments", "one adapter among rows without"])
+def test_dropout_scales_once_and_masks_three_times(name: str, run: type) -> None:
+    columns, ranks, lengths, padding = CASES[name]
+    dropout = (0.3, 0.1, 0.9)
+    case = make_case(ranks, columns, IN_SIZE, dtype=torch.float64, dropout=dropout)
+    rows = make_rows(lengths, padding)
+    x, dy = operands(case, rows.ends[-1])
+    check(run(case)(x, dy, rows), definition(case, x, dy, rows))
+    shards = [(0, 130), (130, rows.ends[-1])]
+    check(run(case)(x, dy, rows, shards), definition(case, x, dy, rows))
+
+
+@pytest.mark.parametrize("tile", [128, 192])
+@pytest.mark.parametrize("multiprocessors", [1, 200])
+def test_any_tile_and_any_gpu_give_the_same(tile: int, multiprocessors: int, run: type) -> None:
+    case, rows = make("whole fused beside q")
+    x, dy = operands(case, rows.ends[-1])
+    bench = run(case, tile=tile, multiprocessors=multiprocessors)
+    check(bench(x, dy, rows), definition(case, x, dy, rows))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_s_and_ds_are_written_in_both_forms(name: str, run: type) -> None:
+    case, rows = make(name)
+    x, dy = operands(case, rows.ends[-1])
+    actual = run(case)(x, dy, rows)
+    for flat, values, per_target in ((actual["s"], x, False), (actual["ds"], dy, True)):
+        ext, row_form = rank_rows_by_definition(case, values, rows, per_target=per_target)
+        torch.testing.assert_close(flat[: ext.numel()].view_as(ext), ext)
+        written = flat[ext.numel() :].view_as(row_form)
+        torch.testing.assert_close(written, row_form, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "cuts", [(350,), (256,), (1, 2, 699), (130, 260, 390)], ids=lambda cuts: str(cuts)
+)
+@pytest.mark.parametrize("name", ["ragged segments", "one adapter", "64 adapters"])
+def test_windows_of_x_add_up(name: str, cuts: tuple[int, ...], run: type) -> None:
+    case, rows = make(name)
+    num_rows = rows.ends[-1]
+    x, dy = operands(case, num_rows)
+    shards = list(itertools.pairwise((0, *(c for c in cuts if c < num_rows), num_rows)))
+    check(run(case)(x, dy, rows, shards), definition(case, x, dy, rows))
+
+
+def test_a_window_without_adapters_adds_nothing(run: type) -> None:
+    case = make_case([(16,)], WHOLE, IN_SIZE, dtype=torch.float64)
+    rows = make_rows((100,), 100)
+    x, dy = operands(case, 200)
+    check(run(case)(x, dy, rows, [(0, 100), (100, 200)]), definition(case, x, dy, rows))
+
+
+@pytest.mark.parametrize("name", ["ragged segments", "one adapter", "ranks 1 to 256"])
+def test_order_of_arrival_does_not_show(name: str, run: type) -> None:
+    case, rows = make(name)
+    x, dy = operands(case, rows.ends[-1])
+    first, second = (run(case, seed=seed)(x, dy, rows) for seed in (0, 1))
+    for key in first.keys() - {"s", "ds"}:
+        assert torch.equal(first[key], second[key]), key
+
+
+def test_a_jobs_bits_do_not_depend_on_its_neighbours(run: type) -> None:
+    """The same rows at the same adapter: first among others, then behind them."""
+    columns, ranks = WHOLE, [(24,), (24,), (60,)]
+    case = make_case(ranks, columns, IN_SIZE, dtype=torch.float64)
+    for arena in (case.factors.lora_a, case.factors.lora_b[0]):
+        arena[32:64] = arena[:32]
+    case.factors.scaling[1] = case.factors.scaling[0]
+    x, dy = operands(case, 900)
+    before, after = run(case), run(case)
+    a = before(x, dy, make_rows((600, 0, 300), 0))
+    b = after(x.roll(77, 0), dy.roll(77, 0), make_rows((77, 600, 223), 0))
+    assert torch.equal(a["dA[0][0]"], b["dA[1][0]"])
+    assert torch.equal(a["dB[0][0]"], b["dB[1][0]"])
+
+
+@pytest.mark.parametrize("multiprocessors", [8, 40])
+def test_a_jobs_bits_do_not_depend_on_how_full_the_micro_batch_is(
+    multiprocessors: int, run: type
+) -> None:
+    """Without a budget, runs are longer (8) or clusters smaller (40) in the fuller one."""
+    case = make_case([(24,), (60,)], WHOLE, IN_SIZE, dtype=torch.float64)
+    x, dy = operands(case, 2304)
+    found, tiles = [], []
+    for rest in (156, 1604):
+        bench = run(case, multiprocessors=multiprocessors)
+        own = 700 + rest
+        found.append(bench(x[:own], dy[:own], make_rows((700, rest), budget=2304)))
+        tiles.append(bench.machine.tile_sizes)
+    assert tiles[0] == tiles[1] == [(2304, case.out_size), (2304, IN_SIZE)]
+    for name in ("dA[0][0]", "dB[0][0]"):
+        assert torch.equal(found[0][name], found[1][name]), name
+    for name in ("y", "dx"):
+        assert torch.equal(found[0][name][:700], found[1][name][:700]), name
+
+
+def test_rows_without_adapters_go_through_the_same_gemm(run: type) -> None:
+    """A job that adapts nothing here must not notice whether another does."""
+    case, rows = make("missing all targets")
+    rows = make_rows((0, 300, 0), 5)
+    x, dy = operands(case, rows.ends[-1])
+    bench = run(case)
+    check(bench(x, dy, rows), definition(case, x, dy, rows))
+    assert bench.machine.launches == ["gemm", "gemm"]
+
+
+@pytest.mark.parametrize("poisoned", [0, 1, 2, 3])
+def test_nan_in_one_slots_rows_stays_there(poisoned: int, run: type) -> None:
+    """Slot 3 stands for rows without an adapter."""
+    case, rows = make("ragged segments")
+    x, dy = operands(case, rows.ends[-1])
+    clean = run(case)(x, dy, rows)
+    begin = (0, *rows.ends)[poisoned]
+    mine = slice(begin, rows.ends[poisoned])
+    x[mine], dy[mine] = torch.nan, torch.nan
+    dirty = run(case)(x, dy, rows)
+    others = torch.ones(len(x), dtype=torch.bool)
+    others[mine] = False
+    for name in ("y", "dx"):
+        assert torch.equal(clean[name][others], dirty[name][others]), name
+    for name in clean.keys() - {"y", "dx", "s", "ds"}:
+        if name[3] != str(poisoned):
+            assert torch.equal(clean[name], dirty[name]), name
+
+
+@pytest.mark.parametrize(
+    "other",
+    [(0, 0, 452), (452, 0, 0), (150, 150, 152), (1, 257, 194), (0, 0, 0)],
+    ids=lambda lengths: str(lengths),
+)
+def test_an_update_in_place_is_another_micro_batch(other: tuple[int, ...], run: type) -> None:
+    case, rows = make("ragged segments")
+    num_rows = rows.ends[-1]
+    x, dy = operands(case, num_rows)
+    bench = run(case, graph_safe=True)
+    shards = [(0, 200), (200, num_rows)]
+    check(bench(x, dy, rows, shards), definition(case, x, dy, rows))
+    fresh = make_rows(other, num_rows - sum(other))
+    update_plans(rows, fresh, CPU)
+    check(bench(x, dy, rows, shards), definition(case, x, dy, fresh))
+    update_plans(rows, rows, CPU)
+    check(bench(x, dy, rows, shards), definition(case, x, dy, rows))
+
+
+def test_a_plan_keeps_no_activations(run: type) -> None:
+    case, rows = make("ragged segments")
+    x, dy = operands(case, rows.ends[-1])
+    bench = run(case)
+    bench(x, dy, rows)
+    kept = weakref.ref(x), weakref.ref(dy)
+    del x, dy
+    assert [ref() is None for ref in kept] == [True, True]
+
+
+def test_a_plan_goes_with_its_micro_batch(run: type) -> None:
+    """Without help of the collector of cycles, which would leave tables and workspaces for long."""
+    case, rows = make("ragged segments")
+    x, dy = operands(case, rows.ends[-1])
+    bench = run(case)
+    gc.disable()
+    try:
+        bench(x, dy, rows)
+        plan = weakref.ref(bench.ops.plan(case.factors, rows))
+        del rows
+        assert plan() is None
+    finally:
+        gc.enable()
+
+
+def test_gradients_off_16_bytes_go_through_triton(
+    cuda_ops: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another linear of the model has an odd size: a slab holds all of them in a row."""
+    case, rows = make("one adapter")
+    shifted = torch.zeros(1 + 16 * IN_SIZE)[1:].view(16, IN_SIZE)
+    factors = replace(case.factors, grad_a=((shifted,),), is_aligned=are_aligned(((shifted,),)))
+    s = torch.zeros(16, 256)
+    monkeypatch.setattr(cuda_ops.TritonOps, "down", lambda *_: s)
+    monkeypatch.setattr(cuda_ops.TritonOps, "linear", lambda *_: "triton")
+    x, _ = operands(case, rows.ends[-1])
+    found = cuda_ops.CudaOps().forward(x, case.weight_NK, None, factors, rows)
+    assert found == ("triton", s)

@@ -1,0 +1,258 @@
+"""Which kernels a device gets, with the machine's properties put in place by hand."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tlora_megatron.ops.lora import kernel_choice as choice
+from tlora_megatron.ops.lora.kernel_choice import KernelChoice
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+HALF = (torch.bfloat16, torch.float16)
+
+
+class ExtensionUnavailable(RuntimeError):
+    """As in `ops.extension`."""
+
+
+@dataclass
+class Machine:
+    """What the modules that cannot be had here would say."""
+
+    monkeypatch: pytest.MonkeyPatch
+    loads: int = 0
+
+    def set(
+        self,
+        capability: tuple[int, int],
+        *,
+        triton: str | None = None,
+        extension: str | None = None,
+        compiler: bool = True,
+    ) -> None:
+        """A GPU of a capability; the reasons say why triton or the extension are missing."""
+
+        def load_extension() -> object:
+            self.loads += 1
+            if extension is not None:
+                raise ExtensionUnavailable(extension)
+            return object()
+
+        def import_module(name: str) -> ModuleType:
+            if triton is not None:
+                raise ImportError(triton)
+            return ModuleType(name)
+
+        patch = self.monkeypatch
+        patch.setattr(choice.shutil, "which", lambda name: compiler and f"/bin/{name}")
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        patch.setattr(choice.importlib, "import_module", import_module)
+        self.module(
+            "extension", load_extension=load_extension, ExtensionUnavailable=ExtensionUnavailable
+        )
+
+    def module(self, name: str, **contents: Any) -> None:
+        """Puts a module of `ops` in place of the real one."""
+        full = f"tlora_megatron.ops.{name}"
+        module = ModuleType(full)
+        vars(module).update(contents)
+        self.monkeypatch.setitem(sys.modules, full, module)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    monkeypatch.delenv("TLORA_KERNELS", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    caches = [value for value in vars(choice).values() if hasattr(value, "cache_clear")]
+    for cache in caches:
+        cache.cache_clear()
+    yield Machine(monkeypatch)
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_cpu_takes_torch(machine: Machine) -> None:
+    for dtype in (*HALF, torch.float32):
+        assert choice.kernel_choice(CPU, dtype) == KernelChoice("torch", "no GPU")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "expected"),
+    [
+        ((9, 0), torch.bfloat16, "cuda"),
+        ((9, 0), torch.float16, "cuda"),
+        ((9, 0), torch.float32, "torch"),
+        ((8, 0), torch.bfloat16, "triton"),
+        ((8, 9), torch.float16, "triton"),
+        ((10, 0), torch.bfloat16, "triton"),
+        ((12, 0), torch.bfloat16, "triton"),
+        ((7, 5), torch.float16, "torch"),
+    ],
+)
+def test_automatic(
+    machine: Machine, capability: tuple[int, int], dtype: torch.dtype, expected: str
+) -> None:
+    machine.set(capability)
+    assert choice.kernel_choice(GPU, dtype).name == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "dtype", "expected"),
+    [
+        ({"capability": (7, 5)}, HALF[0], r"compute capability must be at least 8.0, got 7.5"),
+        (
+            {"capability": (9, 0)},
+            torch.float32,
+            "dtype must be bfloat16 or float16, got float32",
+        ),
+        (
+            {"capability": (9, 0), "triton": "No module named 'triton'"},
+            HALF[0],
+            "triton cannot be imported (No module named 'triton'); pip install triton",
+        ),
+        (
+            {"capability": (9, 0), "compiler": False},
+            HALF[0],
+            "triton needs a C compiler; install gcc, or name one with CC",
+        ),
+        ({"capability": (8, 6)}, HALF[0], "compute capability 8.6"),
+        ({"capability": (9, 0)}, HALF[0], "compute capability 9.0, extension loaded"),
+        (
+            {"capability": (9, 0), "extension": "nvcc was not found"},
+            HALF[0],
+            "no CUDA extension: nvcc was not found",
+        ),
+    ],
+)
+def test_reasons(
+    machine: Machine, state: dict[str, Any], dtype: torch.dtype, expected: str
+) -> None:
+    machine.set(**state)
+    assert choice.kernel_choice(GPU, dtype).reason == expected
+
+
+def test_a_failed_build_warns_once_and_is_not_tried_again(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.set((9, 0), extension="nvcc was not found")
+    with caplog.at_level(logging.WARNING, logger="tlora_megatron"):
+        names = {choice.kernel_choice(GPU, dtype).name for dtype in HALF * 3}
+    assert names == {"triton"}
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "nvcc was not found" in caplog.text
+    assert machine.loads == 1
+
+
+def test_a_gpu_without_triton_warns_once(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.set((9, 0), triton="No module named 'triton'")
+    with caplog.at_level(logging.WARNING, logger="tlora_megatron"):
+        names = {choice.kernel_choice(GPU, dtype).name for dtype in (*HALF, torch.float32)}
+    assert names == {"torch"}
+    (record,) = caplog.records
+    assert "pip install triton" in record.getMessage()
+
+
+def test_a_gpu_that_is_too_old_or_fp32_is_no_reason_to_warn(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.set((7, 5), triton="No module named 'triton'")
+    choice.kernel_choice(GPU, torch.float16)
+    machine.set((9, 0), triton="No module named 'triton'")
+    choice.kernel_choice(GPU, torch.float32)
+    assert not caplog.records
+
+
+def test_nothing_is_built_or_warned_about_where_it_would_not_be_used(
+    machine: Machine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.set((8, 0), extension="must not be asked")
+    choice.kernel_choice(GPU, torch.bfloat16)
+    machine.set((9, 0), extension="must not be asked")
+    choice.kernel_choice(GPU, torch.float32)
+    for forced in ("torch", "triton"):
+        monkeypatch.setenv("TLORA_KERNELS", forced)
+        choice.kernel_choice(GPU, torch.bfloat16)
+    assert machine.loads == 0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["torch", "triton", "cuda"])
+def test_forced(machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    machine.set((9, 0))
+    monkeypatch.setenv("TLORA_KERNELS", name)
+    expected = KernelChoice(name, f"TLORA_KERNELS={name}")  # type: ignore[arg-type]
+    assert choice.kernel_choice(GPU, torch.bfloat16) == expected
+
+
+@pytest.mark.parametrize(
+    ("forced", "device", "state", "dtype", "match"),
+    [
+        ("fast", GPU, {}, HALF[0], "one of torch, triton, cuda, got 'fast'"),
+        ("triton", CPU, {}, HALF[0], "name kernels that run here, got triton: no GPU"),
+        ("cuda", CPU, {}, HALF[0], "got cuda: no GPU"),
+        ("triton", GPU, {"capability": (7, 0)}, HALF[0], "at least 8.0, got 7.0"),
+        ("triton", GPU, {"triton": "broken"}, HALF[0], r"triton cannot be imported \(broken\)"),
+        ("triton", GPU, {}, torch.float32, "dtype must be bfloat16 or float16, got float32"),
+        ("cuda", GPU, {"capability": (8, 0)}, HALF[0], "must be 9.x, got 8.0"),
+        ("cuda", GPU, {"extension": "nvcc was not found"}, HALF[0], "cuda: nvcc was not found"),
+        ("cuda", GPU, {"triton": "broken"}, HALF[0], "triton cannot be imported"),
+    ],
+)
+def test_forced_refusals(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    forced: str,
+    device: torch.device,
+    state: dict[str, Any],
+    dtype: torch.dtype,
+    match: str,
+) -> None:
+    machine.set(**{"capability": (9, 0), **state})
+    monkeypatch.setenv("TLORA_KERNELS", forced)
+    with pytest.raises(ValueError, match=f"^TLORA_KERNELS must .*{match}"):
+        choice.kernel_choice(device, dtype)
+
+
+def test_interpreted_triton_runs_on_the_cpu_where_it_is_forced(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.set((9, 0))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choice.kernel_choice(CPU, torch.bfloat16).name == "torch"
+    monkeypatch.setenv("TLORA_KERNELS", "triton")
+    assert choice.kernel_choice(CPU, torch.bfloat16).name == "triton"
+
+
+def test_an_empty_variable_forces_nothing(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TLORA_KERNELS", "")
+    assert choice.kernel_choice(CPU, torch.float32).reason == "no GPU"
+
+
+def test_one_object_of_the_chosen_class(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.set((9, 0))
+    for name, kind in (("torch", "TorchOps"), ("triton", "TritonOps"), ("cuda", "CudaOps")):
+        machine.module(f"{name}_ops", **{kind: type(kind, (), {"name": name})})
+        monkeypatch.setenv("TLORA_KERNELS", name)
+        ops = choice.choose_ops(GPU, torch.bfloat16)
+        assert type(ops).__name__ == kind
+        assert choice.choose_ops(GPU, torch.float16) is ops
+
+
+def test_importing_loads_no_kernels() -> None:
+    heavy = "{'triton', 'tlora_megatron.ops.extension', 'tlora_megatron.ops.lora.torch_ops'}"
+    code = f"import sys, tlora_megatron.ops.lora.kernel_choice; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -1,0 +1,249 @@
+"""Work lists of the fused kernels: every row's work stands in them exactly once."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tlora_megatron.ops.lora.tiling import (
+    RANK_CHUNK,
+    ROW_TILE,
+    Pair,
+    RankLayout,
+    TilePlan,
+    max_chunks,
+    rank_chunks,
+    row_runs,
+    tile_plan,
+)
+
+Case = tuple[tuple[int, ...], RankLayout]
+LENGTHS = st.one_of(
+    st.just(0), st.integers(1, 40), st.sampled_from([255, 256, 257, 512]), st.integers(1, 1500)
+)
+RANKS = st.one_of(st.just(0), st.integers(1, 64), st.sampled_from([15, 16, 17, 256]))
+fast = settings(max_examples=100, deadline=None)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Segments' ends with the null slot's last, and a layout of 0-6 slots and 1-3 targets."""
+    num_targets = draw(st.integers(1, 3))
+    ranks = draw(st.lists(st.tuples(*[RANKS] * num_targets), max_size=6))
+    lengths = draw(st.lists(LENGTHS, min_size=len(ranks) + 1, max_size=len(ranks) + 1).filter(sum))
+    return tuple(itertools.accumulate(lengths)), RankLayout(ranks=tuple(ranks))
+
+
+def segments(ends: tuple[int, ...]) -> list[range]:
+    """Rows of every slot, the null slot left out."""
+    return [range(b, e) for b, e in itertools.pairwise((0, *ends[:-1]))]
+
+
+def chunks_of(pair: Pair, layout: RankLayout) -> list[tuple[int, int]]:
+    """(target, chunk) of everything a pair writes."""
+    return [
+        (target, first + i)
+        for target, (first, rank) in enumerate(
+            zip(pair.chunks, layout.ranks[pair.slot], strict=True)
+        )
+        for i in range(rank_chunks(rank))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rank", "chunks"), [(0, 0), (1, 1), (4, 1), (16, 1), (17, 2), (64, 4), (256, 16)]
+)
+def test_rank_chunks(rank: int, chunks: int) -> None:
+    assert rank_chunks(rank) == chunks
+
+
+@given(cases())
+@fast
+def test_arenas_hold_each_factor_once_without_gaps(case: Case) -> None:
+    _, layout = case
+    rows_a: list[int] = []
+    rows_b: list[list[int]] = [[] for _ in range(layout.num_targets)]
+    for slot, ranks in enumerate(layout.ranks):
+        for target, rank in enumerate(ranks):
+            room = RANK_CHUNK * rank_chunks(rank)
+            assert rank <= room < rank + RANK_CHUNK
+            rows_a += range(layout.a_begin[slot][target], layout.a_begin[slot][target] + room)
+            begin = layout.b_begin[slot][target]
+            rows_b[target] += range(begin, begin + room)
+    assert rows_a == list(range(layout.a_rows))
+    assert rows_b == [list(range(rows)) for rows in layout.b_rows] or not layout.ranks
+
+
+@given(cases())
+@fast
+def test_a_row_with_an_adapter_lies_in_one_pair(case: Case) -> None:
+    ends, layout = case
+    plan = tile_plan(ends, layout)
+    rows = [(pair.slot, row) for pair in plan.pairs for row in range(pair.begin, pair.end)]
+    expected = [
+        (slot, row)
+        for slot, segment in enumerate(segments(ends))
+        if any(layout.ranks[slot])
+        for row in segment
+    ]
+    assert rows == expected
+    for pair in plan.pairs:
+        assert pair.begin // ROW_TILE == (pair.end - 1) // ROW_TILE == pair.tile
+    assert list(plan.pairs) == sorted(plan.pairs)
+
+
+@given(cases())
+@fast
+def test_every_chunk_belongs_to_one_pair_and_stands_with_its_tile_and_target(case: Case) -> None:
+    ends, layout = case
+    plan = tile_plan(ends, layout)
+    owned = [
+        (pair.tile, target, chunk)
+        for pair in plan.pairs
+        for target, chunk in chunks_of(pair, layout)
+    ]
+    listed = [
+        (tile, target, chunk)
+        for tile, bounds in enumerate(plan.tile_chunks)
+        for target, (begin, end) in enumerate(itertools.pairwise(bounds))
+        for chunk in range(begin, end)
+    ]
+    assert sorted(owned) == listed
+    assert [chunk for _, _, chunk in listed] == list(range(plan.num_chunks))
+    assert len(plan.tile_chunks) == -(-ends[-1] // ROW_TILE)
+    for pair in plan.pairs:
+        ranks = layout.ranks[pair.slot]
+        assert [chunk == -1 for chunk in pair.chunks] == [rank == 0 for rank in ranks]
+
+
+@given(cases())
+@fast
+def test_chunks_name_their_factors_rows(case: Case) -> None:
+    ends, layout = case
+    plan = tile_plan(ends, layout)
+    assert len(plan.chunk_a) == len(plan.chunk_b) == plan.num_chunks
+    for pair in plan.pairs:
+        for target, chunk in chunks_of(pair, layout):
+            step = RANK_CHUNK * (chunk - pair.chunks[target])
+            assert plan.chunk_a[chunk] == layout.a_begin[pair.slot][target] + step
+            assert plan.chunk_b[chunk] == layout.b_begin[pair.slot][target] + step
+
+
+@given(cases(), st.integers(0, 10**6))
+@fast
+def test_a_rank_4_job_adds_one_chunk_a_tile_and_changes_nothing_else(case: Case, at: int) -> None:
+    ends, layout = case
+    slot = at % (len(layout.ranks) + 1)
+    begin = (0, *ends)[slot]
+    length = 1 + at % 700
+    more = (*ends[:slot], begin + length, *(e + length for e in ends[slot:]))
+    with_null = tile_plan(
+        more,
+        RankLayout(ranks=_inserted(layout.ranks, slot, (0,) * layout.num_targets)),
+    )
+    target = (4, *(0,) * (layout.num_targets - 1)) if layout.ranks else (4,)
+    with_job = tile_plan(more, RankLayout(ranks=_inserted(layout.ranks, slot, target)))
+    tiles = (begin + length - 1) // ROW_TILE - begin // ROW_TILE + 1
+    assert with_job.num_chunks == with_null.num_chunks + tiles
+    assert len(with_job.pairs) == len(with_null.pairs) + tiles
+    others = [pair[:4] for pair in with_job.pairs if pair.slot != slot]
+    assert others == [pair[:4] for pair in with_null.pairs]
+
+
+def _inserted(
+    ranks: tuple[tuple[int, ...], ...], slot: int, new: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    return (*ranks[:slot], new or (0,), *ranks[slot:])
+
+
+@given(cases(), st.sampled_from([16, 64, 300, 512]), st.integers(1, 4))
+@fast
+def test_runs_cover_each_segment_s_window_once(case: Case, rows: int, parts: int) -> None:
+    ends, layout = case
+    bounds = [ends[-1] * i // parts for i in range(parts + 1)]
+    seen: list[tuple[int, int]] = []
+    for window in itertools.pairwise(bounds):
+        runs = row_runs(ends, layout, rows, window)
+        for slot, of_slot in itertools.groupby(runs, key=lambda run: run.slot):
+            own = list(of_slot)
+            assert [run.part for run in own] == list(range(len(own)))
+            assert {run.parts for run in own} == {len(own)}
+            for left, right in itertools.pairwise(own):
+                assert left.end == right.begin
+                assert (right.begin - segments(ends)[slot].start) % rows == 0
+        for run in runs:
+            assert window[0] <= run.begin < run.end <= window[1]
+            assert run.end - run.begin <= rows
+        seen += [(run.slot, row) for run in runs for row in range(run.begin, run.end)]
+    expected = [
+        (slot, row)
+        for slot, segment in enumerate(segments(ends))
+        if any(layout.ranks[slot])
+        for row in segment
+    ]
+    assert sorted(seen) == expected
+
+
+@given(st.integers(1, 2000), st.integers(0, 2000), st.integers(0, 999), st.integers(1, 5))
+@fast
+def test_runs_of_a_segment_depend_on_its_length_alone(
+    length: int, before: int, after: int, others: int
+) -> None:
+    def own_runs(slot: int, begin: int, ends: tuple[int, ...]) -> list[tuple[int, ...]]:
+        layout = RankLayout(ranks=((8,),) * (len(ends) - 1))
+        runs = row_runs(ends, layout, 512, (0, ends[-1]))
+        return [
+            (run.begin - begin, run.end - begin, run.part, run.parts)
+            for run in runs
+            if run.slot == slot
+        ]
+
+    alone = own_runs(0, 0, (length, length))
+    cuts = [before * i // others for i in range(1, others + 1)]
+    together = (*cuts, before + length, before + length + after)
+    assert own_runs(others, before, together) == alone
+
+
+@given(cases())
+@fast
+def test_max_chunks_is_never_exceeded(case: Case) -> None:
+    ends, layout = case
+    assert tile_plan(ends, layout).num_chunks <= max_chunks(ends[-1], layout)
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_max_chunks_is_not_far_off(num_slots: int) -> None:
+    """Segments of one rank that straddle as many tiles as they can take most of the room."""
+    layout = RankLayout(ranks=((16, 64),) * num_slots)
+    ends = (*(1 + 513 * (i + 1) for i in range(num_slots)),)
+    plan = tile_plan((*ends, ends[-1]), layout)
+    assert max_chunks(ends[-1], layout) <= 2 * plan.num_chunks
+
+
+def test_by_hand() -> None:
+    """Three slots over two tiles and a row; the second has nothing to do."""
+    layout = RankLayout(ranks=((4, 0), (0, 0), (17, 16)))
+    plan = tile_plan((300, 310, 513, 520), layout)
+    assert plan == TilePlan(
+        pairs=(
+            Pair(0, 0, 0, 256, (0, -1)),
+            Pair(0, 1, 256, 300, (1, -1)),
+            Pair(2, 1, 310, 512, (2, 4)),
+            Pair(2, 2, 512, 513, (5, 7)),
+        ),
+        tile_chunks=((0, 1, 1), (1, 4, 5), (5, 7, 8)),
+        chunk_a=(0, 0, 16, 32, 48, 16, 32, 48),
+        chunk_b=(0, 0, 16, 32, 0, 16, 32, 0),
+    )
+
+
+def test_no_adapters_at_all() -> None:
+    layout = RankLayout(ranks=())
+    plan = tile_plan((300,), layout)
+    assert (plan.pairs, plan.num_chunks) == ((), 0)
+    assert row_runs((300,), layout, 512, (0, 300)) == ()
+    assert max_chunks(300, layout) == 0
+    assert (layout.a_rows, layout.b_rows) == (0, ())

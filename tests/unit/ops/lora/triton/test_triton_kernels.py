@@ -1,0 +1,403 @@
+"""The Triton kernels of the multi-adapter linear in the interpreter, against the fp64 definition.
+
+Triton decides when it is imported whether it interprets, so the tests run in a process of their
+own: `TRITON_INTERPRET=1 pytest` on this file runs them here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.helpers.cuda_cases import CASES as CUDA_CASES
+from tests.helpers.interpreter import accept_numpy_scalars
+from tests.helpers.item_machine import ItemMachine
+from tests.helpers.kernel_case import (
+    GATE_UP,
+    QKV,
+    WHOLE,
+    KernelCase,
+    gradients,
+    make_case,
+    make_rows,
+    poisoned_memory,
+    reference,
+    run,
+    run_shared,
+)
+from tests.helpers.linear_case import error
+from tlora_megatron.ops.dropout.masks import dropout_reference
+from tlora_megatron.ops.lora.columns import OutputColumns
+from tlora_megatron.ops.lora.cuda import ops as cuda_ops
+from tlora_megatron.ops.lora.factors import SiteFactors, are_aligned
+from tlora_megatron.ops.lora.plan_tensors import update_plans
+from tlora_megatron.ops.lora.rank_places import gather_or_zero
+from tlora_megatron.ops.lora.triton import gather as triton_gather
+from tlora_megatron.ops.lora.triton import ops as triton_ops
+from tlora_megatron.ops.lora.triton.config import (
+    BackwardDownConfig,
+    BackwardUpConfig,
+    DownConfig,
+    KernelConfig,
+    UpConfig,
+)
+from tlora_megatron.ops.lora.triton.ops import TritonOps
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    accept_numpy_scalars()
+interpreted = pytest.mark.skipif(
+    not INTERPRETED, reason="runs in the process of test_the_kernels_in_the_interpreter"
+)
+K = 80
+SMALL = KernelConfig(
+    down=DownConfig(block_rows=32, block_depth=32, splits=2, rank_tile=32),
+    up=UpConfig(block_rows=64, block_columns=32),
+    backward_up=BackwardUpConfig(
+        block_rows=32,
+        block_depth=16,
+        split_columns=16,
+        block_columns=16,
+        step_rows=32,
+        rows_per_run=64,
+        item_size=2048,
+        region_rows=64,
+        rank_tile=32,
+    ),
+    backward_down=BackwardDownConfig(
+        block_columns=32, step_rows=32, rows_per_run=64, item_size=2048, rank_tile=32
+    ),
+)
+"""Small blocks, so that every kernel splits, loops, straddles tiles and passes over ranks twice."""
+ODD = (
+    OutputColumns(groups=3, stride=14, begin=0, width=5),
+    OutputColumns(groups=3, stride=14, begin=5, width=3),
+)
+"""Columns that begin nowhere near 16 bytes; the last of each group belong to no target."""
+CASES = {
+    "whole": (WHOLE, [[4], [16], [0], [40]]),
+    "q k v": (QKV, [[4, 0, 17], [16, 16, 16], [0, 0, 0], [1, 40, 3]]),
+    "gate up": (GATE_UP, [[4, 5], [16, 0], [33, 8], [9, 40]]),
+    "odd columns": (ODD, [[4, 5], [16, 0], [33, 8], [9, 2]]),
+}
+WORKLOADS = {
+    "ragged": (5, 70, 40, 9),
+    "absent": (0, 33, 0, 130),
+    "one adapter": (0, 0, 0, 130),
+    "none": (0, 0, 0, 0),
+}
+
+
+def draw(case: KernelCase, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    dtype = case.weight_NK.dtype
+    x = torch.randn(num_rows, case.weight_NK.shape[1], generator=generator)
+    return x.to(dtype), torch.randn(num_rows, case.out_size, generator=generator).to(dtype)
+
+
+def compare(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float
+) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.isfinite(actual[name]).all(), name
+        assert error(actual[name], value) < tolerance, name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreting process")
+def test_the_kernels_in_the_interpreter() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", str(Path(__file__)), "-p", "no:cacheprovider"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "passed" in result.stdout, result.stdout
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("linear", "workload"),
+    [
+        *((linear, "ragged") for linear in CASES),
+        *(("q k v", w) for w in WORKLOADS if w != "ragged"),
+    ],
+)
+def test_every_output_and_gradient_equals_the_definition(linear: str, workload: str) -> None:
+    columns, ranks = CASES[linear]
+    dropout = (0.3, 0.1, 0.5, 0.0) if linear in ("whole", "q k v") else ()
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=dropout)
+    rows = make_rows(WORKLOADS[workload], padding=6)
+    x, dy = draw(case, rows.ends[-1])
+    with poisoned_memory():
+        actual = run(TritonOps(config=SMALL), case, x, dy, rows)
+    compare(actual, reference(case, x, dy, rows), 5e-7)
+
+
+@interpreted
+def test_half_precision_and_the_default_blocks() -> None:
+    columns, ranks = CASES["q k v"]
+    case = make_case(ranks, columns, K, dtype=torch.float16, dropout=(0.3, 0.1, 0.5, 0.0))
+    rows = make_rows(WORKLOADS["ragged"], padding=6)
+    x, dy = draw(case, rows.ends[-1])
+    with poisoned_memory():
+        actual = run(TritonOps(config=KernelConfig()), case, x, dy, rows)
+    compare(actual, reference(case, x, dy, rows), 2e-3)
+
+
+@interpreted
+@pytest.mark.parametrize("lengths", [(5, 20, 7, 9), (0, 0, 0, 0)])
+def test_the_branch_alone_is_what_the_linear_adds_to_its_base(lengths: tuple[int, ...]) -> None:
+    columns, ranks = CASES["q k v"]
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
+    rows, ops, factors = make_rows(lengths, padding=6), TritonOps(config=SMALL), case.factors
+    x, dy = draw(case, rows.ends[-1])
+    y_base, dx_base = x @ case.weight_NK.t(), dy @ case.weight_NK
+    with poisoned_memory():
+        y, s = ops.forward(x, case.weight_NK, None, factors, rows)
+        dx = ops.dgrad(dy, ops.backward_up(dy, s, factors, rows), case.weight_NK, factors, rows)
+        alone = ops.down(x, factors, rows)
+        ds = ops.backward_up(dy, alone, factors, rows)
+        for begin, end in ((0, len(x)), (0, 3), (3, len(x)), (4, 5)):
+            window = slice(begin, end)
+            y_alone = ops.up(alone, y_base[window], factors, rows, (begin, end))
+            dx_alone = ops.branch_dgrad(ds, factors, rows, (begin, end))
+            torch.testing.assert_close(y_alone, y[window], rtol=1e-5, atol=1e-5)
+            dx_sum = dx_base[window] + dx_alone
+            torch.testing.assert_close(dx_sum, dx[window], rtol=1e-5, atol=1e-5)
+    assert torch.equal(y_base, y) != any(lengths)
+
+
+@interpreted
+def test_the_branch_reads_what_the_cuda_kernels_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep the chunks first too, and dropout's `1 / (1 - p)` in dS."""
+    columns, ranks, lengths, padding = CUDA_CASES["missing targets"]
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
+    rows, factors = make_rows(lengths, padding), case.factors
+    x, dy = draw(case, rows.ends[-1])
+    machine, ops = ItemMachine(factors), cuda_ops.CudaOps(config=SMALL)
+    for name in ("rank_rows", "multiprocessors"):
+        monkeypatch.setattr(cuda_ops, name, getattr(machine, name))
+    begin, end = window = (40, 170)
+    base = torch.randn(end - begin, case.out_size, generator=torch.Generator().manual_seed(0))
+    with poisoned_memory():
+        s = ops.down(x, factors, rows)
+        ds = ops.backward_up(dy, s, factors, rows)
+        y = ops.up(s, base, factors, rows, window)
+        dx = ops.branch_dgrad(ds, factors, rows, window)
+    assert s.dim() == ds.dim() == 1
+    expected = reference(case, x, dy, rows)
+    whole_y = torch.nn.functional.linear(x.double(), case.weight_NK.double(), case.bias_N.double())
+    branch = (expected["y"] - whole_y)[begin:end]
+    assert error(y, branch + base) < 5e-7
+    assert error(dx, (expected["dx"] - dy.double() @ case.weight_NK.double())[begin:end]) < 5e-7
+
+
+@interpreted
+@pytest.mark.parametrize("kernels", [cuda_ops.CudaOps, TritonOps])
+def test_ranks_that_share_make_the_definition(kernels: type[TritonOps]) -> None:
+    """Of a linear whose gradients lie off 16 bytes, which no CUDA kernel takes."""
+    columns, ranks, lengths, padding = CUDA_CASES["missing targets"]
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
+    case = dataclasses.replace(case, factors=shifted_gradients(case.factors))
+    rows = make_rows(lengths, padding)
+    x, dy = draw(case, rows.ends[-1])
+    with poisoned_memory():
+        found = run_shared(kernels(config=SMALL), case, x, dy, rows)
+    compare(found, reference(case, x, dy, rows), 5e-7)
+
+
+def shifted_gradients(factors: SiteFactors) -> SiteFactors:
+    """As of a slab in which another linear has an odd size: A's lie at 16 bytes, B's do not."""
+    shifted = tuple(
+        tuple(None if g is None else torch.zeros(g.numel() + 1)[1:].view_as(g) for g in slot)
+        for slot in factors.grad_b
+    )
+    return dataclasses.replace(factors, grad_b=shifted, is_aligned=are_aligned(shifted))
+
+
+@interpreted
+@pytest.mark.parametrize("count", [1, 1024, 2500])
+def test_a_gather_gives_zero_where_there_is_no_place(count: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(40, 3, generator=generator)
+    places = torch.randint(0, values.numel() + 1, (count,), generator=generator, dtype=torch.int32)
+    places[::3] = 0
+    with poisoned_memory():
+        found = triton_gather.gather(values, places)
+    assert torch.equal(found, gather_or_zero(values, places))
+    assert torch.equal(found[1::3], torch.cat([torch.zeros(1), values.flatten()])[places[1::3]])
+
+
+@interpreted
+def test_gradients_add_to_what_is_there() -> None:
+    columns, ranks = CASES["gate up"]
+    case = make_case(ranks, columns, K, dtype=torch.float32)
+    rows = make_rows(WORKLOADS["ragged"])
+    x, dy = draw(case, rows.ends[-1])
+    ops = TritonOps(config=SMALL)
+    once = run(ops, case, x, dy, rows)
+    for grads in (case.factors.grad_a, case.factors.grad_b):
+        for grad in (g for slot in grads for g in slot if g is not None):
+            grad.fill_(1.0)
+    twice = run(ops, case, x, dy, rows)
+    for name in once.keys() - {"y", "dx"}:
+        torch.testing.assert_close(twice[name], once[name] + 1.0, msg=name)
+
+
+@interpreted
+def test_evaluation_has_no_dropout() -> None:
+    columns, ranks = CASES["whole"]
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.9))
+    rows = dataclasses.replace(make_rows(WORKLOADS["ragged"]), dropout_keys=())
+    x, dy = draw(case, rows.ends[-1])
+    compare(run(TritonOps(config=SMALL), case, x, dy, rows), reference(case, x, dy, rows), 5e-7)
+
+
+@interpreted
+@pytest.mark.parametrize("column", [0, 6, 96, 1001])
+def test_the_mask_is_that_of_the_definition(column: int) -> None:
+    p = (0.25, 0.1, 0.7, 1e-5)
+    case = make_case([[K]] * 4, WHOLE, K, dtype=torch.float32, dropout=p)
+    case = dataclasses.replace(case, factors=dataclasses.replace(case.factors, first_column=column))
+    rows = make_rows((20, 3, 40, 17))
+    for slot in range(4):
+        begin = case.layout.a_begin[slot][0]
+        case.factors.lora_a[begin : begin + K] = torch.eye(K)
+    ones = torch.ones(rows.ends[-1], K)
+    p_T = torch.tensor((*p, 0.0))[rows.row_slots(ones.device)]
+    key = case.factors.dropout_key
+    expected = dropout_reference(ones, rows.row_keys(ones.device), p_T, key, column) != 0
+    ops = TritonOps(config=SMALL)
+    s = ops.down(ones, case.factors, rows)
+    plan = ops.plan(case.factors, rows)
+    row_form = s[plan.num_chunks * 16 :].flatten()[: rows.ends[-1] * K].view(-1, K)
+    assert torch.equal(row_form != 0, expected)
+    assert 0 < (~expected).sum() < expected.numel()
+
+
+@interpreted
+def test_nan_of_one_adapter_stays_there() -> None:
+    columns, ranks = CASES["q k v"]
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
+    rows = make_rows(WORKLOADS["ragged"], padding=6)
+    x, dy = draw(case, rows.ends[-1])
+    ops = TritonOps(config=SMALL)
+    clean = run(ops, case, x, dy, rows)
+    begin, end = rows.ends[0], rows.ends[1]
+    ill_x, ill_dy = x.clone(), dy.clone()
+    ill_x[begin:end] = ill_dy[begin:end] = float("nan")
+    ill = {"rows": run(ops, case, ill_x, ill_dy, rows)}
+    case.factors.lora_a[case.layout.a_begin[1][0] : case.layout.a_begin[2][0]] = float("inf")
+    for p, lora in enumerate(case.factors.lora_b):
+        lora[case.layout.b_begin[1][p] : case.layout.b_begin[2][p]] = float("nan")
+    ill["weights"] = run(ops, case, x, dy, rows)
+    for what, found in ill.items():
+        for name, value in clean.items():
+            if name in ("y", "dx"):
+                assert torch.equal(found[name][:begin], value[:begin]), (what, name)
+                assert torch.equal(found[name][end:], value[end:]), (what, name)
+                assert not torch.isfinite(found[name][begin:end]).all(), (what, name)
+            elif "[1]" not in name[:5]:
+                assert torch.equal(found[name], value), (what, name)
+
+
+def _sum_of_products(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return np.add.reduce(a[:, :, None] * b[None], axis=1, dtype=dtype)
+
+
+@interpreted
+def test_gradients_are_bitwise_those_of_the_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # BLAS rounds a row by its place in a block; a tensor core does not.
+    monkeypatch.setattr(np, "matmul", _sum_of_products)
+    columns, ranks = CASES["q k v"]
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
+    ops = TritonOps(config=SMALL)
+    generator = torch.Generator().manual_seed(3)
+    own_x = torch.randn(70, K, generator=generator)
+    own_dy = torch.randn(70, case.out_size, generator=generator)
+    found = []
+    for segments in ((0, 70, 0, 0), (5, 70, 3, 9), (130, 70, 33, 1)):
+        rows = make_rows(segments)
+        x, dy = draw(case, rows.ends[-1])
+        x[rows.ends[0] : rows.ends[1]], dy[rows.ends[0] : rows.ends[1]] = own_x, own_dy
+        found.append(run(ops, case, x, dy, rows))
+    for p in range(len(columns)):
+        for name in (f"dA[1][{p}]", f"dB[1][{p}]"):
+            assert torch.equal(found[0][name], found[1][name]), name
+            assert torch.equal(found[0][name], found[2][name]), name
+
+
+def test_blocks_follow_the_budget_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the rows of the micro-batch: blocks decide orders of sums."""
+    monkeypatch.setattr(triton_ops, "gpu_name", lambda device: "NVIDIA H200")
+    case = make_case([[16]], WHOLE, K, dtype=torch.float32)
+    found = [
+        TritonOps().config(case.factors, make_rows((n,), budget=budget))
+        for n, budget in ((100, 8192), (8000, 8192), (100, 2048))
+    ]
+    assert found[0] == found[1] != found[2]
+
+
+@interpreted
+def test_windows_of_rows_add_up() -> None:
+    """Sequence parallelism: each rank holds some rows of x, and dS of all of them."""
+    columns, ranks = CASES["gate up"]
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
+    rows = make_rows(WORKLOADS["ragged"], padding=2)
+    x, dy = draw(case, rows.ends[-1])
+    ops = TritonOps(config=SMALL)
+    whole = run(ops, case, x, dy, rows)
+    s = ops.down(x, case.factors, rows)
+    ds = ops.backward_up(dy, s, case.factors, rows)
+    gradients(case.factors)
+    for window in ((0, 63), (63, 126)):
+        ops.backward_down(x[window[0] : window[1]], dy, s, ds, case.factors, rows, window)
+    parts = gradients(case.factors)
+    for name in parts:
+        if name.startswith("dA"):
+            torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+@interpreted
+def test_tables_take_other_segments_in_place() -> None:
+    columns, ranks = CASES["q k v"]
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
+    segments = [(5, 70, 40, 9), (40, 0, 1, 83), (0, 0, 0, 0)]
+    rows = make_rows(segments[0], padding=124 - sum(segments[0]))
+    x, dy = draw(case, 124)
+    ops = TritonOps(config=SMALL, graph_safe=True)
+    compare(run(ops, case, x, dy, rows), reference(case, x, dy, rows), 5e-7)
+    tables = ops.plan(case.factors, rows)
+    address = tables["chunks"].data_ptr()
+    for lengths in segments[1:]:
+        other = make_rows(lengths, padding=124 - sum(lengths))
+        update_plans(rows, other, x.device)
+        with poisoned_memory():
+            actual = run(ops, case, x, dy, rows)
+        compare(actual, reference(case, x, dy, other), 5e-7)
+    assert ops.plan(case.factors, rows)["chunks"].data_ptr() == address
+
+
+@interpreted
+def test_tables_refuse_other_sizes() -> None:
+    case = make_case([[4]], WHOLE, K, dtype=torch.float32)
+    rows = make_rows((10,))
+    tables = TritonOps(graph_safe=True).plan(case.factors, rows)
+    with pytest.raises(ValueError, match=r"ends must be 2 up to 10 .*, got 2 up to 11"):
+        tables.update((10, 11))
+    exact = TritonOps().plan(case.factors, make_rows((10,)))
+    with pytest.raises(ValueError, match="graph_safe=False"):
+        exact.update((5, 10))

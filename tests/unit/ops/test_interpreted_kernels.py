@@ -1,0 +1,38 @@
+"""Kernels that need no GPU's compiler, in Triton's interpreter.
+
+Triton chooses it when it is imported, so their tests run in a process of their own: one for all,
+since starting it takes longer than most of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+OPS = Path(__file__).parent
+ADAMW, FROZEN = OPS / "adamw/test_adamw.py", OPS / "frozen/test_frozen_kernels.py"
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this process interprets")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_the_kernels_in_the_interpreter() -> None:
+    # Those of the frozen parts run as they are where there is a GPU.
+    files = [ADAMW] if torch.cuda.is_available() else [ADAMW, FROZEN]
+    # In the one file "kernel" selects the tests of the kernel, in the other all.
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "kernel"]
+    result = subprocess.run(
+        [*command, *map(str, files)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout
+    assert " passed" in result.stdout
+    assert ADAMW.name not in result.stdout, "one was skipped"

@@ -1,0 +1,137 @@
+"""Collectives over peer memory: right in every order that GPUs may run their steps in."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from tests.helpers.exchange_machine import Deadlock, Machine, Values, run
+from tlora_megatron.parallel.transport.exchange import (
+    MAX_RANKS,
+    Copy,
+    Exchange,
+    Lane,
+    Operation,
+    Step,
+    slot_bytes,
+)
+
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+SLOT = 512
+Call = tuple[Operation, list[Values]]
+
+
+def expected(operation: Operation, values: list[Values]) -> list[Values]:
+    """Every process's result, summed in rank order."""
+    size = len(values)
+    if operation == "all_gather":
+        return [np.concatenate(values)] * size
+    total = values[0].copy()
+    for value in values[1:]:
+        total += value
+    if operation == "all_reduce":
+        return [total] * size
+    return np.split(total, size)
+
+
+def draw_calls(size: int, count: int, seed: int) -> list[Call]:
+    draw = random.Random(seed)
+    values = np.random.default_rng(seed)
+    calls = []
+    for _ in range(count):
+        operation = draw.choice(OPERATIONS)
+        # Up to three rounds; an all-reduce's may be cut anywhere, others' are whole rows.
+        elements = draw.choice([1, 3, 4, 5, 127, 128, 129, 300])
+        elements *= 1 if operation == "all_gather" else size
+        elements -= operation == "all_reduce" and draw.choice([0, 1]) and elements > 1
+        calls.append(
+            (operation, [values.standard_normal(elements, np.float32) for _ in range(size)])
+        )
+    return calls
+
+
+def check(machine: Machine, calls: list[Call], seed: int) -> None:
+    size = len(machine.lanes)
+    results: list[list[Values]] = [[] for _ in range(size)]
+    wanted = [expected(operation, values) for operation, values in calls]
+    streams = []
+    for rank in range(size):
+        own = [(operation, values[rank].copy()) for operation, values in calls]
+        streams.append(machine.stream(rank, own, results[rank]))
+    run(streams, seed)
+    for number, per_rank in enumerate(wanted):
+        for rank, value in enumerate(per_rank):
+            np.testing.assert_array_equal(results[rank][number], value, str((number, rank)))
+    assert not machine.flags.any()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_collectives_in_any_order_of_steps(size: int, seed: int) -> None:
+    check(Machine(size, SLOT), draw_calls(size, 12, seed), seed)
+
+
+@pytest.mark.parametrize("operations", [(a, b) for a in OPERATIONS for b in OPERATIONS])
+def test_each_collective_may_follow_each(operations: tuple[Operation, Operation]) -> None:
+    values = np.random.default_rng(0)
+    for seed in range(8):
+        calls = [
+            (operation, [values.standard_normal(12, np.float32) for _ in range(3)])
+            for operation in operations * 3
+        ]
+        check(Machine(3, SLOT), calls, seed)
+
+
+class _Without(Machine):
+    """Leaves steps out."""
+
+    leaves_out: Callable[[Operation, Step], bool]
+
+    def steps(self, lane: Lane, operation: Operation, num_bytes: int) -> list[Step]:
+        steps = super().steps(lane, operation, num_bytes)
+        return [step for step in steps if not self.leaves_out(operation, step)]
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_no_phase_may_be_left_out(operation: Operation, phase: int) -> None:
+    """The machine finds races: without any one of its phases, a collective goes wrong."""
+    values = np.random.default_rng(0)
+    found = 0
+    for seed in range(20):
+        machine = _Without(3, SLOT)
+        machine.leaves_out = lambda op, step: op == operation and step == Exchange(phase)
+        calls = [(operation, [values.standard_normal(30, np.float32) for _ in range(3)])] * 3
+        try:
+            check(machine, calls, seed)
+        except (AssertionError, Deadlock):
+            found += 1
+    assert found
+
+
+def test_slots_hold_the_largest_tensor_in_one_round() -> None:
+    for size in range(2, MAX_RANKS + 1):
+        for num_bytes in (1, 1000, 512 * size, 12345 * size):
+            lane = Lane(rank=size - 1, size=size, slot_bytes=slot_bytes(num_bytes, size))
+            steps = lane.steps("all_reduce", num_bytes)
+            assert [s for s in steps if isinstance(s, Exchange)] == [Exchange(0), Exchange(1)]
+
+
+@pytest.mark.parametrize("size", range(2, MAX_RANKS + 1))
+def test_at_each_turn_every_process_has_another_peer(size: int) -> None:
+    lanes = [Lane(rank=r, size=size, slot_bytes=SLOT) for r in range(size)]
+    for turn in zip(*(lane.peers for lane in lanes), strict=True):
+        assert len(set(turn)) == size
+    assert all(sorted((*lane.peers, lane.rank)) == list(range(size)) for lane in lanes)
+
+
+def test_copies_cross_the_link_once() -> None:
+    """Each process sends, and fetches, (n - 1) / n of the tensor: what a ring moves."""
+    lane = Lane(rank=1, size=4, slot_bytes=1024)
+    copies = [s for s in lane.steps("all_reduce", 4096) if isinstance(s, Copy)]
+    assert sum(c.num_bytes for c in copies if c.source.base == "x") == 3072
+    assert sum(c.num_bytes for c in copies if c.target.base == "out") == 3072

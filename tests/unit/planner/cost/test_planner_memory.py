@@ -1,0 +1,166 @@
+"""The memory model: every term by hand on a small model, and measured peaks of Llama-3.1-8B."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers.planner_case import HARDWARE, SPEC, job
+from tlora_megatron.layers import sites, vocabulary_head
+from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.ops.lora import tiling
+from tlora_megatron.planner.candidate import Plan, misfit
+from tlora_megatron.planner.cost import adapter_sizes, memory
+from tlora_megatron.planner.cost.memory import (
+    COMMUNICATOR_BYTES,
+    FRAGMENTATION,
+    TERMS,
+    chunks_in_flight,
+    longest_batches,
+    memory_use,
+    most_rows,
+)
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.training.formats.hf_convert import check_layout
+
+GIB = 2**30
+RANKS = (4, 8, 16, 16, 24, 32, 64, 64)
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def test_what_the_model_shares_with_the_run_is_the_same_there() -> None:
+    assert adapter_sizes.LINEAR_TARGETS == sites.LINEAR_TARGETS
+    assert vocabulary_head.ROWS_AT_ONCE == memory.HEAD_ROWS
+    assert tiling.RANK_CHUNK == adapter_sizes.RANK_CHUNK
+
+
+def test_every_term_on_one_gpu() -> None:
+    use = memory_use(SPEC, [job()], Plan(micro_batch_tokens=128), HARDWARE)
+    layer = 100 * 240 + 3 * 100 * 200 + 2 * 100
+    assert use.base_weights == 2 * (4 * layer + 2 * 1000 * 100 + 100)
+    elements = 4 * 16 * (100 + 100)
+    assert use.adapter_weights == 2 * elements
+    assert use.adapter_gradients == 4 * elements
+    assert use.adapter_states == 12 * elements
+    stream, attention, mlp = 2 * 100 * 2 + 8, (200 + 40) * 2 + 40, 2 * 200 * 2
+    adapted = 100 * 2 + (16 + 16) * 2  # the input of linear_qkv, and s
+    assert use.activations == 128 * 4 * (stream + attention + mlp + adapted)
+    assert use.workspace == 128 * (3 * 200 + 3 * 100) * 2
+    head_bytes = 2 * (128 * (1000 + 100) + 4 * 128 * 100)
+    assert use.logits == head_bytes - use.workspace
+    assert use.collectives == 0
+    assert use.fragmentation == pytest.approx(FRAGMENTATION * (use.activations + head_bytes))
+    assert use.allocated_bytes == pytest.approx(sum(getattr(use, name) for name in TERMS[:7]))
+    assert use.binding == "base_weights"
+
+
+def test_tensor_parallelism_cuts_weights_and_activations_but_not_the_residual_stream() -> None:
+    plan = Plan(tp_size=2, micro_batch_tokens=128)
+    use = memory_use(SPEC, [job()], plan, HARDWARE)
+    layer = (100 * 240 + 3 * 100 * 200) / 2 + 2 * 100
+    assert use.base_weights == 2 * (4 * layer + 2 * 500 * 100 + 100)
+    # A of a column-parallel linear is whole on every rank, B is cut.
+    assert use.adapter_gradients == 4 * 4 * 16 * (100 + 50)
+    cut = (408 + 520 / 2 + 800 / 2) + 200 + 64
+    assert use.activations == 128 * 4 * cut
+    sharded = memory_use(SPEC, [job()], replace(plan, sequence_parallel=True), HARDWARE)
+    assert sharded.activations == 128 * 4 * (cut - 200 - 100)
+    assert use.collectives == COMMUNICATOR_BYTES
+
+
+def test_recompute_keeps_what_it_starts_from_and_needs_room_to_run_again() -> None:
+    def use(recompute: str) -> memory.MemoryUse:
+        plan = Plan(micro_batch_tokens=128, recompute=recompute)  # type: ignore[arg-type]
+        return memory_use(SPEC, [job()], plan, HARDWARE)
+
+    none, selective, full = use("none"), use("selective"), use("full")
+    assert selective.activations == none.activations - 128 * 4 * (800 - 200)
+    assert selective.workspace == none.workspace + 128 * 800
+    assert full.activations == 128 * 4 * 200
+    assert full.workspace == none.workspace + 128 * (408 + 520 + 264 + 800)
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "stage", "micro_batches", "chunks"),
+    [(1, 1, 0, 9, 1), (4, 1, 0, 9, 4), (4, 1, 3, 9, 1), (4, 1, 0, 2, 2), (4, 2, 0, 9, 11)],
+)
+def test_micro_batches_in_flight(
+    pp: int, vpp: int, stage: int, micro_batches: int, chunks: int
+) -> None:
+    plan = Plan(pp_size=pp, vpp_size=vpp)
+    assert chunks_in_flight(plan, stage, micro_batches) == chunks
+
+
+def test_a_pipeline_is_as_full_as_its_fullest_stage() -> None:
+    plan = Plan(pp_size=2, micro_batch_tokens=128)
+    use = memory_use(SPEC, [job(batch_size=8)], plan, HARDWARE)
+    boundary = 128 * 200
+    assert use.stage == 0
+    assert use.activations == 2 * (128 * 2 * 1992 + boundary)
+
+
+def test_rows_are_never_more_than_all_batches() -> None:
+    assert most_rows(longest_batches([job(batch_size=3)]), Plan(micro_batch_tokens=8192)) == 384
+    assert most_rows(longest_batches([job(batch_size=300)]), Plan(micro_batch_tokens=8192)) == 8192
+    assert (
+        most_rows(longest_batches([job(batch_size=1)]), Plan(cp_size=4, micro_batch_tokens=8192))
+        == 512
+    )
+
+
+def _llama(repo: Path) -> tuple:
+    return read_model_spec(repo / "configs/models/llama-3.1-8b.json"), [
+        JobLoad(name=f"job{i}", rank=rank, batch_size=4, lengths=LengthHistogram.single(512))
+        for i, rank in enumerate(RANKS)
+    ]
+
+
+def test_measured_peaks_of_one_gpu_within_two_percent(repo: Path) -> None:
+    spec, jobs = _llama(repo)
+    rows = _rows(repo / "scripts/bench/results/end_to_end.csv")
+    peaks = {r["mode"]: int(r["peak_bytes"]) for r in rows if r["jobs"] == "8 (batch 1-8)"}
+    floor = memory_use(spec, [], Plan(), HARDWARE)
+    together = memory_use(spec, jobs, Plan(), HARDWARE)
+    assert floor.allocated_bytes == pytest.approx(peaks["frozen_floor"], rel=0.02)
+    assert together.allocated_bytes == pytest.approx(peaks["super_model"], rel=0.02)
+
+
+def test_measured_peaks_of_two_gpus_within_two_percent(repo: Path) -> None:
+    spec, jobs = _llama(repo)
+    jobs = [replace(j, targets=ATTENTION) if i % 3 == 2 else j for i, j in enumerate(jobs)]
+    rows = _rows(repo / "scripts/bench/results/super_model.csv")
+    last = {r["variant"]: float(r["peak_gib"]) for r in rows if r["tp"] == "2"}
+    plan = Plan(tp_size=2, sequence_parallel=True)
+    floor = memory_use(spec, [], plan, HARDWARE).allocated_bytes / GIB
+    together = memory_use(spec, jobs, plan, HARDWARE).allocated_bytes / GIB
+    assert floor == pytest.approx(last["floor"], rel=0.02)
+    assert together == pytest.approx(last["round"], rel=0.02)
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@given(
+    tp=st.sampled_from((1, 2, 4)),
+    pp=st.sampled_from((1, 2, 3, 4)),
+    heads=st.sampled_from((8, 12)),
+    layers=st.sampled_from((4, 6)),
+)
+def test_a_plan_fits_a_model_where_the_run_says_so(
+    tp: int, pp: int, heads: int, layers: int
+) -> None:
+    spec = replace(SPEC, num_layers=layers, num_heads=heads, num_kv_heads=4)
+    plan = Plan(tp_size=tp, pp_size=pp, sequence_parallel=tp > 1)
+    try:
+        check_layout(spec, plan.layout)
+    except ValueError:
+        assert misfit(spec, plan) is not None
+    else:
+        assert misfit(spec, plan) is None

@@ -1,0 +1,312 @@
+"""The search: complete, ranked, explained, fast; monotone in memory and links."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.planner_case import HARDWARE, SPEC, job
+from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.cost_model import step_cost
+from tlora_megatron.planner.cost.memory import memory_use
+from tlora_megatron.planner.group import GroupModel
+from tlora_megatron.planner.hardware import HardwareProfile, Link, load_profile
+from tlora_megatron.planner.lora_choice import handicap
+from tlora_megatron.planner.remedies import more_gpus
+from tlora_megatron.planner.search import SearchSpace, search
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+
+LENGTHS = LengthHistogram.from_counts([(64, 3), (128, 2), (512, 1)])
+
+
+def jobs(count: int, batch_size: int = 4) -> list[JobLoad]:
+    return [
+        job(f"job{i}", rank=(4, 16, 64)[i % 3], batch_size=batch_size, lengths=LENGTHS)
+        for i in range(count)
+    ]
+
+
+def test_every_layout_of_four_gpus_is_looked_at() -> None:
+    result = search(SPEC, jobs(4), HARDWARE, 4)
+    found = {(p.plan.tp_size, p.plan.pp_size, p.plan.cp_size, p.plan.dp_size) for p in result.plans}
+    # Ten heads: TP 4 does not divide them. Four layers: PP up to 4.
+    expected = {
+        (tp, pp, cp, 4 // (tp * pp * cp))
+        for tp in (1, 2)
+        for pp in (1, 2, 4)
+        for cp in (1, 2, 4)
+        if 4 % (tp * pp * cp) == 0
+    }
+    assert found == expected
+    assert {p.plan.vpp_size for p in result.plans if p.plan.pp_size == 2} == {1, 2}
+    assert {p.plan.recompute for p in result.plans} == {"none", "selective", "full"}
+    assert {p.plan.sequence_parallel for p in result.plans if p.plan.tp_size == 2} == {False, True}
+    reasons = {d.reason: d.count for d in result.dropped}
+    assert reasons == {"num_heads 10 is no multiple of TP 4": 2}
+
+
+def test_plans_are_ranked_by_speed_and_carry_their_own_figures() -> None:
+    result = search(SPEC, jobs(4), HARDWARE, 2)
+    rates = [p.cost.tokens_per_s * handicap(p.plan.lora_sharding) for p in result.plans]
+    assert all(a > b * 0.99 for a, b in itertools.pairwise(rates))
+    for ranked in result.plans[::5]:  # not of another plan that it shares some with
+        assert ranked.cost == step_cost(SPEC, jobs(4), ranked.plan, HARDWARE)
+        assert ranked.memory == memory_use(SPEC, jobs(4), ranked.plan, HARDWARE)
+
+
+def test_a_slow_link_makes_tensor_parallelism_a_bad_choice_and_one_job_makes_it_a_good_one() -> (
+    None
+):
+    slow = replace(HARDWARE, intra_node=Link(bytes_per_s=1e6, latency_s=1e-3))
+    best = search(SPEC, jobs(8), slow, 2).best
+    assert best is not None
+    assert (best.plan.dp_size, best.plan.tp_size) == (2, 1)
+    # One sequence cannot be shared by data-parallel ranks.
+    alone = search(SPEC, [job(lengths=LengthHistogram.single(512))], HARDWARE, 2).best
+    assert alone is not None
+    assert alone.plan.dp_size == 1
+
+
+def test_virtual_stages_are_for_megatron_only() -> None:
+    result = search(SPEC, jobs(4), HARDWARE, 2, SearchSpace(runs_in="train"))
+    assert {p.plan.vpp_size for p in result.plans} == {1}
+    assert Plan(pp_size=2, vpp_size=2).runs_in == ("megatron",)
+    assert Plan(dp_size=2).runs_in == ("train", "megatron", "deepspeed")
+    deepspeed = search(SPEC, jobs(4), HARDWARE, 4, SearchSpace(runs_in="deepspeed"))
+    assert {(p.plan.pp_size, p.plan.cp_size) for p in deepspeed.plans} == {(1, 1)}
+    assert {p.plan.recompute for p in deepspeed.plans} == {"none", "full"}
+
+
+def test_what_is_fixed_stays_fixed() -> None:
+    space = SearchSpace(
+        tp_size=2, sequence_parallel=True, recompute="full", micro_batch_tokens=1024
+    )
+    plans = [p.plan for p in search(SPEC, jobs(4), HARDWARE, 4, space).plans]
+    assert plans
+    for plan in plans:
+        assert (plan.tp_size, plan.sequence_parallel, plan.recompute) == (2, True, "full")
+        assert plan.micro_batch_tokens == 1024
+
+
+LARGE = replace(SPEC, hidden_size=4000, num_heads=40, num_kv_heads=8, head_dim=100, ffn_size=8000)
+"""Weights of 1.1 GB: beside them communicators do not count for everything."""
+
+
+def test_nothing_fits_but_fewer_jobs_or_more_gpus_would() -> None:
+    heavy = [job(f"job{i}", rank=1024, batch_size=2) for i in range(3)]
+    plan = Plan(micro_batch_tokens=1024, recompute="full")
+    two = memory_use(LARGE, heavy[:2], plan, HARDWARE).total_bytes
+    small = replace(HARDWARE, memory_bytes=two)
+    result = search(LARGE, heavy, small, 1)
+    assert result.plans == ()
+    assert result.dropped[0].reason.startswith("memory: at least ")
+    assert result.remedies[0] == "run 2 of the 3 jobs, without job2"
+    assert search(LARGE, heavy[:2], small, 1).plans
+    assert result.remedies[-1] == "use 2 GPUs"
+    assert search(LARGE, heavy, small, 2).plans
+
+
+def test_shorter_sequences_or_recompute_may_be_what_helps() -> None:
+    long = [job(lengths=LengthHistogram.from_counts([(64, 9), (4096, 1)]))]
+    need = memory_use(SPEC, long, Plan(micro_batch_tokens=4096, recompute="full"), HARDWARE)
+    small = replace(HARDWARE, memory_bytes=0.9 * need.total_bytes)
+    result = search(SPEC, long, small, 1)
+    assert result.plans == ()
+    assert any(r.startswith("cut sequences to ") for r in result.remedies)
+    enough = replace(HARDWARE, memory_bytes=1.1 * need.total_bytes)
+    pinned = search(SPEC, long, enough, 1, SearchSpace(recompute="none"))
+    assert pinned.remedies[0].startswith("leave recompute")
+
+
+def test_a_micro_batch_holds_what_is_evaluated_too() -> None:
+    plans = search(SPEC, [job(longest_eval=3000)], HARDWARE, 1).plans
+    assert min(p.plan.micro_batch_tokens for p in plans) == 3072
+
+
+def test_several_nodes_need_a_link_and_a_result_says_so() -> None:
+    alone = replace(HARDWARE, inter_node=None, gpus_per_node=2)
+    result = search(SPEC, jobs(4), alone, 4)
+    assert result.plans == ()
+    assert "4 GPUs are more than the 2 of a node" in result.dropped[0].reason
+    assert result.remedies == ("use the 2 GPUs of a node, or a profile with an inter_node link",)
+
+
+def test_more_gpus_are_the_next_number_that_has_a_layout() -> None:
+    # On three GPUs ten heads cannot be cut; on four they can, by two.
+    need = memory_use(LARGE, jobs(1), Plan(tp_size=2, dp_size=2, micro_batch_tokens=1024), HARDWARE)
+    small = replace(HARDWARE, memory_bytes=need.total_bytes, gpus_per_node=8)
+    result = search(LARGE, jobs(1), small, 3)
+    assert result.plans == ()
+    assert result.remedies[-1] == "use 4 GPUs"
+    assert [*more_gpus(5, replace(small, inter_node=None))] == [6, 7, 8]
+    across = replace(small, inter_node=small.intra_node)
+    assert [*more_gpus(5, across)][:8] == [6, 7, 8, 16, 24, 32, 48, 64]
+    assert [*more_gpus(3000, across)] == [3072, 4096]
+
+
+def test_sequences_are_split_among_any_number_of_gpus() -> None:
+    plans = search(SPEC, jobs(4), replace(HARDWARE, gpus_per_node=8), 7).plans
+    split = [p.plan for p in plans if p.plan.cp_size == 7]
+    assert split
+    assert all(plan.micro_batch_tokens % 14 == 0 for plan in split)
+
+
+def test_that_nothing_fits_is_known_soon(repo: Path) -> None:
+    spec = replace(read_model_spec(repo / "configs/models/llama-3.1-8b.json"), num_layers=80)
+    tiny = replace(load_profile(repo / "configs/hardware/h100-infiniband.json"), memory_bytes=1e9)
+    begin = time.process_time()
+    result = search(spec, jobs(8), tiny, 1024)
+    assert time.process_time() - begin < 5
+    assert result.plans == result.remedies == ()
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "space", "match"),
+    [
+        (0, {}, r"num_gpus must be in \[1, 4096\], got 0"),
+        (5000, {}, "num_gpus must be in"),
+        (1, {"micro_batch_tokens": 100}, "micro_batch_tokens must be at least 512, the longest"),
+        (1, {"tp_size": 0}, "tp_size must be at least 1, got 0"),
+        (2, {"tp_size": 3}, r"must allow some plan on 2 GPUs, got \{'tp_size': 3\}"),
+        (1, {"vpp_size": 2}, r"must allow some plan on 1 GPUs, got \{'vpp_size': 2\}"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(
+    num_gpus: int, space: dict[str, int], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        search(SPEC, jobs(1), HARDWARE, num_gpus, SearchSpace(**space))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="jobs must hold at least one job"):
+        search(SPEC, [], HARDWARE, 1)
+
+
+_MIX = st.integers(1, 4).flatmap(
+    lambda n: st.tuples(*[st.tuples(st.sampled_from((4, 16, 128)), st.integers(1, 6))] * n)
+)
+
+
+def _drawn(mix: tuple[tuple[int, int], ...]) -> list[JobLoad]:
+    return [
+        job(f"job{i}", rank=rank, batch_size=batch, lengths=LENGTHS)
+        for i, (rank, batch) in enumerate(mix)
+    ]
+
+
+@settings(max_examples=10, deadline=None)
+@given(mix=_MIX, num_gpus=st.sampled_from((1, 2, 4)), share=st.floats(0.5, 1.5))
+def test_more_memory_never_removes_a_plan(
+    mix: tuple[tuple[int, int], ...], num_gpus: int, share: float
+) -> None:
+    small = replace(HARDWARE, memory_bytes=1.3e9 * share)
+    large = replace(HARDWARE, memory_bytes=1.3e9 * share * 1.5)
+    before = {p.plan for p in search(LARGE, _drawn(mix), small, num_gpus).plans}
+    after = {p.plan for p in search(LARGE, _drawn(mix), large, num_gpus).plans}
+    assert before <= after
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    mix=_MIX,
+    num_gpus=st.sampled_from((2, 4, 16)),
+    faster=st.floats(1.0, 50.0),
+    latency=st.floats(0.0, 1.0),
+)
+def test_a_faster_link_never_slows_a_plan(
+    mix: tuple[tuple[int, int], ...], num_gpus: int, faster: float, latency: float
+) -> None:
+    slow = _with_links(HARDWARE, 1e8, 1e-4)
+    fast = _with_links(HARDWARE, 1e8 * faster, 1e-4 * latency)
+    space = SearchSpace(recompute="none", micro_batch_tokens=1024)
+    before = {p.plan: p.cost for p in search(SPEC, _drawn(mix), slow, num_gpus, space).plans}
+    after = {p.plan: p.cost for p in search(SPEC, _drawn(mix), fast, num_gpus, space).plans}
+    assert before.keys() == after.keys()
+    for plan, cost in before.items():
+        assert after[plan].step_time_s <= cost.step_time_s * (1 + 1e-12)
+
+
+def _with_links(hardware: HardwareProfile, rate: float, latency_s: float) -> HardwareProfile:
+    near = Link(bytes_per_s=rate, latency_s=latency_s)
+    far = Link(bytes_per_s=rate / 10, latency_s=latency_s)
+    return replace(hardware, intra_node=near, inter_node=far)
+
+
+def test_a_thousand_gpus_and_eighty_layers_in_five_seconds(repo: Path) -> None:
+    base = read_model_spec(repo / "configs/models/llama-3.1-8b.json")
+    spec = replace(base, num_layers=80, hidden_size=8192, num_heads=64, ffn_size=28672)
+    hardware = load_profile(repo / "configs/hardware/h100-infiniband.json")
+    lengths = LengthHistogram.from_counts([(256, 3), (512, 3), (1024, 1), (2048, 0.3)])
+    mix = [
+        JobLoad(name=f"job{i}", rank=(4, 8, 16, 64)[i % 4], batch_size=8, lengths=lengths)
+        for i in range(16)
+    ]
+    begin = time.process_time()
+    result = search(spec, mix, hardware, 1024)
+    assert time.process_time() - begin < 5.0
+    assert len(result.plans) > 1000
+
+
+class TestGroupModel:
+    def test_a_group_is_the_best_plan_found_and_the_same_when_asked_again(self) -> None:
+        model = GroupModel(SPEC, HARDWARE)
+        first = model.estimate(jobs(4), 2)
+        assert (
+            first == model.estimate(jobs(4), 2) == GroupModel(SPEC, HARDWARE).estimate(jobs(4), 2)
+        )
+        assert first.fits
+        assert first.plan is not None
+        cost = step_cost(SPEC, jobs(4), first.plan, HARDWARE)
+        assert sum(first.tokens_per_s) == pytest.approx(cost.tokens_per_s, rel=0.05)
+
+    def test_results_stand_in_the_order_of_the_jobs_whatever_their_names(self) -> None:
+        small, large = job("a", batch_size=1), job("b", batch_size=8)
+        model = GroupModel(SPEC, HARDWARE)
+        one = model.estimate([small, large], 1)
+        other = model.estimate([replace(large, name="x"), replace(small, name="y")], 1)
+        assert one.tokens_per_s == other.tokens_per_s[::-1]
+        assert one.slowdown == other.slowdown[::-1]
+        assert one.tokens_per_s[1] > one.tokens_per_s[0]
+
+    def test_slowdown_is_against_the_job_alone(self) -> None:
+        model = GroupModel(SPEC, HARDWARE)
+        mix = [job("a", batch_size=2), job("b", batch_size=2)]
+        alone = model.estimate(mix[:1], 1)
+        together = model.estimate(mix, 1)
+        assert alone.slowdown == (1.0,)
+        assert together.slowdown[0] == pytest.approx(
+            alone.tokens_per_s[0] / together.tokens_per_s[0]
+        )
+        assert together.slowdown[0] > 1.5
+
+    def test_small_jobs_together_beat_each_alone_where_the_host_is_slow(self, repo: Path) -> None:
+        spec = read_model_spec(repo / "configs/models/llama-3.1-8b.json")
+        model = GroupModel(spec, load_profile(repo / "configs/hardware/h200.json"))
+        mix = [
+            JobLoad(name=f"job{i}", rank=8, batch_size=1, lengths=LengthHistogram.single(256))
+            for i in range(8)
+        ]
+        together = model.estimate(mix, 1)
+        assert sum(together.tokens_per_s) > 2 * model.estimate(mix[:1], 1).tokens_per_s[0]
+        assert max(together.slowdown) < 4
+
+    def test_what_does_not_fit_says_so(self) -> None:
+        estimate = GroupModel(SPEC, replace(HARDWARE, memory_bytes=1e5)).estimate(jobs(2), 1)
+        assert not estimate.fits
+        assert estimate.plan is None
+        assert estimate.tokens_per_s == (0.0, 0.0)
+        assert estimate.memory_bytes > 1e5
+
+    def test_bad_questions_are_refused(self) -> None:
+        model = GroupModel(SPEC, replace(HARDWARE, inter_node=None))
+        with pytest.raises(ValueError, match="at least one job"):
+            model.estimate([], 1)
+        with pytest.raises(ValueError, match="num_gpus must be at least 1, got 0"):
+            model.estimate(jobs(1), 0)
+        with pytest.raises(ValueError, match="num_gpus must be at most 8"):
+            model.estimate(jobs(1), 16)

@@ -1,0 +1,479 @@
+"""Profiles on disk, `tlora plan`, `--plan auto`, and the files a plan is written to."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.helpers.planner_case import HARDWARE
+from tlora_megatron.cli.auto_plan import planned_overrides
+from tlora_megatron.cli.main import main
+from tlora_megatron.cli.profile import profile_json
+from tlora_megatron.config.load import load_config
+from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.integrations.deepspeed.config import load_deepspeed_config
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.memory import memory_use
+from tlora_megatron.planner.hardware import LoraCost, load_profile, profile_document
+from tlora_megatron.profiling.fit import fit_lora, non_negative_fit
+from tlora_megatron.profiling.ops import LoraSample
+from tlora_megatron.runtime.plan_inputs import (
+    parse_lengths,
+    plan_hardware,
+    plan_jobs,
+    plan_model,
+    run_hardware,
+)
+
+SHIPPED = ("h200", "h100", "h100-infiniband", "a100-80g", "l40s")
+
+
+@pytest.fixture
+def quickstart(repo: Path) -> str:
+    return str(repo / "configs/quickstart.yaml")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def _profile_file(tmp_path: Path, change: Any = None) -> Path:
+    document = json.loads(profile_json(HARDWARE))
+    if change is not None:
+        change(document)
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_a_profile_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(profile_json(HARDWARE))
+    assert load_profile(path) == HARDWARE
+    path.write_text(json.dumps(profile_document(HARDWARE)))
+    assert load_profile(path) == HARDWARE
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_profiles_are_whole_and_say_where_they_are_from(name: str) -> None:
+    profile = plan_hardware(name)
+    assert profile.name == name
+    assert profile.notes or profile.source == "measured"
+    assert profile.source == "datasheet" or profile.versions
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda d: d.pop("memory_bytes"), "hardware.memory_bytes must be given"),
+        (lambda d: d["intra_node"].update(bytes_per_s=-1), "bytes_per_s must be above 0, got -1"),
+        (lambda d: d.update(gemms=[]), "hardware.gemms must not be empty"),
+        (lambda d: d["gemms"][0].update(rows=0), r"gemms\[0\].rows must be at least 1, got 0"),
+        (lambda d: d.update(overlap=1.5), "overlap must be at most 1, got 1.5"),
+        (lambda d: d.update(dat="x"), "hardware.dat is not a known key; did you mean date"),
+        (lambda d: d.update(date="yesterday"), "hardware.date must be a day"),
+        (lambda d: d.update(source="guess"), "source must be one of measured, datasheet"),
+    ],
+)
+def test_a_bad_profile_is_refused_by_name(tmp_path: Path, change: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        load_profile(_profile_file(tmp_path, change))
+
+
+def test_an_unknown_profile_names_those_there_are() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--hardware must be a file or one of .*h200.*got 'b200'"
+    ):
+        plan_hardware("b200")
+
+
+def test_a_profile_of_the_working_folder_is_found_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "configs" / "hardware"
+    folder.mkdir(parents=True)
+    _profile_file(tmp_path, lambda d: d.update(name="mine")).rename(folder / "mine.json")
+    monkeypatch.chdir(tmp_path)
+    assert plan_hardware("mine").name == "mine"
+    assert plan_hardware("h200").name == "h200"
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"), [("train", "run.jobs.yaml"), ("slurm", "run.sbatch"), ("megatron", "run")]
+)
+def test_a_plan_does_not_replace_the_configuration_it_is_of(
+    tmp_path: Path, quickstart: str, kind: str, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor do the jobs that are written beside a script."""
+    config = tmp_path / "run.jobs.yaml"
+    config.write_text(Path(quickstart).read_text())
+    before = config.read_bytes()
+    argv = ["plan", str(config), "--gpus", "1", "--lengths", "64"]
+    assert main([*argv, "--write", kind, str(tmp_path / target)]) == 2
+    assert "--write must leave" in capsys.readouterr().err
+    assert config.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["", "abc", "10:x", "1", "512:-3", "512:0", ":4"])
+def test_bad_lengths_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--lengths must"):
+        parse_lengths(text)
+
+
+def test_memory_counts_the_runs_own_dtype(
+    quickstart: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(quickstart)
+    assert run_hardware("h200", config) == replace(plan_hardware("h200"), dtype="float32")
+    assert "measured in bfloat16, the run is in float32" in caplog.text
+    caplog.clear()
+    half = load_config(quickstart, ["base_model.dtype=bfloat16"])
+    assert run_hardware("h200", half) == plan_hardware("h200")
+    assert not caplog.text
+    spec, loads = plan_model(config), plan_jobs(config, plan_model(config), parse_lengths("64"))
+    whole, halved = (
+        memory_use(spec, loads, Plan(), run_hardware("h200", c)).base_weights
+        for c in (config, half)
+    )
+    assert whole == 2 * halved
+
+
+def test_lengths_are_rows_one_less_than_tokens() -> None:
+    assert parse_lengths("513").pairs == ((512, 1.0),)
+    assert parse_lengths("257:3,1025:1").pairs == ((256, 0.75), (1024, 0.25))
+
+
+def test_lengths_come_from_the_jobs_data_and_are_kept(
+    quickstart: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(quickstart)
+    spec = plan_model(config)
+    first = plan_jobs(config, spec, None)
+    monkeypatch.setattr(
+        "tlora_megatron.training.data.job_data.load_job_data",
+        lambda *_: pytest.fail("not from the cache"),
+    )
+    assert plan_jobs(config, spec, None) == first
+    assert [job.name for job in first] == ["mirror", "ordered", "sums", "records"]
+    assert all(job.lengths.longest < config.jobs[i].max_seq_len for i, job in enumerate(first))
+    assert all(0 < job.target_share < 1 for job in first)
+    option = plan_jobs(config, spec, parse_lengths("40:1,5000:1"))
+    assert option[0].lengths.longest == config.jobs[0].max_seq_len - 1
+
+
+def test_plan_prints_ranked_plans_and_bars(
+    quickstart: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", quickstart, "--gpus", "4", "--explain", "--lengths", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "4 jobs" in out
+    assert "tokens/s" in out
+    assert "num_kv_heads 2 is no multiple of TP 4" in out
+    assert "█" in out
+    assert "memory of stage 0" in out
+    assert "mirror" in out
+
+
+def test_plan_json_holds_every_term(quickstart: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", quickstart, "--gpus", "2", "--json", "--top", "3", "--lengths", "64"]
+    assert main(argv) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["plans"]) == 3
+    best = found["plans"][0]
+    assert sum(best["time_s"].values()) == pytest.approx(best["step_time_s"])
+    assert sum(best["memory"].values()) == pytest.approx(best["memory_bytes"])
+    assert [job["name"] for job in best["jobs"]] == [job["name"] for job in found["jobs"]]
+    assert found["hardware"]["name"] == "h200"
+
+
+def test_plan_where_nothing_fits_says_what_would_and_returns_1(
+    quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _profile_file(tmp_path, lambda d: d.update(memory_bytes=5e6))
+    argv = ["plan", quickstart, "--gpus", "1", "--hardware", str(path), "--lengths", "64"]
+    assert main(argv) == 1
+    out = capsys.readouterr().out
+    assert "no plan fits" in out
+    assert "dropped" in out
+    assert main([*argv, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["plans"] == []
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--gpus", "0"], "num_gpus must be in [1, 4096], got 0"),
+        (["--gpus", "1", "--hardware", "nope"], "--hardware must be a file or one of"),
+        (["--gpus", "1", "--lengths", "x"], "--lengths must be like 512"),
+        (
+            ["--gpus", "1", "--tokens", "8", "--lengths", "64"],
+            "micro_batch_tokens must be at least",
+        ),
+        (["--gpus", "1", "--lengths", ""], "--lengths must be like 512"),
+        (["--gpus", "1", "--write", "train", "/dev/null/x"], "--write must name a file that can"),
+        (["--gpus", "1", "--write", "k8s", "x"], "--write must name one of train, megatron"),
+        (["--gpus", "1", "--write", "train", "/"], "--write must name a file, not a directory"),
+        (["--gpus", "1", "--explain", "0", "--lengths", "64"], "--explain must be in [1, "),
+        (["--gpus", "1", "--explain", "999", "--lengths", "64"], "--explain must be in [1, "),
+        (["--gpus", "1", "--top", "0"], "--top must be at least 1"),
+        (["--gpus", "1", "--tp", "0", "--lengths", "64"], "tp_size must be at least 1"),
+    ],
+)
+def test_bad_questions_are_told_and_return_2(
+    quickstart: str, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", quickstart, *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+def _write(quickstart: str, kind: str, path: Path, *more: str) -> None:
+    argv = ["plan", quickstart, "--gpus", "4", "--lengths", "64", "--write", kind, str(path)]
+    assert main([*argv, *more]) == 0
+
+
+def test_a_plan_for_train_is_a_configuration_that_loads(quickstart: str, tmp_path: Path) -> None:
+    _write(quickstart, "train", tmp_path / "run.yaml", "--tp", "2", "--recompute", "full")
+    written, original = load_config(tmp_path / "run.yaml"), load_config(quickstart)
+    assert written.parallel.tp_size == 2
+    assert written.run.recompute == "full"
+    assert written.jobs == original.jobs
+    assert written.base_model == original.base_model
+
+
+def test_a_plan_for_megatron_is_a_script_with_its_flags(quickstart: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    _write(quickstart, "megatron", path, "--pp", "2", "--vpp", "2", "--recompute", "selective")
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    words = shlex.split(path.read_text(), comments=True)
+    for flag, value in (
+        ("--pipeline-model-parallel-size", "2"),
+        ("--num-layers-per-virtual-pipeline-stage", "1"),
+        ("--recompute-granularity", "selective"),
+        ("--tlora-config", str(tmp_path / "run.jobs.yaml")),
+        ("--hidden-size", "128"),
+    ):
+        assert words[words.index(flag) + 1] == value
+    batch, seq = (words[words.index(f) + 1] for f in ("--global-batch-size", "--seq-length"))
+    assert int(batch) % 2 == 0
+    assert int(seq) >= 63
+    jobs = yaml.safe_load((tmp_path / "run.jobs.yaml").read_text())
+    assert [j["name"] for j in jobs["jobs"]] == ["mirror", "ordered", "sums", "records"]
+
+
+def test_a_megatron_script_has_what_every_run_needs_and_starts_anywhere(
+    quickstart: str, tmp_path: Path, repo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _write(quickstart, "megatron", Path("run.sh"), "--tokens", "8192")
+    words = shlex.split(Path("run.sh").read_text(), comments=True)
+    ours = (repo / "scripts" / "megatron" / "finetune.sh").read_text()
+    for flag in ("--train-iters", "--save-interval", "--transformer-impl", "--no-rope-fusion"):
+        assert flag in ours
+        assert flag in words
+    assert "$MEGATRON_LM/pretrain_gpt.py" in words
+    assert words[words.index("--tlora-config") + 1] == str(tmp_path / "run.jobs.yaml")
+    # The base has fewer positions than the micro-batch rows; Megatron counts it as one sequence.
+    assert words[len(words) - words[::-1].index("--max-position-embeddings")] == "8192"
+
+
+@pytest.mark.parametrize(
+    ("more", "written"),
+    [
+        (["--tp", "2"], None),
+        (["--tp", "2", "--lora-sharding", "fold"], "fold"),
+        (["--tp", "2", "--lora-sharding", "s_lora"], "s_lora"),
+        (["--tp", "2", "--set", "parallel.lora_sharding=fold"], "fold"),
+        (["--tp", "2", "--set", "parallel.lora_sharding=rank_exchange"], "rank_exchange"),
+        (["--tp", "1", "--lora-sharding", "fold"], None),
+    ],
+)
+def test_a_megatron_file_has_the_sharding_that_was_asked_for(
+    quickstart: str, tmp_path: Path, more: list[str], written: str | None
+) -> None:
+    """None: the run chooses, as around Transformer Engine's linears it must."""
+    _write(quickstart, "megatron", tmp_path / "run.sh", *more)
+    jobs = yaml.safe_load((tmp_path / "run.jobs.yaml").read_text())
+    assert jobs.get("parallel", {}).get("lora_sharding") == written
+
+
+@pytest.mark.megatron_lm
+def test_megatron_lm_parses_what_the_planner_writes(quickstart: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    _write(quickstart, "megatron", path, "--pp", "2", "--vpp", "2", "--recompute", "full")
+    words = shlex.split(path.read_text().replace('"$CHECKPOINT"', str(tmp_path)), comments=True)
+    begin, helpers = words.index("$MEGATRON_LM/pretrain_gpt.py") + 1, Path(__file__).parents[2]
+    scripts = [helpers / "helpers" / f"megatron_{name}.py" for name in ("lm_cpu", "parse")]
+    found = subprocess.run(
+        [sys.executable, *map(str, scripts), *(w for w in words[begin:] if w not in ("$@", "\n"))],
+        env=os.environ | {"RANK": "0", "WORLD_SIZE": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        cwd=helpers.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.returncode == 0, found.stderr[-4000:]
+    assert json.loads(found.stdout.splitlines()[-1])["num_layers"] == 4
+
+
+def test_a_plan_for_deepspeed_is_a_json_that_its_reader_takes(
+    quickstart: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    _write(quickstart, "deepspeed", path, "--tp", "2")
+    found = load_deepspeed_config(path)
+    assert found.tp_size == 2
+    assert [job.name for job in found.run.jobs] == ["mirror", "ordered", "sums", "records"]
+
+
+def test_a_plan_for_slurm_asks_for_its_gpus(quickstart: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sbatch"
+    argv = ["plan", quickstart, "--gpus", "16", "--hardware", "h100-infiniband"]
+    assert main([*argv, "--lengths", "64", "--write", "slurm", str(path)]) == 0
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    text = path.read_text()
+    assert "#SBATCH --nodes=2" in text
+    assert "#SBATCH --gpus-per-node=8" in text
+    assert load_config(tmp_path / "run.jobs.yaml").jobs
+
+
+def test_a_plan_that_deepspeed_does_not_have_is_refused(
+    quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["plan", quickstart, "--gpus", "4", "--lengths", "64", "--pp", "2", "--runs-in", "any"]
+    assert main([*argv, "--write", "deepspeed", str(tmp_path / "ds.json")]) == 2
+    assert "pp_size must be 1 for a DeepSpeed plan, got 2" in capsys.readouterr().err
+
+
+def _train_arguments(**values: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"nproc": 2, "hardware": "h200", "lengths": "64"} | values)
+
+
+def test_auto_sets_layout_budget_and_recompute_the_same_on_every_rank(
+    quickstart: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(quickstart)
+    overrides = planned_overrides(_train_arguments(), config)
+    assert "predicted (profile h200" in capsys.readouterr().err
+    planned = load_config(quickstart, overrides)
+    parallel = planned.parallel
+    assert 2 % (parallel.tp_size * parallel.pp_size * parallel.cp_size) == 0
+    assert planned.run.micro_batch_tokens >= 63
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert planned_overrides(_train_arguments(nproc=None), config) == overrides
+    assert "predicted (profile" not in capsys.readouterr().err
+
+
+def test_auto_without_a_plan_says_what_would_fit(quickstart: str, tmp_path: Path) -> None:
+    path = _profile_file(tmp_path, lambda d: d.update(memory_bytes=5e6))
+    with pytest.raises(ValueError, match=r"--plan auto must find a plan that fits 2 x .*got none"):
+        planned_overrides(_train_arguments(hardware=str(path)), load_config(quickstart))
+
+
+def test_plan_and_profile_start_without_torch(quickstart: str) -> None:
+    code = (
+        "import sys\nfrom tlora_megatron.cli.main import main\n"
+        f"main(['plan', {quickstart!r}, '--gpus', '2', '--lengths', '64', '--json'])\n"
+        "print(*sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)), file=sys.stderr)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0
+    assert not found.stderr.splitlines()[-1]
+
+
+def test_coefficients_are_found_again_and_never_negative() -> None:
+    draw = np.random.default_rng(0)
+    features = draw.random((200, 4))
+    true = np.array([1.0, 0.0, 2.5, 0.5])
+    assert non_negative_fit(features, features @ true, np.ones(200)) == pytest.approx(
+        true, abs=1e-6
+    )
+    opposed = non_negative_fit(features, features @ np.array([1.0, -1, 0, 0]), np.ones(200))
+    assert (opposed >= 0).all()
+
+
+def test_adapters_coefficients_explain_the_samples_they_come_from() -> None:
+    truth = LoraCost(
+        forward_fixed_s=1e-5,
+        forward_input_s=6e-13,
+        forward_rank_s=1.5e-14,
+        forward_factor_s=2e-12,
+        forward_dropout_s=1e-12,
+        backward_fixed_s=2e-5,
+        backward_stream_s=5e-13,
+        backward_rank_s=3e-15,
+        backward_factor_s=5e-12,
+        backward_dropout_s=2e-12,
+    )
+    samples = [
+        _sample(truth, rows, inner, columns, ranks, dropout)
+        for rows in (2048, 8192, 16384)
+        for inner, columns in ((4096, 6144), (4096, 28672), (14336, 4096))
+        for ranks in ((16,), (8, 16, 32, 64), (16,) * 24)
+        for dropout in (False, True)
+    ]
+    found, error = fit_lora(samples)
+    assert error < 0.001
+    for name in LoraCost.__dataclass_fields__:
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.02), name
+    with pytest.raises(ValueError, match="samples must hold at least one"):
+        fit_lora([])
+
+
+def _sample(
+    cost: LoraCost, rows: int, inner: int, columns: int, ranks: tuple[int, ...], dropout: bool
+) -> LoraSample:
+    mean = sum(ranks) / len(ranks)
+    empty = LoraSample(
+        forward_s=0,
+        backward_s=0,
+        frozen_s=4.0 * rows * inner * columns / 7e14,
+        input_elements=rows * inner,
+        output_elements=rows * columns,
+        rank_columns=rows * columns * mean,
+        rank_inputs=rows * inner * mean,
+        gradients=sum(ranks) * (inner + columns),
+        dropped=rows * inner * dropout,
+    )
+    forward = (
+        cost.forward_fixed_s
+        + cost.forward_input_s * empty.input_elements
+        + cost.forward_rank_s * empty.rank_columns
+        + cost.forward_factor_s * empty.gradients
+        + cost.forward_dropout_s * empty.dropped
+    )
+    backward = (
+        cost.backward_fixed_s
+        + cost.backward_stream_s * (2 * empty.output_elements + empty.input_elements)
+        + cost.backward_rank_s * empty.rank_inputs
+        + cost.backward_factor_s * empty.gradients
+        + cost.backward_dropout_s * empty.dropped
+    )
+    return empty._replace(forward_s=forward, backward_s=backward)
+
+
+def test_profile_wants_a_json_file_and_a_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "--out", str(tmp_path / "x.yaml")]) == 2
+    assert "--out must end with .json" in capsys.readouterr().err
+    assert main(["profile", "--out", str(tmp_path / "x.json"), "--budget-s", "0"]) == 2
+    assert "budget_s must be above 0, got 0" in capsys.readouterr().err
+    assert main(["profile", "--out", str(tmp_path / "x.json"), "--gpus-per-node", "0"]) == 2
+
+
+def test_a_profile_keeps_four_digits() -> None:
+    text = profile_json(replace(HARDWARE, memory_bytes=123456789.0))
+    assert '"memory_bytes": 123500000.0' in text

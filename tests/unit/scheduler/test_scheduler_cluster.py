@@ -1,0 +1,133 @@
+"""Free GPUs, reservations and the queue."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.floor_model import World
+from tlora_megatron.scheduler.cluster import ClusterShape, FreeGpus
+from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
+from tlora_megatron.scheduler.policies.reservation import soonest_nodes
+from tlora_megatron.scheduler.policy import RegroupCost
+from tlora_megatron.scheduler.queue import WaitingQueue
+
+SHAPE = ClusterShape(num_nodes=4, gpus_per_node=4, nodes_per_rack=2)
+
+
+def waiting(index: int, **fields: float) -> Waiting:
+    values = {"submit_s": float(index), "isolated_s": 10.0, **fields}
+    job = Job(
+        index=index,
+        name=str(index),
+        base="base",
+        kind=0,
+        num_gpus=1,
+        isolated_tokens_per_s=1.0,
+        **values,  # type: ignore[arg-type]
+    )
+    return Waiting(job=job, tokens_left=job.tokens, queued_s=job.submit_s)
+
+
+def group(gpus: tuple[int, ...], end_s: float, number: int = 1) -> Group:
+    job = waiting(number, isolated_s=end_s).job
+    member = Member(job=job, tokens_per_s=1.0, tokens_left=end_s, started_s=0.0)
+    return Group(number=number, members=(member,), gpus=gpus, formed_s=0.0, ready_s=0.0)
+
+
+def test_small_groups_fill_the_fullest_node() -> None:
+    free = FreeGpus.all_of(SHAPE)
+    free.take((4, 5, 6))
+    assert free.find(1) == (7,)
+    assert free.find(2) == (0, 1)
+    assert free.num == 13
+
+
+def test_large_groups_get_whole_nodes_of_one_rack_and_a_rest() -> None:
+    free = FreeGpus.all_of(SHAPE)
+    free.take((0,))
+    assert free.find(8) == tuple(range(8, 16))
+    assert free.find(6) == (1, 2, 4, 5, 6, 7)
+    assert free.find(16) is None
+
+
+def test_a_node_too_fragmented_is_none() -> None:
+    free = FreeGpus.all_of(SHAPE)
+    free.take((0, 4, 8, 12))
+    assert free.num == 12
+    assert free.find(4) is None
+    assert free.find(3) == (1, 2, 3)
+
+
+def test_taking_and_giving_twice_is_an_error() -> None:
+    free = FreeGpus.all_of(SHAPE)
+    free.take((3,))
+    with pytest.raises(ValueError, match="not in list"):
+        free.take((3,))
+    free.give((3,))
+    with pytest.raises(AssertionError, match="GPU 3 must not be freed twice"):
+        free.give((3,))
+
+
+def test_tiers() -> None:
+    assert [SHAPE.tier(gpus) for gpus in ((0, 3), (3, 4), (0, 8))] == [0, 1, 2]
+
+
+def test_reserved_nodes_are_those_that_drain_first() -> None:
+    free = FreeGpus.all_of(SHAPE)
+    groups = [group((0, 1, 2, 3), 50), group((4,), 90, 2), group((8, 12), 20, 3)]
+    for entry in groups:
+        free.take(entry.gpus)
+    assert soonest_nodes(3, SHAPE, free, groups, set()) == ((1,), 0.0)
+    assert soonest_nodes(4, SHAPE, free, groups, set()) == ((2,), 20)
+    assert soonest_nodes(4, SHAPE, free, groups, {2, 3}) == ((0,), 50)
+    assert soonest_nodes(12, SHAPE, free, groups, set()) == ((0, 2, 3), 50)
+    assert soonest_nodes(12, SHAPE, free, groups, {0, 1}) == ((), 0.0)
+
+
+def test_queue_orders() -> None:
+    entries = [
+        waiting(0, isolated_s=30, due_s=500),
+        waiting(1, isolated_s=10, due_s=100),
+        waiting(2, isolated_s=20, due_s=100, priority=1),
+    ]
+    queue = WaitingQueue(entries)
+    index = lambda found: [entry.job.index for entry in found]  # noqa: E731
+    assert index(queue.by_arrival(9)) == [2, 0, 1]
+    assert index(queue.by_size(9)) == [2, 1, 0]
+    assert index(queue.by_size(1)) == [2]
+    assert index(queue.overdue(99, 9)) == []
+    assert index(queue.overdue(100, 9)) == [1, 2]
+    assert index(queue.by_arrival(9, lambda entry: entry.job.index != 0)) == [2, 1]
+    queue.remove(1)
+    assert index(queue.by_arrival(9)) == [2, 0]
+    assert queue.arrived == {0, 2}
+    with pytest.raises(AssertionError, match="job 2 must not wait twice"):
+        queue.add(entries[2])
+
+
+def test_pauses() -> None:
+    cost = RegroupCost(
+        admit_s=1.0,
+        replan_s=10.0,
+        state_bytes_per_s=100.0,
+        weights_bytes_per_s=1000.0,
+        weights_bytes={"base": 5000.0},
+    )
+    host = group((0, 1), 50)
+    moved = waiting(7, state_bytes=300).job
+    assert cost.pause_s((), (0,), []) == 0  # a first start
+    assert cost.pause_s((host,), (0, 1), []) == 1
+    assert cost.pause_s((host,), (0, 1), [moved]) == 1 + 3
+    assert cost.pause_s((host,), (0,), [moved]) == 10 + 3  # GPUs that hold the base
+    assert cost.pause_s((host,), (0, 2), [moved]) == 10 + 3 + 5
+    assert cost.pause_s((), (0,), [moved]) == 10 + 3 + 5  # from a checkpoint
+
+
+def test_equal_questions_are_asked_once() -> None:
+    world = World()
+    world.add(0, 1)
+    world.add(0, 1)
+    assert world.jobs[0].kind == world.jobs[1].kind
+    assert world.speeds.num_estimates == 1
+    assert world.speeds.full_speed(0, 2) == 2000
+    assert world.speeds.residual((0,), 1) == 0.5

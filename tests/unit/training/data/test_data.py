@@ -1,0 +1,541 @@
+"""Text to tokens and targets, refusals by line, and the order of batches."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers.tiny_tokenizer import (
+    ASSISTANT_ID,
+    BOS_ID,
+    CHAT_TEMPLATE,
+    END_ID,
+    EOS_ID,
+    GENERATION_CHAT_TEMPLATE,
+    SYSTEM_ID,
+    THINKING_CHAT_TEMPLATE,
+    USER_ID,
+    VOCAB_SIZE,
+    byte_ids,
+    save_tiny_tokenizer,
+    tiny_tokenizer,
+)
+from tlora_megatron.config.job import DataSpec, JobSpec
+from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data, load_tokenizer
+
+SHARED_TEXT = (
+    Path(os.environ.get("TLORA_SHARED_DATA", Path(__file__).parents[5] / "shared" / "data"))
+    / "text"
+)
+TOKENIZER = tiny_tokenizer()
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    """Writes rows as JSON lines; a bytes row is a line as it is."""
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+def load(
+    tmp_path: Path,
+    rows: list[Any],
+    tokenizer: Any = TOKENIZER,
+    *,
+    eval_rows: Any = None,
+    **job: Any,
+) -> JobData:
+    """Loads rows as the training file of a job."""
+    train = write(tmp_path / "train.jsonl", rows)
+    evaluation = write(tmp_path / "eval.jsonl", eval_rows) if eval_rows is not None else None
+    data = DataSpec(
+        train=str(train),
+        eval=str(evaluation) if evaluation else None,
+        overlong=job.pop("overlong", "truncate"),
+    )
+    spec = JobSpec(name="x", data=data, max_steps=1, **job)
+    return load_job_data(spec, tokenizer, VOCAB_SIZE)
+
+
+def only(data: JobData) -> tuple[list[int], list[int]]:
+    """Tokens and target positions of the only training sequence."""
+    (sequence,) = data.train
+    assert sequence.tokens.dtype == np.int32
+    assert sequence.is_target.dtype == bool
+    assert sequence.tokens.shape == sequence.is_target.shape
+    return sequence.tokens.tolist(), np.flatnonzero(sequence.is_target).tolist()
+
+
+def chat(*turns: tuple[str, str]) -> dict[str, Any]:
+    """A messages row."""
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+class TestCompletion:
+    def test_prompt_with_bos_then_completion_then_eos(self, tmp_path):
+        tokens, targets = only(load(tmp_path, [{"prompt": "ab", "completion": "c\u00e9"}]))
+        assert tokens == [BOS_ID, *byte_ids("ab"), *byte_ids("c\u00e9"), EOS_ID]
+        assert targets == [3, 4, 5, 6]
+
+    def test_without_the_habit_of_bos_none_is_added(self, tmp_path):
+        tokenizer = tiny_tokenizer(add_bos=False)
+        tokens, targets = only(load(tmp_path, [{"prompt": "ab", "completion": "c"}], tokenizer))
+        assert tokens == [*byte_ids("abc"), EOS_ID]
+        assert targets == [2, 3]
+
+    def test_an_appended_eos_does_not_end_the_prompt(self, tmp_path):
+        tokenizer = tiny_tokenizer(add_eos=True)
+        tokens, targets = only(load(tmp_path, [{"prompt": "ab", "completion": "c"}], tokenizer))
+        assert tokens == [BOS_ID, *byte_ids("abc"), EOS_ID]
+        assert targets == [3, 4]
+
+    @pytest.mark.parametrize("add_eos", [False, True])
+    def test_an_eos_written_in_the_prompt_stays(self, tmp_path, add_eos):
+        tokenizer = tiny_tokenizer(add_eos=add_eos)
+        tokens, targets = only(load(tmp_path, [{"prompt": "a</s>", "completion": "c"}], tokenizer))
+        assert tokens == [BOS_ID, *byte_ids("a"), EOS_ID, *byte_ids("c"), EOS_ID]
+        assert targets == [3, 4]
+
+    def test_empty_completion_is_learned_as_eos(self, tmp_path):
+        assert only(load(tmp_path, [{"prompt": "a", "completion": ""}])) == (
+            [BOS_ID, *byte_ids("a"), EOS_ID],
+            [2],
+        )
+
+    def test_first_token_is_no_target_without_any_prompt(self, tmp_path):
+        tokenizer = tiny_tokenizer(add_bos=False)
+        tokens, targets = only(load(tmp_path, [{"prompt": "", "completion": "c"}], tokenizer))
+        assert (tokens, targets) == ([*byte_ids("c"), EOS_ID], [1])
+
+
+class TestMessages:
+    ROW = chat(
+        ("system", "s"), ("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "e")
+    )
+    TOKENS = (
+        *(BOS_ID, SYSTEM_ID, *byte_ids("s"), END_ID, USER_ID, *byte_ids("a"), END_ID),
+        *(ASSISTANT_ID, *byte_ids("bc"), END_ID, USER_ID, *byte_ids("d"), END_ID),
+        *(ASSISTANT_ID, *byte_ids("e"), END_ID),
+    )
+
+    @pytest.mark.parametrize("trim_offsets", [False, True])
+    @pytest.mark.parametrize("template", [None, GENERATION_CHAT_TEMPLATE])
+    def test_targets_are_assistant_turns_with_their_end(self, tmp_path, template, trim_offsets):
+        options = {"chat_template": template} if template else {}
+        tokenizer = tiny_tokenizer(trim_offsets=trim_offsets, **options)
+        tokens, targets = only(load(tmp_path, [self.ROW], tokenizer))
+        assert tokens == list(self.TOKENS)
+        assert tokens == tokenizer.apply_chat_template(self.ROW["messages"], return_dict=False)
+        assert targets == [8, 9, 10, 15, 16]
+
+    def test_generation_blocks_agree_with_transformers(self, tmp_path):
+        tokenizer = tiny_tokenizer(chat_template=GENERATION_CHAT_TEMPLATE)
+        encoded = tokenizer.apply_chat_template(
+            self.ROW["messages"], return_dict=True, return_assistant_tokens_mask=True
+        )
+        tokens, targets = only(load(tmp_path, [self.ROW], tokenizer))
+        assert tokens == encoded["input_ids"]
+        assert targets == np.flatnonzero(encoded["assistant_masks"]).tolist()
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{% for m in messages %}{{ m.role[0] + ': ' + m.content + '; ' }}{% endfor %}"
+            "{{ 'a: ' if add_generation_prompt }}",
+            "{% for m in messages %}{{ m.role[0] + ': ' }}{% if m.role == 'assistant' %}"
+            "{% generation %}{{ m.content + '; ' }}{% endgeneration %}{% else %}"
+            "{{ m.content + '; ' }}{% endif %}{% endfor %}",
+        ],
+        ids=["prefixes", "generation blocks"],
+    )
+    @pytest.mark.parametrize("trim_offsets", [False, True])
+    def test_white_space_at_the_edges_of_a_turn(self, tmp_path, template, trim_offsets):
+        tokenizer = tiny_tokenizer(trim_offsets=trim_offsets, chat_template=template)
+        row = chat(("user", "a "), ("assistant", " b"), ("user", " c"), ("assistant", "d "))
+        tokens, targets = only(load(tmp_path, [row], tokenizer))
+        assert tokens == byte_ids("u: a ; a:  b; u:  c; a: d ; ")
+        assert targets == [*range(10, 14), *range(24, 28)]
+
+    def test_first_token_is_no_target_of_a_generation_block(self, tmp_path):
+        template = (
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+        )
+        tokenizer = tiny_tokenizer(chat_template=template)
+        assert only(load(tmp_path, [chat(("assistant", "ab"))], tokenizer)) == (byte_ids("ab"), [1])
+
+    def test_a_think_block_in_the_last_turn_only(self, tmp_path):
+        tokenizer = tiny_tokenizer(chat_template=THINKING_CHAT_TEMPLATE)
+        row = chat(("user", "a"), ("assistant", "n"), ("user", "c"), ("assistant", "d"))
+        tokens, targets = only(load(tmp_path, [row], tokenizer))
+        learned = [*byte_ids("n"), END_ID, *byte_ids("<think></think>d"), END_ID]
+        assert [tokens[i] for i in targets] == learned
+        assert tokens == tokenizer.apply_chat_template(row["messages"], return_dict=False)
+
+    @pytest.mark.parametrize("has_blocks", [False, True])
+    def test_a_key_that_is_null_counts_as_absent(self, tmp_path, has_blocks):
+        template = CHAT_TEMPLATE.replace("m.content", "m.content + (m.note | default('') | string)")
+        if has_blocks:
+            template = template.replace("{{ m.content", "{% generation %}{{ m.content")
+            template = template.replace("'<|end|>' }}", "'<|end|>' }}{% endgeneration %}")
+        row = chat(("user", "a"), ("assistant", "b"))
+        row["messages"][1]["note"] = None
+        tokens, _ = only(load(tmp_path, [row], tiny_tokenizer(chat_template=template)))
+        assert tokens[-3:] == [ASSISTANT_ID, *byte_ids("b"), END_ID]
+
+
+class TestText:
+    def test_every_token_but_the_first(self, tmp_path):
+        assert only(load(tmp_path, [{"text": "abc"}])) == ([BOS_ID, *byte_ids("abc")], [1, 2, 3])
+
+    def test_the_tokenizers_own_eos_is_kept(self, tmp_path):
+        tokenizer = tiny_tokenizer(add_bos=False, add_eos=True)
+        assert only(load(tmp_path, [{"text": "ab"}], tokenizer)) == (
+            [*byte_ids("ab"), EOS_ID],
+            [1, 2],
+        )
+
+
+class TestFile:
+    def test_kinds_mix_in_order_and_other_keys_are_ignored(self, tmp_path):
+        rows = [
+            {"text": "a", "id": 1},
+            {"prompt": "b", "completion": "c", "source": None},
+            chat(("user", "d"), ("assistant", "e")),
+            {"text": "f"},
+        ]
+        data = load(tmp_path, rows)
+        seconds = [sequence.tokens.tolist()[1] for sequence in data.train]
+        assert seconds == [*byte_ids("a"), *byte_ids("b"), USER_ID, *byte_ids("f")]
+
+    def test_more_rows_than_one_tokenizer_call(self, tmp_path):
+        data = load(tmp_path, [{"text": f"{i}"} for i in range(2500)])
+        assert [TOKENIZER.decode(s.tokens[1:]) for s in data.train] == [str(i) for i in range(2500)]
+
+    def test_blank_lines_bom_crlf_and_unicode_line_breaks(self, tmp_path):
+        lines = [b'\xef\xbb\xbf{"text": "a"}\r', b"", b"  \r", '{"text": "b\u2028c"}'.encode()]
+        data = load(tmp_path, lines)
+        assert [s.tokens[1:].tolist() for s in data.train] == [byte_ids("a"), byte_ids("b\u2028c")]
+
+    def test_eval_file_is_apart_and_optional(self, tmp_path):
+        data = load(tmp_path, [{"text": "a"}], eval_rows=[{"text": "b"}, {"text": "c"}])
+        assert [s.tokens.tolist() for s in data.eval] == [[BOS_ID, *byte_ids(c)] for c in "bc"]
+        assert load(tmp_path, [{"text": "a"}]).eval == ()
+
+    def test_truncate_cuts_drops_counts_and_logs(self, tmp_path, caplog):
+        rows = [
+            {"text": "abcdef"},
+            {"prompt": "abcdef", "completion": "g"},
+            {"text": "abc"},
+            {"prompt": "ab", "completion": "cd"},
+        ]
+        with caplog.at_level(logging.WARNING):
+            data = load(tmp_path, rows, max_seq_len=4, eval_rows=[{"text": "abcd"}])
+        assert [TOKENIZER.decode(s.tokens[1:]) for s in data.train] == ["abc", "abc", "abc"]
+        assert data.train[2].is_target.tolist() == [False, False, False, True]
+        assert (data.num_truncated, data.num_dropped) == (3, 1)
+        assert "2 of 4 sequences cut to max_seq_len 4, 1 more dropped" in caplog.text
+        assert "job 'x'" in caplog.text
+
+    def test_a_sequence_of_just_max_seq_len_is_whole(self, tmp_path):
+        data = load(tmp_path, [{"text": "abc"}], max_seq_len=4, overlong="error")
+        assert only(data) == ([BOS_ID, *byte_ids("abc")], [1, 2, 3])
+        assert (data.num_truncated, data.num_dropped) == (0, 0)
+
+
+GOOD = {"text": "abc"}
+NO_JSON = "a line must be JSON, got"
+BAD_KEYS = "a line must hold prompt and completion, or messages, or text, got the keys"
+NO_TARGET = "a line must give at least one token to learn after its first"
+BAD_LINES = {
+    "not json": (b"{'text': 1}", NO_JSON),
+    "cut json": (b'{"text": "a', NO_JSON),
+    "deep json": (b"[" * 100_000, NO_JSON),
+    "long number": (b'{"text": ' + b"1" * 5000 + b"}", NO_JSON),
+    "not utf-8": (b'{"text": "\xff"}', "a line must be UTF-8, got .*0xff"),
+    "list": ([1], "a line must be a JSON object, got list"),
+    "no keys": ({}, BAD_KEYS + r" \[\]"),
+    "no completion": ({"prompt": "a"}, BAD_KEYS + r" \['prompt'\]"),
+    "no prompt": ({"completion": "a"}, BAD_KEYS + r" \['completion'\]"),
+    "two kinds": ({"text": "a", "messages": []}, BAD_KEYS + r" \['messages', 'text'\]"),
+    "number for text": ({"text": 5}, "text must be a string, got 5"),
+    "null completion": (
+        {"prompt": "a", "completion": None},
+        "completion must be a string, got None",
+    ),
+    "list for prompt": (
+        {"prompt": ["a"], "completion": ""},
+        r"prompt must be a string, got \['a'\]",
+    ),
+    "surrogate": (b'{"text": "\\ud800"}', "text must be Unicode text, got"),
+    "empty text": ({"text": ""}, NO_TARGET + ", got 1 tokens and no target"),
+    "messages no list": ({"messages": "a"}, "messages must be a non-empty list, got 'a'"),
+    "messages empty": ({"messages": []}, r"messages must be a non-empty list, got \[\]"),
+    "message no object": (
+        {"messages": ["a"]},
+        r"messages\[0\] must hold role and content, got 'a'",
+    ),
+    "message no content": (
+        {"messages": [{"role": "user"}]},
+        r"messages\[0\] must hold role and content, got \{'role'",
+    ),
+    "unknown role": (
+        chat(("asistant", "a")),
+        r"messages\[0\].role must be one of .*, got 'asistant'",
+    ),
+    "content no string": (
+        {"messages": [{"role": "user", "content": ["a"]}]},
+        r"messages\[0\].content must be a string, got \['a'\]",
+    ),
+    "no assistant": (chat(("user", "a")), NO_TARGET),
+    "assistant first": (chat(("assistant", "a")), "messages must suit the chat template, got"),
+    "too long": ({"text": "a" * 30}, "must have at most max_seq_len 20 tokens, got 31"),
+}
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES.values(), ids=BAD_LINES.keys())
+def test_a_bad_line_is_refused_with_job_file_and_number(tmp_path, line, message):
+    with pytest.raises(ValueError, match=f"(?s){message}.*: job 'x', .*train.jsonl line 3"):
+        load(tmp_path, [GOOD, b"", line, GOOD], max_seq_len=20, overlong="error")
+
+
+def test_a_bad_line_of_the_eval_file_names_that_file(tmp_path):
+    with pytest.raises(ValueError, match=r"text must be a string.*eval\.jsonl line 1$"):
+        load(tmp_path, [GOOD], eval_rows=[{"text": 1}])
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused(tmp_path):
+    spec = JobSpec(name="x", data=DataSpec(train=str(write(tmp_path / "t", [GOOD]))), max_steps=1)
+    largest = byte_ids("c")[0]
+    assert load_job_data(spec, TOKENIZER, largest + 1).train
+    with pytest.raises(
+        ValueError,
+        match=f"token id must be below the model's vocabulary {largest}, got {largest}: "
+        "job 'x', .*t line 1; the tokenizer does not fit the base model",
+    ):
+        load_job_data(spec, TOKENIZER, largest)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n"])
+def test_an_empty_file_is_refused(tmp_path, content):
+    with pytest.raises(
+        ValueError, match=r"data.train must hold at least one line.*'x', .*train.jsonl"
+    ):
+        load(tmp_path, [content])
+    with pytest.raises(
+        ValueError, match=r"data.eval must hold at least one line.*'x', .*eval.jsonl"
+    ):
+        load(tmp_path, [GOOD], eval_rows=[content])
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", "."])
+def test_a_missing_file_or_a_directory_is_refused(tmp_path, name):
+    spec = JobSpec(name="x", data=DataSpec(train=str(tmp_path / name)), max_steps=1)
+    with pytest.raises(ValueError, match=r"data.train must be a readable file, got .*: job 'x', "):
+        load_job_data(spec, TOKENIZER, VOCAB_SIZE)
+
+
+def test_a_file_whose_sequences_are_all_cut_before_their_targets_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"data.train must hold .*max_seq_len 4 tokens, got 2 without"
+    ):
+        load(tmp_path, [{"prompt": "abcdef", "completion": ""}] * 2, max_seq_len=4)
+
+
+def test_a_tokenizer_without_eos_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="the tokenizer must have an EOS token, got none: job 'x'"):
+        load(tmp_path, [GOOD], tiny_tokenizer(has_eos=False))
+
+
+def test_messages_without_a_chat_template_are_refused(tmp_path):
+    row = chat(("user", "a"), ("assistant", "b"))
+    with pytest.raises(
+        ValueError, match=r"messages must .* chat template, got none: job 'x', .* line 2"
+    ):
+        load(tmp_path, [GOOD, row], tiny_tokenizer(chat_template=None))
+
+
+def test_messages_without_offsets_are_refused(tmp_path, monkeypatch):
+    row = chat(("user", "a"), ("assistant", "b"))
+    monkeypatch.setattr(type(TOKENIZER), "is_fast", False)
+    with pytest.raises(
+        ValueError, match="messages must come with a tokenizer that reports offsets"
+    ):
+        load(tmp_path, [row])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ loop.revindex0 }}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ '?' if add_generation_prompt }}",
+        "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}{% endfor %}",
+    ],
+    ids=["rewrites what came before", "other generation prompt", "rewrites the turn later"],
+)
+def test_a_template_that_does_not_extend_is_refused(tmp_path, template):
+    row = chat(("user", "1"), ("assistant", "b"), ("user", "1"), ("assistant", "d"))
+    with pytest.raises(ValueError, match=r"must extend .* at messages\[1\] .*: job 'x', .* line 2"):
+        load(tmp_path, [GOOD, row], tiny_tokenizer(chat_template=template))
+
+
+@pytest.mark.parametrize("blocks", ["", "{% generation %}{% endgeneration %}"])
+def test_a_template_that_raises_is_refused(tmp_path, blocks):
+    template = blocks + "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(
+        ValueError, match=r"chat template, got .*roles must alternate.*train.jsonl line 1"
+    ):
+        load(tmp_path, [chat(("user", "a"))], tiny_tokenizer(chat_template=template))
+
+
+class TestLoadTokenizer:
+    def test_reads_the_base_directory(self, tmp_path):
+        saved = save_tiny_tokenizer(tmp_path)
+        loaded = load_tokenizer(tmp_path)
+        row = chat(("user", "a"), ("assistant", "b"))["messages"]
+        assert loaded("h\u00e9 </s>")["input_ids"] == saved("h\u00e9 </s>")["input_ids"]
+        assert loaded.eos_token_id == EOS_ID
+        assert loaded.apply_chat_template(row) == saved.apply_chat_template(row)
+
+    @pytest.mark.parametrize("name", ["", "absent"])
+    def test_refuses_a_directory_without_a_tokenizer(self, tmp_path, name):
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+        (tmp_path / "vocab.json").write_text("{}")
+        with pytest.raises(
+            ValueError, match=r"base_model must hold a tokenizer \(tokenizer.json or .*"
+        ):
+            load_tokenizer(tmp_path / name)
+
+    def test_refuses_a_corrupt_tokenizer(self, tmp_path):
+        save_tiny_tokenizer(tmp_path)
+        file = tmp_path / "tokenizer.json"
+        file.write_text(file.read_text()[:200])
+        with pytest.raises(ValueError, match="base_model must hold a readable tokenizer, got"):
+            load_tokenizer(tmp_path)
+
+
+@pytest.mark.shared
+@pytest.mark.skipif(
+    not (SHARED_TEXT / "gsm8k.jsonl").exists(), reason=f"no gsm8k.jsonl in {SHARED_TEXT}"
+)
+def test_real_data_loads_within_seconds():
+    spec = JobSpec(
+        name="gsm8k",
+        data=DataSpec(train=str(SHARED_TEXT / "gsm8k.jsonl"), overlong="error"),
+        max_seq_len=8192,
+        max_steps=1,
+    )
+    begin = time.monotonic()
+    data = load_job_data(spec, TOKENIZER, VOCAB_SIZE)
+    assert time.monotonic() - begin < 20
+    rows = [json.loads(line) for line in (SHARED_TEXT / "gsm8k.jsonl").open(encoding="utf-8")]
+    assert len(data.train) == len(rows)
+    for row, sequence in zip(rows, data.train, strict=True):
+        whole = [BOS_ID, *byte_ids(row["prompt"] + row["completion"]), EOS_ID]
+        assert sequence.tokens.tolist() == whole
+        assert sequence.is_target.sum() == len(byte_ids(row["completion"])) + 1
+
+
+class TestBatchPlan:
+    def test_batches_are_cuts_of_the_stream_of_permutations(self):
+        plan = BatchPlan(num_sequences=5, batch_size=3, seed=7, max_steps=4)
+        epochs = [
+            np.random.Generator(np.random.PCG64(np.random.SeedSequence([7, e]))).permutation(5)
+            for e in range(3)
+        ]
+        stream = np.concatenate(epochs).tolist()
+        assert plan.num_steps == 4
+        assert [list(plan.indices(s)) for s in range(4)] == [
+            stream[3 * s : 3 * s + 3] for s in range(4)
+        ]
+
+    def test_order_of_a_seed_is_pinned(self):
+        # A change here breaks the resumption of runs that were started before it.
+        plan = BatchPlan(num_sequences=6, batch_size=4, seed=0, max_steps=3)
+        assert [plan.indices(step) for step in range(3)] == [
+            (3, 2, 5, 4),
+            (0, 1, 1, 4),
+            (3, 0, 2, 5),
+        ]
+
+    def test_epochs_end_with_a_smaller_batch(self):
+        plan = BatchPlan(num_sequences=5, batch_size=4, seed=0, epochs=3)
+        assert plan.num_steps == 4
+        assert [len(plan.indices(step)) for step in range(4)] == [4, 4, 4, 3]
+
+    def test_a_batch_may_exceed_the_data(self):
+        full = BatchPlan(num_sequences=2, batch_size=7, seed=0, max_steps=2)
+        assert [len(full.indices(step)) for step in range(2)] == [7, 7]
+        assert Counter(full.indices(0) + full.indices(1)) == {0: 7, 1: 7}
+        once = BatchPlan(num_sequences=2, batch_size=7, seed=0, epochs=1)
+        assert (once.num_steps, sorted(once.indices(0))) == (1, [0, 1])
+
+    @pytest.mark.parametrize(("seed", "other"), [(0, 1), (1, 2**40)])
+    def test_epochs_and_seeds_give_other_orders(self, seed, other):
+        plan = BatchPlan(num_sequences=50, batch_size=50, seed=seed, max_steps=2)
+        assert plan.indices(0) != plan.indices(1)
+        assert plan.indices(0) != BatchPlan(50, 50, other, max_steps=1).indices(0)
+
+    def test_for_job_takes_batch_seed_and_end_from_the_job(self):
+        job = JobSpec(name="x", data=DataSpec(train="t"), batch_size=3, epochs=2, seed=9)
+        assert BatchPlan.for_job(job, 10) == BatchPlan(10, 3, 9, epochs=2)
+
+    def test_few_permutations_are_kept(self):
+        plan = BatchPlan(num_sequences=3, batch_size=1, seed=0, epochs=50)
+        for step in range(plan.num_steps):
+            plan.indices(step)
+            assert len(plan._orders) <= 2
+
+    @pytest.mark.parametrize("step", [-1, 4])
+    def test_refuses_a_step_outside_the_plan(self, step):
+        with pytest.raises(IndexError, match=rf"step must be in \[0, 4\), got {step}"):
+            BatchPlan(num_sequences=5, batch_size=3, seed=0, max_steps=4).indices(step)
+
+    @pytest.mark.parametrize("ends", [{}, {"max_steps": 1, "epochs": 1}])
+    def test_refuses_none_or_two_ends(self, ends):
+        with pytest.raises(
+            ValueError, match="exactly one of max_steps and epochs must be set, got"
+        ):
+            BatchPlan(num_sequences=5, batch_size=3, seed=0, **ends)
+
+    @pytest.mark.parametrize("name", ["num_sequences", "batch_size", "max_steps"])
+    def test_refuses_nothing_to_take(self, name):
+        options = {"num_sequences": 5, "batch_size": 3, "seed": 0, "max_steps": 4, name: 0}
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            BatchPlan(**options)
+
+
+@given(
+    num_sequences=st.integers(1, 40),
+    batch_size=st.integers(1, 50),
+    seed=st.integers(0, 2**64),
+    epochs=st.integers(1, 4),
+)
+def test_each_epoch_covers_each_sequence_once(num_sequences, batch_size, seed, epochs):
+    plan = BatchPlan(num_sequences, batch_size, seed, epochs=epochs)
+    stream = [index for step in range(plan.num_steps) for index in plan.indices(step)]
+    assert len(stream) == epochs * num_sequences
+    for begin in range(0, len(stream), num_sequences):
+        assert sorted(stream[begin : begin + num_sequences]) == list(range(num_sequences))
+
+
+@given(
+    num_sequences=st.integers(1, 40),
+    batch_size=st.integers(1, 50),
+    steps=st.lists(st.integers(0, 19), min_size=1, max_size=8),
+)
+def test_a_step_does_not_depend_on_the_steps_asked_before(num_sequences, batch_size, steps):
+    plan = BatchPlan(num_sequences, batch_size, 3, max_steps=20)
+    for step in steps:
+        fresh = BatchPlan(num_sequences, batch_size, 3, max_steps=20)
+        assert plan.indices(step) == fresh.indices(step)
+        assert len(plan.indices(step)) == batch_size

@@ -1,0 +1,260 @@
+"""`tlora convert`: flags, refusals, and what lies on the disk; loading is in distributed/."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
+
+from tests.helpers.tiny_models import make_tiny_model
+from tlora_megatron.cli.main import main
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
+from tlora_megatron.training.formats.megatron_checkpoint import (
+    plan_megatron_checkpoint,
+    write_megatron_checkpoint,
+)
+from tlora_megatron.training.formats.megatron_flags import megatron_arguments, megatron_flags
+
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "qwen2", "qwen2", tied=True)
+
+
+def read_spec(tmp_path: Path, **fields: Any) -> ModelSpec:
+    """Llama-3.1-8B's shape with some fields replaced."""
+    values = {
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values | fields))
+    return read_model_spec(path)
+
+
+class TestFlags:
+    def test_llama_3_1_8b(self, tmp_path: Path) -> None:
+        assert " ".join(megatron_flags(read_spec(tmp_path))) == (
+            "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+            "--group-query-attention --num-query-groups 8 --kv-channels 128 "
+            "--max-position-embeddings 131072 --position-embedding-type rope --rotary-base 500000 "
+            "--rotary-percent 1.0 --use-rope-scaling --rope-scaling-factor 8.0 "
+            "--normalization RMSNorm --norm-epsilon 1e-05 --swiglu --disable-bias-linear "
+            "--untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0 "
+            "--vocab-size 128256 --padded-vocab-size 128256"
+        )
+
+    def test_switches(self, tmp_path: Path) -> None:
+        spec = read_spec(
+            tmp_path,
+            model_type="qwen3",
+            num_key_value_heads=32,
+            rope_scaling=None,
+            tie_word_embeddings=True,
+            vocab_size=1000,
+        )
+        words = megatron_flags(spec)
+        assert "--qk-layernorm" in words
+        assert words[-2:] == ["--padded-vocab-size", "1024"]
+        for absent in ("group-query-attention", "num-query-groups", "use-rope-scaling"):
+            assert f"--{absent}" not in words
+        assert "--untie-embeddings-and-output-weights" not in words
+        assert "--add-qkv-bias" not in words
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"rope_theta": 10000.5}, r"rope_theta must be whole for .*--rotary-base, got 10000.5"),
+            (
+                {
+                    "rope_scaling": {
+                        "rope_type": "llama3",
+                        "factor": 8.0,
+                        "low_freq_factor": 1.0,
+                        "high_freq_factor": 2.0,
+                        "original_max_position_embeddings": 8192,
+                    }
+                },
+                r"rope_scaling.high_freq_factor must be 4.0 for .*--use-rope-scaling, got 2.0",
+            ),
+        ],
+    )
+    def test_what_megatron_has_no_flag_for(
+        self, tmp_path: Path, fields: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(NotImplementedError, match=message):
+            megatron_flags(read_spec(tmp_path, **fields))
+
+
+class TestFiles:
+    def test_what_is_written(self, tiny: Path, tmp_path: Path) -> None:
+        out = tmp_path / "some" / "out"
+        assert main(["convert", str(tiny), str(out), "--dtype", "bfloat16"]) == 0
+        assert (out / "latest_checkpointed_iteration.txt").read_text() == "release"
+        release = out / "release"
+        assert (
+            json.loads((release / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+        )
+        assert sorted(file.name for file in tmp_path.glob("some/.*")) == []
+        layers, output = 4, 1
+        assert len(list(release.glob("*.distcp"))) == 1 + layers + output
+
+        common = torch.load(release / "common.pt", weights_only=False)
+        spec = read_model_spec(tiny / "config.json")
+        assert vars(common["args"]).items() >= megatron_arguments(spec).items()
+        assert common["checkpoint_version"] == 3.0
+
+        stored = FileSystemReader(release).read_metadata().state_dict_metadata
+        tensors = {key: entry for key, entry in stored.items() if "_extra_state" not in key}
+        assert {key: list(entry.size) for key, entry in tensors.items()} == {
+            "embedding.word_embeddings.weight": [128, 64],
+            "decoder.layers.self_attention.linear_qkv.weight": [4, 128, 64],
+            "decoder.layers.self_attention.linear_qkv.bias": [4, 128],
+            "decoder.layers.self_attention.linear_qkv.layer_norm_weight": [4, 64],
+            "decoder.layers.self_attention.linear_proj.weight": [4, 64, 64],
+            "decoder.layers.mlp.linear_fc1.layer_norm_weight": [4, 64],
+            "decoder.layers.mlp.linear_fc1.weight": [4, 192, 64],
+            "decoder.layers.mlp.linear_fc2.weight": [4, 64, 96],
+            "decoder.final_layernorm.weight": [64],
+        }
+        assert {entry.properties.dtype for entry in tensors.values()} == {torch.bfloat16}
+
+    def test_the_result_as_json(
+        self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (shutil.copytree(tiny, tmp_path / "with tokenizer") / "tokenizer.json").touch()
+        model, out = tmp_path / "with tokenizer", tmp_path / "out"
+        assert main(["convert", str(model), str(out), "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        num_parameters = sum(t.numel() for t in load_file(tiny / "model.safetensors").values())
+        assert result["parameters"] == num_parameters
+        assert result["size_bytes"] == 4 * num_parameters
+        assert (result["dtype"], result["written"]) == ("float32", True)
+        assert result["flags"][-2:] == ["--tokenizer-model", str(model)]
+        assert (out / "model_flags.txt").read_text().splitlines() == result["flags"]
+
+    def test_a_dry_run_writes_nothing(
+        self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["convert", str(tiny), str(tmp_path / "out"), "--dry-run"]) == 0
+        assert "would write" in capsys.readouterr().out
+        assert list(tmp_path.iterdir()) == []
+
+
+class Failing(NamedTuple):
+    """A weight source that fails at a tensor, as a disk or a person might."""
+
+    source: HFCheckpoint
+    name: str
+    error: BaseException
+
+    def keys(self) -> list[str]:
+        return self.source.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(name)
+
+    def read(self, name: str, *part: Any, **parts: Any) -> torch.Tensor:
+        if name == self.name:
+            raise self.error
+        return self.source.read(name, *part, **parts)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+    def test_a_failure_leaves_nothing(
+        self, tiny: Path, tmp_path: Path, error: BaseException
+    ) -> None:
+        spec, source = read_model_spec(tiny / "config.json"), HFCheckpoint(tiny)
+        planned = plan_megatron_checkpoint(spec, source)
+        failing = Failing(source, "model.layers.2.mlp.down_proj.weight", error)
+        written: list[int] = []
+        with pytest.raises(type(error)):
+            write_megatron_checkpoint(
+                spec, failing, tmp_path / "out", planned, on_bytes=written.append
+            )
+        assert len(written) == 3, "the embedding and two layers"
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("fill", [Path.touch, Path.mkdir])
+    def test_a_directory_in_use(
+        self,
+        tiny: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        fill: Callable[[Path], None],
+    ) -> None:
+        fill(tmp_path / "something")
+        assert main(["convert", str(tiny), str(tmp_path)]) == 2
+        assert "OUT must be a new or empty directory, got" in capsys.readouterr().err
+
+    def test_a_file_in_its_place(
+        self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "out").touch()
+        assert main(["convert", str(tiny), str(tmp_path / "out")]) == 2
+        assert "OUT must be a new or empty directory" in capsys.readouterr().err
+
+    def test_a_full_disk(
+        self,
+        tiny: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 1000))
+        assert main(["convert", str(tiny), str(tmp_path / "a" / "b")]) == 2
+        assert "OUT must have 0.0 GB free, got 0.0 GB in" in capsys.readouterr().err
+
+    def test_no_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["convert", str(tmp_path), str(tmp_path / "out")]) == 2
+        assert "base_model must hold a config.json" in capsys.readouterr().err
+
+    def test_two_types(
+        self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        model = shutil.copytree(tiny, tmp_path / "model")
+        tensors = load_file(model / "model.safetensors")
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
+        save_file(tensors, model / "model.safetensors")
+        assert main(["convert", str(model), str(tmp_path / "out")]) == 2
+        message = capsys.readouterr().err
+        assert "must share one dtype unless --dtype is given, got torch.float32" in message
+        assert "torch.float16 of model.norm.weight" in message
+        assert main(["convert", str(model), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+
+    def test_a_missing_tensor(
+        self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        model = shutil.copytree(tiny, tmp_path / "model")
+        tensors = load_file(model / "model.safetensors")
+        del tensors["model.layers.3.mlp.up_proj.weight"]
+        save_file(tensors, model / "model.safetensors")
+        assert main(["convert", str(model), str(tmp_path / "out")]) == 2
+        assert "must hold the tensor model.layers.3.mlp.up_proj.weight" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()

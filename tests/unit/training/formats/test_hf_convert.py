@@ -1,0 +1,269 @@
+"""Cutting Hugging Face weights into Megatron's tensors, and refusing what does not fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.helpers.tiny_models import TINY_MODEL_TYPES, TinyModelType, make_tiny_model
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.training.formats.hf_convert import (
+    HFCheckpoint,
+    RandomWeights,
+    WeightSource,
+    check_layout,
+    check_weights,
+    fc1_row_order,
+    hf_shapes,
+    megatron_tensors,
+    qkv_row_order,
+    shard_range,
+    stage_layers,
+)
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+O_PROJ = "model.layers.1.self_attn.o_proj.weight"
+HEAD = "lm_head.weight"
+
+SMALL = ModelSpec(
+    model_type="llama",
+    num_layers=2,
+    hidden_size=6,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    ffn_size=4,
+    vocab_size=5,
+    max_positions=8,
+    norm_eps=1e-5,
+    rope_theta=1e4,
+)
+
+
+def rank_tensors(
+    spec: ModelSpec, source: WeightSource, tp_rank: int, tp_size: int, **stage: object
+) -> dict[str, Tensor]:
+    options = {"layers": range(spec.num_layers), "with_embedding": True, "with_output": True}
+    return dict(
+        megatron_tensors(spec, source, tp_rank=tp_rank, tp_size=tp_size, **(options | stage))
+    )
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "model", "llama", vocab_size=127)
+
+
+@pytest.fixture
+def spec(directory: Path) -> ModelSpec:
+    return read_model_spec(directory / "config.json")
+
+
+def test_qkv_rows_go_group_by_group() -> None:
+    # q heads 0..3 are rows 0-7, k heads rows 8-11, v heads rows 12-15; two q heads a group.
+    group_0 = [0, 1, 2, 3, 8, 9, 12, 13]
+    group_1 = [4, 5, 6, 7, 10, 11, 14, 15]
+    assert qkv_row_order(SMALL).tolist() == group_0 + group_1
+    assert qkv_row_order(SMALL, 0, 2).tolist() == group_0
+    assert qkv_row_order(SMALL, 1, 2).tolist() == group_1
+
+
+def test_fc1_rows_are_gate_then_up_on_every_rank() -> None:
+    assert fc1_row_order(SMALL).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert fc1_row_order(SMALL, 0, 2).tolist() == [0, 1, 4, 5]
+    assert fc1_row_order(SMALL, 1, 2).tolist() == [2, 3, 6, 7]
+
+
+@pytest.mark.parametrize("model_type", TINY_MODEL_TYPES)
+def test_ranks_together_hold_every_weight_once(tmp_path: Path, model_type: TinyModelType) -> None:
+    directory = make_tiny_model(tmp_path, model_type, num_shards=2)
+    spec, source = read_model_spec(directory / "config.json"), HFCheckpoint(directory)
+    ranks = [rank_tensors(spec, source, rank, 2) for rank in range(2)]
+    layer = "model.layers.3.self_attn."
+    for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
+        whole = torch.cat([source.read(f"{layer}{part}_proj.{kind}") for part in "qkv"])
+        for rank, held in enumerate(ranks):
+            name = f"decoder.layers.3.self_attention.linear_qkv.{kind}"
+            torch.testing.assert_close(held[name], whole[qkv_row_order(spec, rank, 2)])
+    gate_up = [source.read(f"model.layers.0.mlp.{part}_proj.weight") for part in ("gate", "up")]
+    for rank, held in enumerate(ranks):
+        rows = torch.cat(gate_up)[fc1_row_order(spec, rank, 2)]
+        torch.testing.assert_close(held["decoder.layers.0.mlp.linear_fc1.weight"], rows)
+    for megatron, hf, dim in (
+        ("embedding.word_embeddings.weight", "model.embed_tokens.weight", 0),
+        ("decoder.layers.1.self_attention.linear_proj.weight", O_PROJ, 1),
+        ("decoder.layers.1.mlp.linear_fc2.weight", "model.layers.1.mlp.down_proj.weight", 1),
+        ("output_layer.weight", HEAD, 0),
+    ):
+        joined = torch.cat([held[megatron] for held in ranks], dim=dim)
+        torch.testing.assert_close(joined, source.read(hf))
+    elements = sum(t.numel() for held in ranks for n, t in held.items() if "norm" not in n)
+    norms = sum(t.numel() for n, t in ranks[1].items() if "norm" in n)
+    assert elements + norms == sum(source.read(name).numel() for name in source.keys())  # noqa: SIM118
+
+
+def test_a_stage_numbers_its_layers_from_zero(directory: Path, spec: ModelSpec) -> None:
+    source = HFCheckpoint(directory)
+    stage = {"layers": stage_layers(spec, 1, 2), "with_embedding": False, "with_output": False}
+    held = rank_tensors(spec, source, 0, 1, **stage)
+    assert {name.split(".")[2] for name in held} == {"0", "1"}
+    assert all(name.startswith("decoder.layers.") for name in held)
+    proj = held["decoder.layers.0.self_attention.linear_proj.weight"]
+    torch.testing.assert_close(proj, source.read("model.layers.2.self_attn.o_proj.weight"))
+
+
+def test_vocabulary_is_padded_with_zero_rows(directory: Path, spec: ModelSpec) -> None:
+    source = HFCheckpoint(directory)
+    ranks = [rank_tensors(spec, source, rank, 4)["output_layer.weight"] for rank in range(4)]
+    assert [len(rows) for rows in ranks] == [32, 32, 32, 32]
+    torch.testing.assert_close(torch.cat(ranks)[:127], source.read(HEAD))
+    assert not ranks[3][31].any()
+
+
+def test_a_vocabulary_smaller_than_a_ranks_rows_leaves_ranks_empty() -> None:
+    spec = replace(SMALL, vocab_size=2, num_heads=4, num_kv_heads=4, ffn_size=4)
+    source = RandomWeights(hf_shapes(spec), seed=0, device=torch.device("cpu"), dtype=torch.float32)
+    last = rank_tensors(spec, source, 3, 4)["embedding.word_embeddings.weight"]
+    assert last.shape == (1, 6)
+    assert not last.any()
+
+
+def test_tied_output_is_the_embedding(tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path, "llama", tied=True)
+    held = rank_tensors(read_model_spec(directory / "config.json"), HFCheckpoint(directory), 1, 2)
+    embedding = held["embedding.word_embeddings.weight"]
+    torch.testing.assert_close(held["output_layer.weight"], embedding)
+
+
+def test_parts_of_a_tensor_are_read(directory: Path) -> None:
+    source, whole = HFCheckpoint(directory), load_file(directory / WHOLE)[Q_PROJ]
+    runs = [slice(3, 5), slice(0, 2)]
+    torch.testing.assert_close(source.read(Q_PROJ, runs), whole[[3, 4, 0, 1]])
+    torch.testing.assert_close(source.read(Q_PROJ, slice(2, 4), slice(1, 7)), whole[2:4, 1:7])
+    assert source.keys() == sorted(load_file(directory / WHOLE))
+
+
+def test_random_weights_do_not_depend_on_the_slice() -> None:
+    options = {"seed": 3, "device": torch.device("cpu"), "dtype": torch.float32}
+    source = RandomWeights(hf_shapes(SMALL), **options)
+    whole = source.read(Q_PROJ)
+    torch.testing.assert_close(source.read(Q_PROJ, shard_range(8, 1, 2)), whole[4:])
+    torch.testing.assert_close(source.read(Q_PROJ, cols=slice(2, 4)), whole[:, 2:4])
+    again = RandomWeights(hf_shapes(SMALL), **options).read(Q_PROJ)
+    torch.testing.assert_close(again, whole)
+    others = RandomWeights(hf_shapes(SMALL), **(options | {"seed": 4}))
+    assert not torch.equal(others.read(Q_PROJ), whole)
+    assert not torch.equal(source.read("model.layers.0.self_attn.q_proj.weight"), whole)
+    assert (source.read("model.norm.weight") == 1).all()
+    large = RandomWeights({"w.weight": (400, 400)}, **options).read("w.weight")
+    assert large.std().item() == pytest.approx(0.02, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickles_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=rf"must be safetensors, got {name} \(pickle\)"):
+        HFCheckpoint(tmp_path)
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must hold model.safetensors or .*, got no files"):
+        HFCheckpoint(tmp_path)
+    with pytest.raises(ValueError, match=r"must hold model.safetensors or .*, got no files"):
+        HFCheckpoint(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -1])
+def test_a_truncated_file_is_refused(directory: Path, size: int) -> None:
+    content = (directory / WHOLE).read_bytes()
+    (directory / WHOLE).write_bytes(content[:size])
+    with pytest.raises(ValueError, match=r"model.safetensors must be a complete safetensors file"):
+        HFCheckpoint(directory)
+
+
+def test_a_corrupt_header_is_refused(directory: Path) -> None:
+    content = bytearray((directory / WHOLE).read_bytes())
+    content[:8] = b"\xff" * 8
+    (directory / WHOLE).write_bytes(content)
+    with pytest.raises(ValueError, match=r"model.safetensors must be a complete safetensors file"):
+        HFCheckpoint(directory)
+
+
+def test_an_index_naming_a_missing_file_is_refused(tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path, "llama", num_shards=3)
+    missing = sorted(directory.glob("model-*"))[1]
+    missing.unlink()
+    with pytest.raises(ValueError, match=rf"must name files that exist, got {missing.name}$"):
+        HFCheckpoint(directory)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}', "\udcff"])
+def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / INDEX).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"index.json must be JSON with a weight_map"):
+        HFCheckpoint(tmp_path)
+
+
+def test_a_missing_tensor_is_refused(directory: Path, spec: ModelSpec) -> None:
+    tensors = load_file(directory / WHOLE)
+    del tensors[O_PROJ]
+    save_file(tensors, directory / WHOLE)
+    with pytest.raises(ValueError, match=rf"must hold the tensor {O_PROJ}, got 38 others"):
+        rank_tensors(spec, HFCheckpoint(directory), 0, 1)
+
+
+def test_an_index_that_lies_about_a_tensor_is_refused(tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path, "llama", num_shards=2)
+    index = json.loads((directory / INDEX).read_text())
+    for path in directory.glob("model-*"):
+        tensors = load_file(path)
+        if tensors.pop(Q_PROJ, None) is not None:
+            save_file(tensors, path)
+    assert Q_PROJ in index["weight_map"]
+    with pytest.raises(ValueError, match=rf"must hold the tensor {Q_PROJ}"):
+        check_weights(read_model_spec(directory / "config.json"), HFCheckpoint(directory))
+
+
+def test_a_wrong_shape_is_refused_with_both_shapes(directory: Path, spec: ModelSpec) -> None:
+    wrong = replace(spec, ffn_size=192)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    with pytest.raises(ValueError, match=rf"{name} must have shape \[192, 64\], got \[96, 64\]"):
+        check_weights(wrong, HFCheckpoint(directory))
+
+
+def test_quantised_weights_are_refused(directory: Path, spec: ModelSpec) -> None:
+    tensors = load_file(directory / WHOLE)
+    tensors[O_PROJ] = tensors[O_PROJ].to(torch.float8_e4m3fn)
+    save_file(tensors, directory / WHOLE)
+    with pytest.raises(ValueError, match=rf"{O_PROJ} must be float32, .*got torch.float8_e4m3fn"):
+        rank_tensors(spec, HFCheckpoint(directory), 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "sizes", "message"),
+    [
+        ({}, {"tp_size": 3}, r"num_heads must be a multiple of tp_size=3, got 4"),
+        ({}, {"tp_size": 4}, r"num_kv_heads must be a multiple of tp_size=4, got 2"),
+        ({"ffn_size": 5}, {"tp_size": 2}, r"ffn_size must be a multiple of tp_size=2, got 5"),
+        ({}, {"pp_size": 3}, r"num_layers must be a multiple of pp_size=3, got 2"),
+    ],
+)
+def test_layouts_that_do_not_divide_are_refused(
+    change: dict[str, int], sizes: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_layout(replace(SMALL, **change), ParallelLayout(**sizes))
+
+
+def test_an_odd_vocabulary_and_hidden_size_divide() -> None:
+    spec = replace(SMALL, hidden_size=7, vocab_size=11)
+    check_layout(spec, ParallelLayout(tp_size=2, pp_size=2, cp_size=3))

@@ -1,0 +1,202 @@
+"""Cutting micro-batches into nano-batches: nothing lost, in order, padded alike."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.ops.routing.segments import Document, join_nano_batches, pack_micro_batch
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.parallel.nano.cuts import (
+    cut_by_length,
+    cut_to_fit,
+    fill_parts,
+    padded_rows,
+    shard_order,
+)
+from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.packing.nano_batches import NanoSplit
+from tlora_megatron.training.packing.packing import Item, Placed, RoundShape, SplitBatch, pack
+from tlora_megatron.training.packing.round_rows import RoundRows
+
+CPU = torch.device("cpu")
+LENGTHS = (5, 9, 3, 30, 1, 12, 7)
+SLOTS = (0, 0, 0, 1, 3, 3, 3)
+
+
+def documents(lengths: tuple[int, ...] = LENGTHS) -> list[Document]:
+    return [Document(slot=s, length=n) for s, n in zip(SLOTS, lengths, strict=False)]
+
+
+def placed_items(lengths: tuple[int, ...] = LENGTHS) -> list[Placed]:
+    """Items with tokens that tell them apart; the first one of a slot has no targets."""
+    items, first_token = [], 0
+    for index, (slot, length) in enumerate(zip(SLOTS, lengths, strict=False)):
+        tokens = np.arange(length + 1) + 100 * (index + 1)
+        sequence = TokenSequence(tokens=tokens, is_target=tokens % 3 != 0)
+        items.append(Placed(slot, Item(sequence, index, first_token, 1.0 / (index + 1))))
+        first_token += length
+    return items
+
+
+def groups(*, tp_size: int = 1, sequence_parallel: bool = False) -> ParallelGroups:
+    layout = ParallelLayout(tp_size=tp_size, sequence_parallel=sequence_parallel)
+    nobody: Any = None
+    return ParallelGroups(
+        layout=layout, tp_rank=0, pp_rank=0, cp_rank=0, dp_rank=0, tp_group=nobody,
+        dp_cp_group=nobody, model_group=nobody, device=CPU,
+    )  # fmt: skip
+
+
+def nano_split(count: int, most_rows: int | None = None, **layout: Any) -> NanoSplit:
+    return NanoSplit(
+        num_nano_batches=count, multiple=4, token_budget=80, most_rows=most_rows, num_slots=4,
+        dropout_keys=(), groups=groups(**layout),
+    )  # fmt: skip
+
+
+def split_of(count: int, most_rows: int | None = None, **layout: Any) -> SplitBatch:
+    (split,) = nano_split(count, most_rows, **layout).pack([placed_items()], lambda _: True)
+    assert split is not None
+    return split
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 20])
+def test_a_cut_keeps_all_documents_in_order(count: int) -> None:
+    cuts = cut_by_length(documents(), count)
+    assert cuts[0] == 0
+    assert cuts[-1] == len(LENGTHS)
+    assert list(cuts) == sorted(set(cuts))
+    assert len(cuts) - 1 <= count
+
+
+def test_a_cut_that_padding_does_not_leave_room_for_has_fewer_parts() -> None:
+    lengths = (5, 5, 5, 5)
+    assert padded_rows(documents(lengths), (0, 1, 4), 4) == (8, 16)
+    for most_rows, parts in ((None, 4), (32, 4), (31, 2), (24, 2), (23, 1), (3, 1)):
+        cuts = cut_to_fit(documents(lengths), 4, multiple=4, most_rows=most_rows)
+        assert len(cuts) - 1 == parts, most_rows
+
+
+def test_padding_goes_to_the_smallest_part_and_then_into_one_of_its_own() -> None:
+    assert fill_parts((8, 16), num_rows=24, multiple=8, most_rows=16) == (8, 16)
+    assert fill_parts((8, 16), num_rows=32, multiple=8, most_rows=16) == (16, 16)
+    assert fill_parts((8, 16), num_rows=48, multiple=8, most_rows=16) == (16, 16, 16)
+    assert fill_parts((), num_rows=8, multiple=8, most_rows=16) == (8,)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_a_shard_is_every_nano_batch_s_shard(num_shards: int) -> None:
+    rows = (8, 16, 4)
+    order = shard_order(rows, num_shards)
+    assert sorted(order.tolist()) == list(range(sum(rows)))
+    begins = [0, 8, 24]
+    for shard, held in enumerate(order.view(num_shards, -1)):
+        runs = [
+            range(begin + shard * size // num_shards, begin + (shard + 1) * size // num_shards)
+            for begin, size in zip(begins, rows, strict=True)
+        ]
+        assert held.tolist() == list(itertools.chain(*runs))
+
+
+def test_a_joined_micro_batch_has_the_rows_of_its_nano_batches() -> None:
+    views = [
+        pack_micro_batch(part, num_slots=4, num_tokens=size)
+        for part, size in ((documents()[:3], 20), (documents()[3:], 52))
+    ]
+    joined = join_nano_batches(views)
+    assert joined.num_tokens == 72
+    assert joined.nano_views == tuple(views)
+    expected = torch.cat([view.positions(CPU) for view in views])
+    assert torch.equal(joined.positions(CPU), expected)
+    with pytest.raises(AssertionError, match="no single run"):
+        _ = joined.rows
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}])
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_a_split_has_the_same_tokens_and_targets(count: int, layout: dict[str, Any]) -> None:
+    whole = pack(
+        placed_items(), num_tokens=80, num_slots=4, dropout_keys=(), cp_rank=0, cp_size=1,
+        device=CPU,
+    )  # fmt: skip
+    batch, places = split_of(count, **layout)
+    used = sum(LENGTHS)
+    assert len(batch.view.nano_views) in range(2, count + 1)
+    assert all(view.num_tokens % 4 == 0 for view in batch.view.nano_views)
+    for name in ("tokens", "labels", "weights"):
+        ours, plain = (getattr(b, name).flatten() for b in (batch, whole))
+        assert torch.equal(ours[places], plain[:used]), name
+        assert ours.count_nonzero() == plain.count_nonzero(), name
+    positions = batch.positions(CPU)[0]
+    assert torch.equal(positions[places], whole.positions(CPU)[0, :used])
+    assert batch.weights[batch.target_rows].all()
+    assert len(batch.target_rows) == len(whole.target_rows)
+
+
+def test_values_of_the_rows_that_ran_come_back_in_order() -> None:
+    whole = pack(
+        placed_items(), num_tokens=80, num_slots=4, dropout_keys=(), cp_rank=0, cp_size=1,
+        device=CPU,
+    )  # fmt: skip
+    split = split_of(3, tp_size=2, sequence_parallel=True)
+    packed = type(whole)(
+        view=whole.view, tokens=whole.tokens, labels=whole.labels, weights=whole.weights,
+        target_rows=whole.target_rows, split=split,
+    )  # fmt: skip
+    assert packed.to_run is split.batch
+    ordered = packed.in_order(split.batch.weights)
+    assert torch.equal(ordered, whole.weights)
+    assert torch.equal(whole.in_order(whole.weights), whole.weights)
+
+
+def test_jobs_that_are_gone_move_no_cut_of_the_others() -> None:
+    whole = split_of(3)
+    (gone,) = nano_split(3).pack([placed_items()], lambda p: p.slot != 1)
+    assert gone is not None
+
+    def parts(split: SplitBatch) -> list[set[tuple[int, int]]]:
+        found = []
+        for view in split.batch.view.nano_views:
+            documents = [d for d in view.documents if d.slot not in (1, 4)]
+            found.append({(d.slot, d.first_token) for d in documents})
+        return [part for part in found if part]
+
+    assert parts(gone) == parts(whole)
+
+
+def test_all_micro_batches_of_a_round_have_equally_many_rows() -> None:
+    items = placed_items()
+    splits = nano_split(2).pack([items[:4], items[4:], []], lambda _: True)
+    assert {s.batch.view.num_tokens for s in splits if s is not None} == {52}
+    assert [len(s.batch.view.nano_views) for s in splits if s is not None] == [2, 2, 1]
+
+
+def test_micro_batches_of_one_sequence_run_whole() -> None:
+    items = placed_items()
+    assert nano_split(4).pack([items[:1], items[1:2]], lambda _: True) == [None, None]
+
+
+def test_a_fixed_number_of_rows_is_kept() -> None:
+    assert split_of(3, most_rows=80).batch.view.num_tokens == 80
+    assert RoundShape().fills_budget is False
+
+
+@pytest.mark.parametrize(("lengths", "parts"), [((30, 30), 2), ((60, 4), 1), ((64,), 1)])
+def test_kernels_are_cut_for_the_number_asked_for_whatever_the_documents(
+    lengths: tuple[int, ...], parts: int
+) -> None:
+    """Alone a job's documents may not be cut: its bits must not depend on that."""
+    rows = RoundRows(
+        groups=groups(), micro_batch_tokens=64, fills_budget=False, active=(True,) * 4,
+        dropout_keys=(), num_nano_batches=2, cut=cut_by_length,
+    )  # fmt: skip
+    (batch,) = rows.pack([placed_items(lengths)])
+    views = batch.to_run.view.nano_views or (batch.view,)
+    assert len(views) == parts
+    assert {view.rows.row_budget for view in views} == {32}

@@ -1,0 +1,292 @@
+"""Metrics lines hold each step once, as strict JSON, through resumes, kills and bad numbers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tlora_megatron.training import metrics
+from tlora_megatron.training.metrics import (
+    JobMetrics,
+    read_metrics,
+    write_atomic,
+    write_summary,
+)
+
+INF, NAN = float("inf"), float("nan")
+
+
+def open_metrics(out: Path, *, name: str = "gsm8k", resume_step: int = 0) -> JobMetrics:
+    return JobMetrics(out, name, tensorboard=False, wandb_project=None, resume_step=resume_step)
+
+
+def log_steps(job: JobMetrics, begin: int, end: int, *, loss: float = 2.0) -> None:
+    for step in range(begin, end):
+        job.log_step(step, loss, 0.5, 1e-3, 40, 100, 0.25)
+
+
+def strict(text: str) -> list[dict]:
+    def refuse(literal: str) -> None:
+        raise AssertionError(f"{literal} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def test_lines_hold_the_documented_keys(tmp_path: Path) -> None:
+    with open_metrics(tmp_path) as job:
+        job.log_eval(0, 4.0, 0.0)
+        job.log_step(1, 2.5, 0.75, 1e-3, 40, 100, 0.25)
+        job.log_eval(1, 3.0, None)
+    path = tmp_path / "jobs" / "gsm8k" / "metrics.jsonl"
+    assert job.path == path
+    step = {"step": 1, "loss": 2.5, "grad_norm": 0.75, "lr": 1e-3}
+    assert strict(path.read_text()) == [
+        {"step": 0, "eval_loss": 4.0, "eval_exact_match": 0.0},
+        step | {"target_tokens": 40, "tokens": 100, "time_s": 0.25},
+        {"step": 1, "eval_loss": 3.0, "eval_exact_match": None},
+    ]
+    assert read_metrics(path) == strict(path.read_text())
+
+
+def test_every_line_is_on_disk_before_the_next(tmp_path: Path) -> None:
+    job = open_metrics(tmp_path)
+    for step in (1, 2, 3):
+        log_steps(job, step, step + 1)
+        assert len(read_metrics(job.path)) == step
+    job.close()
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_nonfinite_is_null_and_flagged(tmp_path: Path, value: float) -> None:
+    with open_metrics(tmp_path) as job:
+        job.log_step(1, value, 0.5, 1e-3, 40, 100, 0.25, skipped=True)
+        job.log_step(2, 1.0, 0.5, 1e-3, 40, 100, 0.25)
+        job.log_eval(2, value, 0.5)
+    bad, good, evaluation = strict(job.path.read_text())
+    assert (bad["loss"], bad["nonfinite"], bad["skipped"]) == (None, True, True)
+    assert bad["grad_norm"] == 0.5
+    assert not {"nonfinite", "skipped"} & good.keys()
+    assert (evaluation["eval_loss"], evaluation["nonfinite"]) == (None, True)
+
+
+def test_missing_exact_match_is_not_nonfinite(tmp_path: Path) -> None:
+    with open_metrics(tmp_path) as job:
+        job.log_eval(5, 1.0, None)
+    assert "nonfinite" not in read_metrics(job.path)[0]
+
+
+def test_resume_repeats_no_step(tmp_path: Path) -> None:
+    with open_metrics(tmp_path) as job:
+        job.log_eval(0, 4.0, 0.0)
+        log_steps(job, 1, 6, loss=1.0)
+        job.log_eval(5, 3.0, 0.1)
+        log_steps(job, 6, 9, loss=1.0)
+        job.log_eval(8, 2.0, 0.2)
+    with job.path.open("a") as file:
+        file.write('{"step": 9, "lo')
+    with open_metrics(tmp_path, resume_step=5) as job:
+        job.log_eval(5, 3.0, 0.1)
+        log_steps(job, 6, 11, loss=2.0)
+        job.log_eval(8, 2.5, 0.2)
+    records = read_metrics(job.path)
+    steps = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    assert steps == [(s, 1.0 if s <= 5 else 2.0) for s in range(1, 11)]
+    assert [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r] == [
+        (0, 4.0),
+        (5, 3.0),
+        (8, 2.5),
+    ]
+
+
+def test_resume_beyond_the_file_keeps_all_and_drops_the_torn_line(tmp_path: Path) -> None:
+    with open_metrics(tmp_path) as job:
+        log_steps(job, 1, 4)
+    whole = job.path.read_bytes()
+    job.path.write_bytes(whole + b'{"step": 4')
+    open_metrics(tmp_path, resume_step=7).close()
+    assert job.path.read_bytes() == whole
+
+
+def test_a_fresh_start_drops_the_old_lines(tmp_path: Path) -> None:
+    with open_metrics(tmp_path) as job:
+        job.log_eval(0, 4.0, 0.0)
+        log_steps(job, 1, 4)
+    with open_metrics(tmp_path) as job:
+        job.log_eval(0, 4.5, 0.0)
+    assert [r["eval_loss"] for r in read_metrics(job.path)] == [4.5]
+
+
+def test_truncation_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_metrics(tmp_path) as job:
+        log_steps(job, 1, 6)
+    before = job.path.read_bytes()
+
+    def killed(*_: object) -> None:
+        raise OSError("killed before the rename")
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(OSError, match="killed before the rename"):
+        open_metrics(tmp_path, resume_step=2)
+    assert job.path.read_bytes() == before
+    assert os.listdir(job.path.parent) == ["metrics.jsonl"]
+
+
+def test_lines_survive_sigkill(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from tlora_megatron.training.metrics import JobMetrics\n"
+        "job = JobMetrics(Path(sys.argv[1]), 'j', tensorboard=False, wandb_project=None)\n"
+        "for step in range(1, 8): job.log_step(step, 1.0, 1.0, 1e-3, 4, 8, 0.1)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = Path(metrics.__file__).parents[2]
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=root, check=False)
+    assert result.returncode == -signal.SIGKILL
+    with open_metrics(tmp_path, name="j", resume_step=5) as job:
+        log_steps(job, 6, 9)
+    assert [r["step"] for r in read_metrics(job.path)] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("step", [3, 2])
+def test_a_step_is_not_written_twice(tmp_path: Path, step: int) -> None:
+    with open_metrics(tmp_path) as job:
+        log_steps(job, 1, 4)
+        with pytest.raises(RuntimeError, match=f"'gsm8k': step must be greater .*3, got {step}"):
+            log_steps(job, step, step + 1)
+
+
+def test_resumed_job_starts_after_its_resume_step(tmp_path: Path) -> None:
+    with (
+        open_metrics(tmp_path, resume_step=5) as job,
+        pytest.raises(RuntimeError, match="greater than the last one written, 5, got 5"),
+    ):
+        log_steps(job, 5, 6)
+
+
+@pytest.mark.parametrize("line", ["{not json", "[1]", '{"loss": 1.0}', '{"step": "1"}', "\0\0"])
+def test_a_corrupt_whole_line_is_refused_by_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2 must be a JSON object with an integer"):
+        read_metrics(path)
+
+
+def test_tensorboard_events_hide_what_a_resume_takes_again(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("torch")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for begin, end, loss in ((1, 6, 1.0), (4, 7, 2.0)):
+        with JobMetrics(
+            tmp_path, "j", tensorboard=True, wandb_project=None, resume_step=begin - 1
+        ) as job:
+            log_steps(job, begin, end, loss=loss)
+            job.log_eval(end - 1, 0.5, None)
+    events = EventAccumulator(str(job.path.parent / "tensorboard"))
+    events.Reload()
+    assert {"train/loss", "train/grad_norm", "train/lr"} < set(events.Tags()["scalars"])
+    assert "eval/exact_match" not in events.Tags()["scalars"]
+    losses = [(e.step, e.value) for e in events.Scalars("train/loss")]
+    assert losses == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0)]
+    assert [e.step for e in events.Scalars("eval/loss")] == [6]
+
+
+def test_without_tensorboard_one_warning_for_all_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    metrics._summary_writer.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for name in ("a", "b"):
+            with JobMetrics(tmp_path, name, tensorboard=True, wandb_project=None) as job:
+                log_steps(job, 1, 3)
+            assert len(read_metrics(job.path)) == 2
+    metrics._summary_writer.cache_clear()
+    assert [r.message for r in caplog.records if "pip install tensorboard" in r.message] == [
+        "no TensorBoard events are written: it is missing; pip install tensorboard"
+    ]
+
+
+def test_wandb_asked_for_but_missing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"'j': W&B must be installed .*'p'; pip install 'wandb"):
+        JobMetrics(tmp_path, "j", tensorboard=False, wandb_project="p")
+
+
+class FakeWandbRun:
+    """Records what a W&B run is told."""
+
+    def __init__(self, run_id: str) -> None:
+        self.id, self.lines, self.finished = run_id, [], 0
+
+    def define_metric(self, *_: object, **__: object) -> None: ...
+
+    def log(self, line: dict) -> None:
+        self.lines.append(line)
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def test_wandb_run_is_continued_on_resume_and_new_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[FakeWandbRun] = []
+    asked: list[dict] = []
+
+    def init(**options: object) -> FakeWandbRun:
+        asked.append(options)
+        runs.append(FakeWandbRun(options["id"] or f"new{len(runs)}"))
+        return runs[-1]
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for resume_step in (0, 2, 0):
+        job = JobMetrics(
+            tmp_path, "j", tensorboard=False, wandb_project="p", resume_step=resume_step
+        )
+        job.log_step(resume_step + 1, NAN, 0.5, 1e-3, 40, 100, 0.25)
+        job.close()
+        job.close()
+    assert [run.id for run in runs] == ["new0", "new0", "new2"]
+    assert all(o["project"] == "p" and o["name"] == "j" for o in asked)
+    assert [run.finished for run in runs] == [1, 1, 1]
+    line = runs[1].lines[0]
+    assert (line["step"], line["train/grad_norm"]) == (3, 0.5)
+
+
+def test_summary_is_strict_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_summary(tmp_path, {"run": {"rounds": 3}, "jobs": {"a": {"last_loss": NAN}}})
+    assert path == tmp_path / "summary.json"
+    first = {"run": {"rounds": 3}, "jobs": {"a": {"last_loss": None}}}
+    assert json.loads(path.read_text()) == first
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_summary(tmp_path, {"run": {}})
+    assert json.loads(path.read_text()) == first
+    assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_write_atomic_replaces(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    for text in ("a", "ü"):
+        write_atomic(path, text)
+        assert path.read_text(encoding="utf-8") == text
+    assert os.listdir(tmp_path) == ["x.json"]
+
+
+def test_reading_metrics_needs_no_torch() -> None:
+    code = (
+        "import sys, tlora_megatron.training.report.report; assert not {'torch'} & set(sys.modules)"
+    )
+    root = Path(metrics.__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)

@@ -1,0 +1,228 @@
+"""The per-job optimizer against torch's AdamW and `clip_grad_norm_`, a job at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.optimizer_case import (
+    CPU,
+    SLOTS,
+    SPECS,
+    TorchJob,
+    accumulate,
+    make_bank,
+    random_gradient,
+    request,
+    state,
+    unmoved,
+)
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.optimizer import StepOutcome, step_adapters
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ParallelGroups]:
+    """A world of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = dist.group.WORLD
+    assert world is not None
+    yield ParallelGroups(
+        layout=ParallelLayout(),
+        tp_rank=0,
+        pp_rank=0,
+        cp_rank=0,
+        dp_rank=0,
+        tp_group=world,
+        dp_cp_group=world,
+        model_group=world,
+        device=CPU,
+    )
+    dist.destroy_process_group()
+
+
+def test_steps_equal_torch_job_by_job(groups: ParallelGroups) -> None:
+    bank = make_bank()
+    jobs = [TorchJob(bank, slot) for slot in SLOTS]
+    updates = [0, 0, 0]
+    for step in range(8):
+        # Not every job steps in every round, nor by the same rate.
+        stepping = [slot for slot in SLOTS if (step + slot) % (slot + 1) == 0]
+        rates = {slot: SPECS[slot].lr * (1 + step) / 8 for slot in stepping}
+        gradients = {slot: random_gradient(bank, slot, step, 0.1 * (1 + step)) for slot in stepping}
+        for slot in stepping:
+            accumulate(bank, slot, gradients[slot])
+        requests = [request(slot, updates[slot], lr=rates[slot]) for slot in stepping]
+        outcomes = step_adapters(bank, groups, requests)
+        for slot, outcome in zip(stepping, outcomes, strict=True):
+            updates[slot] += 1
+            norm = jobs[slot].step(gradients[slot], rates[slot])
+            assert outcome.applied
+            assert outcome.loss == 2.5
+            assert outcome.grad_norm == pytest.approx(norm, rel=1e-6)
+        for slot in SLOTS:
+            master = bank.adapters[slot].slab.master
+            torch.testing.assert_close(master, jobs[slot].master, rtol=2e-6, atol=2e-7)
+    assert updates == [8, 4, 3]
+
+
+def test_the_cases_clip_and_do_not(groups: ParallelGroups) -> None:
+    bank = make_bank()
+    norms = [float(random_gradient(bank, slot, 0, 0.1).norm()) for slot in SLOTS]
+    assert norms[0] > SPECS[0].max_grad_norm > 0
+    assert norms[2] < SPECS[2].max_grad_norm
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3, 1.0, 1e6])
+def test_a_clipped_gradient_has_the_limit_s_norm(
+    max_grad_norm: float, groups: ParallelGroups
+) -> None:
+    """The first moment after one step is `(1 - beta1)` times the gradient that was used."""
+    bank = make_bank()
+    flat = random_gradient(bank, 0, 1)
+    accumulate(bank, 0, flat)
+    spec = replace(SPECS[0], max_grad_norm=max_grad_norm)
+    step_adapters(bank, groups, [request(0, 0)._replace(spec=spec)])
+    used = bank.adapters[0].slab.exp_avg / (1 - spec.betas[0])
+    limit = min(max_grad_norm or math.inf, float(flat.norm()))
+    assert float(used.norm()) == pytest.approx(limit, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "poison"),
+    [(math.nan, None), (math.inf, None), (-math.inf, None), (1.0, math.nan), (1.0, math.inf),
+     (1.0, -math.inf)],
+)  # fmt: skip
+def test_what_is_not_finite_moves_nobody(
+    loss: float, poison: float | None, groups: ParallelGroups
+) -> None:
+    bank, alone = make_bank(), make_bank()
+    for each in (bank, alone):
+        for slot in SLOTS:
+            accumulate(each, slot, random_gradient(each, slot, 5))
+    before = state(bank, 1)
+    if poison is not None:
+        flat = torch.zeros(bank.adapters[1].slab.layout.numel)
+        flat[-1] = poison
+        accumulate(bank, 1, flat)
+    bad = request(1, 0, loss=loss)
+    outcomes = step_adapters(bank, groups, [request(0, 0), bad, request(2, 0)])
+    healthy = step_adapters(alone, groups, [request(0, 0), request(1, 0), request(2, 0)])
+    assert [outcome.applied for outcome in outcomes] == [True, False, True]
+    assert not (math.isfinite(outcomes[1].loss) and math.isfinite(outcomes[1].grad_norm))
+    assert unmoved(before, state(bank, 1))
+    for slot in (0, 2):
+        assert outcomes[slot] == healthy[slot]
+        assert unmoved(state(alone, slot), state(bank, slot))
+    assert not bank.adapters[1].slab.grad.any(), "a bad gradient must not reach the next step"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float32, math.nan), (torch.bfloat16, -math.inf), (torch.bfloat16, 3.4e38),
+     (torch.float16, 7e4)],
+)  # fmt: skip
+def test_weights_that_overflow_stay_out_of_the_arenas_and_stop_their_job(
+    dtype: torch.dtype, value: float, groups: ParallelGroups
+) -> None:
+    """GEMM tiles that adapters share multiply each one's weights with zeros for the others."""
+    bank = make_bank(dtype)
+    bank.adapters[1].slab.master[-1] = value
+    bank.refresh(1)
+    for factors in bank.factors.values():
+        assert all(arena.isfinite().all() for arena in (factors.lora_a, *factors.lora_b))
+    for slot in SLOTS:
+        accumulate(bank, slot, random_gradient(bank, slot, 5))
+    outcomes = step_adapters(bank, groups, [request(slot, 0) for slot in SLOTS])
+    assert [outcome.applied for outcome in outcomes] == [True, False, True]
+    assert math.isnan(outcomes[1].loss)
+    master = bank.adapters[1].slab.master[-1]
+    assert torch.equal(master, torch.tensor(value)) or master.isnan(), "it is not made up"
+
+
+def test_an_update_that_overflows_stops_its_job_at_the_next_step(groups: ParallelGroups) -> None:
+    bank = make_bank()
+    for step in range(2):
+        accumulate(bank, 0, random_gradient(bank, 0, step))
+        outcome = step_adapters(bank, groups, [request(0, step, lr=3e38)])[0]
+        assert outcome.applied == (step == 0)
+    assert not bank.adapters[0].slab.master.isfinite().all(), "the case must overflow"
+    assert torch.cat(bank._copies[0]).isfinite().all()
+
+
+def test_a_job_goes_on_after_a_skipped_step_as_if_it_had_not_been(groups: ParallelGroups) -> None:
+    bank, clean = make_bank(), make_bank()
+    updates = 0
+    for step in range(4):
+        flat = random_gradient(bank, 0, step)
+        accumulate(bank, 0, flat)
+        outcome = step_adapters(bank, groups, [request(0, updates, loss=math.nan if step == 2
+                                                       else 1.0)])[0]  # fmt: skip
+        if outcome.applied:
+            accumulate(clean, 0, flat)
+            step_adapters(clean, groups, [request(0, updates)])
+        updates += outcome.applied
+    assert updates == 3
+    assert unmoved(state(clean, 0), state(bank, 0))
+
+
+def test_an_idle_job_does_not_move_and_keeps_its_gradient(groups: ParallelGroups) -> None:
+    bank = make_bank()
+    gradients = [random_gradient(bank, slot, 2) for slot in SLOTS]
+    for slot in SLOTS:
+        accumulate(bank, slot, gradients[slot])
+    before = [state(bank, slot) for slot in SLOTS]
+    step_adapters(bank, groups, [request(1, 0)])
+    assert [unmoved(before[slot], state(bank, slot)) for slot in SLOTS] == [True, False, True]
+    assert torch.equal(bank.adapters[0].slab.grad, gradients[0])
+    assert torch.equal(bank.adapters[2].slab.grad, gradients[2])
+    assert not bank.adapters[1].slab.grad.any()
+
+
+def test_a_rate_of_zero_moves_moments_only(groups: ParallelGroups) -> None:
+    bank = make_bank()
+    accumulate(bank, 0, random_gradient(bank, 0, 3))
+    before = bank.adapters[0].slab.master.clone()
+    assert step_adapters(bank, groups, [request(0, 0, lr=0.0)])[0].applied
+    slab = bank.adapters[0].slab
+    assert torch.equal(slab.master, before)
+    assert slab.exp_avg.any()
+    assert slab.exp_avg_sq.any()
+
+
+def test_nobody_asked_nothing_done(groups: ParallelGroups) -> None:
+    bank = make_bank()
+    before = [state(bank, slot) for slot in SLOTS]
+    assert step_adapters(bank, groups, []) == []
+    assert all(unmoved(before[slot], state(bank, slot)) for slot in SLOTS)
+
+
+def test_bf16_copies_follow_fp32_masters(groups: ParallelGroups) -> None:
+    bank = make_bank(torch.bfloat16)
+    slab = bank.adapters[0].slab
+    before = slab.master.clone()
+    for step in range(3):
+        accumulate(bank, 0, random_gradient(bank, 0, step))
+        step_adapters(bank, groups, [request(0, step, lr=1e-6)])
+    # Each step is far below a bf16 digit, and still counts.
+    assert slab.master.dtype == torch.float32
+    moved = (slab.master - before).abs()
+    assert 1e-7 < moved.mean() < 4e-6
+    copies = torch.cat(bank._copies[0])
+    assert copies.dtype == torch.bfloat16
+    assert torch.equal(copies, slab.master.bfloat16())
+
+
+def test_outcomes_are_values(groups: ParallelGroups) -> None:
+    bank = make_bank()
+    flat = random_gradient(bank, 2, 9)
+    accumulate(bank, 2, flat)
+    outcome = step_adapters(bank, groups, [request(2, 0, loss=0.75)])[0]
+    assert outcome == StepOutcome(0.75, outcome.grad_norm, True)
+    assert outcome.grad_norm == pytest.approx(float(flat.norm()), rel=1e-6)

@@ -1,0 +1,269 @@
+"""The configuration of a run: its sections, and how it is loaded.
+
+The fields of one job stand in `job.py`; types and ranges are read from there by `config_reader`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tlora_megatron.config.job import JobSpec, rule
+from tlora_megatron.config.reader import ConfigError, check_partial, must, read_spec, unknown
+from tlora_megatron.config.rules import (
+    KNOWN_TARGETS,
+    check_job,
+    existing_file,
+    is_usable_name,
+    resolve,
+    resolve_job_paths,
+)
+from tlora_megatron.config.run import RunSpec, ignored_overlap
+from tlora_megatron.config.source import apply_override, merge, read_document
+
+__all__ = [
+    "BaseModelSpec",
+    "ConfigError",
+    "JobError",
+    "ParallelSpec",
+    "RunConfig",
+    "RunSpec",
+    "config_to_dict",
+    "ignored_settings",
+    "load_config",
+    "read_config",
+]
+
+SECTIONS = ("base_model", "parallel", "run", "defaults", "jobs")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseModelSpec:
+    """The frozen backbone: a Hugging Face directory, or a config.json with random weights."""
+
+    path: str | None = rule(
+        "Hugging Face model directory, relative to the config file", default=None, nonempty=True
+    )
+    config: str | None = rule(
+        "config.json of a backbone with random weights", default=None, nonempty=True
+    )
+    random_init: bool = rule("draw the weights instead of reading them", default=False)
+    seed: int = rule("of the random weights", default=0, ge=0)
+    dtype: Literal["float32", "bfloat16"] = rule(
+        "of backbone weights and activations; adapters keep fp32 masters", default="bfloat16"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelSpec:
+    """How the backbone is cut; the data-parallel size is what the world size leaves."""
+
+    tp_size: int = rule("tensor-parallel processes", default=1, ge=1)
+    pp_size: int = rule("pipeline stages", default=1, ge=1)
+    cp_size: int = rule("context-parallel processes", default=1, ge=1)
+    sequence_parallel: bool = rule("shard activations between TP regions by token", default=False)
+    lora_sharding: Literal["auto", "fold", "rank_exchange", "s_lora"] = rule(
+        "how TP ranks share standard adapters (docs/lora_sharding.md): auto = what is predicted to "
+        "take least time; the same losses and checkpoints whichever",
+        default="auto",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobError:
+    """Why a job was left out; `name` is `jobs[i]` where the job has no usable name."""
+
+    name: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """A checked configuration; paths are absolute, every default is filled in."""
+
+    base_model: BaseModelSpec
+    parallel: ParallelSpec
+    run: RunSpec
+    jobs: tuple[JobSpec, ...]
+    job_errors: tuple[JobError, ...] = ()
+    """Jobs left out under `run.on_job_error: skip`."""
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), output_dir: str | None = None
+) -> RunConfig:
+    """Reads and checks a YAML or JSON configuration.
+
+    Args:
+        path: the file; relative paths in `data`, `init_from` and `base_model` start at its folder.
+        overrides: `path=value` texts, applied in order before any check.
+        output_dir: takes the place of `run.output_dir`; relative to the working directory.
+
+    Raises:
+        ConfigError: for the first thing that is wrong. With `run.on_job_error: skip` what is wrong
+            inside one job goes to `job_errors` instead, unless no job is left.
+    """
+    path = Path(path)
+    document = read_document(path)
+    for override in overrides:
+        apply_override(document, override)
+    return read_config(document, path.resolve().parent, output_dir=output_dir)
+
+
+def read_config(
+    document: dict[str, Any],
+    folder: Path,
+    *,
+    output_dir: str | None = None,
+    targets: Sequence[str] | None = KNOWN_TARGETS,
+    base_model: BaseModelSpec | None = None,
+) -> RunConfig:
+    """Checks the sections of a configuration that has been read already.
+
+    Args:
+        folder: where relative paths start.
+        output_dir: as `load_config`.
+        targets: as `check_job`.
+        base_model: takes the place of the section, which may then be absent.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    for key in document:
+        if key not in SECTIONS:
+            raise unknown("", key, SECTIONS)
+    run = _read_run(document.get("run", {}), output_dir)
+    if base_model is None:
+        base_model = _read_base_model(document.get("base_model"), folder)
+    parallel = read_spec(ParallelSpec, document.get("parallel", {}), "parallel")
+    skip = run.on_job_error == "skip"
+    jobs, errors = _read_jobs(document, folder, targets, skip=skip)
+    return RunConfig(
+        base_model=base_model, parallel=parallel, run=run, jobs=jobs, job_errors=errors
+    )
+
+
+def config_to_dict(config: RunConfig) -> dict[str, Any]:
+    """The plain values of a configuration, which `load_config` reads back to the same one.
+
+    Jobs that were left out are not in it.
+    """
+    document = {
+        "base_model": asdict(config.base_model),
+        "parallel": asdict(config.parallel),
+        "run": asdict(config.run),
+        "jobs": [asdict(job) for job in config.jobs],
+    }
+    return _plain(document)
+
+
+def ignored_settings(config: RunConfig) -> tuple[str, ...]:
+    """One sentence for each setting that the rest of the configuration leaves without effect."""
+    found = []
+    if config.parallel.sequence_parallel and config.parallel.tp_size == 1:
+        found.append("parallel.sequence_parallel has no effect with tp_size 1")
+    if config.parallel.lora_sharding != "auto" and config.parallel.tp_size == 1:
+        found.append("parallel.lora_sharding has no effect with tp_size 1")
+    found += ignored_overlap(config.run, config.parallel.tp_size)
+    if config.base_model.seed and not config.base_model.random_init:
+        found.append("base_model.seed has no effect without random_init")
+    for job in config.jobs:
+        if job.eval_every_steps and job.data.eval is None:
+            found.append(f"eval_every_steps of job {job.name} has no effect without data.eval")
+        if job.schedule.min_lr and job.schedule.name == "constant":
+            found.append(
+                f"schedule.min_lr of job {job.name} has no effect with a constant schedule"
+            )
+    return tuple(found)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _read_run(raw: Any, output_dir: str | None) -> RunSpec:
+    if output_dir is not None and isinstance(raw, dict):
+        raw = {**raw, "output_dir": output_dir}
+    run = read_spec(RunSpec, raw, "run")
+    if run.portion_tokens is not None and run.portion_tokens > run.micro_batch_tokens:
+        limit = f"be at most run.micro_batch_tokens = {run.micro_batch_tokens}"
+        raise must("run.portion_tokens", limit, run.portion_tokens)
+    return replace(run, output_dir=resolve(run.output_dir, Path.cwd()))
+
+
+def _read_base_model(raw: Any, folder: Path) -> BaseModelSpec:
+    if raw is None:
+        raise ConfigError(
+            "base_model must be given: {path: DIR}, or {config: FILE, random_init: true}"
+        )
+    base = read_spec(BaseModelSpec, raw, "base_model")
+    if (base.path is None) == (base.config is None):
+        got = "neither" if base.path is None else "both"
+        raise ConfigError(f"base_model must set exactly one of path and config, got {got}")
+    if base.path is not None:
+        if base.random_init:
+            raise must("base_model.random_init", "be false with path", True, "give config instead")
+        path = resolve(base.path, folder)
+        if not Path(path).is_dir():
+            remedy = "names on the Hugging Face hub are not downloaded: hf download NAME first"
+            raise must("base_model.path", "be an existing directory", path, remedy)
+        return replace(base, path=path)
+    if not base.random_init:
+        raise must("base_model.random_init", "be true with config", False, "or give path")
+    config = existing_file(base.config or "", folder, "base_model.config")
+    return replace(base, config=config)
+
+
+def _read_jobs(
+    document: dict[str, Any], folder: Path, targets: Sequence[str] | None, *, skip: bool
+) -> tuple[tuple[JobSpec, ...], tuple[JobError, ...]]:
+    defaults = document.get("defaults", {})
+    check_partial(JobSpec, defaults, "defaults")
+    if "name" in defaults:
+        raise ConfigError("defaults must not hold name: every job has its own")
+    entries = document.get("jobs")
+    if not isinstance(entries, list) or not entries:
+        raise must("jobs", "be a list of at least one job", entries)
+    _refuse_duplicate_names(entries)
+    jobs, errors = [], []
+    for index, entry in enumerate(entries):
+        path = f"jobs[{index}]"
+        try:
+            jobs.append(_read_job(defaults, entry, path, folder, targets))
+        except ConfigError as error:
+            raw_name = entry.get("name") if isinstance(entry, dict) else None
+            name = raw_name if is_usable_name(raw_name) else path
+            if not skip:
+                raise ConfigError(
+                    str(error) if name == path else f"{error} (job {name})"
+                ) from error
+            errors.append(JobError(name=name, message=str(error)))
+    if not jobs:
+        reasons = "; ".join(error.message for error in errors)
+        raise ConfigError(f"jobs must hold at least one that can start, got {reasons}")
+    return tuple(jobs), tuple(errors)
+
+
+def _refuse_duplicate_names(entries: list[Any]) -> None:
+    # Always stops the run: which of the two keeps the name's output folder is not ours to choose.
+    names = Counter(
+        str(entry["name"]) for entry in entries if isinstance(entry, dict) and "name" in entry
+    )
+    for name, count in names.items():
+        if count > 1:
+            raise ConfigError(f"jobs must have unique names, got {name!r} {count} times")
+
+
+def _read_job(
+    defaults: dict[str, Any], entry: Any, path: str, folder: Path, targets: Sequence[str] | None
+) -> JobSpec:
+    if not isinstance(entry, dict):
+        raise must(path, "be a mapping", entry)
+    job = read_spec(JobSpec, merge(defaults, entry), path)
+    check_job(job, path, targets)
+    return resolve_job_paths(job, path, folder)

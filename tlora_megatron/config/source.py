@@ -1,0 +1,141 @@
+"""A configuration file to plain values: YAML or JSON, defaults laid under, `--set` laid over."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tlora_megatron.config.reader import ConfigError, must, show
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """The mapping a YAML or JSON (`.json`) file holds.
+
+    Raises:
+        ConfigError: if the file is missing or malformed, repeats a key, or holds no mapping.
+    """
+    try:
+        with path.open("rb") as stream:
+            if path.suffix.lower() == ".json":
+                document = json.load(stream, object_pairs_hook=_unique_pairs)
+            else:
+                document = yaml.load(stream, Loader=_StrictLoader)
+    except OSError as error:
+        raise ConfigError(
+            f"config must be a readable file, got {path} ({error.strerror})"
+        ) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        kind = "JSON" if path.suffix.lower() == ".json" else "YAML"
+        raise ConfigError(f"{path} must be well-formed {kind}: {error}") from error
+    if not isinstance(document, dict):
+        raise must(str(path), "hold a mapping of sections", document)
+    return document
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `over` laid on it: mappings merge key by key, everything else is replaced."""
+    merged = copy.deepcopy(base)
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = merge(merged[key], value)
+        else:
+            merged[key] = copy.deepcopy(value)
+    return merged
+
+
+def apply_override(document: dict[str, Any], override: str) -> None:
+    """Sets one value in place: `run.seed=1`, `jobs[0].lora.rank=8`, `jobs.gsm8k.lora.rank=8`.
+
+    Raises:
+        ConfigError: if the text is not `path=value`, or the path does not lead anywhere.
+    """
+    path, equals, text = override.partition("=")
+    path = path.strip()
+    if not equals or not path:
+        raise must("--set", "be path=value", override)
+    try:
+        value = yaml.load(text, Loader=_StrictLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"--set {path} must be given a YAML value, got {text!r}: {error}"
+        ) from error
+    *parents, last = _split_path(path, document)
+    node: Any = document
+    for key in parents:
+        node = (
+            node.setdefault(key, {}) if isinstance(node, dict) else node[_locate(node, key, path)]
+        )
+    if isinstance(node, dict) and isinstance(last, str):
+        node[last] = value
+    else:
+        node[_locate(node, last, path)] = value
+
+
+def _split_path(path: str, document: dict[str, Any]) -> list[str | int]:
+    head, _, rest = path.partition(".")
+    if head == "jobs" and rest:
+        # A job's name may hold dots, so it is matched whole, the longest first.
+        for name in sorted(_names(document.get("jobs")), key=len, reverse=True):
+            if rest == name or rest.startswith(f"{name}."):
+                tail = rest[len(name) + 1 :]
+                return ["jobs", name, *(_split_path(tail, {}) if tail else [])]
+    keys: list[str | int] = []
+    for part in path.split("."):
+        match = re.fullmatch(r"([^\[\]]+)((?:\[\d+\])*)", part)
+        if not match:
+            raise must("--set", "name a path like jobs[0].lora.rank", path)
+        keys += [match[1], *(int(index) for index in re.findall(r"\d+", match[2]))]
+    return keys
+
+
+def _locate(node: Any, key: str | int, path: str) -> int:
+    """The index in the list `node` that `key`, an index or a `name`, stands for."""
+    if not isinstance(node, list):
+        raise ConfigError(
+            f"--set {path} must lead through mappings and lists, got {show(node)} before {key!r}"
+        )
+    if isinstance(key, int) and key < len(node):
+        return key
+    names = _names(node)
+    if key in names:
+        return next(
+            i for i, item in enumerate(node) if isinstance(item, dict) and item.get("name") == key
+        )
+    have = f"names {', '.join(names)}" if names else "no names"
+    raise ConfigError(f"--set {path} must name one of {len(node)} entries ({have}), got {key!r}")
+
+
+def _names(entries: Any) -> list[str]:
+    entries = entries if isinstance(entries, list) else []
+    names = (item.get("name") for item in entries if isinstance(item, dict))
+    return [name for name in names if isinstance(name, str)]
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"key {key!r} stands twice in one mapping")
+        result[key] = value
+    return result
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice; PyYAML keeps the last one silently."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        # On the nodes as written: when they are constructed, `<<` has added keys of its own.
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                raise yaml.composer.ComposerError(
+                    None, None, f"key {key.value!r} stands twice in one mapping", key.start_mark
+                )
+            seen.add((key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key))
+        return node

@@ -1,0 +1,141 @@
+"""A decoder layer of Megatron's local spec, its elementwise parts done in as few passes as can be.
+
+What a GPU spends on a frozen layer besides GEMMs and attention is reading and writing `[T, hidden]`
+and `[T, 2 ffn]`. So the norm comes together with the residual sum before it and both gradients of
+the residual stream are added where one is computed; heads turn while they are sorted; SwiGLU is one
+pass each way; no weight of a norm gets a gradient.
+
+A layer is re-classed in place: parameters, state-dict keys and `isinstance` answers stay. Where all
+linears give their product without autograd it runs as two `HalfLayer`s, else by its modules'
+forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core import tensor_parallel
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from tlora_megatron.integrations.megatron.layer.half_layer import HalfLayer, run_layer, runs_direct
+from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
+from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
+from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.frozen.swiglu import swiglu, swiglu_vjp
+from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
+from tlora_megatron.parallel.nano.lanes import Lane, current_lane
+
+
+class FrozenSelfAttention(SelfAttention):
+    """Self-attention whose core sorts and rotates the heads of the fused projection itself.
+
+    Where queries and keys are normed one by one, a group of heads lies on several ranks, or a hook
+    waits for the core's call, Megatron's own way stays.
+    """
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the core takes the projection; megatron-core before 0.19 has an identity where
+        nothing is normed."""
+        config = self.config
+        return isinstance(self.q_layernorm, IdentityOp | None) and (
+            config.num_query_groups >= config.tensor_model_parallel_size
+        )
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        """`[T, 1, H]` to the same; Megatron's arguments beside it are all None here."""
+        if not self.is_fused or does_more(self.core_attention):
+            return super().forward(hidden_states, *args, **kwargs)
+        mixed, _ = self.linear_qkv(hidden_states)
+        context = self.core_attention.attend_projection(mixed, self.num_query_groups_per_partition)
+        return self.linear_proj(context)
+
+    def attend_vjp(
+        self, mixed: Tensor, view: MicroBatchView, lane: Lane | None
+    ) -> tuple[Tensor, Vjp]:
+        """What stands between the linears."""
+        groups = self.num_query_groups_per_partition
+        return self.core_attention.attend_projection_vjp(mixed, groups, view)
+
+
+class FrozenMLP(MLP):
+    """The two linears with SwiGLU between them."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        """`[T, 1, H]` to the same."""
+        intermediate, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(swiglu(intermediate))
+
+
+class FrozenTransformerLayer(TransformerLayer):
+    """Pre-norm layer without dropout, biases of linears, or cross-attention."""
+
+    input_layernorm: RMSNorm
+    pre_mlp_layernorm: RMSNorm
+    tlora_halves: Sequence[HalfLayer]
+    """Empty where something stands between the linears that only autograd goes back through."""
+
+    @property
+    def direct_halves(self) -> Sequence[HalfLayer]:
+        """The layer's halves if it may run by them now, else none."""
+        attention = self.self_attention
+        modules = (self, attention, attention.core_attention, self.mlp)
+        halves = self.tlora_halves
+        return halves if halves and runs_direct(modules, halves) else ()
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """`[T, 1, H]` to the same, and no context; further arguments of the block are all None."""
+        view, lane = current_micro_batch(), current_lane()
+        if lane is None and view is not None and not view.nano_views and self.direct_halves:
+            return run_layer(self.tlora_halves, hidden_states, view), None
+        residual, normed = self.input_layernorm.fork(hidden_states)
+        if lane is not None:
+            residual = lane.cut(residual, joint=True)
+        attended, _ = self.self_attention(normed, attention_mask=attention_mask)
+        residual, normed = self.pre_mlp_layernorm.add(attended, residual)
+        if lane is not None:
+            residual = lane.cut(residual, joint=True)
+            if self.recompute_mlp:
+                lane.replay(self.mlp)
+        if self.recompute_mlp and lane is None:
+            out, _ = tensor_parallel.checkpoint(self.mlp, False, normed)
+        else:
+            out, _ = self.mlp(normed)
+        return residual + out, None
+
+
+def freeze_layer(layer: TransformerLayer) -> None:
+    """Turns one of `GPTModel`'s decoder layers into a `FrozenTransformerLayer`, in place."""
+    layer.__class__ = FrozenTransformerLayer
+    layer.self_attention.__class__ = FrozenSelfAttention
+    layer.mlp.__class__ = FrozenMLP
+    object.__setattr__(layer, "tlora_halves", _halves(layer))
+
+
+def _halves(layer: Any) -> tuple[HalfLayer, ...]:
+    attention, mlp = layer.self_attention, layer.mlp
+    if not attention.is_fused or attention.core_attention.cp_group is not None:
+        return ()
+    return (
+        HalfLayer(
+            layer.input_layernorm,
+            attention.linear_qkv,
+            attention.attend_vjp,
+            attention.linear_proj,
+            recomputes=False,
+        ),
+        HalfLayer(
+            layer.pre_mlp_layernorm,
+            mlp.linear_fc1,
+            lambda x, *_: swiglu_vjp(x),
+            mlp.linear_fc2,
+            recomputes=layer.recompute_mlp,
+        ),
+    )

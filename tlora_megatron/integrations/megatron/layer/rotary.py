@@ -1,0 +1,74 @@
+"""Rotary embedding whose positions restart at every document of the packed micro-batch.
+
+Shapes: T local rows, N heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.ops.frozen.qkv_rotary import rotate_halves
+from tlora_megatron.ops.routing.host_copy import to_device
+from tlora_megatron.ops.routing.segments import MicroBatchView
+
+
+def inverse_frequencies(spec: ModelSpec) -> Tensor:
+    """Rotation per position of each pair of head dimensions, fp32 `[head_dim / 2]` on the CPU.
+
+    The arithmetic is Hugging Face's to the bit, llama3 scaling included: low frequencies are
+    divided by `factor`, high ones kept, those between interpolated.
+    """
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float) / spec.head_dim
+    freqs = 1.0 / (spec.rope_theta**exponents)
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return freqs
+    factor, low, high = (scaling[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = scaling["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / freqs
+    scaled = torch.where(wavelength > original / low, freqs / factor, freqs)
+    smooth = (original / wavelength - low) / (high - low)
+    smoothed = (1 - smooth) * scaled / factor + smooth * scaled
+    between = (wavelength >= original / high) & (wavelength <= original / low)
+    return torch.where(between, smoothed, scaled)
+
+
+class PackedRotaryEmbedding:
+    """Rotates queries and keys by each token's position in its own document.
+
+    Core attention asks it, in the place of Megatron's own embedding, which would compute cosine
+    and sine anew in every layer and rotate in a dozen kernels. The arithmetic is Hugging Face's:
+    cosine and sine in fp32, rounded to the activations' dtype, halves rotated.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._inv_freq = inverse_frequencies(spec)
+
+    def __call__(self, x_T1ND: Tensor, micro_batch: MicroBatchView) -> Tensor:
+        """Rotates `[T, 1, N, D]`, the rows of this context-parallel rank."""
+        run = _fused() if x_T1ND.is_cuda else rotate_halves
+        return run(x_T1ND, *self.cos_sin(x_T1ND, micro_batch))
+
+    def cos_sin(self, like: Tensor, micro_batch: MicroBatchView) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the local rows, `[T, D]` in the dtype and on the device of `like`."""
+        return micro_batch.cached(
+            f"rotary:{like.dtype}@{like.device}", lambda: self._cos_sin(like, micro_batch)
+        )
+
+    def _cos_sin(self, like: Tensor, micro_batch: MicroBatchView) -> tuple[Tensor, Tensor]:
+        positions_T = micro_batch.positions(like.device)
+        half = positions_T[:, None].float() * to_device(self._inv_freq, like.device)
+        angles_TD = torch.cat([half, half], dim=-1)
+        return angles_TD.cos().to(like.dtype), angles_TD.sin().to(like.dtype)
+
+
+@functools.cache
+def _fused() -> Callable[..., Tensor]:
+    """`rotate_halves` and its backward as one generated GPU kernel each."""
+    return torch.compile(rotate_halves, dynamic=True)

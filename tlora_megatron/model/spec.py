@@ -1,0 +1,270 @@
+"""The frozen backbone's shape, read from a Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tlora_megatron.config.job import HF_TARGETS, SHARED_EXPERT_TARGETS
+
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+_REQUIRED = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+)
+"""Not defaulted: a file without them is cut off rather than terse."""
+
+_QWEN = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_MISTRAL = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048},
+    "mistral": _MISTRAL | {"head_dim": None},
+    "qwen2": _QWEN | {"head_dim": None},
+    "qwen3": _QWEN | {"head_dim": 128},
+}
+"""What an absent key means, by model type: the defaults of transformers' config classes (5.23)."""
+
+_SHARED_DEFAULTS: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """Decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
+    """None, or Hugging Face's llama3 scaling: factor, low_freq_factor, high_freq_factor,
+    original_max_position_embeddings."""
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over head_dim of every query and key head (Qwen3)."""
+    shared_ffn_size: int | None = None
+    """Of the shared expert that every layer has; None = no such expert."""
+    sliding_window: int | None = None
+    """Tokens that a query sees in some or all layers, its own included; None = all before it. The
+    backbone has no window: only sequences that fit into one may be trained."""
+
+    @property
+    def q_size(self) -> int:
+        """Rows of q_proj."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Rows of k_proj, and of v_proj."""
+        return self.num_kv_heads * self.head_dim
+
+    def target_shape(self, target: str) -> tuple[int, int]:
+        """`(out, in)` of a target module's whole weight; fused rows: q, k, v or gate, up.
+
+        Raises:
+            ValueError: if it is of a shared expert and there is none.
+        """
+        hidden, ffn = self.hidden_size, self.ffn_size
+        if target.startswith("shared_"):
+            if self.shared_ffn_size is None:
+                raise ValueError(
+                    f"target {target} must be in the model, which has no shared expert"
+                )
+            target, ffn = _SHARED[target], self.shared_ffn_size
+        return {
+            "q_proj": (self.q_size, hidden),
+            "k_proj": (self.kv_size, hidden),
+            "v_proj": (self.kv_size, hidden),
+            "o_proj": (hidden, self.q_size),
+            "gate_proj": (ffn, hidden),
+            "up_proj": (ffn, hidden),
+            "down_proj": (hidden, ffn),
+            "linear_qkv": (self.q_size + 2 * self.kv_size, hidden),
+            "linear_proj": (hidden, self.q_size),
+            "linear_fc1": (2 * ffn, hidden),
+            "linear_fc2": (hidden, ffn),
+        }[target]
+
+    def module_path(self, layer: int, target: str) -> str:
+        """Of a Hugging Face target in transformers' model: `model.layers.0.mlp.up_proj`."""
+        attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+        block = "self_attn" if target in attention else "mlp"
+        return f"model.layers.{layer}.{block}.{target}"
+
+    @property
+    def peft_targets(self) -> tuple[str, ...]:
+        """What PEFT can name in this model, in its order."""
+        return HF_TARGETS + (SHARED_EXPERT_TARGETS if self.shared_ffn_size is not None else ())
+
+
+_SHARED = {
+    "shared_fc1": "linear_fc1",
+    "shared_fc2": "linear_fc2",
+    **{target: target.partition(".")[2] for target in SHARED_EXPERT_TARGETS},
+}
+"""A shared expert's linear or target -> that of a dense MLP."""
+
+
+def read_model_spec(config_json: Path) -> ModelSpec:
+    """Reads and checks a Hugging Face `config.json`.
+
+    Raises:
+        ValueError: if the file is missing or malformed, or holds an architecture that is not
+        supported.
+    """
+    try:
+        raw = json.loads(Path(config_json).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"base_model must hold a config.json, got {config_json}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{config_json} must be JSON, got {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{config_json} must hold a JSON object, got {raw!r}")
+    try:
+        return _parse(_with_defaults(raw))
+    except _Unsupported as error:
+        raise ValueError(f"{error} in {config_json}") from None
+
+
+class _Unsupported(Exception):
+    """A refusal that lacks only the file's name."""
+
+
+def _with_defaults(raw: dict[str, Any]) -> dict[str, Any]:
+    model_type = raw.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise _Unsupported(f"model_type must be one of {supported}, got {model_type!r}")
+    for key in _REQUIRED:
+        if key not in raw:
+            raise _Unsupported(f"{key} must be set, got only {', '.join(sorted(raw))}")
+    return _SHARED_DEFAULTS | _DEFAULTS[model_type] | raw
+
+
+def _parse(values: dict[str, Any]) -> ModelSpec:
+    if values["hidden_act"] != "silu":
+        raise _Unsupported(f"hidden_act must be silu, got {values['hidden_act']!r}")
+    for key in ("attention_bias", "mlp_bias"):
+        if values[key]:
+            raise _Unsupported(f"{key} must be false, got {values[key]!r}")
+    layers, hidden, heads, ffn, vocab = (_count(values, key) for key in _REQUIRED)
+    kv_heads = _count(values, "num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise _Unsupported(
+            f"num_attention_heads must be a multiple of num_key_value_heads={kv_heads}, got {heads}"
+        )
+    head_dim = _count(values, "head_dim", default=hidden // heads)
+    if head_dim % 2:
+        raise _Unsupported(f"head_dim must be even, got {head_dim}")
+    rope = _rope(values)
+    return ModelSpec(
+        model_type=values["model_type"],
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=ffn,
+        vocab_size=vocab,
+        max_positions=_count(values, "max_position_embeddings"),
+        norm_eps=_positive(values, "rms_norm_eps"),
+        rope_theta=_positive(rope, "rope_theta"),
+        rope_scaling=_llama3_scaling(values, rope),
+        tied_embeddings=bool(values["tie_word_embeddings"]),
+        qkv_bias=values["model_type"] == "qwen2",
+        qk_norm=values["model_type"] == "qwen3",
+        sliding_window=_sliding_window(values, layers),
+    )
+
+
+def _count(values: dict[str, Any], key: str, *, default: int | None = None, least: int = 1) -> int:
+    """An integer; a null stands for `default`, where there is one."""
+    value = values[key]
+    if value is None and default is not None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise _Unsupported(f"{key} must be an integer of at least {least}, got {value!r}")
+    return value
+
+
+def _positive(values: dict[str, Any], key: str) -> float:
+    value = values.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise _Unsupported(f"{key} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _rope(values: dict[str, Any]) -> dict[str, Any]:
+    """The rotary parameters; transformers 4 wrote `rope_scaling` and `rope_theta` beside it."""
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise _Unsupported(f"rope_parameters must be one set for all layers, got {rope!r}")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise _Unsupported(f"rope_type must be default or llama3, got {kind!r}")
+    partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        raise _Unsupported(f"partial_rotary_factor must be 1, got {partial!r}")
+    return {"rope_theta": values["rope_theta"]} | rope | {"rope_type": kind}
+
+
+def _llama3_scaling(values: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any] | None:
+    if rope["rope_type"] != "llama3":
+        return None
+    key = "original_max_position_embeddings"
+    places = ({key: values["max_position_embeddings"]}, rope, values)
+    # transformers lets the key outside win, and takes max_position_embeddings where it is nowhere.
+    original = next(place[key] for place in reversed(places) if key in place)
+    scaling = {name: _positive(rope, name) for name in _LLAMA3_KEYS}
+    return scaling | {key: _count({key: original}, key)}
+
+
+def _sliding_window(values: dict[str, Any], num_layers: int) -> int | None:
+    """Llama has none; Mistral has it in all layers, Qwen if asked for, in the later layers."""
+    if values["model_type"] == "mistral" and "layer_types" in values:
+        # transformers takes such a file for another architecture, Ministral.
+        raise _Unsupported(
+            f"layer_types must be absent from a mistral config, got {values['layer_types']!r}"
+        )
+    if values.get("sliding_window") is None or values["model_type"] == "llama":
+        return None
+    if values["model_type"] != "mistral":
+        kinds = values.get("layer_types")
+        if kinds is None:
+            windowed = num_layers - _count(values, "max_window_layers", least=0)
+            kinds = ["sliding_attention"] * max(0, windowed)
+        if not values["use_sliding_window"] or "sliding_attention" not in kinds:
+            return None
+    return _count(values, "sliding_window")

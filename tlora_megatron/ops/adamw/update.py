@@ -1,0 +1,29 @@
+"""What one AdamW update of one adapter needs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class AdamUpdate(NamedTuple):
+    """One adapter's update; the four tensors are flat, contiguous fp32 of one length."""
+
+    master: torch.Tensor
+    grad: torch.Tensor
+    """Consumed: zero afterwards, also where the update is skipped."""
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    """Counts this update: 1 is the first."""
+    clip: float | torch.Tensor
+    """Multiplier of the gradient, or an fp32 `[]` on the gradient's device, which nobody waits for.
+
+    Where it is not finite the update is skipped: only the gradient changes.
+    """

@@ -1,0 +1,119 @@
+"""Causal attention inside the documents of a packed micro-batch.
+
+Shapes: T local rows, K key rows in span order, N query heads, G key-value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
+from tlora_megatron.ops.frozen.varlen_attention import (
+    CumulativeLengths,
+    varlen_attention,
+    varlen_attention_vjp,
+)
+from tlora_megatron.ops.routing.host_copy import to_device
+from tlora_megatron.ops.routing.segments import MicroBatchView
+
+
+def attend_documents(
+    q_TND: torch.Tensor,
+    k_KGD: torch.Tensor,
+    v_KGD: torch.Tensor,
+    micro_batch: MicroBatchView,
+    scale: float,
+) -> torch.Tensor:
+    """`[T, N, D]`: every query sees its own document up to itself.
+
+    No score matrix is stored on CUDA in bf16 and fp16 (flash attention, head dimensions in eights);
+    all else runs `scaled_dot_product_attention` a span.
+
+    Args:
+        k_KGD: in span order, as v; the local rows without context parallelism.
+    """
+    attend = attend_varlen if runs_flash(q_TND) else attend_spans
+    return attend(q_TND, k_KGD, v_KGD, micro_batch, scale)
+
+
+def attend_documents_vjp(
+    q_TND: torch.Tensor,
+    k_KGD: torch.Tensor,
+    v_KGD: torch.Tensor,
+    micro_batch: MicroBatchView,
+    scale: float,
+) -> tuple[torch.Tensor, Vjp]:
+    """As `attend_documents`."""
+    if runs_flash(q_TND):
+        return varlen_attention_vjp(q_TND, k_KGD, v_KGD, _lengths(micro_batch, q_TND), scale)
+
+    return vjp_by_autograd(
+        lambda q, k, v: attend_spans(q, k, v, micro_batch, scale), q_TND, k_KGD, v_KGD
+    )
+
+
+def runs_flash(q_TND: torch.Tensor) -> bool:
+    """Whether flash attention takes such heads."""
+    return q_TND.is_cuda and q_TND.dtype != torch.float32 and q_TND.shape[-1] % 8 == 0
+
+
+def attend_spans(
+    q_TND: torch.Tensor,
+    k_KGD: torch.Tensor,
+    v_KGD: torch.Tensor,
+    micro_batch: MicroBatchView,
+    scale: float,
+) -> torch.Tensor:
+    """`attend_documents`, a call a span; any device and dtype."""
+    spans = micro_batch.attention
+    parts = zip(
+        q_TND.split(spans.q_lens), k_KGD.split(spans.k_lens), v_KGD.split(spans.k_lens), strict=True
+    )
+    return torch.cat([_attend_one_span(q, k, v, scale) for q, k, v in parts])
+
+
+def _attend_one_span(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
+    rows, keys = len(q), len(k)
+    mask = None
+    if rows < keys:
+        mask = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
+    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out[0].transpose(0, 1)
+
+
+def attend_varlen(
+    q_TND: torch.Tensor,
+    k_KGD: torch.Tensor,
+    v_KGD: torch.Tensor,
+    micro_batch: MicroBatchView,
+    scale: float,
+) -> torch.Tensor:
+    """`attend_documents` in one flash-attention kernel."""
+    return varlen_attention(q_TND, k_KGD, v_KGD, _lengths(micro_batch, q_TND), scale)
+
+
+def _lengths(micro_batch: MicroBatchView, like: torch.Tensor) -> CumulativeLengths:
+    return micro_batch.cached(
+        "attention.cumulative", lambda: _cumulative_lengths(micro_batch, like.device)
+    )
+
+
+def _cumulative_lengths(micro_batch: MicroBatchView, device: torch.device) -> CumulativeLengths:
+    spans = micro_batch.attention
+    queries, keys = (
+        to_device(torch.tensor((0, *lens)).cumsum(0).to(torch.int32), device)
+        for lens in (spans.q_lens, spans.k_lens)
+    )
+    return CumulativeLengths(queries, keys, max(spans.q_lens), max(spans.k_lens))

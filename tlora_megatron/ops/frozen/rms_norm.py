@@ -1,0 +1,107 @@
+"""RMSNorm with a frozen weight, together with the residual stream around it.
+
+Semantics, as Hugging Face's Llama: `y = round(x / rms(x)) * weight`, statistics in fp32, `round` to
+the dtype of x. A block reads the residual stream twice, as it is and normalised; both gradients
+come back to the same tensor. So `fork` and `add` give both outputs from one function, whose
+backward adds the two gradients in the pass that computes one of them. No gradient of the weight.
+
+Shapes: H features in the last dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tlora_megatron.ops.frozen.frozen_parts import Vjp, runs_triton, vjp_by_autograd
+
+
+def rms_norm_reference(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """The definition, differentiable."""
+    return F.rms_norm(x, (x.shape[-1],), eps=eps) * weight_H
+
+
+def rms_norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalises `[..., H]`."""
+    if not runs_triton(x):
+        return rms_norm_reference(x, weight_H, eps)
+    return _FusedRMSNorm.apply(x, None, weight_H, eps)[1]
+
+
+def fork_rms_norm(
+    x: torch.Tensor, weight_H: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `[..., H]` as it is and normalised."""
+    if not runs_triton(x):
+        return x, rms_norm_reference(x, weight_H, eps)
+    return _FusedRMSNorm.apply(x, None, weight_H, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight_H: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `residual + x`, rounded to their dtype, as it is and normalised."""
+    if not runs_triton(x):
+        total = residual + x
+        return total, rms_norm_reference(total, weight_H, eps)
+    return _FusedRMSNorm.apply(x, residual, weight_H, eps)
+
+
+def add_rms_norm_vjp(
+    x: torch.Tensor, residual: torch.Tensor | None, weight_H: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
+    """As `add_rms_norm`, or `fork_rms_norm` without a residual.
+
+    The way back takes the gradients of both outputs, None for a sum that nobody reads, and returns
+    that of x, which is also the residual's.
+    """
+    if not runs_triton(x):
+        total = x if residual is None else residual + x
+        both, vjp = vjp_by_autograd(lambda t: (t, rms_norm_reference(t, weight_H, eps)), total)
+        return *both, vjp
+    from tlora_megatron.ops.frozen.triton_rms_norm import launch_backward, launch_forward
+
+    residual = None if residual is None else residual.contiguous()
+    total, out, rstd = launch_forward(x.contiguous(), residual, weight_H, eps)
+
+    def back(dtotal: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor:
+        dtotal = None if dtotal is None else dtotal.contiguous()
+        return launch_backward(dy.contiguous(), dtotal, total, weight_H, rstd)
+
+    return total, out, back
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """The sum and its norm; saves the sum (x itself without a residual) and a number a row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight_H: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Not at the top: triton is only there on machines with a GPU.
+        from tlora_megatron.ops.frozen.triton_rms_norm import launch_forward
+
+        ctx.set_materialize_grads(False)
+        residual = None if residual is None else residual.contiguous()
+        total, out, rstd = launch_forward(x.contiguous(), residual, weight_H, eps)
+        ctx.save_for_backward(total, weight_H, rstd)
+        return total, out
+
+    @staticmethod
+    def backward(
+        ctx: Any, dtotal: torch.Tensor | None, dy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        from tlora_megatron.ops.frozen.triton_rms_norm import launch_backward
+
+        total, weight_H, rstd = ctx.saved_tensors
+        dx = dtotal
+        if dy is not None:
+            dtotal = None if dtotal is None else dtotal.contiguous()
+            dx = launch_backward(dy.contiguous(), dtotal, total, weight_H, rstd)
+        return dx, dx if ctx.needs_input_grad[1] else None, None, None

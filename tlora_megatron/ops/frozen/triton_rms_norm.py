@@ -1,0 +1,137 @@
+"""Kernels of `ops.frozen.rms_norm`: one pass over the rows each way."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from tlora_megatron.ops.warm_kernel import WarmKernel
+
+_TILE = 4096
+"""Elements of a thread block where rows are narrower; a wider row has a block of its own."""
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _forward_kernel(
+    x: tl.tensor,  # [num_rows, WIDTH]
+    residual: tl.tensor,  # as x, with HAS_RESIDUAL
+    weight: tl.tensor,  # [WIDTH]
+    total: tl.tensor,  # as x, with HAS_RESIDUAL
+    out: tl.tensor,  # as x
+    rstd: tl.tensor,  # fp32 [num_rows]
+    num_rows: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+) -> None:
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    at = rows[:, None] * WIDTH + columns[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=1) / WIDTH + eps)
+    tl.store(rstd + rows, scale, mask=rows < num_rows)
+    normed = (value * scale[:, None]).to(out.dtype.element_ty).to(tl.float32)
+    factor = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    tl.store(out + at, (normed * factor[None, :]).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _backward_kernel(
+    dy: tl.tensor,  # [num_rows, WIDTH]
+    dtotal: tl.tensor,  # as dy, with HAS_DTOTAL
+    x: tl.tensor,  # as dy: what was normalised
+    weight: tl.tensor,  # [WIDTH]
+    rstd: tl.tensor,  # fp32 [num_rows]
+    dx: tl.tensor,  # as dy
+    num_rows: tl.tensor,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr,
+) -> None:
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    at = rows[:, None] * WIDTH + columns[None, :]
+    factor = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * factor[None, :]
+    scale = tl.load(rstd + rows, mask=rows < num_rows, other=0.0)[:, None]
+    normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
+    share = tl.sum(grad * normed, axis=1) / WIDTH
+    result = (grad - normed * share[:, None]) * scale
+    if HAS_DTOTAL:
+        result += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(dx + at, result.to(dx.dtype.element_ty), mask=inside)
+
+
+_forward = WarmKernel(_forward_kernel)
+_backward = WarmKernel(_backward_kernel)
+
+
+@functools.cache
+def _tile(width: int) -> tuple[int, int, int]:
+    """Rows and columns of a thread block, and its warps: 16 elements a thread."""
+    columns = triton.next_power_of_2(width)
+    rows = max(1, _TILE // columns)
+    return rows, columns, max(1, min(32, rows * columns // 512))
+
+
+def launch_forward(
+    x: torch.Tensor, residual: torch.Tensor | None, weight_H: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns `x + residual` (x itself without one), its norm, and fp32 `1 / rms` of its rows.
+
+    Args:
+        x: `[..., H]`, contiguous, as `residual`.
+    """
+    width = x.shape[-1]
+    num_rows = x.numel() // width
+    total = x if residual is None else torch.empty_like(x)
+    out = torch.empty_like(x)
+    rstd = x.new_empty(num_rows, dtype=torch.float32)
+    rows, columns, warps = _tile(width)
+    _forward.launch(
+        -(-num_rows // rows),
+        (x, x if residual is None else residual, weight_H, total, out, rstd),
+        (num_rows, eps),
+        (width, rows, columns, residual is not None),
+        num_warps=warps,
+    )
+    return total, out, rstd
+
+
+def launch_backward(
+    dy: torch.Tensor,
+    dtotal: torch.Tensor | None,
+    x: torch.Tensor,
+    weight_H: torch.Tensor,
+    rstd: torch.Tensor,
+) -> torch.Tensor:
+    """Returns the gradient of what was normalised, `dtotal` added.
+
+    Args:
+        dy: `[..., H]`, contiguous, as `dtotal` and x.
+    """
+    width = x.shape[-1]
+    num_rows = x.numel() // width
+    dx = torch.empty_like(x)
+    rows, columns, warps = _tile(width)
+    _backward.launch(
+        -(-num_rows // rows),
+        (dy, dy if dtotal is None else dtotal, x, weight_H, rstd, dx),
+        (num_rows,),
+        (width, rows, columns, dtotal is not None),
+        num_warps=warps,
+    )
+    return dx

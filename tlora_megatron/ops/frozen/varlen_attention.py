@@ -1,0 +1,115 @@
+"""Causal attention inside packed documents by torch's flash attention, without its wrappers.
+
+`torch.nn.attention.varlen` takes as many key-value heads as query heads before torch 2.12, so keys
+and values would be repeated; the operators below it take groups.
+
+Shapes: T query rows, K key rows, N query heads, G key-value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tlora_megatron.ops.frozen.frozen_parts import Vjp
+
+
+class CumulativeLengths(NamedTuple):
+    """Begins of the spans' rows, int32 `[spans + 1]`, and the longest span."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    max_queries: int
+    max_keys: int
+
+
+def varlen_attention(
+    q_TND: torch.Tensor,
+    k_KGD: torch.Tensor,
+    v_KGD: torch.Tensor,
+    lengths: CumulativeLengths,
+    scale: float,
+) -> torch.Tensor:
+    """`[T, N, D]`; each span's last query sees all of its keys, the one before all but one.
+
+    bf16 or fp16 on CUDA, D a multiple of 8. The queries' gradients are added up by atomics, unless
+    `torch.use_deterministic_algorithms(True)` asks for the same bits every time: on ragged packed
+    rows that costs the backward 1.7x (H200, scripts/bench/frozen_parts.py).
+    """
+    return _VarlenAttention.apply(q_TND, k_KGD, v_KGD, lengths, scale)
+
+
+def varlen_attention_vjp(
+    q_TND: torch.Tensor,
+    k_KGD: torch.Tensor,
+    v_KGD: torch.Tensor,
+    lengths: CumulativeLengths,
+    scale: float,
+) -> tuple[torch.Tensor, Vjp]:
+    """As `varlen_attention`."""
+    saved = _forward(q_TND, k_KGD, v_KGD, lengths, scale)
+    return saved[3], lambda dout_TND: _backward(dout_TND, saved, lengths, scale)
+
+
+class _VarlenAttention(torch.autograd.Function):
+    """Saves queries, keys, values, the output and a number a query and head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_TND: torch.Tensor,
+        k_KGD: torch.Tensor,
+        v_KGD: torch.Tensor,
+        lengths: CumulativeLengths,
+        scale: float,
+    ) -> torch.Tensor:
+        saved = _forward(q_TND, k_KGD, v_KGD, lengths, scale)
+        ctx.save_for_backward(*saved)
+        ctx.lengths, ctx.scale = lengths, scale
+        return saved[3]
+
+    @staticmethod
+    def backward(ctx: Any, dout_TND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *_backward(dout_TND, ctx.saved_tensors, ctx.lengths, ctx.scale), None, None
+
+
+def _forward(
+    q_TND: torch.Tensor,
+    k_KGD: torch.Tensor,
+    v_KGD: torch.Tensor,
+    lengths: CumulativeLengths,
+    scale: float,
+) -> tuple[torch.Tensor, ...]:
+    """What backward needs: queries, keys, values, the output, a number a query and head, and the
+    state of a generator that draws nothing."""
+    out_TND, lse_NT, *random_state = torch.ops.aten._flash_attention_forward(
+        q_TND,
+        k_KGD,
+        v_KGD,
+        *lengths,
+        0.0,  # dropout
+        True,  # causal
+        False,  # return_debug_mask
+        scale=scale,
+    )
+    return q_TND, k_KGD, v_KGD, out_TND, lse_NT, *random_state[:2]
+
+
+def _backward(
+    dout_TND: torch.Tensor,
+    saved: tuple[torch.Tensor, ...],
+    lengths: CumulativeLengths,
+    scale: float,
+) -> tuple[torch.Tensor, ...]:
+    *tensors, seed, offset = saved
+    return torch.ops.aten._flash_attention_backward(
+        dout_TND,
+        *tensors,
+        *lengths,
+        0.0,  # dropout
+        True,  # causal
+        seed,
+        offset,
+        scale=scale,
+    )

@@ -1,0 +1,298 @@
+"""The CUDA kernels of `csrc/` as functions of tensors.
+
+Tensors are row-major, 16-byte aligned and fp16 or bf16 but where said. Everything runs on the
+current stream of the tensors' device. The kernels' own files say what they compute.
+
+Shapes: T rows, K reduction, N output columns, C rank chunks of the micro-batch, R rank columns.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from tlora_megatron.ops.extension import load_extension
+from tlora_megatron.ops.lora.columns import OutputColumns
+from tlora_megatron.ops.lora.cuda.arguments import (
+    Columns,
+    Factors,
+    GemmArguments,
+    RowsArguments,
+    SumsArguments,
+    packer,
+)
+from tlora_megatron.ops.lora.rank_form import RankForm
+
+
+class Dropout(NamedTuple):
+    """What the mask is a function of (`ops.dropout.masks`), beside the column."""
+
+    probability: torch.Tensor
+    """fp32 `[slots]`."""
+    row_keys: torch.Tensor
+    """int32 `[T]`."""
+    row_slots: torch.Tensor
+    """int32 `[T]`; -1 = no adapter."""
+    key: int
+    """Of the linear."""
+    first_column: int
+    """Global index of the first local input feature; a multiple of `dropout.SEED_COLUMNS`."""
+
+
+_GEMM, _ROWS, _SUMS = map(packer, (GemmArguments, RowsArguments, SumsArguments))
+
+
+class Arenas:
+    """Factors of one linear, named once for all launches that read them.
+
+    Args:
+        arenas: `[rows, columns]`: one a target, or one that all targets share.
+        columns: a target's: which columns of the wide tensor its arena holds; empty = the shared
+            arena holds all.
+    """
+
+    def __init__(
+        self, arenas: tuple[torch.Tensor, ...], columns: tuple[OutputColumns, ...]
+    ) -> None:
+        self.arenas, self.columns = arenas, columns
+        argument = Factors()
+        for i, arena in enumerate(arenas):
+            argument.at[i] = arena.data_ptr()
+            argument.rows[i], argument.width[i] = arena.shape
+        for i, c in enumerate(columns):
+            argument.columns[i] = Columns(c.groups, c.stride, c.begin, c.width)
+        self.argument = bytes(argument)
+
+
+class RankPart(NamedTuple):
+    """What a GEMM adds to the base: s and `lora_b`, or dS and `lora_a`."""
+
+    flat: torch.Tensor
+    """s or dS."""
+    form: RankForm
+    factors: Arenas
+    num_targets: int
+    tile_chunks: torch.Tensor
+    """int32 `[row tiles, num_targets + 1]` (`TilePlan.tile_chunks`)."""
+    chunk_rows: torch.Tensor
+    """int32 `[C]`: first row of each chunk in its arena."""
+    dropout: Dropout | None
+
+
+class GemmTile(NamedTuple):
+    """How the GEMM is cut."""
+
+    columns: int
+    """Columns of a tile: 128, 192 or 256."""
+    group: int = 8
+    """Row tiles whose column tiles are computed one after another."""
+
+
+def gemm(
+    x_TK: torch.Tensor,
+    weight: torch.Tensor,
+    out_TN: torch.Tensor,
+    tile: GemmTile,
+    *,
+    transposed: bool,
+    early: bool = False,
+    bias_N: torch.Tensor | None = None,
+    rank: RankPart | None = None,
+) -> None:
+    """`out = x W + b + rank part`; W is `[N, K]` if transposed, else `[K, N]`.
+
+    Args:
+        early: start before the previous kernel has ended. x, W and everything but the rank part's
+            flat tensor must have been written before that kernel began.
+    """
+    flat = tile_chunks = chunk_rows = ext_rows = num_targets = 0
+    factors, dropout = b"", None
+    if rank is not None:
+        flat, ext_rows, num_targets = rank.flat.data_ptr(), rank.form.chunk_rows, rank.num_targets
+        tile_chunks, chunk_rows = rank.tile_chunks.data_ptr(), rank.chunk_rows.data_ptr()
+        factors, dropout = rank.factors.argument, rank.dropout
+    mask = _NO_MASK if dropout is None else _mask(dropout)
+    arguments = _GEMM.pack(  # in the order of `GemmArguments`
+        x_TK.data_ptr(),
+        weight.data_ptr(),
+        0 if bias_N is None else bias_N.data_ptr(),
+        flat,
+        out_TN.data_ptr(),
+        tile_chunks,
+        chunk_rows,
+        mask.row_keys,
+        mask.row_slots,
+        mask.probability,
+        x_TK.shape[0],
+        out_TN.shape[1],
+        x_TK.shape[1],
+        ext_rows,
+        factors,
+        num_targets,
+        mask.key,
+        mask.first_column,
+        x_TK.dtype == torch.float16,
+        transposed,
+        tile.columns,
+        tile.group,
+        multiprocessors(x_TK.device) // 2 * 2,
+        early,
+        device_index(x_TK),
+    )
+    _launch("gemm", arguments, x_TK)
+
+
+def rank_rows(
+    in_TK: torch.Tensor,
+    factors: Arenas,
+    flat: torch.Tensor,
+    form: RankForm,
+    *,
+    items: torch.Tensor,
+    num_items: int,
+    chunks: torch.Tensor,
+    scaling: torch.Tensor,
+    parts: int,
+    dropout: Dropout | None,
+    masked: bool,
+) -> None:
+    """`scaling / (1 - p) mask(in) F^T` into both forms of a flat s or dS (rank_rows.cu).
+
+    Args:
+        factors: one arena an item's target.
+        items: int32 `[num_items, fields]`, flat (`ops.lora.cuda.row_items`).
+        parts: blocks that share the reduction, 1 to 8.
+        masked: whether dropout masks `in`, as it does for s; dS has its `1 / (1 - p)` alone.
+    """
+    mask = _NO_MASK
+    if dropout is not None:
+        mask = _mask(dropout) if masked else _Mask(probability=dropout.probability.data_ptr())
+    arguments = _ROWS.pack(  # in the order of `RowsArguments`
+        in_TK.data_ptr(),
+        flat.data_ptr(),
+        form.rows_address(flat),
+        items.data_ptr(),
+        chunks.data_ptr(),
+        mask.row_keys,
+        scaling.data_ptr(),
+        mask.probability,
+        in_TK.shape[0],
+        in_TK.shape[1],
+        factors.argument,
+        len(factors.arenas),
+        num_items,
+        items.numel() // max(num_items, 1),
+        parts,
+        form.row_width,
+        mask.key,
+        mask.first_column,
+        in_TK.dtype == torch.float16,
+        device_index(in_TK),
+    )
+    _launch("rows", arguments, in_TK)
+
+
+def rank_sums(
+    x_TK: torch.Tensor,
+    ds: torch.Tensor,
+    dy_TN: torch.Tensor,
+    s: torch.Tensor,
+    form: RankForm,
+    *,
+    items: torch.Tensor,
+    num_items: int,
+    blocks: int,
+    grad_a: torch.Tensor,
+    grad_b: torch.Tensor,
+    workspace: torch.Tensor,
+    counters: torch.Tensor,
+    first_row: int,
+    early: bool,
+    dropout: Dropout | None,
+) -> None:
+    """Adds `dS^T mask(x)` and `s^T dy` of every adapter to its gradients (rank_sums.cu).
+
+    Args:
+        items: int32 `[num_items, fields]`, flat (`ops.lora.cuda.sum_items`).
+        blocks: that run through the items in turn; at most as many as the GPU holds at once.
+        grad_a: int64 addresses, one a row of the arena of `lora_a`; 0 beyond a rank.
+        grad_b: the same of B, numbered like `grad_a`.
+        workspace: fp32, for runs whose sums are added up.
+        counters: int32, zero.
+        first_row: row of the micro-batch that is row 0 of x.
+        early: read dy and s before the previous kernel has ended. They must have been written
+            before it began.
+    """
+    mask = _NO_MASK if dropout is None else _mask(dropout)
+    arguments = _SUMS.pack(  # in the order of `SumsArguments`
+        x_TK.data_ptr(),
+        form.rows_address(ds),
+        dy_TN.data_ptr(),
+        form.rows_address(s),
+        items.data_ptr(),
+        grad_a.data_ptr(),
+        grad_b.data_ptr(),
+        workspace.data_ptr(),
+        counters.data_ptr(),
+        mask.row_keys,
+        mask.probability,
+        dy_TN.shape[0],
+        x_TK.shape[0],
+        x_TK.shape[1],
+        dy_TN.shape[1],
+        num_items,
+        items.numel() // max(num_items, 1),
+        blocks,
+        form.row_width,
+        first_row,
+        mask.key,
+        mask.first_column,
+        early,
+        dy_TN.dtype == torch.float16,
+        device_index(dy_TN),
+    )
+    _launch("sums", arguments, dy_TN)
+
+
+class _Mask(NamedTuple):
+    """`Dropout` as the structs hold it: addresses, 0 = null."""
+
+    row_keys: int = 0
+    row_slots: int = 0
+    probability: int = 0
+    key: int = 0
+    first_column: int = 0
+
+
+_NO_MASK = _Mask()
+
+
+def _mask(dropout: Dropout) -> _Mask:
+    return _Mask(
+        dropout.row_keys.data_ptr(),
+        dropout.row_slots.data_ptr(),
+        dropout.probability.data_ptr(),
+        dropout.key,
+        dropout.first_column,
+    )
+
+
+def _launch(name: str, arguments: bytes, on: torch.Tensor) -> None:
+    # Not `torch.cuda.current_stream`, which makes an object of it: 2 us, twenty times a layer.
+    stream = torch._C._cuda_getCurrentRawStream(device_index(on))
+    load_extension().call(name, arguments, stream)
+
+
+def device_index(x: torch.Tensor) -> int:
+    """Of a tensor on a GPU."""
+    index = x.device.index
+    assert index is not None, "these kernels take tensors on a GPU"
+    return index
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,181 @@
+"""Which implementation of the multi-adapter linear a device gets, and why.
+
+`TLORA_KERNELS` forces one; otherwise the fastest that runs here. Importing this imports none.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import shutil
+from typing import Literal, NamedTuple, cast, get_args
+
+import torch
+
+from tlora_megatron.ops.lora.linear_ops import LinearOps
+
+logger = logging.getLogger(__name__)
+
+Kernels = Literal["torch", "triton", "cuda"]
+VARIABLE = "TLORA_KERNELS"
+_HALF = (torch.bfloat16, torch.float16)
+_TRITON_CAPABILITY = (8, 0)
+"""From here on tensor cores take bf16 and copies to shared memory are asynchronous."""
+_CUDA_MAJOR = 9
+"""Hopper: csrc/ uses its wgmma and TMA, which neither older nor newer GPUs have."""
+
+
+class KernelChoice(NamedTuple):
+    """The implementation that a device and dtype get."""
+
+    name: Kernels
+    reason: str
+    """A clause that can be printed after the name."""
+
+
+def forced_kernels() -> Kernels | None:
+    """The implementation that `TLORA_KERNELS` names, None where it is unset or empty.
+
+    Raises:
+        ValueError: if it names none.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if not value:
+        return None
+    if value not in get_args(Kernels):
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(get_args(Kernels))}, got {value!r}")
+    return cast(Kernels, value)
+
+
+def kernel_choice(device: torch.device, dtype: torch.dtype) -> KernelChoice:
+    """Chooses the implementation; builds the CUDA extension where that is the candidate.
+
+    Raises:
+        ValueError: if `TLORA_KERNELS` is invalid or names one that cannot run here.
+    """
+    forced = forced_kernels()
+    if forced == "torch":
+        return KernelChoice("torch", f"{VARIABLE}=torch")
+    if forced is not None:
+        problem = problem_of(forced, device, dtype)
+        if problem is not None:
+            raise ValueError(f"{VARIABLE} must name kernels that run here, got {forced}: {problem}")
+        return KernelChoice(forced, f"{VARIABLE}={forced}")
+    return _automatic(device, dtype)
+
+
+def choose_ops(device: torch.device, dtype: torch.dtype) -> LinearOps:
+    """The implementation that `kernel_choice` names, one object a process.
+
+    Raises:
+        ValueError: as `kernel_choice`.
+    """
+    return _make(kernel_choice(device, dtype).name)
+
+
+def problem_of(name: Kernels, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why an implementation cannot run, None where it can; builds the CUDA extension if need be."""
+    if name == "torch":
+        return None
+    problem = triton_problem(device) or _dtype_problem(dtype)
+    return problem if name == "triton" or problem else cuda_problem(device)
+
+
+def triton_problem(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on the device, whatever the dtype; None where they can."""
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _TRITON_CAPABILITY:
+            return f"compute capability must be at least 8.0, got {_dotted(capability)}"
+    elif not _interprets():
+        return "no GPU"
+    return _triton_installation_problem()
+
+
+def cuda_problem(device: torch.device) -> str | None:
+    """Why the CUDA extension cannot run on the device, None where it can; builds it if need be."""
+    if device.type != "cuda":
+        return "no GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] != _CUDA_MAJOR:
+        return f"compute capability must be 9.x, got {_dotted(capability)}"
+    return _extension_problem()
+
+
+def _automatic(device: torch.device, dtype: torch.dtype) -> KernelChoice:
+    if device.type != "cuda":
+        return KernelChoice("torch", "no GPU")
+    problem = _dtype_problem(dtype) or triton_problem(device)
+    if problem:
+        if _triton_installation_problem() == problem:
+            _warn_once(
+                f"the torch path is used, which is slower than the Triton kernels: {problem}"
+            )
+        return KernelChoice("torch", problem)
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] != _CUDA_MAJOR:
+        return KernelChoice("triton", f"compute capability {_dotted(capability)}")
+    problem = _extension_problem()
+    if problem is None:
+        return KernelChoice("cuda", f"compute capability {_dotted(capability)}, extension loaded")
+    _warn_once(f"the Triton kernels are used, the CUDA extension is not available: {problem}")
+    return KernelChoice("triton", f"no CUDA extension: {problem}")
+
+
+def _dtype_problem(dtype: torch.dtype) -> str | None:
+    if dtype in _HALF:
+        return None
+    return f"dtype must be bfloat16 or float16, got {str(dtype).removeprefix('torch.')}"
+
+
+def _interprets() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _triton_installation_problem() -> str | None:
+    compilers = (os.environ.get("CC", ""), "clang", "gcc")
+    if not _interprets() and not any(map(shutil.which, compilers)):
+        return "triton needs a C compiler; install gcc, or name one with CC"
+    try:
+        importlib.import_module("triton")
+    except Exception as error:  # a broken installation raises anything
+        return f"triton cannot be imported ({error}); pip install triton"
+    return None
+
+
+@functools.cache
+def _extension_problem() -> str | None:
+    from tlora_megatron.ops.extension import ExtensionUnavailable, load_extension
+
+    try:
+        load_extension()
+    except ExtensionUnavailable as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+@functools.cache
+def _make(name: Kernels) -> LinearOps:
+    if name == "cuda":
+        from tlora_megatron.ops.lora.cuda.ops import CudaOps
+
+        return CudaOps()
+    if name == "triton":
+        from tlora_megatron.ops.lora.triton.ops import TritonOps
+
+        return TritonOps()
+    from tlora_megatron.ops.lora.torch_ops import TorchOps
+
+    return TorchOps()
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

@@ -1,0 +1,285 @@
+"""The multi-adapter linear in plain torch, on any device and in any dtype.
+
+A slot's products run over its own rows and its own rank alone, one GEMM a slot and factor, so their
+bits do not depend on the neighbours. `s` and `dS` are flat: for every slot with rows, a contiguous
+block `[rows, R]`, R its rank chunks over all targets.
+
+Shapes: T rows, K features in, N features out, R as above.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tlora_megatron.ops.dropout.masks import dropout
+from tlora_megatron.ops.lora.factors import SiteFactors
+from tlora_megatron.ops.lora.rank_places import Elements, RankPlaces, cached_places, row_form
+from tlora_megatron.ops.lora.tiling import RANK_CHUNK, RankLayout, rank_chunks
+from tlora_megatron.ops.routing.row_groups import RowGroups
+
+
+class _Part(NamedTuple):
+    """One target of a slot."""
+
+    target: int
+    rank: int
+    columns: slice
+    """Columns of the slot's block, whole chunks."""
+    b_rows: slice
+    """Rows of the target's arena of `lora_b`."""
+
+
+class _Block(NamedTuple):
+    """One slot's rows and their place in the flat `s` and `dS`."""
+
+    slot: int
+    begin: int
+    end: int
+    offset: int
+    a_rows: slice
+    """Rows of the arena of `lora_a`: all targets' chunks."""
+    parts: tuple[_Part, ...]
+
+    @property
+    def width(self) -> int:
+        """R."""
+        return self.a_rows.stop - self.a_rows.start
+
+    @property
+    def stop(self) -> int:
+        """End of the block in the flat tensor."""
+        return self.offset + (self.end - self.begin) * self.width
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The block of a flat tensor, `[rows, R]`."""
+        return flat[self.offset : self.stop].view(-1, self.width)
+
+
+class TorchOps:
+    """`LinearOps` as torch's own GEMMs; see there for the semantics."""
+
+    name = "torch"
+
+    def forward(
+        self,
+        x_TK: torch.Tensor,
+        weight_NK: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        factors: SiteFactors,
+        rows: RowGroups,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns y `[T, N]` and s."""
+        s = self.down(x_TK, factors, rows)
+        return self.linear(x_TK, weight_NK, bias_N, s, factors, rows), s
+
+    def down(self, x_TK: torch.Tensor, factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
+        """Returns s."""
+        blocks = _blocks(rows, factors.layout)
+        s = x_TK.new_empty(_size(blocks))
+        dropped_TK = _dropped(x_TK, factors, rows, 0)
+        for block in blocks:
+            s_TR = block.of(s)
+            lora_a_RK = factors.lora_a[block.a_rows]
+            torch.mm(dropped_TK[block.begin : block.end], lora_a_RK.t(), out=s_TR)
+            _scale(s_TR, factors, block.slot)
+        return s
+
+    def linear(
+        self,
+        x_TK: torch.Tensor,
+        weight_NK: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        s: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+    ) -> torch.Tensor:
+        """Returns y `[T, N]`."""
+        return _add_up(F.linear(x_TK, weight_NK, bias_N), s, factors, rows)
+
+    def up(
+        self,
+        s: torch.Tensor,
+        base_WN: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+        window: tuple[int, int],
+    ) -> torch.Tensor:
+        """Returns `base + s B^T` of a window of rows."""
+        branch_TN = s.new_zeros(rows.ends[-1], base_WN.shape[1])
+        _add_up(branch_TN, s, factors, rows)
+        return branch_TN[slice(*window)].to(base_WN.dtype) + base_WN
+
+    def rank_places(self, factors: SiteFactors, rows: RowGroups, parts: int = 1) -> RankPlaces:
+        """Places in the flat s: it is row form."""
+        layout = factors.layout
+
+        def build(found: Elements) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...]]:
+            return (_size(_blocks(rows, layout)),), (row_form(rows, layout, found),)
+
+        return cached_places(rows, layout, parts, factors.lora_a.device, self.name, build)
+
+    def backward_up(
+        self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
+    ) -> torch.Tensor:
+        """Accumulates dB and returns dS."""
+        ds = torch.empty_like(s)
+        for block in _blocks(rows, factors.layout):
+            s_TR, ds_TR = block.of(s), block.of(ds)
+            dy_block_TN = dy_TN[block.begin : block.end]
+            for part in block.parts:
+                dy_part_TN = factors.columns[part.target].read(dy_block_TN)
+                lora_b_RN = factors.lora_b[part.target][part.b_rows]
+                torch.mm(dy_part_TN, lora_b_RN.t(), out=ds_TR[:, part.columns])
+                grad_RN = factors.grad_b[block.slot][part.target]
+                _accumulate(grad_RN, s_TR[:, part.columns], dy_part_TN)
+            _scale(ds_TR, factors, block.slot)
+        return ds
+
+    def dgrad(
+        self,
+        dy_TN: torch.Tensor,
+        ds: torch.Tensor,
+        weight_NK: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+    ) -> torch.Tensor:
+        """Returns dx `[T, K]`."""
+        # The base GEMM adds onto the branch: a pass over [T, K] less than the reverse.
+        return self.branch_dgrad(ds, factors, rows, (0, len(dy_TN))).addmm_(dy_TN, weight_NK)
+
+    def branch_dgrad(
+        self,
+        ds: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+        window: tuple[int, int],
+    ) -> torch.Tensor:
+        """Returns `drop(dS A)` of a window of rows."""
+        branch_TK = ds.new_empty(rows.ends[-1], factors.lora_a.shape[1])
+        done = 0
+        for block in _blocks(rows, factors.layout):
+            branch_TK[done : block.begin].zero_()
+            lora_a_RK = factors.lora_a[block.a_rows]
+            torch.mm(block.of(ds), lora_a_RK, out=branch_TK[block.begin : block.end])
+            done = block.end
+        branch_TK[done:].zero_()
+        return _dropped(branch_TK, factors, rows, 0)[slice(*window)]
+
+    def backward_down(
+        self,
+        x_TK: torch.Tensor,
+        dy_TN: torch.Tensor,
+        s: torch.Tensor,
+        ds: torch.Tensor,
+        factors: SiteFactors,
+        rows: RowGroups,
+        window: tuple[int, int],
+        up_factors: SiteFactors | None = None,
+    ) -> None:
+        """Accumulates dA over the rows `window[0]:window[1]`, which are all that x holds."""
+        first = window[0]
+        dropped_TK = _dropped(x_TK, factors, rows, first)
+        for block in _blocks(rows, factors.layout):
+            begin, end = max(block.begin, first), min(block.end, window[1])
+            if end <= begin:
+                continue
+            ds_TR = block.of(ds)[begin - block.begin : end - block.begin]
+            for part in block.parts:
+                grad_RK = factors.grad_a[block.slot][part.target]
+                inputs_TK = dropped_TK[begin - first : end - first]
+                _accumulate(grad_RK, ds_TR[:, part.columns], inputs_TK)
+
+
+def _blocks(rows: RowGroups, layout: RankLayout) -> tuple[_Block, ...]:
+    """Blocks of the slots with rows and a target here, in row order.
+
+    Made once for all linears that share the layout, which the cache keeps alive with them.
+    """
+
+    def build() -> tuple[RankLayout, tuple[_Block, ...]]:
+        blocks, offset = [], 0
+        for slot in rows.present_slots:
+            if not any(layout.ranks[slot]):
+                continue
+            end = rows.ends[slot]
+            block = _block(slot, end - rows.lengths[slot], end, offset, layout)
+            blocks.append(block)
+            offset = block.stop
+        return layout, tuple(blocks)
+
+    return rows.cached(f"torch blocks of {id(layout)}", build)[1]
+
+
+def _block(slot: int, begin: int, end: int, offset: int, layout: RankLayout) -> _Block:
+    first = layout.a_begin[slot][0]
+    parts, width = [], 0
+    for target, rank in enumerate(layout.ranks[slot]):
+        size = RANK_CHUNK * rank_chunks(rank)
+        if size:
+            b_begin = layout.b_begin[slot][target]
+            columns = slice(width, width + size)
+            parts.append(_Part(target, rank, columns, slice(b_begin, b_begin + size)))
+        width += size
+    return _Block(slot, begin, end, offset, slice(first, first + width), tuple(parts))
+
+
+def _size(blocks: tuple[_Block, ...]) -> int:
+    return blocks[-1].stop if blocks else 0
+
+
+def _add_up(
+    y_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
+) -> torch.Tensor:
+    """`y += s B^T`, in place."""
+    for block in _blocks(rows, factors.layout):
+        s_TR = block.of(s)
+        y_block_TN = y_TN[block.begin : block.end]
+        for part in block.parts:
+            lora_b_RN = factors.lora_b[part.target][part.b_rows]
+            columns = factors.columns[part.target]
+            if columns.groups == 1:
+                columns.view(y_block_TN)[:, 0].addmm_(s_TR[:, part.columns], lora_b_RN)
+            else:
+                columns.add(y_block_TN, s_TR[:, part.columns] @ lora_b_RN)
+    return y_TN
+
+
+def _scale(s_TR: torch.Tensor, factors: SiteFactors, slot: int) -> None:
+    """Multiplies by the slot's scaling in fp32: a tensor `[]` would be cast to the dtype of s."""
+    s_TR.mul_(factors.scaling[slot : slot + 1])
+
+
+def _dropped(
+    x_TK: torch.Tensor, factors: SiteFactors, rows: RowGroups, first_row: int
+) -> torch.Tensor:
+    """`drop(x)` of the rows from `first_row` on; its own backward when called on a gradient."""
+    if not (rows.dropout_keys and factors.has_dropout):
+        return x_TK
+    span = slice(first_row, first_row + x_TK.shape[0])
+    keys_T = rows.row_keys(x_TK.device)[span]
+    p_T = _row_dropout(factors, rows)[span]
+    return dropout(x_TK, keys_T, p_T, factors.dropout_key, factors.first_column)
+
+
+def _row_dropout(factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
+    """Dropout probability of each row's adapter, fp32 `[T]`; 0 in the null slot."""
+    p_S = factors.dropout
+
+    def build() -> tuple[torch.Tensor, torch.Tensor]:
+        return p_S, F.pad(p_S, (0, 1))[rows.row_slots(p_S.device)]
+
+    # The tensor is kept beside the result, so its id is not given to another one.
+    return rows.cached(f"row dropout of {id(p_S)}", build)[1]
+
+
+def _accumulate(grad_RN: torch.Tensor | None, s_TR: torch.Tensor, x_TN: torch.Tensor) -> None:
+    """`grad += s[:, :rank]^T x` with the sum over rows and the total in fp32."""
+    assert grad_RN is not None, "a target with a rank must have a gradient"
+    s_RT = s_TR[:, : grad_RN.shape[0]].t()
+    if x_TN.dtype != grad_RN.dtype and x_TN.is_cuda:
+        grad_RN.add_(torch.mm(s_RT, x_TN, out_dtype=grad_RN.dtype))
+    else:
+        grad_RN.addmm_(s_RT.to(grad_RN.dtype), x_TN.to(grad_RN.dtype))

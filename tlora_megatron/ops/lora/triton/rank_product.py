@@ -1,0 +1,177 @@
+"""The product `values weight^T` of a block of rows with one adapter's rank rows: parts of kernels.
+
+s and dS are such products. A program multiplies a block of rows with the rank rows of one slot,
+over all columns or a share of them. Shares go to a workspace in fp32; the last program to arrive
+adds them up in order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tlora_megatron.ops.dropout.triton import drop_zero
+from tlora_megatron.ops.lora.plan_tensors import ITEM_FIELDS, WORKSPACE_UNIT
+from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE
+
+FIELDS = tl.constexpr(ITEM_FIELDS)
+UNIT = tl.constexpr(WORKSPACE_UNIT)
+CHUNK = tl.constexpr(RANK_CHUNK)
+TILE = tl.constexpr(ROW_TILE)
+
+
+@triton.jit
+def mapped_columns(
+    begin: tl.tensor,
+    width: tl.tensor,
+    stride: tl.tensor,
+    first: tl.tensor,
+    BLOCK: tl.constexpr,
+    MAPPED: tl.constexpr,
+) -> tl.tensor:
+    """Columns of the fused output that compact columns `begin:begin + BLOCK` of a target are.
+
+    Args:
+        width, stride, first: of the target (`ops.lora.columns`, where `first` is `begin`).
+        MAPPED: 0 = all are the target's, in order; 1 = a block lies in one group, at 16 bytes;
+            2 = anything.
+    """
+    if MAPPED == 0:
+        return begin + tl.arange(0, BLOCK)
+    if MAPPED == 1:
+        start = begin // width * stride + first + begin % width
+        return tl.multiple_of(start, 8) + tl.arange(0, BLOCK)
+    compact = begin + tl.arange(0, BLOCK)
+    return compact // width * stride + first + compact % width
+
+
+@triton.jit
+def rank_product(
+    x: tl.tensor,  # pointer
+    x_stride: tl.tensor,
+    rows: tl.tensor,
+    live: tl.tensor,
+    weight: tl.tensor,  # pointer to the first rank row
+    weight_stride: tl.tensor,
+    num_rank: tl.tensor,
+    depth0: tl.tensor,
+    depth1: tl.tensor,
+    width: tl.tensor,
+    stride: tl.tensor,
+    first: tl.tensor,
+    hash_M: tl.tensor,
+    below: tl.tensor,
+    first_column: tl.tensor,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    MAPPED: tl.constexpr,
+    DROP: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> tl.tensor:
+    """`drop(x)[rows, depth0:depth1] weight[:num_rank, depth0:depth1]^T`, fp32 `[M, R]`.
+
+    Args:
+        EVEN: `depth1 - depth0` is a multiple of BLOCK.
+    """
+    rank = tl.arange(0, R)
+    x_rows = x + rows.to(tl.int64)[:, None] * x_stride
+    weight_rows = weight + rank.to(tl.int64)[:, None] * weight_stride
+    sums = tl.zeros([rows.shape[0], R], dtype=tl.float32)
+    for step in tl.range(0, tl.cdiv(depth1 - depth0, BLOCK), num_stages=STAGES):
+        begin = depth0 + step * BLOCK
+        compact = begin + tl.arange(0, BLOCK)
+        x_mask = live[:, None]
+        weight_mask = (rank < num_rank)[:, None]
+        if not EVEN:
+            x_mask = x_mask & (compact < depth1)[None, :]
+            weight_mask = weight_mask & (compact < depth1)[None, :]
+        x_columns = mapped_columns(begin, width, stride, first, BLOCK, MAPPED)
+        values = tl.load(x_rows + x_columns[None, :], mask=x_mask, other=0.0)
+        factor = tl.load(weight_rows + compact[None, :], mask=weight_mask, other=0.0)
+        if DROP:
+            values = drop_zero(values, hash_M, (first_column + compact)[None, :], below, PAIRS)
+        sums = tl.dot(values, tl.trans(factor), sums)
+    return sums
+
+
+@triton.jit
+def store_block(
+    sums: tl.tensor,
+    item: tl.tensor,  # pointer
+    live: tl.tensor,
+    scale: tl.tensor,
+    out: tl.tensor,  # pointer
+    row_form: tl.tensor,
+    chunks: tl.tensor,  # pointer
+    num_rank: tl.tensor,
+    BM: tl.constexpr,
+    R: tl.constexpr,
+) -> None:
+    """Writes fp32 `[M, R]`, scaled, in row form and transposed to its chunks.
+
+    In the chunks it is 0 in the rows of others, also where the weights are not finite.
+
+    Args:
+        row_form: row of `out` from which on the row form lies.
+    """
+    rank = tl.arange(0, R)
+    in_rank = rank < num_rank
+    values = tl.where(live[:, None], sums * scale, 0.0).to(out.dtype.element_ty)
+    row_size = tl.load(item + 16) * CHUNK
+    place = row_form.to(tl.int64) * TILE + tl.load(item + 7).to(tl.int64) * CHUNK
+    offsets = tl.arange(0, BM).to(tl.int64)[:, None] * row_size + rank[None, :]
+    tl.store(out + place + offsets, values, mask=live[:, None] & in_rank[None, :])
+    chunk = tl.load(chunks + tl.load(item + 6) + rank // CHUNK, mask=in_rank, other=0)
+    out_rows = (chunk * CHUNK + rank % CHUNK).to(tl.int64) * TILE
+    columns = tl.multiple_of(tl.load(item) % TILE, BM) + tl.arange(0, BM)
+    pointers = out + out_rows[:, None] + columns[None, :]
+    tl.store(pointers, tl.trans(values), mask=in_rank[:, None])
+
+
+@triton.jit
+def finish_block(
+    sums: tl.tensor,
+    item: tl.tensor,  # pointer
+    live: tl.tensor,
+    scale: tl.tensor,
+    out: tl.tensor,  # pointer
+    row_form: tl.tensor,
+    chunks: tl.tensor,  # pointer
+    workspace: tl.tensor,  # pointer
+    counters: tl.tensor,  # pointer
+    num_rank: tl.tensor,
+    BM: tl.constexpr,
+    R: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> None:
+    """Writes the block, or its share; the last program of a split block adds the shares up.
+
+    Args:
+        SPLIT: whether any block is split.
+    """
+    if SPLIT:
+        splits = tl.load(item + 11)
+        if splits > 1:
+            size = num_rank * BM
+            part = workspace + tl.load(item + 12).to(tl.int64) * UNIT
+            rank = tl.arange(0, R)
+            offsets = tl.arange(0, BM)[:, None] * num_rank + rank[None, :]
+            mask = (rank < num_rank)[None, :]
+            tl.store(part + tl.load(item + 10) * size + offsets, sums, mask=mask)
+            # All threads' stores precede the arrival, which releases them to the last program.
+            tl.debug_barrier()
+            counter = counters + tl.load(item + 13)
+            arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if arrived == splits - 1:
+                tl.store(counter, 0)
+                sums = tl.zeros([BM, R], dtype=tl.float32)
+                for k in range(splits):
+                    share = part + k * size + offsets
+                    sums += tl.load(share, mask=mask, other=0.0, cache_modifier=".cg")
+                store_block(sums, item, live, scale, out, row_form, chunks, num_rank, BM, R)
+        else:
+            store_block(sums, item, live, scale, out, row_form, chunks, num_rank, BM, R)
+    else:
+        store_block(sums, item, live, scale, out, row_form, chunks, num_rank, BM, R)

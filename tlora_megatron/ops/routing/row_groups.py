@@ -1,0 +1,86 @@
+"""Which rows of a tensor belong to which adapter: what kernels and dropout read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from tlora_megatron.ops.dropout.masks import mix32
+from tlora_megatron.ops.routing.host_copy import to_device
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowGroups:
+    """Runs of rows, one a slot in ascending order with the null slot last; some are empty.
+
+    Slot i owns rows `ends[i-1]:ends[i]`. It is so on every context-parallel rank: each holds its
+    rows in packed order, which is the order of slots.
+    """
+
+    ends: tuple[int, ...]
+    """`num_slots + 1` of them; the last is the number of rows."""
+    token_index: torch.Tensor
+    """Index of each row among its job's tokens, int64 `[rows]` on the CPU."""
+    dropout_keys: tuple[int, ...]
+    row_budget: int
+    """What kernels are cut for: rows that any micro-batch of the run may have here, or an even part
+    of them where the run has nano-batches, which may have more.
+
+    Where a cut decides the order of a sum it follows from this, never from the number of rows, or
+    a job's bits would depend on what else is packed beside it.
+    """
+    _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of adapters: all but the null slot."""
+        return len(self.ends) - 1
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Rows of each slot."""
+
+        def build() -> tuple[int, ...]:
+            return tuple(e - b for b, e in zip((0, *self.ends[:-1]), self.ends, strict=True))
+
+        return self.cached("lengths", build)
+
+    @property
+    def present_slots(self) -> tuple[int, ...]:
+        """Slots with at least one row, null slot left out, ascending."""
+
+        def build() -> tuple[int, ...]:
+            return tuple(slot for slot, n in enumerate(self.lengths[:-1]) if n)
+
+        return self.cached("present", build)
+
+    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
+        """Returns the value stored under `key`, building it on first use."""
+        if key not in self._cache:
+            self._cache[key] = build()
+        return self._cache[key]
+
+    def row_slots(self, device: torch.device) -> torch.Tensor:
+        """Slot of each row, int64 `[rows]`."""
+
+        def build() -> torch.Tensor:
+            lengths = torch.tensor(self.lengths)
+            slots = torch.repeat_interleave(torch.arange(len(self.ends)), lengths)
+            return to_device(slots, device)
+
+        return self.cached(("row_slots", device), build)
+
+    def row_keys(self, device: torch.device) -> torch.Tensor:
+        """Dropout key of each row before the layer is mixed in, int32 `[rows]`."""
+
+        def build() -> torch.Tensor:
+            keys = torch.tensor((*self.dropout_keys, 0))[self.row_slots(torch.device("cpu"))]
+            mixed = mix32(keys.to(torch.int32) ^ mix32(self.token_index.to(torch.int32)))
+            return to_device(mixed, device)
+
+        return self.cached(("row_keys", device), build)

@@ -1,0 +1,54 @@
+"""What a model needs to hide tensor-parallel communication behind nano-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.parallel.nano.lanes import Lane
+from tlora_megatron.parallel.nano.side_stream import SideStream, make_side_stream
+from tlora_megatron.parallel.transport.tensor_collectives import TensorCollectives
+
+OverlapMode = Literal["staggered", "within_linear"]
+
+
+class Overlap:
+    """Number of nano-batches, and the streams and collectives that they run with.
+
+    Args:
+        num_nano_batches: into how many a micro-batch is cut at most; may be set between rounds.
+        mode: `staggered`: nano-batches take turns through whole layers (`parallel.nano.lanes`);
+            `within_linear`: each linear's reduction runs beside its own next nano-batch's GEMM.
+    """
+
+    def __init__(
+        self,
+        num_nano_batches: int,
+        collectives: TensorCollectives,
+        mode: OverlapMode,
+        device: torch.device,
+    ) -> None:
+        self.num_nano_batches = num_nano_batches
+        self.collectives = collectives
+        self.mode: OverlapMode = mode
+        self._device = device
+        self._streams: list[SideStream] = []
+
+    def streams(self, count: int) -> list[SideStream]:
+        """One side stream a nano-batch, the same every time."""
+        if len(self._streams) < count:
+            self.collectives.prepare(count)
+        while len(self._streams) < count:
+            self._streams.append(make_side_stream(self._device))
+        return self._streams[:count]
+
+    def lanes(self, views: Sequence[MicroBatchView], *, gathers: bool) -> list[Lane]:
+        """A lane for each nano-batch of one micro-batch; see `Lane`."""
+        streams = self.streams(len(views))
+        return [
+            Lane(index, view, self.collectives, stream, gathers=gathers)
+            for index, (view, stream) in enumerate(zip(views, streams, strict=True))
+        ]

@@ -1,0 +1,295 @@
+"""Time of one round of the super-model under a plan, term by term."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import NamedTuple
+
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.adapter_sizes import adapter_elements
+from tlora_megatron.planner.cost.layer_cost import LayerCost, LayerModel
+from tlora_megatron.planner.cost.memory import HEAD_ROWS, ROW_TILE
+from tlora_megatron.planner.cost.nano_parts import fastest_split, num_parts
+from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.hardware import CollectiveOp, HardwareProfile
+from tlora_megatron.planner.rounds import LOOKED_AT, RoundLoad, RoundModel
+from tlora_megatron.planner.workload import JobLoad, check_jobs
+
+OPTIMIZER_BYTES = 52
+"""Read and written for an fp32 element of an adapter's step: norm 4, AdamW 32 with the gradient set
+to zero, refresh of the compute copy 16."""
+_HOST_AGAIN = {"none": 1.0, "selective": 1.15, "full": 1.4}
+"""Host work of a layer with recompute: forward is 0.4 of it, and the MLP under half of forward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCost:
+    """Seconds of one round; all terms add up to it. Compute and communication are those of the mean
+    pipeline stage over the round's micro-batches."""
+
+    gemm_s: float
+    attention_s: float
+    elementwise_s: float
+    lora_s: float
+    head_s: float
+    """Output layer and loss."""
+    recompute_s: float
+    tp_comm_s: float
+    cp_comm_s: float
+    pp_comm_s: float
+    host_s: float
+    """The GPU waits for launches."""
+    imbalance_s: float
+    """The slowest stage over the mean one."""
+    bubble_s: float
+    """Filling and draining the pipeline; other jobs' micro-batches make it a smaller share."""
+    gradient_sync_s: float
+    optimizer_s: float
+    round_s: float
+    """Packing and the wait at the end."""
+    load: RoundLoad
+
+    @property
+    def step_time_s(self) -> float:
+        """Of a round."""
+        return sum(_all_terms(self))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all jobs."""
+        return self.load.tokens / self.step_time_s
+
+    @property
+    def job_tokens_per_s(self) -> tuple[float, ...]:
+        """Of each job."""
+        return tuple(tokens / self.step_time_s for tokens in self.load.job_tokens)
+
+    @property
+    def job_step_time_s(self) -> tuple[float, ...]:
+        """From one optimizer step of each job to its next."""
+        return tuple(self.step_time_s / steps for steps in self.load.steps)
+
+    @property
+    def binding(self) -> str:
+        """The largest term."""
+        return max(TERMS, key=lambda name: getattr(self, name))
+
+
+TERMS = (
+    "gemm_s",
+    "attention_s",
+    "elementwise_s",
+    "lora_s",
+    "head_s",
+    "recompute_s",
+    "tp_comm_s",
+    "cp_comm_s",
+    "pp_comm_s",
+    "host_s",
+    "imbalance_s",
+    "bubble_s",
+    "gradient_sync_s",
+    "optimizer_s",
+    "round_s",
+)
+_all_terms = attrgetter(*TERMS)
+_but_virtual_stages = attrgetter(*(f.name for f in fields(Plan) if f.name != "vpp_size"))
+
+
+class _Parts(NamedTuple):
+    """Seconds that virtual stages do not change: of a micro-batch, the last two of a round."""
+
+    layer: LayerCost
+    layer_s: float
+    head_s: float
+    embedding_s: float
+    sync_s: float
+    optimizer_s: float
+
+
+def step_cost(
+    spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan, hardware: HardwareProfile
+) -> StepCost:
+    """The time of one round, on a machine that the plan fits on.
+
+    Raises:
+        ValueError: if the jobs cannot be planned for, or the plan needs several nodes that the
+            profile does not connect.
+    """
+    check_jobs(jobs)
+    return CostModel(spec, jobs, Rates(hardware)).step_cost(plan)
+
+
+class CostModel:
+    """One mix of jobs on one model and kind of machine; plans of it share what they can.
+
+    Args:
+        looked_at: sequences of the rounds that are packed to know the mean one; fewer take less
+            time and are less exact.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        jobs: Sequence[JobLoad],
+        rates: Rates,
+        *,
+        looked_at: int = LOOKED_AT,
+    ) -> None:
+        self.spec = spec
+        self.jobs = tuple(jobs)
+        self.rates = rates
+        self.hardware = rates.hardware
+        self._layers = LayerModel(spec, jobs, rates)
+        self._longest = max(jobs, key=lambda job: job.lengths.longest)
+        self._rounds = RoundModel(self.jobs, looked_at)
+        self._job_steps: dict[object, list[tuple[float, float]]] = {}
+        self._shared: dict[object, _Parts] = {}
+
+    def round_load(self, plan: Plan) -> RoundLoad:
+        """What a round holds.
+
+        Raises:
+            ValueError: if a micro-batch cannot hold the longest sequence.
+        """
+        longest = self._longest.lengths.longest
+        if longest > plan.micro_batch_tokens:
+            raise ValueError(
+                f"micro_batch_tokens must be at least {longest}, the longest sequence of job "
+                f"{self._longest.name!r}, got {plan.micro_batch_tokens}"
+            )
+        return self._rounds.load(
+            micro_batch_tokens=plan.micro_batch_tokens,
+            dp_size=plan.dp_size,
+            pp_size=plan.pp_size,
+            row_multiple=ROW_TILE * plan.cp_size,
+        )
+
+    def step_cost(self, plan: Plan, load: RoundLoad | None = None) -> StepCost:
+        """The time of one round; `load` stands in for what the packer is expected to make."""
+        if load is None:
+            load = self.round_load(plan)
+            parts = self._shared_parts(plan, load)
+        else:
+            parts = self._parts(plan, load)
+        layers = self.spec.num_layers // plan.pp_size
+        hop = self._hop_s(plan, load.rows / plan.cp_size)
+        host = layers * self.hardware.host.layer_s * _HOST_AGAIN[plan.recompute]
+        host *= num_parts(plan, load)
+        device = [layers * parts.layer_s + hop] * plan.pp_size
+        device[0] += parts.embedding_s
+        device[-1] += parts.head_s
+        waited = {time_s: _waits_for(host, time_s, load) for time_s in set(device)}
+        stages = [waited[time_s] for time_s in device]
+        mean, slowest = sum(stages) / len(stages), max(stages)
+        count = load.micro_batches
+        return StepCost(
+            **parts.layer.times(count * layers),
+            head_s=count * (parts.head_s + parts.embedding_s) / plan.pp_size,
+            pp_comm_s=count * hop,
+            host_s=count * (mean - sum(device) / len(device)),
+            imbalance_s=count * (slowest - mean),
+            bubble_s=(sum(stages) - slowest) / plan.vpp_size,
+            gradient_sync_s=parts.sync_s,
+            optimizer_s=parts.optimizer_s,
+            round_s=self.hardware.host.round_s,
+            load=load,
+        )
+
+    def fastest_split(self, plan: Plan) -> Plan:
+        """The plan with the number of nano-batches that takes least time."""
+        if self.hardware.nano_overlap == 0.0:
+            return plan
+        return fastest_split(plan, lambda tried: self.step_cost(tried).step_time_s)
+
+    def _shared_parts(self, plan: Plan, load: RoundLoad) -> _Parts:
+        key = _but_virtual_stages(plan)
+        if key not in self._shared:
+            self._shared[key] = self._parts(plan, load)
+        return self._shared[key]
+
+    def _parts(self, plan: Plan, load: RoundLoad) -> _Parts:
+        rows = load.rows / plan.cp_size
+        layer, head_s = self._layers.cost(plan, load), self._head_s(plan, load, rows)
+        sync_s, optimizer_s = self._steps_s(plan, load)
+        embedding_s = self._embedding_s(plan, rows)
+        return _Parts(layer, layer.total_s, head_s, embedding_s, sync_s, optimizer_s)
+
+    def _head_s(self, plan: Plan, load: RoundLoad, rows: float) -> float:
+        """Both GEMMs of the rows with a target, a run of rows at a time, and the loss between."""
+        spec, size = self.spec, self.rates.element_bytes
+        filled = zip(self.jobs, load.job_tokens, strict=True)
+        targets = sum(job.target_share * n for job, n in filled)
+        bins = load.micro_batches * plan.dp_size * plan.cp_size
+        height = min(HEAD_ROWS, rows)
+        runs = max(1.0, math.ceil(targets / bins / height))
+        columns = -(-spec.vocab_size // plan.tp_size)
+        gemms = sum(
+            self.rates.gemm_s(height, columns, spec.hidden_size, backward=backward)
+            for backward in (False, True)
+        )
+        loss = self.rates.stream_s(3 * height * columns * size)
+        comm = self._head_comm_s(plan, rows * spec.hidden_size * size)
+        return runs * (gemms + loss) + comm
+
+    def _head_comm_s(self, plan: Plan, hidden_bytes: float) -> float:
+        spans = plan.tp_size > self.hardware.gpus_per_node
+        if plan.sequence_parallel:
+            return self.rates.collective_s(
+                "all_gather", plan.tp_size, hidden_bytes, spans_nodes=spans
+            ) + self.rates.collective_s(
+                "reduce_scatter", plan.tp_size, hidden_bytes, spans_nodes=spans
+            )
+        return self.rates.collective_s("all_reduce", plan.tp_size, hidden_bytes, spans_nodes=spans)
+
+    def _embedding_s(self, plan: Plan, rows: float) -> float:
+        """One look-up, summed over the parts of the vocabulary."""
+        moved = rows * self.spec.hidden_size * self.rates.element_bytes
+        op: CollectiveOp = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
+        spans = plan.tp_size > self.hardware.gpus_per_node
+        comm = self.rates.collective_s(op, plan.tp_size, moved, spans_nodes=spans)
+        return self.rates.stream_s(2 * moved) + comm
+
+    def _hop_s(self, plan: Plan, rows: float) -> float:
+        """A micro-batch's hidden states to the next stage and their gradient back, not hidden."""
+        if plan.pp_size == 1:
+            return 0.0
+        size = rows * self.spec.hidden_size * self.rates.element_bytes
+        size /= plan.tp_size if plan.sequence_parallel else 1
+        spans = plan.num_gpus > self.hardware.gpus_per_node
+        hop = self.rates.collective_s("p2p", 2, size, spans_nodes=spans)
+        return 2 * plan.vpp_size * hop
+
+    def _steps_s(self, plan: Plan, load: RoundLoad) -> tuple[float, float]:
+        """Gradient sums and updates of the jobs whose batch a round completes."""
+        key = plan.tp_size, plan.pp_size, plan.cp_size, plan.dp_size, plan.lora_sharding
+        if key not in self._job_steps:
+            self._job_steps[key] = [self._job_step_s(plan, job) for job in self.jobs]
+        times = list(zip(self._job_steps[key], load.steps, strict=True))
+        sync, update = (sum(steps * both[part] for both, steps in times) for part in (0, 1))
+        return sync, update
+
+    def _job_step_s(self, plan: Plan, job: JobLoad) -> tuple[float, float]:
+        layers = self.spec.num_layers // plan.pp_size
+        replicas = plan.dp_size * plan.cp_size
+        spans = replicas * plan.tp_size > self.hardware.gpus_per_node
+        tp_spans = plan.tp_size > self.hardware.gpus_per_node
+        sharding = plan.tp_size, plan.lora_sharding
+        own = layers * adapter_elements(self.spec, job, *sharding)
+        shared = layers * adapter_elements(self.spec, job, *sharding, replicated_only=True)
+        over_replicas = self.rates.collective_s("all_reduce", replicas, own * 4, spans_nodes=spans)
+        over_tp = self.rates.collective_s(
+            "all_reduce", plan.tp_size, shared * 4, spans_nodes=tp_spans
+        )
+        moved_s = own * OPTIMIZER_BYTES / self.hardware.copy_bytes_per_s
+        return over_replicas + over_tp, moved_s + self.hardware.host.job_step_s
+
+
+def _waits_for(host_s: float, device_s: float, load: RoundLoad) -> float:
+    """The longer of both in the mean over micro-batches, the device's in proportion to rows."""
+    waits = sum(share * max(0.0, host_s - size * device_s) for share, size in load.sizes)
+    return device_s + waits

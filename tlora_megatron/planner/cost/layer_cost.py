@@ -1,0 +1,261 @@
+"""Time of one decoder layer on one GPU for one micro-batch, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from tlora_megatron.model.layout import LoraSharding
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.adapter_sizes import local_shape
+from tlora_megatron.planner.cost.lora_work import PLACE_BYTES, LoraCounts, exchange_of, lora_counts
+from tlora_megatron.planner.cost.memory import ROW_TILE
+from tlora_megatron.planner.cost.nano_parts import exposed_share, num_parts
+from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.hardware import CollectiveOp
+from tlora_megatron.planner.rounds import RoundLoad
+from tlora_megatron.planner.workload import JobLoad
+
+_CP_OPS: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter")
+BLOCKS = {"attention": ("linear_qkv", "linear_proj"), "mlp": ("linear_fc1", "linear_fc2")}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Seconds of one layer, forward and backward together, without waiting for the host."""
+
+    gemm_s: float
+    attention_s: float
+    elementwise_s: float
+    lora_s: float
+    recompute_s: float
+    """What is computed and communicated again."""
+    tp_comm_s: float
+    """What nothing hides."""
+    cp_comm_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return sum(self.times(1.0).values())
+
+    def times(self, count: float) -> dict[str, float]:
+        """Seconds of so many layers, by name."""
+        return {field.name: count * getattr(self, field.name) for field in fields(self)}
+
+
+class LayerModel:
+    """The layers of one model, for one mix of jobs on one kind of machine."""
+
+    def __init__(self, spec: ModelSpec, jobs: Sequence[JobLoad], rates: Rates) -> None:
+        self.spec = spec
+        self.jobs = tuple(jobs)
+        self.rates = rates
+        self._lora: dict[tuple[int, bool, LoraSharding], dict[str, list[LoraCounts]]] = {}
+        self._attention: dict[int, list[tuple[float, float]]] = {}
+
+    def cost(self, plan: Plan, load: RoundLoad) -> LayerCost:
+        """One layer of a round's micro-batch of the rank with most rows.
+
+        Nano-batches are padded each on its own, and their GEMMs are smaller.
+        """
+        parts = num_parts(plan, load)
+        rows = load.rows / plan.cp_size + (parts - 1) * ROW_TILE / 2
+        gemm = {b: _times(parts, self._gemms(plan, rows / parts, b)) for b in BLOCKS}
+        attention = self._attend(plan, load)
+        stream = {b: self._elementwise(plan, rows, b) for b in BLOCKS}
+        lora = {b: self._adapters(plan, load, rows, b, parts) for b in BLOCKS}
+        comm = {b: _times(parts, c) for b, c in self._tp_comm(plan, load, rows / parts).items()}
+        if parts > 1:
+            compute = _both(gemm) + sum(attention) + _both(stream) + _both(lora)
+            exposed = exposed_share(parts, compute, _both(comm), self.rates.hardware.nano_overlap)
+            comm, hidden = {b: _times(exposed, c) for b, c in comm.items()}, 0.0
+        else:
+            hidden = self._hidden(plan, rows, sum(backward for _, backward in lora.values()))
+        cp_forward, cp_backward = self._cp_comm(plan, rows)
+        again = 0.0
+        if plan.recompute != "none":
+            for block in ("mlp",) if plan.recompute == "selective" else tuple(BLOCKS):
+                terms = (gemm[block], stream[block], lora[block], comm[block])
+                again += sum(forward for forward, _ in terms)
+        if plan.recompute == "full":
+            again += attention[0] + cp_forward
+        return LayerCost(
+            gemm_s=_both(gemm),
+            attention_s=sum(attention),
+            elementwise_s=_both(stream),
+            lora_s=_both(lora),
+            recompute_s=again,
+            tp_comm_s=_both(comm) - hidden,
+            cp_comm_s=cp_forward + cp_backward,
+        )
+
+    def _gemms(self, plan: Plan, rows: float, block: str) -> tuple[float, float]:
+        forward = backward = 0.0
+        for linear in BLOCKS[block]:
+            columns, inner = local_shape(self.spec, linear, plan.tp_size)
+            forward += self.rates.gemm_s(rows, columns, inner)
+            backward += self.rates.gemm_s(rows, columns, inner, backward=True)
+        return forward, backward
+
+    def _attend(self, plan: Plan, load: RoundLoad) -> tuple[float, float]:
+        """Quadratic in every sequence's own length; context parallelism shares it evenly."""
+        times = self._attention.get(plan.tp_size)
+        if times is None:
+            heads = self.spec.num_heads / plan.tp_size
+            times = self._attention[plan.tp_size] = [
+                self._attention_a_row(job, heads) for job in self.jobs
+            ]
+        rows = load.rows / plan.cp_size
+        tokens = max(load.tokens, 1e-9)
+        forward, backward = (
+            sum(t[side] * n for t, n in zip(times, load.job_tokens, strict=True)) / tokens
+            for side in (0, 1)
+        )
+        return rows * forward, rows * backward
+
+    def _attention_a_row(self, job: JobLoad, heads: float) -> tuple[float, float]:
+        dim, mean = self.spec.head_dim, job.lengths.mean
+        times = [
+            (share, self.rates.attention_s(length, heads, dim))
+            for length, share in job.lengths.pairs
+        ]
+        forward, backward = (sum(s * t[side] for s, t in times) / mean for side in (0, 1))
+        return forward, backward
+
+    def _elementwise(self, plan: Plan, rows: float, block: str) -> tuple[float, float]:
+        """Reads and writes of norms and residual sums, rotation, SwiGLU."""
+        spec, size = self.spec, self.rates.element_bytes
+        stream = rows * spec.hidden_size / (plan.tp_size if plan.sequence_parallel else 1)
+        if block == "attention":
+            heads = rows * (spec.q_size + 2 * spec.kv_size) / plan.tp_size
+            forward, backward = 2 * stream + 2 * heads, 4 * stream + 2 * heads
+        else:
+            ffn = rows * spec.ffn_size / plan.tp_size
+            forward, backward = 7 * stream + 3 * ffn, 4 * stream + 5 * ffn
+        return self.rates.stream_s(forward * size), self.rates.stream_s(backward * size)
+
+    def _adapters(
+        self, plan: Plan, load: RoundLoad, rows: float, block: str, parts: int
+    ) -> tuple[float, float]:
+        cost = self.rates.hardware.lora
+        bins = load.micro_batches * plan.dp_size
+        filled = max(load.tokens, 1e-9)
+        shares = [n / filled for n in load.job_tokens]
+        present = [min(1.0, n / bins) for n in load.job_sequences]
+        dropped = sum(s for s, job in zip(shares, self.jobs, strict=True) if job.dropout > 0)
+        forward = backward = 0.0
+        for site in self._counts(plan)[block]:
+            if not any(site.gradients):
+                continue
+            inputs = rows * site.in_size
+            shard = plan.tp_size if plan.sequence_parallel and site.gathers else 1
+            shard = 1 if site.keeps_whole else shard
+            gradients = _dot(present, site.gradients)
+            moved = self._moved_s(rows, shares, site)
+            forward += (
+                site.calls * parts * cost.forward_fixed_s
+                + cost.forward_input_s * rows * site.read_in
+                + cost.forward_rank_s * rows * _dot(shares, site.rank_columns)
+                + cost.forward_factor_s * gradients
+                + cost.forward_dropout_s * dropped * inputs
+                + moved[0]
+            )
+            backward += (
+                site.calls * parts * cost.backward_fixed_s
+                + cost.backward_stream_s * rows * (2 * site.read_out + site.read_in / shard)
+                + cost.backward_rank_s * rows * _dot(shares, site.rank_inputs)
+                + cost.backward_factor_s * gradients
+                + cost.backward_dropout_s * dropped * inputs
+                + moved[1]
+            )
+        return forward, backward
+
+    def _moved_s(
+        self, rows: float, shares: Sequence[float], site: LoraCounts
+    ) -> tuple[float, float]:
+        """Passes over a branch, and values picked out and put back for exchanges."""
+        forward, backward = (n * self.rates.element_bytes for n in site.passes)
+        if site.placed is not None:
+            forward += _dot(shares, site.placed[0]) * PLACE_BYTES
+            backward += _dot(shares, site.placed[1]) * PLACE_BYTES
+        return self.rates.stream_s(rows * forward), self.rates.stream_s(rows * backward)
+
+    def _counts(self, plan: Plan) -> dict[str, list[LoraCounts]]:
+        key = plan.tp_size, plan.sequence_parallel, plan.lora_sharding
+        if key not in self._lora:
+            self._lora[key] = {
+                block: [lora_counts(self.spec, self.jobs, linear, plan) for linear in linears]
+                for block, linears in BLOCKS.items()
+            }
+        return self._lora[key]
+
+    def _tp_comm(self, plan: Plan, load: RoundLoad, rows: float) -> dict[str, tuple[float, float]]:
+        """Collectives of each block: without sequence parallelism one all-reduce each way, with it
+        a gather and a scatter each way; and those of s and dS."""
+        if plan.tp_size == 1:
+            return dict.fromkeys(BLOCKS, (0.0, 0.0))
+        size = rows * self.spec.hidden_size * self.rates.element_bytes
+        if plan.sequence_parallel:
+            once = self._over_tp(plan, "all_gather", size)
+            once += self._over_tp(plan, "reduce_scatter", size)
+        else:
+            once = self._over_tp(plan, "all_reduce", size)
+        comm = {}
+        for block, sites in self._counts(plan).items():
+            ranked = [self._exchanges(plan, load, rows, site) for site in sites]
+            forward, backward = (sum(both[side] for both in ranked) for side in (0, 1))
+            comm[block] = once + forward, once + backward
+        return comm
+
+    def _exchanges(
+        self, plan: Plan, load: RoundLoad, rows: float, site: LoraCounts
+    ) -> tuple[float, float]:
+        """Collectives of s and dS on one linear, forward and backward."""
+        exchange = exchange_of(plan, site)
+        shares = [n / max(load.tokens, 1e-9) for n in load.job_tokens]
+        width = site.widest if plan.lora_sharding == "fold" else _dot(shares, site.exchanged)
+        size = rows * self.rates.element_bytes * width
+        forward, backward = (sum(self._over_tp(plan, op, size) for op in ops) for ops in exchange)
+        return forward, backward
+
+    def _over_tp(self, plan: Plan, op: CollectiveOp, size_bytes: float) -> float:
+        hardware = self.rates.hardware
+        spans = plan.tp_size > hardware.gpus_per_node
+        alone = self.rates.collective_s(op, plan.tp_size, size_bytes, spans_nodes=spans)
+        return hardware.stretch * alone
+
+    def _hidden(self, plan: Plan, rows: float, lora_backward_s: float) -> float:
+        """The reductions of dx run beside dA, about half of the adapters' backward; not those of a
+        black box, which waits for its own."""
+        if plan.tp_size == 1 or plan.lora_sharding == "rank_exchange":
+            return 0.0
+        size = rows * self.spec.hidden_size * self.rates.element_bytes
+        op: CollectiveOp = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
+        reductions = 2 * self._over_tp(plan, op, size)
+        return self.rates.hardware.overlap * min(reductions, lora_backward_s / 2)
+
+    def _cp_comm(self, plan: Plan, rows: float) -> tuple[float, float]:
+        """Keys and values of all ranks are gathered; their gradients scattered."""
+        if plan.cp_size == 1:
+            return 0.0, 0.0
+        width = 2 * self.spec.kv_size / plan.tp_size
+        size = rows * plan.cp_size * width * self.rates.element_bytes
+        spans = plan.cp_size * plan.tp_size > self.rates.hardware.gpus_per_node
+        forward, backward = (
+            self.rates.collective_s(op, plan.cp_size, size, spans_nodes=spans) for op in _CP_OPS
+        )
+        return forward, backward
+
+
+def _times(factor: float, both: tuple[float, float]) -> tuple[float, float]:
+    return factor * both[0], factor * both[1]
+
+
+def _both(parts: dict[str, tuple[float, float]]) -> float:
+    return sum(forward + backward for forward, backward in parts.values())
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,184 @@
+"""What the adapters on one linear compute and exchange, by LoRA sharding.
+
+Under s_lora the factor that fold replicates is cut too: `lora_a` of column-parallel linears by rank
+rows, `lora_b` of row-parallel ones by outputs. Block-diagonal jobs are the same under each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.adapter_sizes import (
+    COLUMN_PARALLEL,
+    LINEAR_TARGETS,
+    chunked,
+    local_shape,
+    target_width,
+)
+from tlora_megatron.planner.hardware import CollectiveOp
+from tlora_megatron.planner.workload import JobLoad
+
+PLACE_BYTES = 4 + 2 * 2
+"""Of a value that is picked out for an exchange or put back: its int32 place, read and written in
+bf16 (`ops.lora.rank_places`)."""
+_FORMS = 2
+"""Times that s and dS hold a value; each is put there by itself, filled up to whole chunks."""
+PLACES_BYTES = 24
+"""Places that are kept of a value, int32: of whole s, and of this rank's part, each to read and in
+two forms to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraCounts:
+    """What one linear's adapters amount to, by job: see `hardware.LoraCost`."""
+
+    linear: str
+    in_size: int
+    calls: int
+    """Of the adapters' kernels: block-diagonal jobs beside s_lora's have their own."""
+    read_in: float
+    """Elements a row of x that these read, in each of forward and backward."""
+    read_out: float
+    """Of dy, once for dS and once for dB."""
+    gathers: bool
+    """Under sequence parallelism x is this rank's rows only."""
+    keeps_whole: bool
+    """And yet backward reads all of them."""
+    rank_columns: tuple[float, ...]
+    """Sum of N r over the job's targets here."""
+    rank_inputs: tuple[float, ...]
+    """K r p."""
+    gradients: tuple[float, ...]
+    passes: tuple[float, float]
+    """Elements a row that are read and written forward and backward because a branch is no part of
+    the base's GEMM."""
+    exchanged: tuple[float, ...]
+    """Values a row of s that ranks exchange."""
+    placed: tuple[tuple[float, ...], tuple[float, ...]] | None
+    """Values a row that are picked out for that and put back, forward and backward; None = s is
+    exchanged as it lies, or not at all."""
+    widest: float
+    """Columns of the dS that fold sums under sequence parallelism: the widest adapter's."""
+
+
+class Exchange(NamedTuple):
+    """Collectives of s and dS on one linear."""
+
+    forward: tuple[CollectiveOp, ...]
+    backward: tuple[CollectiveOp, ...]
+
+
+class _JobCounts(NamedTuple):
+    """One job's part in `LoraCounts`."""
+
+    rank_columns: float
+    rank_inputs: float
+    gradients: float
+    exchanged: float
+    placed: tuple[float, float]
+    widest: float
+
+
+def lora_counts(spec: ModelSpec, jobs: Sequence[JobLoad], linear: str, plan: Plan) -> LoraCounts:
+    """What the jobs' adapters on a Megatron linear amount to on one tensor-parallel rank."""
+    out_size, in_size = local_shape(spec, linear, plan.tp_size)
+    is_column = linear in COLUMN_PARALLEL
+    each = [_job_counts(spec, job, linear, plan) for job in jobs]
+    here = [job for job in jobs if any(t in job.targets for t in LINEAR_TARGETS[linear])]
+    shared = any(shares_all(plan, job) for job in here)
+    # Without s_lora all jobs, block-diagonal or not, go through the same call.
+    fused = any(not shares_all(plan, job) for job in here)
+    placed = tuple(one.placed[0] for one in each), tuple(one.placed[1] for one in each)
+    return LoraCounts(
+        linear=linear,
+        in_size=in_size,
+        calls=shared + fused,
+        read_in=float((shared + fused) * in_size),
+        read_out=fused * out_size + shared * out_size / (1 if is_column else plan.tp_size),
+        gathers=is_column,
+        keeps_whole=is_column and keeps_whole(jobs, linear, plan),
+        rank_columns=tuple(one.rank_columns for one in each),
+        rank_inputs=tuple(one.rank_inputs for one in each),
+        gradients=tuple(one.gradients for one in each),
+        passes=_passes(plan, here, in_size, out_size),
+        exchanged=tuple(one.exchanged for one in each),
+        placed=placed if shared else None,
+        widest=max((one.widest for one in each), default=0.0),
+    )
+
+
+def _job_counts(spec: ModelSpec, job: JobLoad, linear: str, plan: Plan) -> _JobCounts:
+    tp_size, is_column = plan.tp_size, linear in COLUMN_PARALLEL
+    in_size = local_shape(spec, linear, tp_size)[1]
+    widths = [
+        float(target_width(spec, target, linear, tp_size))
+        for target in LINEAR_TARGETS[linear]
+        if target in job.targets
+    ]
+    own = rank = job.local_rank(tp_size)
+    placed = 0, 0
+    if shares_all(plan, job):
+        own = -(-rank // tp_size) if is_column else rank
+        widths = widths if is_column else [width / tp_size for width in widths]
+        # Picked out forward: of own rows of A, or of a partial sum; backward: of the whole dS.
+        placed = own + _FORMS * chunked(rank), rank + _FORMS * chunked(own)
+    targets = len(widths)
+    return _JobCounts(
+        rank_columns=chunked(rank) * sum(widths),
+        rank_inputs=float(chunked(own) * in_size * targets),
+        gradients=sum(own * in_size + rank * width for width in widths),
+        exchanged=float((job.num_blocks == 1) * _width(plan, rank) * targets),
+        placed=(float(placed[0] * targets), float(placed[1] * targets)),
+        widest=float(chunked(rank) * targets),
+    )
+
+
+def shares_all(plan: Plan, job: JobLoad) -> bool:
+    """Whether nothing of a standard job's adapter is replicated."""
+    return plan.lora_sharding == "s_lora" and plan.tp_size > 1 and job.num_blocks == 1
+
+
+def keeps_whole(jobs: Sequence[JobLoad], linear: str, plan: Plan) -> bool:
+    """Whether a column-parallel linear keeps its gathered input: every rank has rank rows of its
+    own of block-diagonal adapters, and under s_lora of all."""
+    own = [job for job in jobs if job.num_blocks > 1 or shares_all(plan, job)]
+    return any(target in job.targets for job in own for target in LINEAR_TARGETS[linear])
+
+
+def exchange_of(plan: Plan, counts: LoraCounts) -> Exchange:
+    """The collectives of standard adapters' s and dS; see `layers.linear`, `layers.black_box` and
+    `layers.rank_sharded`."""
+    if plan.tp_size == 1 or not any(counts.exchanged):
+        return Exchange((), ())
+    if plan.lora_sharding == "s_lora":
+        if counts.gathers:
+            return Exchange(("all_gather",), ("reduce_scatter",))
+        return Exchange(("all_reduce",), ("all_reduce",))
+    if plan.lora_sharding == "fold":
+        sums = plan.sequence_parallel and counts.gathers and not counts.keeps_whole
+        return Exchange((), ("all_reduce",) if sums else ())
+    always: tuple[CollectiveOp, ...] = ("all_reduce",)
+    under_sp = always if plan.sequence_parallel else ()
+    return Exchange(under_sp, always) if counts.gathers else Exchange(always, under_sp)
+
+
+def _width(plan: Plan, rank: int) -> int:
+    """Values a row and target that are exchanged: rank_exchange sums s as it lies, in two forms."""
+    return _FORMS * chunked(rank) if plan.lora_sharding == "rank_exchange" else rank
+
+
+def _passes(
+    plan: Plan, here: Sequence[JobLoad], in_size: int, out_size: int
+) -> tuple[float, float]:
+    """Forward the base's output is read and the sum written. Backward the branch is written, read
+    beside the base's dx, and their sum written: of rank_exchange's standard jobs, and of s_lora's
+    where block-diagonal ones are in the base's GEMM (`layers.black_box`, `layers.rank_sharded`)."""
+    standard = [job.num_blocks == 1 for job in here]
+    beside = any(standard) if plan.lora_sharding == "rank_exchange" else len(set(standard)) > 1
+    if plan.tp_size == 1 or plan.lora_sharding == "fold" or not beside:
+        return 0.0, 0.0
+    return 2.0 * out_size, 4.0 * in_size

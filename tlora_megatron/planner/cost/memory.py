@@ -1,0 +1,236 @@
+"""Bytes that a plan needs on the fullest GPU, term by term.
+
+Checked against the peaks of `scripts/bench/results`: Llama-3.1-8B without recompute on one H200,
+8,192 rows, 41.8 GB without adapters and 64.7 GB with eight of ranks 4 to 64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import NamedTuple
+
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.adapter_sizes import (
+    adapter_elements,
+    copied_elements,
+    spread_elements,
+)
+from tlora_megatron.planner.cost.saved_activations import (
+    kept_bytes,
+    row_shards,
+    saved_inputs,
+    workspace_bytes,
+)
+from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.workload import JobLoad
+
+HEAD_ROWS = 1024
+"""Rows of logits that exist at a time: `layers.vocabulary_head.ROWS_AT_ONCE`."""
+ROW_TILE = 128
+"""Rows of a micro-batch on a GPU come in multiples of it: `training.packing.round_rows`."""
+FRAGMENTATION = 0.04
+"""Of activations and workspace: room that the allocator holds and cannot use. Reserved over
+allocated memory was 1.02 to 1.04 in whole rounds on an H200."""
+COMMUNICATOR_BYTES = 300e6
+"""NCCL's buffers of one process group of several GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes on the fullest GPU."""
+
+    base_weights: float
+    adapter_weights: float
+    """Compute copies in the base's dtype."""
+    adapter_gradients: float
+    """fp32, until the job's step."""
+    adapter_states: float
+    """fp32 masters and Adam's two moments."""
+    activations: float
+    """Kept from forward to backward, over the micro-batches in flight."""
+    workspace: float
+    """Of the layer that runs backward; its recomputed part included."""
+    logits: float
+    """Of the rows of the head that exist together, beyond the workspace, on the last stage."""
+    collectives: float
+    fragmentation: float
+    reserved: float
+    """Driver and libraries."""
+    stage: int
+    """Pipeline stage of that GPU."""
+
+    @property
+    def allocated_bytes(self) -> float:
+        """What `torch.cuda.max_memory_allocated` shows."""
+        return self.total_bytes - self.collectives - self.fragmentation - self.reserved
+
+    @property
+    def total_bytes(self) -> float:
+        """All of the GPU's memory that is taken."""
+        return sum(_all_terms(self))
+
+    @property
+    def binding(self) -> str:
+        """The largest term."""
+        return max(TERMS, key=lambda name: getattr(self, name))
+
+
+TERMS = tuple(field.name for field in fields(MemoryUse) if field.name != "stage")
+_all_terms = attrgetter(*TERMS)
+
+
+def memory_use(
+    spec: ModelSpec,
+    jobs: Sequence[JobLoad],
+    plan: Plan,
+    hardware: HardwareProfile,
+    rows: float | None = None,
+    micro_batches: float | None = None,
+) -> MemoryUse:
+    """The memory of the pipeline stage that needs most; see `MemoryModel.use`."""
+    return MemoryModel(spec, jobs, hardware).use(plan, rows, micro_batches)
+
+
+def longest_batches(jobs: Sequence[JobLoad]) -> int:
+    """Rows of all jobs' batches together, of their longest sequences."""
+    return sum(job.batch_size * job.lengths.longest for job in jobs)
+
+
+def most_rows(batches: int, plan: Plan) -> float:
+    """Rows that no micro-batch exceeds, over its CP ranks; the whole budget without jobs.
+
+    Args:
+        batches: see `longest_batches`.
+    """
+    multiple = ROW_TILE * plan.cp_size
+    padded = -(-batches // multiple) * multiple
+    return float(min(plan.micro_batch_tokens, padded or plan.micro_batch_tokens))
+
+
+def element_bytes(hardware: HardwareProfile) -> int:
+    """Of weights and activations."""
+    return 2 if hardware.dtype == "bfloat16" else 4
+
+
+class _LayerUse(NamedTuple):
+    """One layer's share, alike in plans of one TP, sequence parallelism, sharding and recompute."""
+
+    slabs: float
+    """Elements, as the next three."""
+    copies: float
+    largest_slab: float
+    spread: float
+    """Of gradients with the zeros between blocks."""
+    kept_bytes: float
+    """A row of the micro-batch, as the next two."""
+    workspace_bytes: float
+    places_bytes: float
+
+
+class MemoryModel:
+    """One mix of jobs on one model and kind of machine; plans of it share what they can."""
+
+    def __init__(self, spec: ModelSpec, jobs: Sequence[JobLoad], hardware: HardwareProfile) -> None:
+        self.spec = spec
+        self.jobs = tuple(jobs)
+        self.hardware = hardware
+        self._size = element_bytes(hardware)
+        self._batches = longest_batches(jobs)
+        self._layers: dict[object, _LayerUse] = {}
+
+    def use(
+        self, plan: Plan, rows: float | None = None, micro_batches: float | None = None
+    ) -> MemoryUse:
+        """The memory of the pipeline stage that needs most.
+
+        Args:
+            rows: of a micro-batch over its CP ranks; None = the whole budget, or all batches
+                together where they do not fill it.
+            micro_batches: of a round; None = as many as fill the pipeline.
+        """
+        rows = most_rows(self._batches, plan) if rows is None else rows
+        in_round = 4.0 * plan.pp_size if micro_batches is None else math.ceil(micro_batches)
+        stages = {0, plan.pp_size - 1}
+        uses = [self._stage_use(plan, rows / plan.cp_size, in_round, stage) for stage in stages]
+        return max(uses, key=lambda use: use.total_bytes)
+
+    def _layer_use(self, plan: Plan) -> _LayerUse:
+        key = plan.tp_size, plan.sequence_parallel, plan.lora_sharding, plan.recompute
+        if key not in self._layers:
+            spec, jobs, size = self.spec, self.jobs, self._size
+            sharding = plan.tp_size, plan.lora_sharding
+            each = [adapter_elements(spec, job, *sharding) for job in jobs]
+            saved = saved_inputs(jobs, plan)
+            self._layers[key] = _LayerUse(
+                slabs=sum(each),
+                copies=sum(copied_elements(spec, job, *sharding) for job in jobs),
+                largest_slab=max(each, default=0.0),
+                spread=sum(spread_elements(spec, job, plan.tp_size) for job in jobs),
+                kept_bytes=kept_bytes(spec, saved, plan, size),
+                workspace_bytes=workspace_bytes(spec, saved, plan, size),
+                places_bytes=saved.places,
+            )
+        return self._layers[key]
+
+    def _stage_use(self, plan: Plan, local_rows: float, in_round: float, stage: int) -> MemoryUse:
+        spec, size, layer = self.spec, self._size, self._layer_use(plan)
+        layers = spec.num_layers // plan.pp_size
+        is_first, is_last = stage == 0, stage == plan.pp_size - 1
+        flight = chunks_in_flight(plan, stage, in_round)
+        places = flight * local_rows * layer.places_bytes
+        boundary = spec.hidden_size * size / row_shards(plan) if plan.pp_size > 1 else 0.0
+        activations = flight * local_rows * (layers / plan.vpp_size * layer.kept_bytes + boundary)
+        # A refreshed slab is cast as one buffer, and cleaned in another, while nothing else runs.
+        refresh = layers * layer.largest_slab * 2 * size - activations
+        workspace = max(local_rows * layer.workspace_bytes, refresh)
+        head = _head_bytes(spec, plan, local_rows, size) if is_last else 0.0
+        groups = sum(n > 1 for n in (plan.tp_size, plan.pp_size, plan.cp_size, plan.dp_size))
+        return MemoryUse(
+            base_weights=_base_elements(spec, plan, is_first=is_first, is_last=is_last) * size,
+            adapter_weights=layers * layer.copies * size,
+            adapter_gradients=layers * (layer.slabs + layer.spread) * 4,
+            adapter_states=layers * layer.slabs * 12,
+            activations=activations + places,
+            workspace=workspace,
+            logits=max(0.0, head - workspace),
+            collectives=groups * COMMUNICATOR_BYTES,
+            fragmentation=FRAGMENTATION * (activations + max(workspace, head)),
+            reserved=self.hardware.reserved_bytes,
+            stage=stage,
+        )
+
+
+def _base_elements(spec: ModelSpec, plan: Plan, *, is_first: bool, is_last: bool) -> float:
+    hidden, ffn = spec.hidden_size, spec.ffn_size
+    linears = hidden * (2 * spec.q_size + 2 * spec.kv_size) + 3 * hidden * ffn
+    norms = 2 * hidden + (2 * spec.head_dim if spec.qk_norm else 0)
+    biases = (spec.q_size + 2 * spec.kv_size) / plan.tp_size if spec.qkv_bias else 0
+    layers = spec.num_layers // plan.pp_size
+    table = -(-spec.vocab_size // plan.tp_size) * hidden
+    tables = 1 if is_first and is_last and spec.tied_embeddings else is_first + is_last
+    final_norm = hidden if is_last else 0
+    return layers * (linears / plan.tp_size + norms + biases) + tables * table + final_norm
+
+
+def chunks_in_flight(plan: Plan, stage: int, in_round: float) -> float:
+    """Micro-batches of one model chunk whose activations a stage holds at its fullest, 1F1B.
+
+    Interleaved: Megatron's warm-up of `2 (pp - stage - 1) + (vpp - 1) pp`, and the one that runs.
+    """
+    if plan.pp_size == 1:
+        return 1.0
+    behind = plan.pp_size - stage - 1
+    if plan.vpp_size == 1:
+        return min(in_round, behind + 1)
+    return min(in_round * plan.vpp_size, 2 * behind + (plan.vpp_size - 1) * plan.pp_size + 1)
+
+
+def _head_bytes(spec: ModelSpec, plan: Plan, local_rows: float, size: int) -> float:
+    """Logits of a run of rows, gathered hidden states and the gradients of all rows, twice."""
+    columns = -(-spec.vocab_size // plan.tp_size)
+    height = min(HEAD_ROWS, local_rows)
+    return (height * (columns + spec.hidden_size) + 4 * local_rows * spec.hidden_size) * size

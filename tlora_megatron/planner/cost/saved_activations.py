@@ -1,0 +1,88 @@
+"""Bytes that a layer keeps from forward to backward, and works in, for a row of the micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.adapter_sizes import COLUMN_PARALLEL, LINEAR_TARGETS, chunked
+from tlora_megatron.planner.cost.lora_work import PLACES_BYTES, keeps_whole, shares_all
+from tlora_megatron.planner.workload import JobLoad
+
+
+def row_shards(plan: Plan) -> int:
+    """Tensor-parallel ranks that share the rows between tensor-parallel regions."""
+    return plan.tp_size if plan.sequence_parallel else 1
+
+
+class SavedInputs(NamedTuple):
+    """What linears with adapters keep for backward."""
+
+    ranks: dict[str, float]
+    """Elements of s a row by linear: rows of the widest rank, and chunks of each row's own; 0 where
+    none is adapted."""
+    whole: frozenset[str]
+    """Linears whose input is kept gathered under sequence parallelism (`lora_work.keeps_whole`)."""
+    places: float
+    """Bytes a row of the micro-batch, whatever its layers: where s_lora's exchanges find values."""
+
+    def shards(self, linear: str, shard: int) -> int:
+        """Ranks that share the rows of a linear's input, of `shard` between linears."""
+        return 1 if linear in self.whole else shard
+
+
+def saved_inputs(jobs: Sequence[JobLoad], plan: Plan) -> SavedInputs:
+    ranks, whole, places = {}, set(), 0.0
+    for linear, members in LINEAR_TARGETS.items():
+        counts = [sum(target in job.targets for target in members) for job in jobs]
+        pairs = list(zip(jobs, counts, strict=True))
+        each = [chunked(job.local_rank(plan.tp_size)) * n for job, n in pairs]
+        ranks[linear] = max(each, default=0) + sum(each) / max(len(each), 1)
+        if linear in COLUMN_PARALLEL and keeps_whole(jobs, linear, plan):
+            whole.add(linear)
+        values = [shares_all(plan, job) * job.rank * n for job, n in pairs]
+        places += PLACES_BYTES * max(values, default=0)
+    return SavedInputs(ranks, frozenset(whole), places)
+
+
+def kept_bytes(
+    spec: ModelSpec, saved: SavedInputs, plan: Plan, size: int, *, part: str = "all"
+) -> float:
+    """Activations that a layer keeps until backward, for one row of the micro-batch.
+
+    Without recompute: the residual stream in front of both norms, rotated queries, keys and values,
+    attention's output and log-sums, gate and up; of linears with adapters also the input (attention
+    keeps that of `linear_proj` already) and the rank-sized s.
+
+    Args:
+        part: `all` of what the plan keeps; `mlp` or `layer`, what these keep when they run again.
+    """
+    hidden, tp, shard, ranks = spec.hidden_size, plan.tp_size, row_shards(plan), saved.ranks
+    if plan.recompute == "full" and part == "all":
+        return hidden * size / shard
+    stream = 2 * hidden * size / shard + 8
+    attention = (2 * spec.q_size + 2 * spec.kv_size) * size / tp + 4 * spec.num_heads / tp
+    attention += (ranks["linear_qkv"] > 0) * hidden * size / saved.shards("linear_qkv", shard)
+    attention += (ranks["linear_qkv"] + ranks["linear_proj"]) * size
+    mlp = 2 * spec.ffn_size * size / tp
+    mlp += (ranks["linear_fc1"] > 0) * hidden * size / saved.shards("linear_fc1", shard)
+    mlp += (ranks["linear_fc2"] > 0) * spec.ffn_size * size / tp
+    mlp += (ranks["linear_fc1"] + ranks["linear_fc2"]) * size
+    if part == "mlp":
+        return mlp
+    if plan.recompute == "selective" and part == "all":
+        mlp = hidden * size / shard  # the checkpoint's input
+    return stream + attention + mlp
+
+
+def workspace_bytes(spec: ModelSpec, saved: SavedInputs, plan: Plan, size: int) -> float:
+    """Backward of one layer, for one row: gradients of gate, up and their product, of the
+    residual stream (gathered under sequence parallelism), and what the layer recomputes.
+    """
+    gradients = (3 * spec.ffn_size / plan.tp_size + 3 * spec.hidden_size) * size
+    if plan.recompute == "none":
+        return gradients
+    part = "mlp" if plan.recompute == "selective" else "layer"
+    return gradients + kept_bytes(spec, saved, plan, size, part=part)

@@ -1,0 +1,264 @@
+"""Measures single operations: copy, GEMMs by shape, attention by length, adapters on a linear."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tlora_megatron.layers.adapter_bank import AdapterBank
+from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.sites import Site
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.ops.frozen.varlen_attention import CumulativeLengths, varlen_attention
+from tlora_megatron.ops.routing.segments import (
+    Document,
+    MicroBatchView,
+    pack_micro_batch,
+    use_micro_batch,
+)
+from tlora_megatron.planner.cost.adapter_sizes import RANK_CHUNK
+from tlora_megatron.planner.hardware import AttentionPoint, GemmPoint
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.profiling.sizes import ProfileSizes
+from tlora_megatron.profiling.synthetic_run import SyntheticRun
+from tlora_megatron.profiling.timer import DeviceTimer
+
+_MOST_SETS = 4
+_RANKS = (8, 16, 32, 64)
+DROPOUTS = (0.0, 0.1)
+
+
+def copy_bytes_per_s(timer: DeviceTimer, num_bytes: int) -> float:
+    """Bandwidth of a copy, read and written bytes counted."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=timer.device)
+    target = torch.empty_like(source)
+    (seconds,) = timer.medians([lambda: target.copy_(source)], seconds=0.2)
+    return 2 * num_bytes / seconds
+
+
+def measure_gemm(
+    timer: DeviceTimer, shape: tuple[int, int], rows: Sequence[int], dtype: torch.dtype
+) -> Iterator[GemmPoint]:
+    """Rates of one linear at several row counts, measured in turn on rotated weights."""
+    columns, inner = shape
+    device = timer.device
+
+    def draw(height: int, width: int) -> torch.Tensor:
+        return torch.randn(height, width, device=device, dtype=dtype)
+
+    weights = [draw(columns, inner).mul_(inner**-0.5) for _ in range(_num_sets(shape, device))]
+    most = max(rows)
+    x, y, dx = draw(most, inner), draw(most, columns), draw(most, inner)
+    turn = itertools.cycle(weights)
+
+    def forward(height: int) -> None:
+        torch.mm(x[:height], next(turn).t(), out=y[:height])
+
+    def backward(height: int) -> None:
+        torch.mm(y[:height], next(turn), out=dx[:height])
+
+    calls = [partial(run, height) for height in rows for run in (forward, backward)]
+    times = timer.medians(calls, seconds=0.35)
+    for height, (there, back) in zip(rows, zip(times[::2], times[1::2], strict=True), strict=True):
+        flops = 2.0 * height * columns * inner
+        yield GemmPoint(
+            rows=height,
+            columns=columns,
+            inner=inner,
+            forward_flops_per_s=flops / there,
+            backward_flops_per_s=flops / back,
+        )
+
+
+def _num_sets(shape: tuple[int, int], device: torch.device) -> int:
+    """Weights enough that none is still in the cache when its turn comes again."""
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(_MOST_SETS, 1 + math.ceil(2 * cache / (2 * math.prod(shape))))
+
+
+def measure_attention(
+    timer: DeviceTimer, length: int, tokens: int, spec: ModelSpec, dtype: torch.dtype
+) -> AttentionPoint:
+    """Rates in sequences of one length."""
+    count = max(1, tokens // length)
+    heads, groups, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+
+    def draw(members: int) -> torch.Tensor:
+        shape = (count * length, members, dim)
+        return torch.randn(shape, device=timer.device, dtype=dtype, requires_grad=True)
+
+    q, k, v = draw(heads), draw(groups), draw(groups)
+    run = _varlen if timer.device.type == "cuda" else _dense
+    upstream = torch.randn(count * length, heads, dim, device=timer.device, dtype=dtype)
+    outputs: list[torch.Tensor] = []
+
+    def forward() -> None:
+        outputs[:] = [run(q, k, v, count, length)]
+
+    def backward() -> None:
+        torch.autograd.grad(outputs[0], (q, k, v), upstream)
+
+    there, back = timer.medians([forward, backward], seconds=0.3, ahead=True)
+    flops = 4.0 * length * (length + 1) / 2 * heads * dim * count
+    return AttentionPoint(
+        length=length,
+        forward_flops_per_s=flops / there,
+        backward_flops_per_s=2.5 * flops / back,
+    )
+
+
+def _varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, count: int, length: int
+) -> torch.Tensor:
+    begins = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=q.device)
+    lengths = CumulativeLengths(begins, begins, length, length)
+    return varlen_attention(q, k, v, lengths, q.shape[-1] ** -0.5)
+
+
+def _dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, count: int, length: int
+) -> torch.Tensor:
+    query, key, value = (
+        x.view(count, length, x.shape[1], x.shape[2]).transpose(1, 2) for x in (q, k, v)
+    )
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2).reshape(q.shape)
+
+
+class LoraSample(NamedTuple):
+    """What adapters add to one linear in one setting, and the counts of `LoraCost`."""
+
+    forward_s: float
+    backward_s: float
+    frozen_s: float
+    """Forward and backward of the linear without adapters."""
+    input_elements: float
+    output_elements: float
+    rank_columns: float
+    """T N r summed over targets."""
+    rank_inputs: float
+    """T K r p."""
+    gradients: float
+    dropped: float
+    """T K with dropout."""
+
+
+def measure_lora(
+    timer: DeviceTimer,
+    spec: ModelSpec,
+    tokens: int,
+    adapters: Sequence[int],
+    dtype: torch.dtype,
+    world_size: int,
+) -> Iterator[LoraSample]:
+    """The four linears of a layer, with each number of adapters, with and without dropout."""
+    layout = ParallelLayout(dp_size=world_size)
+    run = SyntheticRun(spec, layout, dtype=dtype)
+    try:
+        for count in adapters:
+            for dropout in DROPOUTS:
+                yield from _lora_samples(timer, run, tokens, count, dropout)
+    finally:
+        run.close()
+
+
+def _lora_samples(
+    timer: DeviceTimer, run: SyntheticRun, tokens: int, count: int, dropout: float
+) -> list[LoraSample]:
+    lengths = _segments(tokens, count)
+    ranks = [_RANKS[i % len(_RANKS)] for i in range(count)] if count > 1 else [16]
+    loads = [
+        JobLoad(
+            name=f"job{i}",
+            rank=rank,
+            batch_size=1,
+            lengths=LengthHistogram.single(length),
+            dropout=dropout,
+        )
+        for i, (rank, length) in enumerate(zip(ranks, lengths, strict=True))
+    ]
+    bank = run.super_model(loads, tokens).bank
+    frozen = AdapterBank(run.sites, [], dtype=run.dtype, device=run.groups.device)
+    view = pack_micro_batch(
+        [Document(slot=slot, length=length) for slot, length in enumerate(lengths)],
+        num_slots=count,
+        num_tokens=tokens,
+        dropout_keys=list(range(1, count + 1)) if dropout else (),
+    )
+    samples = []
+    for site, module in run.linears:
+        times = _linear_times(timer, site, module, view, (frozen, bank))
+        counts = _counts(site, ranks, lengths, dropout)
+        base_s = times[0] + times[1]
+        samples.append(LoraSample(times[2] - times[0], times[3] - times[1], base_s, *counts))
+    attach(run.linears, frozen)
+    return samples
+
+
+def _linear_times(
+    timer: DeviceTimer,
+    site: Site,
+    module: torch.nn.Module,
+    view: MicroBatchView,
+    banks: Sequence[AdapterBank],
+) -> list[float]:
+    """Forward and backward with each bank, in turn."""
+    rows, inner, device = view.num_tokens, site.in_size, timer.device
+    weight = next(module.parameters())
+    x = torch.randn(rows, 1, inner, device=device, dtype=weight.dtype, requires_grad=True)
+    outputs: dict[int, torch.Tensor] = {}
+    upstream = torch.randn(rows, 1, site.out_size, device=device, dtype=weight.dtype)
+
+    def forward(index: int) -> None:
+        attach([(site, module)], banks[index])
+        with use_micro_batch(view):
+            outputs[index], _ = module(x)
+
+    def backward(index: int) -> None:
+        torch.autograd.grad(outputs.pop(index), x, upstream)
+
+    calls: list[Callable[[], None]] = []
+    for index in range(len(banks)):
+        calls += [partial(forward, index), partial(backward, index)]
+    return timer.medians(calls, seconds=0.12, most=12, ahead=True)
+
+
+def _counts(
+    site: Site, ranks: Sequence[int], lengths: Sequence[int], dropout: float
+) -> tuple[float, ...]:
+    own = [t for t in site.targets if not t.target.startswith("linear_")]
+    inner, columns = site.in_size, site.out_size
+    rows = sum(lengths)
+    chunked = sum(
+        n * -(-rank // RANK_CHUNK) * RANK_CHUNK for n, rank in zip(lengths, ranks, strict=True)
+    )
+    widths = [target.columns.size for target in own]
+    return (
+        rows * inner,
+        rows * columns,
+        chunked * sum(widths),
+        chunked * inner * len(own),
+        sum(ranks) * sum(inner + width for width in widths),
+        rows * inner if dropout else 0.0,
+    )
+
+
+def _segments(tokens: int, count: int) -> list[int]:
+    """Ragged lengths from half to one and a half of the mean, aligned to nothing."""
+    weights = [0.5 + (0.618034 * i) % 1.0 for i in range(1, count + 1)]
+    ends = [round(tokens * w / sum(weights)) for w in itertools.accumulate(weights)]
+    return [end - begin for begin, end in itertools.pairwise([0, *ends])]
+
+
+def lora_plan(sizes: ProfileSizes) -> list[tuple[ModelSpec, int]]:
+    """Settings of `measure_lora`, most important first."""
+    return [(spec, tokens) for tokens in sizes.lora_tokens for spec in sizes.lora_specs]

@@ -1,0 +1,240 @@
+"""`adapter_config.json`: PEFT's words for what `LoraSpec` says, and what is refused in them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from tlora_megatron.config.job import LoraSpec
+from tlora_megatron.model.backbone import Backbone
+
+_READ_FIELDS = {
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "use_rslora",
+    "target_modules",
+    "bias",
+    "init_lora_weights",
+    "base_model_name_or_path",
+    "use_bdlora",
+}
+_FIELDS_WITHOUT_EFFECT = {
+    "auto_mapping",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "fan_in_fan_out",
+    "inference_mode",
+    "layers_pattern",
+    "loftq_config",
+    "lora_ga_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+}
+"""Do not change what a trained adapter of plain linears computes. Every other field must be unset:
+use_dora, modules_to_save, rank_pattern, layers_to_transform and those of PEFT versions to come."""
+
+_BLOCK_FIELDS = {"target_modules_bd_a", "target_modules_bd_b", "nblocks", "match_strict"}
+_SIDES: tuple[Literal["lora_a", "lora_b"], ...] = ("lora_a", "lora_b")
+
+_PLAIN_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Initial values that leave the base weight as it was; PiSSA, OLoRA, LoftQ and others change it."""
+
+
+def peft_config(lora: LoraSpec, targets: tuple[str, ...], base_model: str) -> dict[str, Any]:
+    """Returns the fields of `adapter_config.json` for an adapter of the Hugging Face `targets`.
+
+    alpha is an integer where it is one, as PEFT and vLLM declare it, else the exact float.
+    """
+    alpha = float(lora.alpha)
+    blocks = {"use_bdlora": _block_fields(lora, targets)} if lora.is_block_diagonal else {}
+    return blocks | {
+        "alpha_pattern": {},
+        "auto_mapping": None,
+        "base_model_name_or_path": base_model,
+        "bias": "none",
+        "exclude_modules": None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "lora_dropout": lora.dropout,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "rank_pattern": {},
+        "revision": None,
+        "target_modules": sorted(targets),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": lora.use_rslora,
+    }
+
+
+def read_peft_config(path: Path) -> dict[str, Any]:
+    """Reads `adapter_config.json` and refuses what plain LoRA does not compute.
+
+    Raises:
+        ValueError: if the file is missing or not a JSON object, or a field must not be so.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ValueError(f"directory must hold {path.name}, got none") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path.name} must be JSON, got {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path.name} must be a JSON object, got {type(config).__name__}")
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"peft_type must be 'LORA', got {config.get('peft_type')!r}")
+    if config.get("bias", "none") != "none":
+        raise ValueError(f"bias must be 'none', got {config['bias']!r}")
+    base_model = config.get("base_model_name_or_path")
+    if not isinstance(base_model, str | None):
+        raise ValueError(f"base_model_name_or_path must be a string or null, got {base_model!r}")
+    _check_init(config.get("init_lora_weights"))
+    for key in sorted(config.keys() - _READ_FIELDS - _FIELDS_WITHOUT_EFFECT):
+        if not _is_unset(config[key]):
+            raise ValueError(f"{key} must be unset (plain LoRA only), got {config[key]!r}")
+    return config
+
+
+def lora_spec(config: dict[str, Any], present: set[str], model: Backbone) -> LoraSpec:
+    """Returns the adapter's values; its targets are the model's `peft_targets` in `present`.
+
+    Args:
+        config: as `read_peft_config` returns it.
+        present: the targets that have tensors. A list of names in `config` must agree with them;
+            a pattern, `all-linear` or nothing is taken to mean them.
+
+    Raises:
+        ValueError: if a value is of the wrong type or range, or the listed targets do not agree.
+    """
+    known = model.peft_targets
+    _check_targets(config.get("target_modules"), present, known)
+    use_rslora = config.get("use_rslora") or False
+    if not isinstance(use_rslora, bool):
+        raise ValueError(f"use_rslora must be true or false, got {use_rslora!r}")
+    rank = config.get("r")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ValueError(f"r must be a whole number of at least 1, got {rank!r}")
+    alpha = _number(config, "lora_alpha")
+    if not 0 < alpha < math.inf:
+        raise ValueError(f"lora_alpha must be above 0 and finite, got {alpha}")
+    dropout = _number(config, "lora_dropout", default=0.0)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"lora_dropout must be at least 0 and below 1, got {dropout}")
+    targets = tuple(target for target in known if target in present)
+    blocks = _num_blocks(config.get("use_bdlora"), targets, model)
+    if rank % blocks:
+        raise ValueError(f"r must be a multiple of use_bdlora.nblocks = {blocks}, got {rank}")
+    return LoraSpec(
+        rank=rank,
+        alpha=alpha,
+        dropout=dropout,
+        target_modules=targets,
+        use_rslora=use_rslora,
+        parametrization="block_diagonal" if blocks > 1 else "standard",
+        num_blocks=blocks,
+    )
+
+
+def _block_fields(lora: LoraSpec, targets: tuple[str, ...]) -> dict[str, Any]:
+    """PEFT's `BdLoraConfig`; it looks for each name anywhere in a module's path."""
+    sides = {side: [t for t in sorted(targets) if lora.block_factor(t) == side] for side in _SIDES}
+    return {
+        "target_modules_bd_a": sides["lora_a"],
+        "target_modules_bd_b": sides["lora_b"],
+        "nblocks": lora.num_blocks,
+        "match_strict": True,
+    }
+
+
+def _num_blocks(raw: Any, targets: tuple[str, ...], model: Backbone) -> int:
+    """Blocks of an adapter whose `use_bdlora` is `raw`; 1 where it is a standard one.
+
+    Raises:
+        ValueError: if a target's factor is not the one that tensor parallelism would cut.
+    """
+    if not raw:
+        return 1
+    if not isinstance(raw, dict) or not raw.keys() <= _BLOCK_FIELDS:
+        raise ValueError(
+            f"use_bdlora must be an object of {', '.join(sorted(_BLOCK_FIELDS))}, got {raw!r}"
+        )
+    blocks = raw.get("nblocks", 1)
+    if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 1:
+        raise ValueError(f"use_bdlora.nblocks must be a whole number of at least 1, got {blocks!r}")
+    patterns = {side: raw.get(f"target_modules_bd_{side[-1]}") or [] for side in _SIDES}
+    for side, names in patterns.items():
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(
+                f"use_bdlora.target_modules_bd_{side[-1]} must be a list of names, got {names!r}"
+            )
+    is_strict = raw.get("match_strict", True)
+    if not isinstance(is_strict, bool):
+        raise ValueError(f"use_bdlora.match_strict must be true or false, got {is_strict!r}")
+    if blocks == 1:
+        return 1
+    lora = LoraSpec(parametrization="block_diagonal", num_blocks=blocks)
+    for layer, target in itertools.product(range(model.num_layers), targets):
+        path, wanted = model.module_path(layer, target), lora.block_factor(target)
+        found = [side for side in _SIDES if any(name in path for name in patterns[side])]
+        if found != [wanted]:
+            raise ValueError(
+                f"use_bdlora must make {wanted} of {path} block-diagonal, as tensor parallelism "
+                f"cuts it, got {' and '.join(found) or 'neither factor'}"
+            )
+    return blocks
+
+
+def _is_unset(value: Any) -> bool:
+    """A plain truth test would take `layers_to_transform: 0`, the first layer alone, for unset."""
+    return value is None or value is False or value in ("", [], {})
+
+
+def _check_init(init: Any) -> None:
+    if init not in _PLAIN_INITS:
+        raise ValueError(
+            f"init_lora_weights must be true, false, gaussian, orthogonal or eva, got {init!r}: "
+            "it changes the base weights; convert the adapter to plain LoRA with PEFT first"
+        )
+
+
+def _check_targets(listed: Any, present: set[str], known: tuple[str, ...]) -> None:
+    if listed is None or isinstance(listed, str):
+        return
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise ValueError(f"target_modules must be a list of names or a pattern, got {listed!r}")
+    names = {_known_part(name, known) for name in listed}
+    for name in sorted(names - set(known)):
+        raise ValueError(f"target_modules must be among {', '.join(known)}, got {name!r}")
+    if names != present:
+        raise ValueError(
+            f"target_modules must be the modules that have tensors, {', '.join(sorted(present))}, "
+            f"got {', '.join(sorted(names))}"
+        )
+
+
+def _known_part(name: str, known: tuple[str, ...]) -> str:
+    """The longest known target that a listed name ends in, as PEFT matches; else its last part."""
+    ends = [target for target in known if f".{name}".endswith(f".{target}")]
+    return max(ends, key=len, default=name.rpartition(".")[2])
+
+
+def _number(config: dict[str, Any], key: str, *, default: float | None = None) -> float:
+    value = config.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{key} must be a number, got {value!r}")
+    return float(value)

@@ -1,0 +1,284 @@
+"""Adapters in and out as PEFT directories: `adapter_config.json` and `adapter_model.safetensors`.
+
+With `peft_config`, the only place that speaks PEFT's names (`r`, `lora_alpha`, `lora_A.weight`).
+PEFT itself is not imported, and nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from tlora_megatron.config.job import HF_TARGETS, JobSpec, LoraSpec
+from tlora_megatron.layers.slab import check_finite, factor_shape, split_name
+from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.training.formats.atomic_directory import readable_directory, replace_directory
+from tlora_megatron.training.formats.peft_config import lora_spec, peft_config, read_peft_config
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+PICKLE_NAME = "adapter_model.bin"
+
+_FUSED_PARTS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""The Hugging Face modules inside a Megatron linear, in the order of its rows."""
+
+_KEY = re.compile(
+    r"base_model\.model\.(?P<above>.+?)\.(?P<layer>\d+)\.(?P<below>.+)"
+    r"\.lora_(?P<side>[AB])(?:\.default)?\.weight"
+)
+"""The second form, with the adapter's name, was written by early PEFT and by plain state dicts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterFile:
+    """An adapter read from a PEFT directory."""
+
+    lora: LoraSpec
+    """`target_modules` in the order of the model's `peft_targets`."""
+    base_model: str | None
+    """What the file calls its base: a path or a hub name, not checked."""
+    factors: dict[str, Tensor]
+    """Canonical whole factors, fp32 on the CPU."""
+
+
+def export_adapter(
+    directory: Path,
+    *,
+    lora: LoraSpec,
+    factors: Mapping[str, Tensor],
+    model: Backbone,
+    base_model: str,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Writes an adapter that PEFT and vLLM load; fused targets become q/k/v, gate/up and so on.
+
+    A fused linear's B is cut by rows and its one A is repeated, which computes the same. The whole
+    directory is replaced in one step (see `replace_directory`), so the previous adapter survives a
+    crash or a full disk.
+
+    Args:
+        directory: missing, empty, or holding an earlier adapter.
+        factors: canonical whole factors, any device, all layers of all targets.
+        base_model: what PEFT should load as the base, a path or a hub name.
+        dtype: of the stored tensors.
+
+    Raises:
+        ValueError: if factors are missing, not finite or of the wrong shape, if two targets hold
+            the same module, or if the directory holds something else.
+        OSError: if the directory cannot be written.
+    """
+    directory = Path(directory)
+    if directory.exists() and not _is_replaceable(directory):
+        raise ValueError(f"adapter directory must be empty or hold an adapter, got {directory}")
+    modules = _hf_targets(lora.target_modules)
+    _check_complete(factors, model.num_layers, lora.target_modules)
+    _check_shapes(factors, model, lora)
+    tensors = {}
+    for name, factor in _split_fused(factors, model).items():
+        tensors[_peft_key(name, model)] = factor.detach().to("cpu", dtype, copy=True).contiguous()
+    check_finite(tensors)
+    config = json.dumps(peft_config(lora, modules, base_model), indent=2, sort_keys=True)
+    with replace_directory(directory) as incoming:
+        (incoming / CONFIG_NAME).write_text(config + "\n")
+        # Not save_file: a full disk must be an OSError, as for every other file.
+        (incoming / WEIGHTS_NAME).write_bytes(save(tensors, metadata={"format": "pt"}))
+
+
+def load_adapter(directory: Path, *, model: Backbone) -> AdapterFile:
+    """Reads and checks a PEFT LoRA adapter; its targets are those that have tensors.
+
+    Raises:
+        ValueError: naming the directory and what does not fit: files missing or corrupt, a field
+            that changes what LoRA computes, tensors unknown, missing, misshapen or not finite.
+    """
+    folder = readable_directory(Path(directory))
+    try:
+        config = read_peft_config(folder / CONFIG_NAME)
+        factors = _read_factors(folder, model)
+        present = {split_name(name)[1] for name in factors}
+        lora = lora_spec(config, present, model)
+        _check_complete(factors, model.num_layers, lora.target_modules)
+        _check_shapes(factors, model, lora)
+        check_finite(factors)
+    except ValueError as error:
+        raise ValueError(f"adapter {directory}: {error}") from error
+    base_model = config.get("base_model_name_or_path")
+    return AdapterFile(lora=lora, base_model=base_model, factors=factors)
+
+
+def fit_to_job(adapter: AdapterFile, job: JobSpec) -> dict[str, Tensor]:
+    """Returns the adapter's factors under the job's targets; the job may change only the dropout.
+
+    A job with Megatron targets takes q/k/v (gate/up) factors that share one A, as those exported
+    here do; with an A of their own they do not fit into one fused adapter of the same rank.
+
+    Raises:
+        ValueError: if rank, scaling or targets differ, or a fused target's parts do not share A.
+    """
+    where, ours, theirs = f"job {job.name!r}: init_from adapter", job.lora, adapter.lora
+    if theirs.rank != ours.rank:
+        raise ValueError(f"{where}'s rank must be the job's {ours.rank}, got {theirs.rank}")
+    if theirs.num_blocks != ours.num_blocks:
+        raise ValueError(
+            f"{where}'s num_blocks must be the job's {ours.num_blocks}, got {theirs.num_blocks} "
+            f"(1 is a standard adapter)"
+        )
+    if not math.isclose(theirs.scaling, ours.scaling, rel_tol=1e-6):
+        raise ValueError(
+            f"{where}'s scaling must be the job's {_scaling_text(ours)}, "
+            f"got {_scaling_text(theirs)}"
+        )
+    wanted = _hf_targets(ours.target_modules)
+    if set(theirs.target_modules) != set(wanted):
+        raise ValueError(
+            f"{where}'s target_modules must be the job's {', '.join(wanted)}, "
+            f"got {', '.join(theirs.target_modules)}"
+        )
+    num_layers = len(adapter.factors) // (2 * len(wanted))
+    factors = {}
+    for layer in range(num_layers):
+        for target in ours.target_modules:
+            lora_a, lora_b = _join(adapter.factors, layer, target, where)
+            factors[f"layers.{layer}.{target}.lora_a"] = lora_a
+            factors[f"layers.{layer}.{target}.lora_b"] = lora_b
+    return factors
+
+
+def _join(
+    factors: Mapping[str, Tensor], layer: int, target: str, where: str
+) -> tuple[Tensor, Tensor]:
+    """A and B of one target of one layer; a fused one's B rows are its parts' in order."""
+    parts = _FUSED_PARTS.get(target, (target,))
+    first = factors[f"layers.{layer}.{parts[0]}.lora_a"]
+    for part in parts[1:]:
+        if not torch.equal(first, factors[f"layers.{layer}.{part}.lora_a"]):
+            raise ValueError(
+                f"{where}'s {', '.join(parts)} must share one A to become {target}, "
+                f"got an A of its own for {part} in layer {layer}; "
+                f"use target_modules: [{', '.join(parts)}]"
+            )
+    return first, torch.cat([factors[f"layers.{layer}.{part}.lora_b"] for part in parts])
+
+
+def _scaling_text(lora: LoraSpec) -> str:
+    root = "sqrt(rank)" if lora.use_rslora else "rank"
+    return f"{lora.scaling:g} (alpha {lora.alpha:g} / {root} {lora.rank})"
+
+
+def _hf_targets(targets: tuple[str, ...]) -> tuple[str, ...]:
+    """The Hugging Face modules that `targets` adapt, each at most once."""
+    modules = [part for target in targets for part in _FUSED_PARTS.get(target, (target,))]
+    for module in modules:
+        if modules.count(module) > 1:
+            raise ValueError(
+                f"target_modules must adapt each module once, got {module} twice "
+                f"in {', '.join(targets)}"
+            )
+    order = {target: place for place, target in enumerate(HF_TARGETS)}
+    return tuple(sorted(modules, key=lambda module: order.get(module, len(order))))
+
+
+def _split_fused(factors: Mapping[str, Tensor], model: Backbone) -> dict[str, Tensor]:
+    """Factors of Hugging Face modules only: a fused B cut by rows, its A repeated."""
+    split = {}
+    for name, factor in factors.items():
+        layer, target, side = split_name(name)
+        parts = _FUSED_PARTS.get(target, (target,))
+        rows = [model.target_shape(part)[0] for part in parts]
+        pieces = factor.split(rows) if side == "lora_b" else [factor] * len(parts)
+        for part, piece in zip(parts, pieces, strict=True):
+            split[f"layers.{layer}.{part}.{side}"] = piece
+    return split
+
+
+def _peft_key(name: str, model: Backbone) -> str:
+    layer, target, side = split_name(name)
+    letter = "A" if side == "lora_a" else "B"
+    return f"base_model.model.{model.module_path(layer, target)}.lora_{letter}.weight"
+
+
+def _factor_name(key: str, targets: Mapping[str, str]) -> str:
+    """Canonical name of a PEFT tensor; `targets` are those of layer 0 by their module paths."""
+    match = _KEY.fullmatch(key)
+    target = match and targets.get(f"{match['above']}.0.{match['below']}")
+    if match is None or target is None:
+        raise ValueError(
+            f"tensors must be lora_A or lora_B of a decoder layer's "
+            f"{', '.join(targets.values())}, got {key!r}"
+        )
+    return f"layers.{int(match['layer'])}.{target}.lora_{match['side'].lower()}"
+
+
+def _read_factors(folder: Path, model: Backbone) -> dict[str, Tensor]:
+    """Canonical factors in fp32; only names and types are checked."""
+    path = folder / WEIGHTS_NAME
+    if not path.is_file():
+        if (folder / PICKLE_NAME).exists():
+            raise ValueError(f"weights must be safetensors, got {PICKLE_NAME} (pickle)")
+        raise ValueError(f"directory must hold {WEIGHTS_NAME}, got none")
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{WEIGHTS_NAME} must be a whole safetensors file, got {error}") from error
+    targets = {model.module_path(0, target): target for target in model.peft_targets}
+    factors: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        name = _factor_name(key, targets)
+        if name in factors:
+            raise ValueError(f"{name} must be stored once, got a second one under {key!r}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{key} must be floating point, got {tensor.dtype}")
+        factors[name] = tensor.to(torch.float32)
+    if not factors:
+        raise ValueError(f"{WEIGHTS_NAME} must hold LoRA tensors, got none")
+    return factors
+
+
+def _check_complete(
+    factors: Mapping[str, Tensor], num_layers: int, targets: tuple[str, ...]
+) -> None:
+    """Exactly an A and a B for every target of every layer."""
+    expected = {
+        f"layers.{layer}.{target}.{side}"
+        for layer in range(num_layers)
+        for target in targets
+        for side in ("lora_a", "lora_b")
+    }
+    for name in sorted(factors.keys() - expected):
+        raise ValueError(
+            f"factors must be of {', '.join(targets)} in layers 0 to {num_layers - 1}, got {name}"
+        )
+    missing = sorted(expected - factors.keys())
+    if missing:
+        raise ValueError(
+            f"factors must cover {', '.join(targets)} in all {num_layers} layers, "
+            f"got none for {missing[0]} ({len(missing)} missing)"
+        )
+
+
+def _check_shapes(factors: Mapping[str, Tensor], model: Backbone, lora: LoraSpec) -> None:
+    for name, factor in factors.items():
+        expected = list(factor_shape(model, name, lora))
+        if list(factor.shape) != expected:
+            raise ValueError(f"{name} must have shape {expected}, got {list(factor.shape)}")
+
+
+def _is_replaceable(directory: Path) -> bool:
+    """An earlier adapter, or nothing: a folder with a user's other files is not overwritten."""
+    if not directory.is_dir():
+        return False
+    return (directory / CONFIG_NAME).is_file() or not any(directory.iterdir())

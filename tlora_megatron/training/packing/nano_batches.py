@@ -1,0 +1,124 @@
+"""Packs a round's micro-batches once more as they run in nano-batches (`parallel.nano.cuts`)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from tlora_megatron.ops.routing.host_copy import to_device
+from tlora_megatron.ops.routing.segments import join_nano_batches, pack_micro_batch
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.parallel.nano.cuts import (
+    CutDocuments,
+    cut_by_length,
+    cut_to_fit,
+    fill_parts,
+    padded_rows,
+    shard_order,
+)
+from tlora_megatron.training.packing.packing import (
+    Placed,
+    RowArrays,
+    SplitBatch,
+    documents_of,
+    fill_rows,
+    on_device,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NanoSplit:
+    """How the micro-batches of a round are cut.
+
+    Cuts follow from all sequences, those of placeholders too, so that jobs that are gone do not
+    change which of the others' are computed together.
+    """
+
+    num_nano_batches: int
+    """At most."""
+    multiple: int
+    """Rows of every nano-batch come in multiples of this."""
+    token_budget: int
+    """The most rows of one nano-batch; kernels are cut for its `num_nano_batches`-th part."""
+    most_rows: int | None
+    """The rows that every micro-batch has; None = as the fullest of the round needs."""
+    num_slots: int
+    dropout_keys: Sequence[int]
+    groups: ParallelGroups
+    cut: CutDocuments = cut_by_length
+
+    def pack(
+        self, bins: Sequence[Sequence[Placed]], is_run: Callable[[Placed], bool]
+    ) -> list[SplitBatch | None]:
+        """Each bin as it runs, all with equally many rows; None where no bin is cut.
+
+        Args:
+            is_run: whether an item has rows.
+        """
+        parts = [self._cut(placed, is_run) for placed in bins]
+        if all(len(p) < 2 for p in parts):
+            return [None] * len(bins)
+        rows = [[self._rows(part) for part in p] for p in parts]
+        num_rows = self.most_rows or max(max(map(sum, rows)), self.multiple)
+        return [self._pack(p, r, num_rows) for p, r in zip(parts, rows, strict=True)]
+
+    def _cut(
+        self, placed: Sequence[Placed], is_run: Callable[[Placed], bool]
+    ) -> list[list[Placed]]:
+        """The items of each nano-batch, those without rows left out, and parts without any."""
+        cuts = cut_to_fit(
+            documents_of(placed),
+            self.num_nano_batches,
+            multiple=self.multiple,
+            most_rows=self.most_rows,
+            cut=self.cut,
+        )
+        parts = [
+            [p for p in placed[begin:end] if is_run(p)] for begin, end in itertools.pairwise(cuts)
+        ]
+        return [part for part in parts if part]
+
+    def _rows(self, part: Sequence[Placed]) -> int:
+        return padded_rows(documents_of(part), (0, len(part)), self.multiple)[0]
+
+    def _pack(
+        self, parts: Sequence[Sequence[Placed]], rows: Sequence[int], num_rows: int
+    ) -> SplitBatch:
+        filled = fill_parts(
+            rows, num_rows=num_rows, multiple=self.multiple, most_rows=self.token_budget
+        )
+        contents = [*parts, *([()] * (len(filled) - len(parts)))]
+        views = [
+            pack_micro_batch(
+                documents_of(part),
+                num_slots=self.num_slots,
+                num_tokens=count,
+                dropout_keys=self.dropout_keys,
+                token_budget=self.token_budget,
+                num_parts=self.num_nano_batches,
+            )
+            for part, count in zip(contents, filled, strict=True)
+        ]
+        layout, device = self.groups.layout, self.groups.device
+        order = shard_order(filled, layout.tp_size if layout.sequence_parallel else 1)
+        arrays = map(fill_rows, contents, filled)
+        joined = RowArrays(*(np.concatenate(values) for values in zip(*arrays, strict=True)))
+        batch = on_device(join_nano_batches(views), joined, order, device)
+        return SplitBatch(
+            replace(batch, order=to_device(order, device)),
+            to_device(_places(parts, filled, order), device),
+        )
+
+
+def _places(
+    parts: Sequence[Sequence[Placed]], rows: Sequence[int], order: torch.Tensor
+) -> torch.Tensor:
+    """Where each row of the items lies, in packed order, int64."""
+    begins = itertools.accumulate(rows, initial=0)
+    used = [sum(p.item.length for p in part) for part in parts]
+    held = [torch.arange(begin, begin + count) for begin, count in zip(begins, used, strict=False)]
+    return torch.argsort(order)[torch.cat([order[:0], *held])]

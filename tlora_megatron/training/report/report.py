@@ -1,0 +1,250 @@
+"""`OUT/report.html`: one page with every job's curves and results, readable offline.
+
+The page has no script and loads nothing: drawings (`report_curves`) and style (report.css) are set
+into it.
+"""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tlora_megatron.page.head import page_head
+from tlora_megatron.training.metrics import write_atomic
+from tlora_megatron.training.report.curves import (
+    SMOOTH_ABOVE,
+    PanelStyle,
+    compact,
+    overview,
+    panel,
+)
+from tlora_megatron.training.report.jobs import ReportJob, read_jobs, read_json
+from tlora_megatron.training.report.nano import nano_section
+
+_TITLES = {
+    "loss": "Loss",
+    "eval_exact_match": "Exact match",
+    "grad_norm": "Gradient norm before clipping",
+    "lr": "Learning rate",
+}
+_READING = f"""<p>Lines: training, over the job's own optimizer steps; above {SMOOTH_ABOVE} steps
+loss and gradient norm are smoothed, with the raw values behind. Dots: evaluation.
+<b class="bad">Ticks</b> at the bottom: update skipped or value not finite.</p>"""
+_AXES = ("tp", "pp", "cp", "dp")
+
+
+def write_report(output_dir: Path) -> Path:
+    """Writes `OUT/report.html` from config.json, summary.json and the metrics; returns its path.
+
+    May be called while the run goes on: files that do not exist yet count as empty.
+
+    Raises:
+        ImportError: if matplotlib is missing.
+        ValueError: if a file of the run is corrupt.
+    """
+    output_dir = Path(output_dir)
+    config, summary = (read_json(output_dir / f"{name}.json") for name in ("config", "summary"))
+    jobs = read_jobs(output_dir, config, summary)
+    path = output_dir / "report.html"
+    title, run = output_dir.resolve().name, summary.get("run", {})
+    write_atomic(path, _page(title, config, run, jobs, nano_section(output_dir)))
+    return path
+
+
+def _page(
+    title: str, config: dict[str, Any], run: dict[str, Any], jobs: list[ReportJob], nano: str
+) -> str:
+    keys = [key for key in _TITLES if _is_matched(jobs) or key != "eval_exact_match"]
+    style = PanelStyle.for_jobs(jobs)
+    cards = "".join(_card(job, keys, style) for job in jobs)
+    ended = run and all(job.status not in ("running", "waiting") for job in jobs)
+    written = time.strftime("%Y-%m-%d %H:%M %Z")
+    columns, least = (2, 420) if len(jobs) == 1 else (len(keys), 240)
+    return (
+        f"{_head(title, columns, least)}<body><main>"
+        f"<header><h1>{_text(title)}</h1>"
+        f"<p>{'finished' if ended else 'in progress'} · written {written}</p></header>"
+        f'<section class="tiles">{_tiles(config, run, jobs)}</section>'
+        f'<p class="facts">{_facts(config, run)}</p>'
+        f"<h2>Jobs</h2>{_table(jobs)}{_together(jobs, style)}"
+        f"<h2>Curves by job</h2>{_READING}{cards}{nano}</main></body></html>\n"
+    )
+
+
+def _head(title: str, columns: int, least: int) -> str:
+    """The head; `columns` panels a row, on a narrow screen as many as have `least` pixels."""
+    css = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
+    return page_head(title, f"{css}main{{--columns:{columns};--least:{least}px}}")
+
+
+def _is_matched(jobs: list[ReportJob]) -> bool:
+    return any(len(job.curve("eval_exact_match")[0]) for job in jobs)
+
+
+def _together(jobs: list[ReportJob], style: PanelStyle) -> str:
+    """All jobs' losses in one drawing; nothing where one job's card shows the same."""
+    if len(jobs) < 2 or not any(len(job.curve("loss")[0]) for job in jobs):
+        return ""
+    links = "".join(map(_link, jobs))
+    legend = f'<p class="legend">{links}</p>' if len(jobs) <= 16 else ""
+    return f"<h2>Training loss</h2><figure>{overview(jobs, style)}{legend}</figure>"
+
+
+def _layout(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    return dict(run.get("layout") or config.get("parallel", {}))
+
+
+def _tiles(config: dict[str, Any], run: dict[str, Any], jobs: list[ReportJob]) -> str:
+    """The run's first numbers, large."""
+    states = [job.status for job in jobs]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    layout = _layout(config, run)
+    sizes = {axis: layout.get(f"{axis}_size") for axis in _AXES}
+    shape = " · ".join(f"{axis.upper()} {size}" for axis, size in sizes.items() if size)
+    wall, rate = run.get("wall_time_s"), run.get("tokens_per_s")
+    tiles = {
+        "tokens per second": None if rate is None else f"{rate:,.0f}",
+        f"jobs ({counts})": len(jobs),
+        f"processes ({shape or 'layout not known yet'})": run.get("world_size"),
+        "wall time": None if wall is None else timedelta(seconds=round(wall)),
+    }
+    return "".join(
+        f"<div><b>{_text(value)}</b><span>{_text(key)}</span></div>" for key, value in tiles.items()
+    )
+
+
+def _facts(config: dict[str, Any], run: dict[str, Any]) -> str:
+    """What else is known of the run, on a line."""
+    base, settings = config.get("base_model", {}), config.get("run", {})
+    facts = {
+        "base model": base.get("path") or base.get("config"),
+        "dtype": base.get("dtype"),
+        "sequence parallel": _layout(config, run).get("sequence_parallel"),
+        "rounds": run.get("rounds"),
+        "micro-batch tokens": settings.get("micro_batch_tokens"),
+        "recompute": settings.get("recompute"),
+        "nano-batches": settings.get("nano_batches"),
+        **run.get("versions", {}),
+    }
+    return "".join(
+        f"<span>{_text(key)} <b>{_text(value)}</b></span>"
+        for key, value in facts.items()
+        if value is not None
+    )
+
+
+def _table(jobs: list[ReportJob]) -> str:
+    shown = [name for name in _COLUMNS if _is_matched(jobs) or name != "Exact match"]
+    lines = ["".join(f"<th>{name}</th>" for name in shown)]
+    lines += ["".join(f"<td>{_COLUMNS[name](job)}</td>" for name in shown) for job in jobs]
+    rows = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table>{rows}</table></div>'
+
+
+def _link(job: ReportJob) -> str:
+    swatch = f'<i class="swatch" style="background:{job.color}"></i>'
+    return f'<a href="#job-{job.index}">{swatch}{_text(job.name)}</a>'
+
+
+def _status(job: ReportJob) -> str:
+    reason = job.fact("reason")
+    note = f"<small>{_text(reason)}</small>" if reason else ""
+    return f'<span class="chip {_text(job.status)}">{_text(job.status)}</span>{note}'
+
+
+def _progress(job: ReportJob) -> str:
+    done = job.fact("steps", job.last_step)
+    total = job.fact("max_steps", job.config.get("max_steps"))
+    share = min(100, 100 * done // total) if total else 0
+    bar = f'<div class="bar"><div style="width:{share}%;background:{job.color}"></div></div>'
+    return f"{done} / {_text(total)}{bar}"
+
+
+def _before_after(job: ReportJob, name: str, values: np.ndarray, show: Callable[[Any], str]) -> str:
+    before = job.fact(f"{name}_before", values[0] if len(values) else None)
+    after = job.fact(f"{name}_after", values[-1] if len(values) > 1 else None)
+    return f"{show(before)} → <b>{show(after)}</b>"
+
+
+def _rank(job: ReportJob) -> str:
+    lora = job.config.get("lora", {})
+    rank, blocks = (job.fact(key, lora.get(key)) for key in ("rank", "num_blocks"))
+    return _text(rank) + (f" / {blocks} blocks" if blocks and blocks > 1 else "")
+
+
+def _last_loss(job: ReportJob) -> str:
+    losses = job.curve("loss")[1]
+    return _number(job.fact("last_loss", losses[-1] if len(losses) else None))
+
+
+def _eval_loss(job: ReportJob) -> str:
+    return _before_after(job, "eval_loss", job.curve("eval_loss")[1], _number)
+
+
+def _exact_match(job: ReportJob) -> str:
+    return _before_after(job, "exact_match", job.curve("eval_exact_match")[1], _percent)
+
+
+def _tokens(job: ReportJob) -> str:
+    return f"{job.fact('tokens', int(job.curve('tokens')[1].sum())):,}"
+
+
+def _skipped(job: ReportJob) -> str:
+    return _text(job.fact("skipped_steps", sum(bool(r.get("skipped")) for r in job.records)))
+
+
+_COLUMNS: dict[str, Callable[[ReportJob], str]] = {
+    "Job": _link,
+    "Status": _status,
+    "Steps": _progress,
+    "Rank": _rank,
+    "Last loss": _last_loss,
+    "Eval loss": _eval_loss,
+    "Exact match": _exact_match,
+    "Tokens": _tokens,
+    "Skipped": _skipped,
+}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "—" if value is None else html.escape(str(value))
+
+
+def _number(value: float | None) -> str:
+    return "—" if value is None else compact(value)
+
+
+def _percent(value: float | None) -> str:
+    return "—" if value is None else f"{100 * value:.0f} %"
+
+
+def _card(job: ReportJob, keys: list[str], style: PanelStyle) -> str:
+    """One job's panels under a line of what was asked of it."""
+    lora, optimizer = job.config.get("lora", {}), job.config.get("optimizer", {})
+    asked = {
+        "rank": lora.get("rank"),
+        "alpha": lora.get("alpha"),
+        "dropout": lora.get("dropout"),
+        "batch": job.config.get("batch_size"),
+        "lr": optimizer.get("lr"),
+        "schedule": job.config.get("schedule", {}).get("name"),
+        "targets": ", ".join(lora.get("target_modules", ())) or None,
+    }
+    line = " · ".join(f"{key} {_text(value)}" for key, value in asked.items() if value is not None)
+    panels = "".join(
+        f"<figure><figcaption>{_TITLES[key]}</figcaption>{panel(job, key, style)}</figure>"
+        for key in keys
+    )
+    return (
+        f'<section class="card" id="job-{job.index}" style="--job:{job.color}"><h3>{_link(job)}'
+        f'{_status(job)}</h3><p>{line}</p><div class="panels">{panels}</div></section>'
+    )
