@@ -243,8 +243,10 @@ def test_an_empty_variable_forces_nothing(
 
 def test_one_object_of_the_chosen_class(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.set((9, 0))
-    for name, kind in (("torch", "TorchOps"), ("triton", "TritonOps"), ("cuda", "CudaOps")):
-        machine.module(f"{name}_ops", **{kind: type(kind, (), {"name": name})})
+    kinds = {"torch_ops": "TorchOps", "triton.ops": "TritonOps", "cuda.ops": "CudaOps"}
+    for module, kind in kinds.items():
+        name = module.removesuffix("_ops").removesuffix(".ops")
+        machine.module(f"lora.{module}", **{kind: type(kind, (), {"name": name})})
         monkeypatch.setenv("TLORA_KERNELS", name)
         ops = choice.choose_ops(GPU, torch.bfloat16)
         assert type(ops).__name__ == kind
