@@ -96,26 +96,23 @@ class FusedLinear:
         rows: RowGroups,
     ) -> None:
         self.name = name
-        self._ops = ops
         self._sets = workload.sets
         self._factors = factors
-        self._rows = rows
+        self._bound = [ops.bind(each, rows) for each in factors]
         self._window = (0, workload.tokens)
 
     def forward(self, index: int) -> Forward:
         """y, and s as saved."""
-        operands, factors = self._sets[index], self._factors[index]
-        y_TN, s = self._ops.forward(operands.x_TK, operands.weight_NK, None, factors, self._rows)
+        operands = self._sets[index]
+        y_TN, s = self._bound[index].forward(operands.x_TK, operands.weight_NK, None)
         return Forward(y_TN, s)
 
     def backward(self, index: int, forward: Forward) -> Backward:
         """dx; dA and dB are added to the jobs' gradients."""
-        operands, factors, rows = self._sets[index], self._factors[index], self._rows
-        ds = self._ops.backward_up(operands.dy_TN, forward.saved, factors, rows)
-        dx_TK = self._ops.dgrad(operands.dy_TN, ds, operands.weight_NK, factors, rows)
-        self._ops.backward_down(
-            operands.x_TK, operands.dy_TN, forward.saved, ds, factors, rows, self._window
-        )
+        operands, bound = self._sets[index], self._bound[index]
+        ds = bound.backward_up(operands.dy_TN, forward.saved)
+        dx_TK = bound.dgrad(operands.dy_TN, ds, operands.weight_NK)
+        bound.backward_down(operands.x_TK, operands.dy_TN, forward.saved, ds, self._window)
         # dS is kept, as s is, so that no call writes where another has just written.
         return Backward(dx_TK, ds)
 

@@ -46,26 +46,26 @@ class KernelCase:
         rows = row_groups(self._mix, dropout=self._dropout)
 
         def forward(operands: BufferSet, factors: SiteFactors) -> tuple[torch.Tensor, torch.Tensor]:
-            return ops.forward(operands.x_TK, operands.weight_NK, None, factors, rows)
+            return ops.bind(factors, rows).forward(operands.x_TK, operands.weight_NK, None)
 
         def s_and_ds(
             operands: BufferSet, factors: SiteFactors
         ) -> tuple[torch.Tensor, torch.Tensor]:
             s = forward(operands, factors)[1]
-            return s, ops.backward_up(operands.dy_TN, s, factors, rows)
+            return s, ops.bind(factors, rows).backward_up(operands.dy_TN, s)
 
         def backward_up(operands: BufferSet, factors: SiteFactors) -> Call:
             s = forward(operands, factors)[1]
-            return partial(ops.backward_up, operands.dy_TN, s, factors, rows)
+            return partial(ops.bind(factors, rows).backward_up, operands.dy_TN, s)
 
         def backward_down(operands: BufferSet, factors: SiteFactors) -> Call:
             s, ds = s_and_ds(operands, factors)
             x, dy, window = operands.x_TK, operands.dy_TN, (0, self.tokens)
-            return partial(ops.backward_down, x, dy, s, ds, factors, rows, window)
+            return partial(ops.bind(factors, rows).backward_down, x, dy, s, ds, window)
 
         def dgrad(operands: BufferSet, factors: SiteFactors) -> Call:
             _, ds = s_and_ds(operands, factors)
-            return partial(ops.dgrad, operands.dy_TN, ds, operands.weight_NK, factors, rows)
+            return partial(ops.bind(factors, rows).dgrad, operands.dy_TN, ds, operands.weight_NK)
 
         if kernel == "down":
             return [partial(forward, *pair) for pair in self._few_out]

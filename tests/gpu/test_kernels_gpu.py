@@ -153,11 +153,12 @@ def test_launches_in_a_row_add_to_the_same_gradients(make_ops: MakeOps) -> None:
     x, dy = draw(case, rows.ends[-1])
     ops = make_ops()
     once = run(ops, case, x, dy, rows)
-    _, s = ops.forward(x, case.weight_NK, None, case.factors, rows)
-    ds = ops.backward_up(dy, s, case.factors, rows)
+    bound = ops.bind(case.factors, rows)
+    _, s = bound.forward(x, case.weight_NK, None)
+    ds = bound.backward_up(dy, s)
     gradients(case.factors)
     for _ in range(4):
-        ops.backward_down(x, dy, s, ds, case.factors, rows, (0, len(x)))
+        bound.backward_down(x, dy, s, ds, (0, len(x)))
     for name, grad in gradients(case.factors).items():
         if name[1] == "A" or ops.name == "cuda":  # Triton adds dB with dS
             torch.testing.assert_close(grad, 4 * once[name], rtol=1e-6, atol=1e-6, msg=name)
@@ -225,12 +226,13 @@ def test_the_mask_is_that_of_the_definition(dtype: torch.dtype, make_ops: MakeOp
     keep = dropout_reference(ones, rows.row_keys(ones.device), p_T, key, column) != 0
     ops = make_ops()
     nothing = torch.zeros(256, 256, device="cuda", dtype=dtype)
-    _, s = ops.forward(ones, nothing, None, case.factors, rows)
+    bound = ops.bind(case.factors, rows)
+    _, s = bound.forward(ones, nothing, None)
     plan = ops.plan(case.factors, rows)
     row_form = s.flatten()[plan.num_chunks * 16 * 256 :][: ones.numel()].view_as(ones)
     assert torch.equal(row_form != 0, keep)
     ds = torch.ones_like(s)
-    dx = ops.dgrad(torch.zeros_like(ones), ds, nothing, case.factors, rows)
+    dx = bound.dgrad(torch.zeros_like(ones), ds, nothing)
     tile = slice(512, 768)  # of one slot only: all of dS is 1 there
     assert torch.equal(dx[tile] != 0, keep[tile])
 
@@ -257,10 +259,11 @@ def test_a_captured_graph_follows_other_segments(make_ops: MakeOps) -> None:
     ops, factors = make_ops(graph_safe=True), case.factors
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
-        y, s = ops.forward(x, case.weight_NK, case.bias_N, factors, rows)
-        ds = ops.backward_up(dy, s, factors, rows)
-        dx = ops.dgrad(dy, ds, case.weight_NK, factors, rows)
-        ops.backward_down(x, dy, s, ds, factors, rows, (0, 2400))
+        bound = ops.bind(factors, rows)
+        y, s = bound.forward(x, case.weight_NK, case.bias_N)
+        ds = bound.backward_up(dy, s)
+        dx = bound.dgrad(dy, ds, case.weight_NK)
+        bound.backward_down(x, dy, s, ds, (0, 2400))
         return y, dx
 
     stream = torch.cuda.Stream()

@@ -61,15 +61,15 @@ def test_two_ranks_that_share_make_the_definition(made: Made) -> None:
 
 def test_the_branch_of_some_rows_is_what_the_definition_adds(made: Made) -> None:
     ops, case, rows, x, dy = made
-    factors, begin, end = case.factors, 33, rows.ends[-1] - 20
+    bound, begin, end = ops.bind(case.factors, rows), 33, rows.ends[-1] - 20
     expected = reference(case, x, dy, rows)
     base_y = torch.nn.functional.linear(x.double(), case.weight_NK.double(), case.bias_N.double())
     base_dx = dy.double() @ case.weight_NK.double()
-    s = ops.down(x, factors, rows)
-    ds = ops.backward_up(dy, s, factors, rows)
+    s = bound.down(x)
+    ds = bound.backward_up(dy, s)
     zeros = torch.zeros(end - begin, case.out_size, dtype=x.dtype, device="cuda")
-    y, whole = (ops.up(s, b, factors, rows, (begin, end)) for b in (zeros, zeros + 1))
+    y, whole = (bound.up(s, b, (begin, end)) for b in (zeros, zeros + 1))
     check(y, (expected["y"] - base_y)[begin:end], "y")
     check(whole, (expected["y"] - base_y)[begin:end] + 1, "y with its base")
-    dx = ops.branch_dgrad(ds, factors, rows, (begin, end))
+    dx = bound.branch_dgrad(ds, (begin, end))
     check(dx, (expected["dx"] - base_dx)[begin:end], "dx")

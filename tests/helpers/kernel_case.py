@@ -162,12 +162,12 @@ def run(
     ops: LinearOps, case: KernelCase, x_TK: torch.Tensor, dy_TN: torch.Tensor, rows: RowGroups
 ) -> dict[str, torch.Tensor]:
     """Output and every gradient by name, as `ops` computes them."""
-    factors = case.factors
-    y, s = ops.forward(x_TK, case.weight_NK, case.bias_N, factors, rows)
-    ds = ops.backward_up(dy_TN, s, factors, rows)
-    dx = ops.dgrad(dy_TN, ds, case.weight_NK, factors, rows)
-    ops.backward_down(x_TK, dy_TN, s, ds, factors, rows, (0, rows.ends[-1]))
-    return {"y": y, "dx": dx, **gradients(factors)}
+    bound = ops.bind(case.factors, rows)
+    y, s = bound.forward(x_TK, case.weight_NK, case.bias_N)
+    ds = bound.backward_up(dy_TN, s)
+    dx = bound.dgrad(dy_TN, ds, case.weight_NK)
+    bound.backward_down(x_TK, dy_TN, s, ds, (0, rows.ends[-1]))
+    return {"y": y, "dx": dx, **gradients(case.factors)}
 
 
 def run_shared(
@@ -181,19 +181,19 @@ def run_shared(
     """As `run`, of ranks that share `lora_a` as S-LoRA does, one after the other."""
     window, weight_NK = (0, len(x_TK)), case.weight_NK
     none = tuple(tuple(None for _ in slot) for slot in case.layout.ranks)
-    whole = replace(case.factors, grad_a=none)
-    owns = [own_factors(case.factors, k, parts) for k in range(parts)]
-    taken = [ops.rank_places(own, rows).take(ops.down(x_TK, own, rows)) for own in owns]
-    places = ops.rank_places(whole, rows, parts)
+    whole = ops.bind(replace(case.factors, grad_a=none), rows)
+    owns = [ops.bind(own_factors(case.factors, k, parts), rows) for k in range(parts)]
+    taken = [own.rank_places().take(own.down(x_TK)) for own in owns]
+    places = whole.rank_places(parts)
     s = places.put(torch.cat(taken))
-    y = ops.linear(x_TK, weight_NK, case.bias_N, s, whole, rows)
-    ds = ops.backward_up(dy_TN, s, whole, rows)
+    y = whole.linear(x_TK, weight_NK, case.bias_N, s)
+    ds = whole.backward_up(dy_TN, s)
     dx = (1 - parts) * (dy_TN @ weight_NK).double()  # every rank adds it
     found: dict[str, torch.Tensor] = {}
     for own, values in zip(owns, places.take(ds).chunk(parts), strict=True):
-        own_ds = ops.rank_places(own, rows).put(values)
-        dx += ops.dgrad(dy_TN, own_ds, weight_NK, own, rows)
-        ops.backward_down(x_TK, dy_TN, s, own_ds, own, rows, window, whole)
+        own_ds = own.rank_places().put(values)
+        dx += own.dgrad(dy_TN, own_ds, weight_NK)
+        own.backward_down(x_TK, dy_TN, s, own_ds, window, whole)
         for name, grad in gradients(case.factors).items():
             # Each has its rows of dA; of dB, which the first has, others may have none.
             known = found.setdefault(name, grad)

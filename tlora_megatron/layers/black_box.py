@@ -28,9 +28,7 @@ import torch.nn.functional as F
 
 from tlora_megatron.layers.linear import AdapterBranch
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
-from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.linear_ops import LinearOps
-from tlora_megatron.ops.routing.row_groups import RowGroups
+from tlora_megatron.ops.lora.linear_ops import BoundLinear
 from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.collectives import Pending, all_reduce
 
@@ -137,26 +135,25 @@ def _forward(
     """y in the shape of the base's, and what `_Call.backward` takes beside dy."""
     factors, rows = branch.factors, view.rows
     assert factors is not None, f"site {branch.site.index} must have factors, got none"
+    bound = branch.ops.bind(factors, rows)
     num_rows = rows.ends[-1]
     window = exchange.window(num_rows, of_input=True)
     inputs_WK = (x if norm is None else norm(x)).flatten(0, -2).to(factors.lora_a.dtype)
-    own = s = branch.ops.down(_spread(inputs_WK, window, num_rows), factors, rows)
+    own = s = bound.down(_spread(inputs_WK, window, num_rows))
     # dB of a row-parallel linear is to be a partial sum: of own features, or of own rows.
     partial_features = not exchange.is_column and not exchange.sequence_parallel
     if not exchange.is_column or exchange.sequence_parallel:
         s = _sum(own.clone() if partial_features else own, exchange).wait()
     base_WN, window = base_y.flatten(0, -2), exchange.window(num_rows, of_input=False)
-    y_WN = branch.ops.up(s, base_WN, factors, rows, window)
-    call = _Call(branch.ops, factors, rows, exchange, norm)
+    y_WN = bound.up(s, base_WN, window)
+    call = _Call(bound, exchange, norm)
     return y_WN.view(base_y.shape), (x, own if partial_features else s), call
 
 
 class _Call(NamedTuple):
     """What the way back needs beside the saved tensors."""
 
-    ops: LinearOps
-    factors: SiteFactors
-    rows: RowGroups
+    bound: BoundLinear
     exchange: Exchange
     norm: InputNorm | None
 
@@ -164,11 +161,11 @@ class _Call(NamedTuple):
         self, dy: torch.Tensor, x: torch.Tensor, s: torch.Tensor, *, needs_dx: bool = True
     ) -> torch.Tensor | None:
         """The branch's part of dx; gradients of factors are added where they belong."""
-        ops, factors, rows, exchange, norm = self
-        num_rows = rows.ends[-1]
+        bound, exchange, norm = self
+        num_rows = bound.rows.ends[-1]
         dy_WN = dy.flatten(0, -2).to(s.dtype)
         dy_TN = _spread(dy_WN, exchange.window(num_rows, of_input=False), num_rows)
-        ds = ops.backward_up(dy_TN, s, factors, rows)
+        ds = bound.backward_up(dy_TN, s)
         summed = Pending(ds, None)
         if exchange.is_column or exchange.sequence_parallel:
             # Column without SP: dA is a partial sum over TP, of what each rank's columns give.
@@ -182,10 +179,10 @@ class _Call(NamedTuple):
                 leaf = x.detach().requires_grad_()
                 inputs = norm(leaf)
         inputs_WK = inputs.detach().flatten(0, -2).to(s.dtype).contiguous()
-        ops.backward_down(inputs_WK, dy_TN, s, ds, factors, rows, window)
+        bound.backward_down(inputs_WK, dy_TN, s, ds, window)
         if not needs_dx:
             return None
-        dx = ops.branch_dgrad(summed.wait(), factors, rows, window).to(x.dtype).view(x.shape)
+        dx = bound.branch_dgrad(summed.wait(), window).to(x.dtype).view(x.shape)
         return dx if norm is None else torch.autograd.grad(inputs, leaf, dx)[0]
 
 

@@ -18,8 +18,7 @@ from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.linear_ops import LinearOps
-from tlora_megatron.ops.routing.row_groups import RowGroups
+from tlora_megatron.ops.lora.linear_ops import BoundLinear, LinearOps
 from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.collectives import (
     Pending,
@@ -151,26 +150,25 @@ def _forward(
     tp: TensorParallel,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], _Call]:
     """y `[T, N]`, and what `_Call.backward` takes beside dy; x is contiguous."""
-    factors, rows = branch.factors, view.rows
+    factors = branch.factors
     assert factors is not None, f"site {branch.site.index} must have factors, got none"
+    bound = branch.ops.bind(factors, view.rows)
     gathers = tp.gather_input and tp.lane is None
     full_TK = all_gather_rows(x_TK, tp.group) if gathers else x_TK
-    y_TN, s = branch.ops.forward(full_TK, weight_NK, bias_N, factors, rows)
+    y_TN, s = bound.forward(full_TK, weight_NK, bias_N)
     local = x_TK if tp.lane is None else tp.lane.take_local()
     exchanges = False
     if tp.gather_input and local is not None:
         # Adapters cut by rank have rows of A of their own here: their gradient takes all rows of x.
         exchanges = not branch.bank.is_cut_by_rank(branch.site)
     saved = local.flatten(0, -2) if exchanges and local is not None else full_TK
-    return y_TN, (saved, s, weight_NK), _Call(branch.ops, factors, rows, tp, exchanges)
+    return y_TN, (saved, s, weight_NK), _Call(bound, tp, exchanges)
 
 
 class _Call(NamedTuple):
     """What the way back needs beside the saved tensors."""
 
-    ops: LinearOps
-    factors: SiteFactors
-    rows: RowGroups
+    bound: BoundLinear
     tp: TensorParallel
     exchanges: bool
     """x was saved as it was before gathering: dS is summed over the ranks instead."""
@@ -185,18 +183,19 @@ class _Call(NamedTuple):
         needs_dx: bool = True,
     ) -> torch.Tensor | None:
         """dx `[T, K]`; gradients of factors are added where they belong."""
-        ops, factors, rows, tp, exchanges = self
-        ds = ops.backward_up(dy_TN, s, factors, rows)
+        bound, tp, exchanges = self
+        ds = bound.backward_up(dy_TN, s)
         # This rank's rows need dS of the whole output. Summing dS over the group costs [T, R];
         # gathering x again would cost [T, K]. Either way dA is a partial sum, TP's once a step;
         # and so it is over all rows, of what the rank's own outputs give.
-        window = tp.window(rows.ends[-1]) if exchanges else (0, rows.ends[-1])
+        num_rows = bound.rows.ends[-1]
+        window = tp.window(num_rows) if exchanges else (0, num_rows)
 
         def add_factor_gradients(summed: torch.Tensor) -> None:
-            ops.backward_down(x_TK, dy_TN, s, summed, factors, rows, window)
+            bound.backward_down(x_TK, dy_TN, s, summed, window)
 
         if tp.lane is not None:
-            dx_TK = ops.dgrad(dy_TN, ds, weight_NK, factors, rows)
+            dx_TK = bound.dgrad(dy_TN, ds, weight_NK)
             if exchanges:
                 tp.lane.exchange(ds, add_factor_gradients)
             else:
@@ -205,7 +204,7 @@ class _Call(NamedTuple):
         summed = all_reduce(ds.clone(), tp.group) if exchanges else Pending(ds, None)
         pending = None
         if needs_dx:
-            pending = reduce_dgrad(ops.dgrad(dy_TN, ds, weight_NK, factors, rows), tp)
+            pending = reduce_dgrad(bound.dgrad(dy_TN, ds, weight_NK), tp)
         add_factor_gradients(summed.wait())
         return None if pending is None else pending.wait()
 

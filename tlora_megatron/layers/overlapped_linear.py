@@ -101,8 +101,8 @@ class OverlappedLinear(torch.autograd.Function):
             if factors is None:
                 y_TN = torch.nn.functional.linear(part, weight_NK, bias_N)
             else:
-                rows_of = view.nano_views[lane].rows
-                y_TN, s = branch.ops.forward(part, weight_NK, bias_N, factors, rows_of)
+                bound = branch.ops.bind(factors, view.nano_views[lane].rows)
+                y_TN, s = bound.forward(part, weight_NK, bias_N)
                 saved += [part, s]
             outputs.append(
                 traffic.start_reduce(y_TN, lane, stream) if traffic.reduces_output else y_TN
@@ -152,24 +152,21 @@ class _Backward:
         s: Tensor | None,
         dy_TN: Tensor,
     ) -> None:
-        self._ops, self._factors = ctx.branch.ops, ctx.factors
-        self._weight_NK, self._view = weight_NK, view
+        has_factors = ctx.factors is not None
+        self._bound = ctx.branch.ops.bind(ctx.factors, view.rows) if has_factors else None
+        self._weight_NK = weight_NK
         self._x_TK, self._s, self._dy_TN = x_TK, s, dy_TN
         self._ds: Tensor | None = None
 
     def input_gradient(self) -> Tensor:
         """dx, on this rank."""
-        if self._factors is None:
+        if self._bound is None:
             return self._dy_TN @ self._weight_NK
-        rows = self._view.rows
-        self._ds = self._ops.backward_up(self._dy_TN, self._s, self._factors, rows)
-        return self._ops.dgrad(self._dy_TN, self._ds, self._weight_NK, self._factors, rows)
+        self._ds = self._bound.backward_up(self._dy_TN, self._s)
+        return self._bound.dgrad(self._dy_TN, self._ds, self._weight_NK)
 
     def factor_gradients(self) -> None:
         """Adds those of the adapters to their slabs."""
-        if self._factors is not None:
-            rows = self._view.rows
-            window = (0, rows.ends[-1])
-            self._ops.backward_down(
-                self._x_TK, self._dy_TN, self._s, self._ds, self._factors, rows, window
-            )
+        if self._bound is not None:
+            window = (0, self._bound.rows.ends[-1])
+            self._bound.backward_down(self._x_TK, self._dy_TN, self._s, self._ds, window)

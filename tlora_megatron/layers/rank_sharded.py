@@ -31,7 +31,7 @@ from tlora_megatron.layers.linear import (
 )
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.linear_ops import LinearOps
+from tlora_megatron.ops.lora.linear_ops import BoundLinear
 from tlora_megatron.ops.lora.rank_places import RankPlaces
 from tlora_megatron.ops.routing.row_groups import RowGroups
 from tlora_megatron.ops.routing.segments import MicroBatchView
@@ -69,10 +69,8 @@ class LocalBranch(AdapterBranch):
 class _Exchange(NamedTuple):
     """What ranks exchange of s and dS at one site."""
 
-    ops: LinearOps
-    own: SiteFactors
-    whole: SiteFactors
-    rows: RowGroups
+    own: BoundLinear
+    whole: BoundLinear
     group: dist.ProcessGroup | None
     tp_size: int
     is_column: bool
@@ -81,7 +79,7 @@ class _Exchange(NamedTuple):
         """From what this rank's `lora_a` gives, s of all rank rows and all input features."""
         if not self.is_column:
             return self._sum(own_s)
-        held = self.ops.rank_places(self.own, self.rows)
+        held = self.own.rank_places()
         if not held.num_values:
             return own_s
         gathered = all_gather_rows(held.take(own_s), self.group)
@@ -91,16 +89,16 @@ class _Exchange(NamedTuple):
         """From what this rank's `lora_b` gives, the whole dS of this rank's part of `lora_a`."""
         if not self.is_column:
             return self._sum(whole_ds)
-        held = self.ops.rank_places(self.own, self.rows)
+        held = self.own.rank_places()
         if not held.num_values:
             return whole_ds
         return held.put(reduce_scatter_rows(self._parts().take(whole_ds), self.group).wait())
 
     def _parts(self) -> RankPlaces:
-        return self.ops.rank_places(self.whole, self.rows, self.tp_size)
+        return self.whole.rank_places(self.tp_size)
 
     def _sum(self, ranked: torch.Tensor) -> torch.Tensor:
-        places = self.ops.rank_places(self.whole, self.rows)
+        places = self.whole.rank_places()
         if not places.num_values:
             return ranked
         return places.put(all_reduce(places.take(ranked), self.group).wait())
@@ -167,16 +165,17 @@ def _forward(
     tp: TensorParallel,
 ) -> tuple[torch.Tensor, _Saved, _Call]:
     """y `[T, N]`, and what `_Call.backward` takes beside dy; x is contiguous."""
-    exchange, ops, local = _exchange(branch, rows, tp), branch.ops, branch.local
+    exchange, local_factors = _exchange(branch, rows, tp), branch.local
     if tp.gather_input:
         x_TK = all_gather_rows(x_TK, tp.group)
-    s = exchange.gather(ops.down(x_TK, exchange.own, rows))
-    local_s = None
-    if local is None:
-        y_TN = ops.linear(x_TK, weight_NK, bias_N, s, exchange.whole, rows)
+    s = exchange.gather(exchange.own.down(x_TK))
+    local = local_s = None
+    if local_factors is None:
+        y_TN = exchange.whole.linear(x_TK, weight_NK, bias_N, s)
     else:
-        base_TN, local_s = ops.forward(x_TK, weight_NK, bias_N, local, rows)
-        y_TN = ops.up(s, base_TN, exchange.whole, rows, (0, len(x_TK)))
+        local = branch.ops.bind(local_factors, rows)
+        base_TN, local_s = local.forward(x_TK, weight_NK, bias_N)
+        y_TN = exchange.whole.up(s, base_TN, (0, len(x_TK)))
     return y_TN, (x_TK, s, local_s, weight_NK), _Call(exchange, local, tp)
 
 
@@ -184,7 +183,7 @@ class _Call(NamedTuple):
     """What the way back needs beside the saved tensors."""
 
     exchange: _Exchange
-    local: SiteFactors | None
+    local: BoundLinear | None
     tp: TensorParallel
 
     def backward(
@@ -199,30 +198,31 @@ class _Call(NamedTuple):
     ) -> torch.Tensor | None:
         """dx `[T, K]`, of this rank's rows; gradients of factors are added where they belong."""
         exchange, local, tp = self
-        ops, own, rows = exchange.ops, exchange.own, exchange.rows
-        window = (0, rows.ends[-1])
-        ds = exchange.scatter(ops.backward_up(dy_TN, s, exchange.whole, rows))
+        own, whole = exchange.own, exchange.whole
+        window = (0, own.rows.ends[-1])
+        ds = exchange.scatter(whole.backward_up(dy_TN, s))
         local_ds = None
         if local is not None and local_s is not None:
-            local_ds = ops.backward_up(dy_TN, local_s, local, rows)
+            local_ds = local.backward_up(dy_TN, local_s)
         pending = None
         if needs_dx:
             if local is None or local_ds is None:
-                dx_TK = ops.dgrad(dy_TN, ds, weight_NK, own, rows)
+                dx_TK = own.dgrad(dy_TN, ds, weight_NK)
             else:
-                dx_TK = ops.dgrad(dy_TN, local_ds, weight_NK, local, rows)
-                dx_TK.add_(ops.branch_dgrad(ds, own, rows, window))
+                dx_TK = local.dgrad(dy_TN, local_ds, weight_NK)
+                dx_TK.add_(own.branch_dgrad(ds, window))
             pending = reduce_dgrad(dx_TK, tp)
-        up_factors = None if exchange.whole is own else exchange.whole
-        ops.backward_down(x_TK, dy_TN, s, ds, own, rows, window, up_factors)
+        own.backward_down(x_TK, dy_TN, s, ds, window, None if whole is own else whole)
         if local is not None and local_s is not None and local_ds is not None:
-            ops.backward_down(x_TK, dy_TN, local_s, local_ds, local, rows, window)
+            local.backward_down(x_TK, dy_TN, local_s, local_ds, window)
         return None if pending is None else pending.wait()
 
 
 def _exchange(branch: ShardedBranch, rows: RowGroups, tp: TensorParallel) -> _Exchange:
-    own, whole = branch.own, branch.factors
-    assert own is not None, f"site {branch.site.index} must have factors, got none"
-    assert whole is not None, f"site {branch.site.index} must have factors, got none"
+    own_factors, factors = branch.own, branch.factors
+    assert own_factors is not None, f"site {branch.site.index} must have factors, got none"
+    assert factors is not None, f"site {branch.site.index} must have factors, got none"
+    whole = branch.ops.bind(factors, rows)
+    own = whole if own_factors is factors else branch.ops.bind(own_factors, rows)
     site = branch.site
-    return _Exchange(branch.ops, own, whole, rows, tp.group, site.tp_size, site.kind == "column")
+    return _Exchange(own, whole, tp.group, site.tp_size, site.kind == "column")

@@ -197,29 +197,25 @@ def test_parts_that_ranks_compute_make_the_whole_s(linear: str, workload: str, p
     ops, rows = all_ops(), make_rows(LENGTHS[workload], padding=7)
     case = make_case(ranks, columns, 80, dtype=torch.float32)
     x = torch.randn(rows.ends[-1], 80, generator=torch.Generator().manual_seed(0))
-    whole = ops.down(x, case.factors, rows)
-    taken = []
-    for part in range(parts):
-        own = own_factors(case.factors, part, parts)
-        values = ops.rank_places(own, rows).take(ops.down(x, own, rows))
-        taken.append(values)
-    joined = torch.cat(taken)
-    places = ops.rank_places(case.factors, rows, parts)
+    bound = ops.bind(case.factors, rows)
+    owns = [ops.bind(own_factors(case.factors, part, parts), rows) for part in range(parts)]
+    whole = bound.down(x)
+    joined = torch.cat([own.rank_places().take(own.down(x)) for own in owns])
+    places = bound.rank_places(parts)
     assert places.num_values == joined.numel()
     s = places.put(joined)
     torch.testing.assert_close(places.take(whole), joined)
     window, base = (0, len(x)), torch.zeros(len(x), case.out_size)
-    y, expected = (ops.up(t, base, case.factors, rows, window) for t in (s, whole))
+    y, expected = (bound.up(t, base, window) for t in (s, whole))
     torch.testing.assert_close(y, expected)
     dy = torch.randn(rows.ends[-1], case.out_size, generator=torch.Generator().manual_seed(1))
-    ds = ops.backward_up(dy, s, case.factors, rows)
+    ds = bound.backward_up(dy, s)
     apart = places.take(ds).chunk(parts) if joined.numel() else []
     dx = torch.zeros_like(x)
-    for part, values in enumerate(apart):
-        own = own_factors(case.factors, part, parts)
-        own_ds = ops.rank_places(own, rows).put(values.contiguous())
-        dx += ops.branch_dgrad(own_ds, own, rows, window)
-    torch.testing.assert_close(dx, ops.branch_dgrad(ds, case.factors, rows, window))
+    for own, values in zip(owns, apart, strict=False):
+        own_ds = own.rank_places().put(values.contiguous())
+        dx += own.branch_dgrad(own_ds, window)
+    torch.testing.assert_close(dx, bound.branch_dgrad(ds, window))
     counted = sum(
         n * sum(-(-r // parts) * parts for r in slot)
         for n, slot in zip(LENGTHS[workload], ranks, strict=True)
@@ -246,13 +242,14 @@ def test_the_same_with_triton_s_layout() -> None:
 def test_a_misplaced_value_shows() -> None:
     """The test above would not pass with parts in each other's place."""
     columns, ranks = CASES["gate up"]
-    ops, rows = TorchOps(), make_rows(LENGTHS["ragged"])
+    rows = make_rows(LENGTHS["ragged"])
     case = make_case(ranks, columns, 80, dtype=torch.float32)
-    s = ops.down(torch.randn(rows.ends[-1], 80), case.factors, rows)
-    places = ops.rank_places(case.factors, rows, 2)
+    bound = TorchOps().bind(case.factors, rows)
+    s = bound.down(torch.randn(rows.ends[-1], 80))
+    places = bound.rank_places(2)
     swapped = places.put(torch.cat(places.take(s).chunk(2)[::-1]))
     base = torch.zeros(rows.ends[-1], case.out_size)
-    y, other = (ops.up(t, base, case.factors, rows, (0, len(base))) for t in (s, swapped))
+    y, other = (bound.up(t, base, (0, len(base))) for t in (s, swapped))
     assert (y - other).norm() > 0.1 * y.norm()
     assert s.numel() % RANK_CHUNK == 0
 

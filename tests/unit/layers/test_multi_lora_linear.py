@@ -141,15 +141,15 @@ def test_windows_of_the_rows_sum_to_the_whole_gradient_of_a(training: bool) -> N
     case = Case("linear_qkv", torch.float32)
     view = case.view(WORKLOADS["distinct"], num_tokens=40, training=training)
     x, dy = case.draw(40, case.site.in_size), case.draw(40, case.site.out_size)
-    factors, ops = case.branch.factors, case.branch.ops
-    assert factors is not None
-    _, s = ops.forward(x, case.weight, None, factors, view.rows)
-    ds = ops.backward_up(dy, s, factors, view.rows)
+    assert case.branch.factors is not None
+    bound = case.branch.ops.bind(case.branch.factors, view.rows)
+    _, s = bound.forward(x, case.weight, None)
+    ds = bound.backward_up(dy, s)
     case.gradients()
-    ops.backward_down(x, dy, s, ds, factors, view.rows, (0, 40))
+    bound.backward_down(x, dy, s, ds, (0, 40))
     whole = case.gradients()
     for window in ((0, 10), (10, 20), (20, 20), (20, 40)):
-        ops.backward_down(x[slice(*window)].clone(), dy, s, ds, factors, view.rows, window)
+        bound.backward_down(x[slice(*window)].clone(), dy, s, ds, window)
     for name, grad in case.gradients().items():
         assert grad.any() == name.endswith("lora_a"), name
         assert error(grad, whole[name]) < 1e-6, name

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from tlora_megatron.ops.dropout.masks import dropout
 from tlora_megatron.ops.lora.factors import SiteFactors
+from tlora_megatron.ops.lora.linear_ops import PairLinear
 from tlora_megatron.ops.lora.rank_places import Elements, RankPlaces, cached_places, row_form
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK, RankLayout, rank_chunks
 from tlora_megatron.ops.routing.row_groups import RowGroups
@@ -62,6 +63,10 @@ class TorchOps:
     """`LinearOps` as torch's own GEMMs; see there for the semantics."""
 
     name = "torch"
+
+    def bind(self, factors: SiteFactors, rows: RowGroups) -> PairLinear:
+        """Returns the linear of these factors over these rows."""
+        return PairLinear(self, factors, rows)
 
     def forward(
         self,

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tlora_megatron.ops.lora.factors import SiteFactors
+from tlora_megatron.ops.lora.linear_ops import PairLinear
 from tlora_megatron.ops.lora.plan_tensors import PlanTensors, plan_tensors
 from tlora_megatron.ops.lora.rank_form import is_flat
 from tlora_megatron.ops.lora.rank_places import RankPlaces, cached_places, plan_places
@@ -39,6 +40,10 @@ class TritonOps:
         self.graph_safe = graph_safe
         self.tables = SiteTableCache()
         self._config = config
+
+    def bind(self, factors: SiteFactors, rows: RowGroups) -> PairLinear:
+        """Returns the linear of these factors over these rows."""
+        return PairLinear(self, factors, rows)
 
     def plan(self, factors: SiteFactors, rows: RowGroups) -> PlanTensors:
         """Work lists on the device of the factors."""

@@ -62,13 +62,13 @@ def run(
             """Every output and gradient by name; dA from the windows `shards` of x."""
             for name in ("rank_rows", "rank_sums", "gemm", "multiprocessors", "gemm_tile"):
                 monkeypatch.setattr(cuda_ops, name, getattr(self.machine, name))
-            case, ops = self.case, self.ops
-            y, s = ops.forward(x, case.weight_NK, case.bias_N, case.factors, rows)
-            ds = ops.backward_up(dy, s, case.factors, rows)
-            dx = ops.dgrad(dy, ds, case.weight_NK, case.factors, rows)
+            case, bound = self.case, self.ops.bind(self.case.factors, rows)
+            y, s = bound.forward(x, case.weight_NK, case.bias_N)
+            ds = bound.backward_up(dy, s)
+            dx = bound.dgrad(dy, ds, case.weight_NK)
             found: dict[str, torch.Tensor] = {}
             for begin, end in shards or [(0, len(x))]:
-                ops.backward_down(x[begin:end], dy, s, ds, case.factors, rows, (begin, end))
+                bound.backward_down(x[begin:end], dy, s, ds, (begin, end))
                 for name, grad in gradients(case.factors).items():
                     # Every rank has dA of its window and dB of all rows.
                     found[name] = grad + found[name] if name in found and name[1] == "A" else grad
@@ -294,5 +294,5 @@ def test_gradients_off_16_bytes_go_through_triton(
     monkeypatch.setattr(cuda_ops.TritonOps, "down", lambda *_: s)
     monkeypatch.setattr(cuda_ops.TritonOps, "linear", lambda *_: "triton")
     x, _ = operands(case, rows.ends[-1])
-    found = cuda_ops.CudaOps().forward(x, case.weight_NK, None, factors, rows)
+    found = cuda_ops.CudaOps().bind(factors, rows).forward(x, case.weight_NK, None)
     assert found == ("triton", s)

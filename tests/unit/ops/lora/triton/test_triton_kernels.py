@@ -162,18 +162,19 @@ def test_half_precision_and_the_default_blocks() -> None:
 def test_the_branch_alone_is_what_the_linear_adds_to_its_base(lengths: tuple[int, ...]) -> None:
     columns, ranks = CASES["q k v"]
     case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
-    rows, ops, factors = make_rows(lengths, padding=6), TritonOps(config=SMALL), case.factors
+    rows = make_rows(lengths, padding=6)
+    bound = TritonOps(config=SMALL).bind(case.factors, rows)
     x, dy = draw(case, rows.ends[-1])
     y_base, dx_base = x @ case.weight_NK.t(), dy @ case.weight_NK
     with poisoned_memory():
-        y, s = ops.forward(x, case.weight_NK, None, factors, rows)
-        dx = ops.dgrad(dy, ops.backward_up(dy, s, factors, rows), case.weight_NK, factors, rows)
-        alone = ops.down(x, factors, rows)
-        ds = ops.backward_up(dy, alone, factors, rows)
+        y, s = bound.forward(x, case.weight_NK, None)
+        dx = bound.dgrad(dy, bound.backward_up(dy, s), case.weight_NK)
+        alone = bound.down(x)
+        ds = bound.backward_up(dy, alone)
         for begin, end in ((0, len(x)), (0, 3), (3, len(x)), (4, 5)):
             window = slice(begin, end)
-            y_alone = ops.up(alone, y_base[window], factors, rows, (begin, end))
-            dx_alone = ops.branch_dgrad(ds, factors, rows, (begin, end))
+            y_alone = bound.up(alone, y_base[window], (begin, end))
+            dx_alone = bound.branch_dgrad(ds, (begin, end))
             torch.testing.assert_close(y_alone, y[window], rtol=1e-5, atol=1e-5)
             dx_sum = dx_base[window] + dx_alone
             torch.testing.assert_close(dx_sum, dx[window], rtol=1e-5, atol=1e-5)
@@ -187,16 +188,16 @@ def test_the_branch_reads_what_the_cuda_kernels_write(monkeypatch: pytest.Monkey
     case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
     rows, factors = make_rows(lengths, padding), case.factors
     x, dy = draw(case, rows.ends[-1])
-    machine, ops = ItemMachine(factors), cuda_ops.CudaOps(config=SMALL)
+    machine, bound = ItemMachine(factors), cuda_ops.CudaOps(config=SMALL).bind(factors, rows)
     for name in ("rank_rows", "multiprocessors"):
         monkeypatch.setattr(cuda_ops, name, getattr(machine, name))
     begin, end = window = (40, 170)
     base = torch.randn(end - begin, case.out_size, generator=torch.Generator().manual_seed(0))
     with poisoned_memory():
-        s = ops.down(x, factors, rows)
-        ds = ops.backward_up(dy, s, factors, rows)
-        y = ops.up(s, base, factors, rows, window)
-        dx = ops.branch_dgrad(ds, factors, rows, window)
+        s = bound.down(x)
+        ds = bound.backward_up(dy, s)
+        y = bound.up(s, base, window)
+        dx = bound.branch_dgrad(ds, window)
     assert s.dim() == ds.dim() == 1
     expected = reference(case, x, dy, rows)
     whole_y = torch.nn.functional.linear(x.double(), case.weight_NK.double(), case.bias_N.double())
@@ -281,7 +282,7 @@ def test_the_mask_is_that_of_the_definition(column: int) -> None:
     key = case.factors.dropout_key
     expected = dropout_reference(ones, rows.row_keys(ones.device), p_T, key, column) != 0
     ops = TritonOps(config=SMALL)
-    s = ops.down(ones, case.factors, rows)
+    s = ops.bind(case.factors, rows).down(ones)
     plan = ops.plan(case.factors, rows)
     row_form = s[plan.num_chunks * 16 :].flatten()[: rows.ends[-1] * K].view(-1, K)
     assert torch.equal(row_form != 0, expected)
@@ -360,11 +361,12 @@ def test_windows_of_rows_add_up() -> None:
     x, dy = draw(case, rows.ends[-1])
     ops = TritonOps(config=SMALL)
     whole = run(ops, case, x, dy, rows)
-    s = ops.down(x, case.factors, rows)
-    ds = ops.backward_up(dy, s, case.factors, rows)
+    bound = ops.bind(case.factors, rows)
+    s = bound.down(x)
+    ds = bound.backward_up(dy, s)
     gradients(case.factors)
     for window in ((0, 63), (63, 126)):
-        ops.backward_down(x[window[0] : window[1]], dy, s, ds, case.factors, rows, window)
+        bound.backward_down(x[window[0] : window[1]], dy, s, ds, window)
     parts = gradients(case.factors)
     for name in parts:
         if name.startswith("dA"):
