@@ -142,7 +142,7 @@ def block(
     device = run.groups.device
     if num_nano_batches > 1:
         nano_batches = run.engine.nano_batches
-        nano_batches.use(make_tensor_collectives(None, device), "staggered")
+        nano_batches.use(make_tensor_collectives(None, device))
     hidden = torch.randn(tokens, 1, spec.hidden_size, dtype=torch.bfloat16, device=device)
     hidden.requires_grad_()
     dy = torch.randn_like(hidden)

@@ -94,7 +94,7 @@ class CaseRun:
 
     def _may_be_chosen(self, step: Step) -> bool:
         variant = step.variant
-        return variant.mechanism in self.args.mechanisms and variant.mode == "staggered"
+        return variant.mechanism in self.args.mechanisms
 
     def _prepare(self, variant: Variant) -> None:
         """Runs a variant a few times and compares it; leaves it out where it cannot run."""
@@ -112,7 +112,7 @@ class CaseRun:
             say(f"{key}: left out, {type(error).__name__}: {error}")
             return
         self.steps[key], self.calls[key] = step, step
-        is_graphed = variant.mechanism in _GRAPHED and variant.mode == "staggered"
+        is_graphed = variant.mechanism in _GRAPHED
         if self.args.graphs and is_graphed and not variant.frozen:
             self._capture(key, step)
 

@@ -16,7 +16,7 @@ from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing.segments import use_micro_batch
 from tlora_megatron.parallel import collectives
-from tlora_megatron.parallel.nano.overlap import Overlap, OverlapMode
+from tlora_megatron.parallel.nano.overlap import Overlap
 from tlora_megatron.parallel.transport.tensor_collectives import TensorCollectives
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
@@ -103,7 +103,6 @@ class Variant(NamedTuple):
 
     mechanism: str
     count: int
-    mode: OverlapMode = "staggered"
     frozen: bool = False
     """Without adapters."""
     skips: bool = False
@@ -112,9 +111,8 @@ class Variant(NamedTuple):
     @property
     def name(self) -> str:
         """As the results name it."""
-        within = "within-linear " if self.mode == "within_linear" else ""
         frozen = "frozen " if self.frozen else ""
-        return f"{frozen}{within}{self.mechanism}" + (" skipped" if self.skips else "")
+        return f"{frozen}{self.mechanism}" + (" skipped" if self.skips else "")
 
 
 NONE, SKIPPED = Variant("none", 1), Variant("none", 1, skips=True)
@@ -134,7 +132,7 @@ class Bench:
         self.run = SyntheticRun(spec, layout, dtype=dtype)
         self.device, self.dtype = self.run.groups.device, dtype
         self.decoder: Any = self.run.engine.model.decoder
-        self._overlaps: dict[tuple[str, OverlapMode], Overlap] = {}
+        self._overlaps: dict[str, Overlap] = {}
         self._in_fp32: Bench | None = None
         self.set_case(case)
 
@@ -177,9 +175,9 @@ class Bench:
         """
         overlap = None
         if variant.count > 1:
-            key = (variant.mechanism, variant.mode)
+            key = variant.mechanism
             if key not in self._overlaps:
-                self.run.engine.nano_batches.use(make(variant.mechanism), variant.mode)
+                self.run.engine.nano_batches.use(make(variant.mechanism))
                 overlap = self.run.engine.nano_batches.overlap
                 assert overlap is not None, "the decoder cannot be cut"
                 self._overlaps[key] = overlap
@@ -240,8 +238,7 @@ class Step:
         attach(bench.run.linears, self._bank)
         if self._overlap is not None:
             self._overlap.num_nano_batches = self.variant.count
-            for module in (bench.decoder, *(linear for _, linear in bench.run.linears)):
-                object.__setattr__(module, "tlora_overlap", self._overlap)
+            object.__setattr__(bench.decoder, "tlora_overlap", self._overlap)
         with without_communication() if self.variant.skips else contextlib.nullcontext():
             yield
 

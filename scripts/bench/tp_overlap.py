@@ -6,10 +6,10 @@
 
 Forward and backward of a few layers with adapters, on this project's GPTModel. `none` is the
 micro-batch whole, with Megatron's own collectives; `skipped` leaves them out; what lies between is
-the exposed communication, of which `hidden_share` is hidden. `staggered` mechanisms carry it
-between the layers of several nano-batches, `within-linear` inside each linear. `frozen` has no
-adapters; `async_tp` are PyTorch's fused operators (frozen, sequence parallel). Domino's splitting
-(two halves of a batch, asynchronous NCCL all-reduces) is what staggered `nccl` with 2 does.
+the exposed communication, of which `hidden_share` is hidden. Mechanisms carry it between the
+layers of several nano-batches. `frozen` has no adapters; `async_tp` are PyTorch's fused operators
+(frozen, sequence parallel). Domino's splitting (two halves of a batch, asynchronous NCCL
+all-reduces) is what `nccl` with 2 does.
 
 Every variant's input gradient is compared with that of the same step in fp32 first: one further
 from it than `none` (by half) is not timed. Variants take turns round by round, in an order that
@@ -59,7 +59,6 @@ def variants(args: argparse.Namespace) -> list[Variant]:
     found += [Variant(m, n) for m in args.mechanisms for n in args.counts]
     if args.brief:
         return found
-    found += [Variant(args.mechanisms[0], n, "within_linear") for n in args.counts[:1]]
     found += [Variant("skipped", n) for n in args.counts[:1]]
     if args.sequence_parallel and torch.cuda.is_available():
         found.append(ASYNC_TP)

@@ -4,7 +4,7 @@ same model untouched, document by document, in one process.
 Arguments: file of the reference, then variants such as `rope=scaled,tp=2,sp=1,recompute=full` or
 `pp=2,vp=2,first=1`, `cp=2`, with `linears=te` (the stand-in of Transformer Engine's) or
 `linears=around` (Megatron's own as black boxes), `nano=2` (nano-batches, of which none may be made
-with `mode=`); `rope=hybrid` is HybridModel, `rope=moe` has experts, a shared one among them. A
+with `whole=1`); `rope=hybrid` is HybridModel, `rope=moe` has experts, a shared one among them. A
 variant `reference=plain+yarn` writes the file.
 """
 
@@ -155,7 +155,8 @@ def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> 
     if num_nano > 1:
         nano_batches = NanoBatches(chunks, groups)
         nano_batches.set_count(num_nano)
-        assert nano_batches.mode == options.get("mode", "staggered"), nano_batches.mode
+        num_nano = nano_batches.count
+        assert num_nano == (1 if "whole" in options else int(options["nano"])), num_nano
     losses = run_packed(chunks, groups, num_nano)
     kind = options.get("rope", "plain")
     spec, _ = adapted(kind)

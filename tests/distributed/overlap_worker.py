@@ -1,9 +1,9 @@
 """Worker: one round in 1, 2, 3, ... nano-batches; losses and all gradients must be those of one.
 
 Arguments: the scenario's `config.json` and each variant as in `tp=2,sp=1,recompute=full,dropout=1,
-mode=within_linear,dtype=bfloat16,blocks=1` (the last: block-diagonal jobs). `mode=mixed`: the last
-stage's is another than the others'; `foreign=1`: it has a linear that cannot be cut, so that all
-stages must run whole. One nano-batch after two is bit for bit what it was before.
+dtype=bfloat16,blocks=1` (the last: block-diagonal jobs). `foreign=1`: the last stage has a linear
+that cannot be cut, so that all stages must run whole. One nano-batch after two is bit for bit what
+it was before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from tlora_megatron.config.load import RunConfig, load_config
 from tlora_megatron.layers.attach import make_multi_adapter
 from tlora_megatron.layers.multi_adapter import BlackBoxMixin
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.runtime import controller
 from tlora_megatron.runtime.training_run import TrainingRun
 from tlora_megatron.training.super_model import SuperModel
@@ -99,17 +98,8 @@ def run_round(path: Path, options: dict[str, str], counts: tuple[int, ...]) -> R
             model: Any = loop.super_model
             if "foreign" in options and model.groups.is_last_stage:
                 make_foreign(model.engine.model)
-            if "mode" in options:
-                model.engine.nano_batches.use(None, mode_of_stage(options["mode"], model.groups))
             *_, last = (measure(model, count) for count in counts)
             return last
-
-
-def mode_of_stage(mode: str, groups: ParallelGroups) -> str:
-    """Of this process's stage."""
-    if mode != "mixed":
-        return mode
-    return "within_linear" if groups.is_last_stage else "staggered"
 
 
 def make_foreign(model: Any) -> None:

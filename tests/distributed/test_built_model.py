@@ -34,10 +34,11 @@ TWO_PROCESSES = (
     "rope=yarn,tp=2,sp=1,recompute=full,nano=2",
     "rope=interleaved,tp=2,sp=1,recompute=core_attn,nano=2",
     "rope=scaled,pp=2,vp=2,nano=2",
-    "rope=hybrid,tp=2,sp=1,nano=2,mode=within_linear",
-    "rope=moe,tp=2,sp=1,nano=2,mode=within_linear",
+    "rope=hybrid,tp=2,sp=1,nano=2,whole=1",
+    "rope=moe,tp=2,sp=1,nano=2,whole=1",
 )
-"""`first=3` of HybridModel cuts between a layer's attention and its MLP."""
+"""`first=3` of HybridModel cuts between a layer's attention and its MLP. `whole=1`: they run
+whole although nano-batches are asked for."""
 
 
 @pytest.fixture(scope="module")

@@ -21,24 +21,18 @@ TWO_PROCESSES = (
     "tp=2,sp=1,recompute=full,dropout=1",
     "tp=2,recompute=selective",
     "tp=2,sp=1,jobs=mlp",
-    "tp=2,mode=within_linear,dropout=1",
-    "tp=2,sp=1,mode=within_linear,recompute=full",
-    "pp=2,mode=mixed",
 )
 """`jobs=mlp` leaves attention without any adapter."""
 SLOW_TWO_PROCESSES = (
     "tp=2,recompute=full",
     "tp=2,sp=1,recompute=selective",
-    "tp=2,mode=within_linear,jobs=mlp",
     "tp=2,sp=1,blocks=1",
-    "tp=2,sp=1,blocks=1,mode=within_linear",
     "pp=2",
     "pp=2,recompute=selective",
 )
 FOUR_PROCESSES = (
     "tp=2,pp=2",
     "tp=2,pp=2,sp=1,recompute=full,dropout=1",
-    "tp=2,pp=2,sp=1,mode=mixed",
 )
 ONE_STAGE_CANNOT = "pp=2,foreign=1"
 LAYOUTS = ("TP2", "TP2+SP")

@@ -30,7 +30,7 @@ def test_rows_of_a_tiny_case(tmp_path: Path, case: str, flags: tuple[str, ...]) 
         rows = list(csv.DictReader(file))
     mine = {(row["mechanism"], row["nano_batches"]): row for row in rows}
     references = {(f"{frozen}none{skip}", "1") for frozen in ("", "frozen ") for skip in SKIPS}
-    split = {(name, "2") for name in ("gloo", "within-linear gloo", "skipped")}
+    split = {(name, "2") for name in ("gloo", "skipped")}
     assert references | split <= mine.keys()
     assert any(mechanism == "controller gloo" for mechanism, _ in mine)
     step, bare, whole = (

@@ -15,7 +15,6 @@ VARIANTS = (
     "tp=2,sp=1,dtype=bfloat16",
     "tp=2,sp=1,recompute=full,dtype=bfloat16,dropout=1",
     "tp=2,recompute=selective,dtype=bfloat16",
-    "tp=2,sp=1,mode=within_linear,dtype=bfloat16",
 )
 
 

@@ -22,7 +22,6 @@ from tlora_megatron.layers.linear import (
     TensorParallel,
     multi_lora_linear_vjp,
 )
-from tlora_megatron.layers.overlapped_linear import OverlappedLinear, Traffic
 from tlora_megatron.layers.rank_sharded import (
     LocalBranch,
     RankShardedLinear,
@@ -63,11 +62,9 @@ class MultiAdapterMixin(MultiAdapter):
         return MultiLoRALinear.apply(input, weight, kwargs.get("bias"), branch, view, tp)
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """As Megatron's; of nano-batches, their lanes or the linear itself reduce the products."""
-        view, lane = current_micro_batch(), current_lane()
+        """As Megatron's; the lane of a nano-batch reduces the product in the linear's place."""
+        lane = current_lane()
         linear: Any = self
-        if lane is None and view is not None and view.nano_views:
-            return self._forward_overlapped(input_, view)
         if lane is None or self.tlora_branch.site.kind == "column":
             return super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         y = self._forward_impl(input_, linear.weight, bias=None, **_ONE_RANK)
@@ -91,24 +88,6 @@ class MultiAdapterMixin(MultiAdapter):
         tp = TensorParallel(None, gather_input=False, reduce_dgrad=False, lane=lane)
         y, vjp = multi_lora_linear_vjp(x, weight, None, branch, view, tp)
         return (y, vjp) if lane is not None else _reduced(linear, y, vjp)
-
-    def _forward_overlapped(
-        self, x: torch.Tensor, view: MicroBatchView
-    ) -> tuple[torch.Tensor, Any]:
-        linear: Any = self
-        is_column = self.tlora_branch.site.kind == "column"
-        traffic = Traffic(
-            overlap=linear.tlora_overlap,
-            is_column=is_column,
-            sequence_parallel=linear.sequence_parallel,
-            num_ranks=self.tlora_branch.site.tp_size,
-        )
-        # A column-parallel bias is sharded like the product and goes into it.
-        bias = None if linear.skip_bias_add or not is_column else linear.bias
-        y = OverlappedLinear.apply(x, linear.weight, bias, self.tlora_branch, view, traffic)
-        if is_column:
-            return y, linear.bias if linear.skip_bias_add else None
-        return _add_bias(linear, y)
 
 
 def _reduced(linear: Any, y: torch.Tensor, vjp: Vjp) -> tuple[torch.Tensor, Vjp]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core.transformer.attention import SelfAttention
@@ -25,7 +25,7 @@ from tlora_megatron.layers.multi_adapter import (
 )
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.lane_room import LaneRoom, lane_room
-from tlora_megatron.parallel.nano.overlap import Overlap, OverlapMode
+from tlora_megatron.parallel.nano.overlap import Overlap
 from tlora_megatron.parallel.transport.tensor_collectives import (
     DEFAULT_MAX_BYTES,
     Kind,
@@ -62,11 +62,6 @@ class NanoBatches:
         """Into how many a micro-batch is to be cut, at most; 1 where the model cannot be."""
         return 1 if self.overlap is None else self.overlap.num_nano_batches
 
-    @property
-    def mode(self) -> OverlapMode | None:
-        """How nano-batches run; None before there is more than one, or where there cannot be."""
-        return None if self.overlap is None else self.overlap.mode
-
     def set_count(self, count: int) -> None:
         """For the rounds to come; collective over the world.
 
@@ -88,14 +83,12 @@ class NanoBatches:
         lane_bytes = 0 if self.overlap is None else self.overlap.collectives.lane_bytes
         return lane_room(self._groups.device, num_ready=self._num_ready, lane_bytes=lane_bytes)
 
-    def use(self, collectives: TensorCollectives | None, mode: OverlapMode | None) -> None:
-        """Takes these from now on, and one nano-batch until `set_count`; None = what is best.
-
-        Collective over the world. Stages may be given different modes.
-        """
+    def use(self, collectives: TensorCollectives) -> None:
+        """Takes other collectives, and one nano-batch until `set_count`; collective over the
+        world."""
         self._has_looked = True
         self._num_ready = 1
-        self.overlap = self._make_overlap(collectives, mode)
+        self.overlap = self._make_overlap(collectives)
 
     def close(self) -> None:
         """Gives back what collectives hold of each other's memory; micro-batches run whole from now
@@ -105,19 +98,11 @@ class NanoBatches:
             self.overlap.collectives.close()
             self.overlap = None
 
-    def _make_overlap(
-        self, collectives: TensorCollectives | None = None, mode: OverlapMode | None = None
-    ) -> Overlap | None:
-        obstacles = _agreed_obstacles(self._models, self._groups)
-        if obstacles.split is not None:
-            logger.warning(
-                "run.nano_batches has no effect, micro-batches run whole: %s", obstacles.split
-            )
+    def _make_overlap(self, collectives: TensorCollectives | None = None) -> Overlap | None:
+        obstacle = _agreed_obstacle(self._models, self._groups)
+        if obstacle is not None:
+            logger.warning("run.nano_batches has no effect, micro-batches run whole: %s", obstacle)
             return None
-        reason = None
-        if mode is None:
-            reason = obstacles.stagger
-            mode = "staggered" if reason is None else "within_linear"
         if collectives is None:
             collectives = make_tensor_collectives(
                 self._groups.tp_group,
@@ -125,51 +110,36 @@ class NanoBatches:
                 self.kind,
                 max_bytes=self.max_bytes,
             )
-        overlap = Overlap(1, collectives, mode, self._groups.device)
-        logger.info(
-            "nano-batches run %s, collectives by %s%s",
-            mode, collectives.name, f": {reason}" if reason else "",
-        )  # fmt: skip
-        for _, linear in _linears(self._models):
-            object.__setattr__(linear, "tlora_overlap", overlap)
+        overlap = Overlap(1, collectives, self._groups.device)
+        logger.info("nano-batches run staggered, collectives by %s", collectives.name)
         for model in self._models:
             object.__setattr__(model.decoder, "tlora_overlap", overlap)
-            if mode == "staggered":
-                stagger(model.decoder)
+            stagger(model.decoder)
         return overlap
 
 
-class _Obstacles(NamedTuple):
-    """Why not; None where nothing is in the way."""
+def _agreed_obstacle(models: Sequence[Any], groups: ParallelGroups) -> str | None:
+    """The reason of the first process, in rank order, that cannot run nano-batches.
 
-    split: str | None
-    """The same in all processes: a stage hands on rows in the order of its nano-batches, and all
-    pack their rounds for as many."""
-    stagger: str | None
-    """The same on all ranks of a stage, which communicate; other stages see the same rows."""
-
-
-def _agreed_obstacles(models: Sequence[Any], groups: ParallelGroups) -> _Obstacles:
-    """The first of all processes', in rank order, with whose stage it is; collective over the
-    world."""
-    split = why_not_split(models, groups)
-    own = (groups.pp_rank, split, None if split else why_not_staggered(models))
-    found: list[tuple[int, str | None, str | None]] = [own] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    is_pipeline = groups.layout.pp_size > 1
-    reasons = (
-        f"{reason} (pipeline stage {stage})" if is_pipeline else reason
-        for stage, reason, _ in found
-        if reason is not None
-    )
-    mine = (reason for stage, _, reason in found if stage == groups.pp_rank and reason is not None)
-    return _Obstacles(split=next(reasons, None), stagger=next(mine, None))
+    Where one cannot, none may: a stage hands on rows in the order of its nano-batches, and all pack
+    their rounds for as many. Collective over the world.
+    """
+    found: list[tuple[int, str | None]] = [(0, None)] * dist.get_world_size()
+    dist.all_gather_object(found, (groups.pp_rank, _obstacle(models, groups)))
+    for stage, reason in found:
+        if reason is not None:
+            return f"{reason} (pipeline stage {stage})" if groups.layout.pp_size > 1 else reason
+    return None
 
 
-def why_not_split(models: Sequence[Any], groups: ParallelGroups) -> str | None:
-    """Why micro-batches cannot be cut at all; None if they can."""
+def _obstacle(models: Sequence[Any], groups: ParallelGroups) -> str | None:
+    """Why this process's layers cannot run nano-batches in turns; None if they can."""
     if groups.layout.cp_size > 1:
         return "context parallelism cuts documents over ranks"
+    return _why_not_linears(models) or _why_not_layers(models)
+
+
+def _why_not_linears(models: Sequence[Any]) -> str | None:
     for name, module in _linears(models):
         if isinstance(module, RankShardedMixin | RankExchangeMixin):
             sharding = module.tlora_branch.site.lora_sharding
@@ -179,12 +149,11 @@ def why_not_split(models: Sequence[Any], groups: ParallelGroups) -> str | None:
     return None
 
 
-def why_not_staggered(models: Sequence[Any]) -> str | None:
-    """Why nano-batches cannot take turns through whole layers; None if they can."""
+def _why_not_layers(models: Sequence[Any]) -> str | None:
     for model in models:
-        config = model.config
         if not isinstance(model.decoder, TransformerBlock):
             return f"the decoder is a {type(model.decoder).__name__}"
+        config = model.config
         if getattr(config, "fp8", None) or getattr(config, "cpu_offloading", False):
             return "FP8 and CPU offloading wrap whole layers"
         for layer in model.decoder.layers:

@@ -57,7 +57,7 @@ class StaggeredBlock(TransformerBlock):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As `TransformerBlock.forward`."""
         view = current_micro_batch()
-        if view is None or not view.nano_views or self.tlora_overlap.mode != "staggered":
+        if view is None or not view.nano_views:
             return super().forward(*args, **kwargs)
         bound = _SIGNATURE.bind(self, *args, **kwargs)
         given = {name: value for name, value in bound.arguments.items() if value is not None}

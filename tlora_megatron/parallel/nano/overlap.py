@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 
@@ -12,28 +11,19 @@ from tlora_megatron.parallel.nano.lanes import Lane
 from tlora_megatron.parallel.nano.side_stream import SideStream, make_side_stream
 from tlora_megatron.parallel.transport.tensor_collectives import TensorCollectives
 
-OverlapMode = Literal["staggered", "within_linear"]
-
 
 class Overlap:
     """Number of nano-batches, and the streams and collectives that they run with.
 
     Args:
         num_nano_batches: into how many a micro-batch is cut at most; may be set between rounds.
-        mode: `staggered`: nano-batches take turns through whole layers (`parallel.nano.lanes`);
-            `within_linear`: each linear's reduction runs beside its own next nano-batch's GEMM.
     """
 
     def __init__(
-        self,
-        num_nano_batches: int,
-        collectives: TensorCollectives,
-        mode: OverlapMode,
-        device: torch.device,
+        self, num_nano_batches: int, collectives: TensorCollectives, device: torch.device
     ) -> None:
         self.num_nano_batches = num_nano_batches
         self.collectives = collectives
-        self.mode: OverlapMode = mode
         self._device = device
         self._streams: list[SideStream] = []
 

@@ -10,7 +10,12 @@ import torch
 from torch import nn
 
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
-from tlora_megatron.layers.multi_adapter import BlackBoxMixin, RankExchangeMixin, RankShardedMixin
+from tlora_megatron.layers.multi_adapter import (
+    BlackBoxMixin,
+    MultiAdapterMixin,
+    RankExchangeMixin,
+    RankShardedMixin,
+)
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -20,6 +25,10 @@ class _Sharded(RankShardedMixin, nn.Linear):
 
 
 class _Exchanging(RankExchangeMixin, nn.Linear):
+    pass
+
+
+class _Folded(MultiAdapterMixin, nn.Linear):
     pass
 
 
@@ -54,6 +63,7 @@ def _nano_batches(linear_class: Any, sharding: str) -> NanoBatches:
             "rank_exchange",
             "decoder.layers.0 is a _Foreign, which does its own communication",
         ),
+        (_Folded, "fold", "the decoder is a Module"),
     ],
 )
 def test_the_log_names_what_keeps_micro_batches_whole(

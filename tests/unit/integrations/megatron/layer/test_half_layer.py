@@ -108,7 +108,7 @@ class Case:
     def split(self) -> MicroBatchView:
         """`whole()` in two nano-batches, which the decoder can take from now on."""
         nano_batches = self.run.engine.nano_batches
-        nano_batches.use(make_tensor_collectives(None, self.hidden.device), None)
+        nano_batches.use(make_tensor_collectives(None, self.hidden.device))
         parts = [part(range(2), LENGTHS[:2], 2), part(range(2, 3), LENGTHS[2:], 2)]
         return join_nano_batches(parts)
 
