@@ -37,8 +37,8 @@ TWO_PROCESSES = (
     "rope=hybrid,tp=2,sp=1,nano=2,whole=1",
     "rope=moe,tp=2,sp=1,nano=2,whole=1",
 )
-"""`first=3` of HybridModel cuts between a layer's attention and its MLP. `whole=1`: they run
-whole although nano-batches are asked for."""
+"""`first=3` of HybridModel cuts between a layer's attention and its MLP. `whole=1`: the model
+runs whole although nano-batches are asked for."""
 
 
 @pytest.fixture(scope="module")
