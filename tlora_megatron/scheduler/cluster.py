@@ -1,4 +1,4 @@
-"""The cluster as policies see it: nodes and racks, free GPUs, running groups, quotas."""
+"""The cluster as policies see it: nodes, racks, free GPUs, running groups and quotas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tlora_megatron.scheduler.queue import MayRun
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterShape:
-    """Equal nodes in equal racks; GPU `i` is in node `i // gpus_per_node`."""
+    """A cluster of equal nodes in equal racks; GPU `i` is in node `i // gpus_per_node`."""
 
     num_nodes: int
     gpus_per_node: int
@@ -19,19 +19,19 @@ class ClusterShape:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs in all."""
+        """Number of all GPUs."""
         return self.num_nodes * self.gpus_per_node
 
     def gpus_of(self, node: int) -> range:
-        """A node's GPU numbers."""
+        """The GPU numbers of a node."""
         return range(node * self.gpus_per_node, (node + 1) * self.gpus_per_node)
 
     def rack_of(self, node: int) -> int:
-        """A node's rack."""
+        """The rack of a node."""
         return node // self.nodes_per_rack
 
     def tier(self, gpus: Iterable[int]) -> int:
-        """What GPUs span: 0 one node, 1 one rack, 2 more."""
+        """What the GPUs span: 0 for one node, 1 for one rack, 2 for more."""
         nodes = {gpu // self.gpus_per_node for gpu in gpus}
         if len(nodes) == 1:
             return 0
@@ -39,10 +39,11 @@ class ClusterShape:
 
 
 class FreeGpus:
-    """The GPUs nobody holds, by node, and the one rule by which they are given out.
+    """The free GPUs by node, and the one rule by which they are given out.
 
-    Up to a node's GPUs come from one node, the fullest that has them; more come as whole nodes plus
-    a rest on one more, from one rack where one has them. So a group's links are what its size says.
+    A group that fits on one node gets its GPUs from the fullest node that has them. A larger one
+    gets whole nodes and the rest on one more node, all in one rack if a rack has them. So the size
+    of a group determines the links between its GPUs.
     """
 
     def __init__(self, shape: ClusterShape, free: Iterable[Iterable[int]]) -> None:
@@ -52,19 +53,19 @@ class FreeGpus:
 
     @classmethod
     def all_of(cls, shape: ClusterShape) -> FreeGpus:
-        """An empty cluster."""
+        """The free GPUs of an empty cluster: all of them."""
         return cls(shape, [shape.gpus_of(node) for node in range(shape.num_nodes)])
 
     def copy(self) -> FreeGpus:
-        """One that can be drawn from without touching this one."""
+        """An independent copy."""
         return FreeGpus(self.shape, self._free)
 
     def in_node(self, node: int) -> tuple[int, ...]:
-        """A node's free GPUs, ascending."""
+        """The free GPUs of a node, ascending."""
         return tuple(self._free[node])
 
     def find(self, num: int) -> tuple[int, ...] | None:
-        """GPUs for a group of `num`, ascending, or None; they stay free."""
+        """Chooses `num` GPUs, ascending, without taking them; None if there are too few."""
         if num > self.num:
             return None
         size = self.shape.gpus_per_node
@@ -82,7 +83,7 @@ class FreeGpus:
         return None
 
     def _node_sets(self, whole: list[int], count: int) -> list[list[int]]:
-        """Choices of `count` whole nodes: those of one rack, then the first anywhere."""
+        """Choices of `count` whole nodes: first those within one rack, then the first anywhere."""
         racks: dict[int, list[int]] = {}
         for node in whole:
             racks.setdefault(self.shape.rack_of(node), []).append(node)
@@ -113,24 +114,20 @@ class FreeGpus:
 
 @dataclass(kw_only=True, slots=True)
 class ClusterState:
-    """What runs where at one moment. Policies read it; whoever runs the policy changes it."""
+    """What runs where at one moment. Policies only read it; the simulator changes it."""
 
     shape: ClusterShape
     free: FreeGpus
     groups: dict[int, Group] = field(default_factory=dict)
-    """By number."""
-    changed: set[int] = field(default_factory=set)
-    """Groups formed or changed since the last decision."""
-    freed: bool = True
-    """Whether GPUs became free since the last decision."""
+    """Running groups by number."""
     quotas: Mapping[str, int] = field(default_factory=dict)
-    """GPUs a tenant's running jobs may ask for together; absent = no limit."""
+    """Most GPUs that a tenant's running jobs may ask for together; no entry: no limit."""
     tenant_gpus: dict[str, int] = field(default_factory=dict)
-    """What they ask for now."""
+    """GPUs that each tenant's running jobs ask for now."""
 
     @property
     def may_run(self) -> MayRun:
-        """The quota test on a waiting job, None without quotas."""
+        """Tests whether a quota lets a waiting job run; None without quotas."""
         return self._within_quota if self.quotas else None
 
     def _within_quota(self, waiting: Waiting) -> bool:

@@ -1,4 +1,4 @@
-"""How a group comes to be: one arithmetic for policies that try and for what carries it out."""
+"""Forms groups: one arithmetic for policies that try and for the simulator that carries out."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
 from tlora_megatron.scheduler.policy import RegroupCost
 
 _TOLERANCE = 1e-9
-"""Relative; a speed or end equal to its bound must not fail on rounding."""
+"""Relative tolerance: a speed or end equal to its bound must not fail on rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """Where the members of a group to be formed come from."""
+    """The members that a group is formed from."""
 
     running: tuple[tuple[Group, Member], ...] = ()
     """Members of running groups."""
@@ -23,7 +23,7 @@ class Parts:
 
     @classmethod
     def of(cls, group: Group) -> Parts:
-        """A running group as it is."""
+        """The members of a running group as they are."""
         return cls(running=tuple((group, member) for member in group.members))
 
     def __add__(self, other: Parts) -> Parts:
@@ -34,12 +34,12 @@ class Parts:
 
     @property
     def jobs(self) -> list[Job]:
-        """All members' jobs."""
+        """The jobs of all members."""
         return [member.job for _, member in self.running] + [w.job for w in self.joining]
 
     @property
     def kinds(self) -> Kinds:
-        """Their kinds, ascending."""
+        """The kinds of all members, ascending."""
         return tuple(sorted([job.kind for job in self.jobs]))
 
 
@@ -52,9 +52,9 @@ def formed(
     cost: RegroupCost,
     number: int,
 ) -> Group:
-    """The group that `parts` make on `gpus`, standing still until its save, move and re-plan end.
+    """Forms a group of `parts` on `gpus`; it trains after its save, move and re-plan.
 
-    A job's start, from which its bound counts, is when the first group that it is in trains.
+    A job's bound counts from its start: the time at which its first group begins to train.
     """
     ready_s = max([now_s, *(group.ready_s for group, _ in parts.running)])
     ready_s += _pause_s(parts, gpus, cost)
@@ -83,9 +83,9 @@ def formed(
 def carried_on(
     group: Group, parts: Parts, *, rates: GroupRates, now_s: float, number: int
 ) -> Group:
-    """The members of a group that are left when others leave: same GPUs, no pause.
+    """Forms the group that remains when members of `group` leave: same GPUs, no pause.
 
-    They may keep the plan they have, so that nobody gets slower by another's leaving.
+    It may keep its plan, so that no member becomes slower because another one leaves.
     """
     members = tuple(
         Member(
@@ -114,11 +114,11 @@ def _pause_s(parts: Parts, gpus: tuple[int, ...], cost: RegroupCost) -> float:
 
 
 def speeds_in_bounds(jobs: list[Job], rates: GroupRates) -> bool:
-    """Whether each job's speed is at least what its bound demands."""
+    """True if each job is at least as fast as its bound demands."""
     by_kind = rates.by_kind
     return all(by_kind[job.kind] * (1 + _TOLERANCE) >= job.least_tokens_per_s for job in jobs)
 
 
 def ends_in_bounds(group: Group) -> bool:
-    """Whether each member ends by its deadline if nothing changes, pauses so far included."""
+    """True if each member meets its deadline provided that nothing changes; pauses are included."""
     return all(group.end_s(m) <= m.deadline_s * (1 + _TOLERANCE) + 1e-6 for m in group.members)

@@ -1,4 +1,4 @@
-"""How fast jobs train together: the interface to the planner's model, and a memo over it.
+"""Speeds of jobs that train together: the interface to the planner's model, and a cache over it.
 
 The planner's `GroupModel` implements `GroupThroughput`; tests use a table. Schedulers and the
 simulator ask nothing else about speed or memory.
@@ -14,31 +14,31 @@ from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 
 class GroupEstimate(Protocol):
-    """What the model says of one super-model on some GPUs."""
+    """The model's estimate for one group of jobs on some GPUs."""
 
     @property
     def tokens_per_s(self) -> Sequence[float]:
-        """Of each job, in the order they were given."""
+        """Speed of each job, in the order in which the jobs were given."""
 
     @property
     def memory_bytes(self) -> float:
-        """Peak on the fullest GPU."""
+        """Peak memory on the fullest GPU."""
 
     @property
     def fits(self) -> bool:
-        """Whether that is within the GPU's memory."""
+        """True if the peak is within the GPU's memory."""
 
 
 class GroupThroughput(Protocol):
-    """Speed and memory of jobs that train together on one base model."""
+    """A model of the speed and memory of jobs that train together on one base model."""
 
     def estimate(self, jobs: Sequence[JobLoad], num_gpus: int) -> GroupEstimate:
-        """The best plan's speed for `jobs` on `num_gpus` GPUs of one kind."""
+        """Speed and memory of the best plan for `jobs` on `num_gpus` equal GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRates:
-    """Tokens per second of a group's members; equal jobs have equal rates."""
+    """Tokens per second of a group's members, by kind; equal jobs have equal rates."""
 
     by_kind: Mapping[int, float]
     total: float
@@ -47,14 +47,14 @@ class GroupRates:
 
 
 Kinds = tuple[int, ...]
-"""The kinds of a group's members, ascending; a kind occurs once for each of its members."""
+"""The kinds of a group's members, ascending; each member contributes one entry."""
 
 
 class Speeds:
-    """Every estimate a run needs, asked of the models once each.
+    """A cache of the models' estimates: each question of a run is computed once.
 
-    Jobs of one base model, adapter, batch and lengths are of one *kind*, a small integer. A trace
-    has tens of kinds and hundreds of thousands of questions about them.
+    Jobs with equal base model, adapter, batch and lengths are of one *kind*, a small integer. A
+    trace has tens of kinds and hundreds of thousands of questions about them.
     """
 
     def __init__(self, models: Mapping[str, GroupThroughput]) -> None:
@@ -67,16 +67,16 @@ class Speeds:
 
     @property
     def bases(self) -> tuple[str, ...]:
-        """Base models there is an answer for."""
+        """Names of the base models that have a model of their speed."""
         return tuple(self._models)
 
     @property
     def num_estimates(self) -> int:
-        """Different questions answered so far."""
+        """Number of different questions answered so far."""
         return len(self._memo)
 
     def kind(self, base: str, load: JobLoad) -> int:
-        """The number of a base model and load; loads that differ by name only are two.
+        """The kind of a base model and load; loads that differ only by name are different kinds.
 
         Raises:
             ValueError: if the base model is not known.
@@ -91,7 +91,7 @@ class Speeds:
         return number
 
     def rates(self, kinds: Kinds, num_gpus: int) -> GroupRates | None:
-        """Rates of a group on `num_gpus` GPUs, or None where it does not fit their memory."""
+        """Rates of a group on `num_gpus` GPUs, or None if it does not fit into their memory."""
         key = (kinds, num_gpus)
         try:
             return self._memo[key]
@@ -111,7 +111,7 @@ class Speeds:
         return GroupRates(by_kind, sum(rates), estimate.memory_bytes)
 
     def residual(self, kinds: Kinds, num_gpus: int) -> float:
-        """Share of the GPUs' full speed that a group leaves unused, 0 to 1."""
+        """Residual capacity: the unused share of the GPUs' full speed, 0 to 1."""
         key = (kinds, num_gpus)
         if key not in self._residual:
             rates = self.rates(kinds, num_gpus)
@@ -121,10 +121,10 @@ class Speeds:
         return self._residual[key]
 
     def full_speed(self, kind: int, num_gpus: int) -> float:
-        """Tokens per second of the GPUs when they lack no work: a large batch of short sequences.
+        """Tokens per second when the GPUs have enough work: a large batch of short sequences.
 
-        No group of this base model is faster, but for what cheaper adapters or longer sequences
-        change.
+        No group of this base model is faster, except for small differences from cheaper adapters
+        or longer sequences.
         """
         base = self._loads[kind][0]
         key = (base, num_gpus)
@@ -136,4 +136,4 @@ class Speeds:
 
 
 _FULL = JobLoad(name="full", rank=1, batch_size=64, lengths=LengthHistogram.single(256))
-"""A job a GPU of which is at its full speed; `batch_size` is for one GPU."""
+"""A load that keeps one GPU at full speed; `batch_size` is multiplied by the number of GPUs."""

@@ -1,4 +1,4 @@
-"""Jobs, waiting and running, as policies see them: immutable, changed only by replacement."""
+"""Waiting and running jobs as policies see them: immutable values, changed by replacement."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from tlora_megatron.scheduler.group_throughput import Kinds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What a tenant submitted."""
+    """A job as its tenant submitted it."""
 
     index: int
-    """Place in the order of submission; breaks every tie."""
+    """Position in the order of submission; breaks every tie."""
     name: str
     base: str
-    """Base model; only jobs of one base may train together."""
+    """Name of the base model; only jobs of the same base model may train together."""
     kind: int
-    """Number of its load in `Speeds`."""
+    """Number of its base model and load in `Speeds`."""
     num_gpus: int
-    """GPUs it asks for, and would hold alone."""
+    """Number of GPUs it asks for, and would hold if it trained alone."""
     submit_s: float
     isolated_s: float
-    """Time it would train alone on `num_gpus`; its size, known from its steps and batch."""
+    """Time it would train alone on `num_gpus` GPUs, known from its steps and batch."""
     isolated_tokens_per_s: float
-    """Speed alone on `num_gpus`."""
+    """Speed alone on `num_gpus` GPUs."""
     max_slowdown: float = 1.5
-    """Bound on speed alone / speed in a group at any time, and on (end - start) / isolated_s."""
+    """Bound on (speed alone) / (speed in a group), and on (end - start) / isolated_s."""
     priority: int = 0
-    """Higher goes first."""
+    """Jobs of higher priority go first."""
     tenant: str = ""
-    """Whose quota it counts against."""
+    """Tenant whose quota it counts against."""
     due_s: float = math.inf
-    """From then on it goes before all others, and free GPUs are kept for it: nobody starves."""
+    """Time from which it goes before all others and nodes are reserved for it: no job starves."""
     state_bytes: float = 0.0
-    """Adapter, gradients and optimizer, what a move carries."""
+    """Size of adapter, gradients and optimizer state, which a move must copy."""
     tokens: float = field(init=False, repr=False)
-    """Its work."""
+    """Its work in tokens."""
     least_tokens_per_s: float = field(init=False, repr=False)
-    """The speed in a group that its bound demands."""
+    """The least speed in a group that its bound allows."""
 
     def __post_init__(self) -> None:
         rate = self.isolated_tokens_per_s
@@ -49,44 +49,44 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
-    """A job without GPUs."""
+    """A job that holds no GPUs."""
 
     job: Job
     tokens_left: float
     queued_s: float
-    """When it was submitted, or a failure took its GPUs."""
+    """When it was submitted, or when a failed node put it back into the queue."""
 
     @property
     def isolated_left_s(self) -> float:
-        """Time that the rest takes alone on the GPUs it asks for."""
+        """Time that its remaining work takes alone on the GPUs it asks for."""
         return self.tokens_left / self.job.isolated_tokens_per_s
 
     @property
     def has_state(self) -> bool:
-        """Whether it continues from a checkpoint."""
+        """True if it continues from a checkpoint."""
         return self.tokens_left < self.job.tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """A job in a group."""
+    """A job in a running group."""
 
     job: Job
     tokens_per_s: float
     tokens_left: float
-    """When the group is ready."""
+    """Work that is left at the time the group is ready."""
     started_s: float
-    """When it first trained, or after a failure trained again: from here its bound counts."""
+    """When it first trained, or trained again after a failure; its bound counts from here."""
 
     @property
     def deadline_s(self) -> float:
-        """When it must have ended for its bound."""
+        """The time by which its bound demands that it ends."""
         return self.started_s + self.job.max_slowdown * self.job.isolated_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """One super-model and the GPUs it holds. Members' speeds stay as they are until it changes."""
+    """Jobs that train as one super-model, and the GPUs they hold; speeds are constant."""
 
     number: int
     members: tuple[Member, ...]
@@ -94,7 +94,7 @@ class Group:
     """Cluster-wide GPU numbers, ascending."""
     formed_s: float
     ready_s: float
-    """When it trains, after the save, move and re-plan that formed it."""
+    """When it begins to train, after the save, move and re-plan that formed it."""
     last_end_s: float = field(init=False, repr=False, compare=False)
     """When its GPUs become free if nothing changes."""
 
@@ -108,16 +108,16 @@ class Group:
 
     @property
     def kinds(self) -> Kinds:
-        """Members' kinds, ascending."""
+        """The members' kinds, ascending."""
         return tuple(sorted([member.job.kind for member in self.members]))
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all members together."""
+        """Speed of all members together."""
         return sum([member.tokens_per_s for member in self.members])
 
     def tokens_left(self, member: Member, now_s: float) -> float:
-        """A member's work that is left at `now_s`."""
+        """Work of a member that is left at `now_s`."""
         trained = member.tokens_per_s * max(0.0, now_s - self.ready_s)
         return max(0.0, member.tokens_left - trained)
 

@@ -1,4 +1,4 @@
-"""What a policy is: a pure function from what waits and runs to decisions."""
+"""The interface of a scheduling policy: a pure function from jobs and cluster to decisions."""
 
 from __future__ import annotations
 
@@ -12,33 +12,46 @@ from tlora_megatron.scheduler.queue import WaitingQueue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Changes:
+    """What happened since the last decision; lets a policy skip what it has already refused."""
+
+    arrived: frozenset[int]
+    """Indices of the waiting jobs that no decision has seen yet."""
+    regrouped: frozenset[int]
+    """Numbers of the running groups that lost members."""
+    freed: bool
+    """Whether GPUs became free."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     """Forms one group. Each member of a dissolved group is named by one decision of the list."""
 
     members: tuple[int, ...]
     """Job indices, ascending."""
     gpus: tuple[int, ...]
+    """GPU numbers of the new group, ascending."""
     dissolve: tuple[int, ...] = ()
-    """Numbers of running groups that end first; all of a list's are dissolved before any forms."""
+    """Numbers of running groups to end before any group of the list of decisions is formed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegroupCost:
-    """Time that a group stands still when it is formed from running ones."""
+    """How long a group stands still when it is formed from running ones."""
 
     admit_s: float = 1.0
-    """A job joins a running super-model on the same GPUs: slab, data, first compile."""
+    """Pause when a job joins a running group on the same GPUs: allocation, data, first compile."""
     replan_s: float = 10.0
-    """Other GPUs: plan, process groups, warm-up."""
+    """Pause when a group gets other GPUs: plan, process groups, warm-up."""
     state_bytes_per_s: float = 1.0e9
-    """Saving and loading of adapters and optimizer state."""
+    """Speed of saving and loading adapters and optimizer state."""
     weights_bytes_per_s: float = 2.0e9
-    """Loading of the base onto GPUs that did not hold it."""
+    """Speed of loading the base model onto GPUs that did not hold it."""
     weights_bytes: Mapping[str, float] = field(default_factory=dict)
-    """Size of each base model."""
+    """Size of each base model, by name."""
 
     def pause_s(self, sources: tuple[Group, ...], gpus: tuple[int, ...], moved: list[Job]) -> float:
-        """Pause of a new group.
+        """Pause of a new group in seconds.
 
         Args:
             sources: the groups it is formed from.
@@ -62,27 +75,29 @@ class RegroupCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """What all policies share."""
+    """Settings that all policies share."""
 
     lookahead: int = 128
-    """Waiting jobs that a decision looks at, from the front of the queue."""
+    """Number of waiting jobs that a decision looks at, from the front of the queue."""
     max_group_size: int = 16
-    """Members of a group."""
+    """Most members of a group."""
     min_gain: float = 0.01
-    """Relative gain in tokens per second below which groups are left alone."""
+    """Smallest relative gain in tokens per second for which groups are changed."""
     keep_bounds: bool = True
-    """Whether slowdown bounds are kept (policies that know them); False is an ablation."""
+    """Keep slowdown bounds, in the policies that know them; False is an ablation."""
     use_residual: bool = True
-    """Whether jobs go to running groups' residual capacity; False is an ablation."""
+    """Add waiting jobs to running groups with residual capacity; False is an ablation."""
     cost: RegroupCost = field(default_factory=RegroupCost)
 
 
 class Policy(Protocol):
-    """Decides; holds nothing between calls."""
+    """Decides which groups to form; keeps no state between calls."""
 
     @property
     def keeps_bounds(self) -> bool:
-        """Whether every slowdown stays within its bound."""
+        """True if every job's slowdown stays within its bound."""
 
-    def decide(self, now_s: float, jobs: WaitingQueue, cluster: ClusterState) -> list[Decision]:
-        """Groups to form now, to be carried out together. Reads its arguments, changes none."""
+    def decide(
+        self, now_s: float, jobs: WaitingQueue, cluster: ClusterState, changes: Changes
+    ) -> list[Decision]:
+        """Groups to form now, all together. Reads its arguments and changes none of them."""

@@ -1,4 +1,4 @@
-"""Waiting jobs in the orders that policies ask for, kept sorted as jobs come and go."""
+"""The waiting jobs, kept sorted in the orders that policies ask for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tlora_megatron.scheduler.jobs import Waiting
 
 _Key = tuple[float, float, int]
 MayRun = Callable[[Waiting], bool] | None
-"""Leaves out jobs that a quota holds back; None = none is."""
+"""Test that leaves out jobs held back by a quota; None: no job is held back."""
 
 
 def _by_arrival(waiting: Waiting) -> _Key:
@@ -27,13 +27,11 @@ def _by_due(waiting: Waiting) -> _Key:
 
 
 class WaitingQueue:
-    """The jobs that hold no GPUs. Policies read it; whoever runs the policy adds and removes."""
+    """The jobs that hold no GPUs. Policies only read it; the simulator adds and removes jobs."""
 
     def __init__(self, waiting: Iterable[Waiting] = ()) -> None:
         self._entries: dict[int, Waiting] = {}
         self._orders: dict[str, list[_Key]] = {"arrival": [], "size": [], "due": []}
-        self.arrived: set[int] = set()
-        """Indices of the jobs that no decision has seen yet."""
         for entry in waiting:
             self.add(entry)
 
@@ -47,18 +45,16 @@ class WaitingQueue:
         return self._entries[index]
 
     def add(self, waiting: Waiting) -> None:
-        """Puts a job in."""
+        """Adds a job."""
         index = waiting.job.index
         assert index not in self._entries, f"job {index} must not wait twice"
         self._entries[index] = waiting
-        self.arrived.add(index)
         for name, key in _KEYS.items():
             insort(self._orders[name], key(waiting))
 
     def remove(self, index: int) -> Waiting:
-        """Takes a job out."""
+        """Removes a job and returns it."""
         waiting = self._entries.pop(index)
-        self.arrived.discard(index)
         for name, key in _KEYS.items():
             order = self._orders[name]
             place = bisect_left(order, key(waiting))
@@ -67,23 +63,19 @@ class WaitingQueue:
         return waiting
 
     def by_arrival(self, limit: int, may_run: MayRun = None) -> list[Waiting]:
-        """The first `limit` that may run, by priority, then submission."""
+        """The first `limit` jobs that may run, by priority, then submission."""
         return self._first("arrival", limit, may_run)
 
     def by_size(self, limit: int, may_run: MayRun = None) -> list[Waiting]:
-        """The first `limit` that may run, by priority, then time that the rest takes alone."""
+        """The first `limit` jobs that may run, by priority, then remaining time alone."""
         return self._first("size", limit, may_run)
 
     def overdue(self, now_s: float, limit: int, may_run: MayRun = None) -> list[Waiting]:
-        """The first `limit` that may run of those due at `now_s`, longest due first."""
+        """The first `limit` jobs that may run and are overdue at `now_s`, longest overdue first."""
         order = self._orders["due"]
         if not order or order[0][0] > now_s:
             return []
         return [e for e in self._first("due", limit, may_run) if e.job.due_s <= now_s]
-
-    def new(self) -> list[Waiting]:
-        """The jobs that no decision has seen yet, in order of submission."""
-        return [self._entries[index] for index in sorted(self.arrived)]
 
     def _first(self, order: str, limit: int, may_run: MayRun) -> list[Waiting]:
         entries, keys = self._entries, self._orders[order]

@@ -1,4 +1,4 @@
-"""The policies by name."""
+"""The scheduling policies by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
 
 
 def make_policy(name: str, speeds: Speeds, rules: Rules) -> Policy:
-    """A policy by name.
+    """Makes the policy of this name.
 
     Raises:
         ValueError: if no policy has this name.

@@ -1,4 +1,4 @@
-"""The groups that train and the GPUs they hold; every change goes into the books."""
+"""The running groups and the GPUs they hold; every change is entered into the ledger."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from tlora_megatron.scheduler.cluster import ClusterShape, ClusterState, FreeGpu
 from tlora_megatron.scheduler.formation import Parts, carried_on
 from tlora_megatron.scheduler.group_throughput import GroupRates, Speeds
 from tlora_megatron.scheduler.jobs import Group, Job, Member
+from tlora_megatron.sim.change_log import ChangeLog
 from tlora_megatron.sim.events import Events, Kind
 from tlora_megatron.sim.faults import Faults
 from tlora_megatron.sim.ledger import InvariantError, Ledger, require
 
 
 class Fleet:
-    """What runs where, and what each tenant holds; a group's next end is an event."""
+    """Keeps what runs where and what each tenant holds; each group's next end is an event."""
 
     def __init__(
         self,
@@ -26,8 +27,9 @@ class Fleet:
         events: Events,
         ledger: Ledger,
     ) -> None:
-        """All GPUs are free; `events` and `ledger` are the simulator's own."""
+        """Begins with all GPUs free; `events` and `ledger` are shared with the simulator."""
         self.state = ClusterState(shape=shape, free=FreeGpus.all_of(shape), quotas=quotas)
+        self.changes = ChangeLog()
         self._speeds = speeds
         self._faults = faults
         self._events = events
@@ -38,17 +40,17 @@ class Fleet:
 
     @property
     def busy_gpus(self) -> int:
-        """GPUs that groups hold."""
+        """Number of GPUs that groups hold."""
         down = len(self._down) * self.state.shape.gpus_per_node
         return self.state.shape.num_gpus - down - self.state.free.num
 
     def can_ever_run(self, job: Job) -> bool:
-        """Whether the job would be let onto an empty cluster."""
+        """True if the job could start on an empty cluster."""
         quota = self.state.quotas.get(job.tenant, job.num_gpus)
         return job.num_gpus <= min(quota, self.state.shape.num_gpus)
 
     def group_of(self, index: int) -> Group | None:
-        """The group that a job trains in, by the job's index."""
+        """The group in which the job of this index trains; None if it does not run."""
         number = self._where.get(index)
         return None if number is None else self.state.groups[number]
 
@@ -73,12 +75,12 @@ class Fleet:
         """Takes a group off its GPUs."""
         self._ledger.close(group, now_s)
         del self.state.groups[group.number]
-        self.state.changed.discard(group.number)
+        self.changes.regrouped.discard(group.number)
         self.state.free.give(group.gpus)
-        self.state.freed = True
+        self.changes.freed = True
 
     def carry_on(self, group: Group, without: Collection[Member], now_s: float) -> None:
-        """What is left of a closed group trains on."""
+        """Lets the remaining members of a closed group train on."""
         gone = {member.job.index for member in without}
         parts = Parts(running=tuple((group, m) for m in group.members if m.job.index not in gone))
         if not len(parts):
@@ -86,10 +88,10 @@ class Fleet:
         rates = self.rates(parts, len(group.gpus))
         rest = carried_on(group, parts, rates=rates, now_s=now_s, number=self.next_number())
         self.open(rest)
-        self.state.changed.add(rest.number)
+        self.changes.regrouped.add(rest.number)
 
     def charge(self, job: Job) -> None:
-        """A job starts: its tenant holds what it asks for.
+        """Counts the GPUs that a starting job asks for against its tenant.
 
         Raises:
             InvariantError: if that is beyond the tenant's quota.
@@ -100,23 +102,23 @@ class Fleet:
         self.state.tenant_gpus[job.tenant] = held
 
     def leave(self, job: Job) -> None:
-        """A job runs no more."""
+        """Removes a job that no longer runs."""
         del self._where[job.index]
         self.state.tenant_gpus[job.tenant] -= job.num_gpus
 
     def node_down(self, node: int) -> None:
-        """Nobody gets the GPUs of a node, which no group holds."""
+        """Withdraws the GPUs of a failed node; no group may hold them."""
         self._down.add(node)
         self.state.free.take(self.state.shape.gpus_of(node))
 
     def node_up(self, node: int) -> None:
-        """They are free again."""
+        """Makes the GPUs of a repaired node free again."""
         self._down.remove(node)
         self.state.free.give(self.state.shape.gpus_of(node))
-        self.state.freed = True
+        self.changes.freed = True
 
     def rates(self, parts: Parts, num_gpus: int) -> GroupRates:
-        """Speeds of a group.
+        """Speeds of the members of a group.
 
         Raises:
             InvariantError: if it does not fit the memory.
@@ -128,6 +130,6 @@ class Fleet:
         return rates
 
     def next_number(self) -> int:
-        """A number that no group had."""
+        """A group number that was not used before."""
         self._num_groups += 1
         return self._num_groups

@@ -1,7 +1,7 @@
-"""Discrete events in a total order: arrivals, ends, cancellations, nodes that fail and come back.
+"""Simulates discrete events: arrivals, ends, cancellations, failing and repaired nodes.
 
-All events of one moment are taken in first, then the policy decides once. Between events every
-group trains at the speeds the model gave for it.
+Events are totally ordered. All events of one moment are handled first, then the policy decides
+once. Between events every group trains at the speeds that the model gives for it.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from tlora_megatron.sim.fleet import Fleet
 from tlora_megatron.sim.ledger import Ledger, require
 
 _SAME_MOMENT_S = 1e-7
-"""Members that end so close together end in one event."""
+"""Members of a group that end within this time of each other end in one event."""
 _PROGRESS_EVERY = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """A run's books and what deciding cost."""
+    """The ledger of a run, and the time spent on decisions."""
 
     ledger: Ledger
     num_decisions: int
     decide_s: float
-    """Wall time in `decide`, all calls."""
+    """Wall time of all calls of `decide`."""
     longest_decide_s: float
     wall_s: float
 
 
 class Simulator:
-    """One run of one policy."""
+    """Simulates one run of one policy."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class Simulator:
 
         Args:
             jobs: in order of submission; `Job.index` is the place in the list.
-            shape: of the cluster.
-            policy: decides.
-            speeds: of groups; the same that the policy asks.
-            cost: of changes to groups.
-            faults: what goes wrong; None = nothing.
-            quotas: GPUs by tenant.
-            on_progress: told the share of the jobs that have ended, now and then.
+            shape: shape of the cluster.
+            policy: the scheduling policy.
+            speeds: speeds of groups; the same object that the policy asks.
+            cost: pauses of groups that change.
+            faults: failures and cancellations; None: there are none.
+            quotas: most GPUs by tenant.
+            on_progress: called from time to time with the share of the jobs that have ended.
         """
         self._jobs = jobs
         self._policy = policy
@@ -84,10 +84,10 @@ class Simulator:
         )
 
     def run(self) -> Outcome:
-        """Runs until every job has ended, and checks the books.
+        """Runs until every job has ended, and checks that the ledger balances.
 
         Raises:
-            InvariantError: if they do not balance or a decision breaks a rule.
+            InvariantError: if it does not balance or a decision breaks a rule.
         """
         begin = time.perf_counter()
         clock = Clock()
@@ -126,14 +126,14 @@ class Simulator:
             self._events.push(begin_s, Kind.NODE_DOWN, node)
             self._events.push(end_s, Kind.NODE_UP, node)
 
-    # Events; each returns whether anything changed.
+    # Event handlers; each returns True if anything changed.
 
     def _arrive(self, index: int, now_s: float) -> bool:
         job = self._jobs[index]
         if not self._fleet.can_ever_run(job):
             self._ledger.drop(job, "rejected", now_s)
             return False
-        self._queue.add(Waiting(job=job, tokens_left=job.tokens, queued_s=now_s))
+        self._enqueue(Waiting(job=job, tokens_left=job.tokens, queued_s=now_s))
         return True
 
     def _group_event(self, number: int, now_s: float) -> bool:
@@ -157,6 +157,7 @@ class Simulator:
         job = self._jobs[index]
         if index in self._queue:
             self._queue.remove(index)
+            self._fleet.changes.arrived.discard(index)
         elif (group := self._fleet.group_of(index)) is not None:
             member = next(m for m in group.members if m.job.index == index)
             self._fleet.close(group, now_s)
@@ -179,13 +180,17 @@ class Simulator:
         return True
 
     def _requeue(self, group: Group, member: Member, now_s: float) -> None:
-        """Back to the last checkpoint, and into the queue."""
+        """Puts a job back into the queue at its last checkpoint."""
         trained_s = max(0.0, now_s - group.ready_s)
         lost = member.tokens_per_s * (trained_s % self._faults.checkpoint_s)
         left = group.tokens_left(member, now_s)
         lost = min(lost, member.tokens_left - left)
         self._ledger.lose(member.job.index, lost)
-        self._queue.add(Waiting(job=member.job, tokens_left=left + lost, queued_s=now_s))
+        self._enqueue(Waiting(job=member.job, tokens_left=left + lost, queued_s=now_s))
+
+    def _enqueue(self, waiting: Waiting) -> None:
+        self._queue.add(waiting)
+        self._fleet.changes.arrived.add(waiting.job.index)
 
     def _node_up(self, node: int, now_s: float) -> bool:
         self._fleet.node_up(node)
@@ -203,11 +208,9 @@ class Simulator:
 
     def _decide(self, now_s: float, clock: Clock) -> None:
         begin = time.perf_counter()
-        decisions = self._policy.decide(now_s, self._queue, self._fleet.state)
+        changes = self._fleet.changes.take()
+        decisions = self._policy.decide(now_s, self._queue, self._fleet.state, changes)
         clock.add(time.perf_counter() - begin)
-        self._queue.arrived.clear()
-        self._fleet.state.changed.clear()
-        self._fleet.state.freed = False
         if decisions:
             self._carry_out(decisions, now_s)
 
@@ -220,7 +223,8 @@ class Simulator:
         for decision in decisions:
             self._form(decision, loose, now_s)
         require(not loose, f"a dissolved group's members must go on, got {sorted(loose)} left")
-        self._fleet.state.freed = False
+        # The GPUs that the decisions themselves gave back are no news to the policy.
+        self._fleet.changes.freed = False
 
     def _form(
         self, decision: Decision, loose: dict[int, tuple[Group, Member]], now_s: float

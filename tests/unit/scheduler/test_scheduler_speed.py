@@ -13,7 +13,7 @@ from tlora_megatron.scheduler.cluster import ClusterShape, ClusterState, FreeGpu
 from tlora_megatron.scheduler.formation import Parts, formed
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.jobs import Job, Waiting
-from tlora_megatron.scheduler.policy import Policy, Rules
+from tlora_megatron.scheduler.policy import Changes, Policy, Rules
 from tlora_megatron.scheduler.queue import WaitingQueue
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
 from tlora_megatron.sim.cluster_config import load_cluster
@@ -30,8 +30,15 @@ def _num_gpus(index: int) -> int:
     return 1 if index < _RUNNING else (1, 1, 1, 2, 8)[index % 5]
 
 
+EVERYTHING_CHANGED = Changes(
+    arrived=frozenset(range(_RUNNING, _RUNNING + _WAITING)),
+    regrouped=frozenset(range(_RUNNING)),
+    freed=True,
+)
+
+
 def _crowd(jobs: Sequence[Job], speeds: Speeds) -> tuple[WaitingQueue, ClusterState]:
-    """128 GPUs, 100 of them held by jobs alone, all of which changed; nobody was decided on yet."""
+    """128 GPUs, of which 100 jobs hold one each; the other jobs wait."""
     shape = ClusterShape(num_nodes=16, gpus_per_node=8, nodes_per_rack=4)
     state = ClusterState(shape=shape, free=FreeGpus.all_of(shape))
     waiting = [Waiting(job=j, tokens_left=j.tokens, queued_s=j.submit_s) for j in jobs]
@@ -43,7 +50,6 @@ def _crowd(jobs: Sequence[Job], speeds: Speeds) -> tuple[WaitingQueue, ClusterSt
         group = formed(parts, gpus=(number,), rates=rates, now_s=0.0, cost=FREE, number=number)
         state.groups[number] = group
         state.free.take(group.gpus)
-        state.changed.add(number)
     return WaitingQueue(waiting[_RUNNING:]), state
 
 
@@ -52,7 +58,7 @@ def _fastest_s(policy: Policy, now_s: float, queue: WaitingQueue, state: Cluster
     times = []
     for _ in range(3):
         begin = time.process_time()
-        decisions = policy.decide(now_s, queue, state)
+        decisions = policy.decide(now_s, queue, state, EVERYTHING_CHANGED)
         times.append(time.process_time() - begin)
     assert decisions
     return min(times)
@@ -101,7 +107,7 @@ def test_so_it_does_with_the_planners_speeds_once_they_are_known(study: Study, p
     queue, state = _crowd(study.workload.jobs, study.speeds)
     made = make_policy(policy, study.speeds, Rules())
     for now_s in (_MOMENTS_S[0], max(job.due_s for job in study.workload.jobs[:500])):
-        made.decide(now_s, queue, state)
+        made.decide(now_s, queue, state, EVERYTHING_CHANGED)
         known = study.speeds.num_estimates
         assert _fastest_s(made, now_s, queue, state) < 0.05
         assert study.speeds.num_estimates == known

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.floor_model import FREE, World
-from tlora_megatron.scheduler.policy import Decision, Policy, RegroupCost, Rules
+from tlora_megatron.scheduler.policy import Changes, Decision, Policy, RegroupCost, Rules
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
 from tlora_megatron.sim.faults import Faults
 from tlora_megatron.sim.simulator import Outcome, Simulator
@@ -120,11 +120,11 @@ class Watched:
         self.policy = policy
         self.keeps_bounds = policy.keeps_bounds
 
-    def decide(self, now_s: float, jobs: Any, cluster: Any) -> list[Decision]:
-        before = copy.deepcopy((vars(jobs), cluster.groups, vars(cluster.free), cluster.changed))
-        decisions = self.policy.decide(now_s, jobs, cluster)
-        assert self.policy.decide(now_s, jobs, cluster) == decisions
-        assert (vars(jobs), cluster.groups, vars(cluster.free), cluster.changed) == before
+    def decide(self, now_s: float, jobs: Any, cluster: Any, changes: Changes) -> list[Decision]:
+        before = copy.deepcopy((vars(jobs), cluster.groups, vars(cluster.free), changes))
+        decisions = self.policy.decide(now_s, jobs, cluster, changes)
+        assert self.policy.decide(now_s, jobs, cluster, changes) == decisions
+        assert (vars(jobs), cluster.groups, vars(cluster.free), changes) == before
         return decisions
 
 

@@ -1,4 +1,4 @@
-"""Whom free GPUs go to first: the queue discipline that all policies share."""
+"""The queue discipline that all policies share: who gets free GPUs first."""
 
 from __future__ import annotations
 
@@ -6,65 +6,82 @@ from collections.abc import Callable, Sequence
 
 from tlora_megatron.scheduler.cluster import ClusterState
 from tlora_megatron.scheduler.jobs import Waiting
-from tlora_megatron.scheduler.policies.tentative_groups import Draft, Proposal
+from tlora_megatron.scheduler.policies.tentative_groups import Proposal, TentativeGroups
+from tlora_megatron.scheduler.policy import Changes
 from tlora_megatron.scheduler.queue import WaitingQueue
 
-Choose = Callable[[Draft, Waiting], Proposal | None]
-"""On which GPUs a job would start; None where there are none."""
+Choose = Callable[[TentativeGroups, Waiting], Proposal | None]
+"""Chooses the GPUs on which a job would start; None if there are none for it."""
 
 
-def as_asked(draft: Draft, waiting: Waiting) -> Proposal | None:
-    """The job alone on the GPUs it asks for."""
-    return draft.alone(waiting, waiting.job.num_gpus)
+def as_asked(tentative: TentativeGroups, waiting: Waiting) -> Proposal | None:
+    """Proposes to start the job alone on as many GPUs as it asks for."""
+    return tentative.alone(waiting, waiting.job.num_gpus)
 
 
 def start_alone(
-    draft: Draft,
+    tentative: TentativeGroups,
     jobs: WaitingQueue,
     cluster: ClusterState,
+    changes: Changes,
     others: Sequence[Waiting],
     chooser: Callable[[Sequence[Waiting]], Choose] = lambda order: as_asked,
 ) -> list[Waiting]:
-    """Starts jobs alone on free GPUs, in order; returns those that still wait.
+    """Starts jobs alone on free GPUs, in order, and returns those that still wait.
 
-    First come jobs past their due time, the longest first whatever their priority, then `others`.
-    A job that does not fit is passed over by the next ones. If it is due, the nodes that can take
-    it first are kept for it: nobody starts there who would be in the way, and groups there take
-    nobody in. So a job that is due the longest starts no later than what then runs on those nodes
-    ends. (Backfilling, as batch schedulers do it.)
+    Overdue jobs come first, the longest overdue at the front whatever their priority; then come
+    `others`. A job that does not fit lets the next ones pass. If it is overdue, the nodes that can
+    take it first are reserved for it: no job that would be in its way starts there, and groups
+    there take no newcomers. So the longest overdue job starts no later than the groups that run on
+    those nodes end. (Batch schedulers call this backfilling.)
 
     Args:
-        draft: is drawn on.
-        jobs: all that wait.
-        cluster: where no GPUs became free since the last decision, of the jobs that are not due
-            only those that no decision has seen are tried: the others cannot start now.
-        others: the jobs to look at, in the policy's order; those past their due time may be among
-            them.
-        chooser: makes the choice of GPUs for these jobs in this order.
+        tentative: the groups so far; jobs that start are added to it.
+        jobs: all waiting jobs.
+        cluster: the cluster before this decision.
+        changes: what happened since the last decision. If no GPUs became free, a job that is
+            neither overdue nor new is skipped: it could not start then and cannot start now.
+        others: the jobs to try, in the policy's order; may include overdue ones.
+        chooser: called once with all jobs in order; returns the function that chooses GPUs.
     """
-    late = jobs.overdue(draft.now_s, draft.rules.lookahead, cluster.may_run)
-    first = {waiting.job.index for waiting in late}
-    order = [*late, *(waiting for waiting in others if waiting.job.index not in first)]
-    choose = chooser(order)
+    overdue = jobs.overdue(tentative.now_s, tentative.rules.lookahead, cluster.may_run)
+    first = {waiting.job.index for waiting in overdue}
+    order = [*overdue, *(waiting for waiting in others if waiting.job.index not in first)]
+    admission = _Admission(tentative, chooser(order))
     left: list[Waiting] = []
-    refused: set[tuple[int, int]] = set()
     for waiting in order:
-        is_late = waiting.job.index in first
-        if not (is_late or cluster.freed or waiting.job.index in jobs.arrived):
+        is_overdue = waiting.job.index in first
+        may_start = is_overdue or changes.freed or waiting.job.index in changes.arrived
+        if not (may_start and admission.start(waiting, is_overdue=is_overdue)):
             left.append(waiting)
-            continue
-        key = (waiting.job.kind, waiting.job.num_gpus)
-        proposal = None
-        if key not in refused and (draft.free.num or is_late):
-            proposal = choose(draft, waiting)
-            if proposal is None and draft.within_quota(waiting):
-                refused.add(key)
-                if is_late:
-                    draft.reserve(waiting.job.num_gpus)
-        if proposal is None:
-            proposal = draft.in_the_gap(waiting)
-        if proposal is None:
-            left.append(waiting)
-        else:
-            draft.accept(proposal)
     return left
+
+
+class _Admission:
+    """Starts jobs one by one and remembers which kinds of jobs found no GPUs."""
+
+    def __init__(self, tentative: TentativeGroups, choose: Choose) -> None:
+        self._tentative = tentative
+        self._choose = choose
+        self._refused: set[tuple[int, int]] = set()
+
+    def start(self, waiting: Waiting, *, is_overdue: bool) -> bool:
+        """Starts the job if there are GPUs for it; returns whether it started."""
+        proposal = self._on_free_gpus(waiting, is_overdue=is_overdue)
+        proposal = proposal or self._tentative.on_reserved_gpus(waiting)
+        if proposal is None:
+            return False
+        self._tentative.accept(proposal)
+        return True
+
+    def _on_free_gpus(self, waiting: Waiting, *, is_overdue: bool) -> Proposal | None:
+        """A start on unreserved GPUs; reserves nodes for an overdue job that finds none."""
+        key = (waiting.job.kind, waiting.job.num_gpus)
+        if key in self._refused or not (self._tentative.free.num or is_overdue):
+            return None
+        proposal = self._choose(self._tentative, waiting)
+        if proposal is None and self._tentative.within_quota(waiting):
+            self._refused.add(key)
+            if is_overdue:
+                self._tentative.reserve(waiting.job.num_gpus)
+        return proposal

@@ -1,4 +1,4 @@
-"""What a merge brings, in seconds of completion time over all jobs."""
+"""Rates a merge: by how many seconds it brings forward the ends of all jobs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tlora_megatron.scheduler.jobs import Group, Waiting
 from tlora_megatron.scheduler.policies.reservation import soonest_nodes
-from tlora_megatron.scheduler.policies.tentative_groups import Draft
+from tlora_megatron.scheduler.policies.tentative_groups import TentativeGroups
 
 _DELAY_WEIGHT, _OTHERS_WEIGHT = 2.0, 3.0
 """A host that takes one newcomer will take more, and a queue that is there will last: both count
@@ -15,24 +15,32 @@ beyond the merge at hand. The best of 11 pairs on five cells of scripts/bench/si
 (Philly and Lingjun, loads 2 to 5, seeds 0 and 1)."""
 
 
-class Outlook:
-    """When waiting jobs would start on GPUs of their own, and what GPU time is worth to others."""
+class MergeBenefit:
+    """Compares a merge with waiting for free GPUs, for the newcomer, its host and the queue."""
 
-    def __init__(self, draft: Draft, order: Sequence[Waiting], num_waiting: int) -> None:
-        """`order`: the first of `num_waiting` jobs in the order in which they would start."""
-        self._draft = draft
+    def __init__(
+        self, tentative: TentativeGroups, order: Sequence[Waiting], num_waiting: int
+    ) -> None:
+        """Plans when each job would start without merges.
+
+        Args:
+            tentative: the groups so far.
+            order: the first waiting jobs, in the order in which they would start.
+            num_waiting: number of all waiting jobs.
+        """
+        self._tentative = tentative
         self._room_s: dict[int, float] = {}
-        self._now_s = draft.now_s
-        self._num_gpus = draft.shape.num_gpus
+        self._now_s = tentative.now_s
+        self._num_gpus = tentative.shape.num_gpus
         self._behind = {w.job.index: num_waiting - 1 - i for i, w in enumerate(order)}
-        self._starts_s = list_schedule(draft, order)
+        self._starts_s = list_schedule(tentative, order)
 
     def gain_s(self, waiting: Waiting, host: Group, merged: Group) -> float:
-        """Seconds by which jobs end earlier with the merge than without it, weighted.
+        """Weighted seconds by which jobs end earlier with the merge than without it.
 
-        The newcomer, against waiting for GPUs of its own; the host's members, slowed as long as it
-        is there; and those behind it in the queue, who get the GPU time it does not take: a GPU
-        second brings each of them forward by a second over the cluster's GPUs.
+        Three terms: the newcomer gains against waiting for GPUs of its own; the host's members are
+        slowed while it is there; and the jobs behind it in the queue get the GPU time that it does
+        not take. One GPU second brings each of those forward by a second over the cluster's GPUs.
         """
         index = waiting.job.index
         newcomer = next(m for m in merged.members if m.job.index == index)
@@ -54,27 +62,27 @@ class Outlook:
         return own_end - end - _DELAY_WEIGHT * delay + _OTHERS_WEIGHT * others
 
     def _start_s(self, waiting: Waiting) -> float:
-        """By the list schedule, but not before nodes have room for all the GPUs it asks for."""
+        """The job's start by the list schedule, but not before nodes have room for its GPUs."""
         index, num_gpus = waiting.job.index, waiting.job.num_gpus
         if num_gpus == 1:
             return self._starts_s[index]
         if num_gpus not in self._room_s:
-            draft = self._draft
-            groups = draft.groups.values()
+            tentative = self._tentative
+            groups = tentative.groups.values()
             _, self._room_s[num_gpus] = soonest_nodes(
-                num_gpus, draft.shape, draft.free, groups, set()
+                num_gpus, tentative.shape, tentative.free, groups, set()
             )
         return max(self._starts_s[index], self._room_s[num_gpus])
 
 
-def list_schedule(draft: Draft, order: Sequence[Waiting]) -> dict[int, float]:
-    """When each job starts if all run alone in this order as GPUs become free; by index.
+def list_schedule(tentative: TentativeGroups, order: Sequence[Waiting]) -> dict[int, float]:
+    """Start times by job index if all jobs run alone, in this order, as GPUs become free.
 
-    Where the GPUs are does not count.
+    Counts GPUs only; on which nodes they are is ignored.
     """
-    releases = [(group.last_end_s, len(group.gpus)) for group in draft.groups.values()]
+    releases = [(group.last_end_s, len(group.gpus)) for group in tentative.groups.values()]
     heapq.heapify(releases)
-    starts, now_s, free = {}, draft.now_s, draft.free.num
+    starts, now_s, free = {}, tentative.now_s, tentative.free.num
     for waiting in order:
         needed = waiting.job.num_gpus
         while free < needed and releases:

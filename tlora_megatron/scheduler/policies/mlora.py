@@ -1,7 +1,7 @@
 """`mlora`: first come, first served; running groups take jobs as long as memory lasts.
 
-After mLoRA's scheduler (arXiv 2312.02515): as many tasks as memory allows, in order, without a
-look at how much slower the others get.
+After mLoRA's scheduler (arXiv 2312.02515): as many tasks as memory allows, in order, without
+checking how much slower the others become.
 """
 
 from __future__ import annotations
@@ -13,52 +13,58 @@ from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.jobs import Group, Waiting
 from tlora_megatron.scheduler.policies.admission import start_alone
 from tlora_megatron.scheduler.policies.hosts import Hosts
-from tlora_megatron.scheduler.policies.tentative_groups import Draft, Proposal
-from tlora_megatron.scheduler.policy import Decision, Rules
+from tlora_megatron.scheduler.policies.tentative_groups import Proposal, TentativeGroups
+from tlora_megatron.scheduler.policy import Changes, Decision, Rules
 from tlora_megatron.scheduler.queue import WaitingQueue
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryDriven:
-    """Free GPUs first; then the host with the fewest members that has the memory.
+    """Uses free GPUs first; then the host with the fewest members that has the memory.
 
-    A host has at least the GPUs that the job asks for.
+    A host has at least as many GPUs as the job asks for.
     """
 
     speeds: Speeds
     rules: Rules
     keeps_bounds: bool = False
 
-    def decide(self, now_s: float, jobs: WaitingQueue, cluster: ClusterState) -> list[Decision]:
-        """See `Policy.decide`."""
+    def decide(
+        self, now_s: float, jobs: WaitingQueue, cluster: ClusterState, changes: Changes
+    ) -> list[Decision]:
+        """Starts waiting jobs alone or in running groups; implements `Policy.decide`."""
         if not len(jobs):
             return []
         rules = replace(self.rules, keep_bounds=False)
         others = jobs.by_arrival(rules.lookahead, cluster.may_run)
-        draft = Draft(now_s, cluster, self.speeds, rules)
-        left = start_alone(draft, jobs, cluster, others)
-        hosts = Hosts(draft, jobs, cluster)
-        refused: set[tuple[int, int, bool]] = set()
-        for waiting in hosts.candidates(left):
-            key = (waiting.job.kind, waiting.job.num_gpus, hosts.is_new(waiting))
-            if key in refused:
-                continue
-            found = _first_with_room(draft, hosts.of(waiting), waiting)
-            if found is None:
-                if draft.within_quota(waiting):
-                    refused.add(key)
-                continue
-            host, proposal = found
-            hosts.touched(draft.accept(proposal, (host,)))
-        return draft.decisions()
+        tentative = TentativeGroups(now_s, cluster, self.speeds, rules)
+        left = start_alone(tentative, jobs, cluster, changes, others)
+        _merge(tentative, left, Hosts(tentative, changes))
+        return tentative.decisions()
+
+
+def _merge(tentative: TentativeGroups, left: list[Waiting], hosts: Hosts) -> None:
+    """Adds each job to the first host with room; asks once for all equal jobs."""
+    refused: set[tuple[int, int, bool]] = set()
+    for waiting in hosts.candidates(left):
+        key = (waiting.job.kind, waiting.job.num_gpus, hosts.is_new(waiting))
+        if key in refused:
+            continue
+        found = _first_with_room(tentative, hosts.of(waiting), waiting)
+        if found is None:
+            if tentative.within_quota(waiting):
+                refused.add(key)
+            continue
+        host, proposal = found
+        hosts.mark_changed(tentative.accept(proposal, (host,)))
 
 
 def _first_with_room(
-    draft: Draft, hosts: list[Group], waiting: Waiting
+    tentative: TentativeGroups, hosts: list[Group], waiting: Waiting
 ) -> tuple[Group, Proposal] | None:
     wide = [host for host in hosts if len(host.gpus) >= waiting.job.num_gpus]
     for host in sorted(wide, key=lambda host: (len(host.members), host.number)):
-        proposal = draft.with_newcomer(host, waiting)
+        proposal = tentative.with_newcomer(host, waiting)
         if proposal is not None:
             return host, proposal
     return None

@@ -1,4 +1,4 @@
-"""Nodes that are kept for a job past its due time, so that it starts."""
+"""Chooses the nodes that are reserved for an overdue job."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tlora_megatron.scheduler.jobs import Group
 def soonest_nodes(
     num_gpus: int, shape: ClusterShape, free: FreeGpus, groups: Iterable[Group], taken: set[int]
 ) -> tuple[tuple[int, ...], float]:
-    """The nodes, none of `taken`, on which `num_gpus` GPUs become free first, and when.
+    """The nodes on which `num_gpus` GPUs become free first, and the time at which they do.
 
-    What starts there afterwards must have ended by then, and nothing there may grow; so that time
-    only gets nearer. No nodes, at time 0, where too few are left.
+    Nodes in `taken` are left out. The time holds as long as whatever starts on these nodes ends
+    before it and no group there grows. Returns no nodes and time 0 if too few nodes are left.
     """
     size = shape.gpus_per_node
     needed = min(num_gpus, size)
@@ -34,7 +34,7 @@ def soonest_nodes(
 
 
 def _releases(shape: ClusterShape, groups: Iterable[Group]) -> list[list[tuple[float, int]]]:
-    """By node: when how many GPUs are given back."""
+    """For each node, pairs of (time, number of GPUs that a group gives back then)."""
     size = shape.gpus_per_node
     releases: list[list[tuple[float, int]]] = [[] for _ in range(shape.num_nodes)]
     for group in groups:
@@ -48,7 +48,7 @@ def _releases(shape: ClusterShape, groups: Iterable[Group]) -> list[list[tuple[f
 
 
 def _free_from(needed: int, free: int, releases: list[tuple[float, int]]) -> float | None:
-    """When so many GPUs of a node are free; None for a node that is down."""
+    """The time at which `needed` GPUs of a node are free; None for a node that is down."""
     if free >= needed:
         return 0.0
     for end_s, num in releases:

@@ -1,59 +1,61 @@
-"""When nothing waits, free GPUs go to running jobs: groups split, and get back GPUs they lack."""
+"""Gives free GPUs to running jobs when nothing waits: groups split, and narrow ones grow."""
 
 from __future__ import annotations
 
 from tlora_megatron.scheduler.formation import Parts
 from tlora_megatron.scheduler.jobs import Group
-from tlora_megatron.scheduler.policies.tentative_groups import Draft, Proposal
+from tlora_megatron.scheduler.policies.tentative_groups import Proposal, TentativeGroups
 from tlora_megatron.scheduler.policy import Rules
 
 
-def separate(draft: Draft, rules: Rules) -> None:
-    """Moves members of fused groups, the slowest first, to free GPUs as long as it pays.
+def separate(tentative: TentativeGroups, rules: Rules) -> None:
+    """Moves members of fused groups to free GPUs, the oldest group first, as long as it pays.
 
-    It pays where the parts train more tokens per second than the whole, and all members together
-    end earlier although the group stands still for the move.
+    It pays if the parts train more tokens per second than the whole, and the members' end times
+    sum to less although the group stands still during the move.
     """
-    fused = [group for group in draft.groups.values() if len(group.members) > 1]
+    fused = [group for group in tentative.groups.values() if len(group.members) > 1]
     for group in sorted(fused, key=lambda group: (group.formed_s, group.number)):
-        if not draft.free.num:
+        if not tentative.free.num:
             return
         while len(group.members) > 1:
-            found = _best_leaver(draft, group, rules)
+            found = _best_leaver(tentative, group, rules)
             if found is None:
                 break
             rest, own = found
-            group = draft.accept(rest, (group,))
-            draft.accept(own)
+            group = tentative.accept(rest, (group,))
+            tentative.accept(own)
 
 
-def grow(draft: Draft) -> None:
-    """Gives groups that run on fewer GPUs than a member asks for as many, where all end earlier."""
-    for group in sorted(draft.groups.values(), key=lambda group: group.number):
+def grow(tentative: TentativeGroups) -> None:
+    """Widens groups that have fewer GPUs than a member asks for, if their members end earlier."""
+    for group in sorted(tentative.groups.values(), key=lambda group: group.number):
         asked = max(member.job.num_gpus for member in group.members)
-        if not draft.free.num or asked <= len(group.gpus):
+        if not tentative.free.num or asked <= len(group.gpus):
             continue
-        free = draft.free.copy()
+        free = tentative.free.copy()
         free.give(group.gpus)
         gpus = free.find(asked)
         if gpus is None:
             continue
-        larger = draft.propose(draft.parts_of(group), gpus, group)
+        larger = tentative.propose(tentative.parts_of(group), gpus, group)
         if larger is not None and _sum_of_ends(larger.group) < _sum_of_ends(group):
-            draft.accept(larger, (group,))
+            tentative.accept(larger, (group,))
 
 
-def _best_leaver(draft: Draft, group: Group, rules: Rules) -> tuple[Proposal, Proposal] | None:
-    """The member whose leaving ends all members earliest: the rest, and the member alone."""
-    parts = draft.parts_of(group)
+def _best_leaver(
+    tentative: TentativeGroups, group: Group, rules: Rules
+) -> tuple[Proposal, Proposal] | None:
+    """Proposals for the best split: the remaining group, and the member that leaves it alone."""
+    parts = tentative.parts_of(group)
     best, most_saved = None, 0.0
     for place, (_, member) in enumerate(parts.running):
-        gpus = draft.free.find(member.job.num_gpus)
+        gpus = tentative.free.find(member.job.num_gpus)
         if gpus is None:
             continue
         others = parts.running[:place] + parts.running[place + 1 :]
-        rest = draft.propose(Parts(running=others, joining=parts.joining), group.gpus, group)
-        own = draft.propose(Parts(running=(parts.running[place],)), gpus)
+        rest = tentative.propose(Parts(running=others, joining=parts.joining), group.gpus, group)
+        own = tentative.propose(Parts(running=(parts.running[place],)), gpus)
         if rest is None or own is None:
             continue
         joint = rest.group.tokens_per_s + own.group.tokens_per_s

@@ -1,4 +1,4 @@
-"""The plan a decision builds up: changes tried on copies, so that `decide` stays pure."""
+"""Groups as a decision would leave them: tried on copies, so that `Policy.decide` stays pure."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from tlora_megatron.scheduler.policies.reservation import soonest_nodes
 from tlora_megatron.scheduler.policy import Decision, Rules
 
 _MOST_OF_FULL = 1.05
-"""Full speed is a reference load's; a group may be a little faster."""
+"""A group may be a little faster than the reference load that defines full speed."""
 _MOST_RESERVATIONS = 2
-"""Jobs that nodes are kept for at a time."""
+"""Jobs that nodes are reserved for at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proposal:
-    """A group as it would be."""
+    """A group that could be formed, and the members it is formed from."""
 
     group: Group
     parts: Parts
 
 
-class Draft:
-    """Free GPUs and groups as they will be after the decisions drafted so far.
+class TentativeGroups:
+    """The free GPUs and groups that the proposals accepted so far would leave.
 
-    A changed group keeps its number while it is drafted; a new one gets a negative number.
+    A changed group keeps its number here; a new one gets a negative number.
     """
 
     def __init__(self, now_s: float, cluster: ClusterState, speeds: Speeds, rules: Rules) -> None:
@@ -49,7 +49,7 @@ class Draft:
         self._kept = FreeGpus(self.shape, [()] * self.shape.num_nodes)
 
     def within_quota(self, waiting: Waiting) -> bool:
-        """Whether the job's tenant may run it beside what is drafted."""
+        """Whether the quota of the job's tenant has room for it beside what was accepted so far."""
         job = waiting.job
         quota = self._cluster.quotas.get(job.tenant)
         if quota is None:
@@ -58,9 +58,9 @@ class Draft:
         return held + job.num_gpus <= quota
 
     def reserve(self, num_gpus: int) -> None:
-        """Keeps the nodes on which `num_gpus` become free first from all that would be in the way.
+        """Reserves the nodes on which `num_gpus` GPUs become free first.
 
-        Only for the first jobs that ask: others come after them anyway.
+        Only the first jobs that ask get a reservation; later ones come after them anyway.
         """
         if self._reservations == _MOST_RESERVATIONS:
             return
@@ -77,8 +77,8 @@ class Draft:
             self.free.take(gpus)
             self._kept.give(gpus)
 
-    def in_the_gap(self, waiting: Waiting) -> Proposal | None:
-        """The job alone on kept GPUs, where it ends before they are needed; None as in `alone`."""
+    def on_reserved_gpus(self, waiting: Waiting) -> Proposal | None:
+        """The job alone on reserved GPUs if it ends before they are needed; otherwise None."""
         if not self._kept.num or not self.within_quota(waiting):
             return None
         if self.now_s + waiting.isolated_left_s > self._reserved_until_s:
@@ -90,20 +90,20 @@ class Draft:
         return proposal
 
     def is_reserved(self, group: Group) -> bool:
-        """Whether a group is on a kept node, where it must end as soon as it can."""
+        """Whether a group runs on a reserved node, where it must not grow."""
         size = self.shape.gpus_per_node
         return bool(self._reserved) and any(gpu // size in self._reserved for gpu in group.gpus)
 
     def parts_of(self, group: Group) -> Parts:
-        """Where a drafted or running group's members come from."""
+        """The members that a running or tentative group is formed from."""
         return self._parts.get(group.number) or Parts.of(group)
 
     def propose(
         self, parts: Parts, gpus: tuple[int, ...], host: Group | None = None
     ) -> Proposal | None:
-        """The group of `parts` on `gpus`; it keeps the number of `host`.
+        """The group of `parts` on `gpus`, with the number of `host` if one is given.
 
-        None where it is too large, does not fit into memory or breaks a member's bound.
+        None if the group is too large, does not fit into memory or breaks a member's bound.
         """
         keep_bounds = self.rules.keep_bounds
         jobs = parts.jobs
@@ -127,27 +127,27 @@ class Draft:
         return Proposal(group=group, parts=parts)
 
     def trains_more(self, proposal: Proposal, host: Group) -> bool:
-        """Whether the merge trains more tokens than its parts: a waiting job trains none."""
+        """Whether the merge trains enough more tokens per second than the host alone."""
         least = host.tokens_per_s * (1 + self.rules.min_gain)
         return proposal.group.tokens_per_s > least
 
     def has_room(self, host: Group, waiting: Waiting) -> bool:
-        """Whether it is worth asking the model about one more member."""
+        """A cheap test that rules out hosts before the model is asked about one more member."""
         if host.base != waiting.job.base or self.is_reserved(host):
             return False
         jobs = [*(member.job for member in host.members), waiting.job]
         return not self.rules.keep_bounds or not self._demands_too_much(jobs, len(host.gpus))
 
     def _demands_too_much(self, jobs: list[Job], num_gpus: int) -> bool:
-        """Whether the bounds together demand more than the GPUs' full speed.
+        """Whether the members' bounds together demand more than the GPUs' full speed.
 
-        Saves the model most of the questions: a sum instead of a search over plans.
+        This sum saves most searches over plans.
         """
         least = sum([job.least_tokens_per_s for job in jobs])
         return least > _MOST_OF_FULL * self._speeds.full_speed(jobs[0].kind, num_gpus)
 
     def with_newcomer(self, host: Group, waiting: Waiting) -> Proposal | None:
-        """A group with one more member on its GPUs; None as in `propose`, or beyond a quota."""
+        """The host with one more member; None as in `propose`, or if a quota forbids it."""
         if host.base != waiting.job.base or not self.within_quota(waiting):
             return None
         if self.is_reserved(host):
@@ -156,14 +156,14 @@ class Draft:
         return self.propose(parts, host.gpus, host)
 
     def alone(self, waiting: Waiting, num_gpus: int) -> Proposal | None:
-        """A group of one on free GPUs; None as in `propose`, beyond a quota or without GPUs."""
+        """The job alone on free GPUs; None as in `propose`, beyond a quota or without GPUs."""
         if not self.within_quota(waiting):
             return None
         gpus = self.free.find(num_gpus)
         return None if gpus is None else self.propose(Parts(joining=(waiting,)), gpus)
 
     def accept(self, proposal: Proposal, replaces: tuple[Group, ...] = ()) -> Group:
-        """Puts a proposal into the draft in the place of the groups whose members it takes."""
+        """Adds the proposed group and removes the groups whose members it takes."""
         before = {w.job.index for old in replaces for w in self.parts_of(old).joining}
         for old in replaces:
             del self.groups[old.number]
@@ -183,7 +183,7 @@ class Draft:
         return group
 
     def decisions(self) -> list[Decision]:
-        """What was drafted, changed groups first, by number."""
+        """The accepted proposals as decisions: changed groups by number, then new ones."""
         left = sorted(self._dissolved)
         found = []
         for number in sorted(self._parts, key=lambda number: (number < 0, abs(number))):

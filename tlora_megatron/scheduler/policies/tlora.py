@@ -1,11 +1,11 @@
 """`tlora`: residual-capacity-aware hierarchical incremental grouping.
 
-A reconstruction of tLoRA's Adapter Scheduler (arXiv 2602.07263) from public descriptions. Queue by
-urgency, then residual capacity; a popped job looks for the running group that it fits most tightly
-by a binary search over the groups sorted by residual capacity, first within nodes, then racks, then
-the cluster; a merge needs more joint throughput than its parts have and every member within its
-slowdown bound; the merged group goes back among the candidates. When nothing waits, fused jobs move
-to free GPUs where the parts train faster than the whole.
+A reconstruction of tLoRA's Adapter Scheduler (arXiv 2602.07263) from public descriptions. Jobs are
+queued by urgency, then by residual capacity. Each job searches for the running group that it fits
+most tightly: a binary search over groups sorted by residual capacity, first groups within one
+node, then within one rack, then across the cluster. A merge must raise the joint throughput and
+keep every member within its slowdown bound; the merged group becomes a candidate again. When
+nothing waits, fused jobs move to free GPUs if the parts train faster than the whole.
 """
 
 from __future__ import annotations
@@ -19,42 +19,44 @@ from tlora_megatron.scheduler.jobs import Group, Waiting
 from tlora_megatron.scheduler.policies.admission import start_alone
 from tlora_megatron.scheduler.policies.hosts import Hosts
 from tlora_megatron.scheduler.policies.separation import separate
-from tlora_megatron.scheduler.policies.tentative_groups import Draft, Proposal
-from tlora_megatron.scheduler.policy import Decision, Rules
+from tlora_megatron.scheduler.policies.tentative_groups import Proposal, TentativeGroups
+from tlora_megatron.scheduler.policy import Changes, Decision, Rules
 from tlora_megatron.scheduler.queue import WaitingQueue
 
 _MOST_URGENT = 3.0
-"""Waiting time over time alone counts up to here."""
+"""Upper limit of urgency: waiting time over the time that the job takes alone."""
 
 _Ranked = tuple[float, int]
-"""Residual capacity and number of a group."""
+"""A group as (residual capacity, number)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResidualGrouping:
-    """See the module."""
+    """Merges each waiting job into the running group that it fits most tightly."""
 
     speeds: Speeds
     rules: Rules
 
     @property
     def keeps_bounds(self) -> bool:
-        """All but the ablation."""
+        """True except in the ablation without bounds."""
         return self.rules.keep_bounds
 
-    def decide(self, now_s: float, jobs: WaitingQueue, cluster: ClusterState) -> list[Decision]:
-        """See `Policy.decide`."""
+    def decide(
+        self, now_s: float, jobs: WaitingQueue, cluster: ClusterState, changes: Changes
+    ) -> list[Decision]:
+        """Starts waiting jobs alone or in running groups; implements `Policy.decide`."""
         rules = self.rules
-        draft = Draft(now_s, cluster, self.speeds, rules)
+        tentative = TentativeGroups(now_s, cluster, self.speeds, rules)
         if len(jobs):
             queue = jobs.by_arrival(rules.lookahead, cluster.may_run)
             others = sorted(queue, key=lambda w: self._urgent_first(w, now_s))
-            left = start_alone(draft, jobs, cluster, others)
+            left = start_alone(tentative, jobs, cluster, changes, others)
             if rules.use_residual:
-                self._merge(draft, left, Hosts(draft, jobs, cluster))
-        elif cluster.freed and cluster.free.num:
-            separate(draft, rules)
-        return draft.decisions()
+                self._merge(tentative, left, Hosts(tentative, changes))
+        elif changes.freed and cluster.free.num:
+            separate(tentative, rules)
+        return tentative.decisions()
 
     def _urgent_first(self, waiting: Waiting, now_s: float) -> tuple[float, float, float, int]:
         job = waiting.job
@@ -62,20 +64,20 @@ class ResidualGrouping:
         residual = self.speeds.residual((job.kind,), job.num_gpus)
         return (-job.priority, -urgency, residual, job.index)
 
-    def _merge(self, draft: Draft, left: list[Waiting], hosts: Hosts) -> None:
+    def _merge(self, tentative: TentativeGroups, left: list[Waiting], hosts: Hosts) -> None:
         ranked: dict[tuple[bool, str], list[list[_Ranked]]] = {}
         for waiting in hosts.candidates(left):
             key = (hosts.is_new(waiting), waiting.job.base)
             if key not in ranked:
-                ranked[key] = self._tiers(draft, hosts.of(waiting))
-            found = self._tightest(draft, ranked[key], waiting)
+                ranked[key] = self._tiers(tentative, hosts.of(waiting))
+            found = self._tightest(tentative, ranked[key], waiting)
             if found is None:
                 continue
             host, proposal = found
             before = self._rank(host)
-            tier = draft.shape.tier(host.gpus)
-            group = draft.accept(proposal, (host,))
-            hosts.touched(group)
+            tier = tentative.shape.tier(host.gpus)
+            group = tentative.accept(proposal, (host,))
+            hosts.mark_changed(group)
             for (_, base), tiers in ranked.items():
                 if base == group.base:
                     if before in tiers[tier]:
@@ -85,24 +87,27 @@ class ResidualGrouping:
     def _rank(self, group: Group) -> _Ranked:
         return (self.speeds.residual(group.kinds, len(group.gpus)), group.number)
 
-    def _tiers(self, draft: Draft, groups: list[Group]) -> list[list[_Ranked]]:
+    def _tiers(self, tentative: TentativeGroups, groups: list[Group]) -> list[list[_Ranked]]:
         tiers: list[list[_Ranked]] = [[], [], []]
         for group in groups:
-            tiers[draft.shape.tier(group.gpus)].append(self._rank(group))
+            tiers[tentative.shape.tier(group.gpus)].append(self._rank(group))
         return [sorted(tier) for tier in tiers]
 
     def _tightest(
-        self, draft: Draft, tiers: list[list[_Ranked]], waiting: Waiting
+        self, tentative: TentativeGroups, tiers: list[list[_Ranked]], waiting: Waiting
     ) -> tuple[Group, Proposal] | None:
-        """The group of least residual that takes the job, as if all with more did too."""
+        """The group with the least residual capacity that takes the job, by binary search.
+
+        The search assumes that every group with more residual capacity takes the job too.
+        """
         for tier in tiers:
             low, high = 0, len(tier) - 1
             found = None
             while low <= high:
                 middle = (low + high) // 2
-                host = draft.groups[tier[middle][1]]
-                proposal = draft.with_newcomer(host, waiting)
-                if proposal is None or not draft.trains_more(proposal, host):
+                host = tentative.groups[tier[middle][1]]
+                proposal = tentative.with_newcomer(host, waiting)
+                if proposal is None or not tentative.trains_more(proposal, host):
                     low = middle + 1
                 else:
                     found, high = (host, proposal), middle - 1
