@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.distributed.backbone_logits import RANDOM_SEED
-from tests.helpers.launch import python, torchrun
+from tests.helpers.standing_world import forked, world
 from tests.helpers.tiny_models import make_tiny_model
 from tlora_megatron.integrations.megatron import model as backbone
 from tlora_megatron.model.spec import read_model_spec
@@ -84,17 +84,17 @@ ALL = ",".join((*MODELS, "drawn"))
 
 def test_one_process_without_torchrun(models: Path) -> None:
     variants = ("", "recompute=full", "recompute=selective")
-    assert "all equal" in python(WORKER, models, ALL, *variants)
+    assert "all equal" in forked(WORKER, models, ALL, *variants)
 
 
 def test_two_processes(models: Path) -> None:
     variants = ("tp=2", "tp=2,sp=1", "pp=2", "cp=2", "pp=2,recompute=full")
-    assert "all equal" in torchrun(WORKER, 2, models, ALL, *variants)
+    assert "all equal" in world(WORKER, 2, models, ALL, *variants)
 
 
 def test_four_processes(models: Path) -> None:
     variants = ("tp=4,sp=1,recompute=selective", "tp=2,sp=1,pp=2", "tp=2,cp=2", "cp=4", "pp=4")
-    assert "all equal" in torchrun(WORKER, 4, models, "llama_tied,qwen3,drawn", *variants)
+    assert "all equal" in world(WORKER, 4, models, "llama_tied,qwen3,drawn", *variants)
 
 
 def test_a_world_of_another_size_than_the_layout_is_refused() -> None:
@@ -104,7 +104,7 @@ def test_a_world_of_another_size_than_the_layout_is_refused() -> None:
         "initialize_parallel(ParallelLayout(tp_size=2))"
     )
     with pytest.raises(AssertionError, match=r"ValueError: world size must be 2 for .*, got 1"):
-        python("-c", code)
+        forked("-c", code)
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,39 +10,39 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import python, torchrun
+from tests.helpers.standing_world import forked, world
 
 LINEARS = Path(__file__).with_name("black_box_worker.py")
 MODELS = Path(__file__).with_name("built_model_worker.py")
 
 
 def test_linears_in_one_process() -> None:
-    assert "all equal" in python(LINEARS, "tp=1")
+    assert "all equal" in forked(LINEARS, "tp=1")
 
 
 def test_linears_under_tensor_and_sequence_parallelism() -> None:
     """Among them the case of two ranks in which adapters' gradients are easily wrong."""
-    assert "all equal" in torchrun(LINEARS, 2, "tp=2", "tp=2,sp=1")
+    assert "all equal" in world(LINEARS, 2, "tp=2", "tp=2,sp=1")
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Losses and gradients of the local spec's model, untouched."""
     file = tmp_path_factory.mktemp("black") / "reference.pt"
-    python(MODELS, file, "reference=scaled")
+    forked(MODELS, file, "reference=scaled")
     return file
 
 
 def test_models_in_one_process(reference: Path) -> None:
     variants = [f"rope=scaled,linears={kind}" for kind in ("te", "around")]
-    assert "all equal" in python(MODELS, reference, *variants)
+    assert "all equal" in forked(MODELS, reference, *variants)
 
 
 def test_models_in_two_processes(reference: Path) -> None:
     layouts = ("tp=2", "tp=2,sp=1,recompute=full", "pp=2,vp=2", "cp=2")
     variants = [f"rope=scaled,linears=te,{layout}" for layout in layouts]
     around = "rope=scaled,linears=around,tp=2,sp=1"
-    assert "all equal" in torchrun(MODELS, 2, reference, *variants, around, timeout=400)
+    assert "all equal" in world(MODELS, 2, reference, *variants, around)
 
 
 def test_the_gpu_script_runs_with_the_stand_in() -> None:
@@ -50,14 +50,14 @@ def test_the_gpu_script_runs_with_the_stand_in() -> None:
     script = Path(__file__).parents[1] / "helpers" / "te_bench_worker.py"
     size = ("--hidden", 128, "--tokens", 256)
     modes = ("--modes", "local", "te", "te-fp8")
-    assert "all modes passed" in torchrun(script, 2, "check", *size, *modes)
+    assert "all modes passed" in world(script, 2, "check", *size, *modes)
 
 
 def test_the_gpu_script_draws_curves(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "helpers" / "te_bench_worker.py"
     files = ("--csv", tmp_path / "te.csv", "--png", tmp_path / "te.png")
     size = ("--hidden", 64, "--tokens", 128, "--layers", 1, "--steps", 3)
-    out = python(script, "train", *size, "--modes", "local", "te", *files)
+    out = forked(script, "train", *size, "--modes", "local", "te", *files)
     assert "all modes passed" in out
     rows = (tmp_path / "te.csv").read_text().splitlines()
     assert rows[0].startswith("mode,step,job,loss")

@@ -15,7 +15,6 @@ import torch
 
 from tests.helpers.block_jobs import BLOCK_JOBS as JOBS
 from tests.helpers.interrupted_worker import starts
-from tests.helpers.launch import torchrun
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
     assert_equals_oracle,
@@ -26,6 +25,7 @@ from tests.helpers.scenario import (
     make_scenario,
 )
 from tests.helpers.scenario_worlds import RESUMER, Case, World, layout_params, run_cases, worlds
+from tests.helpers.standing_world import world
 
 COUNTER = Path(__file__).parents[1] / "helpers" / "block_collectives_worker.py"
 
@@ -149,7 +149,7 @@ def test_resumes_between_layouts(
 
 def test_nothing_is_exchanged_for_block_diagonal_jobs(tmp_path: Path) -> None:
     """Passes have the frozen model's collectives, and the step no sum over TP."""
-    torchrun(COUNTER, 2, tmp_path / "counts.json")
+    world(COUNTER, 2, tmp_path / "counts.json")
     counts = json.loads((tmp_path / "counts.json").read_text())
     for layout, mixes in counts.items():
         frozen, blocks, standard = (mixes[m] for m in ("frozen", "block_diagonal", "standard"))

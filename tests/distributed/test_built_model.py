@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.launch import REPO, python, torchrun
+from tests.helpers.launch import REPO
+from tests.helpers.standing_world import forked, world
 from tests.helpers.user_models import ROPE
 
 WORKER = Path(__file__).with_name("built_model_worker.py")
@@ -45,7 +46,7 @@ runs whole although nano-batches are asked for."""
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Losses and gradients of every kind of rotary embedding, documents alone."""
     file = tmp_path_factory.mktemp("built") / "reference.pt"
-    python(WORKER, file, "reference=" + "+".join((*ROPE, "hybrid", "moe")))
+    forked(WORKER, file, "reference=" + "+".join((*ROPE, "hybrid", "moe")))
     return file
 
 
@@ -57,11 +58,11 @@ def test_the_kinds_of_rotary_embedding_differ(reference: Path) -> None:
 
 def test_one_process(reference: Path) -> None:
     variants = [f"rope={rope}" for rope in (*ROPE, "hybrid", "moe")]
-    assert "all equal" in python(WORKER, reference, *variants, "rope=yarn,recompute=full")
+    assert "all equal" in forked(WORKER, reference, *variants, "rope=yarn,recompute=full")
 
 
 def test_two_processes(reference: Path) -> None:
-    assert "all equal" in torchrun(WORKER, 2, reference, *TWO_PROCESSES, timeout=400)
+    assert "all equal" in world(WORKER, 2, reference, *TWO_PROCESSES)
 
 
 @pytest.mark.megatron_lm
@@ -72,5 +73,5 @@ def test_the_checkout_named_by_the_environment(
     path = os.pathsep.join((str(REPO), os.environ["MEGATRON_LM_PATH"]))
     monkeypatch.setenv("PYTHONPATH", path)
     reference = tmp_path / "reference.pt"
-    python(WORKER, reference, "reference=scaled+interleaved+yarn+hybrid+moe")
-    assert "all equal" in torchrun(WORKER, 2, reference, *TWO_PROCESSES, timeout=400)
+    forked(WORKER, reference, "reference=scaled+interleaved+yarn+hybrid+moe")
+    assert "all equal" in world(WORKER, 2, reference, *TWO_PROCESSES)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.launch import python, torchrun
+from tests.helpers.launch import torchrun
+from tests.helpers.standing_world import forked, world
 from tests.helpers.tiny_models import _LLAMA3_ROPE, make_tiny_model
 from tlora_megatron.cli.main import main
 
@@ -47,11 +48,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_one_process(models: Path) -> None:
-    assert "all equal" in python(WORKER, "core", models, "tp=1")
+    assert "all equal" in forked(WORKER, "core", models, "tp=1")
 
 
 def test_two_processes(models: Path) -> None:
-    assert "all equal" in torchrun(WORKER, 2, "core", models, "tp=2", "pp=2")
+    assert "all equal" in world(WORKER, 2, "core", models, "tp=2", "pp=2")
 
 
 @pytest.mark.megatron_lm

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
-from tests.helpers.launch import python
 from tests.helpers.scenario import JOBS, losses, make_scenario
+from tests.helpers.standing_world import forked
 
 MEGATRON_WORKER = Path(__file__).parents[1] / "helpers" / "train_worker.py"
 NAMES = tuple(job["name"] for job in JOBS)
@@ -81,7 +81,7 @@ def _train(root: Path, runs: list[tuple[str, str, dict[str, Any]]]) -> None:
         path = root / "cases.json"
         if world == "one":
             path.write_text(json.dumps(cases))
-            python(MEGATRON_WORKER, path)
+            forked(MEGATRON_WORKER, path)
         else:
             run_cases(2, cases, path)
 

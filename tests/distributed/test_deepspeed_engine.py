@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.deepspeed_cases import may_abort_behind, run_cases, write_config, zero
-from tests.helpers.launch import torchrun
 from tests.helpers.scenario import losses, make_scenario
+from tests.helpers.standing_world import world
 
 WORKER = Path(__file__).parents[1] / "helpers" / "deepspeed_api_worker.py"
 NUM_STEPS = 5
@@ -32,7 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     deepspeed = zero(3)
     config = write_config(root / "config.json", deepspeed, section)
     with may_abort_behind(root / "api" / "seen.json"):
-        torchrun(WORKER, 2, config, root / "api")
+        world(WORKER, 2, config, root / "api")
     alone = []
     for job in section["jobs"]:
         path = write_config(root / f"{job['name']}.json", deepspeed, section | {"jobs": [job]})

@@ -66,7 +66,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def folder(stage: str) -> Path:
         if not (root / stage).exists():
-            run_cases(2, entries, root / "cases.json", timeout=900)
+            run_cases(2, entries, root / "cases.json")
         return root / stage
 
     return folder

@@ -60,7 +60,7 @@ def run_world(
             for family, (root, section, *_) in families.items():
                 config = write_family_config(root, world, deepspeed, section)
                 entries.append({"config": str(config), "output_dir": str(out / family), "set": ()})
-            run_cases(size, entries, out / "cases.json", timeout=400)
+            run_cases(size, entries, out / "cases.json")
         return done[world]
 
     return run

@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
-from tests.helpers.deepspeed_cases import run_cases, write_config, zero
+from tests.helpers.deepspeed_cases import WORKER, run_cases, write_config, zero
+from tests.helpers.launch import torchrun
 from tests.helpers.scenario import losses, make_scenario
 from tlora_megatron.integrations.deepspeed.guard import OLDEST
 
@@ -38,12 +39,15 @@ def test_the_oldest_release_gives_the_same_losses(
     for case in cases:
         case["output_dir"] += " oldest"
     monkeypatch.setenv("PYTHONPATH", _FOLDER)
-    log = run_cases(2, cases, tmp_path / "cases.json")
+    # Real processes: the forked ones have imported the newest.
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    log = torchrun(WORKER, 2, tmp_path / "cases.json")
     assert "Traceback" not in log
     for case in cases:
         for name, expected in newest.items():
             assert losses(Path(str(case["output_dir"])), name) == pytest.approx(expected, rel=1e-5)
     refused = write_config(tmp_path / "tp.json", {"tensor_parallel": {"autotp_size": 2}}, section)
     entry = {"config": str(refused), "output_dir": str(tmp_path / "tp"), "set": ()}
+    (tmp_path / "cases.json").write_text(json.dumps([entry]))
     with pytest.raises(AssertionError, match=f"under AutoTP must be .* got {_VERSION}"):
-        run_cases(2, [entry], tmp_path / "cases.json")
+        torchrun(WORKER, 2, tmp_path / "cases.json")

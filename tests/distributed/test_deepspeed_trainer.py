@@ -12,8 +12,8 @@ pytest.importorskip("deepspeed", reason="needs deepspeed")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
 from tests.helpers.deepspeed_cases import may_abort_behind, run_cases, write_config, zero
-from tests.helpers.launch import torchrun
 from tests.helpers.scenario import losses, make_scenario
+from tests.helpers.standing_world import world
 
 WORKER = Path(__file__).parents[1] / "helpers" / "deepspeed_trainer_worker.py"
 NAMES = ("attention", "mlp")
@@ -39,7 +39,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_cases(2, [entry], root / "cases.json")
     for stop in (["3"], []):
         with may_abort_behind(root / "trainer" / "heard.json"):
-            torchrun(WORKER, 2, config, root / "trainer", *stop)
+            world(WORKER, 2, config, root / "trainer", *stop)
         if stop:
             (root / "trainer" / "heard.json").rename(root / "stopped.json")
     return root

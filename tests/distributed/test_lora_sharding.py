@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from tests.helpers.interrupted_worker import starts
-from tests.helpers.launch import REPO, torchrun
+from tests.helpers.launch import REPO
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import JOBS as STANDARD
 from tests.helpers.scenario import assert_equals_oracle, assert_unharmed, gone_wrong, make_scenario
 from tests.helpers.scenario_worlds import RESUMER, Case, World, layout_params, run_cases, worlds
+from tests.helpers.standing_world import world
 
 LINEARS = Path(__file__).with_name("lora_sharding_worker.py")
 BENCH = REPO / "scripts" / "bench" / "lora_sharding.py"
@@ -72,7 +73,7 @@ ILL = "everything"
 def test_linears_under_tensor_and_sequence_parallelism() -> None:
     """Outputs and gradients by name against fp64, with block-diagonal jobs beside, NaN in one job,
     and in bf16."""
-    assert "all equal" in torchrun(LINEARS, 2, "tp=2", "tp=2,sp=1")
+    assert "all equal" in world(LINEARS, 2, "tp=2", "tp=2,sp=1")
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +144,8 @@ def test_the_bench_counts_what_each_sharding_exchanges(tmp_path: Path) -> None:
     """And refuses strategies that do not agree; tiny shapes over gloo."""
     file = tmp_path / "rows.csv"
     sizes = ("--models", "tiny", "--cases", "2x16", "--tokens", 128, "--rounds", 1, "--steps", 1)
-    torchrun(BENCH, 2, *sizes, "--csv", file)
-    torchrun(BENCH, 2, *sizes, "--sequence-parallel", "--csv", file)
+    world(BENCH, 2, *sizes, "--csv", file)
+    world(BENCH, 2, *sizes, "--sequence-parallel", "--csv", file)
     rows = list(csv.DictReader(file.open()))
     calls = [
         {row["strategy"]: float(row["lora_collectives_per_layer"]) for row in part}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.helpers.launch import torchrun
+from tests.helpers.standing_world import world
 
 WORKER = Path(__file__).with_name("nano_rounds_worker.py")
 
 
 def test_no_process_tries_what_another_has_no_room_for(tmp_path: Path) -> None:
-    output = torchrun(WORKER, 2, tmp_path, timeout=100)
+    output = world(WORKER, 2, tmp_path)
     ran = re.findall(r"process \d ran (\[.*\])", output)
     assert len(ran) == 2
     assert ran[0] == ran[1], "their longest times decide"

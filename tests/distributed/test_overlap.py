@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.isolation import CASES, INCIDENTS, NAMES, make_cases
-from tests.helpers.launch import REPO, torchrun
+from tests.helpers.launch import REPO
 from tests.helpers.scenario import exported, losses, make_scenario
+from tests.helpers.standing_world import world
 
 WORKER = Path(__file__).with_name("overlap_worker.py")
 TRAIN_WORKER = REPO / "tests" / "helpers" / "train_worker.py"
@@ -48,7 +49,7 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(scenario: Path, nproc: int, variants: tuple[str, ...]) -> None:
     """Runs variants; each must have been compared."""
-    output = torchrun(WORKER, nproc, scenario, *variants, timeout=500)
+    output = world(WORKER, nproc, scenario, *variants)
     assert all(f"{variant}: equal" in output for variant in variants)
 
 
@@ -58,7 +59,7 @@ def test_losses_and_gradients_are_those_of_one(scenario: Path) -> None:
 
 def test_all_stages_run_whole_where_one_cannot_be_cut(scenario: Path) -> None:
     """A stage that is cut hands on other rows, in another order, than one that is not expects."""
-    output = torchrun(WORKER, 2, scenario, ONE_STAGE_CANNOT, timeout=200)
+    output = world(WORKER, 2, scenario, ONE_STAGE_CANNOT)
     assert f"{ONE_STAGE_CANNOT}: equal" in output
     reason = "decoder.layers.0.mlp.linear_fc2 is a MultiLoRARowParallelLinear, which does its own "
     reasons = [line for line in output.splitlines() if reason in line]
@@ -92,7 +93,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     assert all(f"{layout} {INCIDENT}" in CASES[2] for layout in LAYOUTS)
     (root / "cases.json").write_text(json.dumps(cases))
-    torchrun(TRAIN_WORKER, 2, root / "cases.json", timeout=500)
+    world(TRAIN_WORKER, 2, root / "cases.json")
     return root
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import torchrun
+from tests.helpers.standing_world import world
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
 
 CASES = (
@@ -21,7 +21,7 @@ CASES = (
 def profile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("profile") / "cpu.json"
     argv = ("profile", "--out", path, "--budget-s", 5, "--gpus-per-node", 4)
-    output = torchrun("tlora_megatron.cli", 2, *argv)
+    output = world("tlora_megatron.cli", 2, *argv)
     assert "written: " in output
     return path
 
@@ -53,7 +53,7 @@ def test_predictions_and_measurements_come_as_rows(
 ) -> None:
     script, out = repo / "scripts/bench/plan_vs_measured.py", tmp_path / "rows.csv"
     argv = ("--hardware", profile_path, "--csv", out, "--rounds", 3, "--seconds", 1)
-    output = torchrun(script, 2, *argv, "--commit", "test", "--cases", *CASES)
+    output = world(script, 2, *argv, "--commit", "test", "--cases", *CASES)
     assert "3 cases\nstep time: median error" in output
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))

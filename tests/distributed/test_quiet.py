@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.helpers.launch import HANG_S
+
 
 def test_building_a_backbone_prints_nothing(repo: Path) -> None:
     code = """
@@ -27,6 +29,6 @@ model.build_backbone(SPEC, layout, dtype=torch.float32)
         env=inherited | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import torchrun
+from tests.helpers.standing_world import world
 
 WORKER = Path(__file__).parents[1] / "helpers" / "collectives_case.py"
 
@@ -14,8 +14,8 @@ WORKER = Path(__file__).parents[1] / "helpers" / "collectives_case.py"
 @pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize("kind", ["auto", "gloo"])
 def test_gloo(processes: int, kind: str) -> None:
-    assert "gloo: all equal" in torchrun(WORKER, processes, "cpu", kind)
+    assert "gloo: all equal" in world(WORKER, processes, "cpu", kind)
 
 
 def test_two_groups_beside_each_other() -> None:
-    assert "gloo: all equal" in torchrun(WORKER, 4, "cpu", "gloo", "halves")
+    assert "gloo: all equal" in world(WORKER, 4, "cpu", "gloo", "halves")

@@ -1,4 +1,8 @@
-"""Starts worker scripts in processes of their own, under torchrun or alone."""
+"""Starts worker scripts in processes of their own, under torchrun or alone.
+
+Each start imports everything anew. `tests.helpers.standing_world` does the same by forks; only
+tests of the start itself, and of other versions than those installed, need these.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,28 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
+_PATIENCE = float(os.environ.get("TLORA_TEST_PATIENCE", "1"))
+"""Factor on all limits, for machines that are slower still."""
+HANG_S = 1800 * _PATIENCE
+"""Ends what hangs. No test says anything about speed, so this is far above what any takes."""
+IDLE_S = 300 * _PATIENCE
+"""Ends a world of which no rank has used a processor for so long: it waits for itself."""
 
 
-def torchrun(worker: Path | str, nproc: int, *args: object, timeout: float = 240) -> str:
+def torchrun(worker: Path | str, nproc: int, *args: object) -> str:
     """Runs a worker script (or dotted module) in `nproc` processes of one machine.
-
-    Args:
-        timeout: in seconds.
 
     Returns:
         What the processes wrote to stdout and stderr.
 
     Raises:
-        AssertionError: if one fails or all take too long; holds the end of the output.
+        AssertionError: if one fails or all hang; holds the end of the output.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    return python(*launcher, *_target(worker), *args, timeout=timeout)
+    return python(*launcher, *_target(worker), *args)
 
 
-def python(*args: object, timeout: float = 240) -> str:
+def python(*args: object) -> str:
     """Runs this Python with arguments, in one thread and without torchrun's environment.
 
     Raises:
@@ -35,29 +42,25 @@ def python(*args: object, timeout: float = 240) -> str:
     command = [sys.executable, *map(str, args)]
     process = subprocess.Popen(
         command,
-        env=_environment(),
+        env=environment(),
         cwd=REPO,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     try:
-        output, _ = process.communicate(timeout=timeout)
+        output, _ = process.communicate(timeout=HANG_S)
     except subprocess.TimeoutExpired:
         # torchrun ends its workers when asked to; killed outright, it would leave them behind.
         process.terminate()
         output, _ = process.communicate(timeout=60)
-        raise AssertionError(f"took over {timeout} s: {command}\n{output[-8000:]}") from None
+        raise AssertionError(f"took over {HANG_S} s: {command}\n{output[-8000:]}") from None
     assert process.returncode == 0, f"exit {process.returncode}: {command}\n{output[-8000:]}"
     return output
 
 
-def _target(worker: Path | str) -> list[str]:
-    is_module = isinstance(worker, str) and not worker.endswith(".py")
-    return ["-m", str(worker)] if is_module else [str(worker)]
-
-
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """The environment of a process of one thread that torchrun has not started."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(REPO)]))
     return inherited | {
@@ -66,3 +69,8 @@ def _environment() -> dict[str, str]:
         "PYTHONWARNINGS": "ignore",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def _target(worker: Path | str) -> list[str]:
+    is_module = isinstance(worker, str) and not worker.endswith(".py")
+    return ["-m", str(worker)] if is_module else [str(worker)]

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.launch import REPO
+from tests.helpers.launch import HANG_S, REPO
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import load_scenario, make_scenario, oracle_results
 
@@ -71,7 +71,7 @@ def write_jobs(
 def convert(base: Path, out: Path) -> None:
     """`tlora convert`."""
     command = [sys.executable, "-m", "tlora_megatron.cli", "convert", str(base), str(out)]
-    subprocess.run(command, check=True, cwd=REPO, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, cwd=REPO, capture_output=True, timeout=HANG_S)
 
 
 def model_flags(checkpoint: Path) -> list[str]:
@@ -110,25 +110,25 @@ def start(
     )
 
 
-def run(script: Path, args: Sequence[object], *, timeout: float = 240, **options: Any) -> str:
+def run(script: Path, args: Sequence[object], **options: Any) -> str:
     """Runs a script to its end; returns what it wrote.
 
     Raises:
-        AssertionError: if it fails or takes too long.
+        AssertionError: if it fails or hangs.
     """
-    code, output = finish(start(script, args, **options), timeout=timeout)
+    code, output = finish(start(script, args, **options))
     assert code == 0, f"exit {code}: {script}\n{output[-8000:]}"
     return output
 
 
-def finish(process: subprocess.Popen[str], *, timeout: float = 240) -> tuple[int, str]:
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Exit code and output of a started script."""
     try:
-        output, _ = process.communicate(timeout=timeout)
+        output, _ = process.communicate(timeout=HANG_S)
     except subprocess.TimeoutExpired:
         process.terminate()
         output, _ = process.communicate(timeout=60)
-        raise AssertionError(f"took over {timeout} s\n{output[-8000:]}") from None
+        raise AssertionError(f"took over {HANG_S} s\n{output[-8000:]}") from None
     return process.returncode, output
 
 

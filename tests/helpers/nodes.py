@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.helpers.launch import REPO, _environment
+from tests.helpers.launch import HANG_S, REPO, environment
 
 _PORT = 29400
 _INTERFACE = "cable"
@@ -74,7 +74,7 @@ def _make_namespaces(names: Sequence[str], addresses: Sequence[str]) -> None:
 
 
 def _ip(*args: str) -> None:
-    subprocess.run(["ip", *args], check=True, capture_output=True, text=True, timeout=20)
+    subprocess.run(["ip", *args], check=True, capture_output=True, text=True, timeout=HANG_S)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,16 +89,16 @@ class Agent:
         """What the agent and its ranks have written so far."""
         return self.log.read_text(errors="replace")
 
-    def wait(self, timeout_s: float) -> int:
+    def wait(self) -> int:
         """The exit code.
 
         Raises:
-            AssertionError: if it takes longer; holds the end of the output.
+            AssertionError: if it hangs; holds the end of the output.
         """
         try:
-            return self.process.wait(timeout_s)
+            return self.process.wait(HANG_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"took over {timeout_s} s\n{self.output()[-8000:]}") from None
+            raise AssertionError(f"took over {HANG_S} s\n{self.output()[-8000:]}") from None
 
     def ranks(self) -> list[psutil.Process]:
         """The processes that the agent has started."""
@@ -121,7 +121,7 @@ def agents(
     """
     port = _PORT if network.reason is None else _free_port()
     folder.mkdir(parents=True, exist_ok=True)
-    environment = _environment() | {"GLOO_SOCKET_IFNAME": network.interface}
+    settings = environment() | {"GLOO_SOCKET_IFNAME": network.interface}
     started = []
     for node, (prefix, address) in enumerate(zip(network.prefixes, network.addresses, strict=True)):
         command = [
@@ -136,7 +136,7 @@ def agents(
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [str(word) for word in command],
-                env=environment,
+                env=settings,
                 cwd=REPO,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -170,13 +170,13 @@ def _kill_tree(process: psutil.Process) -> None:
             continue
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+def wait_until(condition: Callable[[], bool], what: str) -> None:
     """Looks every 50 ms.
 
     Raises:
-        AssertionError: naming `what` if it does not come true in time.
+        AssertionError: naming `what` if it never comes true.
     """
-    end_s = time.monotonic() + timeout_s
+    end_s = time.monotonic() + HANG_S
     while not condition():
-        assert time.monotonic() < end_s, f"{what}: not within {timeout_s} s"
+        assert time.monotonic() < end_s, f"{what}: not within {HANG_S} s"
         time.sleep(0.05)

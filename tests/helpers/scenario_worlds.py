@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.helpers.launch import python, torchrun
+from tests.helpers.standing_world import forked, world
 
 TRAINER = Path(__file__).with_name("train_worker.py")
 RESUMER = Path(__file__).with_name("interrupted_worker.py")
@@ -36,18 +36,16 @@ def run_cases(
     path: Path,
     *,
     worker: Path = TRAINER,
-    timeout: float = 600,
 ) -> str:
     """Runs cases one after another in one set of processes; returns what they wrote.
 
     Args:
         cases: as the worker reads them from `path`.
-        timeout: in seconds.
     """
     path.write_text(json.dumps(list(cases)))
     if world_size == 1:
-        return python(worker, path, timeout=timeout)
-    return torchrun(worker, world_size, path, timeout=timeout)
+        return forked(worker, path)
+    return world(worker, world_size, path)
 
 
 def worlds(

@@ -19,8 +19,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.interrupted_worker import train_until
-from tests.helpers.launch import torchrun
 from tests.helpers.scenario import losses
+from tests.helpers.standing_world import world
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.cli.progress import SilentProgress
@@ -154,7 +154,7 @@ def outputs(config: Path, continued: Path) -> Path:
         }
     )
     (root / "cases.json").write_text(json.dumps(cases))
-    torchrun(WORKER, 2, root / "cases.json")
+    world(WORKER, 2, root / "cases.json")
     return root
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.launch import torchrun
 from tests.helpers.scenario import JOBS, NUM_STEPS, losses, make_scenario
+from tests.helpers.standing_world import world
 
 WORKER = Path(__file__).parents[1] / "helpers" / "train_worker.py"
 LAYOUT = ["parallel.tp_size=2", "parallel.sequence_parallel=true", "run.micro_batch_tokens=2048"]
@@ -23,7 +23,7 @@ def train(root: Path, *cases: tuple[Path, str, str]) -> None:
     ]
     path = root / "cases.json"
     path.write_text(json.dumps(document))
-    torchrun(WORKER, 2, path)
+    world(WORKER, 2, path)
 
 
 def trace(output_dir: Path) -> list[dict[str, Any]]:

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.interrupted_worker import Recorder, starts, train_until
-from tests.helpers.launch import python, torchrun
 from tests.helpers.scenario import JOBS, exported, losses, make_scenario, write_rows
+from tests.helpers.standing_world import forked, world
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.cli.main import main
@@ -161,7 +161,7 @@ class TestKilled:
             case = {"config": str(config), "output_dir": str(root / name), "set": [tokens]}
             cases += [{**case, "kill": kill} for kill in (*lives, None)]
         (root / "cases.json").write_text(json.dumps(cases))
-        python(WORKER, root / "cases.json")
+        forked(WORKER, root / "cases.json")
         return root
 
     def test_losses_are_those_of_the_run_without_kills(self, killed: Path, whole: Path) -> None:
@@ -275,10 +275,10 @@ class TestOtherLayouts:
         first.append(case("killed", "TP2", kill=["flush", 8]))
         (root / "first.json").write_text(json.dumps(first))
         with pytest.raises(AssertionError, match="SIGKILL"):
-            torchrun(WORKER, 2, root / "first.json")
+            world(WORKER, 2, root / "first.json")
         second = [case("killed", "TP2"), case("TP2+SP, PP2", "PP2")]
         (root / "second.json").write_text(json.dumps(second))
-        torchrun(WORKER, 2, root / "second.json")
+        world(WORKER, 2, root / "second.json")
         return root
 
     @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import REPO, _environment
+from tests.helpers.launch import REPO, environment
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.cli.main import main
@@ -51,7 +51,7 @@ def settings(model: Path, tmp_path: Path) -> dict[str, str]:
 
 def run_script(script: Path, settings: dict[str, str], *words: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr."""
-    clean = {k: v for k, v in _environment().items() if not k.startswith("SLURM")}
+    clean = {k: v for k, v in environment().items() if not k.startswith("SLURM")}
     done = subprocess.run(
         [str(script), *words],
         env=clean | {"PYTHON": sys.executable} | settings,
@@ -156,7 +156,7 @@ def test_megatron_lm_parses_what_they_print(
     script = words.index(f"{settings['MEGATRON_LM']}/pretrain_gpt.py")
     done = subprocess.run(
         [sys.executable, str(CPU), str(CPU.with_name("megatron_parse.py")), *words[script + 1 :]],
-        env=_environment() | {"RANK": "0", "WORLD_SIZE": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        env=environment() | {"RANK": "0", "WORLD_SIZE": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         cwd=REPO,
         capture_output=True,
         text=True,
