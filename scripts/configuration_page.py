@@ -22,16 +22,20 @@ PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 _HEAD = """\
 # Every key of the configuration
 
-<!-- Written by scripts/configuration_page.py from job.py, config.py and config_run.py. -->
+<!-- Written by scripts/configuration_page.py from the classes of tlora_megatron/config. -->
 
-YAML, or JSON where the name ends with `.json`. `tlora train` reads all sections. The file of
-`--tlora-config` ([megatron_lm.md](megatron_lm.md)) and DeepSpeed's `tlora` section
-([deepspeed.md](deepspeed.md)) leave out what the trainer's own arguments decide. An unknown key, a
-wrong type and a value out of range are refused with the path of the value. `--set PATH=VALUE` sets
-one key; `tlora inspect FILE` shows what is read. Relative paths in `base_model` and in jobs start
-at the file's folder, `run.output_dir` at the working directory.
+This page lists every key that a job file may hold, with its default. The file is YAML, or JSON if
+its name ends with `.json`. `tlora train` reads all sections. The file of `--tlora-config`
+([megatron_lm.md](megatron_lm.md)) and DeepSpeed's `tlora` section ([deepspeed.md](deepspeed.md))
+leave out what the trainer's own arguments decide.
 
-A line of a data file is one of
+- An unknown key, a wrong type or a value out of range is refused with the path of the value.
+- `--set PATH=VALUE` sets one key on the command line, for example `--set jobs.chat.lora.rank=32`.
+- `tlora inspect FILE` shows what is read.
+- Relative paths in `base_model` and in jobs start at the file's folder, `run.output_dir` at the
+  working directory.
+
+A line of a data file is one of these:
 ```
 {"prompt": "What is 2 + 2? ", "completion": "4"}
 {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
@@ -47,7 +51,7 @@ _SECTIONS: tuple[tuple[str, type, str], ...] = (
         "jobs",
         JobSpec,
         "A list. Each job has exactly one of `max_steps` and `epochs`. The section `defaults` "
-        "holds the same keys but `name`, for all jobs that do not say otherwise.",
+        "holds the\nsame keys except `name`, for all jobs that do not say otherwise.",
     ),
 )
 _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}

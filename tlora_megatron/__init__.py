@@ -1,3 +1,3 @@
 """Train many LoRA jobs on one frozen backbone, each as if it trained alone."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
