@@ -1,19 +1,19 @@
-"""A study as one HTML page with pictures, readable offline: no script, nothing loaded."""
+"""Writes a study as one HTML page with pictures, readable offline."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 
-from tlora_megatron.page.head import page_head
+from tlora_megatron.page.document import document, facts, legend, panels, swatch, table
+from tlora_megatron.page.svg import css_color
 from tlora_megatron.sim import charts
 from tlora_megatron.sim.metrics import quantile
 from tlora_megatron.sim.study import PolicyRun, Study
 
 _SHOWN = 0.99
-"""Pictures over time end when this share of the first policy's jobs have."""
+"""Pictures over time end when this share of the first policy's jobs have ended."""
 
 
 def write_report(path: str | Path, study: Study, runs: Sequence[PolicyRun]) -> None:
@@ -27,8 +27,6 @@ def write_report(path: str | Path, study: Study, runs: Sequence[PolicyRun]) -> N
 
 
 def _page(study: Study, runs: Sequence[PolicyRun]) -> str:
-    title = f"{study.trace.name} on {study.cluster.name}"
-    css = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
     until_s = _until_s(runs)
     pictures = {
         "Completion time": charts.completion_times(runs),
@@ -38,12 +36,13 @@ def _page(study: Study, runs: Sequence[PolicyRun]) -> str:
     }
     num_gpus = study.cluster.shape.num_gpus
     lines = {run.policy: charts.gpu_time_line(run, num_gpus, until_s) for run in runs}
-    return (
-        f"{page_head(title, css)}<body><main><h1>{html.escape(title)}</h1>"
-        f"<p>{_about(study)}</p><h2>Policies</h2>{_table(runs)}"
-        f'<h2>Pictures</h2><div class="panels">{_figures(pictures)}</div>'
-        f'<h2>What the GPUs do</h2><div class="wide">{_figures(lines)}</div>'
-        "</main></body></html>\n"
+    colors = {run.policy: css_color(place) for place, run in enumerate(runs)}
+    return document(
+        f"{study.trace.name} on {study.cluster.name}",
+        f"{len(study.workload.jobs):,} jobs; policies are compared with {runs[0].policy}",
+        f"{facts(_facts(study))}<h2>Policies</h2>{_table(runs)}"
+        f"<h2>Pictures</h2>{legend(colors)}{panels(pictures, columns=2, least_px=480)}"
+        f"<h2>What the GPUs do</h2>{panels(lines, columns=1, least_px=480)}",
     )
 
 
@@ -51,41 +50,37 @@ def _until_s(runs: Sequence[PolicyRun]) -> float:
     return quantile(sorted(record.end_s for record in runs[0].ledger.records), _SHOWN)
 
 
-def _about(study: Study) -> str:
+def _facts(study: Study) -> dict[str, str]:
     options = study.options
-    dropped = ", ".join(f"{count:,} {reason}" for reason, count in study.trace.dropped.items())
-    facts = [
-        f"{len(study.workload.jobs):,} jobs" + (f" (left out: {dropped})" if dropped else ""),
-        f"load {options.shape.load:g}x, {study.offered_load:.2f} of the GPUs' time asked for",
-        f"attributes: {study.mix.name}",
-        f"bound on slowdown {study.workload.jobs[0].max_slowdown:g}",
-        f"GPUs as in profile {study.profile.name} ({study.profile.source})",
-        f"seed {options.seed}",
-    ]
-    return html.escape("; ".join(facts))
+    left_out = ", ".join(f"{count:,} {reason}" for reason, count in study.trace.dropped.items())
+    return {
+        "load": f"{options.shape.load:g}x",
+        "asked of the GPUs' time": f"{study.offered_load:.2f}",
+        "attributes": study.mix.name,
+        "bound on slowdown": f"{study.workload.jobs[0].max_slowdown:g}",
+        "GPU profile": f"{study.profile.name} ({study.profile.source})",
+        "seed": str(options.seed),
+        **({"left out": left_out} if left_out else {}),
+    }
 
 
 def _table(runs: Sequence[PolicyRun]) -> str:
-    head = ("policy", *COLUMNS)
-    rows = ["".join(f"<th>{name}</th>" for name in head)]
-    for place, run in enumerate(runs):
-        color = charts.COLORS[place % len(charts.COLORS)]
-        swatch = f'<i class="swatch" style="background:{color}"></i>'
-        cells = "".join(f"<td>{cell}</td>" for cell in cells_of(run, runs[0]))
-        rows.append(f"<td>{swatch}{html.escape(run.policy)}</td>{cells}")
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f'<div class="scroll"><table>{body}</table></div>'
+    rows = (
+        (f"{swatch(css_color(place))}{html.escape(run.policy)}", *cells_of(run, runs[0]))
+        for place, run in enumerate(runs)
+    )
+    return table(("policy", *COLUMNS), rows)
 
 
 COLUMNS = (
     *("mean JCT", "against first", "p50", "p95", "p99", "queueing", "tokens/s", "against first"),
     *("utilisation", "GPUs held", "slowdown max", "jobs a group", "finished", "makespan"),
 )
-"""Of the table here and on the terminal, after the policy's name."""
+"""Columns of the table here and on the terminal, after the policy's name."""
 
 
 def cells_of(run: PolicyRun, first: PolicyRun) -> tuple[str, ...]:
-    """A policy's row of the table; `first` is what it is compared with."""
+    """The cells of a policy's row; `first` is the policy that it is compared with."""
     s, base = run.summary, first.summary
     return (
         _hours(s.mean_jct_s),
@@ -111,10 +106,3 @@ def _hours(seconds: float) -> str:
 
 def _times(value: float, by: float) -> str:
     return f"{value / by:.2f}x" if by else "-"
-
-
-def _figures(pictures: dict[str, str]) -> str:
-    return "".join(
-        f"<figure><figcaption>{html.escape(title)}</figcaption>{svg}</figure>"
-        for title, svg in pictures.items()
-    )

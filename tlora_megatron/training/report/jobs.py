@@ -1,4 +1,4 @@
-"""What a run's files say of its jobs: the facts that `report` shows."""
+"""Reads what a run's files say about its jobs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from tlora_megatron.page.svg import css_color
 from tlora_megatron.training.metrics import METRICS_FILE, read_metrics
-
-NUM_COLORS = 8
-"""Colours of the page, `--c0` to `--c7` in report.css."""
 
 Curve = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportJob:
-    """What the run's files say of one job; `summary` and `config` are empty where they do not."""
+    """One job as the run's files describe it; `summary` and `config` may be empty."""
 
     index: int
     name: str
@@ -39,27 +37,32 @@ class ReportJob:
         return np.asarray(steps, dtype=float)
 
     def fact(self, key: str, fallback: Any = None) -> Any:
-        """A value of summary.json, or what the metrics say while the run has not written it."""
+        """A value of summary.json, or `fallback` while the run has not written it."""
         value = self.summary.get(key)
         return fallback if value is None else value
 
     @property
     def last_step(self) -> int:
-        """The last step any line is of; 0 without lines."""
+        """The last step in the metrics; 0 without metrics."""
         return max((r["step"] for r in self.records), default=0)
 
     @property
     def status(self) -> str:
-        """finished, failed, rejected, running, or waiting before the first step."""
+        """One of finished, failed, rejected, running, or waiting (before the first step)."""
         return str(self.fact("status", "running" if self.records else "waiting"))
 
     @property
     def color(self) -> str:
-        """The CSS variable of this job's colour, the same in every part of the page."""
-        return f"var(--c{self.index % NUM_COLORS})"
+        """The CSS colour of this job, the same in every part of the page."""
+        return css_color(self.index)
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if the file does not exist.
+
+    Raises:
+        ValueError: if the file holds anything else.
+    """
     if not path.exists():
         return {}
     try:
@@ -69,7 +72,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_jobs(output_dir: Path, config: dict[str, Any], summary: dict[str, Any]) -> list[ReportJob]:
-    """Every job any file knows of: in the order of the configuration, then by name."""
+    """All jobs that any file names: in the order of the configuration, then by name."""
     configs = {job["name"]: job for job in config.get("jobs", [])}
     summaries = summary.get("jobs", {})
     folders = sorted(path.parent.name for path in output_dir.glob(f"jobs/*/{METRICS_FILE}"))

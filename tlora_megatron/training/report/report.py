@@ -1,8 +1,4 @@
-"""`OUT/report.html`: one page with every job's curves and results, readable offline.
-
-The page has no script and loads nothing: drawings (`report_curves`) and style (report.css) are set
-into it.
-"""
+"""Writes `OUT/report.html`: one page with every job's curves and results, readable offline."""
 
 from __future__ import annotations
 
@@ -10,21 +6,15 @@ import html
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tlora_megatron.page.head import page_head
+from tlora_megatron.page.document import document, facts, panels, swatch, table, tiles
+from tlora_megatron.page.svg import compact
 from tlora_megatron.training.metrics import write_atomic
-from tlora_megatron.training.report.curves import (
-    SMOOTH_ABOVE,
-    PanelStyle,
-    compact,
-    overview,
-    panel,
-)
+from tlora_megatron.training.report.curves import SMOOTH_ABOVE, PanelStyle, overview, panel
 from tlora_megatron.training.report.jobs import ReportJob, read_jobs, read_json
 from tlora_megatron.training.report.nano import nano_section
 
@@ -38,12 +28,13 @@ _READING = f"""<p>Lines: training, over the job's own optimizer steps; above {SM
 loss and gradient norm are smoothed, with the raw values behind. Dots: evaluation.
 <b class="bad">Ticks</b> at the bottom: update skipped or value not finite.</p>"""
 _AXES = ("tp", "pp", "cp", "dp")
+_MISSING = "—"
 
 
 def write_report(output_dir: Path) -> Path:
     """Writes `OUT/report.html` from config.json, summary.json and the metrics; returns its path.
 
-    May be called while the run goes on: files that do not exist yet count as empty.
+    It may be called while the run goes on; files that do not exist yet count as empty.
 
     Raises:
         ImportError: if matplotlib is missing.
@@ -66,22 +57,13 @@ def _page(
     cards = "".join(_card(job, keys, style) for job in jobs)
     ended = run and all(job.status not in ("running", "waiting") for job in jobs)
     written = time.strftime("%Y-%m-%d %H:%M %Z")
-    columns, least = (2, 420) if len(jobs) == 1 else (len(keys), 240)
-    return (
-        f"{_head(title, columns, least)}<body><main>"
-        f"<header><h1>{_text(title)}</h1>"
-        f"<p>{'finished' if ended else 'in progress'} · written {written}</p></header>"
-        f'<section class="tiles">{_tiles(config, run, jobs)}</section>'
-        f'<p class="facts">{_facts(config, run)}</p>'
+    return document(
+        title,
+        f"{'finished' if ended else 'in progress'} · written {written}",
+        f"{tiles(_main_numbers(config, run, jobs))}{facts(_facts(config, run))}"
         f"<h2>Jobs</h2>{_table(jobs)}{_together(jobs, style)}"
-        f"<h2>Curves by job</h2>{_READING}{cards}{nano}</main></body></html>\n"
+        f"<h2>Curves by job</h2>{_READING}{cards}{nano}",
     )
-
-
-def _head(title: str, columns: int, least: int) -> str:
-    """The head; `columns` panels a row, on a narrow screen as many as have `least` pixels."""
-    css = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
-    return page_head(title, f"{css}main{{--columns:{columns};--least:{least}px}}")
 
 
 def _is_matched(jobs: list[ReportJob]) -> bool:
@@ -89,7 +71,7 @@ def _is_matched(jobs: list[ReportJob]) -> bool:
 
 
 def _together(jobs: list[ReportJob], style: PanelStyle) -> str:
-    """All jobs' losses in one drawing; nothing where one job's card shows the same."""
+    """All jobs' losses in one drawing; empty for one job, whose card shows the same."""
     if len(jobs) < 2 or not any(len(job.curve("loss")[0]) for job in jobs):
         return ""
     links = "".join(map(_link, jobs))
@@ -101,29 +83,27 @@ def _layout(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     return dict(run.get("layout") or config.get("parallel", {}))
 
 
-def _tiles(config: dict[str, Any], run: dict[str, Any], jobs: list[ReportJob]) -> str:
-    """The run's first numbers, large."""
+def _main_numbers(
+    config: dict[str, Any], run: dict[str, Any], jobs: list[ReportJob]
+) -> dict[str, str]:
     states = [job.status for job in jobs]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     layout = _layout(config, run)
     sizes = {axis: layout.get(f"{axis}_size") for axis in _AXES}
     shape = " · ".join(f"{axis.upper()} {size}" for axis, size in sizes.items() if size)
     wall, rate = run.get("wall_time_s"), run.get("tokens_per_s")
-    tiles = {
-        "tokens per second": None if rate is None else f"{rate:,.0f}",
-        f"jobs ({counts})": len(jobs),
-        f"processes ({shape or 'layout not known yet'})": run.get("world_size"),
-        "wall time": None if wall is None else timedelta(seconds=round(wall)),
+    return {
+        "tokens per second": _MISSING if rate is None else f"{rate:,.0f}",
+        f"jobs ({counts})": str(len(jobs)),
+        f"processes ({shape or 'layout not known yet'})": _plain(run.get("world_size")),
+        "wall time": _MISSING if wall is None else str(timedelta(seconds=round(wall))),
     }
-    return "".join(
-        f"<div><b>{_text(value)}</b><span>{_text(key)}</span></div>" for key, value in tiles.items()
-    )
 
 
-def _facts(config: dict[str, Any], run: dict[str, Any]) -> str:
-    """What else is known of the run, on a line."""
+def _facts(config: dict[str, Any], run: dict[str, Any]) -> dict[str, str]:
+    """Everything else that is known about the run."""
     base, settings = config.get("base_model", {}), config.get("run", {})
-    facts = {
+    known = {
         "base model": base.get("path") or base.get("config"),
         "dtype": base.get("dtype"),
         "sequence parallel": _layout(config, run).get("sequence_parallel"),
@@ -133,24 +113,17 @@ def _facts(config: dict[str, Any], run: dict[str, Any]) -> str:
         "nano-batches": settings.get("nano_batches"),
         **run.get("versions", {}),
     }
-    return "".join(
-        f"<span>{_text(key)} <b>{_text(value)}</b></span>"
-        for key, value in facts.items()
-        if value is not None
-    )
+    return {name: _plain(value) for name, value in known.items() if value is not None}
 
 
 def _table(jobs: list[ReportJob]) -> str:
     shown = [name for name in _COLUMNS if _is_matched(jobs) or name != "Exact match"]
-    lines = ["".join(f"<th>{name}</th>" for name in shown)]
-    lines += ["".join(f"<td>{_COLUMNS[name](job)}</td>" for name in shown) for job in jobs]
-    rows = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="scroll"><table>{rows}</table></div>'
+    rows = ([_COLUMNS[name](job) for name in shown] for job in jobs)
+    return table(shown, rows, num_words=2)
 
 
 def _link(job: ReportJob) -> str:
-    swatch = f'<i class="swatch" style="background:{job.color}"></i>'
-    return f'<a href="#job-{job.index}">{swatch}{_text(job.name)}</a>'
+    return f'<a href="#job-{job.index}">{swatch(job.color)}{_text(job.name)}</a>'
 
 
 def _status(job: ReportJob) -> str:
@@ -213,22 +186,26 @@ _COLUMNS: dict[str, Callable[[ReportJob], str]] = {
 }
 
 
-def _text(value: Any) -> str:
+def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "—" if value is None else html.escape(str(value))
+    return _MISSING if value is None else str(value)
+
+
+def _text(value: Any) -> str:
+    return html.escape(_plain(value))
 
 
 def _number(value: float | None) -> str:
-    return "—" if value is None else compact(value)
+    return _MISSING if value is None else compact(value)
 
 
 def _percent(value: float | None) -> str:
-    return "—" if value is None else f"{100 * value:.0f} %"
+    return _MISSING if value is None else f"{100 * value:.0f} %"
 
 
 def _card(job: ReportJob, keys: list[str], style: PanelStyle) -> str:
-    """One job's panels under a line of what was asked of it."""
+    """One job's curves under a line with its settings."""
     lora, optimizer = job.config.get("lora", {}), job.config.get("optimizer", {})
     asked = {
         "rank": lora.get("rank"),
@@ -240,11 +217,10 @@ def _card(job: ReportJob, keys: list[str], style: PanelStyle) -> str:
         "targets": ", ".join(lora.get("target_modules", ())) or None,
     }
     line = " · ".join(f"{key} {_text(value)}" for key, value in asked.items() if value is not None)
-    panels = "".join(
-        f"<figure><figcaption>{_TITLES[key]}</figcaption>{panel(job, key, style)}</figure>"
-        for key in keys
-    )
+    pictures = {_TITLES[key]: panel(job, key, style) for key in keys}
+    columns, least_px = (2, 420) if style.is_large else (len(keys), 240)
     return (
         f'<section class="card" id="job-{job.index}" style="--job:{job.color}"><h3>{_link(job)}'
-        f'{_status(job)}</h3><p>{line}</p><div class="panels">{panels}</div></section>'
+        f"{_status(job)}</h3><p>{line}</p>"
+        f"{panels(pictures, columns=columns, least_px=least_px)}</section>"
     )
