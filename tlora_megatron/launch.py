@@ -14,36 +14,33 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.cli.main import configure_logging, show_error
-from tlora_megatron.cli.progress import SilentProgress
 from tlora_megatron.cli.tables import print_run
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
 from tlora_megatron.runtime.launcher import is_lost_connection, join_agent
 
+if TYPE_CHECKING:
+    from tlora_megatron.training.run.training_run import ShardingResolver
+
 _USAGE = "usage: python -m tlora_megatron.launch SCRIPT [ARGS] --tlora-config FILE"
 
 
-class Host:
-    """`integrations.megatron_lm.hooks.Host`."""
+class Launcher:
+    """`integrations.megatron_lm.hooks.LauncherCallbacks` on this process's console."""
 
-    def __init__(self) -> None:
-        self._output_dir = ""
+    def sharding_resolver(self) -> ShardingResolver:
+        """The function with which `tlora train` chooses a run's LoRA sharding, too."""
+        from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 
-    def open_run(self, *args: Any, **kwargs: Any) -> Any:
-        """A `TrainingRun` that leaves the console to Megatron's log."""
-        from tlora_megatron.runtime.training_run import TrainingRun
+        return resolve_lora_sharding
 
-        run = TrainingRun(*args, **kwargs, listener=SilentProgress())
-        self._output_dir = str(run.output_dir)
-        return run
-
-    def show_summary(self, summary: dict[str, Any]) -> None:
-        """The table at the end of `tlora train`."""
-        print_run(open_console(), summary, self._output_dir)
+    def show_summary(self, summary: dict[str, Any], output_dir: Path) -> None:
+        """Prints the table that `tlora train` ends with."""
+        print_run(open_console(), summary, str(output_dir))
 
     def fail(self, error: Exception) -> NoReturn:
         """Ends with the exit code 2 for what the user can correct, as `tlora` does."""
@@ -60,7 +57,7 @@ def install() -> None:
         set_queues(overlaps=hooks.overlaps_by_command_line())
         join_agent()
         sys.excepthook = _explain
-    hooks.install(Host())
+    hooks.install(Launcher())
 
 
 def _explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -114,6 +114,8 @@ class Project:
 class _Recorder:
     """An engine that keeps the micro-batches it runs."""
 
+    nano_batches = None
+
     def __init__(self, engine: MegatronEngine) -> None:
         self._engine = engine
         self.batches: list[PackedBatch] = []

@@ -21,7 +21,7 @@ from tlora_megatron.parallel.transport.tensor_collectives import (
     TensorCollectives,
     make_tensor_collectives,
 )
-from tlora_megatron.training.nano.controller import BestCount, StepTime
+from tlora_megatron.training.nano.controller import HysteresisController, StepTime
 
 _LEAST_ROUNDS = 5
 """That a median is of, if `--rounds` are not fewer."""
@@ -143,7 +143,7 @@ class CaseRun:
     ) -> Iterator[dict[str, Any]]:
         """Lets the controller choose among the fastest mechanism's counts."""
         keys = {n: f"{mechanism} {n}" for n in (1, *self.args.counts)} | {1: "none 1"}
-        controller = BestCount(limit=next(n for n in range(9, 0, -1) if n in keys))
+        controller = HysteresisController(limit=next(n for n in range(9, 0, -1) if n in keys))
         if any(key not in self.steps for key in keys.values()):
             return
         settled = None

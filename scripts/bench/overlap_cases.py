@@ -20,7 +20,6 @@ from tlora_megatron.parallel.nano.overlap import Overlap
 from tlora_megatron.parallel.transport.tensor_collectives import TensorCollectives
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
-from tlora_megatron.training.nano.rounds import RankAwareCut
 from tlora_megatron.training.packing.packing import PackedBatch
 
 RANKS = (8, 16, 32, 64)
@@ -141,7 +140,6 @@ class Bench:
         self.case = case
         self.frozen_bank = self.run.super_model([], case.num_tokens).bank
         self._model = self.run.super_model(case.loads(), case.num_tokens)
-        self._model.cut_documents = RankAwareCut(self.spec, self._model)
         self._batches: dict[int, PackedBatch] = {}
         draw = torch.Generator(self.device).manual_seed(0)
         shape = (case.num_tokens, 1, self.spec.hidden_size)
@@ -225,7 +223,7 @@ class Step:
         overlap: Overlap | None,
         bank: Any,
     ) -> None:
-        self.variant, self.batch = variant, batch.to_run
+        self.variant, self.batch = variant, batch
         self._bench, self._overlap, self._bank = bench, overlap, bank
         self.hidden = bench.local(self.batch, 0).requires_grad_()
         self.dout = bench.local(self.batch, 1)

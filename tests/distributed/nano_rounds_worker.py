@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tlora_megatron.parallel.nano.lane_room import LaneRoom
 from tlora_megatron.training.nano.rounds import NanoRounds
+from tlora_megatron.training.nano.trace import NanoTrace
 from tlora_megatron.training.packing.packing import Bins
 
 MOST = (4, 2)
@@ -24,19 +25,40 @@ class _Documents(Bins):
     most_documents = 8
 
 
+class _Switch:
+    """Keeps the numbers that are set."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.counts: list[int] = []
+
+    @property
+    def count(self) -> int:
+        return self.counts[-1]
+
+    def set_count(self, count: int) -> None:
+        self.counts.append(count)
+
+    def room(self) -> LaneRoom:
+        return LaneRoom(MOST[self.rank], 1e9 * MOST[self.rank])
+
+    def close(self) -> None:
+        raise AssertionError("rounds must leave the engine open")
+
+
 def main() -> None:
     """Runs 40 rounds."""
     dist.init_process_group("gloo")
-    rank, counts = dist.get_rank(), []
+    rank = dist.get_rank()
+    switch = _Switch(rank)
+    counts = switch.counts
     rounds = NanoRounds(
         "best",
-        counts.append,
+        switch,
+        NanoTrace(Path(sys.argv[1])) if rank == 0 else None,
         jobs=(),
         device=torch.device("cpu"),
-        output_dir=Path(sys.argv[1]),
-        is_writer=rank == 0,
         resuming=False,
-        room=lambda: LaneRoom(MOST[rank], 1e9 * MOST[rank]),
     )
     content: Any = _Documents(num_micro_batches=1, dp_size=1, contents=())
     for _ in range(40):

@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.isolation import DROPOUT
-from tlora_megatron.cli.progress import SilentProgress
 from tlora_megatron.config.load import RunConfig, load_config
 from tlora_megatron.layers.attach import make_multi_adapter
 from tlora_megatron.layers.multi_adapter import BlackBoxMixin
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.runtime import controller
-from tlora_megatron.runtime.training_run import TrainingRun
+from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
+from tlora_megatron.training.listener import SilentListener
+from tlora_megatron.training.run.training_run import TrainingRun
 from tlora_megatron.training.super_model import SuperModel
 
 COUNTS = (2, 3, 4)
@@ -92,7 +93,8 @@ def run_round(path: Path, options: dict[str, str], counts: tuple[int, ...]) -> R
             spec,
             tokenizer_dir=controller._model_dir(config),
             base_model="base",
-            listener=SilentProgress(),
+            listener=SilentListener(),
+            resolve_sharding=resolve_lora_sharding,
         ) as run:
             loop = run.start(*controller._build(run, spec, controller._layout(config)))
             model: Any = loop.super_model
@@ -114,9 +116,9 @@ def make_foreign(model: Any) -> None:
 def measure(model: Any, count: int) -> Result:
     """Losses of a round, gradients by name, losses of the same rows when predicting."""
     draw_weights(model)
-    model.engine.set_nano_batches(count)
+    model.engine.nano_batches.set_count(count)
     batches = model.begin_round()
-    losses = model.engine.forward_backward(batches)
+    losses = in_packed_order(model, model.engine.forward_backward(batches))
     for job in model.jobs:
         # What TP ranks hold alike is summed once a step: here, each has a part of the sum.
         slab = job.adapter.slab
@@ -131,14 +133,20 @@ def measure(model: Any, count: int) -> Result:
     for job in model.jobs:  # the next count sees the same round
         job.loss = None
         job.adapter.slab.zero_grad()
-    scores = [loss for loss, _ in model.engine.predict(batches)]
+    scores = in_packed_order(model, [loss for loss, _ in model.engine.predict(batches)])
     return Result(
         losses=losses,
         gradients=gradients,
         scores=scores,
-        rows=batches[0].to_run.view.num_tokens,
-        parts=[max(1, len(batch.to_run.view.nano_views)) for batch in batches],
+        rows=batches[0].view.num_tokens,
+        parts=[max(1, len(batch.view.nano_views)) for batch in batches],
     )
+
+
+def in_packed_order(model: Any, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Values of the executed rows of each micro-batch; none on stages before the last."""
+    pairs = zip(model._micro_batches, values, strict=False)
+    return [micro_batch.restore_order(values_T) for micro_batch, values_T in pairs]
 
 
 def draw_weights(model: SuperModel) -> None:

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tlora_megatron.cli.progress import JobStart, SilentProgress
 from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.formats import atomic_directory, checkpoint
+from tlora_megatron.training.listener import JobStart, SilentListener
 
 MOMENTS = ("step", "write", "flush", "remove", "export")
 """A job's step; tensors of a checkpoint about to be written; a file or folder of a checkpoint or
@@ -35,7 +35,7 @@ class Stop(Exception):
     """Ends a run on its way, on every rank at the same point."""
 
 
-class Recorder(SilentProgress):
+class Recorder(SilentListener):
     """Notes where jobs start; stops the run when a job has done a step.
 
     Args:

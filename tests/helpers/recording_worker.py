@@ -15,12 +15,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tlora_megatron.cli.progress import SilentProgress
 from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
+from tlora_megatron.training.listener import SilentListener
 
 
-class Recorder(SilentProgress):
+class Recorder(SilentListener):
     """Keeps steps and events, each with the number of the round it fell into."""
 
     def __init__(self) -> None:

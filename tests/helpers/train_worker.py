@@ -13,16 +13,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tlora_megatron.cli.progress import SilentProgress
 from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
+from tlora_megatron.training.listener import SilentListener
 
 
 def main() -> None:
     """Runs every case; all processes take part in all of them."""
     for case in json.loads(Path(sys.argv[1]).read_text()):
         config = load_config(case["config"], case["set"], case["output_dir"])
-        train_run(config, SilentProgress())
+        train_run(config, SilentListener())
         dist.barrier()
     dist.destroy_process_group()
 

@@ -23,12 +23,11 @@ from tests.helpers.scenario import losses
 from tests.helpers.standing_world import world
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
-from tlora_megatron.cli.progress import SilentProgress
 from tlora_megatron.config.load import load_config
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.ops.routing.segments import use_micro_batch
 from tlora_megatron.runtime import controller
-from tlora_megatron.runtime.training_run import TrainingRun
+from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.training.data.job_data import (
     BatchPlan,
     JobData,
@@ -36,7 +35,9 @@ from tlora_megatron.training.data.job_data import (
     load_job_data,
     load_tokenizer,
 )
+from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.packing.packing import Item, Placed, pack
+from tlora_megatron.training.run.training_run import TrainingRun
 
 WORKER = Path(__file__).parents[1] / "helpers" / "train_worker.py"
 NUM_LAYERS = 4
@@ -223,7 +224,12 @@ def test_logits_of_one_packed_micro_batch_equal_peft_s(
     base = config.parent / "base"
     spec = read_model_spec(base / "config.json")
     with TrainingRun(
-        loaded, spec, tokenizer_dir=base, base_model=str(base), listener=SilentProgress()
+        loaded,
+        spec,
+        tokenizer_dir=base,
+        base_model=str(base),
+        listener=SilentListener(),
+        resolve_sharding=resolve_lora_sharding,
     ) as run:
         super_model = run.start(
             *controller._build(run, spec, controller._layout(loaded))

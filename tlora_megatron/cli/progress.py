@@ -10,8 +10,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-JobStart = tuple[str, int, int | None]
-"""Name, optimizer steps done before this run, steps at the job's end (None = not known)."""
+from tlora_megatron.training.listener import JobStart
 
 _MOST_JOBS_IN_A_LINE = 8
 
@@ -26,25 +25,6 @@ class _JobState:
     @property
     def is_done(self) -> bool:
         return self.max_steps is not None and self.step >= self.max_steps
-
-
-class SilentProgress:
-    """Shows nothing: the listener of every rank but the first."""
-
-    def on_start(self, jobs: Sequence[JobStart]) -> None:
-        """Ignored, as are all others."""
-
-    def on_step(self, name: str, step: int, loss: float, lr: float) -> None:
-        """Ignored."""
-
-    def on_round(self, tokens_per_s: float) -> None:
-        """Ignored."""
-
-    def on_event(self, name: str, message: str) -> None:
-        """Ignored."""
-
-    def on_finish(self) -> None:
-        """Ignored."""
 
 
 class _Bars(Progress):

@@ -14,11 +14,12 @@ from tlora_megatron.cli.auto_plan import (
     planned_overrides,
 )
 from tlora_megatron.cli.console import global_rank, open_console
-from tlora_megatron.cli.progress import RichProgress, SilentProgress
+from tlora_megatron.cli.progress import RichProgress
 from tlora_megatron.cli.tables import print_run
 from tlora_megatron.config.load import RunConfig, ignored_settings, load_config
 from tlora_megatron.integrations.megatron import quiet
 from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.training.listener import SilentListener
 
 _EPILOG = """\
 examples:
@@ -121,7 +122,7 @@ def _train(config: RunConfig, *, is_main: bool, stderr: bool) -> dict[str, Any]:
     if is_main:
         for name in _DECISIONS:
             logging.getLogger(name).setLevel(logging.INFO)
-    show = RichProgress(open_console(stderr=stderr)) if is_main else SilentProgress()
+    show = RichProgress(open_console(stderr=stderr)) if is_main else SilentListener()
     try:
         summary = train_run(config, show)
     finally:

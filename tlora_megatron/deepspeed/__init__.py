@@ -2,14 +2,14 @@
 
     import tlora_megatron.deepspeed
 
-    engine = tlora_megatron.deepspeed.initialize(config="ds.json")
-    engine.train()
+    run = tlora_megatron.deepspeed.initialize(config="ds.json")
+    run.train()
 
 `deepspeed` and `torchrun` start the same as `-m tlora_megatron.deepspeed --deepspeed_config F`.
 """
 
 from __future__ import annotations
 
-from tlora_megatron.deepspeed.engine import MultiLoRAEngine, initialize
+from tlora_megatron.deepspeed.run import DeepSpeedRun, MultiLoRAEngine, initialize
 
-__all__ = ["MultiLoRAEngine", "initialize"]
+__all__ = ["DeepSpeedRun", "MultiLoRAEngine", "initialize"]

@@ -11,10 +11,11 @@ from typing import Any
 
 from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.cli.main import configure_logging, show_error
-from tlora_megatron.cli.progress import RichProgress, SilentProgress
+from tlora_megatron.cli.progress import RichProgress
 from tlora_megatron.cli.tables import print_run
 from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.runtime.launcher import join_agent, leave_process_group
+from tlora_megatron.training.listener import SilentListener
 
 _FILE = "DeepSpeed's JSON, with a section tlora or a tlora_config"
 _EPILOG = """\
@@ -61,7 +62,7 @@ def _train(args: argparse.Namespace) -> int:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     join_agent()
     is_main = global_rank() == 0
-    show = RichProgress(open_console(stderr=args.json)) if is_main else SilentProgress()
+    show = RichProgress(open_console(stderr=args.json)) if is_main else SilentListener()
     try:
         engine = initialize(
             config=args.deepspeed_config,

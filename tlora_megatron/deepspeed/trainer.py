@@ -11,7 +11,7 @@ from typing import Any
 from transformers import DefaultFlowCallback, Trainer, TrainerControl
 from transformers.trainer_utils import TrainOutput
 
-from tlora_megatron.deepspeed.engine import MultiLoRAEngine, initialize
+from tlora_megatron.deepspeed.run import DeepSpeedRun, initialize
 from tlora_megatron.training.super_model import StepReport
 
 
@@ -39,7 +39,7 @@ class MultiLoRATrainer(Trainer):
         super().__init__(model=model, args=args, **kwargs)
         # It would stop at `state.max_steps`: how many rounds the jobs need is not known before.
         self.remove_callback(DefaultFlowCallback)
-        self.engine: MultiLoRAEngine | None = None
+        self.engine: DeepSpeedRun | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Trains every job to its end, or until a callback stops it.
@@ -65,7 +65,7 @@ class MultiLoRATrainer(Trainer):
         mean = sum(last.values()) / len(last) if last else 0.0
         return TrainOutput(self.state.global_step, mean, last)
 
-    def _train_rounds(self, engine: MultiLoRAEngine) -> None:
+    def _train_rounds(self, engine: DeepSpeedRun) -> None:
         self._call("on_train_begin")
         while not engine.is_over and not self.control.should_training_stop:
             self._call("on_step_begin")
@@ -81,7 +81,7 @@ class MultiLoRATrainer(Trainer):
 
 
 def _logs(reports: list[StepReport]) -> dict[str, float]:
-    """What one round's steps give to log."""
+    """Losses and learning rates of the jobs that stepped, by the names that are logged."""
     logs = {}
     for report in reports:
         logs[f"loss/{report.job.name}"] = report.outcome.loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from tlora_megatron.planner.candidate import Recompute
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
 from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.super_model import SuperModel
 
 _BATCHES = 8
@@ -72,7 +74,12 @@ class SyntheticRun:
         attach(self.linears, bank)
         jobs = [self._job(bank, *pair) for pair in zip(specs, loads, strict=True)]
         return SuperModel(
-            self.engine, bank, self.groups, jobs, micro_batch_tokens=micro_batch_tokens
+            self.engine,
+            bank,
+            self.groups,
+            jobs,
+            micro_batch_tokens=micro_batch_tokens,
+            cut_for=partial(rank_aware_cut, self.spec),
         )
 
     def _job(self, bank: AdapterBank, spec: JobSpec, load: JobLoad) -> JobState:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from tlora_megatron.config.load import RunConfig
-from tlora_megatron.layers.sites import Site, stage_sites
+from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.runtime.training_run import DTYPES, TrainingRun
+from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.training.formats.hf_convert import check_layout
-from tlora_megatron.training.loop import RunListener
+from tlora_megatron.training.listener import RunListener
+from tlora_megatron.training.run.nano_setup import nano_settings
+from tlora_megatron.training.run.training_run import DTYPES, Linears, TrainingRun
 from tlora_megatron.training.super_model import Engine
 
 _TRITON = (
@@ -31,7 +31,7 @@ def train_run(config: RunConfig, listener: RunListener) -> dict[str, Any]:
     """Trains all jobs of a run; called by every process of it.
 
     Returns:
-        The summary that `OUT/summary.json` holds; empty on every process but the writer.
+        The content of `OUT/summary.json`; empty on every process but the writer.
 
     Raises:
         ValueError: for input that cannot be used, before any training.
@@ -45,16 +45,17 @@ def train_run(config: RunConfig, listener: RunListener) -> dict[str, Any]:
         tokenizer_dir=_model_dir(config),
         base_model=config.base_model.path or str(_model_dir(config)),
         listener=listener,
+        resolve_sharding=resolve_lora_sharding,
     ) as run:
         loop = run.start(*_build(run, spec, layout))
-        with _what_stands_left_alone():
+        with frozen_gc():
             loop.run()
         return run.finish()
 
 
 @contextmanager
-def _what_stands_left_alone() -> Iterator[None]:
-    """Keeps what the process holds by now from Python's garbage collector.
+def frozen_gc() -> Iterator[None]:
+    """Hides all objects made so far from Python's garbage collector.
 
     Tapes of nano-batches are thousands of small objects a step, each step sets the collector off,
     and it would look through a whole model's again and again (a fifth of the host's time for cuts).
@@ -73,7 +74,7 @@ def _model_config(config: RunConfig) -> Path:
 
 
 def _model_dir(config: RunConfig) -> Path:
-    """Holds the tokenizer and, unless they are drawn, the weights."""
+    """The folder of the tokenizer and, unless they are drawn, the weights."""
     return _model_config(config).parent
 
 
@@ -90,7 +91,7 @@ def _layout(config: RunConfig) -> ParallelLayout:
 
 def _build(
     run: TrainingRun, spec: ModelSpec, layout: ParallelLayout
-) -> tuple[ParallelGroups, Sequence[tuple[Site, nn.Module]], Engine]:
+) -> tuple[ParallelGroups, Linears, Engine]:
     """Sets up processes and backbone; returns groups, linears and engine."""
     try:
         from tlora_megatron.integrations.megatron import model as backbone
@@ -116,4 +117,6 @@ def _build(
     backbone.load_backbone(model, spec, weights, layout, seed=config.base_model.seed)
     recompute.install()
     sites = stage_sites(spec, layout, tp_rank=groups.tp_rank, pp_rank=groups.pp_rank)
-    return groups, pair_linears(model, sites), MegatronEngine(model, groups, spec.vocab_size)
+    nano = nano_settings(config.run, spec, dtype)
+    engine = MegatronEngine(model, groups, spec.vocab_size, nano)
+    return groups, pair_linears(model, sites), engine

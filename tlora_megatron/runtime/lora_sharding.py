@@ -1,4 +1,4 @@
-"""Settles how a run's tensor-parallel ranks share its standard adapters, before they are made."""
+"""Chooses the LoRA sharding of a run: how tensor-parallel ranks share its standard adapters."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.layers.linear_sites import PlainSite
-from tlora_megatron.layers.sites import Site
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import ModelSpec
@@ -23,22 +21,22 @@ from tlora_megatron.planner.lora_choice import ShardingChoice, choose_lora_shard
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime.plan_inputs import profile_of_gpu
 from tlora_megatron.training.preparation import PreparedJob
+from tlora_megatron.training.run.training_run import Linears
 
 logger = logging.getLogger(__name__)
 
-Linears = Sequence[tuple[Site, nn.Module]]
 
-
-def settle_lora_sharding(
+def resolve_lora_sharding(
     config: RunConfig,
     spec: Backbone,
     groups: ParallelGroups,
     linears: Linears,
     jobs: Sequence[PreparedJob],
 ) -> tuple[ParallelGroups, Linears]:
-    """The groups and sites with the run's sharding in them; logs which and why.
+    """Returns groups and linears with the run's LoRA sharding in them; logs the choice and why.
 
-    Collective over the world: the first rank chooses, since machines may differ.
+    It is a `training.run.training_run.ShardingResolver`. Collective over the world: the first rank
+    chooses, since machines may differ.
 
     Raises:
         ValueError: if the configuration asks for what the linears cannot do.
@@ -83,7 +81,10 @@ def _agreed_choice(
 def _predict(
     config: RunConfig, spec: Backbone, groups: ParallelGroups, jobs: Sequence[PreparedJob]
 ) -> tuple[dict[LoraSharding, float], str]:
-    """Seconds of a round by sharding and what they come from, or nothing and why."""
+    """Predicts the seconds of a round for each sharding; no seconds where nothing predicts them.
+
+    The second value says what the seconds come from, or why there are none.
+    """
     if groups.device.type != "cuda" or not isinstance(spec, ModelSpec):
         return {}, "nothing predicts times here"
     gpu = torch.cuda.get_device_name(groups.device)

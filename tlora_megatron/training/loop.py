@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
+from tlora_megatron.config.run import RunSpec
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.formats.checkpoint import gather_buffer, save_checkpoint
 from tlora_megatron.training.formats.peft_format import export_adapter
 from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.metrics import JobMetrics
 from tlora_megatron.training.nano.rounds import NanoRounds
 from tlora_megatron.training.super_model import StepReport, SuperModel
@@ -19,33 +20,14 @@ from tlora_megatron.training.super_model import StepReport, SuperModel
 logger = logging.getLogger(__name__)
 
 
-class RunListener(Protocol):
-    """Is told what happens; called on every rank, so that a silent one serves all but the first."""
-
-    def on_start(self, jobs: Sequence[tuple[str, int, int | None]]) -> None:
-        """Name, steps done before, steps at the end, of every job."""
-
-    def on_step(self, name: str, step: int, loss: float, lr: float) -> None:
-        """A job's optimizer step."""
-
-    def on_round(self, tokens_per_s: float) -> None:
-        """Throughput so far."""
-
-    def on_event(self, name: str, message: str) -> None:
-        """Something a person wants to know of a job."""
-
-    def on_finish(self) -> None:
-        """No more calls follow."""
-
-
 class TrainingLoop:
-    """Rounds, metrics, evaluation, checkpoints, export and the end of each job.
+    """Runs rounds with what is due behind each: metrics, evaluation, checkpoints, export.
 
-    `run` drives the super-model's own engine. Where somebody else runs the micro-batches, `start`,
-    then `after_round` behind every round until `is_over`, then `close`.
+    `run` trains all jobs to their ends; `step` runs one round, for callers with a loop of their
+    own, who call `close` at the end.
 
     Args:
-        output_dir: the run's folder; its writability is checked before.
+        run: the run's settings; its output folder must be writable.
         base_model: name or path that exported adapters give as their base.
         nano_rounds: chooses the number of nano-batches; None = it stays as it is.
     """
@@ -53,76 +35,80 @@ class TrainingLoop:
     def __init__(
         self,
         super_model: SuperModel,
-        spec: Backbone,
+        backbone: Backbone,
+        run: RunSpec,
         listener: RunListener,
         *,
-        output_dir: Path,
         base_model: str,
-        checkpoint_every_steps: int,
-        max_nonfinite_steps: int,
-        tensorboard: bool,
-        wandb_project: str | None,
         nano_rounds: NanoRounds | None = None,
     ) -> None:
         self.super_model = super_model
-        self.spec = spec
+        self.backbone = backbone
+        self.settings = run
         self.listener = listener
-        self.output_dir = output_dir
         self.base_model = base_model
-        self.checkpoint_every_steps = checkpoint_every_steps
-        self.max_nonfinite_steps = max_nonfinite_steps
         self.nano_rounds = nano_rounds
+        self.output_dir = Path(run.output_dir)
         self.jobs = super_model.jobs
         self.rounds = 0
         self.tokens = 0
         self.train_time_s = 0.0
+        self._has_started = False
         self._saved_step = {job.name: job.step for job in self.jobs}
         self._metrics: dict[str, JobMetrics] = {}
         if super_model.groups.is_writer:
-            self._metrics = {
-                job.name: JobMetrics(
-                    output_dir,
-                    job.name,
-                    tensorboard=tensorboard,
-                    wandb_project=wandb_project,
-                    resume_step=job.step,
-                )
-                for job in self.jobs
-            }
+            self._metrics = {job.name: self._open_metrics(job) for job in self.jobs}
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens of completed batches over the time spent in rounds."""
         return self.tokens / self.train_time_s if self.train_time_s else 0.0
 
+    @property
+    def is_over(self) -> bool:
+        """True once every job has finished or failed; never before the start."""
+        return self._has_started and not any(job.is_active for job in self.super_model.jobs)
+
     def run(self) -> None:
         """Trains until every job has finished or failed."""
         try:
-            self.start()
             while not self.is_over:
-                begin_s = time.perf_counter()
-                reports = self.super_model.train_round()
-                self.after_round(reports, time.perf_counter() - begin_s)
+                self.step()
         finally:
             self.close()
 
     def start(self) -> None:
-        """Evaluates what has not trained yet and ends what had already trained enough."""
+        """Runs the first evaluation and retires jobs that were resumed past their last step.
+
+        The first `step` calls it; a second call does nothing.
+        """
+        if self._has_started:
+            return
         self.listener.on_start([(job.name, job.step, job.plan.num_steps) for job in self.jobs])
         self._evaluate([job for job in self.jobs if job.eval_before is None or job.is_done])
         self._retire([job for job in self.jobs if job.is_done])
+        self._has_started = True
 
-    @property
-    def is_over(self) -> bool:
-        """Whether every job has finished or failed."""
-        return not any(job.is_active for job in self.super_model.jobs)
-
-    def after_round(self, reports: Sequence[StepReport], round_s: float) -> None:
-        """Logs, evaluates, saves and ends the jobs that stepped.
+    def step(self, run_round: Callable[[], list[StepReport]] | None = None) -> list[StepReport]:
+        """Runs one round and what is due behind it.
 
         Args:
-            round_s: what the round took, in seconds.
+            run_round: runs the round where the super-model's engine does not; from `begin_round` to
+                `end_round`, whose reports it returns.
+
+        Returns:
+            One report for each job that made a step; none once all jobs have ended.
         """
+        self.start()
+        if self.is_over:
+            return []
+        begin_s = time.perf_counter()
+        reports = (run_round or self.super_model.train_round)()
+        self._after_round(reports, time.perf_counter() - begin_s)
+        return reports
+
+    def _after_round(self, reports: Sequence[StepReport], round_s: float) -> None:
+        """Logs, evaluates, saves and ends the jobs that stepped."""
         self.train_time_s += round_s
         self.rounds += 1
         if self.nano_rounds is not None and self.super_model.bins is not None:
@@ -140,8 +126,17 @@ class TrainingLoop:
         self._retire(ended)
         self.listener.on_round(self.tokens_per_s)
 
+    def _open_metrics(self, job: JobState) -> JobMetrics:
+        return JobMetrics(
+            self.output_dir,
+            job.name,
+            tensorboard=self.settings.tensorboard,
+            wandb_project=self.settings.wandb_project,
+            resume_step=job.step,
+        )
+
     def save_active(self) -> None:
-        """Checkpoints the jobs that train at their last steps, but none twice at the same step."""
+        """Checkpoints every job that still trains, but none twice at the same step."""
         for job in self.super_model.jobs:
             if job.is_active and job.step > self._saved_step[job.name]:
                 self._save(job)
@@ -170,12 +165,12 @@ class TrainingLoop:
             self._nonfinite(report)
 
     def _nonfinite(self, report: StepReport) -> None:
-        """Applies the job's own policy to a NaN or inf; nobody else is touched."""
+        """Applies the job's own policy to a NaN or inf; other jobs are not touched."""
         job, outcome = report.job, report.outcome
         what = f"step {job.step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}"
         if job.spec.on_nonfinite == "fail":
             self._fail(job, f"not finite at {what}")
-        elif job.nonfinite_in_a_row >= self.max_nonfinite_steps:
+        elif job.nonfinite_in_a_row >= self.settings.max_nonfinite_steps:
             self._fail(job, f"not finite for {job.nonfinite_in_a_row} steps, last at {what}")
         else:
             self._event(job, f"update skipped at {what}")
@@ -194,7 +189,7 @@ class TrainingLoop:
         return job.is_active and (job.is_done or (every is not None and job.step % every == 0))
 
     def _checkpoint_due(self, job: JobState) -> bool:
-        every = self.checkpoint_every_steps
+        every = self.settings.checkpoint_every_steps
         return every > 0 and job.step % every == 0
 
     def _evaluate(self, jobs: Sequence[JobState]) -> None:
@@ -211,17 +206,17 @@ class TrainingLoop:
                 self._metrics[job.name].log_eval(job.step, result.loss, result.exact_match)
 
     def _save(self, job: JobState) -> None:
-        """A disk that refuses costs this write, not the run; what was there before survives."""
+        """Saves a checkpoint; a disk that refuses costs this write, not the run or older files."""
         directory = self.job_dir(job) / "checkpoints"
         self._saved_step[job.name] = job.step
         try:
-            save_checkpoint(directory, job, self.spec, self.super_model.groups)
+            save_checkpoint(directory, job, self.backbone, self.super_model.groups)
         except (OSError, ValueError) as error:
             # ValueError: values that are not finite.
             self._event(job, f"could not be saved at step {job.step}: {error}")
 
     def _retire(self, jobs: Sequence[JobState]) -> None:
-        """Exports what finished and gives its room to the others; what failed leaves its place."""
+        """Exports jobs that finished and frees their slots; failed jobs leave a placeholder."""
         for job in jobs:
             if job.is_active:
                 job.status = "finished"
@@ -235,7 +230,7 @@ class TrainingLoop:
 
     def _export(self, job: JobState) -> None:
         groups = self.super_model.groups
-        factors = gather_buffer("master", job, self.spec, groups)
+        factors = gather_buffer("master", job, self.backbone, groups)
         if not groups.is_writer:
             return
         try:
@@ -243,7 +238,7 @@ class TrainingLoop:
                 self.job_dir(job) / "adapter",
                 lora=job.spec.lora,
                 factors=factors,
-                model=self.spec,
+                model=self.backbone,
                 base_model=self.base_model,
             )
         except (OSError, ValueError) as error:
@@ -251,5 +246,5 @@ class TrainingLoop:
             self._fail(job, f"its adapter could not be written: {error}")
 
     def job_dir(self, job: JobState) -> Path:
-        """`OUT/jobs/NAME`."""
+        """The job's folder, `OUT/jobs/NAME`."""
         return self.output_dir / "jobs" / job.name

@@ -23,11 +23,11 @@ from tlora_megatron.layers.linear import MultiLoRALinear
 from tlora_megatron.layers.slab import initial_factor
 from tlora_megatron.ops.dropout.masks import mix32, mix_ints
 from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
-from tlora_megatron.runtime import agreement, training_run
-from tlora_megatron.runtime.output_dir import claim_output_dir
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
 from tlora_megatron.training.optimizer import square_sum
 from tlora_megatron.training.preparation import PreparedJob
+from tlora_megatron.training.run import agreement, training_run
+from tlora_megatron.training.run.output_dir import claim_output_dir
 
 
 class _Calls(TorchDispatchMode):

@@ -14,6 +14,7 @@ from tlora_megatron.model.backbone import LinearsSpec
 from tlora_megatron.ops.routing.segments import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.nano.switch import NanoSwitch
 from tlora_megatron.training.packing.packing import Item, PackedBatch, Placed, pack
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -31,17 +32,19 @@ class DeepSpeedEngine:
             look for an optimizer in backward.
     """
 
+    nano_batches: NanoSwitch | None = None
+
     def __init__(self, model: Any, groups: ParallelGroups) -> None:
         self.model = model
         self.groups = groups
 
     def forward_backward(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
-        """See `Engine.forward_backward`."""
+        """Accumulates gradients in the bank; returns weighted losses; see `Engine`."""
         self.model.train()
         return [self._train_step(batch) for batch in batches]
 
     def predict(self, batches: Sequence[PackedBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """See `Engine.predict`."""
+        """Scores the batches without gradients; see `Scorer`."""
         self.model.eval()
         with torch.no_grad():
             return [self._predict_step(batch) for batch in batches]

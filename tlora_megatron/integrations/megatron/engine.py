@@ -18,6 +18,7 @@ from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.routing.segments import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.nano.switch import NanoSettings
 from tlora_megatron.training.packing.packing import PackedBatch
 
 
@@ -52,33 +53,31 @@ class MegatronEngine:
     """`training.super_model.Engine` over a frozen GPTModel.
 
     Args:
-        vocab_size: tokens; further rows of the output layer only fill it up.
+        vocab_size: number of tokens; further rows of the output layer are padding.
+        nano: how nano-batches exchange their tensors.
     """
 
-    def __init__(self, model: nn.Module, groups: ParallelGroups, vocab_size: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: ParallelGroups,
+        vocab_size: int,
+        nano: NanoSettings = NanoSettings(),  # noqa: B008 - frozen
+    ) -> None:
         self.model: Any = model
         self.groups = groups
         self._schedule = get_forward_backward_func()
-        self.nano_batches = NanoBatches([model], groups)
+        self.nano_batches = NanoBatches([model], groups, nano)
         self._head: VocabularyHead | None = None
         if self.model.post_process:
             self._head = VocabularyHead(self.model.output_layer, vocab_size, groups)
 
-    @property
-    def num_nano_batches(self) -> int:
-        """Into how many a micro-batch is to be cut, at most."""
-        return self.nano_batches.count
-
-    def set_nano_batches(self, count: int) -> None:
-        """Cuts the micro-batches of the next rounds into at most `count`; between rounds."""
-        self.nano_batches.set_count(count)
-
     def forward_backward(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
-        """See `Engine.forward_backward`."""
+        """Accumulates gradients in the bank; returns weighted losses; see `Engine`."""
         return [out["losses"] for out in self._run(batches, self._train_step, forward_only=False)]
 
     def predict(self, batches: Sequence[PackedBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """See `Engine.predict`."""
+        """Scores the batches without gradients; see `Scorer`."""
         with torch.no_grad():
             outs = self._run(batches, self._predict_step, forward_only=True)
         return [(out["losses"], out["right"]) for out in outs]
@@ -91,13 +90,13 @@ class MegatronEngine:
             data_iterator=iter(batches),
             model=[self.model],
             num_microbatches=len(batches),
-            seq_length=batches[0].to_run.view.num_tokens * self.groups.layout.cp_size,
+            seq_length=batches[0].view.num_tokens * self.groups.layout.cp_size,
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
     def _hidden(self, batch: PackedBatch) -> torch.Tensor:
-        """What the stage hands on: `[T, 1, H]`, normed behind the last layer.
+        """Output of the stage's layers, `[T, 1, H]`, normed behind the last layer.
 
         Not `GPTModel.forward`: that would go on to the logits of all rows.
         """
@@ -112,25 +111,22 @@ class MegatronEngine:
         self, batches: Iterator[PackedBatch], model: nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(batches)
-        run = batch.to_run
-        out = self._hidden(run)
+        out = self._hidden(batch)
         if self._head is not None:
-            out = self._head.losses(out, run.target_rows, run.labels[0])
+            out = self._head.losses(out, batch.target_rows, batch.labels[0])
         return out, partial(_weighted_loss, batch)
 
     def _predict_step(
         self, batches: Iterator[PackedBatch], model: nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(batches)
-        return self._hidden(batch.to_run), partial(self._score, batch)
+        return self._hidden(batch), partial(self._score, batch)
 
     def _score(self, batch: PackedBatch, hidden: torch.Tensor) -> tuple[Any, ...]:
         assert self._head is not None, "only the last stage scores"
-        run = batch.to_run
-        losses_T, right_T = self._head.score(hidden, run.target_rows, run.labels[0])
-        losses_T = losses_T * run.weights
-        scores = {"losses": batch.in_order(losses_T), "right": batch.in_order(right_T)}
-        return losses_T.sum(), _ONE, scores
+        losses_T, right_T = self._head.score(hidden, batch.target_rows, batch.labels[0])
+        losses_T = losses_T * batch.weights
+        return losses_T.sum(), _ONE, {"losses": losses_T, "right": right_T}
 
 
 _ONE = torch.tensor(1, dtype=torch.int)
@@ -138,5 +134,5 @@ _ONE = torch.tensor(1, dtype=torch.int)
 
 
 def _weighted_loss(batch: PackedBatch, losses: torch.Tensor) -> tuple[Any, ...]:
-    losses_T = losses.flatten() * batch.to_run.weights
-    return losses_T.sum(), _ONE, {"losses": batch.in_order(losses_T.detach())}
+    losses_T = losses.flatten() * batch.weights
+    return losses_T.sum(), _ONE, {"losses": losses_T.detach()}

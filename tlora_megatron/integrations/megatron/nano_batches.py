@@ -27,11 +27,10 @@ from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.lane_room import LaneRoom, lane_room
 from tlora_megatron.parallel.nano.overlap import Overlap
 from tlora_megatron.parallel.transport.tensor_collectives import (
-    DEFAULT_MAX_BYTES,
-    Kind,
     TensorCollectives,
     make_tensor_collectives,
 )
+from tlora_megatron.training.nano.switch import NanoSettings
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +40,18 @@ class NanoBatches:
 
     Args:
         chunks: of this rank's model.
-        kind: of the collectives.
+        settings: how nano-batches exchange their tensors.
     """
 
     def __init__(
-        self, chunks: Sequence[nn.Module], groups: ParallelGroups, kind: Kind = "auto"
+        self,
+        chunks: Sequence[nn.Module],
+        groups: ParallelGroups,
+        settings: NanoSettings = NanoSettings(),  # noqa: B008 - frozen
     ) -> None:
         self._models = language_models(chunks)
         self._groups = groups
-        self.kind: Kind = kind
-        self.max_bytes = DEFAULT_MAX_BYTES
-        """What a nano-batch's collective carries at once; see `make_tensor_collectives`."""
+        self._settings = settings
         self.overlap: Overlap | None = None
         """What micro-batches are cut for; None = they run whole. Benches exchange it."""
         self._has_looked = False
@@ -107,8 +107,8 @@ class NanoBatches:
             collectives = make_tensor_collectives(
                 self._groups.tp_group,
                 self._groups.device,
-                self.kind,
-                max_bytes=self.max_bytes,
+                self._settings.transport,
+                max_bytes=self._settings.max_bytes,
             )
         overlap = Overlap(1, collectives, self._groups.device)
         logger.info("nano-batches run staggered, collectives by %s", collectives.name)

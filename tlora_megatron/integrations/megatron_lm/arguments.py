@@ -69,7 +69,7 @@ def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def settle(args: argparse.Namespace) -> list[str]:
+def resolve_arguments(args: argparse.Namespace) -> list[str]:
     """Sets what follows from the flag, before Megatron validates its arguments.
 
     Returns:

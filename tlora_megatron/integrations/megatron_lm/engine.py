@@ -16,11 +16,12 @@ from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.vocabulary_head import VocabularyShard, vocab_parallel_argmax
 from tlora_megatron.ops.routing.segments import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.nano.switch import NanoSettings
 from tlora_megatron.training.packing.packing import PackedBatch
 
 
 class MicroBatchFeed:
-    """The data iterators of the trainer: each hands out the same round's micro-batches.
+    """Data iterators for the trainer, which all give the same round's micro-batches.
 
     Every tensor- and pipeline-parallel rank packs them for itself, so that routing is at hand on
     middle stages too and rides inside what the iterator gives.
@@ -55,16 +56,17 @@ class _Reader:
         return self._queue.popleft()
 
 
-class UserModel:
-    """`training.super_model.Engine` over the model that the user's script built.
+class MegatronLmEngine:
+    """`training.evaluation.Scorer` over the model that the user's script built.
 
-    Training rounds are the trainer's: it calls `forward_step`, and `take_losses` gives what came of
-    it. Evaluation runs in a forward-only schedule of our own.
+    The trainer runs the training rounds: it calls `forward_step` for each micro-batch, and
+    `take_losses` then returns their losses. Evaluation runs in a forward-only schedule of our own.
 
     Args:
-        chunks: as the trainer holds them, wrapped.
-        vocab_size: tokens; further columns of the logits only fill them up.
+        chunks: the trainer's model chunks, wrapped as it holds them.
+        vocab_size: number of tokens; further columns of the logits are padding.
         seq_length: rows of a micro-batch over its context-parallel ranks.
+        nano: how nano-batches exchange their tensors.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class UserModel:
         *,
         vocab_size: int,
         seq_length: int,
+        nano: NanoSettings = NanoSettings(),  # noqa: B008 - frozen
     ) -> None:
         self.chunks = list(chunks)
         self.groups = groups
@@ -81,33 +84,19 @@ class UserModel:
         self.seq_length = seq_length
         self._losses: list[Tensor] = []
         self._models = language_models(chunks)
-        self.nano_batches = NanoBatches(chunks, groups)
+        self.nano_batches = NanoBatches(chunks, groups, nano)
         for model in self._models:
             # The schedules then leave the loss as it is: jobs are weighted by their own tokens.
             model.config.calculate_per_token_loss = True
             if model.post_process:
                 model.output_layer.register_forward_hook(self._mask_padding)
 
-    @property
-    def num_nano_batches(self) -> int:
-        """Into how many a micro-batch is to be cut, at most."""
-        return self.nano_batches.count
-
-    def set_nano_batches(self, count: int) -> None:
-        """Cuts the micro-batches of the next rounds into at most `count`; between rounds."""
-        self.nano_batches.set_count(count)
-
-    def forward_backward(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """Not here: the trainer drives these rounds."""
-        raise RuntimeError("training rounds must be run by Megatron-LM's trainer")
-
     def forward_step(
         self, batches: Iterator[PackedBatch], model: nn.Module, *_: Any
     ) -> tuple[Tensor, Callable[..., Any]]:
         """Megatron's forward step of one micro-batch, in training."""
         batch = next(batches)
-        run = batch.to_run
-        return self._call(run, model, labels=run.labels), partial(self._weighted, batch)
+        return self._call(batch, model, labels=batch.labels), partial(self._weighted, batch)
 
     def take_losses(self) -> list[Tensor]:
         """Weighted losses `[T]` of the micro-batches since the last call; none on early stages."""
@@ -115,7 +104,7 @@ class UserModel:
         return losses
 
     def predict(self, batches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
-        """See `Engine.predict`."""
+        """Scores the batches without gradients; see `Scorer`."""
         iterators = [iter(batches) for _ in self.chunks]
         config = self._models[0].config
         timers, config.timers = config.timers, None
@@ -140,34 +129,32 @@ class UserModel:
             return model(batch.tokens, positions, None, labels=labels)
 
     def _weighted(self, batch: PackedBatch, losses: Tensor) -> tuple[Any, ...]:
-        losses_T = losses.flatten().float() * batch.to_run.weights
-        self._losses.append(batch.in_order(losses_T.detach()))
+        losses_T = losses.flatten().float() * batch.weights
+        self._losses.append(losses_T.detach())
         return losses_T.sum(), _ONE, {}
 
     def _predict_step(
         self, batches: Iterator[PackedBatch], model: nn.Module, *_: Any
     ) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches)
-        return self._call(batch.to_run, model, labels=None), partial(self._score, batch)
+        return self._call(batch, model, labels=None), partial(self._score, batch)
 
     def _score(self, batch: PackedBatch, logits: Tensor) -> tuple[Any, ...]:
         """Losses and right first choices from logits `[1, T, V / tp]`."""
-        run = batch.to_run
-        rows_n = run.target_rows
+        rows_n = batch.target_rows
         columns = logits.shape[-1]
         first_column = self.groups.tp_rank * columns
-        labels_n = run.labels[0][rows_n] - first_column
+        labels_n = batch.labels[0][rows_n] - first_column
         split = self.groups.layout.tp_size > 1
         shard = VocabularyShard(self.groups.tp_group, split, first_column)
-        right_T = torch.zeros_like(run.labels[0], dtype=torch.bool)
+        right_T = torch.zeros_like(batch.labels[0], dtype=torch.bool)
         right_T[rows_n] = vocab_parallel_argmax(logits[0][rows_n], shard) == labels_n
         # After the first choice: for fp32 logits the loss is computed in their place.
         losses = self._models[-1].compute_language_model_loss(
-            run.labels, logits.transpose(0, 1).contiguous()
+            batch.labels, logits.transpose(0, 1).contiguous()
         )
-        losses_T = losses.flatten().float() * run.weights
-        scores = {"losses": batch.in_order(losses_T), "right": batch.in_order(right_T)}
-        return losses_T.sum(), _ONE, scores
+        losses_T = losses.flatten().float() * batch.weights
+        return losses_T.sum(), _ONE, {"losses": losses_T, "right": right_T}
 
     def _mask_padding(self, module: nn.Module, args: Any, output: tuple[Tensor, Any]) -> None:
         """Sets logits of columns that only fill the vocabulary up to the dtype's least value."""

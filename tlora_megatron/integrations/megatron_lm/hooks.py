@@ -1,4 +1,4 @@
-"""The names of `megatron.training` that `--tlora-config` takes over, and nothing else of it.
+"""Wraps the functions of `megatron.training` that `--tlora-config` takes over, and no others.
 
 Each is wrapped where the trainer looks it up; without the flag a wrapper calls what it wraps. The
 trainer's loop, schedules, DDP and logging run as they are.
@@ -15,30 +15,35 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from tlora_megatron.integrations.megatron_lm.guard import FLAG, check_arguments, check_trainer
 from tlora_megatron.parallel.nano.hardware_queues import shown_in_order
+
+if TYPE_CHECKING:
+    from tlora_megatron.integrations.megatron_lm.session import Session
+    from tlora_megatron.training.run.training_run import ShardingResolver
 
 logger = logging.getLogger(__name__)
 
 _MARK = "_tlora_hooks"
 
 
-class Host(Protocol):
-    """What the roof does for the hooks, which stand below it."""
+class LauncherCallbacks(Protocol):
+    """The parts of the launcher that the hooks call."""
 
-    def open_run(self, *args: Any, **kwargs: Any) -> Any:
-        """See `session.OpenRun`."""
+    def sharding_resolver(self) -> ShardingResolver:
+        """Returns the function that chooses a run's LoRA sharding."""
+        ...
 
-    def show_summary(self, summary: dict[str, Any]) -> None:
+    def show_summary(self, summary: dict[str, Any], output_dir: Path) -> None:
         """Shows how a run ended; on the writer."""
 
     def fail(self, error: Exception) -> NoReturn:
-        """Ends this process over input that can be corrected."""
+        """Ends this process because of input that the user can correct."""
 
 
-def install(host: Host) -> None:
+def install(callbacks: LauncherCallbacks) -> None:
     """Hooks the Megatron-LM that is importable, once a process; call it before the script's own
     `from megatron.training import ...`.
 
@@ -48,27 +53,27 @@ def install(host: Host) -> None:
         check_trainer()
     except ImportError as error:
         if flag_on_command_line():
-            host.fail(error)
+            callbacks.fail(error)
         return
     training = importlib.import_module("megatron.training.training")
     if not hasattr(training, _MARK):
         setattr(training, _MARK, True)
-        _Hooks(host).install(training)
+        _Hooks(callbacks).install(training)
 
 
 def flag_on_command_line() -> bool:
-    """Whether this process was started with the flag; Megatron has not parsed anything yet."""
+    """True if the command line has the flag; Megatron need not have parsed anything yet."""
     return any(word.split("=")[0] == FLAG for word in sys.argv[1:])
 
 
 def overlaps_by_command_line() -> bool:
-    """Whether the file of the flag that this process was started with asks for nano-batches."""
+    """True if the command line's file of jobs asks for nano-batches."""
     words = [word for argument in sys.argv[1:] for word in argument.split("=", 1)]
     return FLAG in words[:-1] and asks_for_nano_batches(words[words.index(FLAG) + 1])
 
 
 def asks_for_nano_batches(jobs: str) -> bool:
-    """Whether a file of jobs does; one that cannot be read is refused where it is needed."""
+    """True if a file of jobs asks for nano-batches; an unreadable one is refused later."""
     from tlora_megatron.config.source import read_document
 
     try:
@@ -79,27 +84,27 @@ def asks_for_nano_batches(jobs: str) -> bool:
 
 
 class _Call(NamedTuple):
-    """A call of the trainer's that a hook may change, carry out or answer itself."""
+    """A call of the trainer, which a hook may change, carry out or answer itself."""
 
     original: Callable[..., Any]
     bound: inspect.BoundArguments
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """By parameter; a change holds for `proceed`."""
+        """The arguments by parameter name; `proceed` uses what a hook changes in them."""
         return self.bound.arguments
 
     def proceed(self) -> Any:
-        """What the trainer's own function does."""
+        """Calls the trainer's own function."""
         return self.original(*self.bound.args, **self.bound.kwargs)
 
 
 class _Hooks:
-    """The wrappers and the session they share; there is none without the flag."""
+    """The wrappers and the session that they share; without the flag there is none."""
 
-    def __init__(self, host: Host) -> None:
-        self.host = host
-        self.session: Any = None
+    def __init__(self, callbacks: LauncherCallbacks) -> None:
+        self.callbacks = callbacks
+        self.session: Session | None = None
 
     def install(self, training: ModuleType) -> None:
         """Puts every wrapper in its place."""
@@ -122,13 +127,14 @@ class _Hooks:
         for name, hook in in_session.items():
             _wrap(training, name, self._in_session(hook))
 
-    def _in_session(self, hook: Callable[[_Call], Any]) -> Callable[..., Any]:
-        """A wrapper that is what it wraps while there is no session."""
+    def _in_session(self, hook: Callable[[Session, _Call], Any]) -> Callable[..., Any]:
+        """Makes a wrapper that calls the hook, or the original while there is no session."""
 
         def wrapper(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self.session is None:
                 return original(*args, **kwargs)
-            return hook(_Call(original, inspect.signature(original).bind(*args, **kwargs)))
+            call = _Call(original, inspect.signature(original).bind(*args, **kwargs))
+            return hook(self.session, call)
 
         return wrapper
 
@@ -141,9 +147,9 @@ class _Hooks:
         parsed = inspect.signature(original).bind(*args, **kwargs).arguments["args"]
         if not getattr(parsed, "tlora_config", None):
             return original(*args, **kwargs)
-        from tlora_megatron.integrations.megatron_lm.arguments import settle
+        from tlora_megatron.integrations.megatron_lm.arguments import resolve_arguments
 
-        for sentence in settle(parsed):
+        for sentence in resolve_arguments(parsed):
             logger.info("has no effect with %s: %s", FLAG, sentence)
         with shown_in_order() if asks_for_nano_batches(parsed.tlora_config) else nullcontext():
             result = original(*args, **kwargs)
@@ -164,22 +170,22 @@ class _Hooks:
         megatron_args = get_args()
         if not getattr(megatron_args, "tlora_config", None):
             if flag_on_command_line():
-                self.host.fail(ValueError(f"{FLAG} must be read by Megatron's own parser"))
+                self.callbacks.fail(ValueError(f"{FLAG} must be read by Megatron's own parser"))
             return original(*args, **kwargs)
         with self._input_errors():
-            self.session = _open_session(megatron_args, self.host)
+            session = self.session = _open_session(megatron_args, self.callbacks)
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
         model_config: Any = getattr(bound.get("cfg_container"), "model", None)
         if hasattr(model_config, "pre_wrap_hooks"):
-            model_config.pre_wrap_hooks.append(self._take_model)
+            model_config.pre_wrap_hooks.append(functools.partial(self._take_model, session))
         result = original(*args, **kwargs)
         with self._input_errors():
-            self.session.start(result[0])
+            session.start(result[0])
         return result
 
-    def _take_model(self, chunks: Any) -> Any:
+    def _take_model(self, session: Session, chunks: Any) -> Any:
         with self._input_errors():
-            self.session.take_model(chunks if isinstance(chunks, list) else [chunks])
+            session.take_model(chunks if isinstance(chunks, list) else [chunks])
         return chunks
 
     @contextmanager
@@ -188,17 +194,19 @@ class _Hooks:
         try:
             yield
         except (ValueError, NotImplementedError) as error:
-            self.host.fail(error)
+            self.callbacks.fail(error)
 
-    def _get_model(self, call: _Call) -> Any:
+    def _get_model(self, session: Session, call: _Call) -> Any:
         provide = call.arguments["model_provider_func"]
-        call.arguments["model_provider_func"] = lambda *a, **k: self._take_model(provide(*a, **k))
+        call.arguments["model_provider_func"] = lambda *args, **kwargs: self._take_model(
+            session, provide(*args, **kwargs)
+        )
         return call.proceed()
 
-    def _get_optimizer(self, call: _Call) -> Any:
-        return self.session.optimizer(call.arguments["config"])
+    def _get_optimizer(self, session: Session, call: _Call) -> Any:
+        return session.optimizer(call.arguments["config"])
 
-    def _get_schedule(self, call: _Call) -> Any:
+    def _get_schedule(self, session: Session, call: _Call) -> Any:
         from megatron.training.global_vars import get_args
         from megatron.training.training import update_train_iters
 
@@ -207,26 +215,26 @@ class _Hooks:
         update_train_iters(get_args())
         return NoSchedule()
 
-    def _build_iterators(self, call: _Call) -> Any:
+    def _build_iterators(self, session: Session, call: _Call) -> Any:
         from megatron.core.rerun_state_machine import RerunDataIterator
         from megatron.training.global_vars import get_args
 
         megatron_args = get_args()
         megatron_args.do_train = megatron_args.train_iters > 0
         megatron_args.do_valid = megatron_args.do_test = False
-        return RerunDataIterator(self.session.reader()), None, None
+        return RerunDataIterator(session.reader()), None, None
 
-    def _train_step(self, call: _Call) -> Any:
-        call.arguments["forward_step_func"] = self.session.forward_step
-        return self.session.train_step(call.proceed)
+    def _train_step(self, session: Session, call: _Call) -> Any:
+        call.arguments["forward_step_func"] = session.forward_step
+        return session.train_step(call.proceed)
 
-    def _training_log(self, call: _Call) -> Any:
+    def _training_log(self, session: Session, call: _Call) -> Any:
         logged = (call.arguments[name] for name in ("loss_dict", "total_loss_dict", "iteration"))
-        self.session.before_log(*logged)
+        session.before_log(*logged)
         return call.proceed()
 
-    def _save_checkpoint(self, call: _Call) -> Any:
-        return self.session.save(call.arguments["iteration"])
+    def _save_checkpoint(self, session: Session, call: _Call) -> Any:
+        return session.save(call.arguments["iteration"])
 
     def _pretrain(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -243,12 +251,14 @@ class _Hooks:
                 self.session.close()
 
     def _finish(self) -> None:
-        summary = {} if self.session is None else self.session.finish()
+        if self.session is None:
+            return
+        summary = self.session.finish()
         if summary:
-            self.host.show_summary(summary)
+            self.callbacks.show_summary(summary, self.session.output_dir)
 
 
-def _open_session(megatron_args: Any, host: Host) -> Any:
+def _open_session(megatron_args: Any, callbacks: LauncherCallbacks) -> Session:
     from megatron.training.checkpointing import checkpoint_exists
     from megatron.training.global_vars import get_tokenizer
 
@@ -263,7 +273,7 @@ def _open_session(megatron_args: Any, host: Host) -> Any:
             f"{FLAG}, got {sources[0]} and {sources[1]}; `tlora convert` writes one, and "
             f"base_model.random_init: true trains over random weights"
         )
-    return Session(megatron_args, settings, host.open_run)
+    return Session(megatron_args, settings, callbacks.sharding_resolver())
 
 
 def _wrap(module: ModuleType, name: str, wrapper: Callable[..., Any], *others: ModuleType) -> None:

@@ -6,34 +6,31 @@ import argparse
 import json
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch import Tensor, nn
 
-from tlora_megatron.config.load import RunConfig
 from tlora_megatron.integrations.megatron import recompute
 from tlora_megatron.integrations.megatron.built_model import freeze, require_whole_weights
 from tlora_megatron.integrations.megatron.discover import discover, record_stages
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron_lm.arguments import LaunchSettings
-from tlora_megatron.integrations.megatron_lm.engine import MicroBatchFeed, UserModel
+from tlora_megatron.integrations.megatron_lm.engine import MegatronLmEngine, MicroBatchFeed
 from tlora_megatron.integrations.megatron_lm.interval_losses import IntervalLosses
 from tlora_megatron.integrations.megatron_lm.job_optimizer import JobOptimizer
-from tlora_megatron.layers.sites import Site
-from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.loop import TrainingLoop
 from tlora_megatron.training.metrics import write_atomic
 from tlora_megatron.training.packing.packing import PackedBatch, RoundShape
-from tlora_megatron.training.super_model import Engine, StepReport
+from tlora_megatron.training.run.nano_setup import nano_settings
+from tlora_megatron.training.run.training_run import DTYPES, ShardingResolver, TrainingRun
+from tlora_megatron.training.super_model import StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -41,71 +38,47 @@ ITERATION_FILE = "iteration.json"
 """In the output folder: where the trainer's own count goes on when the run is resumed."""
 
 
-class Run(Protocol):
-    """What `runtime.training_run.TrainingRun` does for a session."""
-
-    def check_agreement(self) -> None:
-        """Refuses processes that have read different files."""
-
-    def start(
-        self,
-        groups: ParallelGroups,
-        linears: Sequence[tuple[Site, nn.Module]],
-        engine: Engine,
-        *,
-        round_shape: RoundShape,
-    ) -> TrainingLoop:
-        """Gives the linears their adapters; returns the loop."""
-        ...
-
-    def finish(self) -> dict[str, Any]:
-        """Writes summary and report; the summary on the writer."""
-        ...
-
-    def close(self) -> None:
-        """Lets go of files."""
-
-
-class OpenRun(Protocol):
-    """Makes a `Run`."""
-
-    def __call__(
-        self, config: RunConfig, spec: ModelSpec, *, tokenizer_dir: Path, base_model: str
-    ) -> Run:
-        """See `runtime.training_run.TrainingRun`."""
-        ...
-
-
 class Session:
     """The run from the trainer's set-up to its end. Every process makes every call.
 
     Args:
         args: Megatron's, validated; `train_iters` is set when all jobs have ended.
+        resolve_sharding: chooses the LoRA sharding.
     """
 
     def __init__(
-        self, args: argparse.Namespace, settings: LaunchSettings, open_run: OpenRun
+        self,
+        args: argparse.Namespace,
+        settings: LaunchSettings,
+        resolve_sharding: ShardingResolver,
     ) -> None:
         self._args = args
         self._settings = settings
         self._feed = MicroBatchFeed()
         self._reports: list[StepReport] = []
+        """Jobs that stepped in the round that the trainer ran last."""
         self._interval = IntervalLosses()
-        self._loop: TrainingLoop | None = None
         recompute.install()
-        self._run = open_run(
+        self._run = TrainingRun(
             settings.config,
             settings.spec,
             tokenizer_dir=settings.tokenizer_dir,
             base_model=settings.base_model,
+            listener=SilentListener(),  # the console is the trainer's
+            resolve_sharding=resolve_sharding,
         )
         self._run.check_agreement()
 
     @property
     def loop(self) -> TrainingLoop:
         """The loop over the jobs, once the model stands."""
-        assert self._loop is not None, "start comes first"
-        return self._loop
+        assert self._run.loop is not None, "start comes first"
+        return self._run.loop
+
+    @property
+    def output_dir(self) -> Path:
+        """The output folder of the run."""
+        return self._run.output_dir
 
     def take_model(self, chunks: Sequence[nn.Module]) -> None:
         """Freezes the built base and replaces its attention, before the trainer wraps it in DDP.
@@ -117,21 +90,25 @@ class Session:
         install_packed_attention(chunks)
 
     def optimizer(self, config: Any) -> JobOptimizer:
-        """What the trainer takes for its optimizer."""
+        """The stand-in for the trainer's optimizer."""
         return JobOptimizer(config, self._end_round, torch.device(torch.cuda.current_device()))
 
     def start(self, chunks: Sequence[nn.Module]) -> None:
-        """Gives the built and loaded model its adapters, and evaluates the jobs that are new."""
+        """Gives the built and loaded model its adapters, and evaluates new jobs."""
         settings, spec = self._settings, self._settings.spec
         groups = current_groups(settings.layout)
         linears = discover(chunks, spec, groups)
         groups = record_stages(groups, linears)
-        engine = UserModel(
-            chunks, groups, vocab_size=spec.vocab_size, seq_length=self._args.seq_length
+        config = settings.config
+        self._engine = MegatronLmEngine(
+            chunks,
+            groups,
+            vocab_size=spec.vocab_size,
+            seq_length=self._args.seq_length,
+            nano=nano_settings(config.run, spec, DTYPES[config.base_model.dtype]),
         )
-        self._engine = engine
-        shape = RoundShape(num_micro_batches=get_num_microbatches(), fills_budget=True)
-        self._loop = self._run.start(groups, linears, engine, round_shape=shape)
+        shape = RoundShape(num_micro_batches=get_num_microbatches, fills_budget=True)
+        self._run.start(groups, linears, self._engine, round_shape=shape)
         self._resume_iteration()
         self.loop.start()
         if self.loop.is_over:
@@ -142,43 +119,45 @@ class Session:
         return self._feed.reader()
 
     def forward_step(self, *args: Any) -> tuple[Tensor, Callable[..., Any]]:
-        """In the place of the script's forward step."""
+        """Stands in for the script's forward step."""
         return self._engine.forward_step(*args)
 
     def train_step(self, run_step: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """One iteration.
+        """Runs one iteration of the trainer as a round of the jobs.
 
         Args:
             run_step: the trainer's `train_step` with `forward_step` in it, whose optimizer ends the
                 round.
 
         Returns:
-            What `run_step` does, with the losses of the jobs that stepped.
+            The answer of `run_step`, with the losses of the jobs that stepped.
         """
-        super_model = self.loop.super_model
-        begin_s = time.perf_counter()
-        shape = replace(super_model.round_shape, num_micro_batches=get_num_microbatches())
-        super_model.round_shape = shape
-        self._feed.fill(super_model.begin_round())
-        self._reports = []
-        _, *rest = run_step()
-        reports, self._reports = self._reports, []
-        self.loop.after_round(reports, time.perf_counter() - begin_s)
+        answer: tuple[Any, ...] = ()
+
+        def run_round() -> list[StepReport]:
+            nonlocal answer
+            self._reports = []
+            self._feed.fill(self.loop.super_model.begin_round())
+            answer = run_step()
+            return self._reports
+
+        reports = self.loop.step(run_round)
         if self.loop.is_over:
             self._args.train_iters = self._args.curr_iteration + 1
         losses = self._interval.add(reports)
-        device = super_model.groups.device
+        device = self.loop.super_model.groups.device
+        _, *rest = answer
         return {key: torch.tensor(loss, device=device) for key, loss in losses.items()}, *rest
 
     def before_log(
         self, loss_dict: dict[str, Tensor], totals: dict[str, Any], iteration: int
     ) -> None:
-        """Corrects what the trainer's log line is going to average; see `IntervalLosses`."""
+        """Corrects the sums that the trainer's log line averages; see `IntervalLosses`."""
         if iteration % self._args.log_interval == 0:
             self._interval.correct(loss_dict, totals)
 
     def save(self, iteration: int) -> None:
-        """Checkpoints every job that trains at its last completed step; never the base."""
+        """Checkpoints every job that still trains, but never the base."""
         self.loop.save_active()
         if self.loop.super_model.groups.is_writer:
             state = {"iteration": iteration, "samples": self._args.consumed_train_samples}
@@ -189,7 +168,7 @@ class Session:
 
     def finish(self) -> dict[str, Any]:
         """Writes summary and report; returns the summary, empty but on the writer. Collective."""
-        if self._loop is None:
+        if self._run.loop is None:
             return {}
         left = [job.name for job in self.loop.super_model.jobs if job.is_active]
         summary = self._run.finish()
@@ -204,10 +183,11 @@ class Session:
         return summary
 
     def close(self) -> None:
-        """Lets go of files."""
+        """Closes files and releases the output folder."""
         self._run.close()
 
     def _end_round(self) -> tuple[float, float]:
+        """Steps the jobs; returns the largest gradient norm and learning rate for the log."""
         losses = self._engine.take_losses()
         self._reports = self.loop.super_model.end_round(losses)
         norms = [report.outcome.grad_norm for report in self._reports]
@@ -215,7 +195,7 @@ class Session:
         return max((n for n in norms if math.isfinite(n)), default=0.0), max(rates, default=0.0)
 
     def _resume_iteration(self) -> None:
-        """Goes on with the trainer's count where the resumed run's was saved."""
+        """Sets the trainer's count to the one saved with the run that is resumed."""
         file = self.loop.output_dir / ITERATION_FILE
         if not any(job.step for job in self.loop.jobs) or not file.is_file():
             return

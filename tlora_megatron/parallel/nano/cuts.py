@@ -1,8 +1,8 @@
 """Cutting a micro-batch into nano-batches: which documents, how many rows, in which order.
 
 A nano-batch is a run of whole documents in packed order, padded on its own to a multiple that GEMM
-libraries compute alike (`training.packing.round_rows`), so that a row's bits do not depend on what
-runs beside it.
+libraries compute alike (`training.packing.round_packer`), so that a row's bits do not depend on
+what runs beside it.
 
 Under sequence parallelism each nano-batch is cut over the tensor-parallel ranks on its own. So that
 a rank's rows are one run of the micro-batch's all the same, the micro-batch's rows are put in

@@ -31,7 +31,7 @@ from tlora_megatron.planner.workload import JobLoad
 HEAD_ROWS = 1024
 """Rows of logits that exist at a time: `layers.vocabulary_head.ROWS_AT_ONCE`."""
 ROW_TILE = 128
-"""Rows of a micro-batch on a GPU come in multiples of it: `training.packing.round_rows`."""
+"""Rows of a micro-batch on a GPU come in multiples of it: `training.packing.round_packer`."""
 FRAGMENTATION = 0.04
 """Of activations and workspace: room that the allocator holds and cannot use. Reserved over
 allocated memory was 1.02 to 1.04 in whole rounds on an H200."""

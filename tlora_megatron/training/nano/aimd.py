@@ -7,7 +7,7 @@ from statistics import median
 from tlora_megatron.training.nano.controller import BLOCK, HYSTERESIS, WARM_UP, Phase, StepTime
 
 
-class AimdCount:
+class AimdController:
     """The paper's rule: 4 more while a horizon is faster than the one before, else half as many.
 
     As public accounts give it, with a margin of `HYSTERESIS`; the second horizon tries 4 more, to

@@ -76,7 +76,7 @@ class NanoController(Protocol):
         """Goes on with what an earlier run had chosen for a mix."""
 
 
-class BestCount:
+class HysteresisController:
     """Keeps the count with the shortest time seen.
 
     Explores 1, 2, 3, ... in blocks and back again, so that a drift of all times cancels out; stops

@@ -10,7 +10,7 @@ a large batch every few.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,11 +28,11 @@ class Item:
 
     sequence: TokenSequence
     index: int
-    """Of the sequence in its batch."""
+    """Place of the sequence in its batch."""
     first_token: int
     """Index of its first row among the rows of the whole batch: keys the dropout."""
     weight: float
-    """Of each target token's loss; 1 / target tokens of the whole batch when training."""
+    """Weight of each target token's loss; 1 / target tokens of the whole batch when training."""
 
     @property
     def length(self) -> int:
@@ -65,12 +65,12 @@ class Bins:
 
     @property
     def num_tokens(self) -> int:
-        """Of all micro-batches, padding left out."""
+        """Tokens of all micro-batches without padding."""
         return sum(placed.item.length for content in self.contents for placed in content)
 
     @property
     def most_documents(self) -> int:
-        """Of the micro-batch with most of them."""
+        """Documents of the micro-batch that holds most of them."""
         return max(map(len, self.contents))
 
     def of_rank(self, dp_rank: int) -> list[tuple[Placed, ...]]:
@@ -80,14 +80,20 @@ class Bins:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundShape:
-    """What a super-model's driver fixes of its rounds; by default the work there is decides."""
+    """The driver's demands on the rounds of a super-model; by default there are none."""
 
-    num_micro_batches: int | None = None
-    """On every data-parallel rank; None = as many as the work asks for."""
+    num_micro_batches: Callable[[], int] | None = None
+    """Gives the number on every data-parallel rank, and is asked at every round, since a trainer
+    may ramp its batch size up; None = as many as the work needs."""
     fills_budget: bool = False
     """Every micro-batch has as many rows as the token budget; else as the fullest of its round."""
     portion_tokens: int | None = None
-    """Of training rounds: see `training.packing.portions`; None = the room is shared fairly."""
+    """Tokens of a training round's portion of a job, see `training.packing.portions`; None = jobs
+    share the room fairly."""
+
+    def asked_micro_batches(self) -> int | None:
+        """The number that the driver wants in the next round; None = any."""
+        return None if self.num_micro_batches is None else self.num_micro_batches()
 
 
 def choose_num_micro_batches(total_tokens: int, capacity: int, dp_size: int, pp_size: int) -> int:
@@ -126,16 +132,29 @@ def fill_bins(
     if num_micro_batches is None:
         total = sum(item.length for queue in queues for item in queue)
         num_micro_batches = choose_num_micro_batches(total, capacity, dp_size, pp_size)
-    loads = [0] * (num_micro_batches * dp_size)
-    contents: list[list[Placed]] = [[] for _ in loads]
     # Longest first: what fits only into an empty bin goes while there is one.
     left = [sorted(queue, key=lambda item: -item.length) for queue in queues]
     turns = [(first_slot + turn) % len(left) for turn in range(len(left))]
+    contents = _deal(left, turns, num_bins=num_micro_batches * dp_size, capacity=capacity)
+    return Bins(num_micro_batches=num_micro_batches, dp_size=dp_size, contents=contents), left
+
+
+def _deal(
+    left: Sequence[list[Item]], turns: Sequence[int], *, num_bins: int, capacity: int
+) -> tuple[tuple[Placed, ...], ...]:
+    """Moves items from the slots' queues to the lightest bin, a slot after the other.
+
+    Args:
+        left: each slot's queue, in the order to take from; what fits is removed.
+        turns: the slots in the order of their turns.
+    """
+    loads = [0] * num_bins
+    contents: list[list[Placed]] = [[] for _ in loads]
     open_slots = [slot for slot in turns if left[slot]]
     while open_slots:
         for slot in list(open_slots):
             item = left[slot][0]
-            lightest = min(range(len(loads)), key=loads.__getitem__)
+            lightest = min(range(num_bins), key=loads.__getitem__)
             if loads[lightest] + item.length > capacity:
                 open_slots.remove(slot)
                 continue
@@ -143,13 +162,17 @@ def fill_bins(
             loads[lightest] += item.length
             if not left[slot]:
                 open_slots.remove(slot)
-    ordered = tuple(tuple(sorted(c, key=lambda p: (p.slot, p.item.index))) for c in contents)
-    return Bins(num_micro_batches=num_micro_batches, dp_size=dp_size, contents=ordered), left
+    return tuple(in_packed_order(content) for content in contents)
+
+
+def in_packed_order(content: Sequence[Placed]) -> tuple[Placed, ...]:
+    """Sorts a bin's items by slot, and a slot's by their place in its batch."""
+    return tuple(sorted(content, key=lambda p: (p.slot, p.item.index)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedBatch:
-    """One micro-batch on one rank: token tensors of the local rows and their routing."""
+    """Token tensors and routing of one micro-batch on one rank."""
 
     view: MicroBatchView
     tokens: torch.Tensor
@@ -161,23 +184,7 @@ class PackedBatch:
     target_rows: torch.Tensor
     """int64 `[n]`, ascending: rows where something is predicted."""
     order: torch.Tensor | None = None
-    """Row of the view of each of these rows, int64 `[T]`; None = the same."""
-    split: SplitBatch | None = None
-    """The same items as they run in nano-batches; None = they run as they are here."""
-
-    @property
-    def to_run(self) -> PackedBatch:
-        """What goes through the model."""
-        return self if self.split is None else self.split.batch
-
-    def in_order(self, values_T: torch.Tensor) -> torch.Tensor:
-        """Values of the rows of `to_run` as values of these rows; 0 in padding."""
-        if self.split is None:
-            return values_T
-        ordered_T = values_T.new_zeros(self.view.num_tokens)
-        places = self.split.places
-        ordered_T[: len(places)] = values_T[places]
-        return ordered_T
+    """Row of the view that each row of the tensors is, int64 `[T]`; None = the same row."""
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Position of every row's token in its own document, int64 `[1, T]`."""
@@ -186,12 +193,35 @@ class PackedBatch:
 
 
 class SplitBatch(NamedTuple):
-    """A micro-batch's items in nano-batches."""
+    """A micro-batch's items in nano-batches, each padded on its own."""
 
     batch: PackedBatch
-    """Rows of nano-batches, each with padding, in the order of `parallel.nano.cuts`."""
+    """Rows of the nano-batches in the order of `parallel.nano.cuts`."""
     places: torch.Tensor
-    """There, the rows of the items in packed order, int64."""
+    """Row of `batch` for every row of the items in packed order, int64."""
+
+
+class MicroBatch(NamedTuple):
+    """A micro-batch as its items were packed, and as an engine executes it."""
+
+    packed: PackedBatch
+    """Items one behind the other, then padding."""
+    split: SplitBatch | None = None
+    """The same items in nano-batches; None = the micro-batch runs whole."""
+
+    @property
+    def executed(self) -> PackedBatch:
+        """The batch that an engine runs through the model."""
+        return self.packed if self.split is None else self.split.batch
+
+    def restore_order(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Reorders values of the executed rows into packed order; padding gets 0."""
+        if self.split is None:
+            return values_T
+        ordered_T = values_T.new_zeros(self.packed.view.num_tokens)
+        places = self.split.places
+        ordered_T[: len(places)] = values_T[places]
+        return ordered_T
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -214,7 +244,7 @@ def pack(
     """Builds one rank's micro-batch of `num_tokens` rows (over all CP ranks) from placed items.
 
     Args:
-        token_budget, num_parts: as `pack_micro_batch`.
+        token_budget, num_parts: see `pack_micro_batch`.
     """
     view = pack_micro_batch(
         documents_of(placed),
@@ -230,14 +260,14 @@ def pack(
 
 
 def documents_of(placed: Sequence[Placed]) -> list[Document]:
-    """What routing keeps of items."""
+    """The slots and lengths that routing is made from."""
     return [
         Document(slot=p.slot, length=p.item.length, first_token=p.item.first_token) for p in placed
     ]
 
 
 class RowArrays(NamedTuple):
-    """What rows hold, on the host."""
+    """Tokens, labels and loss weights of rows, on the host."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -247,7 +277,7 @@ class RowArrays(NamedTuple):
 def on_device(
     view: MicroBatchView, arrays: RowArrays, rows: torch.Tensor, device: torch.device
 ) -> PackedBatch:
-    """The rows `rows` of the arrays as a micro-batch."""
+    """Copies the chosen rows of the arrays to the device as a micro-batch."""
     tokens_T, labels_T, weights_T = (torch.from_numpy(values)[rows] for values in arrays)
     return PackedBatch(
         view=view,

@@ -2,18 +2,24 @@
 
 Fair packing (`packing.fill_bins`) deals sequences out to whatever room the others leave, so that
 neighbours decide which of a job's sequences are summed together, on which rank and in which round.
-Here a job's batch is cut into portions by its own sequences alone; a portion goes into one round as
-a whole or waits. What that costs is room: a portion that does not fit leaves some empty.
+Here a job's batch is divided into portions by its own sequences alone; a portion goes into one
+round as a whole or waits. The cost is room: a portion that does not fit leaves some empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tlora_megatron.training.packing.packing import Bins, Item, Placed, choose_num_micro_batches
+from tlora_megatron.training.packing.packing import (
+    Bins,
+    Item,
+    Placed,
+    choose_num_micro_batches,
+    in_packed_order,
+)
 
 
-def cut_portion(
+def next_portion(
     queue: Sequence[Item], *, portion_tokens: int, dp_size: int
 ) -> tuple[list[list[Item]], list[Item]]:
     """Takes the next portion of a batch: sequences for every rank, and what is left.
@@ -60,20 +66,19 @@ def fill_with_portions(
     loads = [[0] * dp_size for _ in range(num_micro_batches)]
     contents: list[list[list[Placed]]] = [[[] for _ in load] for load in loads]
     left = [list(queue) for queue in queues]
-    for turn in range(len(left)):
-        slot = (first_slot + turn) % len(left)
+    turns = [(first_slot + turn) % len(left) for turn in range(len(left))]
+    for slot in turns:
         if not left[slot]:
             continue
-        portion, rest = cut_portion(left[slot], portion_tokens=portion_tokens, dp_size=dp_size)
-        sizes = [sum(item.length for item in items) for items in portion]
+        portion, rest = next_portion(left[slot], portion_tokens=portion_tokens, dp_size=dp_size)
         emptiest = min(range(num_micro_batches), key=lambda m: max(loads[m]))
-        if any(load + size > capacity for load, size in zip(loads[emptiest], sizes, strict=True)):
-            continue
-        for rank, items in enumerate(portion):
-            contents[emptiest][rank] += [Placed(slot, item) for item in items]
-            loads[emptiest][rank] += sizes[rank]
-        left[slot] = rest
-    ordered = tuple(
-        tuple(sorted(c, key=lambda p: (p.slot, p.item.index))) for ranks in contents for c in ranks
-    )
+        grown = [
+            load + sum(item.length for item in items)
+            for load, items in zip(loads[emptiest], portion, strict=True)
+        ]
+        if max(grown) <= capacity:
+            loads[emptiest], left[slot] = grown, rest
+            for content, items in zip(contents[emptiest], portion, strict=True):
+                content += [Placed(slot, item) for item in items]
+    ordered = tuple(in_packed_order(content) for ranks in contents for content in ranks)
     return Bins(num_micro_batches=num_micro_batches, dp_size=dp_size, contents=ordered), left

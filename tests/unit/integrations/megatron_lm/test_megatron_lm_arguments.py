@@ -16,7 +16,7 @@ from tlora_megatron.config.load import ConfigError
 from tlora_megatron.integrations.megatron_lm.arguments import (
     add_flag,
     launch_settings,
-    settle,
+    resolve_arguments,
     spec_from_arguments,
 )
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
@@ -218,10 +218,10 @@ def test_the_flag_sets_what_follows_from_it() -> None:
         setattr(args, name, False)
     args.eval_iters, args.full_validation, args.lr = 10, True, None
     args.moe_router_bias_update_rate = 1e-3
-    assert settle(args) == ["--eval-iters 10: jobs are evaluated on their own data.eval"]
+    assert resolve_arguments(args) == ["--eval-iters 10: jobs are evaluated on their own data.eval"]
     assert args.finetune
     assert args.no_load_optim
     assert args.no_load_rng
     assert args.moe_router_bias_update_rate == 0.0
     assert (args.eval_iters, args.full_validation, args.lr) == (0, False, 0.0)
-    assert settle(args) == []
+    assert resolve_arguments(args) == []

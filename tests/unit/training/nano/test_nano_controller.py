@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlora_megatron.training.nano.aimd import AimdCount
+from tlora_megatron.training.nano.aimd import AimdController
 from tlora_megatron.training.nano.controller import (
     HYSTERESIS,
     MOST_COUNT,
-    BestCount,
+    HysteresisController,
     NanoController,
     StepTime,
 )
@@ -62,7 +62,7 @@ def gaussian(sigma: float, seed: int) -> Noise:
     ],
 )
 def test_finds_the_best_and_keeps_it(costs: tuple[float, ...], best: int) -> None:
-    controller = BestCount()
+    controller = HysteresisController()
     counts = run(controller, costs, 50)
     assert counts[0] == 1
     assert controller.is_settled
@@ -73,14 +73,14 @@ def test_finds_the_best_and_keeps_it(costs: tuple[float, ...], best: int) -> Non
 def test_is_settled_within_50_steps_with_any_limit_up_to_six() -> None:
     falling = [1.0 - 0.05 * n for n in range(6)]
     for limit in range(1, 7):
-        controller = BestCount(limit)
+        controller = HysteresisController(limit)
         run(controller, falling, 50)
         assert controller.is_settled
         assert controller.kept == limit
 
 
 def test_the_step_behind_a_change_is_thrown_away() -> None:
-    controller = BestCount()
+    controller = HysteresisController()
     run(controller, (1.0, 0.9, 0.85, 0.87), 50, first_is_slow=50.0)
     assert controller.kept == 3
 
@@ -90,7 +90,7 @@ def test_noise(seed: int) -> None:
     """3 % of noise and every fifteenth step an outlier: what is kept is near the best."""
     costs = (1.00, 0.88, 0.86, 0.93)
     draw = gaussian(0.03, seed)
-    controller = BestCount()
+    controller = HysteresisController()
     run(controller, costs, 50, noise=lambda step: draw(step) * (4.0 if step % 15 == 7 else 1.0))
     assert controller.kept in (2, 3, 4)
     assert costs[controller.kept - 1] <= 0.93
@@ -99,7 +99,7 @@ def test_noise(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_never_keeps_what_is_slower_than_one_beyond_noise(seed: int) -> None:
     costs = (1.00, 1.01, 1.03, 1.02)
-    controller = BestCount()
+    controller = HysteresisController()
     run(controller, costs, 600, noise=gaussian(0.02, seed))
     assert costs[controller.kept - 1] <= 1.02
 
@@ -108,7 +108,7 @@ def test_never_keeps_what_is_slower_than_one_beyond_noise(seed: int) -> None:
 def test_drift_of_all_times_does_not_decide(drift: float) -> None:
     """2 to 6 % over the exploration, where the counts differ by 3 %."""
     for costs, best in (((1.00, 0.97, 1.02, 1.05), 2), ((1.00, 1.03, 1.06, 1.09), 1)):
-        controller = BestCount()
+        controller = HysteresisController()
         run(controller, costs, 50, noise=lambda step: 1.0 + drift * step)
         assert controller.kept == best
 
@@ -116,14 +116,14 @@ def test_drift_of_all_times_does_not_decide(drift: float) -> None:
 def test_times_are_compared_a_token() -> None:
     sizes = random.Random(0)
     tokens = [sizes.randrange(5000, 8192) for _ in range(60)]
-    controller = BestCount()
+    controller = HysteresisController()
     run(controller, (1.0, 0.9, 0.95, 1.0), 60, tokens=tokens.__getitem__)
     assert controller.kept == 2
 
 
 def test_small_rests_are_passed_over() -> None:
     """A step of few tokens takes as long a token as it likes."""
-    controller = BestCount()
+    controller = HysteresisController()
     is_rest = [step % 4 == 3 for step in range(80)]
     run(
         controller,
@@ -136,15 +136,15 @@ def test_small_rests_are_passed_over() -> None:
 
 
 def test_counts_that_the_mix_cannot_be_cut_into_are_not_tried() -> None:
-    controller = BestCount()
+    controller = HysteresisController()
     counts = run(controller, (1.0, 0.9, 0.8, 0.7), 50, most=lambda step: 2)
     assert max(counts) == controller.kept == 2
-    alone = BestCount()
+    alone = HysteresisController()
     assert run(alone, (1.0, 0.9), 50, most=lambda step: 1) == [1] * 50
 
 
 def test_a_new_mix_is_explored_and_a_known_one_is_not() -> None:
-    controller = BestCount()
+    controller = HysteresisController()
     run(controller, (1.0, 0.9, 0.95, 1.0), 50, mix_key="a")
     assert controller.kept == 2
     counts = run(controller, (1.0, 1.1, 1.2, 1.2), 50, mix_key="b")
@@ -156,21 +156,21 @@ def test_a_new_mix_is_explored_and_a_known_one_is_not() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_new_mix_does_not_keep_what_is_no_faster_than_one(seed: int) -> None:
-    controller = BestCount()
+    controller = HysteresisController()
     run(controller, (1.0, 0.9, 0.95, 1.0), 50, mix_key="a")
     run(controller, (1.0, 1.004, 1.2, 1.2), 50, mix_key="b", noise=gaussian(0.001, seed))
     assert controller.kept == 1
 
 
 def test_a_mix_that_soon_ends_is_not_explored() -> None:
-    controller = BestCount()
+    controller = HysteresisController()
     run(controller, (1.0, 0.9, 0.95, 1.0), 50, mix_key="a")
     for index in range(10):
         assert set(run(controller, (1.0, 0.9, 0.95, 1.0), 9, mix_key=f"b{index}")) == {2}
 
 
 def test_a_choice_that_has_become_slow_is_found_out() -> None:
-    controller = BestCount()
+    controller = HysteresisController()
     run(controller, (1.0, 0.9, 0.95, 1.0), 50)
     assert controller.kept == 2
     run(controller, (1.0, 1.1, 1.1, 1.1), 250)
@@ -178,18 +178,18 @@ def test_a_choice_that_has_become_slow_is_found_out() -> None:
 
 
 def test_checks_cost_little() -> None:
-    controller = BestCount()
+    controller = HysteresisController()
     run(controller, (1.0, 0.8, 0.9, 1.0), 50)
     counts = run(controller, (1.0, 0.8, 0.9, 1.0), 5000)
     assert 0 < sum(count != 2 for count in counts) < 60
 
 
 def test_a_resumed_choice_is_kept_without_exploring() -> None:
-    controller = BestCount()
+    controller = HysteresisController()
     controller.resume("mix", 3)
     assert controller.count == 3
     assert set(run(controller, (1.0, 0.9, 0.8, 0.9), 100)) == {3}
-    other = BestCount()
+    other = HysteresisController()
     other.resume("another", 3)
     counts = run(other, (1.0, 0.9, 0.95, 1.0), 50)
     assert counts[0] == 3
@@ -197,7 +197,7 @@ def test_a_resumed_choice_is_kept_without_exploring() -> None:
 
 
 def test_ranks_told_the_same_times_choose_the_same() -> None:
-    ranks = [BestCount() for _ in range(3)]
+    ranks = [HysteresisController() for _ in range(3)]
     chosen = [
         run(rank, (1.0, 0.97, 0.96, 0.98), 800, noise=gaussian(0.05, seed=1)) for rank in ranks
     ]
@@ -219,7 +219,7 @@ def test_under_the_hysteresis_every_change_is_to_a_truly_faster_count(
     choose = (
         (lambda: draw.choice((-width, width))) if extremes else lambda: draw.uniform(-width, width)
     )
-    controller = BestCount()
+    controller = HysteresisController()
     kept = [1]
     for _ in range(40):
         run(controller, costs, 50, noise=lambda step: 1.0 + choose())
@@ -244,7 +244,7 @@ def test_what_is_kept_is_near_the_best_that_was_tried(
     The margin is at most 1.7 times the noise (its estimate is a block's range, at most 2 widths).
     """
     draw = random.Random(seed)
-    controller = BestCount()
+    controller = HysteresisController()
     run(controller, costs, 50, noise=lambda step: 1.0 + draw.uniform(-width, width))
     assert controller.is_settled
     margin = max(HYSTERESIS, 1.7 * width / (1 - width))
@@ -256,7 +256,7 @@ def test_what_is_kept_is_near_the_best_that_was_tried(
 
 def test_aimd_is_the_papers_rule() -> None:
     """Four more while it gets faster, else half: 1, 5, 9, then down and up for ever."""
-    controller = AimdCount()
+    controller = AimdController()
     costs = [1.0, 0.9, 0.85, 0.82, 0.8, 0.82, 0.84, 0.86, 0.88] + [0.9] * 8
     counts = run(controller, costs, 200)
     order = [
@@ -264,5 +264,5 @@ def test_aimd_is_the_papers_rule() -> None:
     ]
     assert order[:5] == [1, 5, 9, 4, 8]
     assert len(set(counts[-60:])) > 1, "it never settles"
-    limited = AimdCount(limit=4)
+    limited = AimdController(limit=4)
     assert max(run(limited, costs, 100)) == 4

@@ -16,8 +16,8 @@ from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.ops.routing.segments import Document
 from tlora_megatron.parallel.nano.lane_room import NO_LIMIT, LaneRoom
 from tlora_megatron.training.data.job_data import TokenSequence
-from tlora_megatron.training.nano.rounds import NanoRounds, RankAwareCut, mix_key
-from tlora_megatron.training.nano.trace import TRACE_FILE
+from tlora_megatron.training.nano.rounds import NanoRounds, mix_key, rank_aware_cut
+from tlora_megatron.training.nano.trace import TRACE_FILE, NanoTrace
 from tlora_megatron.training.packing.packing import Bins, Item, Placed
 
 COSTS = (1.0, 0.9, 0.95, 1.0)
@@ -40,7 +40,7 @@ def jobs(*names: str, step: int = 0) -> Any:
 
 
 class Run:
-    """Rounds of which each takes what its number of nano-batches costs; two jobs step in each."""
+    """Rounds that each take what the number set costs; two jobs step in each."""
 
     def __init__(
         self,
@@ -52,21 +52,25 @@ class Run:
         names: tuple[str, ...] = ("a", "b"),
     ) -> None:
         self.count = 0
-        self.room = NO_LIMIT
+        self.limit = NO_LIMIT
         self.jobs = jobs(*names, step=step if resuming else 0)
         self.rounds = NanoRounds(
             kind,
-            self._set,
+            self,
+            NanoTrace(folder),
             jobs=self.jobs,
             device=torch.device("cpu"),
-            output_dir=folder,
-            is_writer=True,
             resuming=resuming,
-            room=lambda: self.room,
         )
 
-    def _set(self, count: int) -> None:
+    def set_count(self, count: int) -> None:
         self.count = count
+
+    def room(self) -> LaneRoom:
+        return self.limit
+
+    def close(self) -> None:
+        raise AssertionError("rounds must leave the engine open")
 
     def train(self, rounds: int, names: tuple[str, ...] = ("a", "b"), every: int = 1) -> None:
         content = bins(100, 50, 60, 40)
@@ -284,7 +288,7 @@ def test_a_number_without_memory_for_it_is_not_tried(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path, kind=kind)
-    run.room = LaneRoom(1, 3 << 30)
+    run.limit = LaneRoom(1, 3 << 30)
     run.train(40)
     assert {record["nano_batches"] for record in records(tmp_path)} == {1}
     assert [record.message for record in caplog.records] == [
@@ -295,9 +299,9 @@ def test_a_number_without_memory_for_it_is_not_tried(
 
 def test_what_has_run_stays_when_memory_gets_short(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.room = LaneRoom(2, 9e9)
+    run.limit = LaneRoom(2, 9e9)
     run.train(40)
-    run.room = LaneRoom(1, 1e9)
+    run.limit = LaneRoom(1, 1e9)
     run.train(20)
     assert run.count == 2
     assert {record["nano_batches"] for record in records(tmp_path)} == {1, 2}
@@ -309,13 +313,10 @@ def test_aimd_has_no_ratio(tmp_path: Path) -> None:
     assert run.rounds.summary() == {"count": 4, "controller": "aimd", "time_over_one": None}
 
 
-def test_cuts_follow_the_jobs_that_train_now() -> None:
+def test_cuts_follow_the_ranks_of_the_jobs() -> None:
     def job(rank: int) -> Any:
         return SimpleNamespace(spec=SimpleNamespace(lora=LoraSpec(rank=rank)))
 
-    model: Any = SimpleNamespace(jobs=(job(16), job(16)))
-    cut = RankAwareCut(SPEC, model)
     documents = [Document(slot=slot, length=32) for slot in (0, 0, 1, 1, 1, 1)]
-    assert cut(documents, 2) == (0, 3, 6)
-    model.jobs = (job(256), job(16))
-    assert cut(documents, 2) == (0, 2, 6)
+    assert rank_aware_cut(SPEC, (job(16), job(16)))(documents, 2) == (0, 3, 6)
+    assert rank_aware_cut(SPEC, (job(256), job(16)))(documents, 2) == (0, 2, 6)

@@ -20,9 +20,16 @@ from tlora_megatron.parallel.nano.cuts import (
     shard_order,
 )
 from tlora_megatron.training.data.job_data import TokenSequence
-from tlora_megatron.training.packing.nano_batches import NanoSplit
-from tlora_megatron.training.packing.packing import Item, Placed, RoundShape, SplitBatch, pack
-from tlora_megatron.training.packing.round_rows import RoundRows
+from tlora_megatron.training.packing.nano_batch_packer import NanoBatchPacker
+from tlora_megatron.training.packing.packing import (
+    Item,
+    MicroBatch,
+    Placed,
+    RoundShape,
+    SplitBatch,
+    pack,
+)
+from tlora_megatron.training.packing.round_packer import RoundPacker
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 9, 3, 30, 1, 12, 7)
@@ -53,15 +60,15 @@ def groups(*, tp_size: int = 1, sequence_parallel: bool = False) -> ParallelGrou
     )  # fmt: skip
 
 
-def nano_split(count: int, most_rows: int | None = None, **layout: Any) -> NanoSplit:
-    return NanoSplit(
+def nano_batch_packer(count: int, most_rows: int | None = None, **layout: Any) -> NanoBatchPacker:
+    return NanoBatchPacker(
         num_nano_batches=count, multiple=4, token_budget=80, most_rows=most_rows, num_slots=4,
         dropout_keys=(), groups=groups(**layout),
     )  # fmt: skip
 
 
 def split_of(count: int, most_rows: int | None = None, **layout: Any) -> SplitBatch:
-    (split,) = nano_split(count, most_rows, **layout).pack([placed_items()], lambda _: True)
+    (split,) = nano_batch_packer(count, most_rows, **layout).pack([placed_items()], lambda _: True)
     assert split is not None
     return split
 
@@ -145,19 +152,16 @@ def test_values_of_the_rows_that_ran_come_back_in_order() -> None:
         device=CPU,
     )  # fmt: skip
     split = split_of(3, tp_size=2, sequence_parallel=True)
-    packed = type(whole)(
-        view=whole.view, tokens=whole.tokens, labels=whole.labels, weights=whole.weights,
-        target_rows=whole.target_rows, split=split,
-    )  # fmt: skip
-    assert packed.to_run is split.batch
-    ordered = packed.in_order(split.batch.weights)
-    assert torch.equal(ordered, whole.weights)
-    assert torch.equal(whole.in_order(whole.weights), whole.weights)
+    in_parts = MicroBatch(whole, split)
+    assert in_parts.executed is split.batch
+    assert torch.equal(in_parts.restore_order(split.batch.weights), whole.weights)
+    assert MicroBatch(whole).executed is whole
+    assert torch.equal(MicroBatch(whole).restore_order(whole.weights), whole.weights)
 
 
 def test_jobs_that_are_gone_move_no_cut_of_the_others() -> None:
     whole = split_of(3)
-    (gone,) = nano_split(3).pack([placed_items()], lambda p: p.slot != 1)
+    (gone,) = nano_batch_packer(3).pack([placed_items()], lambda p: p.slot != 1)
     assert gone is not None
 
     def parts(split: SplitBatch) -> list[set[tuple[int, int]]]:
@@ -172,14 +176,14 @@ def test_jobs_that_are_gone_move_no_cut_of_the_others() -> None:
 
 def test_all_micro_batches_of_a_round_have_equally_many_rows() -> None:
     items = placed_items()
-    splits = nano_split(2).pack([items[:4], items[4:], []], lambda _: True)
+    splits = nano_batch_packer(2).pack([items[:4], items[4:], []], lambda _: True)
     assert {s.batch.view.num_tokens for s in splits if s is not None} == {52}
     assert [len(s.batch.view.nano_views) for s in splits if s is not None] == [2, 2, 1]
 
 
 def test_micro_batches_of_one_sequence_run_whole() -> None:
     items = placed_items()
-    assert nano_split(4).pack([items[:1], items[1:2]], lambda _: True) == [None, None]
+    assert nano_batch_packer(4).pack([items[:1], items[1:2]], lambda _: True) == [None, None]
 
 
 def test_a_fixed_number_of_rows_is_kept() -> None:
@@ -192,11 +196,11 @@ def test_kernels_are_cut_for_the_number_asked_for_whatever_the_documents(
     lengths: tuple[int, ...], parts: int
 ) -> None:
     """Alone a job's documents may not be cut: its bits must not depend on that."""
-    rows = RoundRows(
-        groups=groups(), micro_batch_tokens=64, fills_budget=False, active=(True,) * 4,
+    rows = RoundPacker(
+        groups=groups(), micro_batch_tokens=64, shape=RoundShape(), active=(True,) * 4,
         dropout_keys=(), num_nano_batches=2, cut=cut_by_length,
     )  # fmt: skip
     (batch,) = rows.pack([placed_items(lengths)])
-    views = batch.to_run.view.nano_views or (batch.view,)
+    views = batch.executed.view.nano_views or (batch.executed.view,)
     assert len(views) == parts
     assert {view.rows.row_budget for view in views} == {32}

@@ -9,7 +9,7 @@ import torch
 
 from tlora_megatron.training.data.job_data import TokenSequence
 from tlora_megatron.training.packing.packing import Bins, Item
-from tlora_megatron.training.packing.portions import cut_portion, fill_with_portions
+from tlora_megatron.training.packing.portions import fill_with_portions, next_portion
 
 
 def items(lengths: list[int]) -> list[Item]:
@@ -79,6 +79,6 @@ def test_small_jobs_share_a_round() -> None:
 
 
 def test_a_sequence_longer_than_a_portion_is_one_with_what_fits_beside_it() -> None:
-    portion, rest = cut_portion(items([4, 30, 29, 2]), portion_tokens=8, dp_size=2)
+    portion, rest = next_portion(items([4, 30, 29, 2]), portion_tokens=8, dp_size=2)
     assert [[i.length for i in rank] for rank in portion] == [[30], [29]]
     assert [i.length for i in rest] == [4, 2]

@@ -31,7 +31,7 @@ from tlora_megatron.training.packing.packing import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NanoSplit:
+class NanoBatchPacker:
     """How the micro-batches of a round are cut.
 
     Cuts follow from all sequences, those of placeholders too, so that jobs that are gone do not

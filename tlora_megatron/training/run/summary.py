@@ -1,4 +1,4 @@
-"""What a run says of itself at its end: the content of `OUT/summary.json`."""
+"""The content of `OUT/summary.json`, written at the end of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tlora_megatron.config.load import JobError
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.loop import TrainingLoop
-from tlora_megatron.training.nano.rounds import NanoEngine
 
 
 def summarize(
@@ -26,11 +25,11 @@ def summarize(
     wall_time_s: float,
     nano_batches: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Plain values of the run and of every job.
+    """Returns plain values about the run and every job.
 
     Args:
         rejected: the jobs that were left out.
-        nano_batches: as `summarize_nano_batches` gives them.
+        nano_batches: from `summarize_nano_batches`.
     """
     jobs = {job.name: _job_summary(job, loop) for job in loop.jobs}
     for error in rejected:
@@ -54,19 +53,19 @@ def summarize(
     }
 
 
-def summarize_nano_batches(loop: TrainingLoop, asked: int | str) -> dict[str, Any] | None:
-    """What micro-batches were to be cut into and ran in, before the engine is closed; None for an
-    engine that has no nano-batches.
+def summarize_nano_batches(loop: TrainingLoop) -> dict[str, Any] | None:
+    """Says how many nano-batches were asked for, chosen and run; call it before the engine closes.
 
-    Args:
-        asked: `run.nano_batches`.
+    None for an engine that has no nano-batches.
     """
     model, rounds = loop.super_model, loop.nano_rounds
-    if not isinstance(model.engine, NanoEngine):
+    switch = model.engine.nano_batches
+    if switch is None:
         return None
     chosen = {"controller": None, "time_over_one": None} if rounds is None else rounds.summary()
     ran = {str(number): count for number, count in sorted(model.nano_batches_run.items())}
-    return {"asked": asked, "count": model.engine.num_nano_batches, **chosen, "ran": ran}
+    asked = loop.settings.nano_batches
+    return {"asked": asked, "count": switch.count, **chosen, "ran": ran}
 
 
 def _job_summary(job: JobState, loop: TrainingLoop) -> dict[str, Any]:

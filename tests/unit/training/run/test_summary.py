@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tlora_megatron.runtime import summary
+from tlora_megatron.training.run import summary
 
 
 def test_the_version_of_megatron_core_is_that_of_the_one_in_use(

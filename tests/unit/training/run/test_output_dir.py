@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tlora_megatron.runtime.output_dir import hold_output_dir
+from tlora_megatron.training.run.output_dir import hold_output_dir
 
 
 def test_a_directory_in_use_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:

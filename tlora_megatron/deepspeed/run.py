@@ -1,10 +1,9 @@
-"""What a user holds: jobs over one base, trained to their ends or round by round."""
+"""Many LoRA jobs over one base under DeepSpeed, trained to their ends or round by round."""
 
 from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from tlora_megatron.cli.progress import SilentProgress
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import RunConfig, config_to_dict, ignored_settings, read_config
-from tlora_megatron.runtime.training_run import TrainingRun
+from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.training.job_state import EvalResult
-from tlora_megatron.training.loop import RunListener, TrainingLoop
+from tlora_megatron.training.listener import RunListener, SilentListener
+from tlora_megatron.training.loop import TrainingLoop
+from tlora_megatron.training.run.training_run import TrainingRun
 from tlora_megatron.training.super_model import StepReport
 
 if TYPE_CHECKING:
@@ -33,15 +33,16 @@ def initialize(
     overrides: Sequence[str] = (),
     output_dir: str | None = None,
     listener: RunListener | None = None,
-) -> MultiLoRAEngine:
-    """Puts a model under DeepSpeed and the configured jobs on it; called by every process.
+) -> DeepSpeedRun:
+    """Puts a model under DeepSpeed and the configured jobs on it; every process must call it.
 
     Args:
-        model: a causal model of transformers, or its directory; None = `tlora.base_model` says it.
+        model: a causal model of transformers, or its directory; None = as `tlora.base_model` says.
         config: a DeepSpeed JSON with a `tlora` section or a `tlora_config` file, or its values.
         overrides: `path=value` texts for the section.
-        output_dir: takes the place of `run.output_dir`.
-        listener: is told what happens; on ranks but the first it should be silent.
+        output_dir: replaces `run.output_dir`.
+        listener: is told what happens; None = nobody is. Ranks other than the first should leave it
+            silent.
 
     Raises:
         ValueError: for input that cannot be used, before any training.
@@ -68,11 +69,11 @@ def initialize(
     check_deepspeed(settings.tp_size)
     join_processes()
     base = build_base(settings, model)
-    return MultiLoRAEngine(base, settings.run, listener or SilentProgress())
+    return DeepSpeedRun(base, settings.run, listener or SilentListener())
 
 
-class MultiLoRAEngine:
-    """Jobs over one base. Every process of the run makes every call; `close` at the end.
+class DeepSpeedRun:
+    """Jobs over one base. Every process of the run makes every call, and `close` at the end.
 
     `train` runs all jobs to their ends. `train_round` runs one round, for callers with a loop of
     their own. `install_jobs` puts a new set of jobs on the same base.
@@ -81,15 +82,18 @@ class MultiLoRAEngine:
     def __init__(self, base: FrozenBase, config: RunConfig, listener: RunListener) -> None:
         self.base = base
         self._listener = listener
-        self._has_started = False
         self._run = self._open_run(config)
 
     def _open_run(self, config: RunConfig) -> TrainingRun:
         path = config.base_model.path or str(Path(str(config.base_model.config)).parent)
         run = TrainingRun(
-            config, self.base.spec, tokenizer_dir=Path(path), base_model=path,
+            config,
+            self.base.spec,
+            tokenizer_dir=Path(path),
+            base_model=path,
             listener=self._listener,
-        )  # fmt: skip
+            resolve_sharding=resolve_lora_sharding,
+        )
         try:
             run.check_agreement()
             base = self.base
@@ -97,7 +101,6 @@ class MultiLoRAEngine:
         except BaseException:
             run.close()
             raise
-        self._has_started = False
         return run
 
     @property
@@ -108,47 +111,38 @@ class MultiLoRAEngine:
 
     @property
     def is_over(self) -> bool:
-        """Whether every job has finished or failed."""
-        return self._has_started and self.loop.is_over
+        """True once every job has finished or failed."""
+        return self.loop.is_over
 
     def train(self) -> dict[str, Any]:
         """Trains every job to its end.
 
         Returns:
-            What `OUT/summary.json` holds; empty on every process but the first.
+            The content of `OUT/summary.json`; empty on every process but the first.
         """
         try:
-            while not self.is_over:
-                self.train_round()
+            self.loop.run()
             return self._run.finish()
         finally:
             self._run.close()
 
     def train_round(self) -> list[StepReport]:
-        """Runs one round, and what is due behind it: metrics, evaluation, checkpoints, ends.
+        """Runs one round with its metrics, evaluation, checkpoints and exports.
 
         Returns:
-            One entry for each job that made a step; none once all is over.
+            One report for each job that made a step; none once all jobs have ended.
         """
-        if not self._has_started:
-            self.loop.start()
-            self._has_started = True
-        if self.loop.is_over:
-            return []
-        begin_s = time.perf_counter()
-        reports = self.loop.super_model.train_round()
-        self.loop.after_round(reports, time.perf_counter() - begin_s)
-        return reports
+        return self.loop.step()
 
     def finish(self) -> dict[str, Any]:
-        """Writes summary and report of a caller's own loop; as `train` returns."""
+        """Writes summary and report behind a caller's own loop; returns what `train` does."""
         try:
             return self._run.finish()
         finally:
             self._run.close()
 
     def evaluate(self) -> dict[str, EvalResult]:
-        """Evaluates the jobs that train on their evaluation rows, as they are now."""
+        """Evaluates the jobs that still train, with their present adapters."""
         jobs = [job for job in self.loop.super_model.jobs if job.is_active]
         results = self.loop.super_model.evaluate(jobs)
         return {
@@ -160,12 +154,12 @@ class MultiLoRAEngine:
     def install_jobs(
         self, jobs: Sequence[JobSpec], *, output_dir: str | Path | None = None
     ) -> None:
-        """Takes the present jobs off the base, saved where they are, and puts new ones on it.
+        """Saves the present jobs, takes them off the base and puts new ones on it.
 
         A job that has a checkpoint in the run's directory goes on from there.
 
         Args:
-            output_dir: of the new run; None = the same.
+            output_dir: output folder of the new run; None = the same.
 
         Raises:
             ValueError: if a field of a job is wrong or its files are missing, and the present jobs
@@ -183,17 +177,17 @@ class MultiLoRAEngine:
         self._run = self._open_run(config)
 
     def _checked(self, jobs: Sequence[JobSpec]) -> RunConfig:
-        """The run's configuration with other jobs, checked as if read from a file."""
+        """The run's configuration with other jobs, checked like one that is read from a file."""
         config = self._run.config
         document = config_to_dict(replace(config, jobs=tuple(jobs)))
         return read_config(document, Path.cwd(), targets=None, base_model=config.base_model)
 
     def save(self) -> None:
-        """Checkpoints every job that trains at its last completed step."""
+        """Checkpoints every job that still trains."""
         self.loop.save_active()
 
     def export(self, name: str, directory: str | Path) -> None:
-        """Writes a job's adapter, as it is now, as a PEFT directory; the first process writes.
+        """Writes a job's present adapter as a PEFT directory; the first process writes it.
 
         Raises:
             ValueError: if no such job is there, or the directory holds something else.
@@ -216,5 +210,9 @@ class MultiLoRAEngine:
             )
 
     def close(self) -> None:
-        """Lets go of files; the model stays as it is, with the adapters on it."""
+        """Closes files; the model stays as it is, with the adapters on it."""
         self._run.close()
+
+
+MultiLoRAEngine = DeepSpeedRun
+"""Earlier name of `DeepSpeedRun`."""

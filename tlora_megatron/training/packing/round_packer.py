@@ -1,0 +1,177 @@
+"""Packs one round: which items this rank runs, and their rows, padding and nano-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.parallel.nano.cuts import CutDocuments
+from tlora_megatron.training.packing.nano_batch_packer import NanoBatchPacker
+from tlora_megatron.training.packing.packing import (
+    Bins,
+    Item,
+    MicroBatch,
+    PackedBatch,
+    Placed,
+    RoundShape,
+    fill_bins,
+    pack,
+    round_up,
+)
+from tlora_megatron.training.packing.portions import fill_with_portions
+
+
+class PackedRound(NamedTuple):
+    """One round, packed."""
+
+    bins: Bins
+    """The items of every data-parallel rank; the same on all ranks."""
+    left: list[list[Item]]
+    """Each slot's items that did not fit."""
+    micro_batches: list[MicroBatch]
+    """This rank's, all with equally many rows."""
+    contents: list[tuple[Placed, ...]]
+    """The items that have rows in each of this rank's micro-batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundPacker:
+    """Packs a round from the queues of all slots."""
+
+    groups: ParallelGroups
+    micro_batch_tokens: int
+    """Token budget of one micro-batch, over its context-parallel ranks."""
+    shape: RoundShape
+    active: tuple[bool, ...]
+    """False for each slot that holds a placeholder."""
+    dropout_keys: tuple[int, ...]
+    """One for each slot; none when evaluating."""
+    num_nano_batches: int
+    """Most nano-batches of a micro-batch."""
+    cut: CutDocuments
+    """Chooses where a micro-batch is cut into nano-batches."""
+
+    def pack_round(self, queues: Sequence[list[Item]], *, first_slot: int) -> PackedRound:
+        """Fills the round's micro-batches from the queues and packs this rank's.
+
+        Args:
+            first_slot: has the first turn; see `packing.fill_bins`.
+        """
+        layout, portion_tokens = self.groups.layout, self.shape.portion_tokens
+        fill = fill_bins
+        if portion_tokens is not None and self.dropout_keys:
+            fill = partial(fill_with_portions, portion_tokens=portion_tokens)
+        bins, left = fill(
+            queues,
+            capacity=self._capacity(queues),
+            dp_size=layout.dp_size,
+            pp_size=layout.pp_size,
+            first_slot=first_slot,
+            num_micro_batches=self.shape.asked_micro_batches(),
+        )
+        mine = bins.of_rank(self.groups.dp_rank)
+        contents = [self._with_rows(placed) for placed in mine]
+        return PackedRound(bins, left, self.pack(mine), contents)
+
+    def most_of_a_round(self, queue: Sequence[Item]) -> int:
+        """Counts the items of a queue that could fill a round alone."""
+        layout = self.groups.layout
+        most = self.shape.asked_micro_batches() or 4 * layout.pp_size
+        room = self.micro_batch_tokens * layout.dp_size * most
+        for count, item in enumerate(queue):
+            if room <= 0:
+                return count
+            room -= item.length
+        return len(queue)
+
+    def pack(self, bins: Sequence[Sequence[Placed]]) -> list[MicroBatch]:
+        """Packs a micro-batch for each bin, all padded to one length.
+
+        A micro-batch that runs whole has the kernels of one in nano-batches: which of the two a
+        job's rows are in depends on its neighbours, and its bits must not.
+        """
+        contents = [self._with_rows(placed) for placed in bins]
+        num_tokens = self._num_rows(contents)
+        packed = [self._pack_whole(placed, num_tokens) for placed in contents]
+        if self.num_nano_batches == 1:
+            return [MicroBatch(batch) for batch in packed]
+        splits = self._nano_batch_packer().pack(bins, lambda placed: self._has_rows(placed.slot))
+        return [MicroBatch(*pair) for pair in zip(packed, splits, strict=True)]
+
+    def _capacity(self, queues: Sequence[Sequence[Item]]) -> int:
+        """Tokens that a micro-batch may hold.
+
+        All its rows, or fewer where their number is fixed and nano-batches need some for their
+        padding, as long as every sequence still fits.
+        """
+        if not self.shape.fills_budget or self.num_nano_batches == 1:
+            return self.micro_batch_tokens
+        padding = self.num_nano_batches * (row_multiple(self.groups) - 1)
+        room = self.micro_batch_tokens - min(padding, self.micro_batch_tokens // 8)
+        longest = max((item.length for queue in queues for item in queue), default=0)
+        return room if longest <= room else self.micro_batch_tokens
+
+    def _with_rows(self, placed: Sequence[Placed]) -> tuple[Placed, ...]:
+        return tuple(p for p in placed if self._has_rows(p.slot))
+
+    def _has_rows(self, slot: int) -> bool:
+        """False for placeholders, unless ranks share the rows of a micro-batch.
+
+        Sequence and context parallelism divide rows among ranks by row number: without a
+        placeholder's rows the others' sequences would be divided elsewhere, and their gradients
+        rounded another way.
+        """
+        layout = self.groups.layout
+        return self.active[slot] or layout.sequence_parallel or layout.cp_size > 1
+
+    def _pack_whole(self, placed: Sequence[Placed], num_tokens: int) -> PackedBatch:
+        return pack(
+            placed,
+            num_tokens=num_tokens,
+            num_slots=len(self.active),
+            dropout_keys=self.dropout_keys,
+            cp_rank=self.groups.cp_rank,
+            cp_size=self.groups.layout.cp_size,
+            device=self.groups.device,
+            token_budget=self._row_budget,
+            num_parts=self.num_nano_batches,
+        )
+
+    def _nano_batch_packer(self) -> NanoBatchPacker:
+        return NanoBatchPacker(
+            num_nano_batches=self.num_nano_batches,
+            multiple=row_multiple(self.groups),
+            token_budget=self._row_budget,
+            most_rows=self.micro_batch_tokens if self.shape.fills_budget else None,
+            num_slots=len(self.active),
+            dropout_keys=self.dropout_keys,
+            groups=self.groups,
+            cut=self.cut,
+        )
+
+    def _num_rows(self, contents: Sequence[Sequence[Placed]]) -> int:
+        """Rows of each micro-batch, over its context-parallel ranks."""
+        if self.shape.fills_budget:
+            return self.micro_batch_tokens
+        longest = max(sum(p.item.length for p in placed) for placed in contents)
+        return round_up(max(longest, 1), row_multiple(self.groups))
+
+    @property
+    def _row_budget(self) -> int:
+        return round_up(self.micro_batch_tokens, row_multiple(self.groups))
+
+
+def row_multiple(groups: ParallelGroups) -> int:
+    """Rows of a micro-batch come in multiples of this: whole GEMM tiles on every CP rank.
+
+    GEMM libraries give a row the same bits whatever the number of rows once that is a multiple of
+    their tile (16 on CPUs, 128 on GPUs; one single row is another kernel): so neighbours that come
+    and go do not touch a job's rounding. A CP rank's rows are two chunks, or whole
+    sequence-parallel shards.
+    """
+    tile = 128 if groups.device.type == "cuda" else 16
+    return math.lcm(tile, groups.layout.tp_size, 2) * groups.layout.cp_size

@@ -1,0 +1,53 @@
+"""Sets up the nano-batches that a run's configuration asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tlora_megatron.config.run import RunSpec
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.parallel.transport.tensor_collectives import DEFAULT_MAX_BYTES
+from tlora_megatron.training.nano.rounds import NanoRounds
+from tlora_megatron.training.nano.switch import NanoSettings
+from tlora_megatron.training.nano.trace import NanoTrace
+from tlora_megatron.training.super_model import SuperModel
+
+
+def nano_settings(run: RunSpec, spec: ModelSpec, dtype: torch.dtype) -> NanoSettings:
+    """Returns the settings that an engine is built with.
+
+    The largest collective carries half a micro-batch plus 25 %, because cuts fall between
+    documents.
+    """
+    row_bytes = spec.hidden_size * dtype.itemsize
+    max_bytes = min(run.micro_batch_tokens * row_bytes * 5 // 8, DEFAULT_MAX_BYTES)
+    return NanoSettings(transport=run.tensor_collectives, max_bytes=max_bytes)
+
+
+def start_nano_batches(
+    run: RunSpec, super_model: SuperModel, *, resuming: bool
+) -> NanoRounds | None:
+    """Sets the number of nano-batches once the backbone has its adapters.
+
+    Collective over the world.
+
+    Returns:
+        What chooses the number from now on; None where it stays as it is.
+    """
+    switch, groups = super_model.engine.nano_batches, super_model.groups
+    if switch is None or groups.layout.tp_size == 1:
+        return None
+    # Two make the engine ready for any number, or say why there can be none.
+    switch.set_count(2 if run.nano_batches == "auto" else run.nano_batches)
+    if run.nano_batches != "auto" or switch.count == 1:
+        return None
+    return NanoRounds(
+        run.nano_controller,
+        switch,
+        NanoTrace(Path(run.output_dir)) if groups.is_writer else None,
+        jobs=super_model.jobs,
+        device=groups.device,
+        resuming=resuming,
+    )

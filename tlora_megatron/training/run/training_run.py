@@ -1,0 +1,239 @@
+"""One run's jobs from checked input to files, whoever builds and drives the backbone.
+
+`tlora train` and DeepSpeed build a backbone and drive it; under Megatron-LM's trainer the user's
+script does both.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tlora_megatron.config.load import RunConfig, config_to_dict
+from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
+from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.sites import Site
+from tlora_megatron.layers.slab import StatePlacement, initial_factor
+from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.evaluation import Scorer
+from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.listener import RunListener
+from tlora_megatron.training.loop import TrainingLoop
+from tlora_megatron.training.metrics import write_atomic, write_summary
+from tlora_megatron.training.nano.rounds import rank_aware_cut
+from tlora_megatron.training.packing.packing import RoundShape
+from tlora_megatron.training.preparation import PreparedJob
+from tlora_megatron.training.report.report import write_report
+from tlora_megatron.training.run.agreement import check_agreement
+from tlora_megatron.training.run.job_admission import JobAdmission
+from tlora_megatron.training.run.nano_setup import start_nano_batches
+from tlora_megatron.training.run.output_dir import CONFIG_NAME, claim_output_dir, hold_output_dir
+from tlora_megatron.training.run.summary import summarize, summarize_nano_batches
+from tlora_megatron.training.super_model import SuperModel
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""The torch dtype of each `base_model.dtype`."""
+
+Linears = Sequence[tuple[Site, nn.Module]]
+"""The linears of this rank's part of a backbone."""
+ShardingResolver = Callable[
+    [RunConfig, Backbone, ParallelGroups, Linears, Sequence[PreparedJob]],
+    tuple[ParallelGroups, Linears],
+]
+"""Chooses the LoRA sharding of a run before adapters are allocated."""
+
+
+class TrainingRun:
+    """One run of jobs over a backbone, from its configuration to its summary and report.
+
+    Construct it (no process group is needed), call `check_agreement` once there is one and `start`
+    when the backbone stands; drive the loop; then `finish`. Every process of the run makes every
+    call. Use it as a context manager, or call `close`: that releases its files, however it ends.
+
+    Args:
+        spec: shape of the backbone.
+        tokenizer_dir: Hugging Face folder of the tokenizer.
+        base_model: what exported adapters call their base.
+        listener: is told what happens; silent on all ranks but the first.
+        resolve_sharding: chooses the LoRA sharding.
+
+    Raises:
+        ValueError: for input that cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        spec: Backbone,
+        *,
+        tokenizer_dir: Path,
+        base_model: str,
+        listener: RunListener,
+        resolve_sharding: ShardingResolver,
+    ) -> None:
+        self._begin_s = time.perf_counter()
+        self.config = config
+        self.spec = spec
+        self.base_model = base_model
+        self.listener = listener
+        self.output_dir = Path(config.run.output_dir)
+        self.loop: TrainingLoop | None = None
+        self._resolve_sharding = resolve_sharding
+        self._open = ExitStack()
+        self._resuming = claim_output_dir(self.output_dir, config)
+        self._jobs = JobAdmission(
+            config,
+            spec,
+            tokenizer_dir=tokenizer_dir,
+            base_model=base_model,
+            resuming=self._resuming,
+        )
+
+    def __enter__(self) -> TrainingRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes files and releases the output folder; a second call does nothing."""
+        self._open.close()
+
+    def check_agreement(self) -> None:
+        """Refuses processes that have read different files; collective over the world."""
+        check_agreement(self.config, self._jobs.prepared)
+
+    def start(
+        self,
+        groups: ParallelGroups,
+        linears: Linears,
+        engine: Scorer,
+        *,
+        round_shape: RoundShape = RoundShape(),  # noqa: B008 - frozen
+        placement: StatePlacement = StatePlacement(),  # noqa: B008 - frozen
+    ) -> TrainingLoop:
+        """Gives the linears their adapters and returns the loop over the jobs, not yet started.
+
+        Args:
+            engine: runs the backbone; a `super_model.Engine` unless a trainer runs the rounds.
+            round_shape: the driver's demands; `portion_tokens` comes from the configuration.
+            placement: where the adapters' master weights and moments lie.
+        """
+        self._jobs.check_sites(groups.layout, linears)
+        groups, linears = self._resolve_sharding(
+            self.config, self.spec, groups, linears, self._jobs.prepared
+        )
+        bank = self._make_bank(groups, linears, placement)
+        attach(linears, bank)
+        super_model = self._make_super_model(groups, bank, engine, round_shape)
+        if groups.is_writer:
+            self._open.enter_context(hold_output_dir(self.output_dir))
+            document = json.dumps(config_to_dict(self.config), indent=2)
+            write_atomic(self.output_dir / CONFIG_NAME, document)
+        _allow_open_files(len(self._jobs.prepared))
+        self.loop = TrainingLoop(
+            super_model,
+            self.spec,
+            self.config.run,
+            self.listener,
+            base_model=self.base_model,
+            nano_rounds=start_nano_batches(self.config.run, super_model, resuming=self._resuming),
+        )
+        self._open.callback(self.loop.close)
+        return self.loop
+
+    def finish(self) -> dict[str, Any]:
+        """Writes summary and report at the end of the loop.
+
+        Returns:
+            The content of `OUT/summary.json`; empty on every process but the writer.
+        """
+        assert self.loop is not None, "start comes before finish"
+        super_model = self.loop.super_model
+        nano_batches = summarize_nano_batches(self.loop)
+        if super_model.engine.nano_batches is not None:
+            # Not in `close`: after a failure the others may never come.
+            super_model.engine.nano_batches.close()
+        groups = super_model.groups
+        if not groups.is_writer:
+            return {}
+        wall_time_s = time.perf_counter() - self._begin_s
+        rejected = self._jobs.rejected
+        summary = summarize(self.loop, groups.layout, rejected, wall_time_s, nano_batches)
+        write_summary(self.output_dir, summary)
+        _try_report(self.output_dir)
+        return summary
+
+    def _make_bank(
+        self, groups: ParallelGroups, linears: Linears, placement: StatePlacement
+    ) -> AdapterBank:
+        sites = [site for site, _ in linears]
+        loras = [job.spec.lora for job in self._jobs.prepared]
+        dtype = DTYPES[self.config.base_model.dtype]
+        return AdapterBank(sites, loras, dtype=dtype, device=groups.device, placement=placement)
+
+    def _make_super_model(
+        self, groups: ParallelGroups, bank: AdapterBank, engine: Scorer, round_shape: RoundShape
+    ) -> SuperModel:
+        run, spec = self.config.run, self.spec
+        jobs = [_start_job(job, spec, bank) for job in self._jobs.prepared]
+        return SuperModel(
+            engine,
+            bank,
+            groups,
+            jobs,
+            micro_batch_tokens=run.micro_batch_tokens,
+            round_shape=replace(round_shape, portion_tokens=run.portion_tokens),
+            cut_for=partial(rank_aware_cut, spec),
+        )
+
+
+def _start_job(prepared: PreparedJob, spec: Backbone, bank: AdapterBank) -> JobState:
+    """Gives a job its adapter: from its checkpoint, an imported one, or a fresh one."""
+    job = prepared.spec
+    slab = bank.new_slab(job.lora)
+    state = JobState(
+        spec=job,
+        data=prepared.data,
+        plan=prepared.plan,
+        adapter=Adapter(name=job.name, lora=job.lora, slab=slab),
+    )
+    imported = prepared.imported
+    if prepared.checkpoint is not None:
+        prepared.checkpoint.restore(state)
+    elif imported is not None:
+        slab.load(imported.__getitem__)
+    else:
+        slab.load(lambda name: initial_factor(spec, name, job.lora, job.seed))
+    return state
+
+
+def _allow_open_files(num_jobs: int) -> None:
+    """Raises this process's limit of open files, often 1024: metrics keep two a job open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + 4 * num_jobs
+    if soft != resource.RLIM_INFINITY:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def _try_report(output_dir: Path) -> None:
+    """Writes the report; training is done, so what hinders it is a warning."""
+    try:
+        write_report(output_dir)
+    except (ImportError, OSError, ValueError) as error:
+        logger.warning("%s could not be written: %s", output_dir / "report.html", error)
