@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tlora_megatron.cli.auto_plan import DEFAULT_HARDWARE, add_hardware_arguments
 from tlora_megatron.cli.console import open_console
+from tlora_megatron.cli.output_files import check_output
 from tlora_megatron.cli.plan_tables import print_explanation, print_result, result_document
 from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.config.load import RunConfig, load_config
 from tlora_megatron.config.reader import must
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import SHARDINGS, Runner
-from tlora_megatron.planner.search import SearchSpace, search
+from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.search import RankedPlan, SearchResult, SearchSpace, search
+from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.runtime.plan_files import KINDS, jobs_file, write_plan
 from tlora_megatron.runtime.plan_inputs import parse_lengths, plan_jobs, plan_model, run_hardware
 
@@ -85,58 +90,90 @@ def _add_space_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Searches, prints, and writes what was asked for."""
-    if args.write is not None and args.write[0] not in KINDS:
-        raise must("--write", f"name one of {', '.join(KINDS)}", args.write[0])
-    if args.top < 1:
-        raise must("--top", "be at least 1", args.top)
-    if args.write is not None:
-        _check_target(Path(args.write[1]), Path(args.config))
-    config = load_config(args.config, args.overrides, args.output_dir)
-    hardware = run_hardware(args.hardware or DEFAULT_HARDWARE, config)
-    spec = plan_model(config)
-    jobs = plan_jobs(config, spec, None if args.lengths is None else parse_lengths(args.lengths))
-    space = _space(args, config)
-    result = search(spec, jobs, hardware, args.gpus, space)
-    console = open_console()
-    if args.json:
-        print(json.dumps(result_document(result, jobs, hardware, args.gpus, args.top), indent=2))
-    else:
-        print_result(console, result, jobs, hardware, args.gpus, args.top)
+    _check_arguments(args)
+    inputs = _load(args)
+    space = _space(args, inputs.config)
+    result = search(inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space)
+    _show(args, inputs, result)
     if not result.plans:
         return 1
-    rank = 1 if args.explain is None else args.explain
-    if not 1 <= rank <= len(result.plans):
-        raise must("--explain", f"be in [1, {len(result.plans)}]", rank)
-    chosen = result.plans[rank - 1]
+    chosen = _chosen(args, result)
     if args.explain is not None and not args.json:
-        print_explanation(console, chosen, jobs, hardware)
+        print_explanation(open_console(), chosen, inputs.jobs, inputs.hardware)
     if args.write is not None:
-        kind, path = args.write
-        try:
-            lines = write_plan(
-                kind,
-                Path(path),
-                config=config,
-                spec=spec,
-                ranked=chosen,
-                hardware=hardware,
-                asked_sharding=space.lora_sharding,
-            )
-        except OSError as error:
-            raise must("--write", "name a file that can be written", path, str(error)) from None
-        notes = open_console(stderr=args.json)
-        notes.print(f"written: {path}")
-        for line in lines:
-            notes.print(f"start it: {line}")
+        _write(args, inputs, chosen, space)
     return 0
 
 
-def _check_target(path: Path, config: Path) -> None:
-    """What the user wrote by hand, comments and all, is not replaced by what is made of it."""
-    if path.is_dir():
-        raise must("--write", "name a file, not a directory", str(path))
-    if config.resolve() in (path.resolve(), jobs_file(path)):
-        raise must("--write", f"leave {config}, which it reads, as it is", str(path))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Inputs:
+    """Everything that a search needs to know about the run."""
+
+    config: RunConfig
+    spec: ModelSpec
+    jobs: list[JobLoad]
+    hardware: HardwareProfile
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    if args.top < 1:
+        raise must("--top", "be at least 1", args.top)
+    if args.write is None:
+        return
+    kind, path = args.write
+    if kind not in KINDS:
+        raise must("--write", f"name one of {', '.join(KINDS)}", kind)
+    # The user wrote the configuration by hand, comments and all.
+    check_output("--write", path, [args.config])
+    check_output("--write", jobs_file(Path(path)), [args.config])
+
+
+def _load(args: argparse.Namespace) -> _Inputs:
+    config = load_config(args.config, args.overrides, args.output_dir)
+    hardware = run_hardware(args.hardware or DEFAULT_HARDWARE, config)
+    spec = plan_model(config)
+    lengths = None if args.lengths is None else parse_lengths(args.lengths)
+    jobs = plan_jobs(config, spec, lengths)
+    return _Inputs(config=config, spec=spec, jobs=jobs, hardware=hardware)
+
+
+def _show(args: argparse.Namespace, inputs: _Inputs, result: SearchResult) -> None:
+    jobs, hardware = inputs.jobs, inputs.hardware
+    if args.json:
+        print(json.dumps(result_document(result, jobs, hardware, args.gpus, args.top), indent=2))
+    else:
+        print_result(open_console(), result, jobs, hardware, args.gpus, args.top)
+
+
+def _chosen(args: argparse.Namespace, result: SearchResult) -> RankedPlan:
+    """The plan of `--explain`'s rank, or the first."""
+    rank = 1 if args.explain is None else args.explain
+    if not 1 <= rank <= len(result.plans):
+        raise must("--explain", f"be in [1, {len(result.plans)}]", rank)
+    return result.plans[rank - 1]
+
+
+def _write(
+    args: argparse.Namespace, inputs: _Inputs, chosen: RankedPlan, space: SearchSpace
+) -> None:
+    """Writes the files of `--write` and prints how to start them."""
+    kind, path = args.write
+    try:
+        lines = write_plan(
+            kind,
+            Path(path),
+            config=inputs.config,
+            spec=inputs.spec,
+            ranked=chosen,
+            hardware=inputs.hardware,
+            asked_sharding=space.lora_sharding,
+        )
+    except OSError as error:
+        raise must("--write", "name a file that can be written", path, str(error)) from None
+    notes = open_console(stderr=args.json)
+    notes.print(f"written: {path}")
+    for line in lines:
+        notes.print(f"start it: {line}")
 
 
 def _space(args: argparse.Namespace, config: RunConfig) -> SearchSpace:

@@ -21,6 +21,7 @@ from rich.progress import (
 from rich.table import Table
 
 from tlora_megatron.cli.console import open_console
+from tlora_megatron.cli.output_files import check_output
 from tlora_megatron.config.reader import must, read_spec
 from tlora_megatron.scheduler.registry import POLICIES
 from tlora_megatron.sim.cluster_config import load_cluster
@@ -123,18 +124,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Said before the run, not after it; a trace is not overwritten with its results."""
-    inputs = {Path(path).resolve() for path in (args.trace, args.cluster, args.mix)}
+    """Refuses outputs that cannot be written or would overwrite an input, before the run."""
     for option in ("csv", "jobs_csv", "html"):
         if getattr(args, option) is None:
             continue
         path, name = Path(getattr(args, option)), f"--{option.replace('_', '-')}"
         if not path.parent.is_dir():
             raise ValueError(f"folder of {path} must exist, got {path.parent}")
-        if path.is_dir():
-            raise must(name, "name a file, not a directory", str(path))
-        if path.resolve() in inputs:
-            raise must(name, "name another file than those that are read", str(path))
+        check_output(name, path, (args.trace, args.cluster, args.mix))
 
 
 def _options(args: argparse.Namespace) -> Options:

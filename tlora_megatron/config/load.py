@@ -151,13 +151,15 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
 
     Jobs that were left out are not in it.
     """
-    document = {
-        "base_model": asdict(config.base_model),
-        "parallel": asdict(config.parallel),
-        "run": asdict(config.run),
-        "jobs": [asdict(job) for job in config.jobs],
-    }
-    return _plain(document)
+    document: dict[str, Any] = _plain(
+        {
+            "base_model": asdict(config.base_model),
+            "parallel": asdict(config.parallel),
+            "run": asdict(config.run),
+            "jobs": [asdict(job) for job in config.jobs],
+        }
+    )
+    return document
 
 
 def ignored_settings(config: RunConfig) -> tuple[str, ...]:

@@ -53,7 +53,8 @@ def read_spec(kind: type[T], raw: Any, path: str) -> T:
     Raises:
         ConfigError: for the first unknown key, missing key, wrong type or value out of range.
     """
-    return _read_dataclass(kind, raw, path, partial=False)
+    spec: T = _read_dataclass(kind, raw, path, partial=False)
+    return spec
 
 
 def check_partial(kind: type, raw: Any, path: str) -> None:

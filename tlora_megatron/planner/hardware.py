@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -12,6 +13,10 @@ from tlora_megatron.config.job import rule
 from tlora_megatron.config.reader import ConfigError, must, read_spec
 from tlora_megatron.config.shipped import shipped_folder
 from tlora_megatron.config.source import read_document
+
+logger = logging.getLogger(__name__)
+
+_SUFFIXES = (".json", ".yaml", ".yml")
 
 CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p"]
 
@@ -160,23 +165,31 @@ def shipped_profiles() -> Path:
 
 
 def find_profile(name: str, folders: Sequence[Path], option: str = "--hardware") -> HardwareProfile:
-    """A profile by path, or by name among the files of the folders, earlier ones first.
+    """Finds a profile by path, or by name in the first folder that has it.
 
     Args:
-        option: what the user named it with.
+        name: a path with a suffix, or the name of a file without one.
+        folders: where to look for a name.
+        option: the option or key with which the user gave the name.
 
     Raises:
-        ConfigError: if there is none, naming those of the last folder.
+        ConfigError: if there is no such profile; the message names those of all folders.
     """
     if Path(name).suffix:
         return load_profile(name)
     for folder in folders:
-        for suffix in (".json", ".yaml", ".yml"):
+        for suffix in _SUFFIXES:
             if (folder / f"{name}{suffix}").is_file():
                 return load_profile(folder / f"{name}{suffix}")
-    known = sorted(
-        path.stem
-        for path in folders[-1].glob("*")
-        if path.suffix in (".json", ".yaml", ".yml") and not path.stem.startswith("cluster-")
-    )
+    known = sorted({path.stem for folder in folders for path, _ in profiles_in(folder)})
     raise must(option, f"be a file or one of {', '.join(known) or 'none'}", name)
+
+
+def profiles_in(folder: Path) -> Iterator[tuple[Path, HardwareProfile]]:
+    """The hardware profiles in a folder by file name; other files are passed over."""
+    for path in sorted(folder.glob("*")):
+        if path.suffix in _SUFFIXES and not path.stem.startswith("cluster-"):
+            try:
+                yield path, load_profile(path)
+            except ConfigError as error:
+                logger.info("%s is passed over: %s", path, error)

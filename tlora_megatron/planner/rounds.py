@@ -160,7 +160,7 @@ def _packed(packer: _Packer, rounds: int) -> ExpectedRounds:
 def _never_waits(jobs: Sequence[JobLoad], capacity: int, bins: int) -> bool:
     """Whether all batches fit into every round, as good as surely: only lengths differ then."""
     mean = sum(job.batch_tokens for job in jobs)
-    spread = sum(job.batch_size * job.lengths.variance for job in jobs) ** 0.5
+    spread: float = sum(job.batch_size * job.lengths.variance for job in jobs) ** 0.5
     longest = max(job.lengths.longest for job in jobs) if bins > 1 else 0
     return (mean + _SURE * spread) / bins + longest <= capacity
 

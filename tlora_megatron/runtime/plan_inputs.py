@@ -23,7 +23,7 @@ from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.hardware import (
     HardwareProfile,
     find_profile,
-    load_profile,
+    profiles_in,
     shipped_profiles,
 )
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
@@ -42,23 +42,30 @@ def plan_model(config: RunConfig) -> ModelSpec:
 
 
 def plan_hardware(name: str) -> HardwareProfile:
-    """A profile by path, or by name in `configs/hardware` of the working folder or the project.
+    """Finds a profile by path, or by name in `_profile_folders`.
 
     Raises:
         ConfigError: if there is none.
     """
-    return find_profile(name, (Path.cwd() / "configs" / "hardware", shipped_profiles()))
+    return find_profile(name, _profile_folders())
+
+
+def _profile_folders() -> tuple[Path, Path]:
+    """Where profiles lie: `configs/hardware` of the working folder, then of the project."""
+    return Path.cwd() / "configs" / "hardware", shipped_profiles()
 
 
 def profile_of_gpu(gpu: str) -> HardwareProfile | None:
-    """The profile of a kind of GPU, measured ones first; None if there is none.
+    """Finds the profile of a kind of GPU; None if there is none.
+
+    A measured profile is preferred to a data sheet's, then the working folder's to the project's.
 
     Args:
-        gpu: as the driver calls it.
+        gpu: name of the GPU as its driver gives it.
     """
-    files = sorted(shipped_profiles().glob("*.json"))
-    profiles = [p for p in map(load_profile, files) if p.gpu == gpu]
-    return min(profiles, key=lambda p: p.source != "measured", default=None)
+    found = (entry for folder in _profile_folders() for entry in profiles_in(folder))
+    profiles = [profile for _, profile in found if profile.gpu == gpu]
+    return min(profiles, key=lambda profile: profile.source != "measured", default=None)
 
 
 def run_hardware(name: str, config: RunConfig) -> HardwareProfile:

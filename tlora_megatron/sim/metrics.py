@@ -1,9 +1,10 @@
-"""Numbers of a run: completion times, throughput, utilisation, slowdown."""
+"""Computes the numbers of a run: completion times, throughput, utilisation, slowdown."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tlora_megatron.sim.ledger import JobRecord, Segment
@@ -11,16 +12,16 @@ from tlora_megatron.sim.ledger import JobRecord, Segment
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuCount:
-    """What the cluster can do."""
+    """The cluster's GPUs and their speed."""
 
     num_gpus: int
     flops_per_s: float
-    """One GPU's best GEMM rate in its profile."""
+    """Best GEMM rate of one GPU in its profile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """One policy's run. Completion times are over jobs that finished."""
+    """The numbers of one policy's run. Completion times (JCT) are of jobs that finished."""
 
     mean_jct_s: float
     p50_jct_s: float
@@ -29,11 +30,11 @@ class Summary:
     makespan_s: float
     """From the first submission to the last end."""
     throughput_tokens_per_s: float
-    """Tokens trained in the window, over its length."""
+    """Tokens trained in the window, per second."""
     gpu_utilisation: float
-    """Operations the tokens need at least, over what all GPUs could do in the window."""
+    """Operations that the tokens need at least, as a share of what all GPUs could do."""
     max_slowdown: float
-    """Largest (end - start) / time alone."""
+    """Largest (end - start) / (time alone) of a job."""
     jobs_finished: int
     jobs_failed: int
     jobs_cancelled: int
@@ -44,12 +45,11 @@ class Summary:
     p95_queueing_s: float
     mean_slowdown: float
     mean_group_size: float
-    """Jobs of the group that a held GPU works for, over time."""
+    """Mean number of jobs in the group of a held GPU, over time."""
     lost_tokens: float
-    """Trained, then lost to failures of nodes."""
+    """Tokens that were trained and then lost when nodes failed."""
     window_s: float
-    """From the first to the last submission; the whole run where that is shorter than the mean job.
-    """
+    """Measured time: first to last submission, or the whole run if the mean job takes longer."""
 
 
 def summarise(
@@ -58,22 +58,21 @@ def summarise(
     flops_per_token: Mapping[str, float],
     gpus: GpuCount,
 ) -> Summary:
-    """The numbers of a run's books."""
+    """Summarises a run from its job records and segments."""
     first = min(record.job.submit_s for record in records)
     makespan = max(record.end_s for record in records) - first
-    window = max(record.job.submit_s for record in records) - first
-    if window < _mean([record.job.isolated_s for record in records]):
-        window = makespan
+    window = _window_s(records, first, makespan)
     end = first + window
     finished = [record for record in records if record.status == "finished"]
     jcts = sorted(record.jct_s for record in finished)
-    waits = sorted(r.queueing_s for r in finished if r.queueing_s is not None)
-    slowdowns = [record.slowdown for record in finished if record.slowdown is not None]
-    count = {s: sum(r.status == s for r in records) for s in ("failed", "cancelled", "rejected")}
+    waits = sorted(_known(record.queueing_s for record in finished))
+    slowdowns = list(_known(record.slowdown for record in finished))
+    count = Counter(record.status for record in records)
     tokens = {base: _tokens_until(segments, base, end) for base in flops_per_token}
     work = math.fsum(tokens[base] * flops for base, flops in flops_per_token.items())
-    held = [(len(s.gpus) * max(0.0, min(s.end_s, end) - s.begin_s), s) for s in segments]
-    gpu_s = math.fsum(time for time, _ in held)
+    held_s = [len(s.gpus) * max(0.0, min(s.end_s, end) - s.begin_s) for s in segments]
+    weighted_s = (held * s.num_jobs for held, s in zip(held_s, segments, strict=True))
+    gpu_s = math.fsum(held_s)
     capacity_s = gpus.num_gpus * window
     return Summary(
         mean_jct_s=_mean(jcts),
@@ -92,10 +91,20 @@ def summarise(
         mean_queueing_s=_mean(waits),
         p95_queueing_s=quantile(waits, 0.95),
         mean_slowdown=_mean(slowdowns),
-        mean_group_size=_ratio(math.fsum(time * s.num_jobs for time, s in held), gpu_s),
+        mean_group_size=_ratio(math.fsum(weighted_s), gpu_s),
         lost_tokens=math.fsum(record.lost_tokens for record in records),
         window_s=window,
     )
+
+
+def _window_s(records: Sequence[JobRecord], first: float, makespan: float) -> float:
+    """From the first to the last submission; the makespan if the mean job takes longer."""
+    window = max(record.job.submit_s for record in records) - first
+    return makespan if window < _mean([r.job.isolated_s for r in records]) else window
+
+
+def _known(values: Iterable[float | None]) -> Iterator[float]:
+    return (value for value in values if value is not None)
 
 
 def _tokens_until(segments: Sequence[Segment], base: str, end_s: float) -> float:
@@ -107,7 +116,7 @@ def _tokens_until(segments: Sequence[Segment], base: str, end_s: float) -> float
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """The nearest-rank quantile of ascending values; 0 of none."""
+    """The nearest-rank quantile of ascending values; 0 without values."""
     return ordered[max(0, math.ceil(q * len(ordered)) - 1)] if ordered else 0.0
 
 
@@ -121,7 +130,7 @@ def _ratio(value: float, by: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeLine:
-    """Means over equal bins of a run."""
+    """Means over equal time bins of a run."""
 
     bin_s: float
     tokens_per_s: tuple[float, ...]
@@ -133,7 +142,7 @@ class TimeLine:
 def time_line(
     records: Sequence[JobRecord], segments: Sequence[Segment], until_s: float, bins: int = 240
 ) -> TimeLine:
-    """A run from its begin to `until_s` in bins."""
+    """The time line of a run from its begin to `until_s`."""
     bin_s = max(until_s, 1e-9) / bins
     tokens, busy, waiting = [0.0] * bins, [0.0] * bins, [0.0] * bins
     for segment in segments:
@@ -148,7 +157,7 @@ def time_line(
 
 
 def spread(bins: list[float], bin_s: float, begin_s: float, end_s: float, value: float) -> None:
-    """Adds `value`, held from begin to end, to the means of the bins it covers."""
+    """Adds `value`, which lasts from begin to end, to the means of the bins it covers."""
     end_s = min(end_s, bin_s * len(bins))
     if end_s <= begin_s:
         return

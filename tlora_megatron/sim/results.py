@@ -1,4 +1,4 @@
-"""A study's results as JSON and CSV."""
+"""Writes a study's results as JSON and CSV."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import csv
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from tlora_megatron.sim.metrics import Summary
 from tlora_megatron.sim.study import PolicyRun, Study
+
+Row = dict[str, str | int | float | None]
+"""One line of a CSV file, by column."""
 
 _JSON_KEYS = (
     "mean_jct_s",
@@ -28,8 +30,8 @@ _JOB_COLUMNS = (
 )
 
 
-def as_document(study: Study, runs: Sequence[PolicyRun]) -> dict[str, Any]:
-    """What `tlora simulate --json` prints."""
+def as_document(study: Study, runs: Sequence[PolicyRun]) -> dict[str, object]:
+    """The document that `tlora simulate --json` prints."""
     return {
         "trace": study.trace.name,
         "cluster": study.cluster.name,
@@ -43,9 +45,9 @@ def as_document(study: Study, runs: Sequence[PolicyRun]) -> dict[str, Any]:
     }
 
 
-def summary_rows(study: Study, runs: Sequence[PolicyRun]) -> list[dict[str, Any]]:
-    """One row a policy, every number of its summary; nothing that differs between equal runs."""
-    about = {
+def summary_rows(study: Study, runs: Sequence[PolicyRun]) -> list[Row]:
+    """One row per policy with all numbers of its summary; equal runs give equal rows."""
+    about: Row = {
         "trace": study.trace.name,
         "cluster": study.cluster.name,
         "profile": study.profile.name,
@@ -58,24 +60,20 @@ def summary_rows(study: Study, runs: Sequence[PolicyRun]) -> list[dict[str, Any]
     return [about | {"policy": run.policy} | _rounded(run.summary) for run in runs]
 
 
-def _rounded(summary: Summary) -> dict[str, Any]:
-    return {
-        field.name: round(value, 6) if isinstance(value, float) else value
-        for field in fields(summary)
-        for value in (getattr(summary, field.name),)
-    }
+def _rounded(summary: Summary) -> Row:
+    return {field.name: _plain(getattr(summary, field.name)) for field in fields(summary)}
 
 
-def write_csv(path: str | Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes rows of equal keys."""
+def write_csv(path: str | Path, rows: Sequence[Row]) -> None:
+    """Writes rows, all with the same columns, to a CSV file."""
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
 
-def job_rows(runs: Sequence[PolicyRun]) -> list[dict[str, Any]]:
-    """One row a policy and job, in the order in which jobs ended."""
+def job_rows(runs: Sequence[PolicyRun]) -> list[Row]:
+    """One row per policy and job, in the order in which jobs ended."""
     rows = []
     for run in runs:
         for record in run.ledger.records:
@@ -89,5 +87,5 @@ def job_rows(runs: Sequence[PolicyRun]) -> list[dict[str, Any]]:
     return rows
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: str | int | float | None) -> str | int | float | None:
     return round(value, 6) if isinstance(value, float) else value

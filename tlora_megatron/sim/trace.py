@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 End = Literal["completed", "failed", "cancelled"]
 
@@ -110,7 +110,12 @@ def _from_zero(rows: list[TraceRow]) -> tuple[TraceRow, ...]:
     )
 
 
-def _csv(text: str, path: Path) -> Iterator[dict[str, Any]]:
+_Value = str | int | float | None
+_Record = dict[str, _Value]
+"""One job of a trace as it stands in the file, by the names of `_COLUMNS`."""
+
+
+def _csv(text: str, path: Path) -> Iterator[_Record]:
     reader = csv.DictReader(io.StringIO(text))
     header = reader.fieldnames or ()
     columns = {}
@@ -127,7 +132,7 @@ def _csv(text: str, path: Path) -> Iterator[dict[str, Any]]:
         yield {key: line[name] for key, name in columns.items()}
 
 
-def _philly_json(text: str, path: Path) -> Iterator[dict[str, Any]]:
+def _philly_json(text: str, path: Path) -> Iterator[_Record]:
     """Philly's `cluster_job_log`: attempts add up, the GPUs are those of the first attempt."""
     try:
         jobs = json.loads(text)
@@ -147,11 +152,11 @@ def _philly_json(text: str, path: Path) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{path} must be Philly's job log, got {error!r}") from error
 
 
-def _is_over(attempt: dict[str, Any]) -> bool:
+def _is_over(attempt: Mapping[str, _Value]) -> bool:
     return not {attempt.get("start_time"), attempt.get("end_time")} & {None, "", "None"}
 
 
-def _row(record: dict[str, Any], place: int, path: Path) -> TraceRow | str:
+def _row(record: _Record, place: int, path: Path) -> TraceRow | str:
     """The row, or why it is none."""
     try:
         num_gpus = _number(record["num_gpus"])
@@ -175,9 +180,9 @@ def _row(record: dict[str, Any], place: int, path: Path) -> TraceRow | str:
     )
 
 
-def _number(value: Any) -> float:
+def _number(value: _Value) -> float:
     """A finite number; nothing is 0."""
-    if value in ("", None):
+    if value is None or value == "":
         return 0.0
     number = float(value)
     if not math.isfinite(number):
@@ -185,7 +190,7 @@ def _number(value: Any) -> float:
     return number
 
 
-def _seconds(value: Any) -> float:
+def _seconds(value: _Value) -> float:
     """Seconds, from a number of them or a date (UTC where it does not say)."""
     try:
         return _number(value)

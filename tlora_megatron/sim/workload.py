@@ -1,4 +1,4 @@
-"""Trace rows become jobs: attributes are drawn, and the recorded time defines the work."""
+"""Turns trace rows into jobs: attributes are drawn, the recorded time defines the work."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.jobs import Job
-from tlora_megatron.sim.job_mix import JobMix, MixDraw
+from tlora_megatron.sim.job_mix import Attributes, JobMix, MixDraw
 from tlora_megatron.sim.trace import Trace, TraceRow
 
 _STATE_BYTES = 2 + 4 * 4
-"""Of an adapter's parameter: bf16 copy, fp32 master, gradient and two moments."""
+"""Bytes per adapter parameter: bf16 copy, fp32 master, gradient and two moments."""
 
 _RANK_STEP = 16
 _ANY_DROPOUT = 0.1
@@ -20,15 +20,19 @@ _ANY_DROPOUT = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
-    """How long a job waits until it goes before all others: `base_s + factor * time alone`."""
+    """How long a job waits until it is overdue: `base_s + factor * time alone`."""
 
     base_s: float = 86400.0
     factor: float = 10.0
 
+    def due_s(self, row: TraceRow) -> float:
+        """The time from which the job of a trace row is overdue."""
+        return row.submit_s + self.base_s + self.factor * row.duration_s
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """The jobs of a run, in order of submission, with what became of each in the trace."""
+    """The jobs of a run in order of submission, and the trace row of each."""
 
     jobs: list[Job]
     rows: tuple[TraceRow, ...]
@@ -46,10 +50,10 @@ def make_workload(
     max_slowdown: float | None = None,
     patience: Patience = _PATIENCE,
 ) -> Workload:
-    """Jobs whose work is what they would train alone in the time the trace recorded.
+    """Jobs whose work is what each would train alone in the time that the trace recorded.
 
-    Tokens = speed alone on the GPUs asked for x recorded duration; so every job that trains alone
-    takes as long as in the trace, whatever attributes were drawn.
+    A job's tokens are its speed alone on the GPUs it asks for times its recorded duration. So every
+    job that trains alone takes as long as in the trace, whatever attributes were drawn.
 
     Raises:
         ValueError: if a job fits the memory of neither the GPUs it asks for nor a node's.
@@ -59,13 +63,7 @@ def make_workload(
     jobs = []
     for index, row in enumerate(trace.rows):
         drawn = draw.next(row.num_gpus)
-        kind = speeds.kind(drawn.base, _as_costed(drawn.load))
-        rates = speeds.rates((kind,), row.num_gpus)
-        if rates is None:
-            raise ValueError(
-                f"job {row.name!r} must fit into the memory of {row.num_gpus} GPUs, got rank "
-                f"{drawn.load.rank}, batch {drawn.load.batch_size} on {drawn.base}"
-            )
+        kind, tokens_per_s = _speed_alone(row, drawn, speeds)
         jobs.append(
             Job(
                 index=index,
@@ -75,21 +73,33 @@ def make_workload(
                 num_gpus=row.num_gpus,
                 submit_s=row.submit_s,
                 isolated_s=row.duration_s,
-                isolated_tokens_per_s=rates.total,
+                isolated_tokens_per_s=tokens_per_s,
                 max_slowdown=bound,
                 priority=row.priority,
                 tenant=row.tenant,
-                due_s=row.submit_s + patience.base_s + patience.factor * row.duration_s,
+                due_s=patience.due_s(row),
                 state_bytes=_state_bytes(specs[drawn.base], drawn.load),
             )
         )
     return Workload(jobs=jobs, rows=trace.rows)
 
 
-def _as_costed(load: JobLoad) -> JobLoad:
-    """The load as the cost model sees it, so that alike jobs are one kind.
+def _speed_alone(row: TraceRow, drawn: Attributes, speeds: Speeds) -> tuple[int, float]:
+    """A job's kind, and its tokens per second alone on the GPUs it asks for."""
+    kind = speeds.kind(drawn.base, _as_costed(drawn.load))
+    rates = speeds.rates((kind,), row.num_gpus)
+    if rates is None:
+        raise ValueError(
+            f"job {row.name!r} must fit into the memory of {row.num_gpus} GPUs, got rank "
+            f"{drawn.load.rank}, batch {drawn.load.batch_size} on {drawn.base}"
+        )
+    return kind, rates.total
 
-    Kernels take ranks in sixteenths, and any dropout costs the same.
+
+def _as_costed(load: JobLoad) -> JobLoad:
+    """The load as the cost model sees it, so that similar jobs are of one kind.
+
+    Kernels round ranks up to multiples of 16, and every dropout rate costs the same.
     """
     return replace(
         load,
@@ -104,9 +114,9 @@ def _state_bytes(spec: ModelSpec, load: JobLoad) -> float:
 
 
 def flops_per_token(spec: ModelSpec) -> float:
-    """Operations of the frozen linears and the output layer, forward and input gradients.
+    """The least operations that a token needs: frozen linears and output layer, both passes.
 
-    Attention, adapters and recomputation are left out: this is what the tokens need at least.
+    Attention, adapters and recomputation are left out.
     """
     targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     shapes = (spec.target_shape(target) for target in targets)
@@ -115,5 +125,5 @@ def flops_per_token(spec: ModelSpec) -> float:
 
 
 def weights_bytes(spec: ModelSpec) -> float:
-    """The base in bf16, input embedding included."""
+    """Size of the base model in bf16, with the input embedding."""
     return flops_per_token(spec) / 2 + 2.0 * spec.vocab_size * spec.hidden_size

@@ -123,7 +123,7 @@ def test_the_trace_is_not_overwritten(
 ) -> None:
     before = trace.read_bytes()
     assert main([*arguments, option, str(trace)]) == 2
-    assert f"{option} must name another file than those that are read" in capsys.readouterr().err
+    assert f"{option} must leave {trace}, which is read, as it is" in capsys.readouterr().err
     assert trace.read_bytes() == before
 
 

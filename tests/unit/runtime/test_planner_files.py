@@ -33,6 +33,7 @@ from tlora_megatron.runtime.plan_inputs import (
     plan_hardware,
     plan_jobs,
     plan_model,
+    profile_of_gpu,
     run_hardware,
 )
 
@@ -108,6 +109,23 @@ def test_a_profile_of_the_working_folder_is_found_by_name(
     monkeypatch.chdir(tmp_path)
     assert plan_hardware("mine").name == "mine"
     assert plan_hardware("h200").name == "h200"
+    with pytest.raises(ConfigError, match=r"one of .*h200, l40s, mine, got 'theirs'"):
+        plan_hardware("theirs")
+
+
+def test_a_profile_of_the_working_folder_is_found_by_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "configs" / "hardware"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert profile_of_gpu("abacus") is None
+    ours = _profile_file(tmp_path, lambda d: d.update(name="mine", gpu="abacus"))
+    ours.rename(folder / "mine.json")
+    (folder / "notes.json").write_text("{}")
+    found = profile_of_gpu("abacus")
+    assert found is not None
+    assert found.name == "mine"
 
 
 @pytest.mark.parametrize(

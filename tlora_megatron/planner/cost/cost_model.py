@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import NamedTuple
@@ -96,7 +96,7 @@ TERMS = (
     "optimizer_s",
     "round_s",
 )
-_all_terms = attrgetter(*TERMS)
+_all_terms: Callable[[StepCost], tuple[float, ...]] = attrgetter(*TERMS)
 _but_virtual_stages = attrgetter(*(f.name for f in fields(Plan) if f.name != "vpp_size"))
 
 

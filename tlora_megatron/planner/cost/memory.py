@@ -7,7 +7,7 @@ Checked against the peaks of `scripts/bench/results`: Llama-3.1-8B without recom
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import NamedTuple
@@ -80,7 +80,7 @@ class MemoryUse:
 
 
 TERMS = tuple(field.name for field in fields(MemoryUse) if field.name != "stage")
-_all_terms = attrgetter(*TERMS)
+_all_terms: Callable[[MemoryUse], tuple[float, ...]] = attrgetter(*TERMS)
 
 
 def memory_use(
