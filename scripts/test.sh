@@ -4,7 +4,9 @@
 # usage: scripts/test.sh [quick] [pytest arguments]
 #   quick    lint, types and tests/unit without the slow ones
 #   -k NAME  and the like go to pytest; a stage in which they select nothing is passed over
-# About 20 minutes on two cores, quick about one. Tests of GPUs run where there are GPUs.
+#   TLORA_TEST_WORKERS   tests at a time; default: one a core, at most 8
+#   TLORA_TEST_PATIENCE  factor on the limits that end what hangs; no test says anything about speed
+# Under 10 minutes on two idle cores, quick under one. Tests of GPUs run where there are GPUs.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 quick=""
@@ -13,16 +15,20 @@ select=("$@")
 [[ -n $quick ]] && select+=(-m "not slow")
 
 python=$(scripts/setup_env.sh test) || exit 1
-# One thread a process: two-process tests on two cores would otherwise fight for them.
+# One thread a process: tests of several processes would otherwise fight for the cores.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-failed=() began=$SECONDS log=$(mktemp)
+cores=$(nproc)
+workers=${TLORA_TEST_WORKERS:-$((cores < 8 ? cores : 8))}
+failed=() began=$SECONDS
 
 stage() {  # stage NAME COMMAND...
   local name=$1 start=$SECONDS status
   shift
   printf '\n== %s\n' "$name"
-  "$@"
+  # In the background: bash sees to Ctrl-C only when a command in the foreground has ended.
+  "$@" &
+  wait $!
   status=$?
   # 5: pytest found nothing to run, which is right when the caller narrowed the selection
   if [[ $status == 5 && ${#select[@]} -gt 0 ]]; then status=0; fi
@@ -34,61 +40,28 @@ stage() {  # stage NAME COMMAND...
   fi
 }
 
-# Pytest runs in the background: timeout takes it out of the terminal's reach, and bash would see to Ctrl-C only when
-# a command in the foreground has ended.
-begin_pytest() {  # begin_pytest SECONDS ARGUMENT...: a deadlocked collective ends the stage instead of hanging it
-  timeout --kill-after=20 "$1" "$python" -m pytest -q "${@:2}" ${select[@]+"${select[@]}"} &
-}
-
-run_pytest() {
-  begin_pytest "$@"
-  wait $!
-}
-
 stop() {
   local left
   left=$(jobs -pr)
   [[ -n $left ]] && kill $left
-  rm -f "$log"
 }
 trap stop EXIT
 trap 'exit 130' INT TERM
 
-tests() {  # tests SECONDS FOLDER
-  stage "$2" run_pytest "$@"
+tests() {  # tests NAME ARGUMENT...
+  stage "$1" "$python" -m pytest -q --durations=25 "${@:2}" ${select[@]+"${select[@]}"}
 }
 
-# Tests of one process each: every second file of them runs meanwhile.
-half() {  # half COMMAND 0|1
-  local files=(tests/unit/test_*.py) mine=() i
-  for ((i = $2; i < ${#files[@]}; i += 2)); do mine+=("${files[i]}"); done
-  # Longer than the 600 s that the interpreting process of test_triton_kernels.py may take.
-  "$1" 900 -o cache_dir=".pytest_cache/$2" "${mine[@]}"
-}
-
-other_half() {
-  local status
-  wait "$other"
-  status=$?
-  cat "$log"
-  return $status
-}
-
-unit_tests() {
-  half begin_pytest 1 >"$log" 2>&1
-  other=$!
-  stage "tests/unit, one half" half run_pytest 0
-  stage "tests/unit, the other half" other_half
-}
-
+# A file's tests share what its fixtures train, so a file stays with one worker.
+spread=(-n "$workers" --dist loadfile --no-loadscope-reorder)
 stage "ruff check" "$python" -m ruff check .
 stage "ruff format" "$python" -m ruff format --check .
 stage "mypy" "$python" -m mypy
-unit_tests
-if [[ -z $quick ]]; then
-  tests 1500 tests/distributed
-  tests 900 tests/integration
-  if command -v nvidia-smi >/dev/null 2>&1; then tests 900 tests/gpu; fi
+if [[ -n $quick ]]; then
+  tests "tests/unit" "${spread[@]}" tests/unit
+else
+  tests "tests" "${spread[@]}" tests/unit tests/distributed tests/integration
+  if command -v nvidia-smi >/dev/null 2>&1; then tests "tests/gpu" tests/gpu; fi
 fi
 
 printf '\n'

@@ -1,4 +1,4 @@
-"""Marks: a test that this machine cannot run is skipped with the reason."""
+"""Order and marks: long folders go first; what this machine cannot run is skipped with a reason."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+import hypothesis
 import pytest
 
+from tests.helpers.session import ORACLE_CACHE
+from tests.helpers.standing_world import session_address
+
 REPO = Path(__file__).resolve().parent.parent
+_LONG_FIRST = ("distributed", "integration")
 
 
 @cache
@@ -34,6 +39,8 @@ def _reason_to_skip(mark: str) -> str | None:
         return "needs a CUDA device"
     if mark == "multigpu" and _num_gpus() < 2:
         return f"needs two CUDA devices, got {_num_gpus()}"
+    if mark == "repeats_a_layout" and not os.environ.get("TLORA_ALL_TESTS"):
+        return "repeats a layout that another test has (TLORA_ALL_TESTS=1 runs it all the same)"
     cores = os.cpu_count() or 1
     if mark == "four_processes" and cores < 4 and not os.environ.get("TLORA_ALL_TESTS"):
         return f"needs four CPU cores, got {cores} (TLORA_ALL_TESTS=1 runs it all the same)"
@@ -44,12 +51,28 @@ def _reason_to_skip(mark: str) -> str | None:
     return None
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepares what the workers of one session share."""
+    # An example takes as long as the machine needs.
+    hypothesis.settings.register_profile("patient", deadline=None)
+    hypothesis.settings.load_profile("patient")
+    session_address()
+    if cache := getattr(config, "cache", None):
+        os.environ.setdefault(ORACLE_CACHE, str(cache.mkdir("oracle")))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what cannot run here, before any fixture is set up."""
+    """Puts long folders first and skips what cannot run here, before any fixture is set up."""
+    items.sort(key=_place)  # workers that are done then share the short files
     for item in items:
         for mark in {mark.name for mark in item.iter_markers()}:
             if reason := _reason_to_skip(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _place(item: pytest.Item) -> int:
+    folder = item.path.relative_to(REPO / "tests").parts[0]
+    return _LONG_FIRST.index(folder) if folder in _LONG_FIRST else len(_LONG_FIRST)
 
 
 @pytest.fixture(scope="session", autouse=True)

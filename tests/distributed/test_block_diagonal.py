@@ -131,10 +131,10 @@ def test_resumes_between_layouts(
     scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path
 ) -> None:
     """Two TP ranks, then one process, then two TP ranks with sequence parallelism."""
-    saved = "run.checkpoint_every_steps=5"
+    saved = "run.checkpoint_every_steps=3"
     lives: tuple[tuple[int, tuple[str, ...], list[Any] | None], ...] = (
-        (2, ("parallel.tp_size=2",), ["four", 7]),
-        (1, (), ["four", 14]),
+        (2, ("parallel.tp_size=2",), ["four", 4]),
+        (1, (), ["four", 8]),
         (2, TP2_SP, None),
     )
     for life, (world_size, overrides, stop) in enumerate(lives):
@@ -142,7 +142,7 @@ def test_resumes_between_layouts(
         settings = {"set": [saved, *overrides]}
         run_cases(world_size, [case | settings], tmp_path / f"{life}.json", worker=RESUMER)
     begun = starts(tmp_path / "out")
-    assert [steps["four"] for steps in begun] == [0, 5, 10]
+    assert [steps["four"] for steps in begun] == [0, 3, 6]
     for name in NAMES:
         assert_equals_oracle(tmp_path / "out", name, oracle[name], scenario.parent / "base")
 

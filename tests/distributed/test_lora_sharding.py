@@ -127,15 +127,15 @@ def test_resumes_under_another_sharding(
 ) -> None:
     """Fold, then S-LoRA, then rank exchange with sequence parallelism."""
     lives: tuple[tuple[tuple[str, ...], list[Any] | None], ...] = (
-        (_by("fold"), [ILL, 7]),
-        (_by("s_lora"), [ILL, 14]),
+        (_by("fold"), [ILL, 4]),
+        (_by("s_lora"), [ILL, 8]),
         (SP + _by("rank_exchange"), None),
     )
     for index, (overrides, stop) in enumerate(lives):
-        settings = ["run.checkpoint_every_steps=5", *TP2, *overrides]
+        settings = ["run.checkpoint_every_steps=3", *TP2, *overrides]
         case = {"config": str(scenario), "output_dir": str(tmp_path / "out"), "set": settings}
         run_cases(2, [case | {"stop": stop}], tmp_path / f"{index}.json", worker=RESUMER)
-    assert [steps[ILL] for steps in starts(tmp_path / "out")] == [0, 5, 10]
+    assert [steps[ILL] for steps in starts(tmp_path / "out")] == [0, 3, 6]
     for name in NAMES:
         assert_equals_oracle(tmp_path / "out", name, oracle[name], scenario.parent / "base")
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
-from tests.helpers.oracle import OracleResult, train_alone
+from tests.helpers.oracle import OracleResult
+from tests.helpers.oracle_cache import cached_train_alone
 from tests.helpers.scenario import write_rows
 from tests.helpers.tiny_models import make_tiny_model, randomize
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
@@ -86,7 +87,7 @@ def family_oracle(
         plan = BatchPlan.for_job(job, len(data.train))
         batches = [[data.train[i] for i in plan.indices(step)] for step in range(plan.num_steps)]
         factors = initial_factors(spec, job.lora, job.seed)
-        results[job.name] = train_alone(root / "base", job, factors, batches)
+        results[job.name] = cached_train_alone(root / "base", job, factors, batches)
     return results
 
 

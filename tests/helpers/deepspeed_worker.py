@@ -16,17 +16,20 @@ import torch
 import torch.distributed as dist
 
 import tlora_megatron.deepspeed
+from tests.helpers.lean import draw_no_reports, keep_imports_from_collector
 
 
 def main() -> None:
     """Runs every case; all processes take part in all of them."""
     if os.environ.get("TLORA_TEST_DETERMINISTIC") == "1":
         torch.use_deterministic_algorithms(True, warn_only=True)
+    draw_no_reports()
     for case in json.loads(Path(sys.argv[1]).read_text()):
         engine = tlora_megatron.deepspeed.initialize(
             config=case["config"], overrides=case["set"], output_dir=case["output_dir"]
         )
         engine.train()
+        keep_imports_from_collector()
         engine.base.deepspeed.destroy()
         dist.barrier()
     dist.destroy_process_group()

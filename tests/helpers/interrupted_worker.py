@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.helpers.lean import draw_no_reports, keep_imports_from_collector
 from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.formats import atomic_directory, checkpoint
@@ -82,9 +83,11 @@ def train_until(
 
 def main() -> None:
     """Runs every case."""
+    draw_no_reports()
     for case in json.loads(Path(sys.argv[1]).read_text()):
         if "RANK" in os.environ:
             _run(case)
+            keep_imports_from_collector()
             dist.barrier()
         else:
             _run_in_fork(case)

@@ -18,6 +18,8 @@ from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import load_scenario, make_scenario, oracle_results
 
 RUNNER = Path(__file__).with_name("megatron_lm_cpu.py")
+NUM_STEPS = 22
+"""Of every job."""
 SEED = 1
 """Megatron's `--seed`, which has to be positive and is added to every job's own."""
 
@@ -47,7 +49,7 @@ def checkout() -> Path:
 
 def make_launch_scenario(root: Path, **base_model: Any) -> Path:
     """The scenario of `scenario.make_scenario`, and its `jobs.json` for the flag, returned."""
-    document = json.loads(make_scenario(root).read_text())
+    document = json.loads(make_scenario(root, num_steps=NUM_STEPS).read_text())
     return write_jobs(root / "jobs.json", document, base_model=base_model)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.helpers.lean import draw_no_reports, keep_imports_from_collector
 from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.listener import SilentListener
@@ -44,10 +45,12 @@ def main() -> None:
     """Runs every case; all processes take part in all of them."""
     logging.basicConfig()
     logging.getLogger("tlora_megatron").setLevel(logging.INFO)
+    draw_no_reports()
     for case in json.loads(Path(sys.argv[1]).read_text()):
         recorder = Recorder()
         config = load_config(case["config"], case["set"], case["output_dir"])
         train_run(config, recorder)
+        keep_imports_from_collector()
         if dist.get_rank() == 0:
             (Path(case["output_dir"]) / "told.json").write_text(json.dumps(recorder.told))
         dist.barrier()

@@ -41,9 +41,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from tests.helpers.launch import HANG_S, IDLE_S, REPO, environment, python, torchrun
+from tests.helpers.session import WORLD_SERVER
 
-_ADDRESS = "TLORA_WORLD_SERVER"
-"""Environment variable: the server's abstract socket, the same in all workers of a session."""
 _STARTED: list[subprocess.Popen[bytes]] = []
 _PRELOADED = (
     "torch.distributed.run",
@@ -101,7 +100,7 @@ def forked(*args: object) -> str:
 
 def session_address() -> str:
     """Fixes the address of this session's server, for this process and those it starts."""
-    return os.environ.setdefault(_ADDRESS, f"tlora-worlds-{os.getpid()}-{os.urandom(4).hex()}")
+    return os.environ.setdefault(WORLD_SERVER, f"tlora-worlds-{os.getpid()}-{os.urandom(4).hex()}")
 
 
 def _has_gpu() -> bool:
@@ -153,7 +152,7 @@ def serve(owner: int) -> None:
     """Takes requests until the process `owner` has ended."""
     listener = socket.socket(socket.AF_UNIX)
     try:
-        listener.bind("\0" + os.environ[_ADDRESS])
+        listener.bind("\0" + os.environ[WORLD_SERVER])
     except OSError:
         return  # another one serves
     listener.listen(64)

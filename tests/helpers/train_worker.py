@@ -1,8 +1,8 @@
 """Trains several configurations one after another in one set of processes.
 
 `train_worker.py CASES.json` with
-`[{"config": PATH, "output_dir": DIR, "set": [...], "world_size": N}]`. Starting a process costs
-more than training a tiny model.
+`[{"config": PATH, "output_dir": DIR, "set": [...], "report": false}]`. No run writes a report
+unless a case asks for one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tests.helpers.lean import draw_no_reports, keep_imports_from_collector
 from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.listener import SilentListener
@@ -20,9 +21,13 @@ from tlora_megatron.training.listener import SilentListener
 
 def main() -> None:
     """Runs every case; all processes take part in all of them."""
-    for case in json.loads(Path(sys.argv[1]).read_text()):
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    if not any(case.get("report") for case in cases):
+        draw_no_reports()
+    for case in cases:
         config = load_config(case["config"], case["set"], case["output_dir"])
         train_run(config, SilentListener())
+        keep_imports_from_collector()
         dist.barrier()
     dist.destroy_process_group()
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from tests.helpers.megatron_lm import (
     COMMON,
     CPU,
+    NUM_STEPS,
     SIZES,
     checkout,
     convert,
@@ -35,7 +36,7 @@ from tests.helpers.megatron_lm import (
     write_jobs,
 )
 from tests.helpers.oracle import assert_equals_alone
-from tests.helpers.scenario import JOBS, NUM_STEPS, exported, losses
+from tests.helpers.scenario import JOBS, exported, losses
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.slab import factor_names, factor_shape
 from tlora_megatron.model.spec import read_model_spec

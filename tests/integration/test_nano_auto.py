@@ -8,17 +8,24 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.scenario import JOBS, NUM_STEPS, losses, make_scenario
+from tests.helpers.scenario import JOBS, losses, make_scenario
 from tests.helpers.standing_world import world
 
 WORKER = Path(__file__).parents[1] / "helpers" / "train_worker.py"
+NUM_STEPS = 22
+"""Enough to try every number of nano-batches and to keep one."""
 LAYOUT = ["parallel.tp_size=2", "parallel.sequence_parallel=true", "run.micro_batch_tokens=2048"]
 
 
 def train(root: Path, *cases: tuple[Path, str, str]) -> None:
     """Runs of two processes: configuration, output folder, nano-batches."""
     document = [
-        {"config": str(config), "output_dir": str(root / out), "set": [*LAYOUT, f"run.{nano}"]}
+        {
+            "config": str(config),
+            "output_dir": str(root / out),
+            "set": [*LAYOUT, f"run.{nano}"],
+            "report": True,
+        }
         for config, out, nano in cases
     ]
     path = root / "cases.json"
@@ -33,7 +40,7 @@ def trace(output_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_losses_trace_and_going_on(tmp_path: Path) -> None:
-    config = make_scenario(tmp_path)
+    config = make_scenario(tmp_path, num_steps=NUM_STEPS)
     train(tmp_path, (config, "whole", "nano_batches=1"), (config, "auto", "nano_batches=auto"))
     output_dir = tmp_path / "auto"
     for job in JOBS:

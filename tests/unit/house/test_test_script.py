@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.launch import HANG_S
+
 _INTERPRETER = """\
 #!/usr/bin/env bash
+echo "$*" >>commands
 case "$*" in
-  *pytest*"$FAILS"*) exit 1 ;;
+  *"$FAILS"*) exit "$STATUS" ;;
   *pytest*) echo $$ >>began; exec sleep "$SLEEPS" ;;
 esac
 """
@@ -22,7 +25,7 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path: Path, repo: Path) -> Path:
-    """Two files of unit tests, so one for each half."""
+    """The script alone, and what it calls."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(repo / "scripts/test.sh", tmp_path / "scripts")
     for path, text in (
@@ -31,16 +34,16 @@ def checkout(tmp_path: Path, repo: Path) -> Path:
     ):
         path.write_text(text)
         path.chmod(0o755)
-    for name in ("test_first.py", "test_second.py"):
-        (tmp_path / "tests/unit").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "tests/unit" / name).touch()
     return tmp_path
 
 
-def start(checkout: Path, *, fails: str = "none", sleeps: int = 0) -> subprocess.Popen[str]:
+def start(
+    checkout: Path, *words: str, fails: str = "none", status: int = 1, sleeps: int = 0
+) -> subprocess.Popen[str]:
+    changes = {"FAILS": fails, "STATUS": str(status), "SLEEPS": str(sleeps)}
     return subprocess.Popen(
-        ["bash", str(checkout / "scripts/test.sh"), "quick"],
-        env=os.environ | {"FAILS": fails, "SLEEPS": str(sleeps)},
+        ["bash", str(checkout / "scripts/test.sh"), *words],
+        env=os.environ | changes,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -54,32 +57,50 @@ def start(checkout: Path, *, fails: str = "none", sleeps: int = 0) -> subprocess
     ("fails", "failed"),
     [
         ("none", None),
-        ("test_first", "[tests/unit, one half]"),
-        ("test_second", "[tests/unit, the other half]"),
+        ("ruff check", "[ruff check]"),
+        ("mypy", "[mypy]"),
+        ("pytest", "[tests/unit]"),
     ],
 )
-def test_either_half_fails_the_whole(checkout: Path, fails: str, failed: str | None) -> None:
-    process = start(checkout, fails=fails)
-    output, _ = process.communicate(timeout=60)
+def test_any_stage_fails_the_whole(checkout: Path, fails: str, failed: str | None) -> None:
+    process = start(checkout, "quick", fails=fails)
+    output, _ = process.communicate(timeout=HANG_S)
     *_, last = output.splitlines()
     assert process.returncode == (failed is not None)
     assert last.endswith(f"s: {failed}") if failed else last.startswith("all stages passed")
+    assert "pytest" in (checkout / "commands").read_text(), "every stage runs"
 
 
-def test_an_interrupt_ends_both_halves(checkout: Path) -> None:
-    process, began = start(checkout, sleeps=60), checkout / "began"
-    deadline = time.monotonic() + 30
-    while not (began.exists() and len(began.read_text().split()) == 2):
-        assert time.monotonic() < deadline, "both halves must begin"
+def test_finding_no_test_is_a_failure_unless_some_were_selected(checkout: Path) -> None:
+    whole, some = (
+        start(checkout, *words, fails="pytest", status=5) for words in ((), ("-k", "nothing"))
+    )
+    for process in (whole, some):
+        process.communicate(timeout=HANG_S)
+    assert (whole.returncode, some.returncode) == (1, 0)
+
+
+def test_quick_runs_the_fast_unit_tests_only(checkout: Path) -> None:
+    for words in (("quick", "-x"), ()):
+        start(checkout, *words).communicate(timeout=HANG_S)
+    quick, whole, *_ = (
+        line for line in (checkout / "commands").read_text().splitlines() if "pytest" in line
+    )
+    assert quick.endswith(" tests/unit -x -m not slow")
+    assert whole.endswith(" tests/unit tests/distributed tests/integration")
+
+
+def test_an_interrupt_ends_the_tests(checkout: Path) -> None:
+    process, began = start(checkout, "quick", sleeps=600), checkout / "began"
+    end_s = time.monotonic() + HANG_S
+    while not (began.exists() and began.read_text().split()):
+        assert time.monotonic() < end_s, "the tests must begin"
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=HANG_S)
     assert process.returncode == 130
-    for pid in map(int, began.read_text().split()):
-        _await_end(pid, deadline)
-
-
-def _await_end(pid: int, deadline: float) -> None:
-    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
-        assert time.monotonic() < deadline, f"process {pid} must end"
+    (pid,) = map(int, began.read_text().split())
+    command = Path(f"/proc/{pid}/cmdline")
+    while command.exists() and command.read_bytes():
+        assert time.monotonic() < end_s, f"process {pid} must end"
         time.sleep(0.02)
