@@ -1,14 +1,14 @@
-"""Decisions are quick with long queues. CPU time counts, so that a busy machine changes nothing."""
+"""Decisions are quick with long queues: function calls are counted, not seconds."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.floor_model import FREE, World
+from tests.helpers.operations import count_calls
 from tlora_megatron.scheduler.cluster import ClusterShape, ClusterState, FreeGpus
 from tlora_megatron.scheduler.formation import Parts, formed
 from tlora_megatron.scheduler.group_throughput import Speeds
@@ -30,6 +30,8 @@ def _num_gpus(index: int) -> int:
     return 1 if index < _RUNNING else (1, 1, 1, 2, 8)[index % 5]
 
 
+_MOST_CALLS = 400_000
+"""Twice what the busiest policy takes; comparing every two waiting jobs would take millions."""
 EVERYTHING_CHANGED = Changes(
     arrived=frozenset(range(_RUNNING, _RUNNING + _WAITING)),
     regrouped=frozenset(range(_RUNNING)),
@@ -53,19 +55,14 @@ def _crowd(jobs: Sequence[Job], speeds: Speeds) -> tuple[WaitingQueue, ClusterSt
     return WaitingQueue(waiting[_RUNNING:]), state
 
 
-def _fastest_s(policy: Policy, now_s: float, queue: WaitingQueue, state: ClusterState) -> float:
-    """CPU time of the fastest of three equal decisions."""
-    times = []
-    for _ in range(3):
-        begin = time.process_time()
-        decisions = policy.decide(now_s, queue, state, EVERYTHING_CHANGED)
-        times.append(time.process_time() - begin)
-    assert decisions
-    return min(times)
+def _calls(policy: Policy, now_s: float, queue: WaitingQueue, state: ClusterState) -> int:
+    """Functions that a decision calls; before, an equal one fills what is kept between them."""
+    assert policy.decide(now_s, queue, state, EVERYTHING_CHANGED)
+    return count_calls(lambda: policy.decide(now_s, queue, state, EVERYTHING_CHANGED))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_decision_with_1000_waiting_jobs_takes_less_than_50_ms(policy: str) -> None:
+def test_a_decision_with_1000_waiting_jobs_calls_few_functions(policy: str) -> None:
     world = World()
     for index in range(_RUNNING + _WAITING):
         world.add(
@@ -79,7 +76,7 @@ def test_a_decision_with_1000_waiting_jobs_takes_less_than_50_ms(policy: str) ->
     queue, state = _crowd(world.jobs, world.speeds)
     made = make_policy(policy, world.speeds, Rules(cost=FREE))
     for now_s in _MOMENTS_S:
-        assert _fastest_s(made, now_s, queue, state) < 0.05
+        assert _calls(made, now_s, queue, state) < _MOST_CALLS
 
 
 @pytest.fixture(scope="module")
@@ -109,5 +106,5 @@ def test_so_it_does_with_the_planners_speeds_once_they_are_known(study: Study, p
     for now_s in (_MOMENTS_S[0], max(job.due_s for job in study.workload.jobs[:500])):
         made.decide(now_s, queue, state, EVERYTHING_CHANGED)
         known = study.speeds.num_estimates
-        assert _fastest_s(made, now_s, queue, state) < 0.05
+        assert _calls(made, now_s, queue, state) < _MOST_CALLS
         assert study.speeds.num_estimates == known

