@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.bench_modules import bench_modules
+from tests.helpers.launch import HANG_S
 
 COLUMNS = "gpu,commit,model,jobs,mode,step_ms,tokens,tokens_per_s,peak_bytes,mfu"
 TINY = {
@@ -136,7 +137,7 @@ def test_all_modes_on_a_tiny_model(repo: Path, tmp_path: Path) -> None:
     options = ["--layers=1", "--tokens=512", "--warmup=1", "--rounds=2", "--steps=1", "--commit=c"]
     files = [f"--csv={tmp_path / 'rows.csv'}", f"--json={tmp_path / 'all.json'}"]
     result = subprocess.run(
-        [*command, *options, *files], cwd=repo, capture_output=True, text=True, timeout=300
+        [*command, *options, *files], cwd=repo, capture_output=True, text=True, timeout=HANG_S
     )
     assert result.returncode == 0, result.stderr
     text = (tmp_path / "rows.csv").read_text()

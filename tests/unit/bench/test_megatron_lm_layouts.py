@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.bench_modules import bench_modules
+from tests.helpers.launch import HANG_S
 from tests.helpers.megatron_lm import logged
 
 COMMON = {"gpu": "H200", "commit": "abc", "megatron_lm": "0.19.1"}
@@ -116,5 +117,5 @@ def test_no_gpu_has_two_runs_at_once(bench: SimpleNamespace) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=HANG_S)
     assert most == [1] * 6

@@ -19,6 +19,7 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 import tlora_megatron
+from tests.helpers.launch import HANG_S
 from tlora_megatron.cli.main import main
 from tlora_megatron.cli.progress import RichProgress
 from tlora_megatron.runtime import launcher
@@ -434,7 +435,11 @@ class TestLauncher:
             "sys.exit(run_with_torchrun(['inspect', 'nowhere.yaml'], 2))"
         )
         result = subprocess.run(
-            [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", script],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
         )
         assert result.returncode == 2
         assert result.stderr.count("error: config must be a readable file, got nowhere.yaml") == 1
@@ -449,7 +454,11 @@ class TestLauncher:
             " '[ $RANK = 1 ] && kill -9 $BASHPID; sleep 20'], 2))"
         )
         result = subprocess.run(
-            [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", script],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
         )
         assert result.returncode == 137
         assert "rank 1 was ended by signal 9" in result.stderr

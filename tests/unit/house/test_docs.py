@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.helpers.launch import HANG_S
+
 REPO = Path(__file__).resolve().parents[3]
 _CODE_BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _PATH = re.compile(r"(?<![\w./-])((?:tlora_megatron|scripts|tests|configs|csrc)/[\w./-]*[\w/])")
@@ -128,7 +130,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         cwd=REPO,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert (tmp_path / "index.html").is_file()

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.launch import HANG_S
+
 PACKAGE = "tlora_megatron"
 GROUND = ("config", "model", "page")
 CONTROL = ("planner", "scheduler", "sim")
@@ -306,6 +308,6 @@ def test_command_line_and_config_import_without_torch(repo: Path) -> None:
         "print(*sorted({'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, timeout=HANG_S
     )
     assert (result.returncode, result.stderr, result.stdout.strip()) == (0, "", "")

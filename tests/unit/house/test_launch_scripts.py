@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import REPO, environment
+from tests.helpers.launch import HANG_S, REPO, environment
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.cli.main import main
@@ -57,7 +57,7 @@ def run_script(script: Path, settings: dict[str, str], *words: str) -> tuple[int
         env=clean | {"PYTHON": sys.executable} | settings,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
     return done.returncode, done.stdout, done.stderr
@@ -160,7 +160,7 @@ def test_megatron_lm_parses_what_they_print(
         cwd=REPO,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

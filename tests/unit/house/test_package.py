@@ -21,6 +21,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import tlora_megatron
+from tests.helpers.launch import HANG_S
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +170,7 @@ def built(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     (out / "source").symlink_to(source)
@@ -253,7 +254,7 @@ def test_setup_env_names_what_is_missing_and_refuses(
         env={"PATH": os.environ["PATH"], "TLORA_VENV": str(venv)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert result.returncode == 1
     assert "these packages are missing" in result.stderr

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.kernel_case import GATE_UP, QKV, WHOLE, make_case, make_rows, own_factors
+from tests.helpers.launch import HANG_S
 from tests.helpers.planner_case import FREE_LORA, HARDWARE, job
 from tests.helpers.planner_case import SPEC as PLANNED
 from tests.helpers.tiny_models import random_factors
@@ -233,7 +234,7 @@ def test_the_same_with_triton_s_layout() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "passed" in result.stdout, result.stdout

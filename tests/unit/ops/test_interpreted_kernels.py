@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.launch import HANG_S
+
 OPS = Path(__file__).parent
 ADAMW, FROZEN = OPS / "adamw/test_adamw.py", OPS / "frozen/test_frozen_kernels.py"
 
@@ -31,7 +33,7 @@ def test_the_kernels_in_the_interpreter() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert result.returncode == 0, result.stdout
     assert " passed" in result.stdout

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.html_page import Page, check_loads_nothing
+from tests.helpers.launch import HANG_S
 from tlora_megatron.page.document import document, facts, legend, panels, table, tiles
 from tlora_megatron.page.svg import GRID, JOB, NUM_COLORS, compact, css_color, draw, paint_color
 
@@ -88,6 +89,6 @@ def test_pages_are_imported_without_matplotlib_and_numpy(repo: Path) -> None:
         "print(*sorted({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, timeout=HANG_S
     )
     assert (result.returncode, result.stderr, result.stdout.strip()) == (0, "", "")

@@ -15,20 +15,21 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from tests.helpers.launch import HANG_S
 from tlora_megatron.runtime import launcher
 
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     """The store that an agent gives all lives of its ranks."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=HANG_S))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     return store
 
 
 def client(shared: TCPStore) -> TCPStore:
-    return TCPStore("127.0.0.1", shared.port, is_master=False, timeout=timedelta(seconds=20))
+    return TCPStore("127.0.0.1", shared.port, is_master=False, timeout=timedelta(seconds=HANG_S))
 
 
 def meet(shared: TCPStore, world_size: int) -> list[int]:
@@ -38,7 +39,7 @@ def meet(shared: TCPStore, world_size: int) -> list[int]:
         others = [
             threads.submit(launcher._arrive, client(shared), rank) for rank in range(1, world_size)
         ]
-        return [task.result(30) for task in (first, *others)]
+        return [task.result(HANG_S) for task in (first, *others)]
 
 
 def test_all_ranks_of_a_life_learn_one_port(shared: TCPStore) -> None:
@@ -57,7 +58,7 @@ def test_what_an_earlier_life_left_misleads_nobody(shared: TCPStore) -> None:
         time.sleep(0.3)
         assert not first.done(), "rank 0 must wait for rank 1 of its own life"
         other = threads.submit(launcher._arrive, client(shared), 1)
-        assert first.result(30) == other.result(30)
+        assert first.result(HANG_S) == other.result(HANG_S)
 
 
 def test_ranks_that_do_not_come_are_named(
@@ -105,7 +106,7 @@ def test_without_torchrun_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_rank_ends_with_its_agent() -> None:
     rank = (
         "from tlora_megatron.runtime.launcher import join_agent; import time; join_agent(); "
-        "print('joined', flush=True); time.sleep(60)"
+        "print('joined', flush=True); time.sleep(3600)"
     )
     agent = (
         f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {rank!r}]); "
@@ -122,7 +123,7 @@ def test_a_rank_ends_with_its_agent() -> None:
     assert process.stdout.readline() == "joined\n"
     process.send_signal(signal.SIGKILL)
     process.wait()
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + HANG_S
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < end_s, "the rank must end with its agent"
         time.sleep(0.02)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.helpers.launch import HANG_S
 from tests.helpers.planner_case import HARDWARE
 from tlora_megatron.cli.auto_plan import planned_overrides
 from tlora_megatron.cli.main import main
@@ -339,7 +340,7 @@ def test_megatron_lm_parses_what_the_planner_writes(quickstart: str, tmp_path: P
         cwd=helpers.parent,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert found.returncode == 0, found.stderr[-4000:]
     assert json.loads(found.stdout.splitlines()[-1])["num_layers"] == 4
@@ -406,7 +407,9 @@ def test_plan_and_profile_start_without_torch(quickstart: str) -> None:
         f"main(['plan', {quickstart!r}, '--gpus', '2', '--lengths', '64', '--json'])\n"
         "print(*sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)), file=sys.stderr)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S
+    )
     assert found.returncode == 0
     assert not found.stderr.splitlines()[-1]
 

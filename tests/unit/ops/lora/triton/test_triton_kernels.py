@@ -34,6 +34,7 @@ from tests.helpers.kernel_case import (
     run,
     run_shared,
 )
+from tests.helpers.launch import HANG_S
 from tests.helpers.linear_case import error
 from tlora_megatron.ops.dropout.masks import dropout_reference
 from tlora_megatron.ops.lora.columns import OutputColumns
@@ -121,7 +122,7 @@ def test_the_kernels_in_the_interpreter() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "passed" in result.stdout, result.stdout
