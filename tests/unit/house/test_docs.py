@@ -22,9 +22,10 @@ _PATH = re.compile(r"(?<![\w./-])((?:tlora_megatron|scripts|tests|configs|csrc)/
 
 
 def _pages() -> list[str]:
-    found = [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md"), *REPO.glob("*/**/README.md")]
-    hidden = {path for path in found if path.relative_to(REPO).parts[0].startswith((".", "build"))}
-    return sorted({str(path.relative_to(REPO)) for path in set(found) - hidden})
+    found = [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md")]
+    for folder in ("configs", "scripts", "tests"):
+        found += REPO.glob(f"{folder}/**/*.md")
+    return sorted(str(path.relative_to(REPO)) for path in found)
 
 
 PAGES = _pages()
