@@ -14,6 +14,7 @@ from tests.helpers.standing_world import forked, world
 
 LINEARS = Path(__file__).with_name("black_box_worker.py")
 MODELS = Path(__file__).with_name("built_model_worker.py")
+GRADIENTS = Path(__file__).parents[1] / "helpers" / "te_gradients.py"
 
 
 def test_linears_in_one_process() -> None:
@@ -45,21 +46,8 @@ def test_models_in_two_processes(reference: Path) -> None:
     assert "all equal" in world(MODELS, 2, reference, *variants, around)
 
 
-def test_the_gpu_script_runs_with_the_stand_in() -> None:
+def test_the_gpu_check_runs_with_the_stand_in() -> None:
     """What compares Transformer Engine with the local spec on GPUs, before it costs GPU time."""
-    script = Path(__file__).parents[1] / "helpers" / "te_bench_worker.py"
     size = ("--hidden", 128, "--tokens", 256)
     modes = ("--modes", "local", "te", "te-fp8")
-    assert "all modes passed" in world(script, 2, "check", *size, *modes)
-
-
-def test_the_gpu_script_draws_curves(tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "helpers" / "te_bench_worker.py"
-    files = ("--csv", tmp_path / "te.csv", "--png", tmp_path / "te.png")
-    size = ("--hidden", 64, "--tokens", 128, "--layers", 1, "--steps", 3)
-    out = forked(script, "train", *size, "--modes", "local", "te", *files)
-    assert "all modes passed" in out
-    rows = (tmp_path / "te.csv").read_text().splitlines()
-    assert rows[0].startswith("mode,step,job,loss")
-    assert len(rows) == 1 + 2 * 3 * 3
-    assert (tmp_path / "te.png").is_file()
+    assert "all modes passed" in world(GRADIENTS, 2, "--stand-in", *size, *modes)

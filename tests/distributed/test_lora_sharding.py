@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests.helpers.interrupted_worker import starts
-from tests.helpers.launch import REPO
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import JOBS as STANDARD
 from tests.helpers.scenario import assert_equals_oracle, assert_unharmed, gone_wrong, make_scenario
@@ -22,7 +21,6 @@ from tests.helpers.scenario_worlds import RESUMER, Case, World, layout_params, r
 from tests.helpers.standing_world import world
 
 LINEARS = Path(__file__).with_name("lora_sharding_worker.py")
-BENCH = REPO / "scripts" / "bench" / "lora_sharding.py"
 JOBS: tuple[dict[str, Any], ...] = (
     *STANDARD,
     {
@@ -144,8 +142,8 @@ def test_the_bench_counts_what_each_sharding_exchanges(tmp_path: Path) -> None:
     """And refuses strategies that do not agree; tiny shapes over gloo."""
     file = tmp_path / "rows.csv"
     sizes = ("--models", "tiny", "--cases", "2x16", "--tokens", 128, "--rounds", 1, "--steps", 1)
-    world(BENCH, 2, *sizes, "--csv", file)
-    world(BENCH, 2, *sizes, "--sequence-parallel", "--csv", file)
+    world("scripts.bench.sharding", 2, *sizes, "--csv", file)
+    world("scripts.bench.sharding", 2, *sizes, "--sequence-parallel", "--csv", file)
     rows = list(csv.DictReader(file.open()))
     calls = [
         {row["strategy"]: float(row["lora_collectives_per_layer"]) for row in part}

@@ -48,12 +48,10 @@ def test_links_are_measured_between_processes(profile: HardwareProfile) -> None:
     )
 
 
-def test_predictions_and_measurements_come_as_rows(
-    profile_path: Path, repo: Path, tmp_path: Path
-) -> None:
-    script, out = repo / "scripts/bench/plan_vs_measured.py", tmp_path / "rows.csv"
+def test_predictions_and_measurements_come_as_rows(profile_path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rows.csv"
     argv = ("--hardware", profile_path, "--csv", out, "--rounds", 3, "--seconds", 1)
-    output = world(script, 2, *argv, "--commit", "test", "--cases", *CASES)
+    output = world("scripts.bench.planner", 2, *argv, "--commit", "test", "--cases", *CASES)
     assert "3 cases\nstep time: median error" in output
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import REPO
 from tests.helpers.standing_world import world
 
 SKIPS = ("", " skipped")
@@ -22,9 +21,8 @@ SKIPS = ("", " skipped")
 )
 def test_rows_of_a_tiny_case(tmp_path: Path, case: str, flags: tuple[str, ...]) -> None:
     path = tmp_path / "rows.csv"
-    script = REPO / "scripts" / "bench" / "tp_overlap.py"
     few = ("--counts", "2", "--rounds", "2", "--controller-steps", "12", "--csv", path)
-    output = world(script, 2, "--cases", f"tiny:{case}", *few, *flags)
+    output = world("scripts.bench.overlap", 2, "--cases", f"tiny:{case}", *few, *flags)
     # A variant whose gradient is not the whole micro-batch's is left out.
     assert "left out" not in output, output
     with path.open(newline="") as file:

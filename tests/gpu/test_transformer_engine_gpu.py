@@ -1,6 +1,6 @@
 """Gradients of every factor around Transformer Engine's linears against Megatron's own, on GPUs.
 
-Tolerances stand in `scripts/bench/te_adapters.py`, which prints what it measured.
+Tolerances stand in `tests/helpers/te_gradients.py`, which prints what it measured.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import importlib.util
 
 import pytest
 
-from tests.helpers.bench_modules import BENCH
-from tests.helpers.launch import python, torchrun
+from tests.helpers.launch import REPO, python, torchrun
 
-SCRIPT = BENCH / "te_adapters.py"
+SCRIPT = REPO / "tests" / "helpers" / "te_gradients.py"
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="needs transformer_engine"
 )
@@ -20,9 +19,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.gpu
 def test_one_gpu() -> None:
-    assert "all modes passed" in python(SCRIPT, "check")
+    assert "all modes passed" in python(SCRIPT)
 
 
 @pytest.mark.multigpu
 def test_two_gpus_with_sequence_parallelism() -> None:
-    assert "all modes passed" in torchrun(SCRIPT, 2, "check")
+    assert "all modes passed" in torchrun(SCRIPT, 2)

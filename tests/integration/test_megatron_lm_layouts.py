@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.bench_modules import BENCH
 from tests.helpers.launch import python
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow]
@@ -17,8 +16,9 @@ LAYOUTS = ("local TP2+SP", "local PP2 full recompute")
 
 def test_two_layouts_over_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    script, rows = BENCH / "megatron_lm_layouts.py", tmp_path / "rows.csv"
-    output = python(script, "--layouts", ",".join(LAYOUTS), "--csv", rows)
+    rows = tmp_path / "rows.csv"
+    options = ("--layouts", ",".join(LAYOUTS), "--csv", rows)
+    output = python("-m", "scripts.bench.megatron_lm", *options)
     assert "all 2 layouts passed" in output
     with rows.open() as file:
         measured = list(csv.DictReader(file))

@@ -128,7 +128,7 @@ def _tuned_entries(gpu_name: str) -> int:
 def _tuned_text(entries: int) -> str:
     if entries:
         return f"{entries} tuned entries for this GPU"
-    return "not tuned for this GPU, the defaults are used; scripts/bench/tune.py can tune them"
+    return "not tuned for this GPU, the defaults are used"
 
 
 def _version(distribution: str) -> str | None:

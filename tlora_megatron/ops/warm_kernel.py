@@ -2,7 +2,7 @@
 
 `kernel[grid](...)` binds arguments by name, asks each what it would be specialised for, formats its
 options as text and looks up the kernel by all of it: more time on the host than the launch itself,
-eight times a layer (scripts/bench/host_time.py). Here a kernel is found by what can change, and
+eight times a layer (docs/measurements, host_time). Here a kernel is found by what can change, and
 given addresses: of a tensor Triton's launcher asks the driver whether it may read it.
 """
 

@@ -124,7 +124,7 @@ class HardwareProfile:
     )
     nano_overlap: float = rule(
         "share of a layer's tensor-parallel communication that nano-batches hide behind each "
-        "other's compute, what the cut itself costs not counted (scripts/bench/tp_overlap.py: a "
+        "other's compute, what the cut itself costs not counted (scripts/bench/overlap: a "
         "mechanism's step against that of `skipped`); 0 = not measured, nothing is counted on",
         default=0.0,
         ge=0,

@@ -19,7 +19,7 @@ _MOST_SEQUENCES = 512
 """A round of more is estimated as a fluid: single sequences no longer matter."""
 LOOKED_AT = 4096
 """Sequences, about: rounds are repeated until so many were packed. Then tokens and rows are within
-2 % of those of hundreds of real rounds, in the mixes of `scripts/bench/plan_cases.py`; with a
+2 % of those of hundreds of real rounds, in the mixes of `scripts/bench/planner/cases.py`; with a
 quarter of it within 4 %."""
 _FEWEST_ROUNDS, _MOST_ROUNDS = 8, 512
 _FLUID_ROUNDS = 32

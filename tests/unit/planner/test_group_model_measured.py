@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers.bench_modules import bench_modules
+from scripts.bench.planner import cases
+from scripts.bench.planner.results import read_csv
+from scripts.bench.step.jobs import make_mixes
 from tlora_megatron.planner.group import BUDGETS, GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
@@ -19,13 +19,6 @@ _RATE_BOUND = 0.08
 """Of tokens per second of a group; the worst is 6 % (two GPUs, eight jobs)."""
 _GAIN_BOUND = 0.15
 """Of the gain of training together; the worst is 8 % (small batches)."""
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[SimpleNamespace]:
-    """The modules of scripts/bench."""
-    with bench_modules() as modules:
-        yield modules
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +34,9 @@ def _measured_rates(repo: Path, mix: str) -> dict[str, float]:
     return {row["mode"]: float(row["tokens_per_s"]) for row in rows}
 
 
-def _loads(bench: SimpleNamespace, mix: str) -> list[JobLoad]:
+def _loads(mix: str) -> list[JobLoad]:
     """The jobs of the end-to-end bench, with the lengths of the data they were trained on."""
-    made = bench.load("end_to_end_jobs").make_mixes(
-        None, vocab_size=32, target_share=1.0, dropout=0.0, longest=2048
-    )
+    made = make_mixes(None, vocab_size=32, target_share=1.0, dropout=0.0, longest=2048)
     [found] = [one for one in made if one.name == mix]
     return [
         JobLoad(
@@ -60,11 +51,11 @@ def _loads(bench: SimpleNamespace, mix: str) -> list[JobLoad]:
 
 @pytest.mark.parametrize("mix", ["batch 1-8", "batch 1-4"])
 def test_eight_jobs_together_and_one_after_another(
-    bench: SimpleNamespace, h200: HardwareProfile, repo: Path, mix: str
+    h200: HardwareProfile, repo: Path, mix: str
 ) -> None:
     """One after another is as many steps of each job, as the bench runs them."""
-    jobs = _loads(bench, mix)
-    model = GroupModel(bench.load("plan_cases").model_spec("8b"), h200)
+    jobs = _loads(mix)
+    model = GroupModel(cases.model_spec("8b"), h200)
     together = sum(model.estimate(jobs, 1).tokens_per_s)
     batches = [job.batch_size * job.lengths.mean for job in jobs]
     alone = [model.estimate([job], 1).tokens_per_s[0] for job in jobs]
@@ -76,15 +67,12 @@ def test_eight_jobs_together_and_one_after_another(
     assert together / in_turn == pytest.approx(gain, rel=_GAIN_BOUND)
 
 
-def test_groups_on_one_to_four_gpus(
-    bench: SimpleNamespace, h200: HardwareProfile, repo: Path
-) -> None:
+def test_groups_on_one_to_four_gpus(h200: HardwareProfile, repo: Path) -> None:
     """Where the plan chosen for a group was run, and that no plan run beats the one chosen.
 
     Groups are not planned with micro-batches under 8,192 tokens; runs with fewer are slower.
     """
-    cases = bench.load("plan_cases")
-    rows = bench.load("plan_results").read_csv(repo / "scripts/bench/results/plan_vs_measured.csv")
+    rows = read_csv(repo / "scripts/bench/results/plan_vs_measured.csv")
     errors = {}
     for row in rows:
         size = row.model.removeprefix("llama-3.1-")

@@ -35,7 +35,7 @@ def varlen_attention(
 
     bf16 or fp16 on CUDA, D a multiple of 8. The queries' gradients are added up by atomics, unless
     `torch.use_deterministic_algorithms(True)` asks for the same bits every time: on ragged packed
-    rows that costs the backward 1.7x (H200, scripts/bench/frozen_parts.py).
+    rows that costs the backward 1.7x (H200, docs/measurements, frozen_parts).
     """
     return _VarlenAttention.apply(q_TND, k_KGD, v_KGD, lengths, scale)
 

@@ -11,7 +11,7 @@ from tlora_megatron.scheduler.policies.tentative_groups import TentativeGroups
 
 _DELAY_WEIGHT, _OTHERS_WEIGHT = 2.0, 3.0
 """A host that takes one newcomer will take more, and a queue that is there will last: both count
-beyond the merge at hand. The best of 11 pairs on five cells of scripts/bench/simulate_sweep.py
+beyond the merge at hand. The best of 11 pairs on five cells of scripts/bench/simulate.py
 (Philly and Lingjun, loads 2 to 5, seeds 0 and 1)."""
 
 

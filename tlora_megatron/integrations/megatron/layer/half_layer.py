@@ -1,7 +1,7 @@
 """Attention and MLP of a frozen layer without autograd: a chain of calls there, and one back.
 
 Megatron's modules, autograd's graph and its hooks take the host longer than all launches of a layer
-(scripts/bench/host_time.py), and at small shapes, nano-batches most of all, the GPU waits for the
+(docs/measurements, host_time), and at small shapes, nano-batches most of all, the GPU waits for the
 host. A frozen layer needs none of them: no weight has a gradient, and what its linears, norm, heads
 and SwiGLU save is known. So a half is run as a few calls, each of which returns the way back as a
 function that holds what is saved. The modules' parameters, names and state dicts stay.

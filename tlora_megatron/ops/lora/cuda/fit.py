@@ -11,7 +11,8 @@ from tlora_megatron.ops.lora.factors import SiteFactors
 from tlora_megatron.ops.lora.tiling import ROW_TILE
 
 _SPEEDS = {256: 1.0, 192: 0.93, 128: 0.9}
-"""Widths of tiles and what they reach of the widest's speed (H200, scripts/bench/gemm_times.py)."""
+"""Widths of tiles and the share of the widest's speed that each reaches (H200, gemm_times of
+docs/measurements)."""
 _MAX_COLUMNS = 256 * max(_SPEEDS)
 """`kMaxColumnTiles` of lora_gemm.cu, all of the widest."""
 

@@ -64,7 +64,7 @@ def test_a_wrong_entry_is_refused(entry: dict[str, object], message: str) -> Non
 
 def test_the_committed_table_is_valid() -> None:
     table = json.loads(Path(module.__file__).with_name("tuned.json").read_text())
-    evidence = table.pop("evidence")  # what `scripts/bench/tune.py` writes beside the entries
+    evidence = table.pop("evidence")  # of the choice, beside the entries
     assert all(record["after_us"] < record["before_us"] for record in evidence)
     for name, entries in table.items():
         for entry in entries:

@@ -1,0 +1,1 @@
+"""Scripts of the repository; `python -m scripts.bench.NAME` runs a benchmark from its root."""

@@ -1,0 +1,208 @@
+"""Other ways to compute a multi-adapter linear: what the fused kernels are measured against.
+
+All of them get an easier job than the package where a linear is fused (q, k, v; gate, up): one pair
+of factors of the same rank for the whole output, where the package has a pair for each target. They
+return fresh gradients in the compute dtype and accumulate nothing. Dropout is torch's: a stored
+mask. Where ranks differ, stacks are padded to the largest.
+
+Shapes: T rows, K features in, N features out, R rank, G adapters.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from scripts.bench.linear.plain_factors import Baseline, PlainFactors, stacked
+from scripts.bench.linear.shapes import AdapterMix
+from scripts.bench.linear.workload import Backward, FactorGrads, Forward, Workload
+
+
+class GroupedMM(Baseline):
+    """The best composition of torch's own kernels: grouped GEMMs over padded ranks.
+
+    The rank-sized product is written first and the frozen GEMM adds onto it (beta = 1), a pass over
+    the output less than the reverse; backward likewise.
+    """
+
+    name = "grouped_mm"
+
+    def _prepare(self, factors: PlainFactors) -> tuple[torch.Tensor, torch.Tensor]:
+        return stacked(factors.lora_a), stacked(factors.lora_b)
+
+    def forward(self, index: int) -> Forward:
+        """Two grouped GEMMs, one base GEMM."""
+        operands, (a_GRK, b_GRN) = self._sets[index], self._weights[index]
+        dropped_TK, mask = self.dropped(operands.x_TK)
+        s_TR = F.grouped_mm(dropped_TK, a_GRK.transpose(1, 2), offs=self._ends)
+        s_TR.mul_(self._scaling_T1)
+        y_TN = F.grouped_mm(s_TR, b_GRN, offs=self._ends)
+        y_TN.addmm_(operands.x_TK, operands.weight_NK.t())
+        return Forward(y_TN, (mask, dropped_TK, s_TR))
+
+    def backward(self, index: int, forward: Forward) -> Backward:
+        """Four grouped GEMMs, one base GEMM."""
+        operands, (a_GRK, b_GRN) = self._sets[index], self._weights[index]
+        mask, dropped_TK, s_TR = forward.saved
+        ds_TR = F.grouped_mm(operands.dy_TN, b_GRN.transpose(1, 2), offs=self._ends)
+        ds_TR.mul_(self._scaling_T1)
+        grad_b_GRN = F.grouped_mm(s_TR.t(), operands.dy_TN, offs=self._ends)
+        grad_a_GRK = F.grouped_mm(ds_TR.t(), dropped_TK, offs=self._ends)
+        dx_TK = self.undropped(F.grouped_mm(ds_TR, a_GRK, offs=self._ends), mask)
+        dx_TK.addmm_(operands.dy_TN, operands.weight_NK)
+        return Backward(dx_TK, (grad_a_GRK, grad_b_GRN))
+
+    def _gradient(self, grads: Any, slot: int) -> FactorGrads:
+        rank = self._mix.ranks[slot]
+        return FactorGrads(*(g[slot, :rank] for g in grads))
+
+
+class Concat(Baseline):
+    """All factors side by side: every row computes every adapter's s, and a mask keeps its own.
+
+    With one adapter this is the plain torch composition: mm for s, and beta = 1.
+    """
+
+    name = "concat"
+
+    def __init__(self, workload: Workload, mix: AdapterMix, *rest: Any) -> None:
+        super().__init__(workload, mix, *rest)
+        ranks = torch.tensor(mix.ranks)
+        of_column = torch.repeat_interleave(torch.arange(len(ranks)), ranks).to(workload.device)
+        of_row = torch.repeat_interleave(
+            torch.arange(len(ranks)).to(workload.device), self._lengths
+        )
+        own_TR = of_row[:, None] == of_column[None, :]
+        self._mask_TR = own_TR * self._scaling_G[of_column]
+
+    def _prepare(self, factors: PlainFactors) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.cat(factors.lora_a), torch.cat(factors.lora_b)
+
+    def forward(self, index: int) -> Forward:
+        """Three GEMMs."""
+        operands, (a_RK, b_RN) = self._sets[index], self._weights[index]
+        dropped_TK, mask = self.dropped(operands.x_TK)
+        s_TR = torch.mm(dropped_TK, a_RK.t()).mul_(self._mask_TR)
+        y_TN = torch.mm(s_TR, b_RN).addmm_(operands.x_TK, operands.weight_NK.t())
+        return Forward(y_TN, (mask, dropped_TK, s_TR))
+
+    def backward(self, index: int, forward: Forward) -> Backward:
+        """Five GEMMs."""
+        operands, (a_RK, b_RN) = self._sets[index], self._weights[index]
+        mask, dropped_TK, s_TR = forward.saved
+        ds_TR = torch.mm(operands.dy_TN, b_RN.t()).mul_(self._mask_TR)
+        grads = torch.mm(ds_TR.t(), dropped_TK), torch.mm(s_TR.t(), operands.dy_TN)
+        dx_TK = self.undropped(torch.mm(ds_TR, a_RK), mask)
+        return Backward(dx_TK.addmm_(operands.dy_TN, operands.weight_NK), grads)
+
+    def _gradient(self, grads: Any, slot: int) -> FactorGrads:
+        begin = sum(self._mix.ranks[:slot])
+        return FactorGrads(*(g[begin : begin + self._mix.ranks[slot]] for g in grads))
+
+
+class _AutogradBaseline(Baseline):
+    """A forward formula as users write it, differentiated by autograd; `lora_b` is `[N, rank]`."""
+
+    def _prepare(self, factors: PlainFactors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        lora_a = [a.detach().clone().requires_grad_() for a in factors.lora_a]
+        lora_b = [b.t().contiguous().requires_grad_() for b in factors.lora_b]
+        return lora_a, lora_b
+
+    @abstractmethod
+    def _branch(
+        self, x_TK: torch.Tensor, lora_a: list[torch.Tensor], lora_b: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """The adapters' output `[T, N]`, scaled."""
+
+    def forward(self, index: int) -> Forward:
+        """`base(x) + branch(drop(x))`."""
+        operands = self._sets[index]
+        x_TK = operands.x_TK.detach().requires_grad_()
+        with torch.enable_grad():
+            base_TN = F.linear(x_TK, operands.weight_NK)
+            dropped_TK, mask = self.dropped(x_TK)
+            y_TN = base_TN + self._branch(dropped_TK, *self._weights[index])
+        return Forward(y_TN, (mask, x_TK))
+
+    def backward(self, index: int, forward: Forward) -> Backward:
+        """Whatever autograd does."""
+        lora_a, lora_b = self._weights[index]
+        leaves = [forward.saved[1], *lora_a, *lora_b]
+        dy_TN = self._sets[index].dy_TN
+        dx, *grads = torch.autograd.grad(forward.y_TN, leaves, dy_TN, retain_graph=True)
+        return Backward(dx, grads)
+
+    def _gradient(self, grads: Any, slot: int) -> FactorGrads:
+        rank, count = self._mix.ranks[slot], len(self._mix.ranks)
+        return FactorGrads(grads[slot][:rank], grads[count + slot].t()[:rank])
+
+
+class BridgeMethod(_AutogradBaseline):
+    """What Megatron-Bridge's MultiLoRALinear does at TP 1, written anew.
+
+    Adapters padded to the largest rank are stacked in every forward; two grouped GEMMs; each
+    token's scaling multiplies the whole `[T, N]` output; an add. Left out: its wait for the device
+    in `repeat_interleave`. It has no dropout.
+    """
+
+    name = "bridge_method"
+    has_dropout = False
+
+    def _prepare(self, factors: PlainFactors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        padded = PlainFactors(tuple(stacked(factors.lora_a)), tuple(stacked(factors.lora_b)))
+        return super()._prepare(padded)
+
+    def _branch(
+        self, x_TK: torch.Tensor, lora_a: list[torch.Tensor], lora_b: list[torch.Tensor]
+    ) -> torch.Tensor:
+        a_GRK, b_GNR = torch.stack(lora_a), torch.stack(lora_b)
+        ends = self._lengths.cumsum(0, dtype=torch.int32)
+        s_TR = F.grouped_mm(x_TK, a_GRK.transpose(1, 2), offs=ends)
+        branch_TN = F.grouped_mm(s_TR, b_GNR.transpose(1, 2), offs=ends)
+        scaling_T = torch.repeat_interleave(
+            self._scaling_G, self._lengths, output_size=x_TK.shape[0]
+        )
+        return branch_TN * scaling_T.unsqueeze(1)
+
+
+class PeftEager(_AutogradBaseline):
+    """Hugging Face PEFT's `lora.Linear` in training, one adapter: five separate operations."""
+
+    name = "peft_eager"
+    only_one_adapter = True
+
+    def _branch(
+        self, x_TK: torch.Tensor, lora_a: list[torch.Tensor], lora_b: list[torch.Tensor]
+    ) -> torch.Tensor:
+        return F.linear(F.linear(x_TK, lora_a[0]), lora_b[0]) * self._mix.scalings[0]
+
+
+class Loop(_AutogradBaseline):
+    """PEFT's formula adapter after adapter on a split of the rows, outputs concatenated."""
+
+    name = "loop"
+
+    def _branch(
+        self, x_TK: torch.Tensor, lora_a: list[torch.Tensor], lora_b: list[torch.Tensor]
+    ) -> torch.Tensor:
+        parts = torch.split(x_TK, list(self._mix.lengths))
+        each = zip(parts, lora_a, lora_b, self._mix.scalings, strict=True)
+        return torch.cat([F.linear(F.linear(x, a), b) * scaling for x, a, b, scaling in each])
+
+
+BASELINES: dict[str, type[Baseline]] = {
+    kind.name: kind for kind in (GroupedMM, Concat, BridgeMethod, PeftEager, Loop)
+}
+
+
+def why_not(name: str, mix: AdapterMix, dropout: float) -> str | None:
+    """Why a baseline does not apply to a cell; None if it does."""
+    kind = BASELINES[name]
+    if kind.only_one_adapter and len(mix.ranks) > 1:
+        return "one adapter only"
+    if dropout and not kind.has_dropout:
+        return "has no dropout"
+    return None

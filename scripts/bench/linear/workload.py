@@ -1,0 +1,177 @@
+"""Buffers of one measured linear, and what a way to compute it must offer to be measured.
+
+Shapes: T rows, K features in, N features out, R rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from scripts.bench.linear.shapes import LinearShape
+from tlora_megatron.ops.lora.columns import OutputColumns
+
+MAX_SETS = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BufferSet:
+    """Operands of one call."""
+
+    x_TK: torch.Tensor
+    weight_NK: torch.Tensor
+    dy_TN: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Workload:
+    """Several sets of operands of one linear, so that successive calls find none of them in L2."""
+
+    shape: LinearShape
+    tokens: int
+    sets: tuple[BufferSet, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers lie."""
+        return self.sets[0].x_TK.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations and weights."""
+        return self.sets[0].x_TK.dtype
+
+
+def make_workload(
+    shape: LinearShape, tokens: int, *, device: torch.device, dtype: torch.dtype
+) -> Workload:
+    """Draws operands such that outputs and gradients are of the order of 1."""
+    site = shape.site
+    k, n = site.in_size, site.out_size
+    generator = torch.Generator(device).manual_seed(1)
+
+    def draw(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator, device=device, dtype=dtype)
+
+    set_bytes = (tokens * (k + n) + k * n) * dtype.itemsize
+    sets = tuple(
+        BufferSet(x_TK=draw(tokens, k), weight_NK=draw(n, k).mul_(k**-0.5), dy_TN=draw(tokens, n))
+        for _ in range(num_sets(set_bytes, l2_bytes(device)))
+    )
+    return Workload(shape=shape, tokens=tokens, sets=sets)
+
+
+def num_sets(set_bytes: int, cache_bytes: int) -> int:
+    """At least two, and enough that all sets are four times the cache (or `MAX_SETS`)."""
+    return min(MAX_SETS, max(2, math.ceil(4 * cache_bytes / set_bytes)))
+
+
+def l2_bytes(device: torch.device) -> int:
+    """Size of the GPU's L2 cache; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).L2_cache_size
+
+
+class TargetWeights(NamedTuple):
+    """One adapter at one target."""
+
+    columns: OutputColumns
+    lora_a_RK: torch.Tensor
+    lora_b_RN: torch.Tensor
+
+
+class SlotWeights(NamedTuple):
+    """One adapter at all targets of the linear."""
+
+    scaling: float
+    targets: tuple[TargetWeights, ...]
+
+
+class FactorGrads(NamedTuple):
+    """Gradients of one adapter at one target, shaped as `TargetWeights`."""
+
+    lora_a_RK: torch.Tensor
+    lora_b_RN: torch.Tensor
+
+
+class Forward(NamedTuple):
+    """What a forward leaves behind."""
+
+    y_TN: torch.Tensor
+    saved: Any
+
+
+class Backward(NamedTuple):
+    """What a backward leaves behind."""
+
+    dx_TK: torch.Tensor
+    grads: Any
+
+
+class Provider(Protocol):
+    """One way to compute the linear with its adapters; `index` picks the buffer set."""
+
+    name: str
+
+    def forward(self, index: int) -> Forward:
+        """Output, and whatever backward needs."""
+        ...
+
+    def backward(self, index: int, forward: Forward) -> Backward:
+        """Gradients of x and every factor."""
+        ...
+
+    def weights(self) -> tuple[SlotWeights, ...]:
+        """The adapters of set 0, slot by slot."""
+        ...
+
+    def keep(self, forward: Forward) -> torch.Tensor | None:
+        """What dropout multiplied x by in that forward of set 0, fp32 `[T, K]`; None = nothing."""
+        ...
+
+    def clear(self) -> None:
+        """Zeroes the gradients that `backward` accumulates, if it does."""
+        ...
+
+    def gradients(self, backward: Backward) -> tuple[tuple[FactorGrads, ...], ...]:
+        """`[slot][target]`: gradients of set 0's factors."""
+        ...
+
+
+class Frozen:
+    """The linear without adapters: one GEMM forward, one backward."""
+
+    name = "frozen"
+
+    def __init__(self, workload: Workload) -> None:
+        self._sets = workload.sets
+
+    def forward(self, index: int) -> Forward:
+        """`x W^T`."""
+        operands = self._sets[index]
+        return Forward(F.linear(operands.x_TK, operands.weight_NK), None)
+
+    def backward(self, index: int, forward: Forward) -> Backward:
+        """`dy W`."""
+        operands = self._sets[index]
+        return Backward(torch.mm(operands.dy_TN, operands.weight_NK), None)
+
+    def weights(self) -> tuple[SlotWeights, ...]:
+        """None."""
+        return ()
+
+    def keep(self, forward: Forward) -> torch.Tensor | None:
+        """There is no branch to drop from."""
+        return None
+
+    def clear(self) -> None:
+        """There is nothing to clear."""
+
+    def gradients(self, backward: Backward) -> tuple[tuple[FactorGrads, ...], ...]:
+        """None."""
+        return ()

@@ -1,0 +1,234 @@
+"""Unmodified `pretrain_gpt.py` with `--tlora-config` in many layouts, beside Hugging Face PEFT.
+
+    python -m scripts.bench.megatron_lm --prepare DIR
+    python -m scripts.bench.megatron_lm --prepared DIR --megatron-lm CHECKOUT --csv FILE
+
+`--prepare` writes a tiny base, its Megatron checkpoint, four uneven jobs, and the losses of each
+trained alone by transformers + PEFT in fp32 on the CPU. DIR may be copied to a GPU machine. The
+second command runs the script once a layout, side by side where there are GPUs for it, and compares
+every loss. Without CUDA, layouts of Megatron's own linears run over gloo. Exit status 1: a run
+failed, or a loss is off by more than `cases.LIMITS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from scripts.bench.harness.arguments import bench_parser
+from scripts.bench.harness.rows import gpu_name, versions
+from scripts.bench.megatron_lm.cases import LAYOUTS, Layout, Place
+from scripts.bench.megatron_lm.rows import Oracle, Row, compare, verdicts, write
+from tests.helpers.megatron_lm import convert, make_launch_scenario, oracle, write_jobs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """How one layout ended."""
+
+    layout: Layout
+    code: int | None
+    """None: it took too long."""
+    seconds: float
+    output: str
+
+
+class Devices:
+    """GPUs (processes' worth of CPU without CUDA) that runs take and give back."""
+
+    def __init__(self, count: int) -> None:
+        self._free = set(range(count))
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def take(self, count: int) -> Iterator[tuple[int, ...]]:
+        """Waits for so many."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._free) >= count)
+            taken = tuple(sorted(self._free)[:count])
+            self._free.difference_update(taken)
+        try:
+            yield taken
+        finally:
+            with self._changed:
+                self._free.update(taken)
+                self._changed.notify_all()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    options = parse(arguments)
+    if options.prepare is not None:
+        prepare(options.prepare)
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        scenario = options.prepared or prepare(Path(scratch) / "scenario")
+        place = Place(
+            checkout=options.megatron_lm.resolve(),
+            scenario=scenario.resolve(),
+            out=options.out or Path(scratch) / "out",
+            on_cpu=not torch.cuda.is_available(),
+        )
+        return measure(options, place)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; ends with a usage error where it cannot be run."""
+    parser = bench_parser(__doc__)
+    checkout = os.environ.get("MEGATRON_LM_PATH")
+    parser.add_argument("--megatron-lm", type=Path, default=checkout and Path(checkout))
+    parser.add_argument("--prepare", type=Path, help="write the scenario to this folder and end")
+    parser.add_argument("--prepared", type=Path, help="its folder; made anew where not given")
+    parser.add_argument("--layouts", help="comma-separated; all that fit where not given")
+    parser.add_argument("--devices", type=int, help="GPUs to use; 2 processes without CUDA")
+    parser.add_argument("--timeout", type=float, default=150.0, help="seconds a run may take")
+    parser.add_argument("--out", type=Path, help="keep logs and adapters in this folder")
+    options = parser.parse_args(arguments)
+    if options.prepare is None:
+        script = (options.megatron_lm or Path("nowhere")) / "pretrain_gpt.py"
+        if not script.is_file():
+            parser.error("--megatron-lm (or MEGATRON_LM_PATH) must name a Megatron-LM checkout")
+        unknown = set(_names(options)) - {layout.name for layout in LAYOUTS}
+        if unknown:
+            parser.error(f"--layouts must be among {', '.join(x.name for x in LAYOUTS)}")
+    return options
+
+
+def prepare(root: Path) -> Path:
+    """Writes the scenario, its converted base and `oracle.json`; returns the folder."""
+    root.mkdir(parents=True, exist_ok=True)
+    make_launch_scenario(root)
+    convert(root / "base", root / "megatron")
+    document = json.loads((root / "config.json").read_text())
+    write_jobs(root / "jobs_any_base.json", document, base_model={"path": None})
+    alone = {name: result.losses for name, result in oracle(root).items()}
+    (root / "oracle.json").write_text(json.dumps(alone))
+    return root
+
+
+def measure(options: argparse.Namespace, place: Place) -> int:
+    """Runs the layouts, prints and writes what they got; returns the exit status."""
+    num_devices = options.devices or (2 if place.on_cpu else torch.cuda.device_count())
+    layouts = chosen(_names(options), num_devices, on_cpu=place.on_cpu)
+    expected: Oracle = json.loads((place.scenario / "oracle.json").read_text())
+    common = _versions(options, place)
+    rows: list[Row] = []
+    failures: list[str] = []
+    print(" | ".join(common.values()))
+    for run in side_by_side(layouts, place, Devices(num_devices), options.timeout):
+        print(f"{run.layout.name}: {run.seconds:.0f} s")
+        if sentence := failure(run):
+            failures.append(sentence)
+            print(f"  {sentence}\n{_end_of(run.output)}")
+        elif not run.layout.refusal:
+            found = compare(run.layout, place.out / run.layout.folder, expected, common)
+            rows += found
+            failures += verdicts(found, expected)
+            for row in found:
+                print(f"  {row.job:12} {row.steps:3} steps   {row.max_rel_loss_error:.1e}")
+    if options.csv:
+        write(rows, options.csv)
+    print("\n".join(failures) or f"all {len(layouts)} layouts passed")
+    return 1 if failures or not layouts else 0
+
+
+def chosen(names: Sequence[str], num_devices: int, *, on_cpu: bool) -> list[Layout]:
+    """The layouts of those names (all where none is given) that this machine can run."""
+    layouts = []
+    for layout in LAYOUTS:
+        if names and layout.name not in names:
+            continue
+        if layout.world > num_devices:
+            print(f"{layout.name}: left out, needs {layout.world} devices, got {num_devices}")
+        elif on_cpu and layout.transformer_engine:
+            print(f"{layout.name}: left out, Transformer Engine needs CUDA")
+        else:
+            layouts.append(layout)
+    return layouts
+
+
+def side_by_side(
+    layouts: Sequence[Layout], place: Place, devices: Devices, timeout_s: float
+) -> Iterator[Run]:
+    """Runs all layouts, as many at a time as there are devices for; in the order given."""
+    place.out.mkdir(parents=True, exist_ok=True)
+
+    def run(layout: Layout) -> Run:
+        with devices.take(layout.world) as taken:
+            return run_one(layout, place, taken, timeout_s)
+
+    with ThreadPoolExecutor(max_workers=max(1, len(layouts))) as threads:
+        yield from threads.map(run, layouts)
+
+
+def run_one(layout: Layout, place: Place, devices: tuple[int, ...], timeout_s: float) -> Run:
+    """One life of the script; its output is kept beside its adapters."""
+    log = place.out / f"{layout.folder}.log"
+    begin = time.monotonic()
+    with log.open("w") as sink:
+        try:
+            code = subprocess.run(
+                place.command(layout),
+                env=place.environment(devices),
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                timeout=timeout_s,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            # The agent is killed; the launcher's ranks end with it.
+            code = None
+    seconds = time.monotonic() - begin
+    return Run(layout=layout, code=code, seconds=seconds, output=log.read_text(errors="replace"))
+
+
+def failure(run: Run) -> str | None:
+    """What is wrong with how a run ended."""
+    name, refusal = run.layout.name, run.layout.refusal
+    if run.code is None:
+        return f"{name}: took over {run.seconds:.0f} s"
+    if refusal and run.code == 0:
+        return f"{name}: must fail over {refusal}, got exit status 0"
+    if refusal and refusal not in run.output:
+        return f"{name}: must fail over {refusal}, failed over something else"
+    return f"{name}: exit status {run.code}" if run.code and not refusal else None
+
+
+def _names(options: argparse.Namespace) -> list[str]:
+    return [name.strip() for name in (options.layouts or "").split(",") if name.strip()]
+
+
+def _versions(options: argparse.Namespace, place: Place) -> dict[str, str]:
+    package = runpy.run_path(str(place.checkout / "megatron" / "core" / "package_info.py"))
+    return {
+        "gpu": gpu_name(),
+        "versions": versions(),
+        "commit": options.commit,
+        "megatron_lm": package["__version__"],
+    }
+
+
+def _end_of(output: str) -> str:
+    """The lines that say most about a failure."""
+    lines = output.splitlines()
+    told = [x for x in lines if "Error" in x or "error:" in x or " must " in x]
+    # torchrun's own follows, once a rank.
+    telling = [x for x in told if "ChildFailedError" not in x][-8:]
+    return "\n".join(f"    {line[:300]}" for line in [*telling, "...", *lines[-12:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

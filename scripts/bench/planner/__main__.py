@@ -1,0 +1,214 @@
+"""The planner's step time and peak memory against the super-model's, on the GPUs at hand.
+
+    torchrun --standalone --nproc-per-node 4 -m scripts.bench.planner \\
+        --hardware configs/hardware/h200.json --csv scripts/bench/results/plan_vs_measured.csv
+    python -m scripts.bench.planner --report scripts/bench/results/plan_vs_measured.csv
+
+Every case builds the project's own super-model on random weights under its layout, inside one
+torchrun, runs whole rounds (packing, pipeline, optimizer steps) and writes its row at once. The
+planner knows the jobs' lengths as histograms and predicts the mean round. Only a few rounds can be
+timed, so those are chosen whose tokens and padded rows are most like the mean of the first
+hundreds, which are packed without a model; the rounds before are packed and not run.
+
+The world size decides which cases run, unless `--cases` does: `MODEL/LAYERS tpN ppN RECOMPUTE
+JOBSj TOKENSt`, what is left of the world is data parallel. A case that the planner thinks does not
+fit is left out. `--repredict OLD.csv --csv NEW.csv` measures nothing: it writes the rows of OLD
+with what the planner predicts now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from scripts.bench.harness.arguments import bench_parser
+from scripts.bench.harness.clock import peak_bytes, wait_for_all
+from scripts.bench.harness.rows import append_rows, gpu_name, versions
+from scripts.bench.harness.world import is_main, largest, say, summed
+from scripts.bench.planner.cases import CASES, Case, parse_case, predict
+from scripts.bench.planner.results import Row, read_csv, report, show
+from scripts.bench.planner.rounds import packed_rounds, typical_window
+from tlora_megatron.planner.cost.cost_model import TERMS, StepCost
+from tlora_megatron.planner.cost.memory import MemoryUse
+from tlora_megatron.planner.hardware import HardwareProfile, load_profile
+from tlora_megatron.profiling.synthetic_run import SyntheticRun
+
+_WARM_ROUNDS, _FEWEST_ROUNDS = 2, 3
+_MEAN_OF, _SKIPPED = 256, 64
+"""Rounds whose mean the timed ones should be like, and that may pass before them."""
+
+
+class Bench:
+    """Runs cases one after another in this process's world."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.hardware = load_profile(args.hardware)
+        self.rows: list[Row] = []
+
+    def run(self) -> None:
+        """All cases that there is time and memory for."""
+        end = time.monotonic() + self.args.budget_s
+        texts = self.args.cases or CASES.get(self.world_size)
+        if texts is None:
+            raise ValueError(f"--cases must be given for a world of {self.world_size}")
+        for case in [parse_case(text, self.world_size) for text in texts]:
+            cost, memory = predict(case, self.hardware)
+            if memory.total_bytes > self.hardware.memory_bytes:
+                say(f"{case.name}: left out, {memory.total_bytes / 2**30:.0f} GiB needed")
+            elif self._any(time.monotonic() > end):
+                say(f"{case.name}: left out for lack of time")
+            else:
+                self._run_case(case, cost, memory)
+
+    def _run_case(self, case: Case, cost: StepCost, memory: MemoryUse) -> None:
+        begin = time.monotonic()
+        size = int(self.args.seconds / cost.step_time_s)
+        size = min(max(size, _FEWEST_ROUNDS), self.args.rounds)
+        rounds = packed_rounds(case, _MEAN_OF)
+        first = typical_window(rounds[: _SKIPPED + size], size, _WARM_ROUNDS)
+        measured_s, tokens, peak = self._measure(case, first, size)
+        plan = case.plan
+        row = Row(
+            gpu=gpu_name(),
+            versions=versions("megatron-core"),
+            commit=self.args.commit,
+            gpus=self.world_size,
+            model=f"llama-3.1-{case.model}" if case.model != "tiny" else "tiny",
+            layers=case.spec.num_layers,
+            tp=plan.tp_size,
+            pp=plan.pp_size,
+            dp=plan.dp_size,
+            recompute=plan.recompute,
+            jobs=len(case.jobs),
+            tokens=plan.micro_batch_tokens,
+            predicted_s=round(cost.step_time_s, 5),
+            measured_s=round(measured_s, 5),
+            predicted_bytes=round(memory.allocated_bytes),
+            measured_bytes=peak,
+            predicted_round_tokens=round(cost.load.tokens),
+            measured_round_tokens=round(tokens),
+        )
+        self.rows.append(row)
+        terms = {
+            name: round(getattr(cost, name), 4) for name in TERMS if getattr(cost, name) > 5e-5
+        }
+        say(f"{case.name}: {show(row)}  ({time.monotonic() - begin:.0f} s)")
+        say(f"    predicted {json.dumps(terms)}")
+        if is_main() and self.args.csv:
+            append_rows(self.args.csv, [asdict(row)])
+
+    def _measure(self, case: Case, first: int, size: int) -> tuple[float, float, int]:
+        """Mean seconds and tokens of `size` rounds from `first` on; the largest peak of a rank."""
+        on_gpu = torch.cuda.is_available()
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        run = SyntheticRun(case.spec, case.plan.layout, dtype=dtype, recompute=case.plan.recompute)
+        try:
+            model = run.super_model(case.jobs, case.plan.micro_batch_tokens)
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            for _ in range(first - _WARM_ROUNDS):
+                model.begin_round()
+                model.end_round([])
+            for _ in range(_WARM_ROUNDS):
+                model.train_round()
+            times: list[float] = []
+            tokens: list[int] = []
+            for _ in range(size):
+                wait_for_all()
+                begin = time.perf_counter()
+                batches = model.begin_round()
+                model.end_round(model.engine.forward_backward(batches))
+                wait_for_all()
+                times.append(time.perf_counter() - begin)
+                tokens.append(sum(map(_real_tokens, batches)))
+            peak = peak_bytes()
+            del model, batches
+        finally:
+            run.close()
+        if on_gpu:
+            free, total = torch.cuda.mem_get_info()
+            beside = (total - free - torch.cuda.memory_reserved()) / 2**30
+            say(f"memory beside torch's: {beside:.1f} GiB")
+        held = torch.cuda.memory_allocated() if on_gpu else 0
+        if held > 2**30:
+            say(f"memory still held: {held / 2**30:.1f} GiB")
+        (whole,) = summed([statistics.fmean(tokens)])
+        (largest_peak,) = largest([peak])
+        whole /= case.plan.tp_size * case.plan.pp_size
+        return statistics.fmean(times), whole, int(largest_peak)
+
+    def _any(self, value: bool) -> bool:
+        """Whether it holds on any rank: all must go the same way."""
+        return any(largest([float(value)])) if dist.is_initialized() else value
+
+
+def repredicted(row: Row, hardware: HardwareProfile) -> Row:
+    """A row with what the planner says now; what was measured stays."""
+    model = row.model.removeprefix("llama-3.1-")
+    text = f"{model}/{row.layers} tp{row.tp} pp{row.pp} {row.recompute} {row.jobs}j {row.tokens}t"
+    cost, memory = predict(parse_case(text, row.gpus), hardware)
+    return replace(
+        row,
+        predicted_s=round(cost.step_time_s, 5),
+        predicted_bytes=round(memory.allocated_bytes),
+        predicted_round_tokens=round(cost.load.tokens),
+    )
+
+
+def _real_tokens(batch: Any) -> int:
+    view = batch.view
+    return sum(p.length for p in view.pieces if p.document.slot != view.num_slots)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, or reports on a file."""
+    args = _arguments(argv)
+    if args.report:
+        rows = read_csv(args.report)
+    elif args.repredict:
+        hardware = load_profile(args.hardware)
+        rows = [repredicted(row, hardware) for row in read_csv(args.repredict)]
+        for row in rows:
+            print(show(row))
+            if args.csv:
+                append_rows(args.csv, [asdict(row)])
+    else:
+        bench = Bench(args)
+        bench.run()
+        rows = bench.rows
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if not is_main():
+            return 0
+    for line in report(rows) if rows else []:
+        print(line)
+    return 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = bench_parser(__doc__)
+    parser.add_argument("--hardware", type=Path, default=Path("configs/hardware/h200.json"))
+    parser.add_argument("--cases", nargs="+", help="instead of the world size's own")
+    parser.add_argument("--rounds", type=int, default=8, help="timed, at most")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of timed rounds, a case")
+    parser.add_argument("--budget-s", type=float, default=240.0, help="no case starts after it")
+    parser.add_argument("--report", type=Path, help="read this CSV and measure nothing")
+    parser.add_argument("--repredict", type=Path, help="predict this CSV's cases again")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Cases for the planner: models, layouts and jobs, and what the planner predicts for them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from scripts.bench.harness.arguments import REPO
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.planner.candidate import Plan, Recompute
+from tlora_megatron.planner.cost.cost_model import CostModel, StepCost
+from tlora_megatron.planner.cost.memory import MemoryModel, MemoryUse
+from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+
+LLAMA_8B = REPO / "configs" / "models" / "llama-3.1-8b.json"
+RANKS = (4, 8, 16, 16, 24, 32, 64, 64)
+BATCHES = (1, 8, 2, 4, 8, 1, 4, 2)
+"""Sequences a step of each job, on one GPU; on more, as many times that."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LENGTHS = (256, 265, 272, 284, 296, 313, 338, 376, 517, 837, 1171, 1686, 2018)
+SHARES = (0.05, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.075, 0.045, 0.025, 0.005)
+"""Of prompts and completions of five data sets: see `step.jobs`."""
+CASES = {
+    1: (
+        "8b/32 tp1 pp1 none 8j 8192t",
+        "8b/32 tp1 pp1 selective 8j 8192t",
+        "8b/32 tp1 pp1 full 4j 8192t",
+        "8b/32 tp1 pp1 none 2j 4096t",
+        "8b/16 tp1 pp1 none 16j 16384t",
+        "70b/8 tp1 pp1 none 4j 8192t",
+        "70b/8 tp1 pp1 full 8j 8192t",
+    ),
+    2: (
+        "8b/32 tp1 pp1 none 8j 8192t",
+        "8b/32 tp2 pp1 none 8j 8192t",
+        "8b/32 tp1 pp2 none 8j 8192t",
+        "8b/32 tp2 pp1 selective 16j 8192t",
+        "70b/16 tp2 pp1 none 8j 8192t",
+        "70b/16 tp1 pp2 selective 4j 4096t",
+        "8b/32 tp1 pp1 none 2j 4096t",
+    ),
+    4: (
+        "8b/32 tp1 pp1 none 8j 8192t",
+        "8b/32 tp2 pp1 none 8j 8192t",
+        "8b/32 tp4 pp1 none 8j 8192t",
+        "8b/32 tp1 pp2 none 8j 8192t",
+        "8b/32 tp1 pp4 none 8j 8192t",
+        "8b/32 tp2 pp2 none 8j 8192t",
+        "70b/16 tp4 pp1 none 8j 8192t",
+        "70b/16 tp1 pp4 none 8j 4096t",
+        "70b/16 tp2 pp2 selective 16j 8192t",
+        "70b/16 tp2 pp1 full 4j 8192t",
+        "8b/32 tp1 pp1 none 2j 4096t",
+    ),
+    8: (
+        "8b/32 tp1 pp1 none 16j 8192t",
+        "8b/32 tp2 pp1 none 16j 8192t",
+        "8b/32 tp8 pp1 none 16j 8192t",
+        "8b/32 tp1 pp4 none 16j 8192t",
+        "70b/32 tp8 pp1 none 8j 8192t",
+        "70b/32 tp2 pp4 none 8j 4096t",
+        "70b/32 tp1 pp8 none 8j 4096t",
+        "70b/32 tp4 pp2 selective 16j 8192t",
+    ),
+}
+_CASE = re.compile(
+    r"(?P<model>8b|70b|tiny)/(?P<layers>\d+) tp(?P<tp>\d+) pp(?P<pp>\d+) "
+    r"(?P<recompute>none|selective|full) (?P<jobs>\d+)j (?P<tokens>\d+)t"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A layout and the jobs that run under it."""
+
+    name: str
+    model: str
+    spec: ModelSpec
+    plan: Plan
+    jobs: tuple[JobLoad, ...]
+
+
+def parse_case(text: str, world_size: int) -> Case:
+    """Reads a case for a world.
+
+    Raises:
+        ValueError: if it is malformed or its sizes do not divide the world.
+    """
+    match = _CASE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"a case must look like {CASES[1][0]!r}, got {text!r}")
+    tp, pp = int(match["tp"]), int(match["pp"])
+    if world_size % (tp * pp):
+        raise ValueError(f"tp * pp must divide the world of {world_size}, got {text!r}")
+    plan = Plan(
+        tp_size=tp,
+        pp_size=pp,
+        dp_size=world_size // (tp * pp),
+        sequence_parallel=tp > 1,
+        micro_batch_tokens=int(match["tokens"]),
+        recompute=cast(Recompute, match["recompute"]),
+    )
+    spec = replace(model_spec(match["model"]), num_layers=int(match["layers"]))
+    jobs = make_jobs(int(match["jobs"]), world_size, min(LENGTHS[-1], plan.micro_batch_tokens // 4))
+    return Case(name=text.strip(), model=match["model"], spec=spec, plan=plan, jobs=jobs)
+
+
+def model_spec(name: str) -> ModelSpec:
+    """Llama-3.1's shapes by size, or one for a CPU."""
+    base = read_model_spec(LLAMA_8B)
+    sizes = {
+        "8b": {},
+        "70b": {"hidden_size": 8192, "num_heads": 64, "ffn_size": 28672},
+        "tiny": {
+            "hidden_size": 64,
+            "num_heads": 8,
+            "num_kv_heads": 4,
+            "head_dim": 8,
+            "ffn_size": 96,
+            "vocab_size": 512,
+        },
+    }
+    return replace(base, **cast(Any, sizes[name]))
+
+
+def make_jobs(count: int, world_size: int, longest: int) -> tuple[JobLoad, ...]:
+    """Heterogeneous jobs: ranks 4 to 64, every third on attention only, batches of 1 to 8 a GPU."""
+    lengths = LengthHistogram.from_counts(zip(LENGTHS, SHARES, strict=True)).clipped(longest)
+    jobs = []
+    for i in range(count):
+        job = JobLoad(
+            name=f"job{i}",
+            rank=RANKS[i % len(RANKS)],
+            batch_size=BATCHES[i % len(BATCHES)] * world_size,
+            lengths=lengths,
+        )
+        jobs.append(replace(job, targets=ATTENTION) if i % 3 == 2 else job)
+    return tuple(jobs)
+
+
+def predict(case: Case, hardware: HardwareProfile) -> tuple[StepCost, MemoryUse]:
+    """The planner's prediction of time and memory."""
+    cost = CostModel(case.spec, case.jobs, Rates(hardware)).step_cost(case.plan)
+    return cost, MemoryModel(case.spec, case.jobs, hardware).use(case.plan)

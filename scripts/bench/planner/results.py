@@ -1,0 +1,120 @@
+"""Rows of predicted and measured layouts: the CSV, the summary of errors and choices."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One case; the fields are the CSV's columns."""
+
+    gpu: str
+    versions: str
+    commit: str
+    gpus: int
+    model: str
+    layers: int
+    tp: int
+    pp: int
+    dp: int
+    recompute: str
+    jobs: int
+    tokens: int
+    """Micro-batch budget."""
+    predicted_s: float
+    """Seconds of a round."""
+    measured_s: float
+    predicted_bytes: int
+    """Most that one GPU's tensors take."""
+    measured_bytes: int
+    predicted_round_tokens: int
+    """Rows of all jobs in a round."""
+    measured_round_tokens: int
+
+    @property
+    def time_error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def tokens_error(self) -> float:
+        """Predicted over measured tokens of a round, less 1."""
+        return self.predicted_round_tokens / self.measured_round_tokens - 1
+
+    @property
+    def rate_error(self) -> float:
+        """Predicted over measured tokens per second, less 1: free of which rounds were measured."""
+        predicted = self.predicted_round_tokens / self.predicted_s
+        return predicted * self.measured_s / self.measured_round_tokens - 1
+
+    @property
+    def memory_error(self) -> float:
+        """Predicted over measured, less 1; 0 where memory is not measured."""
+        return self.predicted_bytes / self.measured_bytes - 1 if self.measured_bytes else 0.0
+
+
+def show(row: Row) -> str:
+    """A row for reading."""
+    return (
+        f"{row.predicted_s * 1e3:8.1f} ms predicted, {row.measured_s * 1e3:8.1f} measured "
+        f"({row.time_error:+.1%}); {row.predicted_bytes / 2**30:6.1f} GiB, "
+        f"{row.measured_bytes / 2**30:6.1f} ({row.memory_error:+.1%}); tokens "
+        f"{row.predicted_round_tokens}, {row.measured_round_tokens}"
+    )
+
+
+def read_csv(path: Path) -> list[Row]:
+    """All rows of a file."""
+    kinds = {f.name: {"int": int, "float": float, "str": str}[str(f.type)] for f in fields(Row)}
+    with path.open(encoding="utf-8", newline="") as file:
+        return [
+            Row(**cast(Any, {k: kinds[k](v) for k, v in row.items()}))
+            for row in csv.DictReader(file)
+        ]
+
+
+def report(rows: Sequence[Row]) -> list[str]:
+    """Errors over all rows, and what was chosen for each mix that ran under several layouts."""
+    lines = [f"{len(rows)} cases"]
+    for what, errors in (
+        ("step time", [row.time_error for row in rows]),
+        ("tokens/s", [row.rate_error for row in rows]),
+        ("tokens a round", [row.tokens_error for row in rows]),
+    ):
+        sizes = [abs(error) for error in errors]
+        lines.append(
+            f"{what}: median error {statistics.median(sizes):.1%}, worst {max(sizes):.1%}, "
+            f"mean {statistics.fmean(errors):+.1%}"
+        )
+    memory = [row.memory_error for row in rows if row.measured_bytes]
+    if memory:
+        lines.append(f"peak memory: {min(memory):+.1%} to {max(memory):+.1%}")
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row.gpu, row.gpus, row.model, row.layers, row.recompute, row.jobs].append(row)
+    for key, members in groups.items():
+        layouts = {(r.tp, r.pp, r.dp) for r in members}
+        if len(layouts) > 1:
+            lines.append(_choice(key, members))
+    return lines
+
+
+def _choice(key: tuple[Any, ...], rows: Sequence[Row]) -> str:
+    def measured(row: Row) -> float:
+        return row.measured_round_tokens / row.measured_s
+
+    chosen = max(rows, key=lambda row: row.predicted_round_tokens / row.predicted_s)
+    best = max(rows, key=measured)
+    where = f"{key[0]} x{key[1]} {key[2]}/{key[3]} {key[5]} jobs"
+    return (
+        f"{where}: chosen TP{chosen.tp} PP{chosen.pp} DP{chosen.dp} {measured(chosen):,.0f} "
+        f"tokens/s, {measured(chosen) / measured(best):.1%} of the best measured, "
+        f"TP{best.tp} PP{best.pp} DP{best.dp}"
+    )

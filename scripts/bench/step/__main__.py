@@ -1,0 +1,364 @@
+"""Times whole training steps of eight jobs against the same steps without any adapter.
+
+    python -m scripts.bench.step --csv scripts/bench/results/step.csv
+    python -m scripts.bench.step --modes floor together --layers 4
+    torchrun --standalone --nproc-per-node 2 -m scripts.bench.step --tp 2 --sequence-parallel \\
+        --mixes "full micro-batch" --csv scripts/bench/results/step.csv
+
+Mixes: `batch 1-8` and `batch 1-4` have sequences of real lengths and rounds of one micro-batch;
+`full micro-batch` fills one micro-batch exactly, every third job on attention only.
+
+Modes: `floor` is forward and input gradients of the frozen backbone; `adapters` runs the same
+micro-batches with all jobs' branches and factor gradients; `together` is whole rounds of them,
+packing and optimizer steps included. `sequential` trains the same jobs one after another through
+this project. `hf_peft` is one job of rank 16 on all linears through Hugging Face transformers and
+PEFT (bf16, sdpa, no recompute, fused AdamW) at 8 x 1024 and 1 x 512 tokens, with factors in bf16
+and, as PEFT does by default, in fp32; it needs `--tp 1`.
+
+Weights and tokens are random. `mfu` and `tflops_per_gpu` count the GEMMs of forward and input
+gradients for real tokens, adapters, attention and recompute left out; `mfu` is over the rate of an
+8192-cubed bf16 GEMM of the same run. Columns that a mode does not have are empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from scripts.bench.harness.arguments import bench_parser
+from scripts.bench.harness.clock import Timing, wait_for_device
+from scripts.bench.harness.rows import append_rows, gpu_name, versions
+from scripts.bench.harness.world import is_main, say
+from scripts.bench.step.jobs import (
+    FULL,
+    LONGEST,
+    MIXES,
+    Mix,
+    full_micro_batch,
+    make_mixes,
+    mean_length,
+)
+from scripts.bench.step.peft import build_peft, run_peft
+from scripts.bench.step.project import Effort, Project, run_sequential, run_together
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.profiling.synthetic_run import SyntheticRun
+
+TOGETHER = ("floor", "adapters", "together")
+MODES = (*TOGETHER, "sequential", "hf_peft")
+PEFT_RANK = 16
+PEFT_SHAPES = ((8, 1024), (1, 512))
+STEP_OVER_FLOOR, OVER_SEQUENTIAL, OVER_PEFT, OVER_PEFT_SMALL = 1.12, 1.5, 1.55, 4.0
+TOKENS_PER_S = {"H200": 15_000}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One measurement; the fields are the CSV's columns."""
+
+    gpu: str
+    versions: str
+    commit: str
+    model: str
+    tp: int
+    sequence_parallel: bool
+    recompute: str
+    dropout: float
+    jobs: str
+    """How many and which: `8 (batch 1-8)`, `1 (8 x 1024)`."""
+    mode: str
+    step_ms: float
+    """Mean time of a round, or of a job's optimizer step."""
+    p20_ms: float | str
+    p50_ms: float | str
+    p80_ms: float | str
+    tokens: int
+    """Mean tokens of a step, without padding."""
+    tokens_per_s: float
+    ratio_to_floor: float | str
+    """Step over the floor's on the same micro-batches."""
+    peak_bytes: int
+    """Of the first process's tensors."""
+    mfu: float
+    tflops_per_gpu: float
+
+
+class Bench:
+    """Measures mode by mode; rows go to the CSV as they come."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        spec = read_model_spec(args.model)
+        self.spec = spec if args.layers is None else replace(spec, num_layers=args.layers)
+        self.peak_flops = gemm_flops_per_s()
+        self.rows: list[Row] = []
+
+    def run(self) -> None:
+        """Runs all modes asked for; each leaves the GPU's memory empty behind it."""
+        if set(self.args.modes) - {"hf_peft"}:
+            self._run_project()
+            _release()
+        if "hf_peft" in self.args.modes:
+            for fp32_factors in (False, True):
+                self._run_peft(fp32_factors=fp32_factors)
+                _release()
+
+    def _run_project(self) -> None:
+        args = self.args
+        layout = ParallelLayout(tp_size=args.tp, sequence_parallel=args.sequence_parallel)
+        run = SyntheticRun(self.spec, layout, dtype=torch.bfloat16, recompute=args.recompute)
+        project = Project(run=run, micro_batch_tokens=args.tokens)
+        effort = Effort(args.warmup, args.rounds, args.steps, args.profile)
+        for mix in self._mixes():
+            jobs = f"{len(mix.specs)} ({mix.name})"
+            if set(args.modes) & set(TOGETHER):
+                timings = run_together(project, mix, effort)
+                for mode in TOGETHER:
+                    if mode in args.modes:
+                        ratio = _step_s(getattr(timings, mode)) / _step_s(timings.floor)
+                        self._add(mode, jobs, getattr(timings, mode), mix.target_share, ratio)
+            if "sequential" in args.modes:
+                timing = run_sequential(project, mix, effort)
+                self._add("sequential", jobs, timing, mix.target_share)
+        project.detach()
+
+    def _mixes(self) -> list[Mix]:
+        args, vocab_size = self.args, self.spec.vocab_size
+        mixes = make_mixes(
+            args.lengths,
+            vocab_size=vocab_size,
+            target_share=args.target_share,
+            dropout=args.dropout,
+            longest=min(LONGEST, args.tokens),
+        )
+        mixes.append(full_micro_batch(args.tokens, vocab_size=vocab_size, dropout=args.dropout))
+        chosen = [mix for mix in mixes if mix.name in args.mixes]
+        for mix in chosen:
+            say(f"{mix.name}: sequences of {mean_length(mix):.0f} tokens in the mean")
+        return chosen
+
+    def _run_peft(self, *, fp32_factors: bool) -> None:
+        args = self.args
+        model = build_peft(
+            args.model, args.layers, PEFT_RANK, args.dropout, fp32_factors=fp32_factors
+        )
+        detail = ", fp32 factors" if fp32_factors else ""
+        for batch, length in PEFT_SHAPES:
+            length = min(length, args.tokens)
+            while True:
+                repeats = max(args.rounds, 3 * args.rounds // batch)
+                timing = run_peft(model, batch, length, self.spec.vocab_size, repeats)
+                if timing is not None or batch == 1:
+                    break
+                print(f"hf_peft {batch} x {length}: out of memory")
+                batch //= 2
+            if timing is not None:
+                self._add("hf_peft", f"1 ({batch} x {length}{detail})", timing, 1.0)
+
+    def _add(
+        self, mode: str, jobs: str, timing: Timing, target_share: float, ratio: float | None = None
+    ) -> None:
+        args = self.args
+        rate = useful_flops(self.spec, timing.tokens, target_share) / timing.seconds / args.tp
+        row = Row(
+            gpu=gpu_name(),
+            versions=versions("megatron-core", *(["peft"] if mode == "hf_peft" else [])),
+            commit=args.commit,
+            model=args.model.stem,
+            tp=args.tp,
+            sequence_parallel=args.sequence_parallel,
+            recompute=args.recompute,
+            dropout=args.dropout,
+            jobs=jobs,
+            mode=mode,
+            step_ms=round(_step_s(timing) * 1e3, 2),
+            **_percentiles(timing),
+            tokens=round(timing.tokens / timing.steps),
+            tokens_per_s=round(timing.tokens / timing.seconds, 1),
+            ratio_to_floor="" if ratio is None else round(ratio, 3),
+            peak_bytes=timing.peak_bytes,
+            mfu=round(rate / self.peak_flops, 4),
+            tflops_per_gpu=round(rate / 1e12, 1),
+        )
+        self.rows.append(row)
+        say(show(row))
+        if args.csv and is_main():
+            append_rows(args.csv, [asdict(row)])
+
+
+def _step_s(timing: Timing) -> float:
+    return timing.seconds / timing.steps
+
+
+def _percentiles(timing: Timing) -> dict[str, float | str]:
+    names = {"p20_ms": 20, "p50_ms": 50, "p80_ms": 80}
+    if not timing.step_times_s:
+        return dict.fromkeys(names, "")
+    return {name: round(timing.percentile_s(at) * 1e3, 2) for name, at in names.items()}
+
+
+def useful_flops(spec: ModelSpec, tokens: int, target_share: float) -> float:
+    """GEMM operations of forward and input gradients; logits of rows with a target only."""
+    hidden, ffn = spec.hidden_size, spec.ffn_size
+    layer = hidden * (2 * spec.q_size + 2 * spec.kv_size) + 3 * hidden * ffn
+    return 4.0 * tokens * (spec.num_layers * layer + target_share * hidden * spec.vocab_size)
+
+
+def gemm_flops_per_s(size: int = 8192, repeats: int = 30) -> float:
+    """Rate of a large bf16 GEMM; of a small one where there is no GPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = size if device == "cuda" else 256
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    wait_for_device()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        a @ b
+    wait_for_device()
+    return 2.0 * size**3 * repeats / (time.perf_counter() - begin)
+
+
+def show(row: Row) -> str:
+    """A row for reading."""
+    over = f"  {row.ratio_to_floor:.3f} of the floor" if row.ratio_to_floor != "" else ""
+    return (
+        f"{row.mode:10} {row.jobs:20} step {row.step_ms:8.1f} ms  {row.tokens:6} tokens  "
+        f"{row.tokens_per_s:9.0f} tokens/s  peak {row.peak_bytes / 2**30:6.1f} GiB  "
+        f"mfu {row.mfu:.3f}{over}"
+    )
+
+
+Verdict = tuple[str, float, bool]
+"""A target in words, the value measured, and whether it is reached."""
+
+
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """What was measured against what it must reach; nothing without `batch 1-8` together."""
+    mixed, small = (
+        {row.mode: row for row in rows if row.jobs.endswith(f"({name})")} for name in MIXES
+    )
+    if "together" not in mixed:
+        return []
+    ours = mixed["together"]
+    peft = [row for row in rows if row.mode == "hf_peft"]
+    return [
+        *_over_floor("batch 1-8", mixed),
+        *_over_floor("batch 1-4", small),
+        *(
+            _at_least(f"aggregate >= {least} tokens/s", ours.tokens_per_s, least)
+            for gpu, least in TOKENS_PER_S.items()
+            if gpu in ours.gpu
+        ),
+        *_over_sequential(mixed, small),
+        *_over_peft(ours, peft),
+    ]
+
+
+def _at_least(sentence: str, value: float, least: float) -> Verdict:
+    return sentence, value, value >= least
+
+
+def _over_floor(name: str, mix: Mapping[str, Row]) -> list[Verdict]:
+    if "together" not in mix or "floor" not in mix:
+        return []
+    value = mix["together"].step_ms / mix["floor"].step_ms
+    sentence = f"{name}: step over floor <= {STEP_OVER_FLOOR}"
+    return [(sentence, value, value <= STEP_OVER_FLOOR)]
+
+
+def _over_sequential(mixed: Mapping[str, Row], small: Mapping[str, Row]) -> list[Verdict]:
+    found = []
+    if "sequential" in small and "together" in small:
+        value = small["together"].tokens_per_s / small["sequential"].tokens_per_s
+        sentence = f"batch 1-4: over sequential >= {OVER_SEQUENTIAL}"
+        found.append(_at_least(sentence, value, OVER_SEQUENTIAL))
+    if "sequential" in mixed:
+        value = mixed["together"].tokens_per_s / mixed["sequential"].tokens_per_s
+        found.append(("batch 1-8: over sequential > 1", value, value > 1))
+    return found
+
+
+def _over_peft(ours: Row, peft: Sequence[Row]) -> list[Verdict]:
+    found = []
+    for row in peft:
+        small_batch = row.jobs.startswith(f"1 ({PEFT_SHAPES[-1][0]} x ")
+        least = OVER_PEFT_SMALL if small_batch else OVER_PEFT
+        value = ours.tokens_per_s / row.tokens_per_s
+        found.append(_at_least(f"over HF PEFT, {row.jobs}, >= {least}", value, least))
+    if peft and peft[0].peak_bytes:
+        value = ours.peak_bytes / peft[0].peak_bytes * peft[0].tokens / ours.tokens
+        sentence = f"peak bytes a token over HF PEFT's, {peft[0].jobs}, < 1"
+        found.append((sentence, value, value < 1))
+    return found
+
+
+def _release() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        held = torch.cuda.memory_allocated()
+        if held > 2**30:
+            say(f"memory still held: {held / 2**30:.1f} GiB")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints rows and verdicts; with `--check`, 1 if a verdict is missed."""
+    args = arguments(argv)
+    bench = Bench(args)
+    say(f"{gpu_name()}, torch {torch.__version__}, GEMM {bench.peak_flops / 1e12:.0f} TFLOP/s")
+    bench.run()
+    results = verdicts(bench.rows)
+    for sentence, value, reached in results:
+        say(f"{'reached' if reached else 'MISSED':8} {sentence}: {value:.3f}")
+    if args.json and is_main():
+        found = {"rows": [asdict(r) for r in bench.rows], "verdicts": results}
+        args.json.write_text(json.dumps(found, indent=1))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return int(args.check and not all(reached for *_, reached in results))
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses and completes the command line; ends with a usage error where it cannot be run."""
+    parser = bench_parser(__doc__)
+    add = parser.add_argument
+    add("--model", type=Path, default=Path("configs/models/llama-3.1-8b.json"))
+    add("--layers", type=int, help="fewer layers than the model has, to try out")
+    add("--modes", nargs="+", choices=MODES, help="all; floor, adapters, together under TP")
+    add("--mixes", nargs="+", default=list(MIXES), choices=(*MIXES, FULL))
+    add("--tp", type=int, default=1, help="tensor-parallel size: the number of processes")
+    add("--sequence-parallel", action="store_true")
+    add("--recompute", default="none", choices=["none", "selective", "full"])
+    add("--tokens", type=int, default=8192, help="rows of a micro-batch")
+    add("--lengths", type=Path, help="CSV of real lengths; default: drawn from its quantiles")
+    add("--target-share", type=float, default=1.0, help="of each sequence's tokens, batch mixes")
+    add("--dropout", type=float, default=0.0)
+    add("--warmup", type=int, default=3)
+    add("--rounds", type=int, default=12, help="timed, of all jobs together and of the floor")
+    add("--steps", type=int, default=3, help="timed, of each job alone")
+    add("--profile", action="store_true", help="print the kernels of a round, adapters and floor")
+    add("--json", type=Path, help="write rows and verdicts to this file")
+    add("--check", action="store_true", help="return 1 if a target is missed")
+    args = parser.parse_args(argv)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.tp != world:
+        parser.error(f"--tp must be the number of processes ({world}), got {args.tp}")
+    args.modes = args.modes or list(MODES if args.tp == 1 else TOGETHER)
+    if args.tp > 1 and "hf_peft" in args.modes:
+        parser.error("--modes must not name hf_peft with --tp above 1")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

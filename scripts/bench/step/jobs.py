@@ -1,0 +1,137 @@
+"""Mixes of eight jobs whose steps are timed: ranks 4 to 64, random tokens."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
+from tlora_megatron.training.data.job_data import TokenSequence
+
+SHORTEST, LONGEST = 256, 2048
+RANKS = (4, 8, 16, 16, 24, 32, 64, 64)
+MIXES = {"batch 1-8": (1, 8, 2, 4, 8, 1, 4, 2), "batch 1-4": (1, 4, 2, 2, 2, 2, 1, 4)}
+"""Sequences an optimizer step of each job: the mix of the headline, and one of small batches."""
+FULL = "full micro-batch"
+"""A third mix: one global batch of each job; together they fill one micro-batch exactly."""
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_SEQUENCES_PER_JOB = 64
+
+_QUANTILES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+_TOKENS = (256, 265, 272, 284, 296, 313, 338, 376, 517, 837, 1171, 1686, 2018)
+"""Lengths at those quantiles: GPT-2 tokens of prompt and completion, the 1,613 records of 256 to
+2,048 tokens among samples of SciTLDR, QMSum, XQuAD, GPTeacher code generation and GSM8K."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mix:
+    """Jobs that train together."""
+
+    name: str
+    specs: tuple[JobSpec, ...]
+    data: tuple[tuple[TokenSequence, ...], ...]
+    """Training sequences of each job."""
+    target_share: float
+    """Share of each sequence's tokens, its last ones, that count in the loss."""
+
+
+def make_mixes(
+    lengths: Path | None, *, vocab_size: int, target_share: float, dropout: float, longest: int
+) -> list[Mix]:
+    """All mixes, the same ones every time.
+
+    Args:
+        lengths: CSV, gzipped or not, with `prompt_tokens` and `completion_tokens`; None draws from
+            quantiles of such data.
+        target_share: of each sequence's tokens, its last ones.
+        longest: cuts lengths, for micro-batches that hold less than 2,048 tokens.
+    """
+    draw = np.random.default_rng(0)
+    pool = None if lengths is None else np.array(list(_read_lengths(lengths)))
+    mixes = []
+    for name, batches in MIXES.items():
+        specs = [_spec(index, batch, dropout) for index, batch in enumerate(batches)]
+        data = tuple(
+            tuple(
+                _sequence(draw, min(int(n), longest), vocab_size, target_share)
+                for n in _draw_lengths(draw, pool, _SEQUENCES_PER_JOB)
+            )
+            for _ in specs
+        )
+        mixes.append(Mix(name=name, specs=tuple(specs), data=data, target_share=target_share))
+    return mixes
+
+
+def full_micro_batch(tokens: int, *, vocab_size: int, dropout: float) -> Mix:
+    """Eight jobs, every third on attention only, whose batches are `tokens` rows together.
+
+    Lengths are ragged; half of each sequence's tokens count in the loss.
+    """
+    draw = np.random.default_rng(0)
+    shares = draw.dirichlet(np.full(len(RANKS), 4.0))
+    rows = np.maximum((shares * tokens).astype(int), 16)
+    rows[-1] += tokens - rows.sum()
+    data = []
+    for job_rows in map(int, rows):
+        count = max(1, job_rows // 512)
+        cuts = draw.choice(np.arange(8, job_rows - 8), count - 1, replace=False)
+        lengths = np.diff([0, *np.sort(cuts), job_rows])
+        data.append(tuple(_sequence(draw, int(length), vocab_size, 0.5) for length in lengths))
+    specs = []
+    for index, sequences in enumerate(data):
+        spec = _spec(index, len(sequences), dropout)
+        if index % 3 == 2:
+            spec = replace(spec, lora=replace(spec.lora, target_modules=_ATTENTION))
+        specs.append(spec)
+    return Mix(name=FULL, specs=tuple(specs), data=tuple(data), target_share=0.5)
+
+
+def _spec(index: int, batch_size: int, dropout: float) -> JobSpec:
+    lora = LoraSpec(rank=RANKS[index % len(RANKS)], dropout=dropout)
+    return JobSpec(
+        name=f"job{index}",
+        data=DataSpec(train="synthetic"),
+        lora=lora,
+        batch_size=batch_size,
+        max_seq_len=LONGEST + 1,
+        max_steps=10**6,
+        seed=index,
+    )
+
+
+def _read_lengths(path: Path) -> Iterator[int]:
+    data = path.read_bytes()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    for row in csv.DictReader(text.splitlines()):
+        tokens = int(row["prompt_tokens"]) + int(row["completion_tokens"])
+        if SHORTEST <= tokens <= LONGEST:
+            yield tokens
+
+
+def _draw_lengths(
+    draw: np.random.Generator, pool: np.ndarray | None, count: int
+) -> Sequence[float] | np.ndarray:
+    if pool is not None:
+        return draw.choice(pool, count)
+    return np.interp(draw.random(count), _QUANTILES, _TOKENS)
+
+
+def _sequence(
+    draw: np.random.Generator, length: int, vocab_size: int, target_share: float
+) -> TokenSequence:
+    """A sequence of `length` rows: it holds one token more, since the last is only predicted."""
+    is_target = np.arange(length + 1) > length * (1 - target_share)
+    is_target[0], is_target[-1] = False, True
+    return TokenSequence(draw.integers(0, vocab_size, length + 1, dtype=np.int32), is_target)
+
+
+def mean_length(mix: Mix) -> float:
+    """Mean rows of a sequence, over all of a mix's data."""
+    sequences = list(itertools.chain.from_iterable(mix.data))
+    return sum(len(s.tokens) - 1 for s in sequences) / len(sequences)

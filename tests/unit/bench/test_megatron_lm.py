@@ -1,0 +1,111 @@
+"""What the benchmark of Megatron-LM's layouts calls a failure; tests/integration runs it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.megatron_lm import __main__ as layouts
+from scripts.bench.megatron_lm import cases, rows
+from tests.helpers.launch import HANG_S
+from tests.helpers.megatron_lm import logged
+
+COMMON = {"gpu": "H200", "versions": "torch 2", "commit": "abc", "megatron_lm": "0.19.1"}
+ALONE = {"chat": [4.0, 2.0], "code": [5.0]}
+
+
+def write_losses(out: Path, **jobs: list[float]) -> None:
+    for name, values in jobs.items():
+        folder = out / "jobs" / name
+        folder.mkdir(parents=True)
+        lines = [json.dumps({"step": i, "loss": x}) for i, x in enumerate(values, 1)]
+        (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_a_row_a_job_with_its_largest_relative_error(tmp_path: Path) -> None:
+    write_losses(tmp_path, chat=[4.0, 2.002], code=[5.0])
+    layout = cases.LAYOUTS[0]
+    found = rows.compare(layout, tmp_path, ALONE, COMMON)
+    assert [(row.job, row.steps) for row in found] == [("chat", 2), ("code", 1)]
+    assert [row.max_rel_loss_error for row in found] == pytest.approx([1e-3, 0.0])
+    (sentence,) = rows.verdicts(found, ALONE)
+    assert sentence == f"{layout.name}: chat is 1.0e-03 off, at most 3e-06"
+    rows.write(found, tmp_path / "rows.csv")
+    with (tmp_path / "rows.csv").open() as file:
+        written = list(csv.DictReader(file))
+    columns = "gpu,world,versions,commit,megatron_lm,layout,precision,job,steps,max_rel_loss_error"
+    assert ",".join(written[0]) == columns
+    assert written[0]["max_rel_loss_error"] == "1.00e-03"
+
+
+@pytest.mark.parametrize("jobs", [{"chat": [4.0]}, {"chat": [4.0, float("nan")]}, {"chat": []}, {}])
+def test_a_loss_that_is_missing_or_no_number_is_wrong(
+    tmp_path: Path, jobs: dict[str, list[float]]
+) -> None:
+    write_losses(tmp_path, code=[5.0], **jobs)
+    found = rows.compare(cases.LAYOUTS[0], tmp_path, ALONE, COMMON)
+    assert rows.verdicts(found, ALONE)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "code", "output", "expected"),
+    [
+        ("", 0, "", None),
+        ("", 1, "", "exit status 1"),
+        ("", None, "", "took over"),
+        ("q_norm", 1, "missing: q_norm", None),
+        ("q_norm", 0, "", "must fail over q_norm"),
+        ("q_norm", 1, "out of memory", "something else"),
+    ],
+)
+def test_how_a_run_may_end(
+    refusal: str, code: int | None, output: str, expected: str | None
+) -> None:
+    layout = cases.Layout(name="x", refusal=refusal)
+    run = layouts.Run(layout=layout, code=code, seconds=3.0, output=output)
+    sentence = layouts.failure(run)
+    assert sentence is None if expected is None else expected in sentence
+
+
+def test_what_another_rank_wrote_beside_a_log_line_is_not_of_it() -> None:
+    other = "[Rank 0] (after save) memory (MB) | allocated: 0.0 | reserved: 1.0"
+    line = " [2026-11-21] iteration        4/       4 | lm loss: 4.6E+00 | grad norm: 1.085 |"
+    expected = [{"lm loss": 4.6, "grad norm": 1.085}]
+    assert logged(f"{line}\n{other} |\n") == expected
+    assert logged(f"{line}{other} |\n\n") == expected
+    assert logged(f"{other} |{line}\n\n") == expected
+
+
+def test_layouts_that_do_not_fit_are_left_out() -> None:
+    on_gpus = layouts.chosen([], 2, on_cpu=False)
+    assert max(layout.world for layout in on_gpus) == 2
+    assert any(layout.transformer_engine for layout in on_gpus)
+    on_cpu = layouts.chosen([], 2, on_cpu=True)
+    assert on_cpu == [layout for layout in on_gpus if not layout.transformer_engine]
+    assert len({layout.folder for layout in cases.LAYOUTS}) == len(cases.LAYOUTS)
+
+
+def test_no_gpu_has_two_runs_at_once() -> None:
+    devices, held, most = layouts.Devices(3), [0, 0, 0], []
+
+    def run(count: int) -> None:
+        with devices.take(count) as taken:
+            assert len(taken) == count
+            for device in taken:
+                held[device] += 1
+            most.append(max(held))
+            time.sleep(0.01)
+            for device in taken:
+                held[device] -= 1
+
+    threads = [threading.Thread(target=run, args=(count,)) for count in (3, 2, 1, 1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=HANG_S)
+    assert most == [1] * 6

@@ -1,0 +1,145 @@
+"""The planner's benchmark: its cases, the rounds it times, its rows; no model is run."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from scripts import datasheet_profiles
+from scripts.bench import plot
+from scripts.bench.harness.rows import append_rows
+from scripts.bench.planner import __main__ as script
+from scripts.bench.planner import cases, results, rounds
+from tlora_megatron.cli.profile import profile_json
+from tlora_megatron.planner.cost.cost_model import CostModel
+from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.hardware import load_profile
+
+_PACKED = 15_000
+"""Sequences, about, of the rounds that stand for all."""
+_COLUMNS = (
+    "gpu,versions,commit,gpus,model,layers,tp,pp,dp,recompute,jobs,tokens,predicted_s,measured_s,"
+    "predicted_bytes,measured_bytes,predicted_round_tokens,measured_round_tokens"
+)
+
+
+def _distinct_cases() -> list[Any]:
+    """A case for every mix that is packed its own way; model and recompute do not matter."""
+    found = {}
+    for world in (1, 2, 4):
+        for text in cases.CASES[world]:
+            case = cases.parse_case(text, world)
+            plan = case.plan
+            key = (world, len(case.jobs), plan.micro_batch_tokens, plan.dp_size, plan.pp_size)
+            found[key] = case
+    return list(found.values())
+
+
+def test_the_planner_knows_the_mean_round_of_every_case(repo: Path) -> None:
+    rates = Rates(load_profile(repo / "configs/hardware/h200.json"))
+    distinct = _distinct_cases()
+    assert len(distinct) == 20
+    errors = {}
+    for case in distinct:
+        load = CostModel(case.spec, case.jobs, rates).round_load(case.plan)
+        count = min(max(int(_PACKED / sum(load.job_sequences)), 200), 800)
+        packed = rounds.packed_rounds(case, count)
+        tokens, padded = (statistics.fmean(values) for values in zip(*packed, strict=True))
+        errors[case.plan.num_gpus, case.name] = (
+            load.tokens / tokens - 1,
+            load.rows * load.micro_batches / padded - 1,
+        )
+    sizes = [abs(error) for pair in errors.values() for error in pair]
+    assert max(sizes) < 0.035, errors
+    assert statistics.median(sizes) < 0.01, errors
+
+
+def test_the_rounds_timed_are_like_the_mean_one() -> None:
+    case = cases.parse_case("8b/32 tp1 pp1 none 2j 4096t", 2)
+    packed = rounds.packed_rounds(case, 256)
+    mean = statistics.fmean(r.tokens for r in packed)
+    first = rounds.typical_window(packed[:72], 8, 2)
+    assert 2 <= first <= 64
+    window = statistics.fmean(r.tokens for r in packed[first : first + 8])
+    worst = max(
+        abs(statistics.fmean(r.tokens for r in packed[b : b + 8]) / mean - 1) for b in range(2, 64)
+    )
+    assert abs(window / mean - 1) < 0.05 < 0.15 < worst
+
+
+def test_a_window_is_compared_in_tokens_and_padded_rows() -> None:
+    pairs = [(9, 20), (1, 1), (5, 9), (5, 10), (5, 10), (5, 10)]
+    packed = [rounds.PackedRound(*pair) for pair in pairs]
+    assert rounds.typical_window(packed, 2, 0) == 3
+    assert rounds.typical_window(packed, 2, 4) == 4
+
+
+def test_rows_read_back_with_the_columns_they_should_have(tmp_path: Path, repo: Path) -> None:
+    row = results.Row(
+        gpu="g", versions="", commit="c", gpus=2, model="llama-3.1-8b", layers=32, tp=2, pp=1, dp=1,
+        recompute="none", jobs=8, tokens=8192, predicted_s=9.0, measured_s=0.25, predicted_bytes=1,
+        measured_bytes=2**35, predicted_round_tokens=1, measured_round_tokens=8000,
+    )  # fmt: skip
+    path = tmp_path / "rows.csv"
+    append_rows(path, [asdict(row), asdict(row)])
+    assert path.read_text().splitlines()[0] == _COLUMNS
+    assert results.read_csv(path) == [row, row]
+    again = script.repredicted(row, load_profile(repo / "configs/hardware/h200.json"))
+    assert again.predicted_s != 9.0
+    assert again.predicted_bytes > 2**34
+    measured = {
+        "predicted_s": 9.0,
+        "predicted_bytes": 1,
+        "predicted_round_tokens": 1,
+    }
+    assert replace(again, **measured) == row
+
+
+def test_the_report_says_errors_and_what_the_choice_is_worth() -> None:
+
+    def row(tp: int, predicted_s: float, measured_s: float) -> Any:
+        return results.Row(
+            gpu="g", versions="", commit="c", gpus=2, model="m", layers=1, tp=tp, pp=1, dp=2 // tp,
+            recompute="none", jobs=8, tokens=8192, predicted_s=predicted_s, measured_s=measured_s,
+            predicted_bytes=110, measured_bytes=100, predicted_round_tokens=1000,
+            measured_round_tokens=1000,
+        )  # fmt: skip
+
+    lines = results.report([row(1, 0.9, 1.0), row(2, 1.0, 0.8)])
+    assert lines[1] == "step time: median error 17.5%, worst 25.0%, mean +7.5%"
+    assert "peak memory: +10.0% to +10.0%" in lines
+    assert lines[-1].endswith("chosen TP1 PP1 DP2 1,000 tokens/s, 80.0% of the best measured, "
+                              "TP2 PP1 DP1")  # fmt: skip
+
+
+def test_data_sheet_profiles_are_what_is_made_of_the_h200s(repo: Path, tmp_path: Path) -> None:
+    folder = repo / "configs/hardware"
+    base = load_profile(folder / "h200.json")
+    names = []
+    for sheet in datasheet_profiles.SHEETS:
+        shipped = load_profile(folder / f"{sheet.name}.json")
+        if shipped.source == "datasheet":
+            path = tmp_path / f"{sheet.name}.json"
+            path.write_text(profile_json(datasheet_profiles.scaled(base, sheet)))  # rounds
+            assert load_profile(path) == shipped
+            names.append(sheet.name)
+    assert names == ["h100-infiniband", "a100-80g", "l40s"]
+
+
+def test_a_profile_of_one_gpu_gets_another_machines_links(repo: Path) -> None:
+    base = load_profile(repo / "configs/hardware/h200.json")
+    notes = "adapters fit; one process: the link is a guess"
+    alone = replace(base, name="h100", notes=notes, gpus_per_node=1, collectives=(), stretch=1.0)
+    found = datasheet_profiles.with_links(alone, base)
+    assert found.notes == (
+        "adapters fit; links and collectives are those of h200.json, not measured here"
+    )
+    assert found == replace(base, name="h100", notes=found.notes)
+
+
+def test_the_plot_is_a_picture(repo: Path, tmp_path: Path) -> None:
+    rows, picture = repo / "scripts/bench/results/plan_vs_measured.csv", tmp_path / "plan.png"
+    assert plot.main(["planner", "--csv", str(rows), "--out", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,207 @@
+"""The benchmark of whole steps: its jobs, its verdicts, and a run of every mode on a tiny model."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import gzip
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.bench.step import __main__ as step
+from scripts.bench.step import jobs
+from tests.helpers.standing_world import forked, world
+
+COLUMNS = (
+    "gpu,versions,commit,model,tp,sequence_parallel,recompute,dropout,jobs,mode,step_ms,p20_ms,"
+    "p50_ms,p80_ms,tokens,tokens_per_s,ratio_to_floor,peak_bytes,mfu,tflops_per_gpu"
+)
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 96,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def mixes(**changes: Any) -> list[Any]:
+    options = {"vocab_size": 96, "target_share": 1.0, "dropout": 0.0, "longest": 2048} | changes
+    return jobs.make_mixes(options.pop("lengths", None), **options)
+
+
+def test_jobs_are_those_of_the_issue_and_the_same_every_time() -> None:
+    first, second = mixes(), mixes()
+    for mix, again in zip(first, second, strict=True):
+        assert len(mix.specs) == 8
+        assert {spec.lora.rank for spec in mix.specs} == {4, 8, 16, 24, 32, 64}
+        assert max(s.batch_size for s in mix.specs) == int(mix.name[-1])
+        assert min(s.batch_size for s in mix.specs) == 1
+        lengths = [len(s.tokens) - 1 for data in mix.data for s in data]
+        assert min(lengths) >= 256
+        assert max(lengths) <= 2048
+        assert all(
+            (a.tokens == b.tokens).all()
+            for x, y in zip(mix.data, again.data, strict=True)
+            for a, b in zip(x, y, strict=True)
+        )
+
+
+def test_drawn_lengths_have_the_stated_quantiles() -> None:
+    lengths = sorted(len(s.tokens) - 1 for mix in mixes() for data in mix.data for s in data)
+    at = {q: lengths[int(q * len(lengths))] for q in (0.25, 0.5, 0.75, 0.9)}
+    assert at[0.25] == pytest.approx(278, rel=0.03)
+    assert at[0.5] == pytest.approx(313, rel=0.04)
+    assert at[0.75] == pytest.approx(446, rel=0.15)
+    assert at[0.9] == pytest.approx(837, rel=0.2)
+
+
+@pytest.mark.shared
+def test_the_stated_quantiles_are_the_data_s(shared_data: Path) -> None:
+    lengths = sorted(jobs._read_lengths(shared_data / "lengths" / "lengths.csv.gz"))
+    for quantile, tokens in zip(jobs._QUANTILES, jobs._TOKENS, strict=True):
+        assert lengths[min(int(len(lengths) * quantile), len(lengths) - 1)] == tokens, quantile
+
+
+@pytest.mark.parametrize("name", ["lengths.csv", "lengths.csv.gz"])
+def test_lengths_from_a_file(name: str, tmp_path: Path) -> None:
+    text = "prompt_tokens,completion_tokens\n1,2\n300,7\n5000,1\n"
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    for mix in mixes(lengths=path):
+        assert {len(s.tokens) - 1 for data in mix.data for s in data} == {307}
+
+
+@pytest.mark.parametrize(("share", "targets"), [(1.0, 307), (0.5, 154), (0.0, 1)])
+def test_target_share(share: float, targets: int, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("prompt_tokens,completion_tokens\n300,7\n")
+    for mix in mixes(lengths=path, target_share=share):
+        for data in mix.data:
+            assert {int(s.is_target.sum()) for s in data} == {targets}
+            assert not any(s.is_target[0] for s in data)
+
+
+def test_verdicts() -> None:
+    row = step.Row(
+        gpu="NVIDIA H200", versions="", commit="c", model="m", tp=1, sequence_parallel=False,
+        recompute="none", dropout=0.0, jobs="8 (batch 1-8)", mode="together", step_ms=500.0,
+        p20_ms="", p50_ms="", p80_ms="", tokens=8000, tokens_per_s=16000.0, ratio_to_floor="",
+        peak_bytes=70, mfu=0.6, tflops_per_gpu=1.0,
+    )  # fmt: skip
+    rows = [
+        row,
+        dataclasses.replace(row, mode="floor", step_ms=450.0),
+        dataclasses.replace(row, mode="sequential", tokens_per_s=12000.0),
+        dataclasses.replace(row, jobs="8 (batch 1-4)", tokens_per_s=15000.0),
+        dataclasses.replace(row, jobs="8 (batch 1-4)", mode="sequential", tokens_per_s=11000.0),
+        dataclasses.replace(
+            row, jobs="1 (8 x 1024)", mode="hf_peft", tokens_per_s=10000.0, peak_bytes=100
+        ),
+        dataclasses.replace(row, jobs="1 (1 x 512)", mode="hf_peft", tokens_per_s=5000.0),
+    ]
+    found = {sentence: (value, reached) for sentence, value, reached in step.verdicts(rows)}
+    assert found == {
+        "batch 1-8: step over floor <= 1.12": (pytest.approx(500 / 450), True),
+        "aggregate >= 15000 tokens/s": (16000.0, True),
+        "batch 1-4: over sequential >= 1.5": (pytest.approx(15 / 11), False),
+        "batch 1-8: over sequential > 1": (pytest.approx(16 / 12), True),
+        "over HF PEFT, 1 (8 x 1024), >= 1.55": (1.6, True),
+        "over HF PEFT, 1 (1 x 512), >= 4.0": (3.2, False),
+        "peak bytes a token over HF PEFT's, 1 (8 x 1024), < 1": (0.7, True),
+    }
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A model's file."""
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+def _options(model: Path, rows: Path) -> list[object]:
+    sizes = ["--layers", 1, "--tokens", 512, "--warmup", 1, "--rounds", 2, "--steps", 1]
+    return ["--model", model, *sizes, "--csv", rows, "--commit", "c"]
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    text = path.read_text()
+    assert text.splitlines()[0] == COLUMNS
+    return list(csv.DictReader(text.splitlines()))
+
+
+def _check_rounds(rows: Sequence[dict[str, str]]) -> None:
+    """Floor, adapters and whole rounds ran the same micro-batches and are held to the floor."""
+    floor, adapters, together = rows
+    assert [row["mode"] for row in rows] == ["floor", "adapters", "together"]
+    assert floor["tokens"] == adapters["tokens"] == together["tokens"]
+    assert floor["ratio_to_floor"] == "1.0"
+    for row in rows:
+        assert float(row["ratio_to_floor"]) == pytest.approx(
+            float(row["step_ms"]) / float(floor["step_ms"]), rel=0.01
+        )
+        assert float(row["p20_ms"]) <= float(row["p50_ms"]) <= float(row["p80_ms"])
+
+
+@pytest.mark.slow
+def test_all_modes_on_a_tiny_model(tiny: Path, tmp_path: Path) -> None:
+    options = [*_options(tiny, tmp_path / "rows.csv"), "--json", tmp_path / "all.json"]
+    forked("-m", "scripts.bench.step", *options)
+    rows = _read(tmp_path / "rows.csv")
+    modes = ["floor", "adapters", "together", "sequential"]
+    assert [row["mode"] for row in rows] == [*(modes * 2), *["hf_peft"] * 4]
+    for first in (0, 4):
+        _check_rounds(rows[first : first + 3])
+        assert 256 <= int(rows[first]["tokens"]) <= 512
+    assert all(float(row["tokens_per_s"]) > 0 for row in rows)
+    found = json.loads((tmp_path / "all.json").read_text())
+    assert len(found["rows"]) == len(rows)
+    assert len(found["verdicts"]) == 8
+
+
+@pytest.mark.slow
+def test_a_full_micro_batch_under_tensor_parallelism(tiny: Path, tmp_path: Path) -> None:
+    layout = ["--tp", 2, "--sequence-parallel", "--recompute", "selective", "--dropout", 0.05]
+    options = [*_options(tiny, tmp_path / "rows.csv"), *layout, "--mixes", jobs.FULL]
+    world("scripts.bench.step", 2, *options)
+    rows = _read(tmp_path / "rows.csv")
+    _check_rounds(rows)
+    for row in rows:
+        assert (row["tp"], row["sequence_parallel"], row["tokens"]) == ("2", "True", "512")
+        assert (row["recompute"], row["dropout"]) == ("selective", "0.05")
+
+
+def test_a_full_micro_batch_holds_one_batch_of_every_job() -> None:
+    mix = jobs.full_micro_batch(8192, vocab_size=96, dropout=0.1)
+    assert sum(len(s.tokens) - 1 for data in mix.data for s in data) == 8192
+    assert [spec.batch_size for spec in mix.specs] == [len(data) for data in mix.data]
+    assert [len(spec.lora.target_modules) for spec in mix.specs] == [7, 7, 4, 7, 7, 4, 7, 7]
+    assert {spec.lora.dropout for spec in mix.specs} == {0.1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tp", "2"], r"--tp must be the number of processes \(1\), got 2"),
+        (["--mixes", "nosuch"], "invalid choice: 'nosuch'"),
+    ],
+)
+def test_a_command_that_cannot_be_run_is_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        step.arguments(options)
+    assert re.search(message, capsys.readouterr().err)
