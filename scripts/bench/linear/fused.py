@@ -97,7 +97,7 @@ class FusedLinear:
     ) -> None:
         self.name = name
         self._sets = workload.sets
-        self._factors = factors
+        self._factors, self._rows = factors, rows
         self._bound = [ops.bind(each, rows) for each in factors]
         self._window = (0, workload.tokens)
 
