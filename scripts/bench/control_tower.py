@@ -1,0 +1,185 @@
+"""Times what the control tower does on a CPU: scheduling decisions, and the search for a plan.
+
+    python -m scripts.bench.control_tower --csv scripts/bench/results/control_tower.csv
+
+`decide POLICY`: each policy decides on 1,000 waiting jobs while 100 of 128 A100s run one job each,
+with the planner's speeds. `first_ms` is a decision by a model that knows the running jobs alone;
+`median_ms` is of decisions by one that has estimated all mixes before. `search`: all plans for 16
+jobs on 1,024 GPUs and 80 layers of the 70B shapes; every search begins anew. `count` is the number
+of decisions or of plans. Times are CPU time of this process, so that other programs on the machine
+count for little.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from scripts.bench.harness.arguments import REPO, bench_parser
+from scripts.bench.harness.rows import append_rows
+from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.planner.hardware import load_profile
+from tlora_megatron.planner.search import search
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.scheduler.cluster import ClusterState, FreeGpus
+from tlora_megatron.scheduler.formation import Parts, formed
+from tlora_megatron.scheduler.jobs import Waiting
+from tlora_megatron.scheduler.policy import Changes, Rules
+from tlora_megatron.scheduler.queue import WaitingQueue
+from tlora_megatron.scheduler.registry import POLICIES, make_policy
+from tlora_megatron.sim.cluster_config import load_cluster
+from tlora_megatron.sim.job_mix import load_mix
+from tlora_megatron.sim.study import Options, Study
+from tlora_megatron.sim.trace import Trace, TraceRow
+
+T = TypeVar("T", bound=Sized)
+HARDWARE = REPO / "configs" / "hardware"
+RUNNING, WAITING = 100, 1000
+GPUS, LAYERS, JOBS = 1024, 80, 16
+NOW_S = 50.0
+"""Before any job is due."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One measurement; the fields are the CSV's columns."""
+
+    machine: str
+    versions: str
+    commit: str
+    what: str
+    count: int
+    first_ms: float
+    median_ms: float
+
+
+def timed(run: Callable[[], T], repeats: int) -> tuple[T, float, float]:
+    """What the last run returned, milliseconds of the first one, and the median of the others."""
+    times_ms = []
+    for _ in range(1 + repeats):
+        begin = time.process_time()
+        found = run()
+        times_ms.append((time.process_time() - begin) * 1e3)
+    return found, times_ms[0], statistics.median(times_ms[1:])
+
+
+def make_study() -> Study:
+    """128 A100s and 1,100 jobs of the mix `paper`; the first hundred ask for one GPU each."""
+    rows = [
+        TraceRow(
+            name=str(index),
+            submit_s=0.1 * index,
+            duration_s=100.0 + index % 37,
+            num_gpus=1 if index < RUNNING else (1, 1, 1, 2, 8)[index % 5],
+        )
+        for index in range(RUNNING + WAITING)
+    ]
+    cluster, profile = load_cluster(HARDWARE / "cluster-128xA100.yaml")
+    mix, specs = load_mix("paper")
+    return Study(
+        trace=Trace(name="crowd", rows=tuple(rows), dropped={}),
+        cluster=cluster,
+        profile=profile,
+        mix=mix,
+        specs=specs,
+        options=Options(),
+    )
+
+
+def crowd(study: Study, rules: Rules) -> tuple[WaitingQueue, ClusterState]:
+    """The queue, and the cluster on which the first jobs run alone."""
+    shape = study.cluster.shape
+    state = ClusterState(shape=shape, free=FreeGpus.all_of(shape))
+    jobs = [
+        Waiting(job=job, tokens_left=job.tokens, queued_s=job.submit_s)
+        for job in study.workload.jobs
+    ]
+    for number, entry in enumerate(jobs[:RUNNING]):
+        rates = study.speeds.rates((entry.job.kind,), 1)
+        assert rates is not None, "a job that asks for one GPU must fit one"
+        group = formed(
+            Parts(joining=(entry,)),
+            gpus=(number,),
+            rates=rates,
+            now_s=0.0,
+            cost=rules.cost,
+            number=number,
+        )
+        state.groups[number] = group
+        state.free.take(group.gpus)
+    return WaitingQueue(jobs[RUNNING:]), state
+
+
+def decisions(policy: str, repeats: int) -> tuple[int, float, float]:
+    """How many groups a policy forms, and the times of its decisions."""
+    study, rules = make_study(), Rules()
+    queue, state = crowd(study, rules)
+    made = make_policy(policy, study.speeds, rules)
+    changes = Changes(
+        arrived=frozenset(range(RUNNING, RUNNING + WAITING)),
+        regrouped=frozenset(range(RUNNING)),
+        freed=True,
+    )
+    found, first_ms, median_ms = timed(lambda: made.decide(NOW_S, queue, state, changes), repeats)
+    return len(found), first_ms, median_ms
+
+
+def plans(repeats: int) -> tuple[int, float, float]:
+    """How many plans the search finds, and its times."""
+    base = read_model_spec(REPO / "configs" / "models" / "llama-3.1-8b.json")
+    spec = replace(base, num_layers=LAYERS, hidden_size=8192, num_heads=64, ffn_size=28672)
+    hardware = load_profile(HARDWARE / "h100-infiniband.json")
+    lengths = LengthHistogram.from_counts([(256, 3), (512, 3), (1024, 1), (2048, 0.3)])
+    jobs = [
+        JobLoad(name=f"job{i}", rank=(4, 8, 16, 64)[i % 4], batch_size=8, lengths=lengths)
+        for i in range(JOBS)
+    ]
+    found, first_ms, median_ms = timed(lambda: search(spec, jobs, hardware, GPUS).plans, repeats)
+    return len(found), first_ms, median_ms
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints a table and appends rows."""
+    parser = bench_parser(__doc__)
+    parser.add_argument("--repeats", type=int, default=5, help="after the first")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--no-search", action="store_true")
+    parser.add_argument("--machine", default="", help="in words; asked of the system where empty")
+    args = parser.parse_args(argv)
+    print(f"{'':24} {'count':>7} {'first, ms':>10} {'median, ms':>11}")
+    measures: list[tuple[str, Callable[[], tuple[int, float, float]]]] = [
+        (f"decide {policy}", lambda policy=policy: decisions(policy, args.repeats))
+        for policy in args.policies
+    ]
+    if not args.no_search:
+        measures.append(("search", lambda: plans(args.repeats)))
+    for what, measure in measures:
+        count, first_ms, median_ms = measure()
+        row = Row(
+            machine=args.machine or f"{os.cpu_count()} CPU cores, {platform.machine()}",
+            versions=f"python {platform.python_version()}",
+            commit=args.commit,
+            what=what,
+            count=count,
+            first_ms=round(first_ms, 2),
+            median_ms=round(median_ms, 2),
+        )
+        print(f"{what:24} {count:7,} {first_ms:10.1f} {median_ms:11.1f}", flush=True)
+        _append(args.csv, row)
+    return 0
+
+
+def _append(path: Path | None, row: Row) -> None:
+    if path is not None:
+        append_rows(path, [asdict(row)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

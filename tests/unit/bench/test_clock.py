@@ -1,0 +1,54 @@
+"""Arithmetic of the benchmarks' clocks, on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.bench.harness import clock
+from scripts.bench.harness.clock import Marks, Timing, Watch, timed, total
+
+
+@pytest.fixture
+def host_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What `time.perf_counter` says in the module under test: the last entry."""
+    now = [0.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[-1])
+    return now
+
+
+def test_marks_are_the_times_between_them(host_clock: list[float]) -> None:
+    marks = Marks(on_gpu=False)
+    for now in (1.0, 1.5, 3.5):
+        host_clock.append(now)
+        marks.set()
+    assert marks.seconds() == [0.5, 2.0]
+
+
+def test_steps_are_timed_together_and_one_by_one(host_clock: list[float]) -> None:
+    lengths = iter([100.0, 100.0, 1.0, 2.0, 4.0])
+
+    def step() -> None:
+        host_clock.append(host_clock[-1] + next(lengths))
+
+    timing = timed(step, warmup=2, repeats=3)
+    assert (timing.seconds, timing.steps) == (7.0, 3)
+    assert timing.step_times_s == (1.0, 2.0, 4.0)
+    assert timing.percentile_s(50) == 2.0
+
+
+def test_a_watch_says_what_has_passed_and_for_how_much(host_clock: list[float]) -> None:
+    watch = Watch()
+    host_clock.append(2.5)
+    assert watch.timing(steps=4, tokens=10)[:3] == (2.5, 4, 10)
+
+
+def test_runs_one_after_another_add_up_and_share_the_largest_peak() -> None:
+    runs = [Timing(1.0, 2, 30, 400), Timing(0.5, 1, 20, 300)]
+    assert total(runs) == Timing(1.5, 3, 50, 400)
+
+
+@pytest.mark.parametrize(("times", "p20", "p80"), [((3.0,), 3.0, 3.0), ((1, 2, 3, 4, 5), 1.2, 4.8)])
+def test_percentiles(times: tuple[float, ...], p20: float, p80: float) -> None:
+    timing = Timing(1.0, len(times), 0, 0, times)
+    assert timing.percentile_s(20) == pytest.approx(p20)
+    assert timing.percentile_s(80) == pytest.approx(p80)
