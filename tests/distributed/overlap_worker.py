@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from tests.helpers.isolation import DROPOUT
 from tlora_megatron.config.load import RunConfig, load_config
+from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import make_multi_adapter
 from tlora_megatron.layers.multi_adapter import BlackBoxMixin
 from tlora_megatron.model.spec import read_model_spec
@@ -99,18 +100,16 @@ def run_round(path: Path, options: dict[str, str], counts: tuple[int, ...]) -> R
             loop = run.start(*controller._build(run, spec, controller._layout(config)))
             model: Any = loop.super_model
             if "foreign" in options and model.groups.is_last_stage:
-                make_foreign(model.engine.model)
+                make_foreign(model.engine.model, model.bank)
             *_, last = (measure(model, count) for count in counts)
             return last
 
 
-def make_foreign(model: Any) -> None:
+def make_foreign(model: Any, bank: AdapterBank) -> None:
     """Makes the first linear look like one of another library's; it computes as before."""
     linear = model.decoder.layers[0].mlp.linear_fc2
-    branch = linear.tlora_branch
-    linear.__class__ = type(linear).__bases__[1]
-    make_multi_adapter(linear, BlackBoxMixin)
-    object.__setattr__(linear, "tlora_branch", branch)
+    site = linear.tlora_adapters.site
+    make_multi_adapter(linear, BlackBoxMixin).bind_adapters(bank, site)
 
 
 def measure(model: Any, count: int) -> Result:

@@ -8,7 +8,9 @@ import torch
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
-from tlora_megatron.layers.linear import AdapterBranch, MultiLoRALinear, TensorParallel
+from tlora_megatron.layers.fold import FoldStrategy
+from tlora_megatron.layers.linear import multi_lora_linear
+from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.sites import Site, make_site
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.dropout.masks import dropout_reference, mix_ints
@@ -29,7 +31,6 @@ SPEC = ModelSpec(
     norm_eps=1e-6,
     rope_theta=1e4,
 )
-NO_TP = TensorParallel(group=None, gather_input=False, reduce_dgrad=False)
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 JOBS = (
     LoraSpec(rank=4, alpha=8, target_modules=("q_proj", "v_proj", "o_proj", "up_proj")),
@@ -78,7 +79,7 @@ class Case:
             slab.master.copy_(slab.master.to(dtype))
             adapters.append(Adapter(name=f"job{index}", lora=lora, slab=slab))
         self.bank.install(adapters)
-        self.branch = AdapterBranch(self.bank, self.site)
+        self.strategy = FoldStrategy(self.bank, self.site, LinearLayout())
         shape = (self.site.out_size, self.site.in_size)
         self.generator = generator
         self.dtype = dtype
@@ -102,7 +103,7 @@ class Case:
     ) -> dict[str, torch.Tensor]:
         """Output and gradients of the package's linear, by name."""
         x = x.clone().requires_grad_()
-        y = MultiLoRALinear.apply(x, self.weight, self.bias, self.branch, view, NO_TP)
+        y = multi_lora_linear(x, self.weight, self.bias, self.strategy, view)
         y.backward(dy)
         return {"y": y.detach(), "dx": x.grad, **self.gradients()}
 

@@ -53,7 +53,7 @@ def accumulate(bank: AdapterBank, slot: int, flat: torch.Tensor) -> None:
     layout = bank.adapters[slot].slab.layout
     used = {target for lora in LORAS for target in lora.target_modules}
     places = {
-        shard.name: (bank.factors[site.index], p)
+        shard.name: (bank.fused_factors[site.index], p)
         for site in bank.sites
         for p, shard in enumerate(t for t in site.targets if t.target in used)
     }

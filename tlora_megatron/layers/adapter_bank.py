@@ -64,16 +64,18 @@ class AdapterBank:
         self._targets = {
             site.index: tuple(t for t in site.targets if t.target in used) for site in self.sites
         }
-        cut = {target for lora in loras if lora.is_block_diagonal for target in lora.target_modules}
-        self._cut = {s.index for s in self.sites if any(t.target in cut for t in s.targets)}
+        blocks = {t for lora in loras if lora.is_block_diagonal for t in lora.target_modules}
+        self._rank_sharded = {
+            site.index for site in self.sites if any(t.target in blocks for t in site.targets)
+        }
         self.adapters: tuple[Adapter, ...] = ()
-        self.factors: dict[int, SiteFactors] = {}
+        self.fused_factors: dict[int, SiteFactors] = {}
         """By `Site.index`; sites that no job targets have none. Of all jobs where sites fold,
         elsewhere of standard ones."""
-        self.own_ranks: dict[int, SiteFactors] = {}
+        self.s_lora_a_factors: dict[int, SiteFactors] = {}
         """Column-parallel sites under s_lora: this rank's part of `lora_a`, which `factors` then
         lack."""
-        self.local: dict[int, SiteFactors] = {}
+        self.block_diagonal_factors: dict[int, SiteFactors] = {}
         """Of block-diagonal jobs, where sites do not fold."""
         self._copies: list[list[torch.Tensor]] = []
         """Views of a slot's factors in the arenas, in its slab's order (`_compute_views`)."""
@@ -85,10 +87,10 @@ class AdapterBank:
         """Allocates an adapter's slab, zeros."""
         return AdapterSlab(slab_layout(self.sites, lora), self.device, self.placement)
 
-    def is_cut_by_rank(self, site: Site) -> bool:
+    def is_rank_sharded(self, site: Site) -> bool:
         """Whether block-diagonal jobs may target a site: every TP rank then has rows of `lora_a` of
         its own, whose gradient takes the linear's whole input."""
-        return site.index in self._cut
+        return site.index in self._rank_sharded
 
     def install(self, adapters: Sequence[Adapter]) -> None:
         """Puts adapters into slots 0, 1, ... in this order.
@@ -103,7 +105,7 @@ class AdapterBank:
         self.adapters = tuple(adapters)
         # Both hold the old arenas, which would otherwise stay in memory beside the new ones.
         self._copies = []
-        for factors in (self.factors, self.own_ranks, self.local):
+        for factors in (self.fused_factors, self.s_lora_a_factors, self.block_diagonal_factors):
             factors.clear()
         self._build_factors()
         self._copies = [self._compute_views(s, a) for s, a in enumerate(adapters)]
@@ -129,13 +131,13 @@ class AdapterBank:
             if not shards:
                 continue
             if site.lora_sharding == "fold":
-                self.factors[index] = arenas.make(site, shards, "all")
+                self.fused_factors[index] = arenas.make(site, shards, "all")
                 continue
-            if self.is_cut_by_rank(site):
-                self.local[index] = arenas.make(site, shards, "block_diagonal")
-            self.factors[index] = arenas.make(site, shards, "standard")
+            if self.is_rank_sharded(site):
+                self.block_diagonal_factors[index] = arenas.make(site, shards, "block_diagonal")
+            self.fused_factors[index] = arenas.make(site, shards, "standard")
             if site.lora_sharding == "s_lora" and site.kind == "column":
-                self.own_ranks[index] = arenas.make(site, shards, "own ranks")
+                self.s_lora_a_factors[index] = arenas.make(site, shards, "own ranks")
 
     def _compute_views(self, slot: int, adapter: Adapter) -> list[torch.Tensor]:
         """A slot's factors in the arenas, unpadded, in its slab's order: flat, or the blocks."""
@@ -147,11 +149,11 @@ class AdapterBank:
         views = []
         for factor in adapter.slab.layout.factors:
             index, p = places[factor.shard.name]
-            factors = self.factors[index]
+            factors = self.fused_factors[index]
             if adapter.lora.is_block_diagonal:
-                factors = self.local.get(index, factors)
+                factors = self.block_diagonal_factors.get(index, factors)
             elif factor.which == "lora_a":
-                factors = self.own_ranks.get(index, factors)
+                factors = self.s_lora_a_factors.get(index, factors)
             if factor.which == "lora_a":
                 begin, arena = factors.layout.a_begin[slot][p], factors.lora_a
             else:

@@ -1,7 +1,7 @@
 """Turns existing parallel linears into multi-adapter ones, in place.
 
 A module keeps its parameters, state-dict keys, hooks and `isinstance` answers: only its class is
-replaced by a subclass made from it, and its branch hangs on it outside module registration.
+replaced by a subclass made from it, and its adapters hang on it outside module registration.
 """
 
 from __future__ import annotations
@@ -14,21 +14,11 @@ from torch import nn
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.linear import (
-    AdapterBranch,
-)
-from tlora_megatron.layers.multi_adapter import (
-    BlackBoxMixin,
-    MultiAdapter,
-    MultiAdapterMixin,
-    RankExchangeMixin,
-    RankShardedMixin,
-)
-from tlora_megatron.layers.rank_sharded import (
-    LocalBranch,
-    ShardedBranch,
-)
+from tlora_megatron.layers.multi_adapter import BlackBoxMixin, MegatronLinearMixin, MultiAdapter
 from tlora_megatron.layers.sites import Site
+
+_MIXINS = (MegatronLinearMixin, BlackBoxMixin)
+"""Those that `attach` chooses between."""
 
 
 @functools.cache
@@ -36,20 +26,21 @@ def _multi_adapter_class(mixin: Any, base: Any) -> type[nn.Module]:
     return type(f"MultiLoRA{base.__name__}", (mixin, base), {"__module__": __name__})
 
 
-def make_multi_adapter(module: nn.Module, mixin: type[MultiAdapter] = MultiAdapterMixin) -> None:
-    """Turns a linear into a multi-adapter one, in place; one that is one already stays as it is."""
-    if not isinstance(module, MultiAdapter):
-        parts: list[Any] = [mixin, type(module)]
-        module.__class__ = _multi_adapter_class(*parts)
+def make_multi_adapter(module: Any, mixin: Any) -> MultiAdapter:
+    """Turns a linear into a multi-adapter one, in place; one of another mixin changes that."""
+    if not isinstance(module, mixin):
+        base = type(module).__bases__[1] if isinstance(module, MultiAdapter) else type(module)
+        module.__class__ = _multi_adapter_class(mixin, base)
+    return module
 
 
 def attach(
     linears: Iterable[tuple[Site, nn.Module]], bank: AdapterBank, *, black_box: bool = False
 ) -> None:
-    """Gives every linear its branch; attaching the same linear again replaces its branch.
+    """Gives every linear its adapters; attaching the same linear again replaces them.
 
     What is not a multi-adapter linear yet becomes one: Megatron's own by their GEMM, others
-    (Transformer Engine's) around their forward.
+    (Transformer Engine's) around their forward. Those that an integration has prepared stay so.
 
     Args:
         black_box: Megatron's own around their forward too.
@@ -58,33 +49,24 @@ def attach(
         ValueError: for block-diagonal jobs around linears that reduce over TP themselves.
     """
     for site, module in linears:
-        sharding = _attachment(site, module, bank, black_box=black_box)
-        if sharding != "prepared":
-            mixin = _MIXINS[sharding]
-            if isinstance(module, MultiAdapter) and mixin not in type(module).__bases__:
-                _take_off(module)
-            make_multi_adapter(module, mixin)
-        branch = ShardedBranch if sharding == "s_lora" else AdapterBranch
-        object.__setattr__(module, "tlora_branch", branch(bank, site))
-        if sharding == "rank_exchange":
-            object.__setattr__(module, "tlora_local", LocalBranch(bank, site))
+        linear: Any = module
+        if not isinstance(module, MultiAdapter) or isinstance(module, _MIXINS):
+            mixin: type[MultiAdapter] = MegatronLinearMixin
+            if black_box or not hasattr(module, "_forward_impl"):
+                _check_black_box(site, module, bank)
+                mixin = BlackBoxMixin
+            linear = make_multi_adapter(module, mixin)
+        linear.bind_adapters(bank, site)
 
 
-def _attachment(site: Site, module: nn.Module, bank: AdapterBank, *, black_box: bool) -> str:
-    """How the branch is attached: a key of `_MIXINS`, or "prepared" where an integration has made
-    the linear a multi-adapter one that reduces by itself."""
-    if isinstance(module, MultiAdapter) and not isinstance(module, tuple(_MIXINS.values())):
-        return "prepared"
-    if not black_box and hasattr(module, "_forward_impl"):
-        return site.lora_sharding
-    if site.tp_size > 1 and bank.is_cut_by_rank(site):
+def _check_black_box(site: Site, module: nn.Module, bank: AdapterBank) -> None:
+    if site.tp_size > 1 and bank.is_rank_sharded(site):
         raise ValueError(_uncut("lora.parametrization", module))
     if site.lora_sharding == "s_lora":
         raise ValueError(
             f"parallel.lora_sharding must be rank_exchange or auto around a "
             f"{type(module).__name__}, whose reduction is its own, got s_lora"
         )
-    return "black box"
 
 
 def check_blocks_fit(job: str, lora: LoraSpec, linears: Iterable[tuple[Site, nn.Module]]) -> None:
@@ -107,17 +89,3 @@ def _uncut(what: str, module: nn.Module) -> str:
         f"reduction is its own, got block_diagonal; build the model of Megatron's own linears, or "
         f"set tp_size to 1"
     )
-
-
-_MIXINS: dict[str, type[MultiAdapter]] = {
-    "black box": BlackBoxMixin,
-    "fold": MultiAdapterMixin,
-    "rank_exchange": RankExchangeMixin,
-    "s_lora": RankShardedMixin,
-}
-"""By how the branch is attached."""
-
-
-def _take_off(module: nn.Module) -> None:
-    """Makes a multi-adapter linear what it was, for a branch of another kind."""
-    module.__class__ = type(module).__bases__[1]

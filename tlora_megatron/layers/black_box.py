@@ -20,34 +20,20 @@ Shapes: T rows of the micro-batch, W of them on this rank, K features in, N feat
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from tlora_megatron.layers.linear import AdapterBranch
+from tlora_megatron.layers.adapter_bank import AdapterBank
+from tlora_megatron.layers.linear import Computed, with_vjp
+from tlora_megatron.layers.linear_layout import LinearLayout
+from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.lora.factors import SiteFactors
 from tlora_megatron.ops.lora.linear_ops import BoundLinear
 from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.collectives import Pending, all_reduce
-
-
-class Exchange(NamedTuple):
-    """How a base linear is parallel."""
-
-    group: dist.ProcessGroup | None
-    is_column: bool
-    sequence_parallel: bool
-    """Column: x is this rank's rows. Row: y is."""
-
-    def window(self, num_rows: int, *, of_input: bool) -> tuple[int, int]:
-        """The rows, `begin, end`, of x or of y that this rank holds."""
-        if not self.sequence_parallel or of_input != self.is_column:
-            return 0, num_rows
-        size = num_rows // dist.get_world_size(self.group)
-        begin = dist.get_rank(self.group) * size
-        return begin, begin + size
 
 
 class InputNorm(NamedTuple):
@@ -73,117 +59,100 @@ class InputNorm(NamedTuple):
         return F.layer_norm(wide, weight_K.shape, weight_K, bias_K, self.eps).to(x.dtype)
 
 
-class BlackBoxBranch(torch.autograd.Function):
-    """`base_y + branch(norm(x))`, in the layouts and with the collectives of the module's table.
+class BlackBoxStrategy:
+    """Adds the branch to a base's output, with the collectives of the module's table.
 
-    Layout in: what the base got, x `[W, 1, K]`, and what it returned, `[W, 1, N]`; out: the latter.
-    x must require grad, or autograd never comes by. Saved: x and the rank-sized s; the norm is
-    computed again.
+    Saved: x and the rank-sized s; the norm is computed again.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        base_y: torch.Tensor,
-        branch: AdapterBranch,
-        view: MicroBatchView,
-        exchange: Exchange,
-        norm: InputNorm | None,
-    ) -> torch.Tensor:
-        y, saved, ctx.call = _forward(x, base_y, branch, view, exchange, norm)
-        ctx.save_for_backward(*saved)
-        return y
+    def __init__(self, bank: AdapterBank, site: Site, layout: LinearLayout) -> None:
+        self.layout = layout
+        self._ops = bank.ops
+        self._index = site.index
+        self._factors = bank.fused_factors
+        is_column, sequence_parallel = layout.kind == "column", layout.sequence_parallel
+        self._sums_s = not is_column or sequence_parallel
+        # dB of a row-parallel linear is to be a partial sum: of own features, or of own rows.
+        self._keeps_own_s = not is_column and not sequence_parallel
 
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        needs_dx = ctx.needs_input_grad[0]
-        dx = ctx.call.backward(dy, *ctx.saved_tensors, needs_dx=needs_dx)
-        return dx, dy, None, None, None, None
+    @property
+    def factors(self) -> SiteFactors | None:
+        """The adapters' weights here; None where no job has a target."""
+        return self._factors.get(self._index)
+
+    def forward(
+        self,
+        x_WK: torch.Tensor,
+        base_WN: torch.Tensor,
+        view: MicroBatchView,
+        norm: InputNorm | None = None,
+    ) -> Computed:
+        """Returns `base_y + branch(norm(x))`, `[W, N]`; there must be factors.
+
+        Args:
+            x_WK: what the base got.
+            base_WN: what it returned.
+        """
+        factors, num_rows, layout = self.factors, view.rows.ends[-1], self.layout
+        assert factors is not None, f"site {self._index} must have factors, got none"
+        bound = self._ops.bind(factors, view.rows)
+        inputs_WK = (x_WK if norm is None else norm(x_WK)).to(factors.lora_a.dtype)
+        own = s = bound.down(_spread(inputs_WK, layout.input_window(num_rows), num_rows))
+        if self._sums_s:
+            s = _sum(own.clone() if self._keeps_own_s else own, layout).wait()
+        y_WN = bound.up(s, base_WN, layout.output_window(num_rows))
+        saved = (x_WK, own if self._keeps_own_s else s)
+        return Computed(y_WN, saved, BlackBoxBackward(bound, layout, norm).run)
+
+
+class BlackBoxBackward(NamedTuple):
+    """The way back through the branch."""
+
+    bound: BoundLinear
+    layout: LinearLayout
+    norm: InputNorm | None
+
+    def run(
+        self, dy_WN: torch.Tensor, x_WK: torch.Tensor, s: torch.Tensor, *, needs_dx: bool = True
+    ) -> torch.Tensor | None:
+        """Returns the branch's part of dx `[W, K]`, and adds factors' gradients."""
+        bound, layout, norm = self
+        num_rows, is_column = bound.rows.ends[-1], layout.kind == "column"
+        dy_TN = _spread(dy_WN.to(s.dtype), layout.output_window(num_rows), num_rows)
+        ds = bound.backward_up(dy_TN, s)
+        summed = Pending(ds, None)
+        if is_column or layout.sequence_parallel:
+            # Column without SP: dA is a partial sum over TP, of what each rank's columns give.
+            keep = is_column and not layout.sequence_parallel
+            summed = _sum(ds.clone() if keep else ds, layout)
+            ds = ds if keep else summed.wait()
+        window = layout.input_window(num_rows)
+        leaf = inputs = x_WK
+        if norm is not None:
+            with torch.enable_grad():
+                leaf = x_WK.detach().requires_grad_()
+                inputs = norm(leaf)
+        inputs_WK = inputs.detach().to(s.dtype).contiguous()
+        bound.backward_down(inputs_WK, dy_TN, s, ds, window)
+        if not needs_dx:
+            return None
+        dx_WK = bound.branch_dgrad(summed.wait(), window).to(x_WK.dtype)
+        return dx_WK if norm is None else torch.autograd.grad(inputs, leaf, dx_WK)[0]
 
 
 def black_box_vjp(
     x_WK: torch.Tensor,
-    base_WN: torch.Tensor,
-    base_vjp: Vjp,
-    branch: AdapterBranch,
+    base: tuple[torch.Tensor, Vjp],
+    strategy: BlackBoxStrategy,
     view: MicroBatchView,
-    exchange: Exchange,
 ) -> tuple[torch.Tensor, Vjp]:
-    """A base's output with the branch added, in two dimensions, and the way back through both;
-    without factors the base alone."""
-    if branch.factors is None:
-        return base_WN, base_vjp
-    y_WN, saved, call = _forward(x_WK, base_WN, branch, view, exchange, None)
-
-    def vjp(dy_WN: torch.Tensor) -> torch.Tensor:
-        dx_WK = call.backward(dy_WN, *saved)
-        assert dx_WK is not None, "the way back must give the input's gradient"
-        return dx_WK.add_(base_vjp(dy_WN))
-
-    return y_WN, vjp
-
-
-def _forward(
-    x: torch.Tensor,
-    base_y: torch.Tensor,
-    branch: AdapterBranch,
-    view: MicroBatchView,
-    exchange: Exchange,
-    norm: InputNorm | None,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], _Call]:
-    """y in the shape of the base's, and what `_Call.backward` takes beside dy."""
-    factors, rows = branch.factors, view.rows
-    assert factors is not None, f"site {branch.site.index} must have factors, got none"
-    bound = branch.ops.bind(factors, rows)
-    num_rows = rows.ends[-1]
-    window = exchange.window(num_rows, of_input=True)
-    inputs_WK = (x if norm is None else norm(x)).flatten(0, -2).to(factors.lora_a.dtype)
-    own = s = bound.down(_spread(inputs_WK, window, num_rows))
-    # dB of a row-parallel linear is to be a partial sum: of own features, or of own rows.
-    partial_features = not exchange.is_column and not exchange.sequence_parallel
-    if not exchange.is_column or exchange.sequence_parallel:
-        s = _sum(own.clone() if partial_features else own, exchange).wait()
-    base_WN, window = base_y.flatten(0, -2), exchange.window(num_rows, of_input=False)
-    y_WN = bound.up(s, base_WN, window)
-    call = _Call(bound, exchange, norm)
-    return y_WN.view(base_y.shape), (x, own if partial_features else s), call
-
-
-class _Call(NamedTuple):
-    """What the way back needs beside the saved tensors."""
-
-    bound: BoundLinear
-    exchange: Exchange
-    norm: InputNorm | None
-
-    def backward(
-        self, dy: torch.Tensor, x: torch.Tensor, s: torch.Tensor, *, needs_dx: bool = True
-    ) -> torch.Tensor | None:
-        """The branch's part of dx; gradients of factors are added where they belong."""
-        bound, exchange, norm = self
-        num_rows = bound.rows.ends[-1]
-        dy_WN = dy.flatten(0, -2).to(s.dtype)
-        dy_TN = _spread(dy_WN, exchange.window(num_rows, of_input=False), num_rows)
-        ds = bound.backward_up(dy_TN, s)
-        summed = Pending(ds, None)
-        if exchange.is_column or exchange.sequence_parallel:
-            # Column without SP: dA is a partial sum over TP, of what each rank's columns give.
-            keep = exchange.is_column and not exchange.sequence_parallel
-            summed = _sum(ds.clone() if keep else ds, exchange)
-            ds = ds if keep else summed.wait()
-        window = exchange.window(num_rows, of_input=True)
-        leaf = inputs = x
-        if norm is not None:
-            with torch.enable_grad():
-                leaf = x.detach().requires_grad_()
-                inputs = norm(leaf)
-        inputs_WK = inputs.detach().flatten(0, -2).to(s.dtype).contiguous()
-        bound.backward_down(inputs_WK, dy_TN, s, ds, window)
-        if not needs_dx:
-            return None
-        dx = bound.branch_dgrad(summed.wait(), window).to(x.dtype).view(x.shape)
-        return dx if norm is None else torch.autograd.grad(inputs, leaf, dx)[0]
+    """Returns a base's output with the branch added, and the way back through both; without factors
+    it is the base alone."""
+    if strategy.factors is None:
+        return base
+    base_WN, base_back = base
+    y_WN, branch_back = with_vjp(strategy.forward(x_WK, base_WN, view))
+    return y_WN, lambda dy_WN: branch_back(dy_WN).add_(base_back(dy_WN))
 
 
 def _spread(x_WK: torch.Tensor, window: tuple[int, int], num_rows: int) -> torch.Tensor:
@@ -197,6 +166,6 @@ def _spread(x_WK: torch.Tensor, window: tuple[int, int], num_rows: int) -> torch
     return x_TK
 
 
-def _sum(ranked: torch.Tensor, exchange: Exchange) -> Pending:
+def _sum(ranked: torch.Tensor, layout: LinearLayout) -> Pending:
     """Starts summing s or dS over the group, in place."""
-    return all_reduce(ranked, exchange.group) if ranked.numel() else Pending(ranked, None)
+    return all_reduce(ranked, layout.group) if ranked.numel() else Pending(ranked, None)

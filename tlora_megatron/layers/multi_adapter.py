@@ -1,101 +1,147 @@
-"""What a parallel linear becomes that has adapters: a subclass by how they are computed and shared.
+"""Multi-adapter linears: one mixin for each class of linear that a model may be built of.
 
-Each takes Megatron's calls as they come; those of Megatron's own linears also give their product
-without autograd (`product_vjp`). Which one a linear gets is up to `layers.attach`.
+`layers.attach` makes a linear an instance of one, which takes its host's calls as they come. Those
+of Megatron's own linears also give their product without autograd (`product_vjp`). DeepSpeed's are
+in `integrations.deepspeed.linears`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tlora_megatron.layers.black_box import (
-    BlackBoxBranch,
-    Exchange,
-    InputNorm,
-    black_box_vjp,
-)
+from tlora_megatron.layers.adapter_bank import AdapterBank
+from tlora_megatron.layers.black_box import BlackBoxStrategy, InputNorm, black_box_vjp
+from tlora_megatron.layers.fold import FoldStrategy
 from tlora_megatron.layers.linear import (
-    AdapterBranch,
+    Computed,
+    GemmStrategy,
     MultiLoRALinear,
-    TensorParallel,
+    multi_lora_linear,
     multi_lora_linear_vjp,
 )
-from tlora_megatron.layers.rank_sharded import (
-    LocalBranch,
-    RankShardedLinear,
-    ShardedBranch,
-    rank_sharded_linear_vjp,
-)
+from tlora_megatron.layers.linear_layout import LinearLayout
+from tlora_megatron.layers.s_lora import SLoraStrategy
+from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
 from tlora_megatron.parallel.nano.lanes import Lane, current_lane
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LinearAdapters:
+    """The adapters of one linear, and where in it each of them is computed."""
+
+    site: Site
+    gemm: GemmStrategy | None
+    """In the linear's GEMM; None = its GEMM is not ours."""
+    output: BlackBoxStrategy | None = None
+    """Added to what the linear returns."""
+
+
 class MultiAdapter:
-    """What every kind of multi-adapter linear is."""
+    """Base of all multi-adapter linears."""
 
-    tlora_branch: AdapterBranch
+    tlora_adapters: LinearAdapters
+
+    def adapter_layout(self, site: Site) -> LinearLayout:
+        """Returns how this linear is parallel."""
+        raise NotImplementedError
+
+    def bind_adapters(self, bank: AdapterBank, site: Site) -> None:
+        """Makes a bank's adapters at a site this linear's, in the place of those before."""
+        adapters = self._make_adapters(bank, site, self.adapter_layout(site))
+        # No attribute that torch would register.
+        object.__setattr__(self, "tlora_adapters", adapters)
+
+    def _make_adapters(self, bank: AdapterBank, site: Site, layout: LinearLayout) -> LinearAdapters:
+        return LinearAdapters(site=site, gemm=FoldStrategy(bank, site, layout))
 
 
-class MultiAdapterMixin(MultiAdapter):
+class MegatronLinearMixin(MultiAdapter):
     """Overrides the GEMM of Megatron's Column- and RowParallelLinear; their reductions stay theirs.
 
     Relies on `_forward_impl(input, weight, *, bias, allreduce_dgrad, sequence_parallel, tp_group,
     ...)`, which both classes call with keywords in megatron-core 0.16 to 0.19.
     """
 
+    def adapter_layout(self, site: Site) -> LinearLayout:
+        """Returns how Megatron made this linear parallel."""
+        linear: Any = self
+        return LinearLayout(
+            kind=site.kind,
+            group=linear.tp_group,
+            tp_size=site.tp_size,
+            sequence_parallel=linear.sequence_parallel,
+            reduces_dgrad=site.kind == "column" and linear.allreduce_dgrad,
+        )
+
+    def _make_adapters(self, bank: AdapterBank, site: Site, layout: LinearLayout) -> LinearAdapters:
+        if site.lora_sharding == "s_lora":
+            return LinearAdapters(site=site, gemm=SLoraStrategy(bank, site, layout))
+        if site.lora_sharding == "fold":
+            return LinearAdapters(site=site, gemm=FoldStrategy(bank, site, layout))
+        # Block-diagonal adapters exchange nothing: they stay in the linear's GEMM.
+        return LinearAdapters(
+            site=site,
+            gemm=FoldStrategy(bank, site, layout, block_diagonal_only=True),
+            output=BlackBoxStrategy(bank, site, layout),
+        )
+
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        view, lane, branch = current_micro_batch(), current_lane(), self.tlora_branch
-        if lane is None or branch.site.kind != "column":
-            tp = _tensor_parallel(kwargs)
-        else:
-            tp = _tensor_parallel(kwargs, lane)
-            input = lane.enter(input)
-            kwargs |= _ONE_RANK
-        if view is None or branch.factors is None:
+        view, lane, adapters = current_micro_batch(), None, self.tlora_adapters
+        if adapters.site.kind == "column":
+            lane = current_lane()
+            if lane is not None:
+                input = lane.enter(input)
+                kwargs |= _ONE_RANK
+        gemm = adapters.gemm
+        if view is None or gemm is None or gemm.factors is None:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
-        return MultiLoRALinear.apply(input, weight, kwargs.get("bias"), branch, view, tp)
+        return multi_lora_linear(input, weight, kwargs.get("bias"), gemm, view, lane)
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """As Megatron's; the lane of a nano-batch reduces the product in the linear's place."""
-        lane = current_lane()
-        linear: Any = self
-        if lane is None or self.tlora_branch.site.kind == "column":
-            return super().forward(input_, *args, **kwargs)  # type: ignore[misc]
-        y = self._forward_impl(input_, linear.weight, bias=None, **_ONE_RANK)
-        return _add_bias(linear, lane.leave(y))
+        """Does what Megatron's does; a nano-batch's lane reduces a row-parallel product for it."""
+        lane, adapters = current_lane(), self.tlora_adapters
+        if lane is not None and adapters.site.kind == "row":
+            linear: Any = self
+            y = self._forward_impl(input_, linear.weight, bias=None, **_ONE_RANK)
+            return _add_bias(linear, lane.leave(y))
+        y, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
+        return _add_branch(adapters.output, input_, y), bias
 
     def product_vjp(
         self, x: torch.Tensor, view: MicroBatchView, lane: Lane | None
     ) -> tuple[torch.Tensor, Vjp]:
-        """What `forward` gives, without autograd and in two dimensions, and the way back.
+        """Returns what `forward` does, without autograd and in two dimensions, and the way back.
 
         Relies on what `ModelSpec`s are built of: outputs are not gathered, and a row-parallel
         linear has no bias. A lane, which has gathered x, reduces y and dx.
         """
         linear: Any = self
-        weight, branch = linear.weight, self.tlora_branch
-        if branch.site.kind == "column":
-            tp = TensorParallel(
-                linear.tp_group, linear.sequence_parallel, linear.allreduce_dgrad, lane
-            )
-            return multi_lora_linear_vjp(x, weight, linear.bias, branch, view, tp)
-        tp = TensorParallel(None, gather_input=False, reduce_dgrad=False, lane=lane)
-        y, vjp = multi_lora_linear_vjp(x, weight, None, branch, view, tp)
-        return (y, vjp) if lane is not None else _reduced(linear, y, vjp)
+        gemm, output = self.tlora_adapters.gemm, self.tlora_adapters.output
+        assert gemm is not None, "Megatron's linears compute their own product"
+        layout = gemm.layout
+        if layout.kind == "column":
+            product = multi_lora_linear_vjp(x, linear.weight, linear.bias, gemm, view, lane)
+        else:
+            product = multi_lora_linear_vjp(x, linear.weight, None, gemm, view, lane)
+            if lane is None:
+                product = _reduced(*product, layout)
+        return product if output is None else black_box_vjp(x, product, output, view)
 
 
-def _reduced(linear: Any, y: torch.Tensor, vjp: Vjp) -> tuple[torch.Tensor, Vjp]:
+def _reduced(y: torch.Tensor, vjp: Vjp, layout: LinearLayout) -> tuple[torch.Tensor, Vjp]:
     """A row-parallel linear's whole result, or this rank's rows of it, and the way back."""
-    group = linear.tp_group
-    if linear.tlora_branch.site.tp_size == 1:
+    group = layout.group
+    if layout.tp_size == 1:
         return y, vjp
-    if not linear.sequence_parallel:
+    if not layout.sequence_parallel:
         return all_reduce(y, group).wait(), vjp
     return reduce_scatter_rows(y, group).wait(), lambda dy: vjp(all_gather_rows(dy, group))
 
@@ -116,47 +162,21 @@ _ONE_RANK: dict[str, Any] = {
 """What a parallel linear gives its GEMM where nothing is communicated."""
 
 
-def _tensor_parallel(kwargs: dict[str, Any], lane: Lane | None = None) -> TensorParallel:
-    """From what Megatron's parallel linears give their GEMM."""
-    return TensorParallel(
-        group=kwargs.get("tp_group"),
-        gather_input=kwargs["sequence_parallel"],
-        reduce_dgrad=kwargs["allreduce_dgrad"],
-        lane=lane,
-    )
+def _add_branch(
+    output: BlackBoxStrategy | None,
+    x: torch.Tensor,
+    base_y: torch.Tensor,
+    norm: InputNorm | None = None,
+) -> torch.Tensor:
+    """Adds the adapters' branch, of the bound micro-batch, to what a linear has returned."""
+    view = current_micro_batch()
+    if output is None or view is None or output.factors is None:
+        return base_y
 
+    def compute(x_WK: torch.Tensor) -> Computed:
+        return output.forward(x_WK, base_y.flatten(0, -2), view, norm)
 
-class RankShardedMixin(MultiAdapter):
-    """As `MultiAdapterMixin`, with standard adapters sharded as S-LoRA does."""
-
-    tlora_branch: ShardedBranch
-    tp_group: Any
-
-    def _forward_impl(
-        self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        view = current_micro_batch()
-        if view is None or self.tlora_branch.factors is None:
-            return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
-        # A row-parallel linear gives its GEMM no group: it reduces afterwards.
-        tp = _tensor_parallel(kwargs)._replace(group=self.tp_group)
-        bias = kwargs.get("bias")
-        return RankShardedLinear.apply(input, weight, bias, self.tlora_branch, view.rows, tp)
-
-    def product_vjp(
-        self, x: torch.Tensor, view: MicroBatchView, lane: Lane | None
-    ) -> tuple[torch.Tensor, Vjp]:
-        """As `MultiAdapterMixin`'s; there are no lanes for it."""
-        linear: Any = self
-        is_column = self.tlora_branch.site.kind == "column"
-        tp = TensorParallel(
-            linear.tp_group,
-            gather_input=is_column and linear.sequence_parallel,
-            reduce_dgrad=is_column and linear.allreduce_dgrad,
-        )
-        bias = linear.bias if is_column else None
-        y, vjp = rank_sharded_linear_vjp(x, linear.weight, bias, self.tlora_branch, view, tp)
-        return (y, vjp) if is_column else _reduced(linear, y, vjp)
+    return MultiLoRALinear.apply(x, base_y, compute)
 
 
 class BlackBoxMixin(MultiAdapter):
@@ -168,56 +188,23 @@ class BlackBoxMixin(MultiAdapter):
     `zero_centered_gamma`.
     """
 
+    def adapter_layout(self, site: Site) -> LinearLayout:
+        """Returns how the base is parallel."""
+        return LinearLayout(
+            kind=site.kind,
+            group=getattr(self, "_tp_group", None) or getattr(self, "tp_group", None),
+            tp_size=site.tp_size,
+            sequence_parallel=bool(getattr(self, "sequence_parallel", False)),
+        )
+
+    def _make_adapters(self, bank: AdapterBank, site: Site, layout: LinearLayout) -> LinearAdapters:
+        return LinearAdapters(site=site, gemm=None, output=BlackBoxStrategy(bank, site, layout))
+
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """`[W, 1, K]` to `[W, 1, N]` and the bias that the caller adds, or None."""
         _keep_quantised_weight(self)
         y, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        view = current_micro_batch()
-        if view is None or self.tlora_branch.factors is None:
-            return y, bias
-        exchange = Exchange(
-            group=getattr(self, "_tp_group", None) or getattr(self, "tp_group", None),
-            is_column=self.tlora_branch.site.kind == "column",
-            sequence_parallel=bool(getattr(self, "sequence_parallel", False)),
-        )
-        norm = _input_norm(self)
-        return BlackBoxBranch.apply(x, y, self.tlora_branch, view, exchange, norm), bias
-
-
-class RankExchangeMixin(BlackBoxMixin):
-    """Adds standard adapters' branch around Megatron's own linears, as around a black box.
-
-    Block-diagonal adapters exchange nothing: they stay in the linear's GEMM.
-    """
-
-    tlora_local: LocalBranch
-
-    def _forward_impl(
-        self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        view = current_micro_batch()
-        if view is None or self.tlora_local.factors is None:
-            return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
-        tp, bias = _tensor_parallel(kwargs), kwargs.get("bias")
-        return MultiLoRALinear.apply(input, weight, bias, self.tlora_local, view, tp)
-
-    def product_vjp(
-        self, x: torch.Tensor, view: MicroBatchView, lane: Lane | None
-    ) -> tuple[torch.Tensor, Vjp]:
-        """As `MultiAdapterMixin`'s; there are no lanes for it."""
-        linear: Any = self
-        is_column, is_cut = self.tlora_branch.site.kind == "column", linear.sequence_parallel
-        tp = TensorParallel(
-            linear.tp_group if is_column else None,
-            gather_input=is_column and is_cut,
-            reduce_dgrad=is_column and linear.allreduce_dgrad,
-        )
-        bias = linear.bias if is_column else None
-        y, vjp = multi_lora_linear_vjp(x, linear.weight, bias, self.tlora_local, view, tp)
-        if not is_column:
-            y, vjp = _reduced(linear, y, vjp)
-        exchange = Exchange(linear.tp_group, is_column, is_cut)
-        return black_box_vjp(x, y, vjp, self.tlora_branch, view, exchange)
+        return _add_branch(self.tlora_adapters.output, x, y, _input_norm(self)), bias
 
 
 def _input_norm(module: Any) -> InputNorm | None:

@@ -52,7 +52,7 @@ def _bank_factors(workload: Workload, mix: AdapterMix, generator: torch.Generato
         _drawn_adapter(bank, site, index, lora, generator) for index, lora in enumerate(loras)
     ]
     bank.install(adapters)
-    return bank.factors[site.index]
+    return bank.fused_factors[site.index]
 
 
 def _drawn_adapter(

@@ -23,7 +23,7 @@ from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.black_box import InputNorm
-from tlora_megatron.layers.multi_adapter import BlackBoxMixin, MultiAdapterMixin
+from tlora_megatron.layers.multi_adapter import BlackBoxMixin, MegatronLinearMixin
 from tlora_megatron.layers.sites import Site, make_site
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.routing.segments import Document, pack_micro_batch, use_micro_batch
@@ -70,7 +70,7 @@ def attached(module: Any, site: Site, **options: Any) -> AdapterBank:
 @pytest.mark.parametrize(
     ("kind", "black_box", "mixin"),
     [
-        (ColumnParallelLinear, False, MultiAdapterMixin),
+        (ColumnParallelLinear, False, MegatronLinearMixin),
         (ColumnParallelLinear, True, BlackBoxMixin),
         (TEColumnParallelLinear, False, BlackBoxMixin),
         (TELayerNormColumnParallelLinear, True, BlackBoxMixin),

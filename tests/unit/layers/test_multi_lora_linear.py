@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.linear_case import JOBS, NO_TP, TOLERANCE, WORKLOADS, Case, error
+from tests.helpers.linear_case import JOBS, TOLERANCE, WORKLOADS, Case, error
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.layers.linear import MultiLoRALinear
+from tlora_megatron.layers.linear import multi_lora_linear
 from tlora_megatron.ops.dropout.masks import dropout
 from tlora_megatron.ops.lora.torch_ops import TorchOps
 from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
@@ -63,7 +63,7 @@ def test_gradients_of_a_batch_under_way_survive_a_neighbour_leaving() -> None:
     dy = case.draw(32, 1, case.site.out_size)
     alone = case.run(x, dy, view)
     case.run(x, dy, view)
-    y = MultiLoRALinear.apply(x.requires_grad_(), case.weight, None, case.branch, view, NO_TP)
+    y = multi_lora_linear(x.requires_grad_(), case.weight, None, case.strategy, view)
     y.backward(dy)
     case.bank.install([a for a in case.bank.adapters if a.name != "job1"])
     after = case.gradients()
@@ -104,7 +104,7 @@ def test_only_the_input_and_the_rank_sized_intermediate_are_saved() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        MultiLoRALinear.apply(x, case.weight, case.bias, case.branch, view, NO_TP)
+        multi_lora_linear(x, case.weight, case.bias, case.strategy, view)
     owned = {t.data_ptr() for t in (x, case.weight)}
     extra = [t for t in saved if t.data_ptr() not in owned]
     # Rows times rank chunks over the targets on this linear: jobs 0 (q, v), 1, 2 (k), 3 (q, k, v).
@@ -131,7 +131,7 @@ def test_kernels_get_whole_rows_whatever_the_caller_s_strides() -> None:
     view = case.view(WORKLOADS["distinct"], num_tokens=40, training=True)
     x = case.draw(case.site.in_size, 1, 40).transpose(0, 2).requires_grad_()
     # A sum's gradient is one element, expanded.
-    MultiLoRALinear.apply(x, case.weight, case.bias, case.branch, view, NO_TP).sum().backward()
+    multi_lora_linear(x, case.weight, case.bias, case.strategy, view).sum().backward()
     assert [tensor.is_contiguous() for tensor in seen] == [True] * 3
 
 
@@ -141,8 +141,8 @@ def test_windows_of_the_rows_sum_to_the_whole_gradient_of_a(training: bool) -> N
     case = Case("linear_qkv", torch.float32)
     view = case.view(WORKLOADS["distinct"], num_tokens=40, training=training)
     x, dy = case.draw(40, case.site.in_size), case.draw(40, case.site.out_size)
-    assert case.branch.factors is not None
-    bound = case.branch.ops.bind(case.branch.factors, view.rows)
+    assert case.strategy.factors is not None
+    bound = case.bank.ops.bind(case.strategy.factors, view.rows)
     _, s = bound.forward(x, case.weight, None)
     ds = bound.backward_up(dy, s)
     case.gradients()
@@ -180,7 +180,7 @@ def test_gradients_of_several_micro_batches_add_up() -> None:
     x, dy = case.draw(32, 1, case.site.in_size), case.draw(32, 1, case.site.out_size)
     once = case.run(x, dy, view)
     for _ in range(3):
-        y = MultiLoRALinear.apply(x.requires_grad_(), case.weight, None, case.branch, view, NO_TP)
+        y = multi_lora_linear(x.requires_grad_(), case.weight, None, case.strategy, view)
         y.backward(dy)
     for name, grad in case.gradients().items():
         assert grad.dtype == torch.float32

@@ -135,7 +135,7 @@ def test_weights_that_overflow_stay_out_of_the_arenas_and_stop_their_job(
     bank = make_bank(dtype)
     bank.adapters[1].slab.master[-1] = value
     bank.refresh(1)
-    for factors in bank.factors.values():
+    for factors in bank.fused_factors.values():
         assert all(arena.isfinite().all() for arena in (factors.lora_a, *factors.lora_b))
     for slot in SLOTS:
         accumulate(bank, slot, random_gradient(bank, slot, 5))

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.linear_case import NO_TP, SPEC, Case
+from tests.helpers.linear_case import SPEC, Case
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.linear import MultiLoRALinear
+from tlora_megatron.layers.linear import multi_lora_linear
 from tlora_megatron.layers.slab import initial_factor
 from tlora_megatron.ops.dropout.masks import mix32, mix_ints
 from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
@@ -59,9 +59,7 @@ def _operations(num_jobs: int, num_present: int, linear: str) -> Counter[str]:
     x, dy = case.draw(256, 1, case.site.in_size), case.draw(256, 1, case.site.out_size)
     for counted in (_Calls(), _Calls()):
         with counted:
-            y = MultiLoRALinear.apply(
-                x.requires_grad_(), case.weight, None, case.branch, view, NO_TP
-            )
+            y = multi_lora_linear(x.requires_grad_(), case.weight, None, case.strategy, view)
             y.backward(dy)
     return counted.counts
 
@@ -82,7 +80,7 @@ def test_a_leaving_job_s_arenas_are_freed_before_the_new_ones_are_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = Case("linear_fc1", torch.float32)
-    (factors,) = case.bank.factors.values()
+    (factors,) = case.bank.fused_factors.values()
     arenas = (factors.lora_a, *factors.lora_b)
     storages = [weakref.ref(t.untyped_storage()) for t in arenas]
     assert all(storage() is not None for storage in storages)

@@ -16,57 +16,65 @@ from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from torch import nn
 
 from tlora_megatron.layers.attach import make_multi_adapter
-from tlora_megatron.layers.linear import MultiLoRALinear, TensorParallel
+from tlora_megatron.layers.linear import multi_lora_linear
+from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.multi_adapter import MultiAdapter
+from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.routing.segments import current_micro_batch
 
 
-class _PlainMixin(MultiAdapter):
+class PlainLinearMixin(MultiAdapter):
     """Overrides the forward of a whole linear: `[1, T, K]` to `[1, T, N]`, no collective."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    def adapter_layout(self, site: Site) -> LinearLayout:
+        """Returns that of one rank."""
+        return LinearLayout()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = self._product(x, self.bias)
+        return super().forward(x) if product is None else product  # type: ignore[misc]
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """This rank's GEMM with the adapters in it; None where there are none."""
         view = current_micro_batch()
-        if view is None or self.tlora_branch.factors is None:
-            return super().forward(x)  # type: ignore[misc]
-        tp = TensorParallel(group=None, gather_input=False, reduce_dgrad=False)
-        y = MultiLoRALinear.apply(x, self.weight, self.bias, self.tlora_branch, view, tp)
-        return y.view(*x.shape[:-1], -1)
+        if view is None:
+            return None
+        gemm = self.tlora_adapters.gemm
+        if gemm is None or gemm.factors is None:
+            return None
+        return multi_lora_linear(x, self.weight, bias, gemm, view)
 
 
-class _ColumnMixin(MultiAdapter):
+class ColumnLinearMixin(PlainLinearMixin):
     """Overrides AutoTP's column-parallel linear: x whole, y the rank's columns, dx all-reduced."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
     mp_group: dist.ProcessGroup
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        view = current_micro_batch()
-        if view is None or self.tlora_branch.factors is None:
-            return super().forward(x)  # type: ignore[misc]
-        tp = TensorParallel(group=self.mp_group, gather_input=False, reduce_dgrad=True)
-        y = MultiLoRALinear.apply(x, self.weight, self.bias, self.tlora_branch, view, tp)
-        return y.view(*x.shape[:-1], -1)
+    def adapter_layout(self, site: Site) -> LinearLayout:
+        """Returns that of AutoTP's group."""
+        return LinearLayout(
+            kind="column", group=self.mp_group, tp_size=site.tp_size, reduces_dgrad=True
+        )
 
 
-class _RowMixin(MultiAdapter):
+class RowLinearMixin(PlainLinearMixin):
     """Overrides AutoTP's row-parallel linear: x the rank's features, y all-reduced with the branch
     in it; no collective in backward."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
     mp_group: dist.ProcessGroup
 
+    def adapter_layout(self, site: Site) -> LinearLayout:
+        """Returns that of AutoTP's group."""
+        return LinearLayout(kind="row", group=self.mp_group, tp_size=site.tp_size)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        view = current_micro_batch()
-        if view is None or self.tlora_branch.factors is None:
-            return super().forward(x)  # type: ignore[misc]
-        tp = TensorParallel(group=None, gather_input=False, reduce_dgrad=False)
-        y = MultiLoRALinear.apply(x, self.weight, None, self.tlora_branch, view, tp)
-        y = _ReduceForward.apply(y.view(*x.shape[:-1], -1), self.mp_group)
+        product = self._product(x, None)
+        if product is None:
+            return super(PlainLinearMixin, self).forward(x)  # type: ignore[misc]
+        y: torch.Tensor = _ReduceForward.apply(product, self.mp_group)
         return y if self.bias is None else y + self.bias
 
 
@@ -88,9 +96,9 @@ class _ReduceForward(torch.autograd.Function):
 
 
 _MIXINS: dict[type[nn.Module], type[MultiAdapter]] = {
-    nn.Linear: _PlainMixin,
-    LinearLayer: _ColumnMixin,
-    LinearAllreduce: _RowMixin,
+    nn.Linear: PlainLinearMixin,
+    LinearLayer: ColumnLinearMixin,
+    LinearAllreduce: RowLinearMixin,
 }
 
 

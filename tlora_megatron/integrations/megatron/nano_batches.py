@@ -17,12 +17,7 @@ from torch import nn
 from tlora_megatron.integrations.megatron.built_model import language_models
 from tlora_megatron.integrations.megatron.layer.frozen_layer import FrozenTransformerLayer
 from tlora_megatron.integrations.megatron.staggered import stagger
-from tlora_megatron.layers.multi_adapter import (
-    MultiAdapter,
-    MultiAdapterMixin,
-    RankExchangeMixin,
-    RankShardedMixin,
-)
+from tlora_megatron.layers.multi_adapter import MegatronLinearMixin, MultiAdapter
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.lane_room import LaneRoom, lane_room
 from tlora_megatron.parallel.nano.overlap import Overlap
@@ -141,11 +136,11 @@ def _obstacle(models: Sequence[Any], groups: ParallelGroups) -> str | None:
 
 def _why_not_linears(models: Sequence[Any]) -> str | None:
     for name, module in _linears(models):
-        if isinstance(module, RankShardedMixin | RankExchangeMixin):
-            sharding = module.tlora_branch.site.lora_sharding
-            return f"parallel.lora_sharding must be fold or auto for it, got {sharding}"
-        if not isinstance(module, MultiAdapterMixin):
+        if not isinstance(module, MegatronLinearMixin):
             return f"{name} is a {type(module).__name__}, which does its own communication"
+        sharding = module.tlora_adapters.site.lora_sharding
+        if sharding != "fold":
+            return f"parallel.lora_sharding must be fold or auto for it, got {sharding}"
     return None
 
 
@@ -172,7 +167,7 @@ def _why_not_layer(layer: Any) -> str | None:
         return "it must be self-attention and an MLP"
     attention, mlp = layer.self_attention, layer.mlp
     linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
-    if not all(isinstance(linear, MultiAdapterMixin) for linear in linears):
+    if not all(isinstance(linear, MegatronLinearMixin) for linear in linears):
         return "not all of its linears may have adapters"
     if not isinstance(getattr(layer, "cross_attention", None), IdentityOp | None):
         return "it has cross-attention"

@@ -151,7 +151,7 @@ def keeps_whole(jobs: Sequence[JobLoad], linear: str, plan: Plan) -> bool:
 
 def exchange_of(plan: Plan, counts: LoraCounts) -> Exchange:
     """The collectives of standard adapters' s and dS; see `layers.linear`, `layers.black_box` and
-    `layers.rank_sharded`."""
+    `layers.s_lora`."""
     if plan.tp_size == 1 or not any(counts.exchanged):
         return Exchange((), ())
     if plan.lora_sharding == "s_lora":
@@ -176,7 +176,7 @@ def _passes(
 ) -> tuple[float, float]:
     """Forward the base's output is read and the sum written. Backward the branch is written, read
     beside the base's dx, and their sum written: of rank_exchange's standard jobs, and of s_lora's
-    where block-diagonal ones are in the base's GEMM (`layers.black_box`, `layers.rank_sharded`)."""
+    where block-diagonal ones are in the base's GEMM (`layers.black_box`, `layers.s_lora`)."""
     standard = [job.num_blocks == 1 for job in here]
     beside = any(standard) if plan.lora_sharding == "rank_exchange" else len(set(standard)) > 1
     if plan.tp_size == 1 or plan.lora_sharding == "fold" or not beside:

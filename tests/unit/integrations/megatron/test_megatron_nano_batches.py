@@ -10,25 +10,12 @@ import torch
 from torch import nn
 
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
-from tlora_megatron.layers.multi_adapter import (
-    BlackBoxMixin,
-    MultiAdapterMixin,
-    RankExchangeMixin,
-    RankShardedMixin,
-)
+from tlora_megatron.layers.multi_adapter import BlackBoxMixin, MegatronLinearMixin
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
-class _Sharded(RankShardedMixin, nn.Linear):
-    pass
-
-
-class _Exchanging(RankExchangeMixin, nn.Linear):
-    pass
-
-
-class _Folded(MultiAdapterMixin, nn.Linear):
+class _Megatrons(MegatronLinearMixin, nn.Linear):
     pass
 
 
@@ -39,8 +26,8 @@ class _Foreign(BlackBoxMixin, nn.Linear):
 def _nano_batches(linear_class: Any, sharding: str) -> NanoBatches:
     """Of a model whose decoder is one layer, of one linear."""
     linear = linear_class(2, 2)
-    branch = SimpleNamespace(site=SimpleNamespace(lora_sharding=sharding))
-    object.__setattr__(linear, "tlora_branch", branch)
+    adapters = SimpleNamespace(site=SimpleNamespace(lora_sharding=sharding))
+    object.__setattr__(linear, "tlora_adapters", adapters)
     model: Any = nn.Module()
     model.decoder = nn.Module()
     model.decoder.layers = nn.ModuleList([linear])
@@ -52,9 +39,9 @@ def _nano_batches(linear_class: Any, sharding: str) -> NanoBatches:
 @pytest.mark.parametrize(
     ("linear_class", "sharding", "reason"),
     [
-        (_Sharded, "s_lora", "parallel.lora_sharding must be fold or auto for it, got s_lora"),
+        (_Megatrons, "s_lora", "parallel.lora_sharding must be fold or auto for it, got s_lora"),
         (
-            _Exchanging,
+            _Megatrons,
             "rank_exchange",
             "parallel.lora_sharding must be fold or auto for it, got rank_exchange",
         ),
@@ -63,7 +50,7 @@ def _nano_batches(linear_class: Any, sharding: str) -> NanoBatches:
             "rank_exchange",
             "decoder.layers.0 is a _Foreign, which does its own communication",
         ),
-        (_Folded, "fold", "the decoder is a Module"),
+        (_Megatrons, "fold", "the decoder is a Module"),
     ],
 )
 def test_the_log_names_what_keeps_micro_batches_whole(

@@ -72,7 +72,7 @@ def test_counts_are_those_of_every_rank(case: tuple[LoraSpec, int], sharding: Lo
 def arena_elements(bank: AdapterBank) -> int:
     """Elements of all compute copies; what no linear reads is one element, expanded."""
     made: list[SiteFactors] = []
-    for factors in (bank.factors, bank.own_ranks, bank.local):
+    for factors in (bank.fused_factors, bank.s_lora_a_factors, bank.block_diagonal_factors):
         made += factors.values()
     arenas = [arena for factors in made for arena in (factors.lora_a, *factors.lora_b)]
     return sum(arena.numel() for arena in arenas if arena.is_contiguous())

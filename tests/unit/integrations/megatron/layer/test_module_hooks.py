@@ -75,8 +75,8 @@ def counted(kind: str, calls: Counter[str]) -> Iterator[None]:
     """With a hook on all modules."""
 
     def count(module: Any, *_: Any) -> None:
-        is_linear = hasattr(module, "tlora_branch")
-        calls[module.tlora_branch.site.kind if is_linear else type(module).__name__] += 1
+        is_linear = hasattr(module, "tlora_adapters")
+        calls[module.tlora_adapters.site.kind if is_linear else type(module).__name__] += 1
 
     handle = ON_ALL[kind](count)
     yield

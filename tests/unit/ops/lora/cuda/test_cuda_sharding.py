@@ -86,7 +86,7 @@ def test_what_the_kernels_take_lies_at_16_bytes(
             [Adapter(name=str(i), lora=r, slab=bank.new_slab(r)) for i, r in enumerate(loras)]
         )
         ops = cuda_ops.CudaOps()
-        for factors in (*bank.factors.values(), *bank.own_ranks.values()):
+        for factors in (*bank.fused_factors.values(), *bank.s_lora_a_factors.values()):
             is_taken = ops.site(factors).suits
             taken.append(is_taken)
             held = [t for t in (factors.lora_a, *factors.lora_b) if t.stride(0)]
@@ -94,7 +94,7 @@ def test_what_the_kernels_take_lies_at_16_bytes(
             held += [g for g in grads if g is not None]
             rows = [row.data_ptr() for tensor in held for row in tensor]
             assert not is_taken or not any(address % 16 for address in rows)
-        for index, own in bank.own_ranks.items():
-            assert ops.site(own).suits == ops.site(bank.factors[index]).suits
+        for index, own in bank.s_lora_a_factors.items():
+            assert ops.site(own).suits == ops.site(bank.fused_factors[index]).suits
     assert all(taken) == ((hidden, ffn) == (512, 1536))
     assert any(taken) or hidden < 512

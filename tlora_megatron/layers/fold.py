@@ -1,0 +1,124 @@
+"""The fold sharding: factors lie as the base's weight does, and the base GEMM takes them in.
+
+Column-parallel. Layout in: x `[T, K]`, or `[T / tp, K]` under sequence parallelism. Layout out:
+`[T, N / tp]`. Forward: all-gather of x under sequence parallelism. Backward: one all-reduce of dx,
+or a reduce-scatter of it and a rank-sized all-reduce of dS; not the latter where the run has
+block-diagonal jobs, for which the gathered x is kept instead. Row-parallel: x `[T, K / tp]`, out a
+partial sum `[T, N]` that the linear's own reduction completes; no collective here.
+
+Only the local input and the rank-sized s are saved; dropout is recomputed; gradients of the factors
+go straight into the jobs' fp32 slabs.
+
+Shapes: T rows, K features in, N features out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tlora_megatron.layers.adapter_bank import AdapterBank
+from tlora_megatron.layers.linear import Computed
+from tlora_megatron.layers.linear_layout import LinearLayout
+from tlora_megatron.layers.sites import Site
+from tlora_megatron.ops.lora.factors import SiteFactors
+from tlora_megatron.ops.lora.linear_ops import BoundLinear
+from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.parallel.collectives import Pending, all_reduce
+from tlora_megatron.parallel.nano.lanes import Lane
+
+
+class FoldStrategy:
+    """Computes base and branch in one GEMM; a `GemmStrategy`.
+
+    Args:
+        block_diagonal_only: standard adapters are computed elsewhere; those of block-diagonal jobs
+            are computed here.
+    """
+
+    def __init__(
+        self,
+        bank: AdapterBank,
+        site: Site,
+        layout: LinearLayout,
+        *,
+        block_diagonal_only: bool = False,
+    ) -> None:
+        self.layout = layout
+        self._ops = bank.ops
+        self._index = site.index
+        self._factors = bank.block_diagonal_factors if block_diagonal_only else bank.fused_factors
+        # Ranks that have rows of A of their own need all rows of x for its gradient.
+        self._sums_ds = layout.gathers_input and not bank.is_rank_sharded(site)
+
+    @property
+    def factors(self) -> SiteFactors | None:
+        """The adapters' weights here; None where no job has a target."""
+        return self._factors.get(self._index)
+
+    def forward(
+        self,
+        x_TK: torch.Tensor,
+        weight_NK: torch.Tensor,
+        bias_N: torch.Tensor | None,
+        view: MicroBatchView,
+        lane: Lane | None,
+    ) -> Computed:
+        """Returns y `[T, N]`; see `GemmStrategy.forward`."""
+        factors = self.factors
+        assert factors is not None, f"site {self._index} must have factors, got none"
+        bound = self._ops.bind(factors, view.rows)
+        full_TK = self.layout.gather_input(x_TK) if lane is None else x_TK
+        y_TN, s = bound.forward(full_TK, weight_NK, bias_N)
+        local = x_TK if lane is None else lane.take_local()
+        saved, sums_ds = full_TK, False
+        if self._sums_ds and local is not None:
+            saved, sums_ds = local.flatten(0, -2), True
+        backward = FoldBackward(bound, self.layout, lane, sums_ds)
+        return Computed(y_TN, (saved, s, weight_NK), backward.run)
+
+
+class FoldBackward(NamedTuple):
+    """The way back through a fold."""
+
+    bound: BoundLinear
+    layout: LinearLayout
+    lane: Lane | None
+    sums_ds: bool
+    """x was saved as it was before gathering: dS is summed over the ranks instead."""
+
+    def run(
+        self,
+        dy_TN: torch.Tensor,
+        x_TK: torch.Tensor,
+        s: torch.Tensor,
+        weight_NK: torch.Tensor,
+        *,
+        needs_dx: bool = True,
+    ) -> torch.Tensor | None:
+        """Returns dx `[T, K]`, which a lane has yet to reduce, and adds factors' gradients."""
+        bound, layout, lane, sums_ds = self
+        ds = bound.backward_up(dy_TN, s)
+        # This rank's rows need dS of the whole output. Summing dS over the group costs [T, R];
+        # gathering x again would cost [T, K]. Either way dA is a partial sum, TP's once a step;
+        # and so it is over all rows, of what the rank's own outputs give.
+        num_rows = bound.rows.ends[-1]
+        window = layout.input_window(num_rows) if sums_ds else (0, num_rows)
+
+        def add_factor_gradients(summed: torch.Tensor) -> None:
+            bound.backward_down(x_TK, dy_TN, s, summed, window)
+
+        if lane is not None:
+            dx_TK = bound.dgrad(dy_TN, ds, weight_NK)
+            if sums_ds:
+                lane.exchange(ds, add_factor_gradients)
+            else:
+                add_factor_gradients(ds)
+            return dx_TK
+        summed = all_reduce(ds.clone(), layout.group) if sums_ds else Pending(ds, None)
+        pending = None
+        if needs_dx:
+            pending = layout.reduce_dgrad(bound.dgrad(dy_TN, ds, weight_NK))
+        add_factor_gradients(summed.wait())
+        return None if pending is None else pending.wait()
