@@ -98,7 +98,7 @@ class MegatronLinearMixin(MultiAdapter):
         if adapters.site.kind == "column":
             lane = current_lane()
             if lane is not None:
-                input = lane.enter(input)
+                input = lane.begin_compute(input)
                 kwargs |= _ONE_RANK
         gemm = adapters.gemm
         if view is None or gemm is None or gemm.factors is None:
@@ -111,7 +111,7 @@ class MegatronLinearMixin(MultiAdapter):
         if lane is not None and adapters.site.kind == "row":
             linear: Any = self
             y = self._forward_impl(input_, linear.weight, bias=None, **_ONE_RANK)
-            return _add_bias(linear, lane.leave(y))
+            return _add_bias(linear, lane.end_compute(y))
         y, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         return _add_branch(adapters.output, input_, y), bias
 

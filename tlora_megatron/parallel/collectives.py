@@ -28,7 +28,7 @@ class Pending(NamedTuple):
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
-    """Starts summing `x` over a group, in place; None = nothing to sum."""
+    """Starts summing `x` over a group, in place; without a group there is nothing to sum."""
     if group is None or dist.get_world_size(group) == 1:
         return Pending(x, None)
     return Pending(x, dist.all_reduce(x, group=group, async_op=True))

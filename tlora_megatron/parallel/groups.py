@@ -1,4 +1,4 @@
-"""Where this process stands in the super-model's layout, and the process groups it is in."""
+"""This process's ranks in the super-model's layout, and the process groups it is in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tlora_megatron.model.layout import ParallelLayout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelGroups:
-    """Ranks and groups of one process. Made by the integration that initialised them."""
+    """Ranks and groups of one process, made by the integration that initialised them."""
 
     layout: ParallelLayout
     tp_rank: int
@@ -28,7 +28,7 @@ class ParallelGroups:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this pipeline stage computes losses."""
+        """True if this pipeline stage computes losses."""
         return self.pp_rank == self.layout.pp_size - 1
 
     @property

@@ -1,4 +1,4 @@
-"""A model that someone else built: its parts whatever wraps them, and what freezing takes."""
+"""Finds and freezes the parts of a model that someone else built, whatever wraps them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def language_models(chunks: Sequence[nn.Module]) -> list[Any]:
-    """The GPTModel or HybridModel inside each chunk: out of DDP, Float16Module and the like.
+    """Returns the GPTModel or HybridModel inside each chunk, out of DDP, Float16Module and so on.
 
     Raises:
         ValueError: if a chunk holds no model with a `decoder` of layers.
@@ -34,7 +34,7 @@ def freeze(chunks: Sequence[nn.Module]) -> None:
     """Freezes every parameter and makes the embedding's output require grad.
 
     Without the latter a re-entrant checkpoint, and the first linear, see no input that requires
-    grad, and the adapters get none. Call it before the model is wrapped by DDP.
+    grad, and the adapters get no gradient. Call it before the model is wrapped by DDP.
     """
     for model in language_models(chunks):
         model.requires_grad_(False)
@@ -46,7 +46,7 @@ def require_whole_weights(chunks: Sequence[nn.Module]) -> None:
     """Makes loading a state dict that does not fit raise ValueError, whoever loads it.
 
     Megatron's loader answers `strict` by loading once more without it, for states of Transformer
-    Engine that come and go (those are passed over here too), and would train over random weights.
+    Engine that come and go (those are ignored here too), and would train over random weights.
     """
     for model in language_models(chunks):
         model.register_load_state_dict_post_hook(_check_loaded)

@@ -1,4 +1,4 @@
-"""Running Megatron-core's local (not Transformer Engine) dense models where there is no CUDA.
+"""Runs Megatron-core's local (not Transformer Engine) dense models where there is no CUDA.
 
 Megatron-core assumes CUDA in a handful of places; gloo itself offers every collective it uses.
 `install` replaces these places and nothing else. It covers what `GPTModel` without experts needs

@@ -50,10 +50,10 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 def discover(
     chunks: Sequence[nn.Module], spec: ModelSpec, groups: ParallelGroups
 ) -> list[tuple[Site, nn.Module]]:
-    """The linears of this rank that may carry adapters, in ascending order of (layer, linear).
+    """Returns this rank's linears that may carry adapters, in ascending order of (layer, linear).
 
     Args:
-        chunks: of this rank's model: one, or as many as it has virtual pipeline stages.
+        chunks: this rank's model: one, or as many as it has virtual pipeline stages.
         spec: of the whole model; layers are numbered as in Hugging Face.
 
     Raises:
@@ -79,7 +79,7 @@ def discover(
 def record_stages(
     groups: ParallelGroups, linears: Sequence[tuple[Site, nn.Module]]
 ) -> ParallelGroups:
-    """The groups with a layout that knows which stage holds which linears; collective over PP."""
+    """Returns groups whose layout knows which stage holds which linears; collective over PP."""
     held = tuple((site.layer, site.linear) for site, _ in linears)
     stages: list[Any] = [None] * groups.layout.pp_size
     pp_group = parallel_state.get_pipeline_model_parallel_group()
@@ -88,7 +88,7 @@ def record_stages(
 
 
 def check_config(config: Any, required: dict[str, tuple[Any, ...]]) -> None:
-    """Refuses values of a TransformerConfig; fields that this version lacks are passed over.
+    """Refuses values of a TransformerConfig; fields that this version lacks are ignored.
 
     Raises:
         ValueError: naming the field.
@@ -109,9 +109,9 @@ def _check_groups(config: Any, groups: ParallelGroups) -> None:
 
 
 def _layer_index(model: Any, layer: nn.Module) -> int:
-    """Number of the transformer layer, as Hugging Face counts, that a decoder layer is (part of).
+    """Returns Hugging Face's number of the transformer layer that a decoder layer is (part of).
 
-    HybridModel's must alternate, attention first: what follows an attention is its MLP.
+    HybridModel's must alternate, attention first: an attention is followed by its MLP.
     """
     if not isinstance(layer, TransformerLayer):
         raise ValueError(
@@ -134,7 +134,7 @@ def _layer_index(model: Any, layer: nn.Module) -> int:
 
 
 def _linears(layer: Any, spec: ModelSpec) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of a layer's linears; routed experts' are none of them."""
+    """Yields name and module of a layer's linears; not those of routed experts."""
     where = f"layer {layer.layer_number - 1}"
     attention, mlp = layer.self_attention, layer.mlp
     if not isinstance(getattr(layer, "cross_attention", None), IdentityOp | None):

@@ -59,7 +59,7 @@ def initialize_parallel(layout: ParallelLayout, *, overlaps: bool = False) -> No
 
     Args:
         overlaps: nano-batches will hide each other's communication
-        (`parallel.nano.hardware_queues`).
+            (`parallel.nano.hardware_queues`).
 
     Raises:
         ValueError: if the world is not as large as the layout, or a node has more processes

@@ -1,4 +1,4 @@
-"""Whether and how a model of Megatron's can run its micro-batches in nano-batches."""
+"""The nano-batches of one of Megatron's models: their number, and what keeps it from having any."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class NanoBatches:
-    """The number of nano-batches of one model, and what they run with once there is more than one.
+    """The number of nano-batches of one model, and their streams and collectives.
 
     Args:
         chunks: of this rank's model.
@@ -48,17 +48,17 @@ class NanoBatches:
         self._groups = groups
         self._settings = settings
         self.overlap: Overlap | None = None
-        """What micro-batches are cut for; None = they run whole. Benches exchange it."""
+        """The lanes of nano-batches; None = micro-batches run whole. Benches exchange it."""
         self._has_looked = False
         self._num_ready = 1
 
     @property
     def count(self) -> int:
-        """Into how many a micro-batch is to be cut, at most; 1 where the model cannot be."""
+        """The most nano-batches of a micro-batch; 1 where the model cannot run any."""
         return 1 if self.overlap is None else self.overlap.num_nano_batches
 
     def set_count(self, count: int) -> None:
-        """For the rounds to come; collective over the world.
+        """Sets the number for the rounds to come; collective over the world.
 
         Raises:
             ValueError: if it is not at least 1.
@@ -74,7 +74,7 @@ class NanoBatches:
             self._num_ready = max(self._num_ready, count)
 
     def room(self) -> LaneRoom:
-        """How many this process's device has memory for; those that were set before have theirs."""
+        """Returns how many this process's device has memory for, beside those that ran already."""
         lane_bytes = 0 if self.overlap is None else self.overlap.collectives.lane_bytes
         return lane_room(self._groups.device, num_ready=self._num_ready, lane_bytes=lane_bytes)
 
@@ -86,8 +86,10 @@ class NanoBatches:
         self.overlap = self._make_overlap(collectives)
 
     def close(self) -> None:
-        """Gives back what collectives hold of each other's memory; micro-batches run whole from now
-        on. Every process calls it, before the process group ends."""
+        """Gives the collectives' memory back; micro-batches run whole from then on.
+
+        Every process must call it, before the process group ends.
+        """
         if self.overlap is not None:
             self.overlap.num_nano_batches = 1
             self.overlap.collectives.close()

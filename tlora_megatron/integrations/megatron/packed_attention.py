@@ -74,11 +74,11 @@ def _replace_core(attention: Any) -> None:
 class DocumentRotaryEmbedding(RotaryEmbedding):
     """A rotary embedding whose rows are those of each token's position in its document.
 
-    Outside `use_micro_batch` it is what it was.
+    Outside `use_micro_batch` it behaves as before.
     """
 
     def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Any:
-        """Angles of this context-parallel rank's rows, `[T, 1, 1, dim]`; with YaRN, its factor."""
+        """Returns angles of this rank's rows, `[T, 1, 1, dim]`; with YaRN its factor too."""
         view = current_micro_batch()
         if view is None:
             return super().forward(max_seq_len, *args, **kwargs)

@@ -1,7 +1,7 @@
-"""A decoder that runs a micro-batch in nano-batches, staggered: see `parallel.nano.lanes`.
+"""A decoder whose nano-batches take turns through its layers (`parallel.nano.lanes`).
 
 Blocks and layers are re-classed in place and run as they were wherever the bound micro-batch has no
-nano-batches. The layers' own code runs; what is here is where it is cut, and recompute.
+nano-batches. The layers' own code runs; this module decides where it is cut, and recomputes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from tlora_megatron.integrations.megatron.layer.frozen_layer import FrozenTransformerLayer
-from tlora_megatron.integrations.megatron.layer.half_layer import HalfLayer, run_in_lane
+from tlora_megatron.integrations.megatron.layer.frozen_sublayer import FrozenSublayer, run_in_lane
 from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
 from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch, use_micro_batch
-from tlora_megatron.parallel.nano.lane_tape import DirectTape, Tape
+from tlora_megatron.parallel.nano.lane_tape import AutogradTape, VjpTape
 from tlora_megatron.parallel.nano.lanes import Lane, current_lane
 from tlora_megatron.parallel.nano.overlap import Overlap
 from tlora_megatron.parallel.nano.turns import join, take_turns, take_turns_back
@@ -32,30 +32,30 @@ _SIGNATURE = inspect.signature(TransformerBlock.forward)
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Layers that backward goes through in one go."""
+    """Consecutive layers that backward goes through in one go."""
 
     layers: tuple[Any, ...]
     recompute: bool
-    """Forward keeps their input only."""
+    """Forward keeps their input only; backward computes the rest again."""
     final_norm: Any = None
-    """Behind the last layer."""
+    """The norm behind the last layer."""
 
-    halves: tuple[HalfLayer, ...] | None = None
-    """Of all layers, where they run by them."""
+    sublayers: tuple[FrozenSublayer, ...] | None = None
+    """The sublayers of all layers, where they run without their modules."""
 
     @property
     def num_read(self) -> int:
-        """Reductions whose results backward reads: not the last one's, which is the output."""
+        """Number of reductions whose results backward reads: all but the last, the output."""
         return 2 * len(self.layers) - 1
 
 
 class StaggeredBlock(TransformerBlock):
-    """Mixin. Runs its layers on the nano-batches of the bound micro-batch, where it has any."""
+    """Mixin of a decoder that runs its layers on the nano-batches of the bound micro-batch."""
 
     tlora_overlap: Overlap
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As `TransformerBlock.forward`."""
+        """Does what `TransformerBlock.forward` does; staggered where there are nano-batches."""
         view = current_micro_batch()
         if view is None or not view.nano_views:
             return super().forward(*args, **kwargs)
@@ -71,7 +71,7 @@ class StaggeredBlock(TransformerBlock):
 
 
 class _PerLane:
-    """A layer's attribute that each lane has for itself: set before the linears, read behind."""
+    """A layer's attribute with a value for each lane: set before the linears, read behind them."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"tlora_{name}"
@@ -89,15 +89,15 @@ class _PerLane:
 
 
 class StaggeredLayer(TransformerLayer):
-    """Mixin. A layer of Megatron's, cut where attention and MLP begin."""
+    """Mixin of a layer of Megatron's that is cut where attention and MLP begin."""
 
     attn_norm_manager = _PerLane()
-    """Of activation offloading, as `mlp_norm_manager`: in Megatron-core 0.20 also without any."""
+    """For activation offloading, like `mlp_norm_manager`; Megatron-core 0.20 sets both always."""
     mlp_norm_manager = _PerLane()
 
     @property
     def recompute_mlp(self) -> bool:
-        """Megatron's checkpoint around the MLP; lanes recompute their own way."""
+        """True where Megatron is to checkpoint the MLP; lanes recompute in their own way."""
         return current_lane() is None and self.__dict__["recompute_mlp"]
 
     @recompute_mlp.setter
@@ -107,13 +107,13 @@ class StaggeredLayer(TransformerLayer):
     def _forward_attention(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         lane = current_lane()
         if lane is not None:
-            hidden_states = lane.cut(hidden_states, joint=False)
+            hidden_states = lane.detach_residual(hidden_states, joint=False)
         return super()._forward_attention(hidden_states, *args, **kwargs)
 
     def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         lane = current_lane()
         if lane is not None:
-            hidden_states = lane.cut(hidden_states, joint=False)
+            hidden_states = lane.detach_residual(hidden_states, joint=False)
             if self.__dict__["recompute_mlp"]:
                 lane.replay(self.mlp)
         return super()._forward_mlp(hidden_states, *args, **kwargs)
@@ -147,18 +147,18 @@ class _Run:
         gathers = config.sequence_parallel
         self._view = view
         self._lanes = block.tlora_overlap.lanes(view.nano_views, gathers=gathers)
-        self._arguments = _cut_arguments(arguments, rows)
+        self._arguments = _split_arguments(arguments, rows)
         num_shards = config.tensor_model_parallel_size if gathers else 1
         self._local_rows = [count // num_shards for count in rows]
         self._stretches = list(_stretches(block))
         self._kept: list[Any] = []
-        """A stretch: of each lane its input if it is recomputed, else its tape."""
+        """For each stretch and lane its input if it is recomputed, otherwise its tape."""
         self._records = False
         self._entries: Sequence[Tensor] = ()
         """Kept until main has joined in backward: main's memory, which lanes read parts of."""
 
     def forward(self, hidden: Tensor, *, records: bool) -> Tensor:
-        """`[T, 1, H]` to the same, the local rows of all nano-batches."""
+        """Runs `[T, 1, H]`, the local rows of all nano-batches, through all layers."""
         parts = self._rows(hidden)
         self._records = records
         with use_micro_batch(self._view), torch.set_grad_enabled(records):
@@ -171,9 +171,9 @@ class _Run:
         return torch.cat([out.view(-1, *hidden.shape[1:]) for out, _ in outs])
 
     def _rows(self, x: Tensor) -> Sequence[Tensor]:
-        """Each lane's of `[T, 1, H]`; halves take two dimensions."""
-        runs_halves = all(stretch.halves is not None for stretch in self._stretches)
-        return (x.flatten(0, -2) if runs_halves else x).split(self._local_rows)
+        """Splits `[T, 1, H]` into each lane's rows; sublayers take two dimensions."""
+        runs_sublayers = all(stretch.sublayers is not None for stretch in self._stretches)
+        return (x.flatten(0, -2) if runs_sublayers else x).split(self._local_rows)
 
     def _run_lane(self, lane: Lane, hidden: Tensor) -> tuple[Tensor, list[Any]]:
         kept: list[Any] = []
@@ -187,9 +187,9 @@ class _Run:
 
     def _run_stretch(
         self, lane: Lane, stretch: _Stretch, hidden: Tensor, *, records: bool
-    ) -> tuple[Tensor, Tape | DirectTape | None]:
-        if stretch.halves is not None:
-            return self._run_halves(lane, stretch, hidden, records=records)
+    ) -> tuple[Tensor, AutogradTape | VjpTape | None]:
+        if stretch.sublayers is not None:
+            return self._run_sublayers(lane, stretch, hidden, records=records)
         num_read = stretch.num_read if stretch.recompute else None
         out = lane.begin(hidden, records=records, num_read=num_read)
         for layer in stretch.layers:
@@ -198,13 +198,13 @@ class _Run:
             out = stretch.final_norm(out)
         return out.detach(), lane.end(out)
 
-    def _run_halves(
+    def _run_sublayers(
         self, lane: Lane, stretch: _Stretch, hidden: Tensor, *, records: bool
-    ) -> tuple[Tensor, DirectTape | None]:
-        assert stretch.halves is not None, "layers run by their modules"
+    ) -> tuple[Tensor, VjpTape | None]:
+        assert stretch.sublayers is not None, "layers run by their modules"
         torch.set_grad_enabled(False)
-        tape = DirectTape() if records else None
-        x, residual = run_in_lane(stretch.halves, hidden, lane, tape)
+        tape = VjpTape() if records else None
+        x, residual = run_in_lane(stretch.sublayers, hidden, lane, tape)
         if residual is not None:
             if records and stretch.recompute:  # again: nothing reads the result
                 return residual, tape
@@ -217,7 +217,7 @@ class _Run:
         return out, tape
 
     def backward(self, dout: Tensor) -> Tensor:
-        """Gradient of the layers' input."""
+        """Returns the gradient of the layers' input."""
         whole = dout.contiguous()
         douts = self._rows(whole)
         after_main = True
@@ -245,21 +245,21 @@ class _Run:
 
 
 def _stretches(block: Any) -> Iterator[_Stretch]:
-    """As Megatron's block cuts its layers for recompute; without, all are one."""
+    """Groups layers as Megatron's block does for recompute; without recompute all are one."""
     stretches = _recompute_stretches(block)
-    if not _runs_halves(block):
+    if not _runs_sublayers(block):
         return stretches
     return (
-        replace(s, halves=tuple(half for layer in s.layers for half in layer.tlora_halves))
+        replace(s, sublayers=tuple(part for layer in s.layers for part in layer.tlora_sublayers))
         for s in stretches
     )
 
 
-def _runs_halves(block: Any) -> bool:
+def _runs_sublayers(block: Any) -> bool:
     norm = block.final_layernorm
     if norm is not None and (not isinstance(norm, RMSNorm) or does_more(norm)):
         return False
-    return all(isinstance(x, FrozenTransformerLayer) and x.direct_halves for x in block.layers)
+    return all(isinstance(x, FrozenTransformerLayer) and x.direct_sublayers for x in block.layers)
 
 
 def _recompute_stretches(block: Any) -> Iterator[_Stretch]:
@@ -275,8 +275,8 @@ def _recompute_stretches(block: Any) -> Iterator[_Stretch]:
         yield _Stretch(layers, recompute=False, final_norm=block.final_layernorm)
 
 
-def _cut_arguments(arguments: dict[str, Any], rows: Sequence[int]) -> list[dict[str, Any]]:
-    """The block's arguments for each nano-batch: rotary angles are the ones that have rows."""
+def _split_arguments(arguments: dict[str, Any], rows: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns the block's arguments for each nano-batch; only rotary angles have rows."""
     unknown = arguments.keys() - {"rotary_pos_emb"}
     assert not unknown, f"{', '.join(sorted(unknown))} must be None"
     if "rotary_pos_emb" not in arguments:

@@ -1,4 +1,4 @@
-"""Where a micro-batch is cut into nano-batches: at documents' borders, so that parts cost the same.
+"""Chooses at which documents' borders a micro-batch is cut, so that nano-batches cost the same.
 
 A document's cost follows from its length (linears grow with it, attention with its square) and
 its job's rank and targets. Costs are in multiply-adds of the base's GEMMs a layer, forward and
@@ -33,20 +33,20 @@ _UNITS = 2**40
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCosts:
-    """What rows of a micro-batch cost, in one layer."""
+    """Costs of a micro-batch's rows in one layer."""
 
     row: float
-    """A row in the frozen linears."""
+    """Cost of a row in the frozen linears."""
     pair: float
-    """A row's attention to one row."""
+    """Cost of a row's attention to one row."""
     adapters: tuple[float, ...]
-    """A row in its adapter's branches, by slot. On an H200 16 ranks add to a linear of K inputs and
-    N outputs what 16 (N + K) multiply-adds take (the profile's forward_rank_s and backward_rank_s);
-    what branches cost every row alike is left out."""
+    """Cost of a row in its adapter's branches, by slot. On an H200 16 ranks add to a linear of K
+    inputs and N outputs what 16 (N + K) multiply-adds take (the profile's forward_rank_s and
+    backward_rank_s); what branches cost every row alike is left out."""
 
     @classmethod
     def of(cls, spec: ModelSpec, loras: Sequence[LoraSpec]) -> RowCosts:
-        """The costs in a backbone of the jobs in slot order."""
+        """Returns the costs in a backbone; `loras` are the jobs' in slot order."""
         shapes = [spec.target_shape(target) for target in HF_TARGETS]
         return cls(
             row=2.0 * sum(columns * inner for columns, inner in shapes),
@@ -55,12 +55,12 @@ class RowCosts:
         )
 
     def document(self, slot: int, length: int) -> float:
-        """A whole document; a slot without an adapter is padding."""
+        """Returns the cost of a whole document; a slot without an adapter is padding."""
         adapter = self.adapters[slot] if slot < len(self.adapters) else 0.0
         return length * (self.row + adapter) + self.pair * length * (length + 1) / 2
 
     def cut(self, documents: Sequence[Document], num_parts: int) -> tuple[int, ...]:
-        """`balanced_cuts` of a micro-batch's documents, in ascending order of slot."""
+        """Returns `balanced_cuts` of a micro-batch's documents, in ascending order of slot."""
         costs = [self.document(d.slot, d.length) for d in documents]
         return balanced_cuts(costs, [d.slot for d in documents], num_parts)
 
@@ -84,7 +84,7 @@ def balanced_cuts(
 
     Args:
         costs: of each document, above 0.
-        jobs: whose each document is; those of one job side by side.
+        jobs: the job of each document; documents of one job are side by side.
         num_parts: at most so many.
 
     Returns:
@@ -102,7 +102,7 @@ def balanced_cuts(
 
 
 def _least_largest(ends: Sequence[int], num_parts: int) -> int:
-    """The smallest cost that `num_parts` parts can all keep within."""
+    """Returns the smallest cost that `num_parts` parts can all keep within."""
     low = max(end - begin for begin, end in itertools.pairwise(ends))
     high = ends[-1]
     while low < high:
@@ -115,7 +115,7 @@ def _least_largest(ends: Sequence[int], num_parts: int) -> int:
 
 
 def _parts_within(ends: Sequence[int], limit: int) -> int:
-    """The fewest parts of at most `limit` each, which every document fits into."""
+    """Returns the fewest parts of at most `limit` each; every document fits into one."""
     count = begin = 0
     while begin < len(ends) - 1:
         begin = _farthest(ends, begin, limit)
@@ -124,12 +124,12 @@ def _parts_within(ends: Sequence[int], limit: int) -> int:
 
 
 def _farthest(ends: Sequence[int], begin: int, limit: int) -> int:
-    """Where the longest part from `begin` on ends."""
+    """Returns where the longest part from `begin` on ends."""
     return bisect_right(ends, ends[begin] + limit) - 1
 
 
 def _cut(ends: Sequence[int], jobs: Sequence[int], limit: int, num_parts: int) -> tuple[int, ...]:
-    """Parts within a limit that `num_parts` of them can keep: each cut near its even place."""
+    """Cuts into `num_parts` parts within a limit that they can keep, near their even places."""
     earliest = _earliest_begins(ends, limit, num_parts)
     cuts = [0]
     for left in range(num_parts - 1, 0, -1):
@@ -142,7 +142,7 @@ def _cut(ends: Sequence[int], jobs: Sequence[int], limit: int, num_parts: int) -
 
 
 def _earliest_begins(ends: Sequence[int], limit: int, num_parts: int) -> list[int]:
-    """Entry n: the first document from which on n parts within the limit hold all the rest."""
+    """Returns in entry n the first document from which n parts within the limit hold the rest."""
     begins = [len(ends) - 1]
     for _ in range(num_parts):
         end = begins[-1]
@@ -153,6 +153,6 @@ def _earliest_begins(ends: Sequence[int], limit: int, num_parts: int) -> list[in
 def _nearest_cut(
     ends: Sequence[int], jobs: Sequence[int], first: int, last: int, even: float
 ) -> int:
-    """The cut in `[first, last]` nearest to a cost: one between jobs if there is any."""
+    """Returns the cut in `[first, last]` nearest to a cost; one between jobs if there is any."""
     between_jobs = [cut for cut in range(first, last + 1) if jobs[cut - 1] != jobs[cut]]
     return min(between_jobs or range(first, last + 1), key=lambda cut: abs(ends[cut] - even))

@@ -1,4 +1,4 @@
-"""Cutting a micro-batch into nano-batches: which documents, how many rows, in which order.
+"""Splits a micro-batch into nano-batches: which documents, how many rows, in which order.
 
 A nano-batch is a run of whole documents in packed order, padded on its own to a multiple that GEMM
 libraries compute alike (`training.packing.round_packer`), so that a row's bits do not depend on
@@ -20,11 +20,12 @@ from tlora_megatron.ops.routing.segments import Document
 from tlora_megatron.parallel.nano.balance import balanced_cuts
 
 CutDocuments = Callable[[Sequence[Document], int], tuple[int, ...]]
-"""From documents in ascending order of slot and the most parts to `(0, ..., len(documents))`."""
+"""Takes documents in ascending order of slot and the most parts; returns cuts `(0, ..., n)`, where
+part i is documents `[cuts[i], cuts[i + 1])`."""
 
 
 def cut_by_length(documents: Sequence[Document], num_parts: int) -> tuple[int, ...]:
-    """Cuts so that parts have about as many tokens each; between jobs where that is near enough."""
+    """Splits into parts of about as many tokens each; between jobs where that is near enough."""
     return balanced_cuts([d.length for d in documents], [d.slot for d in documents], num_parts)
 
 
@@ -36,11 +37,11 @@ def cut_to_fit(
     most_rows: int | None,
     cut: CutDocuments = cut_by_length,
 ) -> tuple[int, ...]:
-    """The cut into the most parts, at most `num_parts`, whose padded rows fit.
+    """Splits into the most parts, at most `num_parts`, whose padded rows fit.
 
     Args:
-        multiple: that rows of a part are padded to.
-        most_rows: of all parts together; None = no limit.
+        multiple: the rows of a part are padded to a multiple of it.
+        most_rows: limit of all parts' rows together; None = no limit.
     """
     cuts = cut(documents, num_parts)
     while len(cuts) > 2 and most_rows is not None:
@@ -53,7 +54,7 @@ def cut_to_fit(
 def padded_rows(
     documents: Sequence[Document], cuts: Sequence[int], multiple: int
 ) -> tuple[int, ...]:
-    """Rows of each part, rounded up to a multiple."""
+    """Returns the rows of each part, rounded up to a multiple."""
     lengths = [
         sum(d.length for d in documents[begin:end]) for begin, end in itertools.pairwise(cuts)
     ]
@@ -63,13 +64,13 @@ def padded_rows(
 def fill_parts(
     rows: Sequence[int], *, num_rows: int, multiple: int, most_rows: int
 ) -> tuple[int, ...]:
-    """Rows of each part once padding has brought them to `num_rows` together.
+    """Returns the rows of each part after padding has brought them to `num_rows` together.
 
-    The smallest part gets the next of it; where all parts are full, a part of padding is added.
+    Padding goes to the smallest part; where all parts are full, a part of padding is added.
 
     Args:
         rows: multiples of `multiple`, none of them 0, as `num_rows` and `most_rows` are.
-        most_rows: of one part.
+        most_rows: limit of one part's rows.
     """
     filled = list(rows)
     spare = num_rows - sum(filled)
@@ -85,7 +86,7 @@ def fill_parts(
 
 
 def shard_order(rows: Sequence[int], num_shards: int) -> torch.Tensor:
-    """Packed row of every row in the order of sequence-parallel shards, int64 `[sum(rows)]`.
+    """Returns the packed row of every row in sequence-parallel order, int64 `[sum(rows)]`.
 
     Shard r of the result is, nano-batch by nano-batch, the r-th of `num_shards` equal runs of it.
 

@@ -1,4 +1,4 @@
-"""How many queues the GPU takes work from: CUDA_DEVICE_MAX_CONNECTIONS.
+"""Sets the number of queues that the GPU takes work from, CUDA_DEVICE_MAX_CONNECTIONS.
 
 With one queue kernels start in launch order over all streams. Megatron asks for that: a collective
 issued before the compute that hides it starts first. Nano-batches need the contrary: what waits for
@@ -25,8 +25,9 @@ _IN_ORDER, _BESIDE = "1", "32"
 
 
 def set_queues(*, overlaps: bool) -> None:
-    """Sets the variable, unless the user did; 1 is not kept from nano-batches, for Megatron's own
-    launchers set it.
+    """Sets CUDA_DEVICE_MAX_CONNECTIONS, unless the user did.
+
+    A 1 is replaced for nano-batches all the same, because Megatron's own launchers set it.
 
     Args:
         overlaps: nano-batches are going to hide each other's communication.

@@ -1,4 +1,4 @@
-"""How many nano-batches a GPU has memory for, before more of them are tried.
+"""Estimates for how many nano-batches a GPU has memory, before more of them are tried.
 
 Running out of memory cannot be caught: the process that does is in the middle of collectives, and
 the others of its group wait in them.
@@ -17,7 +17,7 @@ that adds has not been measured."""
 
 
 class LaneRoom(NamedTuple):
-    """What fits."""
+    """The memory that is left for more nano-batches."""
 
     most: float
     """Nano-batches; inf = memory is no limit."""
@@ -29,11 +29,11 @@ NO_LIMIT = LaneRoom(float("inf"), float("inf"))
 
 
 def lane_room(device: torch.device, *, num_ready: int, lane_bytes: int) -> LaneRoom:
-    """The room on this process's device.
+    """Returns how many nano-batches this process's device has memory for.
 
     Args:
-        num_ready: lanes that have their memory already.
-        lane_bytes: that each further one takes.
+        num_ready: number of lanes that have their memory already.
+        lane_bytes: memory that each further one takes.
     """
     if device.type != "cuda":
         return NO_LIMIT

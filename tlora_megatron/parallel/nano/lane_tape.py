@@ -1,8 +1,8 @@
-"""What a lane keeps on its way through layers, for the way back: see `parallel.nano.lanes`.
+"""Tapes: everything that a lane keeps in forward to be able to go backward (`parallel.nano.lanes`).
 
-A `Tape` holds graphs that autograd has recorded of any layers' code; a `DirectTape` functions that
-lead back, of layers that need no autograd. Both are walked back a half layer at a time: `begin`,
-then `compute` and `reach` for each.
+An `AutogradTape` holds graphs that autograd has recorded while any layers' code ran. A `VjpTape`
+holds functions that lead back, of layers that need no autograd. Both go back one sublayer
+(attention or MLP) at a time: `begin`, then `compute` and `reach` for each.
 """
 
 from __future__ import annotations
@@ -21,74 +21,77 @@ Transport = Callable[[torch.Tensor], torch.Tensor]
 
 
 class WayBack(Protocol):
-    """What tapes need of their lane."""
+    """The part of a lane that tapes use."""
 
     def spread(self, dx: torch.Tensor) -> torch.Tensor:
-        """The way back of a reduction: the gradient of all rows."""
+        """Undoes a reduction: returns the gradient of all rows."""
 
     def compute_again(self, module: Module, x: torch.Tensor) -> torch.Tensor:
-        """A compute piece's partial sums, recorded."""
+        """Computes a piece's partial sums again, recorded."""
 
 
 @dataclass(slots=True, eq=False)
-class DirectHalf:
-    """Attention or an MLP that leads back by two calls; they hold what is saved."""
+class VjpSublayer:
+    """The backward pass of attention or an MLP as two functions, which hold what is saved."""
 
     compute: Vjp
-    """From the gradient of the row-parallel linear's sums to that of the column-parallel one's
-    input, not yet summed over the ranks."""
+    """Takes the gradient of the row-parallel linear's sums and returns that of the column-parallel
+    one's input, not yet summed over the ranks."""
     norm: Vjp
-    """From the gradients of the residual stream and of its norm to that of the residual stream
-    before the half before has added to it, which is also that of what it has added."""
+    """Takes the gradients of the residual stream and of its norm and returns that of the residual
+    stream before the previous sublayer has added to it, which is also that of what it added."""
 
 
 @dataclass(slots=True, eq=False)
-class DirectTape:
-    """A lane's pieces from one input of layers to their result, walked back without autograd."""
+class VjpTape:
+    """The backward pass of consecutive layers in one lane, without autograd."""
 
-    halves: list[DirectHalf] = field(default_factory=list)
+    sublayers: list[VjpSublayer] = field(default_factory=list)
     norm: Vjp | None = None
-    """As `DirectHalf.norm`, behind the last half; None = the residual stream itself is the end."""
+    """The final norm's `VjpSublayer.norm`; None = the layers end with the residual stream."""
     dy: torch.Tensor | None = None
-    """On the way back: the gradient of the last half's sums."""
+    """In backward: the gradient of the last sublayer's sums."""
 
     def begin(self, dout: torch.Tensor, lane: WayBack) -> torch.Tensor:
-        """The gradient of the residual stream behind the last half."""
+        """Returns the gradient of the residual stream behind the last sublayer."""
         norm, self.norm = self.norm, None
         return self._spread(dout if norm is None else norm(None, dout), lane)
 
     def compute(self, lane: WayBack) -> torch.Tensor:
-        """The compute piece of the last half: the gradient of its input, before the reduction."""
+        """Runs the last sublayer's compute piece; returns its input's gradient, not yet reduced."""
         dy, self.dy = self.dy, None
-        return self.halves[-1].compute(dy)
+        return self.sublayers[-1].compute(dy)
 
     def reach(self, dx: torch.Tensor, gradient: torch.Tensor, lane: WayBack) -> torch.Tensor:
-        """The elementwise piece before the last half, which comes off; the residual's gradient.
+        """Takes the last sublayer off, through the elementwise piece before it.
 
         Args:
-            dx: of the norm.
+            dx: gradient of the norm's output.
             gradient: of the residual stream, so far.
+
+        Returns:
+            The gradient of the residual stream before that sublayer.
         """
-        return self._spread(self.halves.pop().norm(gradient, dx), lane)
+        return self._spread(self.sublayers.pop().norm(gradient, dx), lane)
 
     def _spread(self, gradient: torch.Tensor, lane: WayBack) -> torch.Tensor:
-        if self.halves:
+        if self.sublayers:
             self.dy = lane.spread(gradient)
         return gradient
 
 
 @dataclass(slots=True, eq=False)
-class Half:
-    """What backward needs of attention or an MLP, and of the elementwise piece that leads to it."""
+class RecordedSublayer:
+    """Autograd's graphs of attention or an MLP, and of the elementwise piece that leads to it."""
 
     x: End
     """The column-parallel linear's input, before it is gathered."""
     residual: torch.Tensor | None
-    """The residual stream as the elementwise piece ends; None where it is what that began with."""
+    """The residual stream at the elementwise piece's end; None where nothing was added to it."""
     is_joint: bool
-    """x and the residual end the same graph; else x comes of `leaf`."""
+    """x and the residual end the same graph; otherwise x was computed from `leaf`."""
     leaf: torch.Tensor
-    """The residual stream, detached: what later pieces begin with."""
+    """The residual stream, detached; later pieces begin with it."""
     before: torch.Tensor
     """The leaf that the elementwise piece began with."""
     replay: Module | None
@@ -104,7 +107,7 @@ class Half:
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """A small sum over the ranks that gradients of factors wait for."""
+    """A small sum over the ranks that the gradients of factors wait for."""
 
     part: torch.Tensor
     finish: Callable[[torch.Tensor], None]
@@ -112,57 +115,57 @@ class Exchange:
 
 
 @dataclass(slots=True, eq=False)
-class Tape:
-    """A lane's pieces from one input of layers to their result."""
+class AutogradTape:
+    """The backward pass of consecutive layers in one lane, as autograd's graphs."""
 
     entry: torch.Tensor
     token: torch.Tensor
-    """An input that requires grad for the reductions' nodes: the partial sums themselves would be
-    kept alive as a leaf."""
+    """An input that requires grad, for the nodes of reductions: as a leaf, the partial sums
+    themselves would be kept alive."""
     num_read: int | None
-    """Reductions whose results are read; None = all."""
-    halves: list[Half] = field(default_factory=list)
+    """Number of reductions whose results are read; None = all."""
+    sublayers: list[RecordedSublayer] = field(default_factory=list)
     out: GradientEdge | None = None
 
     @property
     def is_read(self) -> bool:
-        """Whether anything reads the reduction of the half under way."""
-        return self.num_read is None or len(self.halves) <= self.num_read
+        """True if anything reads the reduction of the sublayer under way."""
+        return self.num_read is None or len(self.sublayers) <= self.num_read
 
     @property
     def leaf(self) -> torch.Tensor:
-        """What the piece under way began with."""
-        return self.halves[-1].leaf if self.halves else self.entry
+        """The tensor that the piece under way began with."""
+        return self.sublayers[-1].leaf if self.sublayers else self.entry
 
     def begin(self, dout: torch.Tensor, lane: WayBack) -> torch.Tensor:
-        """As `DirectTape.begin`."""
+        """Returns the gradient of the residual stream behind the last sublayer."""
         assert self.out is not None, "a tape must have ended"
         return self._grad((self.out,), (dout,), self.leaf)
 
     def compute(self, lane: WayBack) -> torch.Tensor:
-        """As `DirectTape.compute`."""
-        half = self.halves[-1]
-        assert half.dy is not None, "later pieces come first"
-        y: Any = half.y
-        if half.replay is not None:
-            assert half.x_leaf is not None, "what is computed again keeps its input"
-            y = lane.compute_again(half.replay, half.x_leaf)
-        run_backward((y,), (half.dy,))  # without inputs, or Megatron's checkpoints refuse
-        dx = half.dx if half.x_leaf is None else half.x_leaf.grad
+        """Runs the last sublayer's compute piece; returns its input's gradient, not yet reduced."""
+        sublayer = self.sublayers[-1]
+        assert sublayer.dy is not None, "later pieces come first"
+        y: Any = sublayer.y
+        if sublayer.replay is not None:
+            assert sublayer.x_leaf is not None, "what is computed again keeps its input"
+            y = lane.compute_again(sublayer.replay, sublayer.x_leaf)
+        run_backward((y,), (sublayer.dy,))  # without inputs, or Megatron's checkpoints refuse
+        dx = sublayer.dx if sublayer.x_leaf is None else sublayer.x_leaf.grad
         assert dx is not None, "the compute piece must use its input"
-        half.x_leaf = half.dx = half.y = half.dy = None
+        sublayer.x_leaf = sublayer.dx = sublayer.y = sublayer.dy = None
         return dx
 
     def reach(self, dx: torch.Tensor, gradient: torch.Tensor, lane: WayBack) -> torch.Tensor:
-        """As `DirectTape.reach`."""
-        half = self.halves.pop()
-        if half.is_joint:
-            assert half.residual is not None, "a joint cut has a graph"
-            return self._grad((half.x, half.residual), (dx, gradient), half.before)
-        (dleaf,) = run_backward((half.x,), (dx,), (half.leaf,))
+        """Takes the last sublayer off; see `VjpTape.reach`."""
+        sublayer = self.sublayers.pop()
+        if sublayer.is_joint:
+            assert sublayer.residual is not None, "a joint cut has a graph"
+            return self._grad((sublayer.x, sublayer.residual), (dx, gradient), sublayer.before)
+        (dleaf,) = run_backward((sublayer.x,), (dx,), (sublayer.leaf,))
         dleaf = dleaf + gradient
-        if half.residual is not None:
-            dleaf = self._grad((half.residual,), (dleaf,), half.before)
+        if sublayer.residual is not None:
+            dleaf = self._grad((sublayer.residual,), (dleaf,), sublayer.before)
         return dleaf
 
     def _grad(
@@ -173,36 +176,38 @@ class Tape:
 
 
 class Gathered(torch.autograd.Function):
-    """A compute piece's input, which is kept by none that does not save it."""
+    """Hands on a compute piece's gathered input without keeping it for backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, token: torch.Tensor, half: Half) -> torch.Tensor:
-        ctx.half = half
+    def forward(
+        ctx: Any, x: torch.Tensor, token: torch.Tensor, sublayer: RecordedSublayer
+    ) -> torch.Tensor:
+        ctx.sublayer = sublayer
         return x
 
     @staticmethod
     def backward(ctx: Any, dx: torch.Tensor) -> tuple[None, ...]:
-        ctx.half.dx = dx
+        ctx.sublayer.dx = dx
         return None, None, None
 
 
 class Reduced(torch.autograd.Function):
-    """The reduction of partial sums; its gradient goes to the half that they come of."""
+    """Reduces partial sums; the gradient goes to the sublayer that made them."""
 
     @staticmethod
     def forward(
         ctx: Any,
         y: torch.Tensor,
         token: torch.Tensor,
-        half: Half,
+        sublayer: RecordedSublayer,
         reduce: Transport | None,
         spread: Transport,
     ) -> torch.Tensor:
         """None for `reduce` where nothing reads the sum: only its shape is right then."""
-        ctx.half, ctx.spread = half, spread
-        return y[: len(half.leaf)] if reduce is None else reduce(y)
+        ctx.sublayer, ctx.spread = sublayer, spread
+        return y[: len(sublayer.leaf)] if reduce is None else reduce(y)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[None, ...]:
-        ctx.half.dy = ctx.spread(dout)
+        ctx.sublayer.dy = ctx.spread(dout)
         return None, None, None, None, None

@@ -3,15 +3,16 @@
 Each nano-batch has a *lane*: a greenlet that runs layers' code on its rows, and a CUDA stream. The
 code is cut where tensor parallelism communicates. A *compute piece* goes from the input
 of a column-parallel linear to the partial sums that the row-parallel one makes of it (attention or
-an MLP), on the main stream. Between two of them, on the lane's own stream: the reduction of the
-partial sums, residual sum, norm, and with sequence parallelism the gathering. A lane hands over at
-every column-parallel linear, so compute pieces alternate: 0, 1, 0, 1, ...
+an MLP: a *sublayer*), on the main stream. Between two of them, on the lane's own stream: the
+reduction of the partial sums, residual sum, norm, and with sequence parallelism the gathering. A
+lane yields at every column-parallel linear, so compute pieces alternate: 0, 1, 0, 1, ...
 
 Backward goes the same way back, by a tape (`parallel.nano.lane_tape`). Layers that need no autograd
-call `hand_over` and `hand_in` at the cuts and leave functions on a `DirectTape`. Others' linears
-call `enter` and `leave`: pieces are recorded as separate autograd graphs, ended by detached tensors
-at the cuts. Each is run backward on the stream that it was recorded on: the engine runs a node on
-its forward's stream and makes the caller's stream wait for it, so it adds no waits.
+call `gather_and_yield` and `to_side_stream` at the cuts and leave functions on a `VjpTape`. Others'
+linears call `begin_compute` and `end_compute`: pieces are recorded as separate autograd graphs,
+ended by detached tensors at the cuts. Each is run backward on the stream that it was recorded on:
+the engine runs a node on its forward's stream and makes the caller's stream wait for it, so it adds
+no waits.
 
 Shapes: T rows of the nano-batch, n tensor-parallel ranks, H features.
 """
@@ -30,13 +31,13 @@ from tlora_megatron.ops.routing.segments import (
     current_micro_batch,
 )
 from tlora_megatron.parallel.nano.lane_tape import (
-    DirectTape,
+    AutogradTape,
     Exchange,
     Gathered,
-    Half,
     Module,
+    RecordedSublayer,
     Reduced,
-    Tape,
+    VjpTape,
 )
 from tlora_megatron.parallel.nano.side_stream import SideStream
 from tlora_megatron.parallel.transport.tensor_collectives import TensorCollectives
@@ -64,45 +65,47 @@ class Lane:
         self.gathers = gathers
         self._collectives = collectives
         self._token: torch.Tensor | None = None
-        self._tape: Tape | None = None
+        self._tape: AutogradTape | None = None
         self._residual: tuple[torch.Tensor | None, bool, torch.Tensor] | None = None
-        self._half: Half | None = None
+        self._sublayer: RecordedSublayer | None = None
         self._replay: Module | None = None
         self._is_replaying = False
         self._replayed: torch.Tensor | None = None
         self._x_local: torch.Tensor | None = None
         self._exchanges: list[Exchange] = []
         self._gradient: torch.Tensor | None = None
-        """Of the residual stream, on the way back."""
+        """In backward: gradient of the residual stream."""
 
     def begin(
         self, hidden: torch.Tensor, *, records: bool, num_read: int | None = None
     ) -> torch.Tensor:
-        """Begins layers that a tape is kept of, or not; returns what they begin with.
+        """Begins layers; returns the tensor that they begin with.
 
         Args:
-            num_read: reductions whose results anything reads; those behind are left out.
+            records: keep a tape of them.
+            num_read: number of reductions whose results anything reads; later ones are left out.
         """
         torch.set_grad_enabled(records)
         if not records:
             return hidden
         if self._token is None:
             self._token = torch.empty((), device=hidden.device, requires_grad=True)
-        self._tape = Tape(hidden.detach().requires_grad_(), self._token, num_read)
+        self._tape = AutogradTape(hidden.detach().requires_grad_(), self._token, num_read)
         return self._tape.entry
 
-    def end(self, hidden: torch.Tensor) -> Tape | None:
+    def end(self, hidden: torch.Tensor) -> AutogradTape | None:
         """Ends the tape with the layers' result."""
         tape, self._tape = self._tape, None
         if tape is not None:
             tape.out = get_gradient_edge(hidden)
         return tape
 
-    def cut(self, residual: torch.Tensor, *, joint: bool) -> torch.Tensor:
-        """Cuts the residual stream where attention or an MLP begins; returns what goes on.
+    def detach_residual(self, residual: torch.Tensor, *, joint: bool) -> torch.Tensor:
+        """Detaches the residual stream where a sublayer begins; returns what goes on.
 
         Args:
-            joint: the norm for the next linear comes of what led here; else of what is returned.
+            joint: the norm for the next linear was computed from what led here; otherwise it will
+                be computed from what is returned.
         """
         tape = self._tape
         if tape is None:
@@ -115,33 +118,38 @@ class Lane:
         return leaf
 
     def replay(self, module: Module) -> None:
-        """Has the next compute piece, which is this module's, computed again in backward."""
+        """Makes backward compute the next compute piece, which is this module's, again."""
         if self._tape is not None:
             self._replay = module
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """Ends the elementwise piece at a column-parallel linear's input, hands over to the others,
-        and returns, gathered, what the compute piece begins with.
+    def begin_compute(self, x: torch.Tensor) -> torch.Tensor:
+        """Ends the elementwise piece at a column-parallel linear's input and lets others run.
+
+        Returns:
+            The compute piece's input, gathered.
         """
         if self._is_replaying:
             self._x_local = None
             return x
-        half = None if self._tape is None else self._record(self._tape, x)
-        replays = half is not None and half.replay is not None
-        full = self.hand_over(x.detach(), keeps_local=half is not None and not replays)
-        torch.set_grad_enabled(half is not None and not replays)
-        if half is None:
+        sublayer = None if self._tape is None else self._record(self._tape, x)
+        replays = sublayer is not None and sublayer.replay is not None
+        full = self.gather_and_yield(x.detach(), keeps_local=sublayer is not None and not replays)
+        torch.set_grad_enabled(sublayer is not None and not replays)
+        if sublayer is None:
             return full
         if self._x_local is None:
-            half.x_leaf = full.requires_grad_()
+            sublayer.x_leaf = full.requires_grad_()
             return full
-        return Gathered.apply(full, self._token, half)
+        return Gathered.apply(full, self._token, sublayer)
 
-    def hand_over(self, x: torch.Tensor, *, keeps_local: bool) -> torch.Tensor:
-        """Gathers x, has the others take their turns, and goes on on main with what is returned.
+    def gather_and_yield(self, x: torch.Tensor, *, keeps_local: bool) -> torch.Tensor:
+        """Gathers x, lets the other lanes take their turns, and continues on the main stream.
 
         Args:
-            keeps_local: `take_local` may be asked for x.
+            keeps_local: keep x for `take_local`.
+
+        Returns:
+            x of all ranks.
         """
         full = self._over(self._collectives.all_gather, x) if self.gathers else x
         greenlet.getcurrent().parent.switch()
@@ -150,55 +158,61 @@ class Lane:
         return full
 
     def take_local(self) -> torch.Tensor | None:
-        """This rank's rows of what `enter` returned, for backward to keep in its place; None where
-        it may keep that. Who takes them calls `exchange` in backward."""
+        """Returns this rank's rows of what was gathered, which backward must keep in its place.
+
+        None if backward may keep all rows. The caller must call `exchange` in backward.
+        """
         x_local, self._x_local = self._x_local, None
         return x_local
 
     def exchange(self, part: torch.Tensor, finish: Callable[[torch.Tensor], None]) -> None:
-        """In backward: has a tensor summed over the ranks, on the side, and `finish` called with it
-        on main before this lane's next compute piece."""
+        """In backward: sums a tensor over the ranks on the side stream.
+
+        `finish` is called with the sum on main, before this lane's next compute piece.
+        """
         self._exchanges.append(Exchange(part, finish))
 
-    def _record(self, tape: Tape, x: torch.Tensor) -> Half:
-        assert self._residual is not None, "the residual stream must be cut before each linear"
+    def _record(self, tape: AutogradTape, x: torch.Tensor) -> RecordedSublayer:
+        assert self._residual is not None, "the residual stream must be detached before each linear"
         end = get_gradient_edge(x) if self.gathers else x
-        half = Half(end, *self._residual, tape.leaf, self._replay)
+        sublayer = RecordedSublayer(end, *self._residual, tape.leaf, self._replay)
         self._residual = self._replay = None
-        tape.halves.append(half)
-        self._half = half
-        return half
+        tape.sublayers.append(sublayer)
+        self._sublayer = sublayer
+        return sublayer
 
-    def leave(self, y: torch.Tensor) -> torch.Tensor:
-        """Ends the compute piece with a row-parallel linear's partial sums; returns their sum, of
-        which sequence parallelism leaves this rank's rows.
+    def end_compute(self, y: torch.Tensor) -> torch.Tensor:
+        """Ends the compute piece with a row-parallel linear's partial sums.
+
+        Returns:
+            Their sum; under sequence parallelism this rank's rows of it.
         """
         if self._is_replaying:
             self._replayed = y
             return y
-        self.hand_in(y)
-        tape, half, self._half = self._tape, self._half, None
-        if tape is None or half is None:
+        self.to_side_stream(y)
+        tape, sublayer, self._sublayer = self._tape, self._sublayer, None
+        if tape is None or sublayer is None:
             return self.reduce(y)
-        if half.replay is None:
-            half.y = get_gradient_edge(y)
+        if sublayer.replay is None:
+            sublayer.y = get_gradient_edge(y)
         else:
             torch.set_grad_enabled(True)
         reduce = self.reduce if tape.is_read else None
-        return Reduced.apply(y.detach(), self._token, half, reduce, self.spread)
+        return Reduced.apply(y.detach(), self._token, sublayer, reduce, self.spread)
 
-    def hand_in(self, y: torch.Tensor) -> None:
-        """Goes on on the side with what main has computed."""
+    def to_side_stream(self, y: torch.Tensor) -> None:
+        """Continues on the lane's own stream with what main has computed."""
         self.stream.to_side()
         self.stream.hold(y)
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks; of sequence parallelism's, this rank's rows."""
+        """Returns the sum over the ranks; under sequence parallelism this rank's rows of it."""
         ops = self._collectives
         return self._over(ops.reduce_scatter if self.gathers else ops.all_reduce, x)
 
     def spread(self, dx: torch.Tensor) -> torch.Tensor:
-        """The way back of `reduce`: the gradient of all rows."""
+        """Undoes `reduce` in backward: returns the gradient of all rows."""
         dx = dx.contiguous()
         return self._over(self._collectives.all_gather, dx) if self.gathers else dx
 
@@ -211,12 +225,13 @@ class Lane:
         return result.view(-1, *x.shape[1:])
 
     def backward_begin(
-        self, tape: Tape | DirectTape, dout: torch.Tensor, *, after_main: bool
+        self, tape: AutogradTape | VjpTape, dout: torch.Tensor, *, after_main: bool
     ) -> None:
-        """The elementwise piece behind the last half.
+        """Runs the elementwise piece behind the last sublayer.
 
         Args:
             dout: gradient of what `end` was given; the caller keeps it until `join`.
+            after_main: begin after all that main has been given.
         """
         if after_main:
             self.stream.to_side()
@@ -224,20 +239,19 @@ class Lane:
             self.stream.resume()
         self._gradient = tape.begin(dout, self)
 
-    def backward_half(self, tape: Tape | DirectTape) -> None:
-        """The compute piece of the tape's last half on main, then the elementwise piece before it;
-        takes it off the tape."""
+    def backward_sublayer(self, tape: AutogradTape | VjpTape) -> None:
+        """Runs the tape's last sublayer and the elementwise piece before it, and takes it off."""
         assert self._gradient is not None, "backward_begin comes first"
         self.join()
         dx = tape.compute(self)
-        self.hand_in(dx)
+        self.to_side_stream(dx)
         dx = self.reduce(dx)
         for exchange in self._exchanges:
             exchange.total = self._collectives.all_reduce(exchange.part, self.index)
         self._gradient = tape.reach(dx, self._gradient, self)
 
     def compute_again(self, module: Module, x: torch.Tensor) -> torch.Tensor:
-        """Partial sums of a module that `replay` was told of, recorded."""
+        """Returns the partial sums of a module that `replay` was given, recorded."""
         self._is_replaying = True
         try:
             with Turn(self), torch.enable_grad():
@@ -249,13 +263,13 @@ class Lane:
         return y
 
     def backward_end(self) -> torch.Tensor:
-        """The gradient of what `begin` was given, on the lane's stream."""
+        """Returns the gradient of what `begin` was given, on the lane's stream."""
         gradient, self._gradient = self._gradient, None
         assert gradient is not None, "backward_begin comes first"
         return gradient
 
     def join(self) -> None:
-        """Goes to main, which has then waited for all of this lane."""
+        """Continues on main, which waits for all of this lane first."""
         self.stream.to_main()
         for exchange in self._exchanges:
             assert exchange.total is not None, "sums are made on the side"
@@ -272,7 +286,7 @@ def current_lane() -> Lane | None:
 
 
 class Turn:
-    """Makes it a lane's turn, and its nano-batch the one bound."""
+    """Context in which a lane is the current one, and its nano-batch the bound one."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane

@@ -1,4 +1,4 @@
-"""What a model needs to hide tensor-parallel communication behind nano-batches."""
+"""The streams and collectives with which a model runs its nano-batches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tlora_megatron.parallel.transport.tensor_collectives import TensorCollectiv
 
 
 class Overlap:
-    """Number of nano-batches, and the streams and collectives that they run with.
+    """The number of nano-batches of a model, and the streams and collectives that they run with.
 
     Args:
-        num_nano_batches: into how many a micro-batch is cut at most; may be set between rounds.
+        num_nano_batches: parts of a micro-batch, at most; may be set between rounds.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Overlap:
         self._streams: list[SideStream] = []
 
     def streams(self, count: int) -> list[SideStream]:
-        """One side stream a nano-batch, the same every time."""
+        """Returns one side stream for each nano-batch, the same every time."""
         if len(self._streams) < count:
             self.collectives.prepare(count)
         while len(self._streams) < count:
@@ -36,7 +36,7 @@ class Overlap:
         return self._streams[:count]
 
     def lanes(self, views: Sequence[MicroBatchView], *, gathers: bool) -> list[Lane]:
-        """A lane for each nano-batch of one micro-batch; see `Lane`."""
+        """Returns a lane for each nano-batch of one micro-batch."""
         streams = self.streams(len(views))
         return [
             Lane(index, view, self.collectives, stream, gathers=gathers)

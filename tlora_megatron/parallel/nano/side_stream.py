@@ -3,7 +3,7 @@
 Memory: what is allocated on one stream and read on the other must not be given out again too early.
 Every to-and-fro waits for all the other stream was given, so a tensor made on the side and read on
 main is safe by itself: the side stream's next work waits for main. A tensor made on main and read
-on the side must be `hold`: main goes on without waiting.
+on the side must be given to `hold`: main continues without waiting.
 
 CUDA_DEVICE_MAX_CONNECTIONS must not be 1: the GPU would start kernels in launch order over all
 streams, and a norm that waits for its collective would hold up every GEMM behind it.
@@ -20,29 +20,29 @@ thousands of blocks would hold the last ones up until the others have done their
 
 
 class SideStream:
-    """On a CPU there is one order, and nothing to do."""
+    """The side stream of a CPU: work runs in the order of the code, so there is nothing to do."""
 
     def begin(self) -> None:
-        """Takes the current stream for the main one."""
+        """Remembers the current stream as the main one."""
 
     def to_side(self) -> None:
-        """Goes on here, after all that main has been given."""
+        """Continues on this stream, after all that main has been given."""
 
     def resume(self) -> None:
-        """Goes on here, where main has been given nothing for it since."""
+        """Continues on this stream; main must have been given nothing for it since."""
 
     def to_main(self) -> None:
-        """Goes on on main, after all that was given here; lets go of what was held."""
+        """Continues on main, after all that this stream was given; releases held tensors."""
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Keeps a tensor of main's until main has waited for what reads it here."""
+        """Keeps a tensor of main's alive until main has waited for its readers here."""
 
     def leave(self) -> None:
-        """Makes main the current stream without waiting, whatever went wrong."""
+        """Makes main the current stream without waiting, after an error too."""
 
 
 class CudaSideStream(SideStream):
-    """Waits are the device's, by events; never the host's."""
+    """A stream beside main; the device waits, by events, never the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._side = torch.cuda.Stream(device, priority=_PRIORITY)
@@ -76,5 +76,5 @@ class CudaSideStream(SideStream):
 
 
 def make_side_stream(device: torch.device) -> SideStream:
-    """A stream of a device's."""
+    """Returns a side stream for a device."""
     return CudaSideStream(device) if device.type == "cuda" else SideStream()

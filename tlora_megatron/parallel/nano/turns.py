@@ -8,21 +8,21 @@ from typing import Any
 import greenlet
 import torch
 
-from tlora_megatron.parallel.nano.lane_tape import DirectTape, Tape
+from tlora_megatron.parallel.nano.lane_tape import AutogradTape, VjpTape
 from tlora_megatron.parallel.nano.lanes import Lane, Turn
 
 
 def take_turns(
     lanes: Sequence[Lane], body: Callable[[Lane], Any], *, after_main: bool = True
 ) -> list[Any]:
-    """Runs `body(lane)` for all lanes, from column-parallel linear to column-parallel linear.
+    """Runs `body(lane)` for all lanes, which take turns at every column-parallel linear.
 
     Args:
-        after_main: begin after all that main has been given; False where lanes go on with what is
-            their own.
+        after_main: begin after all that main has been given; False where lanes continue with
+            tensors of their own streams.
 
     Returns:
-        What each returned; main has to `join` before it reads that.
+        The result of each lane; main must `join` before it reads them.
     """
     results: list[Any] = [None] * len(lanes)
 
@@ -52,7 +52,7 @@ def take_turns(
 
 def take_turns_back(
     lanes: Sequence[Lane],
-    tapes: Sequence[Tape | DirectTape],
+    tapes: Sequence[AutogradTape | VjpTape],
     douts: Sequence[torch.Tensor],
     *,
     after_main: bool = True,
@@ -60,26 +60,26 @@ def take_turns_back(
     """Runs tapes backward and empties them.
 
     Args:
-        douts: gradients of what they ended with, kept by the caller until main has joined.
-        after_main: as `take_turns`.
+        douts: gradients of the layers' results; the caller keeps them until main has joined.
+        after_main: see `take_turns`.
 
     Returns:
-        Gradients of what they began with; main has to `join` before it reads them.
+        Gradients of the layers' inputs; main must `join` before it reads them.
     """
     for lane in lanes:
         lane.stream.begin()
     try:
         for lane, tape, dout in zip(lanes, tapes, douts, strict=True):
             lane.backward_begin(tape, dout, after_main=after_main)
-        while tapes[0].halves:
+        while tapes[0].sublayers:
             for lane, tape in zip(lanes, tapes, strict=True):
-                lane.backward_half(tape)
+                lane.backward_sublayer(tape)
         return [lane.backward_end() for lane in lanes]
     finally:
         lanes[0].stream.leave()
 
 
 def join(lanes: Sequence[Lane]) -> None:
-    """Has main wait for all that lanes were given."""
+    """Makes main wait for all that lanes were given."""
     for lane in lanes:
         lane.join()

@@ -34,9 +34,10 @@ from tlora_megatron.parallel.transport.symmetric_memory import SymmetricMemory, 
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _FLAG_BYTES = 512
-"""Before a lane's area: two phases of `MAX_RANKS` flags of 4 bytes, and room up to alignment."""
+"""Size before a lane's area: two phases of `MAX_RANKS` flags of 4 bytes, and alignment."""
 _BLOCKS = 4
-"""Of the sum's kernel, a multiprocessor: all that it holds, for reading memory at full speed."""
+"""Blocks of the sum's kernel on a multiprocessor: all that it holds, to read memory at full speed.
+"""
 _BASES = {"x": -2, "out": -1}
 _NOWHERE = -3
 _Calls = Callable[[Operation, int, torch.dtype], ExchangeArguments]
@@ -44,15 +45,15 @@ _Calls = Callable[[Operation, int, torch.dtype], ExchangeArguments]
 
 
 class CopyEngineCollectives:
-    """See the module, and `TensorCollectives`."""
+    """`TensorCollectives` that the GPUs' copy engines transport."""
 
     name = "copy_engine"
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, max_bytes: int) -> None:
         """
         Args:
-            max_bytes: what one round of a lane carries; larger tensors take several. A lane holds
-                `1 + 1 / n` times as much memory.
+            max_bytes: bytes that one round of a lane carries; larger tensors take several. A lane
+                holds `1 + 1 / n` times as much memory.
         """
         self.group, self.device = group, device
         self.size = dist.get_world_size(group)
@@ -66,7 +67,7 @@ class CopyEngineCollectives:
         self._calls: list[_Calls] = []
 
     def prepare(self, num_lanes: int) -> None:
-        """Allocates lanes that are not there yet; those there stay."""
+        """Allocates the lanes that do not exist yet."""
         for lane in range(len(self._memory), num_lanes):
             self._memory.append(allocate(self.group, self.device, self.lane_bytes))
             # Jobs vary the number of rows: as many as a lane may meet.
@@ -90,7 +91,7 @@ class CopyEngineCollectives:
         return result
 
     def close(self) -> None:
-        """Unmaps the lanes, once no process uses another's any more. Waits for the device."""
+        """Unmaps the lanes after all processes have finished with them. Waits for the device."""
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group, device_ids=[self.device.index])
         self._memory.clear()
@@ -111,7 +112,7 @@ class CopyEngineCollectives:
         load_extension().call("exchange", arguments, stream)
 
     def describe(self, lane: int, steps: Sequence[Step], dtype: torch.dtype) -> ExchangeArguments:
-        """What `launch` takes, but for the tensors; good for any number of launches."""
+        """Returns `launch`'s arguments without the tensors; good for any number of launches."""
         encoded_steps = encoded(steps, self.size)
         arguments = ExchangeArguments(
             steps=encoded_steps,
@@ -129,7 +130,7 @@ class CopyEngineCollectives:
         return arguments
 
     def steps(self, operation: Operation, num_bytes: int) -> list[Step]:
-        """This process's part in a collective over so many bytes."""
+        """Returns this process's part in a collective over so many bytes."""
         return self._lane.steps(operation, num_bytes)
 
     def _describe_operation(
@@ -139,7 +140,7 @@ class CopyEngineCollectives:
 
 
 def encoded(steps: Sequence[Step], size: int) -> ctypes.Array[ExchangeStep]:
-    """Steps of a group of `size` processes as the CUDA extension takes them."""
+    """Returns steps of a group of `size` processes in the CUDA extension's form."""
     return (ExchangeStep * len(steps))(*(_encoded(step, size) for step in steps))
 
 

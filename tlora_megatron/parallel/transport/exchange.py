@@ -1,4 +1,4 @@
-"""What each process of a group does for an all-reduce over peer memory: pure lists of steps.
+"""The steps that each process of a group takes for a collective over peer memory, as pure lists.
 
 Every process has, for each lane, an *area* of memory that all of them can reach: a slot for each
 sender and one for the sum, and two sets of flags, one a phase. A collective is, in rounds that fit
@@ -33,7 +33,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 MAX_RANKS = 8
-"""Of a group: the GPUs that NVLink joins in one machine. `kMaxRanks` of exchange.cu."""
+"""Most processes of a group: the GPUs that NVLink joins in one machine. `kMaxRanks` of exchange.cu.
+"""
 SLOT_ALIGNMENT = 512
 _SLICE_ALIGNMENT = 16
 """Bytes that the sum reads at once."""
@@ -45,12 +46,12 @@ class Place(NamedTuple):
     """A byte of memory."""
 
     base: int | Literal["x", "out"]
-    """The operand, the result, or the area of a process by its rank."""
+    """The operand, the result, or the rank of the process whose area it is in."""
     offset: int
 
 
 class Copy(NamedTuple):
-    """Bytes copied from place to place; from or to another process's area."""
+    """Copies bytes from or to another process's area."""
 
     source: Place
     target: Place
@@ -58,13 +59,13 @@ class Copy(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A phase: flags to all, flags from all."""
+    """Raises this process's flags of a phase and waits for all others'."""
 
     phase: Literal[0, 1]
 
 
 class Sum(NamedTuple):
-    """Own bytes plus, unless `alone`, the slots of all others, in rank order, to two places."""
+    """Writes own bytes plus, unless `alone`, all others' slots, in rank order, to two places."""
 
     own: Place
     target: Place
@@ -87,23 +88,27 @@ class Lane:
 
     @property
     def area_bytes(self) -> int:
-        """A slot for each sender, one for the sum."""
+        """Bytes of a slot for each sender and one for the sum."""
         return (self.size + 1) * self.slot_bytes
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The others, in the order of copies: at each turn every process has another target."""
+        """The other ranks in the order of copies: at each turn every process has another target."""
         if self.size & (self.size - 1) == 0:
             return tuple(self.rank ^ turn for turn in range(1, self.size))
         return tuple((self.rank + turn) % self.size for turn in range(1, self.size))
 
     def slot(self, of: int, sender: int) -> Place:
-        """Where `sender` (or `size`: the sum) has its slot in the area of process `of`."""
+        """Returns the slot of `sender` (or `size`: of the sum) in the area of process `of`."""
         return Place(of, sender * self.slot_bytes)
 
     def steps(self, operation: Operation, num_bytes: int) -> list[Step]:
-        """The steps of a collective whose whole tensor (gathered, or to be summed) has so many
-        bytes; `size` must divide them but for an all-reduce."""
+        """Returns the steps of a collective.
+
+        Args:
+            num_bytes: of the whole tensor, gathered or to be summed; `size` must divide them,
+                except for an all-reduce.
+        """
         make = {
             "all_reduce": self._all_reduce,
             "reduce_scatter": self._reduce_scatter,
@@ -158,7 +163,7 @@ class Lane:
 
 
 def slot_bytes(max_bytes: int, size: int) -> int:
-    """Bytes of a slot, so that a collective of up to `max_bytes` takes one round."""
+    """Returns a slot's bytes, such that a collective of up to `max_bytes` takes one round."""
     return _rounded(max(1, -(-max_bytes // size)), SLOT_ALIGNMENT)
 
 

@@ -19,19 +19,18 @@ from tlora_megatron.ops.lora.cuda.arguments import MAX_RANKS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SymmetricMemory:
-    """As many bytes on each process of a group."""
+    """A buffer of the same size on each process of a group."""
 
     local: torch.Tensor
-    """uint8, this process's."""
+    """This process's buffer, uint8."""
     addresses: tuple[int, ...]
-    """Where this process sees that of each rank."""
+    """Addresses at which this process sees the buffer of each rank."""
     handle: Any
-    """torch's, which keeps the mappings."""
+    """torch's handle, which keeps the mappings."""
 
 
 def allocate(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> SymmetricMemory:
-    """Allocates zeros that all processes see once any has returned. A collective; waits for the
-    device.
+    """Allocates zeros that all processes can reach; a collective. Waits for the device.
 
     Raises:
         RuntimeError: if the devices cannot reach each other's memory.
@@ -39,7 +38,7 @@ def allocate(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> 
     from torch.distributed import _symmetric_memory as symmetric
 
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    torch.cuda.empty_cache()  # it comes of the driver, and torch may hold all there is
+    torch.cuda.empty_cache()  # it comes from the driver, and torch may hold all there is
     local = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     local.zero_()
     torch.cuda.synchronize(device)
@@ -54,7 +53,7 @@ def allocate(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> 
 
 
 def obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why this group cannot use peer memory, the same on every process; None if it can.
+    """Returns why this group cannot use peer memory, the same on every process; None if it can.
 
     A collective. Builds the CUDA extension if need be.
     """
@@ -90,8 +89,10 @@ def _uuid(index: int) -> str:
 
 
 def _unreachable(device: torch.device, peers: list[str]) -> str | None:
-    """A peer that this device sees but cannot reach. Of those that are hidden from this process
-    nothing can be said beforehand."""
+    """Names a peer that this device sees but cannot reach.
+
+    Nothing can be said beforehand of peers that are hidden from this process.
+    """
     for other in range(torch.cuda.device_count()):
         if other == device.index or _uuid(other) not in peers:
             continue

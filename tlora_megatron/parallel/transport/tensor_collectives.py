@@ -1,8 +1,8 @@
 """Collectives of one tensor-parallel group over a nano-batch's rows, behind one small interface.
 
-What computes beside them is the caller's: a call is enqueued on the current stream, and its result
-may be used there as soon as it returns; the host never waits. `lane` is the nano-batch's index:
-lanes have buffers, signals and streams of their own, so that none waits for another.
+The caller decides what computes beside them: a call is enqueued on the current stream, and its
+result may be used there as soon as it returns; the host never waits. `lane` is the nano-batch's
+index: lanes have buffers, signals and streams of their own, so that none waits for another.
 
 Shapes: T rows, H features, n processes of the group.
 """
@@ -36,7 +36,7 @@ class TensorCollectives(Protocol):
     """Memory that `prepare` takes for each lane."""
 
     def prepare(self, num_lanes: int) -> None:
-        """Makes lanes 0 to `num_lanes` - 1 usable. Every process calls it; waits for the device."""
+        """Makes lanes 0 to `num_lanes` - 1 usable; all processes call it. Waits for the device."""
 
     def all_reduce(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
         """Returns the sum over the group, `[T, H]`; x may be overwritten and returned."""
@@ -48,11 +48,11 @@ class TensorCollectives(Protocol):
         """Returns every process's rows in rank order, `[T * n, H]`."""
 
     def close(self) -> None:
-        """Gives buffers back; nothing may be called after. Every process calls it."""
+        """Gives buffers back; every process must call it, and nothing after it."""
 
 
 class GroupCollectives:
-    """The process group's own collectives: NCCL's, or what is the same on it."""
+    """The process group's own collectives: NCCL's, or those of another backend."""
 
     name = "nccl"
     lane_bytes = 0
@@ -62,7 +62,7 @@ class GroupCollectives:
         self.size = dist.get_world_size(group)
 
     def prepare(self, num_lanes: int) -> None:
-        """A communicator runs one collective after another; lanes need nothing."""
+        """Does nothing: a communicator runs one collective after another."""
 
     def all_reduce(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
         x_TH = x_TH.contiguous()
@@ -80,7 +80,7 @@ class GroupCollectives:
         return result
 
     def close(self) -> None:
-        """Lets go of the group: gloo aborts at exit if one outlives `destroy_process_group`."""
+        """Releases the group: gloo aborts at exit if one outlives `destroy_process_group`."""
         del self.group
 
 
@@ -103,7 +103,7 @@ class RankOrderCollectives(GroupCollectives):
         return self._own_slice(x_TH.reshape(-1)).view(rows, *x_TH.shape[1:])
 
     def _own_slice(self, flat: torch.Tensor) -> torch.Tensor:
-        """This process's of `n` equal slices of the sum."""
+        """Returns this process's of `n` equal slices of the sum."""
         parts = torch.empty_like(flat)
         dist.all_to_all_single(parts, flat, group=self.group)
         wide = torch.promote_types(flat.dtype, torch.float32)
@@ -125,7 +125,7 @@ class SkippedCollectives:
         self._gathered: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def prepare(self, num_lanes: int) -> None:
-        """Nothing to prepare."""
+        """Does nothing."""
 
     def all_reduce(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
         return x_TH
@@ -135,8 +135,10 @@ class SkippedCollectives:
         return x_TH[self.rank * rows : (self.rank + 1) * rows]
 
     def all_gather(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
-        """The first x of its shape, n times: a copy made anew would be time that others do not
-        spend on multiprocessors."""
+        """Returns the first x of its shape, n times.
+
+        Kept, because a new copy would take time that copy engines do not take from multiprocessors.
+        """
         if self.size == 1:
             return x_TH
         key = (x_TH.shape, x_TH.dtype)
@@ -160,9 +162,9 @@ def make_tensor_collectives(
     Args:
         group: None or of one process = nothing is communicated.
         kind: `auto` = the best that runs here: gloo on a CPU, copy engines where the GPUs reach
-            each other's memory, else NCCL; the log says which and why.
-        max_bytes: what copy engines carry at once, best the largest x of a call (the gathered one
-            of an all-gather). A lane holds about as much memory; what is larger takes several
+            each other's memory, otherwise NCCL; the log says which and why.
+        max_bytes: bytes that copy engines carry at once, best the largest x of a call (the gathered
+            one of an all-gather). A lane holds about as much memory; a larger x takes several
             rounds.
 
     Raises:

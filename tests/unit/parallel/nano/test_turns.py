@@ -46,7 +46,7 @@ def walk(seen: list[tuple[int, int]], *, fail_at: Any = None, error: Any = None)
     def body(lane: Lane) -> int:
         try:
             for layer in range(2):
-                lane.enter(torch.ones(2, 1))
+                lane.begin_compute(torch.ones(2, 1))
                 assert current_lane() is lane
                 assert current_micro_batch() is lane.view
                 seen.append((lane.index, layer))

@@ -83,7 +83,8 @@ class PackedCoreAttention(MegatronModule):
         Args:
             query: `[T, 1, N, D]`.
             key: `[T, 1, G, D]`, as `value`.
-            attention_mask: None, as `attention_bias` and `packed_seq_params`: documents say it all.
+            attention_mask: must be None, like `attention_bias` and `packed_seq_params`: the
+                micro-batch's documents decide who sees whom.
 
         Returns:
             `[T, 1, N * D]`.
@@ -115,8 +116,11 @@ class PackedCoreAttention(MegatronModule):
     def attend_projection_vjp(
         self, mixed: Tensor, groups: int, micro_batch: MicroBatchView
     ) -> tuple[Tensor, Vjp]:
-        """As `attend_projection`, from `[T, G (N / G + 2) D]` to `[T, N * D]`, without context
-        parallelism."""
+        """Does what `attend_projection` does, without autograd and context parallelism.
+
+        Returns:
+            `[T, N * D]` of `[T, G (N / G + 2) D]`, and its vjp.
+        """
         assert self.rotary is not None, "heads that were rotated are not in a projection"
         assert self.cp_group is None, "keys are gathered by autograd's functions"
         shape = mixed.shape
@@ -146,7 +150,7 @@ class PackedCoreAttention(MegatronModule):
     def _gather_keys(
         self, key: Tensor, value: Tensor, micro_batch: MicroBatchView
     ) -> tuple[Tensor, Tensor]:
-        """All ranks' keys and values, laid out span after span as the local queries need them."""
+        """Returns all ranks' keys and values, span after span as the local queries need them."""
         rows = micro_batch.cached("attention.key_rows", lambda: _key_rows(micro_batch, key.device))
         gathered = gather_from_sequence_parallel_region(
             torch.cat([key, value], dim=-1),
@@ -166,7 +170,7 @@ def _bound_micro_batch() -> MicroBatchView:
 
 
 def _key_rows(micro_batch: MicroBatchView, device: torch.device) -> Tensor:
-    """Rows of the gathered keys in span order, int64 `[sum(k_lens)]`."""
+    """Returns the rows of the gathered keys in span order, int64 `[sum(k_lens)]`."""
     spans = micro_batch.attention
     runs = zip(spans.k_begins, spans.k_lens, strict=True)
     packed = torch.cat([torch.arange(begin, begin + length) for begin, length in runs])

@@ -6,7 +6,7 @@ the residual stream are added where one is computed; heads turn while they are s
 pass each way; no weight of a norm gets a gradient.
 
 A layer is re-classed in place: parameters, state-dict keys and `isinstance` answers stay. Where all
-linears give their product without autograd it runs as two `HalfLayer`s, else by its modules'
+linears give their product without autograd it runs as two `FrozenSublayer`s, else by its modules'
 forwards.
 """
 
@@ -22,7 +22,11 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from tlora_megatron.integrations.megatron.layer.half_layer import HalfLayer, run_layer, runs_direct
+from tlora_megatron.integrations.megatron.layer.frozen_sublayer import (
+    FrozenSublayer,
+    run_layer,
+    runs_direct,
+)
 from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
@@ -40,8 +44,10 @@ class FrozenSelfAttention(SelfAttention):
 
     @property
     def is_fused(self) -> bool:
-        """Whether the core takes the projection; megatron-core before 0.19 has an identity where
-        nothing is normed."""
+        """True if the core takes the projection.
+
+        Where nothing is normed, megatron-core before 0.19 has an identity in the norm's place.
+        """
         config = self.config
         return isinstance(self.q_layernorm, IdentityOp | None) and (
             config.num_query_groups >= config.tensor_model_parallel_size
@@ -58,13 +64,13 @@ class FrozenSelfAttention(SelfAttention):
     def attend_vjp(
         self, mixed: Tensor, view: MicroBatchView, lane: Lane | None
     ) -> tuple[Tensor, Vjp]:
-        """What stands between the linears."""
+        """Attends, which is all between the linears; returns the context and its vjp."""
         groups = self.num_query_groups_per_partition
         return self.core_attention.attend_projection_vjp(mixed, groups, view)
 
 
 class FrozenMLP(MLP):
-    """The two linears with SwiGLU between them."""
+    """An MLP of two linears with SwiGLU between them."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """`[T, 1, H]` to the same."""
@@ -77,31 +83,31 @@ class FrozenTransformerLayer(TransformerLayer):
 
     input_layernorm: RMSNorm
     pre_mlp_layernorm: RMSNorm
-    tlora_halves: Sequence[HalfLayer]
-    """Empty where something stands between the linears that only autograd goes back through."""
+    tlora_sublayers: Sequence[FrozenSublayer]
+    """Empty where only autograd can go back through the part between the linears."""
 
     @property
-    def direct_halves(self) -> Sequence[HalfLayer]:
-        """The layer's halves if it may run by them now, else none."""
+    def direct_sublayers(self) -> Sequence[FrozenSublayer]:
+        """The layer's sublayers if it may run by them now, otherwise none."""
         attention = self.self_attention
         modules = (self, attention, attention.core_attention, self.mlp)
-        halves = self.tlora_halves
-        return halves if halves and runs_direct(modules, halves) else ()
+        sublayers = self.tlora_sublayers
+        return sublayers if sublayers and runs_direct(modules, sublayers) else ()
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """`[T, 1, H]` to the same, and no context; further arguments of the block are all None."""
         view, lane = current_micro_batch(), current_lane()
-        if lane is None and view is not None and not view.nano_views and self.direct_halves:
-            return run_layer(self.tlora_halves, hidden_states, view), None
+        if lane is None and view is not None and not view.nano_views and self.direct_sublayers:
+            return run_layer(self.tlora_sublayers, hidden_states, view), None
         residual, normed = self.input_layernorm.fork(hidden_states)
         if lane is not None:
-            residual = lane.cut(residual, joint=True)
+            residual = lane.detach_residual(residual, joint=True)
         attended, _ = self.self_attention(normed, attention_mask=attention_mask)
         residual, normed = self.pre_mlp_layernorm.add(attended, residual)
         if lane is not None:
-            residual = lane.cut(residual, joint=True)
+            residual = lane.detach_residual(residual, joint=True)
             if self.recompute_mlp:
                 lane.replay(self.mlp)
         if self.recompute_mlp and lane is None:
@@ -116,22 +122,22 @@ def freeze_layer(layer: TransformerLayer) -> None:
     layer.__class__ = FrozenTransformerLayer
     layer.self_attention.__class__ = FrozenSelfAttention
     layer.mlp.__class__ = FrozenMLP
-    object.__setattr__(layer, "tlora_halves", _halves(layer))
+    object.__setattr__(layer, "tlora_sublayers", _sublayers(layer))
 
 
-def _halves(layer: Any) -> tuple[HalfLayer, ...]:
+def _sublayers(layer: Any) -> tuple[FrozenSublayer, ...]:
     attention, mlp = layer.self_attention, layer.mlp
     if not attention.is_fused or attention.core_attention.cp_group is not None:
         return ()
     return (
-        HalfLayer(
+        FrozenSublayer(
             layer.input_layernorm,
             attention.linear_qkv,
             attention.attend_vjp,
             attention.linear_proj,
             recomputes=False,
         ),
-        HalfLayer(
+        FrozenSublayer(
             layer.pre_mlp_layernorm,
             mlp.linear_fc1,
             lambda x, *_: swiglu_vjp(x),

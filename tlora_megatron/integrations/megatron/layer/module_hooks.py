@@ -1,4 +1,4 @@
-"""What a user may have hung on modules or on what autograd saves; who skips both asks first."""
+"""Finds hooks on modules and on saved tensors; code that calls no module's forward asks first."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def does_more(module: nn.Module) -> bool:
-    """Whether calling a module does more than its class's `forward`."""
+    """Returns True if calling a module does more than its class's `forward`."""
     return hangs_on(module) or hangs_on_all()
 
 
 def hangs_on(module: nn.Module) -> bool:
-    """Whether the module has hooks, another `forward` or a compiled one (`compile()`)."""
+    """Returns True if the module has hooks, another `forward` or a compiled one (`compile()`)."""
     # Spelled out: ten modules a layer are asked in each micro-batch, while a GPU may wait.
     own = module.__dict__
     return bool(
@@ -29,7 +29,7 @@ def hangs_on(module: nn.Module) -> bool:
 
 
 def hangs_on_all() -> bool:
-    """Whether all modules have hooks (`register_module_forward_hook` and its like)."""
+    """Returns True if all modules have hooks (`register_module_forward_hook` and its like)."""
     return bool(
         registry._global_forward_hooks
         or registry._global_forward_pre_hooks
@@ -39,6 +39,9 @@ def hangs_on_all() -> bool:
 
 
 def packs_saved_tensors() -> bool:
-    """Whether what autograd saves here goes through somebody's hooks (`saved_tensors_hooks`,
-    `save_on_cpu`, a checkpoint that does not re-enter, Megatron's activation offloading)."""
+    """Returns True if tensors that autograd saves go through hooks.
+
+    That is so under `saved_tensors_hooks`, `save_on_cpu`, a checkpoint that does not re-enter, and
+    Megatron's activation offloading.
+    """
     return _saved_tensors_hooks(True) is not None

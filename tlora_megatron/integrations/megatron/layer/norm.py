@@ -58,5 +58,5 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def add_vjp(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Vjp]:
-        """As `add`, or `fork` without a residual: see `add_rms_norm_vjp`."""
+        """Does what `add` does, or `fork` without a residual; see `add_rms_norm_vjp`."""
         return add_rms_norm_vjp(x, residual, self.weight, self.eps)

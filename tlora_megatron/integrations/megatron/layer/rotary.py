@@ -19,7 +19,9 @@ from tlora_megatron.ops.routing.segments import MicroBatchView
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """Rotation per position of each pair of head dimensions, fp32 `[head_dim / 2]` on the CPU.
+    """Returns the rotation per position of each pair of head dimensions.
+
+    fp32 `[head_dim / 2]` on the CPU.
 
     The arithmetic is Hugging Face's to the bit, llama3 scaling included: low frequencies are
     divided by `factor`, high ones kept, those between interpolated.
@@ -42,8 +44,8 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
 class PackedRotaryEmbedding:
     """Rotates queries and keys by each token's position in its own document.
 
-    Core attention asks it, in the place of Megatron's own embedding, which would compute cosine
-    and sine anew in every layer and rotate in a dozen kernels. The arithmetic is Hugging Face's:
+    Core attention uses it in the place of Megatron's own embedding, which would compute cosine and
+    sine anew in every layer and rotate in a dozen kernels. The arithmetic is Hugging Face's:
     cosine and sine in fp32, rounded to the activations' dtype, halves rotated.
     """
 
@@ -56,7 +58,7 @@ class PackedRotaryEmbedding:
         return run(x_T1ND, *self.cos_sin(x_T1ND, micro_batch))
 
     def cos_sin(self, like: Tensor, micro_batch: MicroBatchView) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the local rows, `[T, D]` in the dtype and on the device of `like`."""
+        """Returns cosine and sine of the local rows, `[T, D]`, in the dtype and device of `like`."""
         return micro_batch.cached(
             f"rotary:{like.dtype}@{like.device}", lambda: self._cos_sin(like, micro_batch)
         )
@@ -70,5 +72,5 @@ class PackedRotaryEmbedding:
 
 @functools.cache
 def _fused() -> Callable[..., Tensor]:
-    """`rotate_halves` and its backward as one generated GPU kernel each."""
+    """Compiles `rotate_halves` and its backward to one generated GPU kernel each."""
     return torch.compile(rotate_halves, dynamic=True)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as registry
 
-from tests.unit.integrations.megatron.layer.test_half_layer import (
+from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
     SPEC,
     Case,
     equal,
@@ -92,7 +92,7 @@ def test_a_hook_on_all_modules_sees_each(kind: str, num_parts: int) -> None:
     actual = run(case, view, counted(kind, calls))
     expected = {name: num_parts * count for name, count in CALLS.items()}
     assert {name: calls[name] for name in CALLS} == expected
-    assert all(layer.direct_halves for layer in case.decoder.layers), "the hook is gone"
+    assert all(layer.direct_sublayers for layer in case.decoder.layers), "the hook is gone"
     # Not to the bit: a norm's hook has the residual's gradient added behind the norm's own sum.
     torch.testing.assert_close(actual, run(case, view), rtol=1e-4, atol=1e-3)
 
@@ -151,5 +151,5 @@ def test_saved_tensors_go_through_hooks(num_parts: int) -> None:
     for shape in [(rows, SPEC.hidden_size), (rows, 1, SPEC.ffn_size)]:
         assert packed[torch.Size(shape)] >= num_parts * NUM_LAYERS
         assert unpacked[torch.Size(shape)] >= num_parts * NUM_LAYERS
-    assert all(layer.direct_halves for layer in case.decoder.layers), "the hooks are gone"
+    assert all(layer.direct_sublayers for layer in case.decoder.layers), "the hooks are gone"
     assert equal(actual, run(case, view))

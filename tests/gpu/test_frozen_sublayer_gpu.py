@@ -1,4 +1,4 @@
-"""A layer's halves on a GPU: streams, addresses and memory that is handed out again."""
+"""A layer's sublayers on a GPU: streams, addresses and memory that is handed out again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.linear_case import TOLERANCE, error
-from tests.unit.integrations.megatron.layer.test_half_layer import (
+from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
     SPEC,
     Case,
     process_group,
@@ -71,7 +71,7 @@ def test_ranks_are_shared_as_modules_do(sharding: LoraSharding, recompute: Recom
 
 
 def check(case: Case, view: MicroBatchView) -> None:
-    assert all(layer.direct_halves for layer in case.decoder.layers)
+    assert all(layer.direct_sublayers for layer in case.decoder.layers)
     actual = [in_flight(case, view) for _ in range(3)][-1]  # the last by warm launches
     use_modules(case.decoder)
     for i, (found, expected) in enumerate(zip(actual, in_flight(case, view), strict=True)):

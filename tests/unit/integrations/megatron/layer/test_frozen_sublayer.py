@@ -1,4 +1,4 @@
-"""A layer's halves compute what its modules do, to the bit, and hold no more than they must."""
+"""A layer's sublayers compute what its modules do, to the bit, and hold no more than they must."""
 
 from __future__ import annotations
 
@@ -152,11 +152,11 @@ def equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_halves_compute_what_modules_do(recompute: Recompute, targets: tuple[str, ...]) -> None:
     case = Case(recompute, targets)
-    assert all(layer.direct_halves for layer in case.decoder.layers)
+    assert all(layer.direct_sublayers for layer in case.decoder.layers)
     actual = case.results(whole())
     assert all(grad.abs().max() > 0 for grad in case.slabs)
     use_modules(case.decoder)
-    assert not any(layer.direct_halves for layer in case.decoder.layers)
+    assert not any(layer.direct_sublayers for layer in case.decoder.layers)
     assert equal(actual, case.results(whole()))
 
 
@@ -164,7 +164,7 @@ def test_halves_compute_what_modules_do(recompute: Recompute, targets: tuple[str
 @pytest.mark.parametrize("sharding", get_args(LoraSharding)[1:])
 def test_halves_share_ranks_as_modules_do(sharding: LoraSharding, recompute: Recompute) -> None:
     case = Case(recompute, sharding=sharding)
-    assert all(layer.direct_halves for layer in case.decoder.layers)
+    assert all(layer.direct_sublayers for layer in case.decoder.layers)
     actual = case.results(whole())
     assert all(grad.abs().max() > 0 for grad in case.slabs)
     use_modules(case.decoder)

@@ -1,0 +1,176 @@
+"""Attention and MLP of a frozen layer without autograd: a chain of calls forward, and one back.
+
+Megatron's modules, autograd's graph and its hooks take the host longer than all launches of a layer
+(docs/measurements, host_time), and at small shapes, nano-batches most of all, the GPU waits for the
+host. A frozen layer needs none of them: no weight has a gradient, and what its linears, norm, heads
+and SwiGLU save is known. So a sublayer is run as a few calls, each of which returns the way back as
+a function that holds what is saved. The modules' parameters, names and state dicts stay.
+
+Shapes: T rows, H hidden features.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tlora_megatron.integrations.megatron.layer.module_hooks import (
+    hangs_on,
+    hangs_on_all,
+    packs_saved_tensors,
+)
+from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
+from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.parallel.nano.lane_tape import VjpSublayer, VjpTape
+from tlora_megatron.parallel.nano.lanes import Lane
+
+Inner = Callable[[Tensor, MicroBatchView, Lane | None], tuple[Tensor, Vjp]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FrozenSublayer:
+    """Attention or an MLP of a frozen layer, and the norm before it."""
+
+    norm: RMSNorm
+    column: Any
+    inner: Inner
+    """The part between the linears."""
+    row: Any
+    recomputes: bool
+    """Forward keeps the input only; backward computes the rest again."""
+
+    def compute(
+        self, x: Tensor, view: MicroBatchView, lane: Lane | None, *, keeps: bool
+    ) -> tuple[Tensor, Vjp]:
+        """Computes the row-parallel linear's output from the norm's.
+
+        Args:
+            x: `[T, H]`; gathered where there is a lane, which also reduces what is returned.
+            keeps: record the backward pass; if False, the returned vjp must not be called.
+
+        Returns:
+            The output and its vjp.
+        """
+        if keeps and self.recomputes:
+            y, _ = self._chain(x, view, lane, keeps=False)
+            return y, self._recomputing(x, view, lane)
+        return self._chain(x, view, lane, keeps=keeps)
+
+    def _chain(
+        self, x: Tensor, view: MicroBatchView, lane: Lane | None, *, keeps: bool
+    ) -> tuple[Tensor, Vjp]:
+        backs: list[Vjp] = []
+        for run in (self.column.product_vjp, self.inner, self.row.product_vjp):
+            x, back = run(x, view, lane)
+            if keeps:
+                backs.append(back)
+            del back  # what it holds goes with it
+        return x, functools.partial(_walk_back, backs)
+
+    def _recomputing(self, x: Tensor, view: MicroBatchView, lane: Lane | None) -> Vjp:
+        def vjp(dy: Tensor) -> Tensor:
+            _, back = self._chain(x, view, lane, keeps=True)
+            return back(dy)
+
+        return vjp
+
+
+def _walk_back(backs: list[Vjp], grad: Tensor) -> Tensor:
+    """Goes back through a chain; releases each part's saved tensors behind it."""
+    while backs:
+        grad = backs.pop()(grad)
+    return grad
+
+
+def runs_direct(modules: Sequence[nn.Module], sublayers: Sequence[FrozenSublayer]) -> bool:
+    """Returns True if sublayers may be run without their modules' forwards now.
+
+    All linears must give their product alone, and there must be no hook on a module whose forward
+    is then not called, nor on tensors that autograd would save.
+
+    Args:
+        modules: those that are asked in addition to the sublayers' own.
+    """
+    if hangs_on_all() or packs_saved_tensors():
+        return False
+    for sublayer in sublayers:
+        if not (hasattr(sublayer.column, "product_vjp") and hasattr(sublayer.row, "product_vjp")):
+            return False
+        if hangs_on(sublayer.norm) or hangs_on(sublayer.column) or hangs_on(sublayer.row):
+            return False
+    return not any(map(hangs_on, modules))
+
+
+def run_layer(sublayers: Sequence[FrozenSublayer], hidden: Tensor, view: MicroBatchView) -> Tensor:
+    """Runs `[T, 1, H]` through a layer's sublayers, as one node of autograd's graph."""
+    if torch.is_grad_enabled():
+        return _Layer.apply(hidden, sublayers, view)
+    return _run_whole(sublayers, hidden, view, None)
+
+
+def _run_whole(
+    sublayers: Sequence[FrozenSublayer], hidden: Tensor, view: MicroBatchView, tape: VjpTape | None
+) -> Tensor:
+    x, residual = hidden.flatten(0, -2), None
+    for sublayer in sublayers:
+        residual, normed, norm_back = sublayer.norm.add_vjp(x, residual)
+        x, compute_back = sublayer.compute(normed, view, None, keeps=tape is not None)
+        if tape is not None:
+            tape.sublayers.append(VjpSublayer(compute_back, norm_back))
+        del norm_back, compute_back
+    assert residual is not None, "a layer has sublayers"
+    # No view of the sum: Megatron's pipeline frees what a stage has sent.
+    return residual.view(hidden.shape) + x.view(hidden.shape)
+
+
+class _Layer(torch.autograd.Function):
+    """One layer, whose linears reduce by themselves, as a node of autograd's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, sublayers: Sequence[FrozenSublayer], view: MicroBatchView
+    ) -> Tensor:
+        ctx.tape = VjpTape()
+        return _run_whole(sublayers, hidden.detach(), view, ctx.tape)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+        sublayers = ctx.tape.sublayers
+        assert sublayers, "a layer goes back once"
+        gradient = dout.contiguous().flatten(0, -2)
+        while sublayers:
+            sublayer = sublayers.pop()
+            gradient = sublayer.norm(gradient, sublayer.compute(gradient))
+        return gradient.unsqueeze(1), None, None
+
+
+def run_in_lane(
+    sublayers: Sequence[FrozenSublayer], hidden: Tensor, lane: Lane, tape: VjpTape | None
+) -> tuple[Tensor, Tensor | None]:
+    """Runs a nano-batch's `[T, H]` through the sublayers of several layers.
+
+    Args:
+        tape: receives the way back; None = none is wanted.
+
+    Returns:
+        The last sublayer's output, not yet summed over the ranks, and the residual stream that it
+        is still to be added to. Without sublayers: `hidden`, and None.
+    """
+    x, residual = hidden, None
+    for sublayer in sublayers:
+        if residual is not None:
+            x = lane.reduce(x)
+        residual, normed, norm_back = sublayer.norm.add_vjp(x, residual)
+        full = lane.gather_and_yield(normed, keeps_local=not sublayer.recomputes)
+        x, compute_back = sublayer.compute(full, lane.view, lane, keeps=tape is not None)
+        lane.to_side_stream(x)
+        if tape is not None:
+            tape.sublayers.append(VjpSublayer(compute_back, norm_back))
+        del full, normed, norm_back, compute_back
+    return x, residual
