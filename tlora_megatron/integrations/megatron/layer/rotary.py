@@ -58,7 +58,7 @@ class PackedRotaryEmbedding:
         return run(x_T1ND, *self.cos_sin(x_T1ND, micro_batch))
 
     def cos_sin(self, like: Tensor, micro_batch: MicroBatchView) -> tuple[Tensor, Tensor]:
-        """Returns cosine and sine of the local rows, `[T, D]`, in the dtype and device of `like`."""
+        """Returns cosine and sine of the local rows, `[T, D]`, in the dtype of `like`."""
         return micro_batch.cached(
             f"rotary:{like.dtype}@{like.device}", lambda: self._cos_sin(like, micro_batch)
         )
