@@ -38,10 +38,10 @@ class AdapterBank:
 
     Args:
         sites: the linears that may carry adapters, on this rank.
-        loras: of every job the run may ever hold: fixes which targets each site has, so that a job
-            leaving changes no product and no rounding of the others.
+        loras: those of every job that the run may ever hold. They fix which targets each site has,
+            so that a job that leaves changes no product and no rounding of the others.
         dtype: of the compute copies.
-        ops: what computes the linears; None = the fastest that this device and dtype have.
+        ops: kernels that compute the linears; None = the fastest for this device and dtype.
         placement: of the adapters' master weights and moments.
     """
 
@@ -70,33 +70,35 @@ class AdapterBank:
         }
         self.adapters: tuple[Adapter, ...] = ()
         self.fused_factors: dict[int, SiteFactors] = {}
-        """By `Site.index`; sites that no job targets have none. Of all jobs where sites fold,
-        elsewhere of standard ones."""
+        """Factors that share a GEMM, by `Site.index`; sites that no job targets have none. Those of
+        all jobs where sites fold, elsewhere of standard jobs."""
         self.s_lora_a_factors: dict[int, SiteFactors] = {}
         """Column-parallel sites under s_lora: this rank's part of `lora_a`, which `factors` then
         lack."""
         self.block_diagonal_factors: dict[int, SiteFactors] = {}
-        """Of block-diagonal jobs, where sites do not fold."""
+        """Factors of block-diagonal jobs, where sites do not fold."""
         self._copies: list[list[torch.Tensor]] = []
         """Views of a slot's factors in the arenas, in its slab's order (`_compute_views`)."""
         self.defects: list[torch.Tensor] = []
-        """A slot: fp32 `[]`, 0, or NaN where a weight of this rank is not finite in the compute
-        dtype: to be added to what decides whether the job moves."""
+        """For each slot fp32 `[]`: 0, or NaN where a weight of this rank is not finite in the
+        compute dtype. It is added to the number that decides whether the job moves."""
 
     def new_slab(self, lora: LoraSpec) -> AdapterSlab:
         """Allocates an adapter's slab, zeros."""
         return AdapterSlab(slab_layout(self.sites, lora), self.device, self.placement)
 
     def is_rank_sharded(self, site: Site) -> bool:
-        """Whether block-diagonal jobs may target a site: every TP rank then has rows of `lora_a` of
-        its own, whose gradient takes the linear's whole input."""
+        """Returns True if block-diagonal jobs may target a site.
+
+        Every TP rank then has rows of `lora_a` of its own, whose gradient takes the linear's whole
+        input.
+        """
         return site.index in self._rank_sharded
 
     def install(self, adapters: Sequence[Adapter]) -> None:
         """Puts adapters into slots 0, 1, ... in this order.
 
-        Those that stay keep the gradient of a batch they are in the middle of; those that join
-        begin with none.
+        Adapters that stay keep the gradient of a batch under way; those that join begin with none.
         """
         stay = {id(a.slab) for a in self.adapters}
         for adapter in adapters:
@@ -140,7 +142,7 @@ class AdapterBank:
                 self.s_lora_a_factors[index] = arenas.make(site, shards, "own ranks")
 
     def _compute_views(self, slot: int, adapter: Adapter) -> list[torch.Tensor]:
-        """A slot's factors in the arenas, unpadded, in its slab's order: flat, or the blocks."""
+        """Returns views of a slot's factors in the arenas, unpadded, in its slab's order."""
         places = {
             shard.name: (site.index, p)
             for site in self.sites
@@ -167,7 +169,7 @@ class AdapterBank:
 
         Collective over the ranks that hold slices of them; offloaded ones are waited for.
 
-        What is not finite there (an update that overflowed, a master beyond fp16) shows in
+        A weight that is not finite (an update that overflowed, a master beyond fp16) shows in
         `defects` and never reaches an arena: GEMM tiles that adapters share multiply each one's
         weights with zeros in the rows of the others, and 0 * inf is NaN.
         """
@@ -180,8 +182,8 @@ class AdapterBank:
 
 
 Members = Literal["all", "standard", "block_diagonal", "own ranks"]
-"""Whose factors: all jobs', or those of standard jobs, block-diagonal ones, or the part of standard
-ones' rank rows that this rank holds under s_lora."""
+"""The factors of all jobs, of standard jobs, of block-diagonal jobs, or the part of standard jobs'
+rank rows that this rank holds under s_lora."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -190,15 +192,15 @@ class _Arenas:
 
     loras: Sequence[LoraSpec]
     grads: Sequence[Mapping[str, torch.Tensor]]
-    """A slot: by canonical name."""
+    """For each slot by canonical name."""
     scaling: torch.Tensor
     dropout: torch.Tensor
     dtype: torch.dtype
     layouts: dict[tuple[object, ...], RankLayout]
-    """Made so far."""
+    """Layouts made so far, by targets and members."""
 
     def make(self, site: Site, shards: Sequence[TargetShard], members: Members) -> SiteFactors:
-        """The factors of one site; a part that these members' linear never reads takes no room."""
+        """Returns the factors of one site; parts that these members never read take no memory."""
         layout = self._layout(site, shards, members)
         columns = [t.columns for t in shards]
         if site.lora_sharding == "s_lora" and site.kind == "row" and members == "standard":
@@ -257,7 +259,7 @@ class _Arenas:
 
 
 def _rank_of(lora: LoraSpec, site: Site, members: Members) -> int:
-    """Rank rows of an adapter among the members; 0 where it is none of them."""
+    """Returns an adapter's rank rows among the members; 0 where it is none of them."""
     if members == "own ranks":
         return 0 if lora.is_block_diagonal else site.rank_rows(lora.rank)[0]
     if members == "all" or (members == "block_diagonal") == lora.is_block_diagonal:
@@ -266,7 +268,7 @@ def _rank_of(lora: LoraSpec, site: Site, members: Members) -> int:
 
 
 def _sources(layout: SlabLayout, copy: torch.Tensor) -> list[torch.Tensor]:
-    """A slab's buffer in the shapes of `_compute_views`."""
+    """Returns a slab's buffer in the shapes of `_compute_views`."""
     return [
         flat if factor.num_blocks == 1 else factor.blocks(flat.view(factor.shape))
         for factor, flat in zip(layout.factors, layout.split(copy), strict=True)

@@ -1,7 +1,7 @@
-"""Adapters around a base linear whose GEMM and collective are not ours: Transformer Engine's.
+"""Adapters around a base linear whose GEMM and collective are not ours (Transformer Engine's).
 
 The base is called as it is (its FP8, its overlapped collectives) and the branch is added to its
-output. What ranks exchange is rank-sized, s forward and dS backward:
+output. Ranks exchange only rank-sized tensors, s forward and dS backward:
 
                  forward                              backward
     column       s whole on every rank                dS summed, for dx
@@ -13,7 +13,7 @@ Gradients of factors are what `training.optimizer` expects: complete for the sha
 partial sum over TP for the replicated one. Gathering is summing: s and dS of rows that a rank does
 not hold are zero there. Layout of s and dS is the implementation's own (`ops.lora.linear_ops`), so
 a rank that holds a part of the rows fills the others with zeros and computes all; the base, by far
-the larger part, is cut as ever.
+the larger part, stays split.
 
 Shapes: T rows of the micro-batch, W of them on this rank, K features in, N features out.
 """
@@ -37,7 +37,7 @@ from tlora_megatron.parallel.collectives import Pending, all_reduce
 
 
 class InputNorm(NamedTuple):
-    """The norm that a base linear begins with; frozen, as the base."""
+    """The frozen norm that a base linear begins with."""
 
     weight_K: torch.Tensor
     bias_K: torch.Tensor | None
@@ -106,7 +106,7 @@ class BlackBoxStrategy:
 
 
 class BlackBoxBackward(NamedTuple):
-    """The way back through the branch."""
+    """The backward pass of `BlackBoxStrategy`."""
 
     bound: BoundLinear
     layout: LinearLayout
@@ -156,7 +156,7 @@ def black_box_vjp(
 
 
 def _spread(x_WK: torch.Tensor, window: tuple[int, int], num_rows: int) -> torch.Tensor:
-    """The rows in their place among all of the micro-batch's, zeros elsewhere."""
+    """Returns the rows in their place among all of the micro-batch's, zeros elsewhere."""
     begin, end = window
     assert len(x_WK) == end - begin, f"rows must be {end - begin} on this rank, got {len(x_WK)}"
     if end - begin == num_rows:

@@ -33,8 +33,7 @@ class FoldStrategy:
     """Computes base and branch in one GEMM; a `GemmStrategy`.
 
     Args:
-        block_diagonal_only: standard adapters are computed elsewhere; those of block-diagonal jobs
-            are computed here.
+        block_diagonal_only: only block-diagonal adapters; standard ones are computed elsewhere.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class FoldStrategy:
 
 
 class FoldBackward(NamedTuple):
-    """The way back through a fold."""
+    """The backward pass of `FoldStrategy`."""
 
     bound: BoundLinear
     layout: LinearLayout

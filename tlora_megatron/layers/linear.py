@@ -1,7 +1,8 @@
 """The multi-adapter linear: a frozen base linear and all adapters' branch, as one node of autograd.
 
-*What* is computed is `ops.lora.linear_ops`. *In which order*, with which collectives, and what is
-saved for backward is a strategy's, one for each way in which ranks share the adapters' factors:
+`ops.lora.linear_ops` computes the parts. In which order they run, with which collectives, and what
+is saved for backward is decided by a strategy; there is one for each way in which ranks share the
+adapters' factors:
 
     strategy                     its place in a linear
     layers.fold                  in the base GEMM: factors lie as the base's weight does
@@ -37,7 +38,7 @@ class Computed(NamedTuple):
 
     y_TN: torch.Tensor
     saved: tuple[torch.Tensor | None, ...]
-    """What backward takes beside dy."""
+    """Tensors that backward takes beside dy."""
     backward: Backward
 
 
@@ -69,10 +70,10 @@ class GemmStrategy(Protocol):
 
 
 class MultiLoRALinear(torch.autograd.Function):
-    """What a strategy computes, as one node of autograd's graph.
+    """The forward and backward of any strategy, as one node of autograd's graph.
 
-    x must require grad (the embedding's output is made to), or autograd never comes by and the
-    factors get no gradient.
+    x must require grad (the embedding's output is made to): otherwise autograd never calls backward
+    and the factors get no gradient.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""How a linear and its activations are split over the ranks of tensor parallelism."""
+"""The split of a linear and its activations over the ranks of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tlora_megatron.parallel.collectives import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearLayout:
-    """How one linear is parallel. Its host module makes it once, when adapters are attached."""
+    """The parallelism of one linear; its host module makes it once, when adapters are attached."""
 
     kind: Literal["column", "row"] = "column"
     """`column`: a rank has some of the output features. `row`: some of the input features."""

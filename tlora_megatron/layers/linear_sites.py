@@ -1,7 +1,7 @@
 """Sites of plain linears, as Hugging Face models have them: nothing fused, one target each.
 
-Under the names of Llama's linears, factors lie, are called and drop as on Megatron's fused ones, so
-that a job's state goes from one to the other.
+Linears with the names of Llama's have the same names of factors and the same dropout as Megatron's
+fused ones, so that a job's state can go from one to the other.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class PlainSite(Site):
     """One plain linear of one layer, the only target on itself."""
 
     position: int
-    """Of the linear in its layer."""
+    """Index of the linear in its layer."""
     num_linears: int
-    """A layer."""
+    """Linears in a layer."""
     num_layers: int
 
     @property
     def index(self) -> int:
-        """See `Site.index`."""
+        """Index of the site, unique over the model."""
         return self.layer * self.num_linears + self.position
 
     @property
     def dropout_index(self) -> int:
-        """That of the Megatron linear that holds the target: q, k and v drop the same."""
+        """Index of the Megatron linear that holds the target: q, k and v drop the same."""
         if self.linear in _FUSED:
             return self.layer * len(LINEAR_TARGETS) + _FUSED[self.linear]
         return self.num_layers * len(LINEAR_TARGETS) + self.index
@@ -46,7 +46,7 @@ class PlainSite(Site):
 def rank_sites(
     spec: Backbone, layout: ParallelLayout, *, tp_rank: int, pp_rank: int
 ) -> tuple[Site, ...]:
-    """All linears of one rank that may carry adapters, layer by layer."""
+    """Returns all linears of one rank that may carry adapters, layer by layer."""
     if isinstance(spec, LinearsSpec):
         return _plain_sites(spec, tp_rank, layout.tp_size)
     return stage_sites(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank)

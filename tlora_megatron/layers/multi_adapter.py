@@ -137,7 +137,7 @@ class MegatronLinearMixin(MultiAdapter):
 
 
 def _reduced(y: torch.Tensor, vjp: Vjp, layout: LinearLayout) -> tuple[torch.Tensor, Vjp]:
-    """A row-parallel linear's whole result, or this rank's rows of it, and the way back."""
+    """Reduces a row-parallel linear's partial sums; returns the sum, or its rows, and the vjp."""
     group = layout.group
     if layout.tp_size == 1:
         return y, vjp
@@ -147,7 +147,7 @@ def _reduced(y: torch.Tensor, vjp: Vjp, layout: LinearLayout) -> tuple[torch.Ten
 
 
 def _add_bias(linear: Any, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """A row-parallel linear's result, and the bias if the caller is to add it."""
+    """Returns a row-parallel linear's result, and the bias if the caller is to add it."""
     if linear.bias is None or linear.skip_bias_add:
         return y, linear.bias
     return y + linear.bias, None
@@ -159,7 +159,7 @@ _ONE_RANK: dict[str, Any] = {
     "sequence_parallel": False,
     "tp_group": None,
 }
-"""What a parallel linear gives its GEMM where nothing is communicated."""
+"""Arguments that a parallel linear gives its GEMM where nothing is communicated."""
 
 
 def _add_branch(
@@ -201,7 +201,7 @@ class BlackBoxMixin(MultiAdapter):
         return LinearAdapters(site=site, gemm=None, output=BlackBoxStrategy(bank, site, layout))
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """`[W, 1, K]` to `[W, 1, N]` and the bias that the caller adds, or None."""
+        """Returns `[W, 1, N]` of `[W, 1, K]`, and the bias that the caller adds, or None."""
         _keep_quantised_weight(self)
         y, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         return _add_branch(self.tlora_adapters.output, x, y, _input_norm(self)), bias
@@ -221,10 +221,10 @@ def _input_norm(module: Any) -> InputNorm | None:
 
 
 def _keep_quantised_weight(module: Any) -> None:
-    """Lets a frozen weight be quantised to FP8 in the first training step only.
+    """Makes Transformer Engine quantise a frozen weight to FP8 in the first training step only.
 
-    Megatron has Transformer Engine do so in the first micro-batch of every step, for weights that
-    move. Not with delayed scaling, whose first scale is a guess that the next steps correct.
+    Megatron has it do so in the first micro-batch of every step, for weights that move. Nothing
+    changes with delayed scaling, whose first scale is a guess that the next steps correct.
     """
     config = getattr(module, "config", None)
     if not getattr(config, "fp8", None) or getattr(config, "fp8_recipe", None) == "delayed":

@@ -7,8 +7,8 @@
 A row-parallel linear's `s B_k^T` is a slice of the output: it is added into that slice of the
 base's partial sum, before the base's one reduction, which so gathers the slices. All collectives
 here are of `[tokens, rank]`; every factor's gradient is complete where the factor is, and nothing
-is summed over TP at the end of a step. For it the input of a column-parallel linear is kept whole
-under sequence parallelism: this rank's rows of `lora_a` meet every token.
+is summed over TP at the end of a step. In return the input of a column-parallel linear is kept
+whole under sequence parallelism: this rank's rows of `lora_a` meet every token.
 
 Block-diagonal adapters need none of this: they are folded into the base GEMM (`layers.fold`).
 
@@ -93,7 +93,7 @@ class SLoraStrategy:
 
 
 class _RankExchange(NamedTuple):
-    """What ranks exchange of s and dS in one linear."""
+    """The exchanges of s and dS between ranks in one linear."""
 
     own: BoundLinear
     """With this rank's part of `lora_a`."""
@@ -132,7 +132,7 @@ class _RankExchange(NamedTuple):
 
 
 class SLoraBackward(NamedTuple):
-    """The way back through `SLoraStrategy`."""
+    """The backward pass of `SLoraStrategy`."""
 
     exchange: _RankExchange
     local: BoundLinear | None

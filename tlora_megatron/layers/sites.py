@@ -32,11 +32,11 @@ SHARED_EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
     "shared_fc1": ("shared_expert.gate_proj", "shared_expert.up_proj"),
     "shared_fc2": ("shared_expert.down_proj",),
 }
-"""The same of a shared expert: in models that someone else built."""
+"""Targets that live on the linears of a shared expert, in models that someone else built."""
 ALL_LINEARS = LINEAR_TARGETS | SHARED_EXPERT_LINEARS
 _COLUMN = ("linear_qkv", "linear_fc1", "shared_fc1")
 _FIRST_SHARED = 1 << 20
-"""Index of layer 0's: beyond any dense linear's, which dropout masks of old runs depend on."""
+"""Index of layer 0's shared expert, beyond any dense linear's; dropout masks depend on it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,7 +51,7 @@ class TargetShard:
     lora_b_rows: torch.Tensor | None
     """int64 rows of the whole `lora_b` held here, in local order; None = all (replicated)."""
     in_size: int
-    """Local input features."""
+    """Number of local input features."""
 
     @property
     def name(self) -> str:
@@ -73,11 +73,11 @@ class Site:
     out_size: int
     targets: tuple[TargetShard, ...]
     lora_sharding: LoraSharding = "fold"
-    """fold wherever there is nothing to share."""
+    """The sharding of standard adapters; fold wherever there is nothing to share."""
 
     @property
     def index(self) -> int:
-        """Unique over the model."""
+        """Index of the site, unique over the model."""
         if self.linear in SHARED_EXPERT_LINEARS:
             shared = list(SHARED_EXPERT_LINEARS)
             return _FIRST_SHARED + self.layer * len(shared) + shared.index(self.linear)
@@ -85,7 +85,7 @@ class Site:
 
     @property
     def dropout_index(self) -> int:
-        """Keys the dropout of this linear."""
+        """Key of this linear's dropout."""
         return self.index
 
     @property
@@ -94,7 +94,7 @@ class Site:
         return self.in_size * self.tp_rank if self.kind == "row" else 0
 
     def rank_rows(self, rank: int) -> tuple[int, slice]:
-        """A part of the rank rows of a standard `lora_a` under s_lora: rows a rank, rows here.
+        """Returns this rank's part of a standard `lora_a` under s_lora: rows a rank, and its rows.
 
         Ranks have equally many, `ceil(rank / tp_size)`; the last ones fill theirs up with zeros.
         """
@@ -155,9 +155,9 @@ def make_site(
 def stage_sites(
     spec: ModelSpec, layout: ParallelLayout, *, tp_rank: int, pp_rank: int
 ) -> tuple[Site, ...]:
-    """All linears of one rank that may carry adapters, layer by layer.
+    """Returns all linears of one rank that may carry adapters, layer by layer.
 
-    Kept: the writer asks for those of every rank whenever a job is saved, 0.2 s for 70B and TP 8.
+    Cached: the writer asks for those of every rank whenever a job is saved, 0.2 s for 70B and TP 8.
     """
     return tuple(
         make_site(spec, layer, linear, tp_rank, layout.tp_size, layout.lora_sharding)
@@ -176,7 +176,7 @@ def _stage_linears(
 
 
 def check_targets(spec: Backbone, layout: ParallelLayout, job: str, targets: Sequence[str]) -> None:
-    """Refuses targets that not every layer of a built model has: an adapter covers all layers.
+    """Refuses targets that some layer of a built model lacks: an adapter covers all layers.
 
     Raises:
         ValueError: naming the job, the target and the first layer that lacks it.
@@ -195,7 +195,7 @@ def check_targets(spec: Backbone, layout: ParallelLayout, job: str, targets: Seq
 
 
 def qkv_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> torch.Tensor:
-    """Rows of the whole `[q; k; v]` in the order in which one rank's `linear_qkv` holds them.
+    """Returns the rows of the whole `[q; k; v]` in the order of one rank's `linear_qkv`.
 
     Returns:
         int64 `[(q_size + 2 * kv_size) / tp_size]`.
@@ -207,7 +207,7 @@ def qkv_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> torch.
 
 
 def fc1_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> torch.Tensor:
-    """Rows of the whole `[gate; up]` in the order in which one rank's `linear_fc1` holds them.
+    """Returns the rows of the whole `[gate; up]` in the order of one rank's `linear_fc1`.
 
     Returns:
         int64 `[2 * ffn_size / tp_size]`.
@@ -219,7 +219,7 @@ def fc1_row_order(spec: ModelSpec, tp_rank: int = 0, tp_size: int = 1) -> torch.
 def _output_columns(
     spec: ModelSpec, linear: str, out_size: int, tp_size: int
 ) -> dict[str, OutputColumns]:
-    """Columns of every target in the local output; Megatron lays q, k, v out group by group."""
+    """Returns each target's columns in the local output; q, k, v lie group by group."""
     whole = OutputColumns(groups=1, stride=out_size, begin=0, width=out_size)
     if linear == "linear_qkv":
         groups = spec.num_kv_heads // tp_size
@@ -244,7 +244,7 @@ def _output_columns(
 
 
 def _lora_b_rows(spec: ModelSpec, target: str, tp_rank: int, tp_size: int) -> torch.Tensor:
-    """Rows of the whole `lora_b` that lie on this rank, in the order of local output columns."""
+    """Returns the rows of the whole `lora_b` on this rank, in the order of local output columns."""
     if target == "linear_fc1":
         return fc1_row_order(spec, tp_rank, tp_size)
     if target == "linear_qkv":

@@ -23,20 +23,20 @@ _SLICE_MULTIPLE = 64
 
 
 class StatePlacement(NamedTuple):
-    """Where an adapter's master weights and Adam moments lie."""
+    """The ranks and the memory that hold an adapter's master weights and Adam moments."""
 
     group: dist.ProcessGroup | None = None
     """Replicas of the adapter, each of which holds one slice; None = every rank holds all."""
     on_cpu: bool = False
-    """In the host's memory, pinned, whatever the device of the gradient."""
+    """In the host's memory (pinned beside a GPU), wherever the gradient is."""
 
 
 class AdapterSlab:
     """Master weights, gradient and Adam moments of one adapter on this rank, fp32.
 
-    Backward adds straight to `grad` `[numel]`, through views of it; whoever steps zeroes it. The
-    others are `[numel]` too, or this rank's slice of it. What backward adds for factors of several
-    blocks comes with the products off the diagonal: into a buffer beside, until `collect_grad`.
+    Backward adds straight to `grad` `[numel]`, through views of it; the optimizer zeroes it. The
+    others are `[numel]` too, or this rank's slice of it. Gradients of factors of several blocks
+    come with the products off the diagonal: they lie in a buffer beside until `collect_grad`.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class AdapterSlab:
         return torch.zeros(numel, pin_memory=self.grad.is_cuda)
 
     def grad_views(self) -> dict[str, torch.Tensor]:
-        """Where backward adds each factor's gradient, by its name: views as the kernels write."""
+        """Returns each factor's gradient by its name: the views that backward adds to."""
         views = zip(self.layout.factors, self.layout.views(self.grad), strict=True)
         return {factor.name: view for factor, view in views} | self._spread
 
     def collect_grad(self) -> None:
-        """Takes gradients of blocks into `grad`; before anyone reads it."""
+        """Moves gradients of blocks into `grad`; must be called before anyone reads it."""
         if not self._spread:
             return
         views = self.layout.views(self.grad)
@@ -90,7 +90,7 @@ class AdapterSlab:
         self._spread_grad.zero_()
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """What this rank holds of the flat buffers of a checkpoint: all but the gradient."""
+        """Returns this rank's part of a checkpoint's flat buffers: all but the gradient."""
         return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
     def load(self, whole: Callable[[str], torch.Tensor], buffer: str = "master") -> None:
@@ -101,11 +101,11 @@ class AdapterSlab:
         self.buffers()[buffer].copy_(flat[self.held])
 
     def whole(self, buffer: str) -> torch.Tensor:
-        """A buffer `[numel]` on the gradient's device; collective where ranks hold slices."""
+        """Returns a buffer `[numel]` on the gradient's device; collective if ranks hold slices."""
         return self._gather(self.buffers()[buffer].to(self.grad.device))
 
     def compute_copy(self, dtype: torch.dtype) -> torch.Tensor:
-        """A new `[numel]` of the master weights in a dtype, collective as `whole`."""
+        """Returns a copy `[numel]` of the master weights in a dtype; collective like `whole`."""
         return self._gather(self.master.to(dtype, copy=True).to(self.grad.device))
 
     def _gather(self, held: torch.Tensor) -> torch.Tensor:
@@ -131,16 +131,16 @@ def whole_tensors(
 
 
 def split_name(name: str) -> tuple[int, str, str]:
-    """Layer, target and which factor of a canonical name; a target may hold dots."""
+    """Returns layer, target and factor of a canonical name; a target may hold dots."""
     _, layer, rest = name.split(".", 2)
     target, _, which = rest.rpartition(".")
     return int(layer), target, which
 
 
 def factor_shape(spec: Backbone, name: str, lora: LoraSpec) -> tuple[int, int]:
-    """Whole shape of the canonical factor `layers.I.TARGET.lora_a|lora_b`.
+    """Returns the whole shape of the canonical factor `layers.I.TARGET.lora_a|lora_b`.
 
-    The blocks of a block-diagonal one lie below one another, as in PEFT's files.
+    Blocks of a block-diagonal factor lie below one another, as in PEFT's files.
     """
     _, target, which = split_name(name)
     out_size, in_size = spec.target_shape(target)
@@ -151,7 +151,7 @@ def factor_shape(spec: Backbone, name: str, lora: LoraSpec) -> tuple[int, int]:
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuses weights or moments that an adapter could not go on from.
+    """Refuses weights or moments that training could not continue from.
 
     Raises:
         ValueError: naming the first tensor that holds NaN or inf.
@@ -162,7 +162,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def factor_names(spec: Backbone, lora: LoraSpec) -> Iterator[str]:
-    """Canonical names of an adapter's factors over the whole model."""
+    """Yields the canonical names of an adapter's factors over the whole model."""
     for layer in range(spec.num_layers):
         for target in lora.target_modules:
             yield f"layers.{layer}.{target}.lora_a"
@@ -170,10 +170,11 @@ def factor_names(spec: Backbone, lora: LoraSpec) -> Iterator[str]:
 
 
 def initial_factor(spec: Backbone, name: str, lora: LoraSpec, seed: int) -> torch.Tensor:
-    """A fresh factor as PEFT draws it: `lora_b` zero, `lora_a` uniform in +-1/sqrt(in), of
-    block-diagonal ones in +-sqrt(6 / (in / num_blocks)).
+    """Returns a fresh factor, drawn as PEFT does.
 
-    A function of the job's seed and the name alone, the same under every parallel layout.
+    `lora_b` is zero; `lora_a` is uniform in +-1/sqrt(in), and in +-sqrt(6 / (in / num_blocks))
+    where it is block-diagonal. The values depend on the job's seed and the name alone, so they are the
+    same under every parallel layout.
     """
     shape = factor_shape(spec, name, lora)
     if name.endswith("lora_b"):
@@ -186,5 +187,5 @@ def initial_factor(spec: Backbone, name: str, lora: LoraSpec, seed: int) -> torc
 
 
 def initial_factors(spec: Backbone, lora: LoraSpec, seed: int) -> Mapping[str, torch.Tensor]:
-    """All whole factors of a fresh adapter by canonical name."""
+    """Returns all whole factors of a fresh adapter by canonical name."""
     return {name: initial_factor(spec, name, lora, seed) for name in factor_names(spec, lora)}

@@ -1,9 +1,9 @@
-"""Where an adapter's factors lie in its slab on one rank, and what of the whole tensors they are.
+"""The layout of an adapter's factors in its slab on one rank, and their place in whole tensors.
 
-TP-replicated factors first, so that their partial gradients are one slice to sum over TP; then the
-sharded ones. `lora_b` is stored transposed, `[rank, out]`, as the kernels read it. Of a
-block-diagonal adapter nothing is replicated, and of its block-diagonal factors only the blocks are
-stored. Under s_lora nothing of a standard one is replicated either.
+TP-replicated factors come first, so that their partial gradients are one slice to sum over TP; then
+the sharded ones. `lora_b` is stored transposed, `[rank, out]`, as the kernels read it. Nothing of a
+block-diagonal adapter is replicated, and only the blocks of its block-diagonal factors are stored.
+Under s_lora nothing of a standard adapter is replicated either.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tlora_megatron.layers.sites import Site, TargetShard
 
 
 class Factor(NamedTuple):
-    """Where one factor lies in the slab, and what of the whole canonical tensor it is."""
+    """One factor's place in the slab, and the part of the whole canonical tensor that it is."""
 
     shard: TargetShard
     which: Literal["lora_a", "lora_b"]
     offset: int
     shape: tuple[int, int]
-    """`[rank, in]` or, transposed, `[rank, out]`; local sizes. Of a block-diagonal factor the
+    """`[rank, in]` or, transposed, `[rank, out]`; local sizes. A block-diagonal factor has its
     blocks alone: `lora_a`'s `[rank / num_blocks, in / num_blocks]` below one another, `lora_b`'s
     beside one another."""
     held: tuple[slice | torch.Tensor, slice]
@@ -40,19 +40,19 @@ class Factor(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.shape[0] * self.shape[1]
 
     @property
     def spread_shape(self) -> tuple[int, int]:
-        """`[rank, in or out]` with the zeros around the blocks, as the kernels read it."""
+        """Shape `[rank, in or out]` with the zeros around the blocks, as the kernels read it."""
         rows, columns = self.shape
         if self.which == "lora_a":
             return rows, columns * self.num_blocks
         return rows * self.num_blocks, columns
 
     def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the whole canonical tensor, in slab orientation."""
+        """Returns this rank's part of the whole canonical tensor, in slab orientation."""
         rows, columns = self.held
         part = whole[rows][:, columns]
         if self.which == "lora_b":
@@ -66,25 +66,25 @@ class Factor(NamedTuple):
         whole[self.held] = values
 
     def blocks(self, local: torch.Tensor) -> torch.Tensor:
-        """A view `[num_blocks, rank of a block, features of a block]` of the factor, `shape`."""
+        """Returns a view `[num_blocks, rank of a block, features of a block]` of the factor."""
         if self.which == "lora_a":
             return local.unflatten(0, (self.num_blocks, -1))
         return local.unflatten(1, (self.num_blocks, -1)).transpose(0, 1)
 
     def diagonal(self, spread: torch.Tensor) -> torch.Tensor:
-        """The blocks, as `blocks` has them, of a tensor `spread_shape`; a view."""
+        """Returns the blocks of a tensor `spread_shape` as a view, shaped as in `blocks`."""
         n = self.num_blocks
         square = spread.unflatten(1, (n, -1)).unflatten(0, (n, -1))
         return square.diagonal(dim1=0, dim2=2).movedim(-1, 0)
 
 
 class SlabLayout(NamedTuple):
-    """Where each factor of one adapter lies on one rank."""
+    """The place of each factor of one adapter on one rank."""
 
     lora: LoraSpec
     factors: tuple[Factor, ...]
     replicated_numel: int
-    """The first so many elements are replicated over TP; 0 without TP."""
+    """Number of elements, at the beginning, that are replicated over TP; 0 without TP."""
     numel: int
 
     @property
@@ -93,11 +93,11 @@ class SlabLayout(NamedTuple):
         return tuple(factor for factor in self.factors if factor.num_blocks > 1)
 
     def split(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The factors as flat views of a flat buffer, in layout order; one call for any number."""
+        """Returns the factors as flat views of a flat buffer, in layout order, by one call."""
         return buffer.split_with_sizes([f.numel for f in self.factors])
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The factors as views of a flat buffer, in layout order."""
+        """Returns the factors as views of a flat buffer, in layout order."""
         parts = zip(self.split(buffer), self.factors, strict=True)
         return [part.view(factor.shape) for part, factor in parts]
 
@@ -133,8 +133,10 @@ def _factor(
     offset: int,
     lora: LoraSpec,
 ) -> Factor:
-    """One factor on this rank, which has all of a standard adapter's rank and, of a block-diagonal
-    one's, the blocks that meet its part of the base (arXiv 2510.23346, section 3).
+    """Returns one factor's part on this rank.
+
+    A rank has all rank rows of a standard adapter, and of a block-diagonal one the blocks that meet
+    its part of the base (arXiv 2510.23346, section 3).
     """
     rank, whole = lora.local_rank(site.tp_size), slice(None)
     ranks = slice(site.tp_rank * rank, (site.tp_rank + 1) * rank)
@@ -159,7 +161,7 @@ def _shared_factor(
     offset: int,
     lora: LoraSpec,
 ) -> Factor:
-    """One factor of a standard adapter under s_lora: what `_factor` replicates is cut too."""
+    """Returns one factor of a standard adapter under s_lora, where nothing is replicated."""
     if (which == "lora_a") != (site.kind == "column"):
         return _factor(site, shard, which, offset, lora)
     if which == "lora_a":

@@ -67,7 +67,7 @@ class VocabularyHead:
         self.shard = VocabularyShard(self.tp_group, self.is_split, self.first_column)
 
     def losses(self, hidden: Tensor, rows_n: Tensor, labels_T: Tensor) -> Tensor:
-        """Losses of the rows with a target, zero for the others, fp32 `[T]`.
+        """Returns losses of the rows with a target, zero for the others, fp32 `[T]`.
 
         Layout in: hidden `[T, 1, H]`, or `[T / tp, 1, H]` under sequence parallelism. Layout out:
         the same on every rank. Collectives in forward: an all-gather of hidden under sequence
@@ -75,13 +75,13 @@ class VocabularyHead:
         all-reduce `[n, H]`, or a reduce-scatter `[T, H]` under sequence parallelism.
 
         Args:
-            rows_n: int64, ascending; those with a target.
+            rows_n: rows with a target, int64, ascending.
             labels_T: int64.
         """
         return _HeadLosses.apply(hidden, self, rows_n, labels_T)
 
     def score(self, hidden: Tensor, rows_n: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses as above, and whether the label is the first choice, bool `[T]`; no gradients."""
+        """Returns losses, and if the label is the first choice, bool `[T]`; no gradients."""
         hidden_TH = self.gathered(hidden)
         losses_T = torch.zeros_like(labels_T, dtype=torch.float32)
         right_T = torch.zeros_like(labels_T, dtype=torch.bool)
@@ -93,16 +93,16 @@ class VocabularyHead:
         return losses_T, right_T
 
     def gathered(self, hidden: Tensor) -> Tensor:
-        """All rows of the hidden states, `[T, H]`."""
+        """Returns all rows of the hidden states, `[T, H]`."""
         hidden_TH = hidden.flatten(0, -2)
         return all_gather_rows(hidden_TH, self.tp_group) if self.gathers else hidden_TH
 
     def height(self, hidden_TH: Tensor) -> int:
-        """Rows of logits at a time."""
+        """Returns the number of rows of logits that exist at a time."""
         return min(ROWS_AT_ONCE, len(hidden_TH))
 
     def chunks(self, hidden_TH: Tensor, rows_n: Tensor, labels_T: Tensor) -> Iterator[_Chunk]:
-        """Logits of the rows with a target, run by run in the same memory; zero rows at the end."""
+        """Yields logits of the rows with a target, run by run in the same memory; zero-padded."""
         height = self.height(hidden_TH)
         hidden_nH = hidden_TH.new_empty(height, hidden_TH.shape[1])
         logits_nV = hidden_TH.new_empty(height, len(self.weight_VH))
@@ -119,7 +119,7 @@ class VocabularyHead:
             yield _Chunk(begin, end, logits_nV, labels_n)
 
     def chunk_losses(self, chunk: _Chunk, *, gradient: bool) -> Tensor:
-        """Losses of a run's rows, fp32 `[height]`; may write their gradients over the logits."""
+        """Returns losses of a run's rows, fp32 `[height]`; may write gradients over the logits."""
         logits_nV, labels_n = chunk.logits_nV, chunk.labels_n
         if not self.is_split:
             return cross_entropy_(logits_nV, labels_n, self.valid, gradient=gradient)
@@ -171,7 +171,7 @@ class _HeadLosses(torch.autograd.Function):
 
 
 def vocab_parallel_argmax(logits_nV: Tensor, shard: VocabularyShard) -> Tensor:
-    """Column, of this rank's numbering, of the largest logit of every row, int64 `[n]`.
+    """Returns the column of every row's largest logit, in this rank's numbering, int64 `[n]`.
 
     The smallest token on a tie; a token of another rank is a column outside of this one's.
     Collectives: two all-reduces of `[n]`.
