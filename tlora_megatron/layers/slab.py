@@ -173,8 +173,8 @@ def initial_factor(spec: Backbone, name: str, lora: LoraSpec, seed: int) -> torc
     """Returns a fresh factor, drawn as PEFT does.
 
     `lora_b` is zero; `lora_a` is uniform in +-1/sqrt(in), and in +-sqrt(6 / (in / num_blocks))
-    where it is block-diagonal. The values depend on the job's seed and the name alone, so they are the
-    same under every parallel layout.
+    where it is block-diagonal. The values depend on the job's seed and the name alone, so they are
+    the same under every parallel layout.
     """
     shape = factor_shape(spec, name, lora)
     if name.endswith("lora_b"):
