@@ -23,22 +23,14 @@ from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.routing.segments import current_micro_batch
 
 
-class PlainLinearMixin(MultiAdapter):
-    """Overrides the forward of a whole linear: `[1, T, K]` to `[1, T, N]`, no collective."""
+class _LinearMixin(MultiAdapter):
+    """The part that the mixins have in common: this rank's GEMM."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def adapter_layout(self, site: Site) -> LinearLayout:
-        """Returns that of one rank."""
-        return LinearLayout()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product = self._product(x, self.bias)
-        return super().forward(x) if product is None else product  # type: ignore[misc]
-
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """This rank's GEMM with the adapters in it; None where there are none."""
+        """Returns this rank's GEMM with the adapters in it; None where there are none."""
         view = current_micro_batch()
         if view is None:
             return None
@@ -48,32 +40,44 @@ class PlainLinearMixin(MultiAdapter):
         return multi_lora_linear(x, self.weight, bias, gemm, view)
 
 
+class PlainLinearMixin(_LinearMixin):
+    """Overrides the forward of a whole linear: `[1, T, K]` to `[1, T, N]`, no collective."""
+
+    def adapter_layout(self, site: Site) -> LinearLayout:
+        """Returns the layout of one rank."""
+        return LinearLayout()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = self._product(x, self.bias)
+        return super().forward(x) if product is None else product  # type: ignore[misc]
+
+
 class ColumnLinearMixin(PlainLinearMixin):
     """Overrides AutoTP's column-parallel linear: x whole, y the rank's columns, dx all-reduced."""
 
     mp_group: dist.ProcessGroup
 
     def adapter_layout(self, site: Site) -> LinearLayout:
-        """Returns that of AutoTP's group."""
+        """Returns the layout over AutoTP's group."""
         return LinearLayout(
             kind="column", group=self.mp_group, tp_size=site.tp_size, reduces_dgrad=True
         )
 
 
-class RowLinearMixin(PlainLinearMixin):
+class RowLinearMixin(_LinearMixin):
     """Overrides AutoTP's row-parallel linear: x the rank's features, y all-reduced with the branch
     in it; no collective in backward."""
 
     mp_group: dist.ProcessGroup
 
     def adapter_layout(self, site: Site) -> LinearLayout:
-        """Returns that of AutoTP's group."""
+        """Returns the layout over AutoTP's group."""
         return LinearLayout(kind="row", group=self.mp_group, tp_size=site.tp_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         product = self._product(x, None)
         if product is None:
-            return super(PlainLinearMixin, self).forward(x)  # type: ignore[misc]
+            return super().forward(x)  # type: ignore[misc]
         y: torch.Tensor = _ReduceForward.apply(product, self.mp_group)
         return y if self.bias is None else y + self.bias
 
