@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -29,16 +29,16 @@ class LinearLayout:
     """A rank holds a run of the rows, of the input (column) or of the output (row)."""
     reduces_dgrad: bool = False
     """Column only: every rank has the whole input, and its gradient is summed over the group."""
+    gathers_input: bool = field(init=False)
+    """The input is this rank's rows: gathered forward, its gradient reduce-scattered."""
+    scatters_output: bool = field(init=False)
+    """The output is this rank's rows of the sum over the group."""
 
-    @property
-    def gathers_input(self) -> bool:
-        """The input is this rank's rows: gathered forward, its gradient reduce-scattered."""
-        return self.sequence_parallel and self.kind == "column"
-
-    @property
-    def scatters_output(self) -> bool:
-        """The output is this rank's rows of the sum over the group."""
-        return self.sequence_parallel and self.kind == "row"
+    def __post_init__(self) -> None:
+        # Computed once: every linear asks several times a micro-batch.
+        is_column = self.kind == "column"
+        object.__setattr__(self, "gathers_input", self.sequence_parallel and is_column)
+        object.__setattr__(self, "scatters_output", self.sequence_parallel and not is_column)
 
     def input_window(self, num_rows: int) -> tuple[int, int]:
         """Returns which of the micro-batch's rows the input holds, `begin, end`."""
