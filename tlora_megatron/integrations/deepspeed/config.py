@@ -1,4 +1,4 @@
-"""The `"tlora"` section of a DeepSpeed JSON, and what becomes of the keys around it."""
+"""Reads a DeepSpeed JSON with a `"tlora"` section, and handles the keys around it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _OWNED = {
         "DeepSpeed's engine makes no steps here; every job has data of its own",
     ),
 }
-"""Keys that mean nothing here, with what does."""
+"""Keys without a meaning here, each with the reason."""
 
 _READ = (
     *_OWNED,
     *("bf16", "zero_optimization", "tensor_parallel"),
     *("optimizer", "scheduler", "gradient_clipping"),
 )
-"""Keys that mean something here, or of which a log line says that they do not."""
+"""Keys that have a meaning here, or are logged as having none."""
 
 _MICRO_BATCH_TOKENS = next(
     field.default for field in fields(RunSpec) if field.name == "micro_batch_tokens"
@@ -75,7 +75,7 @@ _REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("tensor_parallel", "tp_overlap_comm"), "it computes gradients of frozen weights"),
     (("compile", "deepcompile"), "compiled graphs do not see the micro-batch's routing"),
 )
-"""Settings that are turned on only to be refused, with the reason."""
+"""Settings that must be off, each with the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,15 +83,15 @@ class DeepSpeedConfig:
     """A checked DeepSpeed JSON."""
 
     engine: dict[str, Any]
-    """What `deepspeed.initialize` gets."""
+    """The JSON that `deepspeed.initialize` gets."""
     run: RunConfig
     stage: int
-    """ZeRO stage that was asked for: the engine's own is 0 below 3."""
+    """ZeRO stage asked for; DeepSpeed's engine itself gets stage 0 if it is below 3."""
     tp_size: int
     offload_optimizer: bool
-    """Master weights and moments of the adapters lie in the host's memory."""
+    """True if master weights and moments of the adapters lie in host memory."""
     changes: tuple[str, ...]
-    """One sentence for every key that means something else than in DeepSpeed, or nothing."""
+    """One sentence for every key that is ignored or means something else than in DeepSpeed."""
 
 
 def load_deepspeed_config(
@@ -107,16 +107,14 @@ def load_deepspeed_config(
         source: the file, or its values; relative paths start at its folder, or the working
             directory. `tlora` holds what a `tlora train` file holds, without `parallel`.
         overrides: `path=value` texts for the section, as `tlora train --set` takes them.
-        output_dir: takes the place of `run.output_dir`.
-        base_model: of a model that is built already; the section's may then say its directory.
+        output_dir: replaces `run.output_dir`.
+        base_model: describes a model that is built already; the section may then name its
+            directory.
 
     Raises:
         ConfigError: for the first thing that is wrong or refused.
     """
-    if isinstance(source, dict):
-        document, folder = copy.deepcopy(source), Path.cwd()
-    else:
-        document, folder = read_document(Path(source)), Path(source).resolve().parent
+    document, folder = _read(source)
     section, folder = _section(document, folder)
     document = _without_auto(document)
     _check_mappings(document)
@@ -126,43 +124,72 @@ def load_deepspeed_config(
     changes = [f"{key} has no effect: {why}" for key, why in _OWNED.items() if key in document]
     changes += _misspelt(document)
     defaults, taken = take_job_defaults(document)
+    _join(section, defaults)
+    base_model = _agreed_base(document, section, base_model, folder)
+    config = read_config(
+        section, folder, output_dir=output_dir, targets=None, base_model=base_model
+    )
+    if config.run.recompute == "selective":
+        raise must("run.recompute", "be none or full under DeepSpeed", config.run.recompute)
+    config, changed = _without_nano_batches(config)
+    zero, offloads = _zero_section(document)
+    stage = zero.get("stage", 0)
+    return DeepSpeedConfig(
+        engine=_engine_section(document, zero, stage, config.base_model.dtype),
+        run=config,
+        stage=stage,
+        tp_size=_tp_size(document),
+        offload_optimizer=offloads,
+        changes=(*changes, *changed, *taken),
+    )
+
+
+def _read(source: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Path]:
+    """Returns a copy of the JSON and the folder where its paths start."""
+    if isinstance(source, dict):
+        return copy.deepcopy(source), Path.cwd()
+    return read_document(Path(source)), Path(source).resolve().parent
+
+
+def _join(section: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Adds what holds under DeepSpeed to the section; the section's own values come first."""
     if defaults and isinstance(section.get("defaults", {}), dict):
         section["defaults"] = merge(defaults, section.get("defaults", {}))
     if "parallel" in section:
         raise ConfigError("tlora must not hold parallel: tensor_parallel.autotp_size says it")
-    bf16 = document.get("bf16", {}).get("enabled")
-    if base_model is None:
-        _set_dtype(section, bf16)
-    else:
-        base_model = _with_tokenizer(base_model, section.pop("base_model", None), folder)
-        if bf16 is not None and bf16 != (base_model.dtype == "bfloat16"):
-            raise must("bf16.enabled", f"agree with the model's {base_model.dtype}", bf16)
     _set_portions(section)
-    run = read_config(section, folder, output_dir=output_dir, targets=None, base_model=base_model)
-    if run.run.recompute == "selective":
-        raise must("run.recompute", "be none or full under DeepSpeed", run.run.recompute)
-    if run.run.nano_batches == "auto":
-        changes.append("run.nano_batches has no effect: DeepSpeed's engine runs batches whole")
-        run = replace(run, run=replace(run.run, nano_batches=1))
-    if run.run.nano_batches != 1:
-        raise must("run.nano_batches", "be 1 or auto under DeepSpeed", run.run.nano_batches)
-    zero = _zero_section(document)
-    offload = zero.pop("offload_optimizer", {}).get("device", "none")
-    if offload not in ("none", "cpu"):
-        raise must("zero_optimization.offload_optimizer.device", "be none or cpu", offload)
-    stage = zero.get("stage", 0)
-    return DeepSpeedConfig(
-        engine=_engine_section(document, zero, stage, run.base_model.dtype),
-        run=run,
-        stage=stage,
-        tp_size=_tp_size(document),
-        offload_optimizer=offload == "cpu",
-        changes=(*changes, *taken),
-    )
+
+
+def _agreed_base(
+    document: dict[str, Any],
+    section: dict[str, Any],
+    given: BaseModelSpec | None,
+    folder: Path,
+) -> BaseModelSpec | None:
+    """Checks that `bf16` and the base agree; returns a given model's description."""
+    bf16 = document.get("bf16", {}).get("enabled")
+    if given is None:
+        _set_dtype(section, bf16)
+        return None
+    given = _with_tokenizer(given, section.pop("base_model", None), folder)
+    if bf16 is not None and bf16 != (given.dtype == "bfloat16"):
+        raise must("bf16.enabled", f"agree with the model's {given.dtype}", bf16)
+    return given
+
+
+def _without_nano_batches(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """Turns `auto` into 1 and refuses other numbers; returns a sentence if it changed anything."""
+    asked = config.run.nano_batches
+    if asked == 1:
+        return config, []
+    if asked != "auto":
+        raise must("run.nano_batches", "be 1 or auto under DeepSpeed", asked)
+    config = replace(config, run=replace(config.run, nano_batches=1))
+    return config, ["run.nano_batches has no effect: DeepSpeed's engine runs batches whole"]
 
 
 def _without_auto(value: Any) -> Any:
-    """Leaves out what the HF Trainer is asked to fill in: all of it has a default here."""
+    """Leaves out values that the HF Trainer should fill in: all have defaults here."""
     if isinstance(value, dict):
         return {key: _without_auto(item) for key, item in value.items() if item != "auto"}
     return value
@@ -181,7 +208,7 @@ def _check_mappings(document: dict[str, Any]) -> None:
 
 
 def _section(document: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path]:
-    """Takes the section out; returns it and the folder where its paths start."""
+    """Removes the section from the JSON; returns it and the folder where its paths start."""
     section, file = document.pop("tlora", None), document.pop("tlora_config", None)
     if (section is None) == (file is None):
         got = "neither" if section is None else "both"
@@ -208,13 +235,13 @@ def _refuse(document: dict[str, Any]) -> None:
 
 
 def _misspelt(document: dict[str, Any]) -> list[str]:
-    """A sentence for each key that is nearly one that is read: DeepSpeed passes over it too."""
+    """Returns a sentence for each key that looks misspelt; DeepSpeed ignores such keys, too."""
     remedies = ((key, nearest(key, _READ, likeness=0.85)) for key in sorted(document))
     return [f"{key} has no effect: {to}" for key, to in remedies if to and key not in _READ]
 
 
 def _set_dtype(section: dict[str, Any], bf16: bool | None) -> None:
-    """Lets `bf16` and `base_model.dtype` say the same, whichever is given."""
+    """Sets `base_model.dtype` from `bf16`, or checks that the two agree."""
     base = section.get("base_model")
     if bf16 is None or not isinstance(base, dict):
         return
@@ -224,7 +251,7 @@ def _set_dtype(section: dict[str, Any], bf16: bool | None) -> None:
 
 
 def _with_tokenizer(given: BaseModelSpec, stated: Any, folder: Path) -> BaseModelSpec:
-    """A built model's description; the section may say where its tokenizer lies."""
+    """Adds the tokenizer's folder, if the section names it, to a built model's description."""
     if stated is not None:
         said = read_spec(BaseModelSpec, stated, "base_model")
         if "dtype" in stated and said.dtype != given.dtype:
@@ -239,7 +266,10 @@ def _with_tokenizer(given: BaseModelSpec, stated: Any, folder: Path) -> BaseMode
 
 
 def _set_portions(section: dict[str, Any]) -> None:
-    """A quarter of a micro-batch unless asked otherwise: together is then alone, to the bit."""
+    """Sets a job's portion to a quarter of a micro-batch unless the section says otherwise.
+
+    Portions make a job's bits independent of its neighbours.
+    """
     run = section.setdefault("run", {})
     if isinstance(run, dict) and "portion_tokens" not in run:
         tokens = run.get("micro_batch_tokens", _MICRO_BATCH_TOKENS)
@@ -247,7 +277,8 @@ def _set_portions(section: dict[str, Any]) -> None:
             run["portion_tokens"] = max(1, tokens // 4)
 
 
-def _zero_section(document: dict[str, Any]) -> dict[str, Any]:
+def _zero_section(document: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Checks the ZeRO section; returns it, and whether adapters' state lies in host memory."""
     zero = dict(document.get("zero_optimization", {}))
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
@@ -258,7 +289,10 @@ def _zero_section(document: dict[str, Any]) -> dict[str, Any]:
         first = error.errors()[0]
         name = ".".join(("zero_optimization", *map(str, first["loc"])))
         raise must(name, "be what DeepSpeed takes", first["input"], first["msg"]) from error
-    return zero
+    offload = zero.pop("offload_optimizer", {}).get("device", "none")
+    if offload not in ("none", "cpu"):
+        raise must("zero_optimization.offload_optimizer.device", "be none or cpu", offload)
+    return zero, offload == "cpu"
 
 
 def _tp_size(document: dict[str, Any]) -> int:
@@ -271,7 +305,7 @@ def _tp_size(document: dict[str, Any]) -> int:
 def _engine_section(
     document: dict[str, Any], zero: dict[str, Any], stage: int, dtype: str
 ) -> dict[str, Any]:
-    """The JSON of an engine with nothing to train.
+    """Makes the JSON of an engine that has nothing to train.
 
     Stages 1 and 2 concern an optimizer alone, and DeepSpeed refuses them without one; so does
     `bf16` below stage 3, where it would make one.

@@ -1,4 +1,4 @@
-"""`adapter_config.json`: PEFT's words for what `LoraSpec` says, and what is refused in them."""
+"""Translates between `LoraSpec` and PEFT's `adapter_config.json`; refuses other than LoRA."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def lora_spec(config: dict[str, Any], present: set[str], model: Backbone) -> Lor
     """Returns the adapter's values; its targets are the model's `peft_targets` in `present`.
 
     Args:
-        config: as `read_peft_config` returns it.
+        config: from `read_peft_config`.
         present: the targets that have tensors. A list of names in `config` must agree with them;
             a pattern, `all-linear` or nothing is taken to mean them.
 
@@ -162,10 +162,11 @@ def _block_fields(lora: LoraSpec, targets: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _num_blocks(raw: Any, targets: tuple[str, ...], model: Backbone) -> int:
-    """Blocks of an adapter whose `use_bdlora` is `raw`; 1 where it is a standard one.
+    """Returns the blocks of an adapter whose `use_bdlora` is `raw`; 1 for a standard adapter.
 
     Raises:
-        ValueError: if a target's factor is not the one that tensor parallelism would cut.
+        ValueError: if a field is wrong, or a target's block-diagonal factor is not the one that
+            tensor parallelism would cut.
     """
     if not raw:
         return 1
@@ -176,27 +177,37 @@ def _num_blocks(raw: Any, targets: tuple[str, ...], model: Backbone) -> int:
     blocks = raw.get("nblocks", 1)
     if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 1:
         raise ValueError(f"use_bdlora.nblocks must be a whole number of at least 1, got {blocks!r}")
-    patterns = {side: raw.get(f"target_modules_bd_{side[-1]}") or [] for side in _SIDES}
-    for side, names in patterns.items():
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(
-                f"use_bdlora.target_modules_bd_{side[-1]} must be a list of names, got {names!r}"
-            )
+    patterns = {side: _patterns(raw, side) for side in _SIDES}
     is_strict = raw.get("match_strict", True)
     if not isinstance(is_strict, bool):
         raise ValueError(f"use_bdlora.match_strict must be true or false, got {is_strict!r}")
-    if blocks == 1:
-        return 1
-    lora = LoraSpec(parametrization="block_diagonal", num_blocks=blocks)
+    if blocks > 1:
+        lora = LoraSpec(parametrization="block_diagonal", num_blocks=blocks)
+        _check_block_factors(lora, patterns, targets, model)
+    return blocks
+
+
+def _patterns(raw: dict[str, Any], side: str) -> list[str]:
+    """Names of the modules whose factor is block-diagonal."""
+    key = f"target_modules_bd_{side[-1]}"
+    names = raw.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"use_bdlora.{key} must be a list of names, got {names!r}")
+    return names
+
+
+def _check_block_factors(
+    lora: LoraSpec, patterns: dict[str, list[str]], targets: tuple[str, ...], model: Backbone
+) -> None:
+    """Checks that exactly the factor that tensor parallelism cuts is block-diagonal."""
     for layer, target in itertools.product(range(model.num_layers), targets):
         path, wanted = model.module_path(layer, target), lora.block_factor(target)
-        found = [side for side in _SIDES if any(name in path for name in patterns[side])]
+        found = [side for side, names in patterns.items() if any(name in path for name in names)]
         if found != [wanted]:
             raise ValueError(
                 f"use_bdlora must make {wanted} of {path} block-diagonal, as tensor parallelism "
                 f"cuts it, got {' and '.join(found) or 'neither factor'}"
             )
-    return blocks
 
 
 def _is_unset(value: Any) -> bool:
