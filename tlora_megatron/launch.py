@@ -33,7 +33,7 @@ class Launcher:
     """`integrations.megatron_lm.hooks.LauncherCallbacks` on this process's console."""
 
     def sharding_resolver(self) -> ShardingResolver:
-        """The function with which `tlora train` chooses a run's LoRA sharding, too."""
+        """Returns the function with which `tlora train` chooses a run's LoRA sharding, too."""
         from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 
         return resolve_lora_sharding
@@ -43,7 +43,7 @@ class Launcher:
         print_run(open_console(), summary, str(output_dir))
 
     def fail(self, error: Exception) -> NoReturn:
-        """Ends with the exit code 2 for what the user can correct, as `tlora` does."""
+        """Ends with exit code 2, like `tlora`, for input that the user can correct."""
         show_error(error)
         raise SystemExit(2) from error
 
@@ -61,7 +61,7 @@ def install() -> None:
 
 
 def _explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The trainer's traceback, and below it what a lost connection means."""
+    """Prints the trainer's traceback and below it what a lost connection means."""
     sys.__excepthook__(kind, error, trace)
     if isinstance(error, Exception) and is_lost_connection(error):
         show_error(error)

@@ -29,7 +29,7 @@ exit code: 0 all jobs finished, 1 a job or the run failed, 2 something to correc
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line (`sys.argv` where None); exit codes as `tlora`."""
+    """Runs the command line (`sys.argv` where None); exit codes are those of `tlora`."""
     parser = argparse.ArgumentParser(
         prog="tlora_megatron.deepspeed",
         description=__doc__,

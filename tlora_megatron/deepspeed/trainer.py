@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer for many jobs: its arguments, callbacks and logs, this package's training.
+"""Hugging Face's Trainer for many jobs: its arguments, callbacks and logs, our training.
 
 trainer = MultiLoRATrainer(model=model, args=TrainingArguments(..., deepspeed="ds.json"))
 trainer.train()
@@ -25,7 +25,7 @@ class MultiLoRATrainer(Trainer):
 
     Args:
         model: a causal model of transformers.
-        args: with `deepspeed`; its `output_dir` takes the place of `run.output_dir`.
+        args: with `deepspeed`; its `output_dir` replaces `run.output_dir`.
 
     Raises:
         ValueError: if `args.deepspeed` is missing.

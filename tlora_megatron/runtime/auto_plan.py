@@ -1,4 +1,4 @@
-"""`tlora train --plan auto`: the fastest plan that this run can take."""
+"""Finds the fastest plan for `tlora train --plan auto`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def best_plan(
     hardware: HardwareProfile,
     lengths: LengthHistogram | None = None,
 ) -> RankedPlan:
-    """The plan that `tlora train` would be fastest with; the same one on every process.
+    """Returns the plan with which `tlora train` is fastest; the same one on every process.
 
     Raises:
-        ValueError: if none fits, with what would; or if jobs or data cannot be used.
+        ValueError: if none fits, with changes that would help; or if jobs or data cannot be used.
     """
     spec = plan_model(config)
     jobs = plan_jobs(config, spec, lengths)

@@ -1,4 +1,4 @@
-"""Processes under torchrun: how they start, learn of each other's end, and leave."""
+"""Starts processes under torchrun, lets them learn of each other's end, and leave."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run_with_torchrun(argv: Sequence[str], nproc: int) -> int:
 
 
 def join_agent() -> None:
-    """What a rank owes the torchrun agent that started it, before it joins a process group.
+    """Sets a rank up under its torchrun agent, before it joins a process group.
 
     The kernel ends it when the agent is gone: torchrun ends its ranks when it is asked to end, but
     not when it is killed, and they would train on and hold the GPUs and the output directory.
@@ -116,7 +116,7 @@ def _welcome(shared: TCPStore, world_size: int) -> int:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether gloo, NCCL or the store says that another process cannot be reached."""
+    """True if gloo, NCCL or the store says that another process cannot be reached."""
     return type(error).__name__ in _LOST_TYPES or any(part in str(error) for part in _LOST_TEXTS)
 
 

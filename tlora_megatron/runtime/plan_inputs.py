@@ -1,4 +1,4 @@
-"""What the planner is told of a configured run: the model's shape and every job's lengths.
+"""The planner's view of a configured run: the model's shape and every job's lengths.
 
 Lengths come from the jobs' own data through the base's tokenizer, which takes a while the first
 time, so they are kept in the user's cache directory; or from an option, for planning without data.
@@ -31,7 +31,7 @@ from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
-"""Of the cached files."""
+"""Version of the cached files' format."""
 
 
 def plan_model(config: RunConfig) -> ModelSpec:

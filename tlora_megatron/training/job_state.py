@@ -1,4 +1,4 @@
-"""A job while it runs: where it is in its data and what became of it so far."""
+"""A job's progress and status while it trains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tlora_megatron.training.schedule import learning_rate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalResult:
-    """Over a job's evaluation sequences."""
+    """Scores over a job's evaluation sequences."""
 
     loss: float
     """Mean over all target tokens."""
@@ -45,7 +45,7 @@ class JobState:
     eval_before: EvalResult | None = None
     eval_after: EvalResult | None = None
     queue: list[Item] = field(default_factory=list)
-    """What is left to run of the current batch."""
+    """Sequences of the current batch that have not run yet."""
     loss: torch.Tensor | None = None
     """This rank's part of the current batch's loss, fp32 `[]`."""
     batch_time_s: float = 0.0
@@ -57,12 +57,12 @@ class JobState:
 
     @property
     def is_active(self) -> bool:
-        """Whether it still takes part in rounds."""
+        """True while it takes part in rounds."""
         return self.status == "running"
 
     @property
     def is_done(self) -> bool:
-        """Whether all its steps are behind it."""
+        """True once it has taken all its steps."""
         return self.step >= self.plan.num_steps
 
     @property
@@ -73,7 +73,7 @@ class JobState:
 
     @property
     def dropout_key(self) -> int:
-        """Of the current step."""
+        """Key of the current step's dropout masks."""
         return mix_ints(self.spec.seed, self.step)
 
     def batch(self) -> list[TokenSequence]:
@@ -99,9 +99,9 @@ class JobState:
         return tokens, targets
 
     def placeholder(self) -> JobState:
-        """What stands for this failed job in the packing until its planned end.
+        """Returns a stand-in that keeps this failed job's seat in the packing to its planned end.
 
-        So the others' sequences meet the same micro-batches and ranks, in the same order, as if
+        The others' sequences then meet the same micro-batches and ranks, in the same order, as if
         nothing had happened, and their sums are rounded the same.
         """
         return replace(self)
@@ -109,13 +109,13 @@ class JobState:
     _SAVED = ("step", "updates", "tokens", "target_tokens", "nonfinite_in_a_row", "last_loss")
 
     def progress(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside tensors. Data order, dropout follow from seed and step."""
+        """Values that a checkpoint keeps; data order and dropout follow from seed and step."""
         before = self.eval_before
         saved = {key: getattr(self, key) for key in self._SAVED}
         return {**saved, "eval_before": before and [before.loss, before.exact_match]}
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Takes up from a checkpoint's progress."""
+        """Sets the values that a checkpoint kept."""
         for key in self._SAVED:
             setattr(self, key, progress[key])
         if progress["eval_before"] is not None:

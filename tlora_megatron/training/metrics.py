@@ -1,4 +1,4 @@
-"""What a run writes about itself: `metrics.jsonl` per job, `summary.json`, TensorBoard and W&B.
+"""Writes a run's numbers: `metrics.jsonl` per job, `summary.json`, TensorBoard and W&B.
 
 All files are strict JSON: a NaN or inf is written as null and its line carries `"nonfinite": true`.
 Importing this module needs neither torch nor TensorBoard nor W&B.

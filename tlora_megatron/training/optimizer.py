@@ -39,7 +39,7 @@ class StepRequest(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """What happened to one request, the same on every rank."""
+    """Outcome of one request, the same on every rank."""
 
     loss: float
     """NaN where the weights were not finite before the step."""

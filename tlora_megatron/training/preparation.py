@@ -1,4 +1,4 @@
-"""What must hold before a job may start: its data, adapter and sizes against the backbone."""
+"""Reads a job's data and adapter before it starts, and checks that they fit the backbone."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _check_lengths(job: JobSpec, spec: Backbone, data: JobData, micro_batch_toke
 
 
 def _warn_of_other_base(job: JobSpec, theirs: str | None, ours: str) -> None:
-    """Only a warning: a hub name and a local folder may well hold the same weights."""
+    """Warns of another base; no error, since a hub name and a folder may hold the same weights."""
     if theirs is not None and Path(theirs).name != Path(ours).name:
         logger.warning(
             "job %s: init_from %s was trained on %s and goes on over %s",

@@ -1,4 +1,4 @@
-"""Attention inside the documents of the bound micro-batch, as one of transformers' implementations.
+"""An attention implementation for transformers that stays inside packed documents.
 
 No mask is made and none is looked at: transformers' own packing by position_ids is silently lost to
 an `attention_mask` of ones or a cache.
@@ -18,11 +18,11 @@ from tlora_megatron.ops.routing.segments import current_micro_batch
 NAME = "tlora_packed"
 
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
-"""What some models hand to their attention and this one would leave out."""
+"""Arguments of other attention implementations that this one does not support."""
 
 
 def register() -> None:
-    """Makes the implementation known to transformers; it has no mask function, so none is made."""
+    """Registers the implementation with transformers; without a mask function no mask is made."""
     AttentionInterface.register(NAME, packed_attention)
 
 

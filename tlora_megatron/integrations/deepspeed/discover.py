@@ -29,7 +29,7 @@ class _Found(NamedTuple):
 
 
 def model_spec(model: Any) -> LinearsSpec:
-    """Describes a model whose weights nobody has cut yet, but perhaps `zero.Init`.
+    """Describes a model whose weights are still whole, unless `zero.Init` has divided them.
 
     Raises:
         ValueError: if it has no embedding, no plain output layer, or no layers with linears.
@@ -138,7 +138,7 @@ def _max_positions(config: Any) -> int:
 
 
 def _sliding_window(config: Any) -> int | None:
-    """Tokens a query sees in some layer; None without windows."""
+    """Returns the tokens that a query sees in some layer; None without windows."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and "sliding_attention" not in kinds:
@@ -149,7 +149,7 @@ def _sliding_window(config: Any) -> int | None:
 
 
 def sharded_spec(model: Any, spec: LinearsSpec, groups: ParallelGroups) -> LinearsSpec:
-    """The model's description after AutoTP: how each linear is cut.
+    """Adds to the model's description how AutoTP has sharded each linear.
 
     Raises:
         ValueError: if AutoTP left a linear whole, or did not cut it into equal consecutive parts.
@@ -183,6 +183,6 @@ def _part(linear: LinearShape, kind: str, tp_size: int) -> tuple[int, int]:
 def pair_linears(
     model: Any, spec: LinearsSpec, groups: ParallelGroups
 ) -> list[tuple[Site, nn.Module]]:
-    """Every site of this rank with its module."""
+    """Pairs every site of this rank with its module."""
     sites = rank_sites(spec, groups.layout, tp_rank=groups.tp_rank, pp_rank=groups.pp_rank)
     return [(s, model.get_submodule(spec.module_path(s.layer, s.linear))) for s in sites]

@@ -23,7 +23,7 @@ _PROBE_LENGTHS = (9, 22)
 
 
 class DeepSpeedEngine:
-    """`training.super_model.Engine` over a model that DeepSpeed has cut.
+    """`training.super_model.Engine` over a model that DeepSpeed has sharded.
 
     A micro-batch is bound through its backward too, so that recomputed layers find it.
 
@@ -68,13 +68,13 @@ class DeepSpeedEngine:
 
 
 def check_packing(model: Any, spec: LinearsSpec, groups: ParallelGroups, plain: str) -> None:
-    """Refuses a model that scores packed documents other than it does each by itself.
+    """Refuses a model whose losses of packed documents differ from those of each alone.
 
-    Such as: positions or masks that do not restart, logits that are scaled behind the output layer.
+    That happens if positions or masks do not restart, or logits are scaled behind the output layer.
     Collective like any forward.
 
     Args:
-        plain: the attention implementation that the model came with.
+        plain: name of the attention implementation that the model came with.
 
     Raises:
         ValueError: if losses differ by more than rounding.
@@ -104,7 +104,7 @@ def check_packing(model: Any, spec: LinearsSpec, groups: ParallelGroups, plain: 
 
 
 def _losses_alone(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Losses of predicting each token but the first, by the model as it came, fp32 `[n - 1]`."""
+    """Losses of all tokens but the first, from the unchanged model, fp32 `[n - 1]`."""
     with torch.no_grad():
         logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0]
     return F.cross_entropy(logits.float(), tokens[1:], reduction="none")

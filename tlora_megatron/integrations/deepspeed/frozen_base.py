@@ -1,4 +1,4 @@
-"""The base that jobs come to and leave: one model under DeepSpeed, built once."""
+"""The base model under DeepSpeed: built once, while jobs come and go."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tlora_megatron.parallel.groups import ParallelGroups
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenBase:
-    """A frozen model cut by DeepSpeed, ready for adapters."""
+    """A frozen model, sharded by DeepSpeed and ready for adapters."""
 
     model: Any
     deepspeed: Any
@@ -34,11 +34,11 @@ class FrozenBase:
     linears: tuple[tuple[Site, nn.Module], ...]
     engine: DeepSpeedEngine
     placement: StatePlacement
-    """Of the adapters' master weights and moments, as the ZeRO stage says."""
+    """Place of the adapters' master weights and moments, by the ZeRO stage."""
 
 
 def base_of_model(model: Any) -> BaseModelSpec:
-    """What a configuration says of a model that the caller has built.
+    """Describes a model that the caller has built, like the section `base_model`.
 
     Raises:
         ValueError: if its weights are neither fp32 nor bf16.
@@ -52,7 +52,7 @@ def base_of_model(model: Any) -> BaseModelSpec:
 
 
 def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
-    """Reads the base, unless it is given, and hands it to DeepSpeed; collective over the world.
+    """Reads the base, unless it is given, and puts it under DeepSpeed; collective over the world.
 
     Raises:
         ValueError: if the model is not supported, saying why.

@@ -1,4 +1,4 @@
-"""What is relied on in DeepSpeed, checked before a run: its version, names and their arguments.
+"""Checks before a run that DeepSpeed has the version, names and arguments that we rely on.
 
 No method of DeepSpeed is overridden. Its model has nothing to train, so that of ZeRO only the hooks
 that gather and release frozen weights run, and of AutoTP the sharding and the groups.

@@ -1,4 +1,4 @@
-"""DeepSpeed's top-level optimizer, scheduler and clipping as defaults of the jobs."""
+"""Turns DeepSpeed's top-level optimizer, scheduler and clipping into defaults of the jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frozen Hugging Face model under DeepSpeed: how it is read, frozen and handed over."""
+"""Reads a Hugging Face model, freezes it and puts it under DeepSpeed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def refuse_adapters(model: nn.Module) -> None:
 
 
 def turn_dropout_off(model: nn.Module) -> None:
-    """Turns the backbone's dropout off, as befits what is frozen; one warning says so.
+    """Turns off the dropout of the frozen backbone; one warning says so.
 
     That of modules, and rates that models hand to functions, which stand on the modules or in their
     configurations (`residual_dropout`, `layerdrop`).
@@ -116,7 +116,7 @@ def start_engine(model: Any, engine: dict[str, Any]) -> Any:
 
 
 def use_packed_attention(model: Any) -> None:
-    """Puts attention inside documents into the model.
+    """Makes the model's attention stay inside packed documents.
 
     Raises:
         ValueError: if the model's attention is not transformers' to replace.

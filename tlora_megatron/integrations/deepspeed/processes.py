@@ -1,4 +1,4 @@
-"""Joins the processes of a run, and tells where each stands in DeepSpeed's groups."""
+"""Joins the processes of a run, and returns their places in DeepSpeed's groups."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _free_port() -> int:
 
 
 def current_groups(tp_size: int) -> ParallelGroups:
-    """This process's place in the groups that DeepSpeed has made."""
+    """Returns this process's place in the groups that DeepSpeed has made."""
     world = dist.get_world_size()
     layout = ParallelLayout.for_world(
         world, tp_size=tp_size, pp_size=1, cp_size=1, sequence_parallel=False
@@ -65,6 +65,6 @@ def current_groups(tp_size: int) -> ParallelGroups:
 
 
 def _group_of_one() -> dist.ProcessGroup:
-    """A group of this process alone; every process makes all of them."""
+    """Makes a group of this process alone; every process makes all such groups."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return groups[dist.get_rank()]

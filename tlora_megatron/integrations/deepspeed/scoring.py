@@ -1,6 +1,6 @@
-"""The output layer as a loss: only rows that predict something get logits, and none are kept.
+"""Makes the output layer compute losses: only rows with a target get logits, and none are kept.
 
-The layer is called by the model as ever, so that ZeRO-3's hooks gather its weight; while a batch is
+The model calls the layer as before, so that ZeRO-3's hooks gather its weight; while a batch is
 being scored it returns losses in the place of logits.
 """
 
@@ -21,7 +21,7 @@ from tlora_megatron.training.packing.packing import PackedBatch
 
 
 class _Scoring(NamedTuple):
-    """What is to be scored by the forward that runs."""
+    """The batch that the running forward scores."""
 
     batch: PackedBatch
     predict: bool
@@ -51,7 +51,7 @@ class ScoringMixin:
     tlora_vocab_size: int
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits, or losses while a batch is scored."""
+        """Returns logits, or losses while a batch is scored."""
         if _current is None:
             return super().forward(hidden)  # type: ignore[misc]
         batch, predict = _current
@@ -64,7 +64,7 @@ class ScoringMixin:
 
 
 def prepare_output_layer(model: Any, vocab_size: int, groups: ParallelGroups) -> None:
-    """Makes the model's output layer one that can score, in place; again, it stays as it is.
+    """Makes the model's output layer able to score, in place; a second call does nothing.
 
     Raises:
         ValueError: if tensor parallelism cut the vocabulary into unequal parts.

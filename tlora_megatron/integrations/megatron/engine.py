@@ -23,7 +23,7 @@ from tlora_megatron.training.packing.packing import PackedBatch
 
 
 def current_groups(layout: ParallelLayout) -> ParallelGroups:
-    """This process's place in Megatron's initialised parallel state."""
+    """Returns this process's place in Megatron's initialised parallel state."""
     cuda = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     return ParallelGroups(

@@ -1,4 +1,4 @@
-"""What Megatron-LM's arguments decide of a run, and the configuration that goes with them.
+"""Joins Megatron-LM's arguments with the file of jobs into one configuration.
 
 Parallel sizes, precision, recompute, seed, output folder and token budget come from the trainer's
 own flags; `jobs` and `defaults` from the file of `--tlora-config`. What the file says beside that
@@ -53,7 +53,7 @@ class LaunchSettings:
     layout: ParallelLayout
     tokenizer_dir: Path
     base_model: str
-    """What exported adapters call their base."""
+    """Name or path that exported adapters give as their base."""
 
 
 def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -70,10 +70,10 @@ def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def resolve_arguments(args: argparse.Namespace) -> list[str]:
-    """Sets what follows from the flag, before Megatron validates its arguments.
+    """Sets arguments that follow from the flag, before Megatron validates them.
 
     Returns:
-        A sentence for each value given that the flag leaves without effect.
+        A sentence for each given value that has no effect with the flag.
     """
     # The base starts every run as it is; the jobs' own checkpoints say how far they are.
     args.finetune = args.no_load_optim = args.no_load_rng = True
@@ -92,7 +92,7 @@ def resolve_arguments(args: argparse.Namespace) -> list[str]:
 
 
 def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchSettings:
-    """Reads the jobs and joins them with what Megatron's arguments decide.
+    """Reads the file of jobs and adds the values that Megatron's arguments decide.
 
     Args:
         args: Megatron's, validated.
@@ -125,7 +125,7 @@ def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchS
 
 
 def spec_from_arguments(args: argparse.Namespace, *, vocab_size: int) -> ModelSpec:
-    """The backbone's shape as Megatron's arguments describe it."""
+    """Returns the backbone's shape that Megatron's arguments describe."""
     qkv_bias, qk_norm = bool(args.add_qkv_bias), bool(args.qk_layernorm)
     return ModelSpec(
         model_type="qwen3" if qk_norm else "qwen2" if qkv_bias else "llama",
@@ -150,7 +150,7 @@ def spec_from_arguments(args: argparse.Namespace, *, vocab_size: int) -> ModelSp
 
 
 def _num_layers(args: argparse.Namespace) -> int:
-    """Transformer layers; HybridModel counts an attention and its MLP as two."""
+    """Counts transformer layers; HybridModel counts an attention and its MLP as two."""
     pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(
         args, "hybrid_override_pattern", None
     )
@@ -184,7 +184,7 @@ def _layout(args: argparse.Namespace) -> ParallelLayout:
 
 
 def _decided(args: argparse.Namespace) -> dict[str, dict[str, tuple[Any, str]]]:
-    """Section -> key -> value and the flag that it comes from."""
+    """Returns section -> key -> the value that arguments decide, and its flag."""
     dtype = "bfloat16" if args.params_dtype == torch.bfloat16 else "float32"
     return {
         "base_model": {"dtype": (dtype, "--bf16")},
@@ -206,7 +206,7 @@ def _decided(args: argparse.Namespace) -> dict[str, dict[str, tuple[Any, str]]]:
 
 
 def _join(document: dict[str, Any], decided: Mapping[str, Mapping[str, tuple[Any, str]]]) -> None:
-    """Lays what arguments decide under the document's sections, in place."""
+    """Adds the values that arguments decide to the document's sections, in place."""
     for section, values in decided.items():
         raw = document.get(section)
         raw = {} if raw is None else raw
@@ -227,7 +227,7 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def _base_model(args: argparse.Namespace, raw: Any, folder: Path) -> tuple[BaseModelSpec, Path]:
-    """The section with its path filled in, and the folder of the tokenizer."""
+    """Returns the section with its path filled in, and the folder of the tokenizer."""
     base = read_spec(BaseModelSpec, raw, "base_model")
     if base.config is not None:
         raise ConfigError(
@@ -253,7 +253,7 @@ def _base_model(args: argparse.Namespace, raw: Any, folder: Path) -> tuple[BaseM
 def _agreed(
     ours: ModelSpec, theirs: ModelSpec, args: argparse.Namespace, directory: Path
 ) -> ModelSpec:
-    """The Hugging Face config's spec, once the arguments are seen to describe the same model."""
+    """Returns the Hugging Face config's spec; refuses arguments that describe another model."""
     described, expected = asdict(ours), asdict(theirs)
     for name in _COMPARED:
         if described[name] != expected[name]:

@@ -31,13 +31,13 @@ class MicroBatchFeed:
         self._queues: list[deque[PackedBatch]] = []
 
     def reader(self) -> Iterator[PackedBatch]:
-        """One iterator; virtual pipeline stages have one each."""
+        """Makes one iterator; virtual pipeline stages have one each."""
         queue: deque[PackedBatch] = deque()
         self._queues.append(queue)
         return _Reader(queue)
 
     def fill(self, batches: Sequence[PackedBatch]) -> None:
-        """Sets what all readers give next."""
+        """Sets the micro-batches that all readers give next."""
         for queue in self._queues:
             queue.clear()
             queue.extend(batches)
@@ -99,7 +99,10 @@ class MegatronLmEngine:
         return self._call(batch, model, labels=batch.labels), partial(self._weighted, batch)
 
     def take_losses(self) -> list[Tensor]:
-        """Weighted losses `[T]` of the micro-batches since the last call; none on early stages."""
+        """Returns weighted losses `[T]` of the micro-batches since the last call.
+
+        None on pipeline stages other than the last.
+        """
         losses, self._losses = self._losses, []
         return losses
 
@@ -140,7 +143,7 @@ class MegatronLmEngine:
         return self._call(batch, model, labels=None), partial(self._score, batch)
 
     def _score(self, batch: PackedBatch, logits: Tensor) -> tuple[Any, ...]:
-        """Losses and right first choices from logits `[1, T, V / tp]`."""
+        """Computes losses and right first choices from logits `[1, T, V / tp]`."""
         rows_n = batch.target_rows
         columns = logits.shape[-1]
         first_column = self.groups.tp_rank * columns
@@ -157,7 +160,7 @@ class MegatronLmEngine:
         return losses_T.sum(), _ONE, {"losses": losses_T, "right": right_T}
 
     def _mask_padding(self, module: nn.Module, args: Any, output: tuple[Tensor, Any]) -> None:
-        """Sets logits of columns that only fill the vocabulary up to the dtype's least value."""
+        """Sets logits of the vocabulary's padding to the least value of their dtype."""
         logits = output[0]
         columns = logits.shape[-1]
         valid = max(0, min(columns, self.vocab_size - self.groups.tp_rank * columns))

@@ -1,4 +1,4 @@
-"""What of Megatron-LM the hooks rely on, and which of its settings adapters cannot train with.
+"""Checks that Megatron-LM has what the hooks rely on, and no settings that exclude adapters.
 
 Checked before anything is built: a trainer that has moved on is named with its version, and a
 setting that would be silently wrong is refused with what to change.
@@ -56,14 +56,14 @@ _RELIED_ON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rule:
-    """Values of one Megatron argument under which adapters train right."""
+    """A rule for one Megatron argument: the values under which adapters train correctly."""
 
     argument: str
     allowed: tuple[Any, ...]
     why: str
 
     def check(self, args: Any) -> None:
-        """Raises ValueError; an argument that this version lacks is as it should be."""
+        """Raises ValueError for a wrong value; an argument that this version lacks is fine."""
         value = getattr(args, self.argument, self.allowed[0])
         if value not in self.allowed:
             flag = "--" + self.argument.replace("_", "-")

@@ -1,4 +1,4 @@
-"""The jobs' losses as Megatron-LM's log shows them.
+"""Makes Megatron-LM's log show each job's mean loss over its own steps.
 
 The trainer adds every iteration's losses up and divides by the iterations of the interval. A job
 steps in some iterations and not in others, so that its sum has to be divided by its own steps.
@@ -22,7 +22,7 @@ _ADVANCED = "advanced iterations"
 
 
 class IntervalLosses:
-    """Sums of the losses since the last line of the log."""
+    """Losses summed since the last line of the log."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, int]] = {}
@@ -30,7 +30,7 @@ class IntervalLosses:
         self._latest: dict[str, float] = {}
 
     def add(self, reports: Sequence[StepReport]) -> dict[str, float]:
-        """The losses of an iteration: `loss/NAME` of every job that stepped, and `lm loss`."""
+        """Adds an iteration; returns `loss/NAME` of every job that stepped, and `lm loss`."""
         losses = {f"loss/{report.job.name}": report.outcome.loss for report in reports}
         finite = [report for report in reports if math.isfinite(report.outcome.loss)]
         targets = sum(report.target_tokens for report in finite)
@@ -47,7 +47,7 @@ class IntervalLosses:
         """Sets the trainer's sums so that its line shows each key's mean; begins a new interval.
 
         Args:
-            loss_dict: of this iteration, not yet added to `totals`.
+            loss_dict: losses of this iteration, not yet added to `totals`.
             totals: the trainer's sums, changed in place. Keys without a value go: they would show
                 as 0, or what they were.
         """

@@ -1,4 +1,4 @@
-"""What stands where Megatron-LM's trainer expects its optimizer and its schedule."""
+"""Stand-ins for the optimizer and the schedule that Megatron-LM's trainer expects."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 
 class JobOptimizer(MegatronOptimizer):
-    """Ends the round: every job whose global batch is complete steps by its own optimizer.
+    """Stand-in for the trainer's optimizer, whose step ends the round of the jobs.
 
-    It holds no parameter of the model, which is frozen, so that there is nothing for the trainer to
-    save, load or clip.
+    Every job whose global batch is complete steps with its own optimizer. The stand-in holds no
+    parameter of the frozen model, so the trainer has nothing to save, load or clip.
 
     Args:
         config: Megatron's; unused but by the trainer.
@@ -41,47 +41,47 @@ class JobOptimizer(MegatronOptimizer):
         return True, grad_norm, None
 
     def get_loss_scale(self) -> Tensor:
-        """1: a job's loss is weighted where it is computed."""
+        """Returns 1: a job's loss is weighted where it is computed."""
         return self._scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: a job's gradient lives until its own step, over several iterations maybe."""
+        """Does nothing: a job's gradient lives until its own step, maybe for several rounds."""
 
     def prepare_grads(self) -> bool:
-        """No inf is looked for here: each job does so for itself."""
+        """Returns False, for no inf found: each job looks for its own."""
         return False
 
     def step_with_ready_grads(self) -> bool:
-        """Part of Megatron's own `step`, which is not used."""
+        """Returns True; Megatron's own `step`, which calls it, is not used."""
         return True
 
     def reload_model_params(self, state_dict: Any = None) -> None:
-        """Called when the base has been loaded; it is nobody's master weights."""
+        """Does nothing: the loaded base has no master weights."""
 
     def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
-        """Nothing: jobs have checkpoints of their own."""
+        """Returns nothing: jobs have checkpoints of their own."""
         return {}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Nothing, as `state_dict`."""
+        """Ignores the state: jobs have checkpoints of their own."""
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Nothing, as `state_dict`."""
+        """Returns nothing: jobs have checkpoints of their own."""
         return {}
 
 
 class NoSchedule:
-    """Leaves the logged learning rate as the jobs' own schedules made it."""
+    """Stand-in for the trainer's schedule; leaves the logged learning rate as the jobs set it."""
 
     num_steps = 0
 
     def step(self, increment: int = 0) -> None:
-        """Counts samples, as Megatron's schedule does."""
+        """Counts samples like Megatron's schedule."""
         self.num_steps += increment
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
+        """Returns nothing: jobs have checkpoints of their own."""
         return {}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Nothing."""
+        """Ignores the state."""

@@ -1,4 +1,4 @@
-"""Parts of Megatron's local layer spec that refuse a layout which packed adapters run in."""
+"""Replaces parts of Megatron's local layer spec that refuse context or sequence parallelism."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MARK = "_tlora_local_parts"
 
 
 def install(*, context_parallel: bool, sequence_parallel: bool) -> None:
-    """Replaces what would refuse to be built, once a process; before the model is built.
+    """Replaces the parts that would refuse to be built; call it before the model is built.
 
     Without Transformer Engine, Megatron's attention refuses context parallelism and its norm
     sequence parallelism. Attention becomes ours in any case, once the model stands.

@@ -50,7 +50,7 @@ class JobData:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the training sequences; kept, since it passes over all of them."""
+        """Digest of the training sequences; kept, since it reads all of them."""
         return fingerprint(self.train)
 
 
@@ -227,7 +227,7 @@ def _check_text(value: Any, name: str, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Which sequences each optimizer step of a job takes, as a pure function of the step.
+    """Says which sequences each optimizer step takes, as a pure function of the step.
 
     The job's stream is one permutation of its sequences after another, that of epoch e drawn from
     (seed, e) alone, and batches are consecutive cuts of the stream. So a step needs no state to be

@@ -139,7 +139,7 @@ _TOKENIZE: dict[RowKind, Callable[[Sequence[Row], Any], Iterable[TokenSequence]]
 
 
 def appends_eos(tokenizer: Any) -> bool:
-    """Whether the tokenizer's own special tokens end a text with EOS."""
+    """True if the tokenizer's own special tokens end a text with EOS."""
     with_special, plain = (
         tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
     )

@@ -1,4 +1,4 @@
-"""Where weights under Hugging Face's names come from: a safetensors directory, or seeded noise."""
+"""Sources of weights under Hugging Face's names: a safetensors directory, or seeded noise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Rows = slice | list[slice] | None
 
 
 class WeightSource(Protocol):
-    """Where whole tensors under Hugging Face's names come from."""
+    """A source of whole tensors under Hugging Face's names."""
 
     def keys(self) -> Sequence[str]:
         """Names of all tensors."""

@@ -50,12 +50,12 @@ _FORMAT = {
     "common_backend_version": 1,
 }
 _SPACE_LEFT = 1.02
-"""Of the tensors' size: what DCP adds, and blocks that are not full."""
+"""Share of the tensors' size for what DCP adds, and for blocks that are not full."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronCheckpoint:
-    """What was written, or would be."""
+    """Summary of a written or planned checkpoint."""
 
     dtype: torch.dtype
     num_parameters: int
@@ -164,7 +164,7 @@ def _write_tensors(
 
 
 def _common_state(spec: ModelSpec) -> dict[str, Any]:
-    """What is not a tensor. `release` checkpoints hold no optimizer, and count from iteration 0."""
+    """The state besides tensors: a `release` checkpoint has no optimizer and is at iteration 0."""
     layout = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     others = {
         "add_position_embedding": True,

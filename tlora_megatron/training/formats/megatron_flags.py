@@ -23,7 +23,7 @@ _LLAMA3_ROPE = {
 
 
 _FLAG_NAMES = {"layernorm_epsilon": "norm_epsilon"}
-"""Where the flag is not called like its argument."""
+"""Flags that are not called like their argument."""
 
 
 def megatron_arguments(spec: ModelSpec) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which tensors a Megatron checkpoint holds, and how layers are stacked in it.
+"""The tensors of a Megatron checkpoint, and how layers are stacked in it.
 
 Layers are stacked: `decoder.layers.mlp.linear_fc2.weight` is `[num_layers, hidden, ffn]`, every
 layer a chunk. The norms that Transformer Engine fuses into the next linear carry its names, and the
@@ -35,7 +35,7 @@ _WITH_EXTRA_STATE = (
 """Linears that ask for a state of FP8; None is "there is none" to both specs."""
 
 Part = int | str
-"""What is written at once: a layer by its index, `embedding`, or `output`."""
+"""A part that is written at once: a layer by its index, `embedding`, or `output`."""
 
 
 def parts(spec: ModelSpec) -> list[Part]:
@@ -70,7 +70,7 @@ def checkpoint_key(name: str) -> str:
 
 
 def write_items(spec: ModelSpec, part: Part, dtype: torch.dtype) -> list[WriteItem]:
-    """What of one part is written: name, place and type of its tensors, and its extra states."""
+    """Lists what is written for a part: name, place and type of tensors, and extra states."""
     layer = (part, spec.num_layers) if isinstance(part, int) else None
     items = [
         _tensor_item(checkpoint_key(name), tensor.shape, dtype, layer)

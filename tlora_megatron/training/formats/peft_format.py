@@ -1,4 +1,4 @@
-"""Adapters in and out as PEFT directories: `adapter_config.json` and `adapter_model.safetensors`.
+"""Reads and writes adapters as PEFT directories.
 
 With `peft_config`, the only place that speaks PEFT's names (`r`, `lora_alpha`, `lora_A.weight`).
 PEFT itself is not imported, and nothing is ever unpickled.
@@ -50,7 +50,7 @@ class AdapterFile:
     lora: LoraSpec
     """`target_modules` in the order of the model's `peft_targets`."""
     base_model: str | None
-    """What the file calls its base: a path or a hub name, not checked."""
+    """The file's name of its base: a path or a hub name, not checked."""
     factors: dict[str, Tensor]
     """Canonical whole factors, fp32 on the CPU."""
 

@@ -1,4 +1,4 @@
-"""The paper's rule for the number of nano-batches, for comparison with `nano_controller`'s."""
+"""The paper's rule for the number of nano-batches, for comparison with `controller`'s."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class AimdController:
 
     @property
     def kept(self) -> int:
-        """The count itself: nothing is kept."""
+        """The present count; no choice is ever kept."""
         return self.count
 
     def chosen(self, mix_key: str) -> int:
-        """See `NanoController`: the count itself, whatever the mix."""
+        """Returns the present count, whatever the mix."""
         return self.count
 
     def resume(self, mix_key: str, count: int) -> None:

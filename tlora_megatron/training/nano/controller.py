@@ -1,4 +1,4 @@
-"""How many nano-batches a micro-batch is cut into, chosen while training from measured step times.
+"""Chooses the number of nano-batches while training, from measured step times.
 
 Pure: the same steps give the same choices, so ranks that are told the same times stay together. A
 *step* here is what lies between two waits for the device: one round, or several that complete no
@@ -39,7 +39,7 @@ class StepTime:
 
     time_s: float
     tokens: int
-    """Of all jobs in it."""
+    """Tokens of all jobs in it."""
     mix_key: str
     """Changes with the jobs that train."""
     most: int
@@ -47,22 +47,22 @@ class StepTime:
 
 
 class NanoController(Protocol):
-    """Chooses the count."""
+    """Chooses the number of nano-batches."""
 
     limit: int
     """The highest count; may be set between steps, to no less than has been the count."""
 
     @property
     def count(self) -> int:
-        """Of the next step."""
+        """Number of nano-batches of the next step."""
 
     @property
     def kept(self) -> int:
-        """The choice, whatever the next step tries."""
+        """The present choice, whatever the next step tries."""
 
     @property
     def phase(self) -> Phase:
-        """What the next step is for."""
+        """Purpose of the next step: explore counts, keep the choice, or check it."""
 
     def next_count(self, step: StepTime) -> int:
         """Takes the time of the step just done, at the present count; returns the next count."""
@@ -73,7 +73,7 @@ class NanoController(Protocol):
         ...
 
     def resume(self, mix_key: str, count: int) -> None:
-        """Goes on with what an earlier run had chosen for a mix."""
+        """Goes on with an earlier run's choice for a mix."""
 
 
 class HysteresisController:
@@ -100,11 +100,11 @@ class HysteresisController:
         self.phase: Phase = "explore"
         self._mix: str | None = None
         self._chosen: dict[str, int] = {}
-        """By mix."""
+        """The choice by mix."""
         self._most = 1
         self._skip = self._passed_over = 0
         self._tokens: list[int] = []
-        """Of the mix's latest steps."""
+        """Tokens of the mix's latest steps."""
         self._block: list[float] = []
         self._blocks: dict[int, list[list[float]]] = {}
         """Seconds a token of the trial's blocks, by count."""
@@ -114,7 +114,7 @@ class HysteresisController:
         self._until_trial = self._interval = _FIRST_CHECK
         self._checks = 0
         self._challenger = 1
-        """Of a check."""
+        """The count that a check compares with the choice."""
 
     def chosen(self, mix_key: str) -> int | None:
         """See `NanoController`."""
@@ -137,7 +137,7 @@ class HysteresisController:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the present mix has been explored."""
+        """True once the present mix has been explored."""
         return self._mix in self._chosen and self.phase != "explore"
 
     @property
@@ -146,7 +146,7 @@ class HysteresisController:
         return {count: _typical(blocks) for count, blocks in self._blocks.items()}
 
     def _begin_mix(self, step: StepTime) -> None:
-        """The step itself is thrown away: memory is reserved anew for a new mix."""
+        """Goes to a new mix of jobs; this step does not count, since memory is reserved anew."""
         is_first = self._mix is None
         self._mix, self._most, self._tokens = step.mix_key, step.most, []
         self._interval = _FIRST_CHECK
@@ -160,7 +160,7 @@ class HysteresisController:
             self._keep(_PATIENCE)
 
     def _counts(self, step: StepTime) -> bool:
-        """Whether a step's time says something: not right behind a change, nor of a small rest."""
+        """False for a step whose time says nothing: right behind a change, or of a small rest."""
         if self._skip:
             self._skip -= 1
             return False
@@ -200,7 +200,7 @@ class HysteresisController:
             self._decide()
 
     def _following(self) -> int | None:
-        """The next count on the way forth; None at its end."""
+        """Returns the next count on the way up; None at its end."""
         if self.phase == "check":
             return None if self._challenger in self._blocks else self._challenger
         times = self.times
@@ -224,7 +224,7 @@ class HysteresisController:
         self._keep(self._interval)
 
     def _keep(self, steps: int) -> None:
-        """Goes on with the choice for so many steps."""
+        """Keeps the choice for a number of steps."""
         self.phase, self._until_trial = "keep", steps
         self._go_to(self.kept)
 
@@ -252,7 +252,7 @@ class HysteresisController:
         self.count = count
 
     def _margin(self) -> float:
-        """What two counts of the trial must differ by: the hysteresis, or twice their noise.
+        """Share by which two counts must differ: the hysteresis, or twice their noise.
 
         A block's range is 1.59 standard deviations in the middle, for normal noise; a median of
         three deviates by 0.67 of one, the mean of two such by 0.47, and their difference by 0.67.

@@ -11,7 +11,7 @@ from tlora_megatron.parallel.transport.tensor_collectives import DEFAULT_MAX_BYT
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NanoSettings:
-    """How an engine's nano-batches exchange their tensors."""
+    """Mechanism and size of the collectives of nano-batches."""
 
     transport: Kind = "auto"
     """Mechanism of the tensor-parallel collectives; see `RunSpec.tensor_collectives`."""
@@ -30,7 +30,7 @@ class NanoSwitch(Protocol):
         """Sets the count for the rounds to come; collective over the world."""
 
     def room(self) -> LaneRoom:
-        """How many nano-batches this process's device has memory for."""
+        """Returns the number of nano-batches that this process's device has memory for."""
 
     def close(self) -> None:
         """Releases what the collectives hold; collective over the world."""

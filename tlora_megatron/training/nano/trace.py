@@ -1,4 +1,4 @@
-"""`OUT/nano_batches.jsonl`, a line a measured step: written, read back, gone on with.
+"""Writes and reads `OUT/nano_batches.jsonl`, which has a line for each measured step.
 
 A line that cannot be used (edited by hand, or of an earlier version) is passed over with a warning
 and stays where it is.
@@ -29,20 +29,20 @@ class TraceLine:
     """One measured step."""
 
     step: int
-    """Measured so far, this one included."""
+    """Number of steps measured so far, this one included."""
     nano_batches: int
-    """It ran in at most so many."""
+    """Most nano-batches of a micro-batch in it."""
     time_s: float
     tokens: int
-    """Of all jobs."""
+    """Tokens of all jobs."""
     phase: str
-    """What it was run for."""
+    """Purpose of the step; see `controller.Phase`."""
     kept: int
     """The choice behind it, of whichever mix of jobs made one last."""
     jobs: int
-    """That trained."""
+    """Number of jobs that trained."""
     mix: str
-    """See `nano_rounds.mix_key`."""
+    """Short hash of the jobs; see `rounds.mix_key`."""
     chosen: int | None = None
     """The mix's own choice; None while it has made none."""
     job_steps: dict[str, int] | int = 0
@@ -51,7 +51,7 @@ class TraceLine:
 
     @classmethod
     def parse(cls, text: bytes) -> TraceLine:
-        """Raises ValueError for what is no such line; further keys are passed over."""
+        """Parses a line; ignores unknown keys, and raises ValueError for a broken line."""
         record = json.loads(text)
         if not isinstance(record, dict):
             raise ValueError(f"a line must be a JSON object, got {text[:80]!r}")
@@ -66,7 +66,7 @@ class TraceLine:
         return cls(**values)
 
     def steps_of(self, names: Iterable[str]) -> int:
-        """Steps of these jobs together; those of others do not tell what these do again."""
+        """Sum of the steps of the named jobs."""
         if isinstance(self.job_steps, int):
             return self.job_steps
         return sum(self.job_steps.get(name, 0) for name in names)
@@ -86,12 +86,12 @@ def _kinds() -> dict[str, Any]:
 
 
 class Resumed(NamedTuple):
-    """What a run goes on from."""
+    """The part of a trace that a resumed run goes on from."""
 
     step: int
-    """Of the last line that the checkpoints are not behind; 0 = there is none."""
+    """Step of the last line that the checkpoints include; 0 = there is none."""
     last: TraceLine | None
-    """That was written, also if it was cut off: what has been measured stays true."""
+    """Last line that was written, even if it was cut off: measurements stay true."""
 
 
 NOTHING = Resumed(0, None)
@@ -105,19 +105,19 @@ class NanoTrace:
         self._warned_of_disk = False
 
     def begin(self) -> None:
-        """Empties it."""
+        """Empties the file."""
         try:
             write_atomic(self.path, "")
         except OSError as error:
             self._warn_of_disk("emptied", error)
 
     def resume(self, job_steps: Mapping[str, int]) -> Resumed:
-        """Cuts off what a resumed run does again, and a torn last line; all else stays as it is.
+        """Removes the lines of steps that a resumed run does again, and a torn last line.
 
-        Read from its end, as far as needed.
+        Reads the file from its end, as far as needed.
 
         Args:
-            job_steps: of each job, by name, in the checkpoint that it goes on from.
+            job_steps: steps of each job, by name, in the checkpoint that it goes on from.
         """
         try:
             return self._resume(job_steps)
@@ -128,7 +128,7 @@ class NanoTrace:
             return NOTHING
 
     def append(self, line: TraceLine) -> None:
-        """Writes a line, whole or not at all."""
+        """Appends a line, whole or not at all."""
         text = (json.dumps(asdict(line)) + "\n").encode()
         try:
             with self.path.open("ab", buffering=0) as file:
@@ -169,7 +169,7 @@ class NanoTrace:
 
 
 def read_trace(output_dir: Path) -> list[TraceLine]:
-    """All lines that can be used, a torn last one not among them; none without a file."""
+    """Reads all lines that are whole and valid; none if there is no file."""
     path = output_dir / TRACE_FILE
     if not path.exists():
         return []

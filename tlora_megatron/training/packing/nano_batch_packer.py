@@ -32,7 +32,7 @@ from tlora_megatron.training.packing.packing import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NanoBatchPacker:
-    """How the micro-batches of a round are cut.
+    """Packs the micro-batches of a round in nano-batches.
 
     Cuts follow from all sequences, those of placeholders too, so that jobs that are gone do not
     change which of the others' are computed together.
@@ -54,10 +54,10 @@ class NanoBatchPacker:
     def pack(
         self, bins: Sequence[Sequence[Placed]], is_run: Callable[[Placed], bool]
     ) -> list[SplitBatch | None]:
-        """Each bin as it runs, all with equally many rows; None where no bin is cut.
+        """Packs each bin, all with equally many rows; None for each where no bin is cut.
 
         Args:
-            is_run: whether an item has rows.
+            is_run: True for items that have rows.
         """
         parts = [self._cut(placed, is_run) for placed in bins]
         if all(len(p) < 2 for p in parts):
@@ -117,7 +117,7 @@ class NanoBatchPacker:
 def _places(
     parts: Sequence[Sequence[Placed]], rows: Sequence[int], order: torch.Tensor
 ) -> torch.Tensor:
-    """Where each row of the items lies, in packed order, int64."""
+    """Returns the executed row of each row of the items in packed order, int64."""
     begins = itertools.accumulate(rows, initial=0)
     used = [sum(p.item.length for p in part) for part in parts]
     held = [torch.arange(begin, begin + count) for begin, count in zip(begins, used, strict=False)]

@@ -1,4 +1,4 @@
-"""Whether all processes of a run have read the same: what they do next must not differ."""
+"""Checks that all processes of a run have read the same input."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _gather(mine: Any) -> list[Any]:
 
 
 def content_digest(config: RunConfig, prepared: Sequence[PreparedJob]) -> str:
-    """Of all that packing, schedules and updates follow from; paths may differ between nodes."""
+    """Digest of everything that packing and updates follow from; paths may differ by node."""
     no_paths = {"data": None, "init_from": None, "resume_from": None}
     run = asdict(config.run) | {"output_dir": None}
     content: list[Any] = [run, config.base_model.dtype, config.base_model.seed]

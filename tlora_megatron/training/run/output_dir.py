@@ -1,4 +1,4 @@
-"""The directory of a run: whether it is ours to write, and whether it holds a run to continue."""
+"""Claims the output folder of a run: new, or holding the same run, and used by no other."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LOCK_NAME = ".lock"
 
 @contextmanager
 def hold_output_dir(output_dir: Path) -> Iterator[None]:
-    """Keeps other runs out of the directory while this one writes; for the writer only.
+    """Keeps other runs out of the directory while this one writes; only the writer calls it.
 
-    The kernel lets go of the lock when the process ends, however it ends. A file system without
-    locks is taken as it is.
+    The kernel releases the lock when the process ends, however it ends. On a file system without
+    locks nothing is kept out.
 
     Raises:
         ValueError: if another run holds it.
@@ -40,7 +40,7 @@ def hold_output_dir(output_dir: Path) -> Iterator[None]:
 
 
 def claim_output_dir(output_dir: Path, config: RunConfig) -> bool:
-    """Makes the directory where it is missing; returns whether it holds this run, to be continued.
+    """Makes the directory if it is missing; returns True if it holds this run, to be resumed.
 
     Raises:
         ValueError: if it holds another run, is not writable, or `run.resume` asks otherwise.
@@ -73,7 +73,7 @@ def claim_output_dir(output_dir: Path, config: RunConfig) -> bool:
 
 
 def _base_of_run(held: Path) -> Any:
-    """`base_model` of a run's config.json; None if it is no such file: a model's, for example."""
+    """Returns `base_model` of a run's config.json; None for another file, such as a model's."""
     try:
         document = json.loads(held.read_text())
     except ValueError:
