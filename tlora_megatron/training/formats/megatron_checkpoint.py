@@ -50,7 +50,7 @@ _FORMAT = {
     "common_backend_version": 1,
 }
 _SPACE_LEFT = 1.02
-"""Share of the tensors' size for what DCP adds, and for blocks that are not full."""
+"""Space needed over the tensors' size, for what DCP adds and blocks that are not full."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

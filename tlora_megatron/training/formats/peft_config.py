@@ -44,7 +44,8 @@ _FIELDS_WITHOUT_EFFECT = {
 use_dora, modules_to_save, rank_pattern, layers_to_transform and those of PEFT versions to come."""
 
 _BLOCK_FIELDS = {"target_modules_bd_a", "target_modules_bd_b", "nblocks", "match_strict"}
-_SIDES: tuple[Literal["lora_a", "lora_b"], ...] = ("lora_a", "lora_b")
+_Side = Literal["lora_a", "lora_b"]
+_SIDES: tuple[_Side, ...] = ("lora_a", "lora_b")
 
 _PLAIN_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Initial values that leave the base weight as it was; PiSSA, OLoRA, LoftQ and others change it."""
@@ -187,7 +188,7 @@ def _num_blocks(raw: Any, targets: tuple[str, ...], model: Backbone) -> int:
     return blocks
 
 
-def _patterns(raw: dict[str, Any], side: str) -> list[str]:
+def _patterns(raw: dict[str, Any], side: _Side) -> list[str]:
     """Names of the modules whose factor is block-diagonal."""
     key = f"target_modules_bd_{side[-1]}"
     names = raw.get(key) or []
@@ -197,7 +198,7 @@ def _patterns(raw: dict[str, Any], side: str) -> list[str]:
 
 
 def _check_block_factors(
-    lora: LoraSpec, patterns: dict[str, list[str]], targets: tuple[str, ...], model: Backbone
+    lora: LoraSpec, patterns: dict[_Side, list[str]], targets: tuple[str, ...], model: Backbone
 ) -> None:
     """Checks that exactly the factor that tensor parallelism cuts is block-diagonal."""
     for layer, target in itertools.product(range(model.num_layers), targets):
