@@ -61,7 +61,7 @@ class Row:
 
 
 def timed(run: Callable[[], T], repeats: int) -> tuple[T, float, float]:
-    """What the last run returned, milliseconds of the first one, and the median of the others."""
+    """Result of the last run, milliseconds of the first run, and the median of the others."""
     times_ms = []
     for _ in range(1 + repeats):
         begin = time.process_time()
@@ -118,7 +118,7 @@ def crowd(study: Study, rules: Rules) -> tuple[WaitingQueue, ClusterState]:
 
 
 def decisions(policy: str, repeats: int) -> tuple[int, float, float]:
-    """How many groups a policy forms, and the times of its decisions."""
+    """Number of groups a policy forms, and the times of its decisions."""
     study, rules = make_study(), Rules()
     queue, state = crowd(study, rules)
     made = make_policy(policy, study.speeds, rules)
@@ -132,7 +132,7 @@ def decisions(policy: str, repeats: int) -> tuple[int, float, float]:
 
 
 def plans(repeats: int) -> tuple[int, float, float]:
-    """How many plans the search finds, and its times."""
+    """Number of plans the search finds, and its times."""
     base = read_model_spec(REPO / "configs" / "models" / "llama-3.1-8b.json")
     spec = replace(base, num_layers=LAYERS, hidden_size=8192, num_heads=64, ffn_size=28672)
     hardware = load_profile(HARDWARE / "h100-infiniband.json")

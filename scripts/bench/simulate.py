@@ -34,7 +34,7 @@ from tlora_megatron.sim.trace_shape import TraceShape, shaped
 LOADS = (0.5, 1.0, 2.0, 3.0, 5.0)
 FUSING = ("tlora", "tlora_best")
 NANO_OVERLAP = 0.6
-"""Of tensor-parallel communication, assumed hidden by nano-batches in the ablation: no profile of
+"""Share of tensor-parallel communication that the ablation assumes hidden: no profile of
 the simulated GPUs is measured, so that without it they hide nothing."""
 
 
@@ -75,7 +75,7 @@ class Cell:
     """In the place of the profile's."""
 
     def key(self, policy: str) -> tuple[str, ...]:
-        """What tells its row from others in the file."""
+        """Fields that tell its row from others in the file."""
         facts = (self.source, self.variant, f"{self.load:g}", self.seed, policy)
         return tuple(map(str, facts))
 
@@ -89,7 +89,7 @@ def loads(seeds: int) -> Iterator[Cell]:
 
 
 def ablations(seeds: int) -> Iterator[Cell]:
-    """What each part of the fusing policies is worth, at twice the load the GPUs can take alone."""
+    """Fusing policies with one part left out each, at twice the load the GPUs can take alone."""
     variants: dict[str, dict[str, Any]] = {
         "base": {},
         "no residual": {"use_residual": False},

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,21 +24,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from scripts.bench.deepspeed.stock import run_stock
 from scripts.bench.harness.arguments import REPO, RESULTS, bench_parser
-from scripts.bench.harness.clock import Timing, Watch, total
+from scripts.bench.harness.clock import Timing, timed, total
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
+from scripts.bench.harness.training_jobs import fresh_job
 from scripts.bench.harness.world import is_main
 from scripts.bench.step.jobs import Mix, make_mixes
-from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.integrations.deepspeed.frozen_base import FrozenBase, build_base
 from tlora_megatron.integrations.deepspeed.guard import check_deepspeed
 from tlora_megatron.integrations.deepspeed.processes import join_processes
-from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
+from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
-from tlora_megatron.layers.slab import initial_factor
-from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
-from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.super_model import SuperModel
 
@@ -143,7 +140,7 @@ def _config(args: argparse.Namespace) -> DeepSpeedConfig:
 def run_together(base: FrozenBase, mix: Mix, args: argparse.Namespace) -> Timing:
     """All jobs at once."""
     super_model = _super_model(base, mix, range(len(mix.specs)), args)
-    return _timed_rounds(super_model, warmup=3, rounds=args.rounds)
+    return _timed(super_model, super_model.train_round, warmup=3, repeats=args.rounds)
 
 
 def run_alone(base: FrozenBase, mix: Mix, args: argparse.Namespace) -> Timing:
@@ -151,7 +148,12 @@ def run_alone(base: FrozenBase, mix: Mix, args: argparse.Namespace) -> Timing:
     timings = []
     for index in range(len(mix.specs)):
         super_model = _super_model(base, mix, [index], args)
-        timings.append(_timed_steps(super_model, warmup=2, steps=args.steps))
+
+        def step(super_model: SuperModel = super_model) -> None:
+            while not super_model.train_round():
+                pass
+
+        timings.append(_timed(super_model, step, warmup=2, repeats=args.steps))
     return total(timings)
 
 
@@ -167,7 +169,7 @@ def _super_model(
         placement=base.placement,
     )
     attach(base.linears, bank)
-    jobs = [_job(base, bank, spec, mix.data[i]) for i, spec in zip(chosen, specs, strict=True)]
+    jobs = [fresh_job(mix.specs[i], mix.data[i], bank, base.spec) for i in chosen]
     return SuperModel(
         base.engine,
         bank,
@@ -178,39 +180,15 @@ def _super_model(
     )
 
 
-def _job(
-    base: FrozenBase, bank: AdapterBank, spec: JobSpec, train: tuple[TokenSequence, ...]
-) -> JobState:
-    slab = bank.new_slab(spec.lora)
-    slab.load(lambda name: initial_factor(base.spec, name, spec.lora, spec.seed))
-    return JobState(
-        spec=spec,
-        data=JobData(train=train, eval=(), num_truncated=0, num_dropped=0),
-        plan=BatchPlan.for_job(spec, len(train)),
-        adapter=Adapter(name=spec.name, lora=spec.lora, slab=slab),
-    )
-
-
-def _timed_rounds(super_model: SuperModel, *, warmup: int, rounds: int) -> Timing:
-    for _ in range(warmup):
-        super_model.train_round()
-    watch, before = Watch(), _tokens_done(super_model)
-    for _ in range(rounds):
-        super_model.train_round()
-    return watch.timing(steps=rounds, tokens=_tokens_done(super_model) - before)
-
-
-def _timed_steps(super_model: SuperModel, *, warmup: int, steps: int) -> Timing:
-    def step() -> None:
-        while not super_model.train_round():
-            pass
-
+def _timed(
+    super_model: SuperModel, step: Callable[[], object], *, warmup: int, repeats: int
+) -> Timing:
+    """Time of so many steps, and the tokens that they trained."""
     for _ in range(warmup):
         step()
-    watch, before = Watch(), _tokens_done(super_model)
-    for _ in range(steps):
-        step()
-    return watch.timing(steps=steps, tokens=_tokens_done(super_model) - before)
+    before = _tokens_done(super_model)
+    timing = timed(step, 0, repeats)
+    return timing._replace(tokens=_tokens_done(super_model) - before)
 
 
 def _tokens_done(super_model: SuperModel) -> int:

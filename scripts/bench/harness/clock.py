@@ -52,7 +52,7 @@ class Timing(NamedTuple):
     """Rows of real data, padding not counted."""
     peak_bytes: int
     step_times_s: tuple[float, ...] = ()
-    """Of each step, where they were marked."""
+    """Time of each step, where the steps were marked."""
 
     def percentile_s(self, percent: int) -> float:
         """A percentile (a multiple of 10) of the steps' times; NaN if they were not marked."""

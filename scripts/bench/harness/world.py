@@ -1,4 +1,4 @@
-"""What the processes of one benchmark agree on."""
+"""Agreement between the processes of one benchmark: who prints, when to end, sums and maxima."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def is_main() -> bool:
-    """Whether this is the first process, which prints and writes rows."""
+    """True on the first process, which prints and writes rows."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -21,7 +21,7 @@ def say(text: str) -> None:
 
 
 def out_of_time(begin: float, budget_s: float) -> bool:
-    """Whether so many seconds have passed since `begin`, by the first process's clock."""
+    """True once so many seconds have passed since `begin`, by the first process's clock."""
     answer = [time.monotonic() - begin > budget_s]
     dist.broadcast_object_list(answer, src=0)
     return answer[0]

@@ -51,7 +51,7 @@ DROPOUT = (0.0, 0.1)
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """What a run has so far."""
+    """Rows and problems of a run so far."""
 
     rows: list[Row] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)

@@ -141,7 +141,7 @@ class _AutogradBaseline(Baseline):
 
 
 class BridgeMethod(_AutogradBaseline):
-    """What Megatron-Bridge's MultiLoRALinear does at TP 1, written anew.
+    """The method of Megatron-Bridge's MultiLoRALinear at TP 1, written anew.
 
     Adapters padded to the largest rank are stacked in every forward; two grouped GEMMs; each
     token's scaling multiplies the whole `[T, N]` output; an add. Left out: its wait for the device

@@ -35,7 +35,7 @@ class Expected(NamedTuple):
 
 
 class FrozenRows:
-    """What the frozen linear alone gives at sampled rows: kept, as every provider needs it."""
+    """Results of the frozen linear alone at sampled rows; every provider needs them."""
 
     def __init__(self, operands: BufferSet) -> None:
         self._operands = operands

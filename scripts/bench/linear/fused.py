@@ -142,7 +142,7 @@ class FusedLinear:
                 torch._foreach_zero_([g for slot in grads for g in slot if g is not None])
 
     def gradients(self, backward: Backward) -> tuple[tuple[FactorGrads, ...], ...]:
-        """What the jobs' slabs hold."""
+        """Gradients in the jobs' slabs."""
         factors = self._factors[0]
         return tuple(
             tuple(

@@ -36,7 +36,7 @@ class Versions:
 
 
 def versions(device: torch.device, commit: str) -> Versions:
-    """Those of this process."""
+    """GPU and versions of this process."""
     try:
         triton = str(importlib.import_module("triton").__version__)
     except ImportError:
@@ -46,7 +46,7 @@ def versions(device: torch.device, commit: str) -> Versions:
 
 
 def linear_ops(provider: str, device: torch.device, dtype: torch.dtype) -> LinearOps:
-    """What `tlora` (the package's choice) or `tlora_NAME` computes with.
+    """Kernels of the provider `tlora` (the package's choice) or `tlora_NAME`.
 
     Raises:
         ValueError: if NAME cannot run here.
@@ -73,12 +73,12 @@ class AdapterSets:
 
     @cached_property
     def fused(self) -> tuple[SiteFactors, ...]:
-        """As the package holds them, a pair a target."""
+        """Factors as the package holds them: a pair for each target."""
         return build_factors(self._workload, self.mix)
 
     @cached_property
     def plain(self) -> tuple[PlainFactors, ...]:
-        """As the baselines get them, a pair for the whole output."""
+        """Factors as the baselines get them: one pair for the whole output."""
         return draw_factors(self._workload, self.mix)
 
 

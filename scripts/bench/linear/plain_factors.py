@@ -111,7 +111,7 @@ class Baseline(ABC):
         """Gradients are fresh in every call."""
 
     def gradients(self, backward: Backward) -> tuple[tuple[FactorGrads, ...], ...]:
-        """Of set 0, without padding."""
+        """Gradients of set 0's factors, without padding."""
         return tuple((self._gradient(backward.grads, g),) for g in range(len(self._mix.ranks)))
 
     def dropped(self, x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -43,7 +43,7 @@ class Row:
 
     @property
     def cell(self) -> str:
-        """What was measured, in one line."""
+        """The measured case in one line."""
         return f"{self.shape} {self.tokens} x{self.adapters} p={self.dropout:g} {self.provider}"
 
 

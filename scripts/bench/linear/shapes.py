@@ -46,7 +46,7 @@ SHAPES = {
     for short, linear in LINEARS.items()
 }
 MEASURED = tuple(name for name in SHAPES if not name.startswith("tiny"))
-"""What the benchmark measures unless told otherwise; the tiny ones are for tests on a CPU."""
+"""Shapes measured by default; the tiny ones are for tests on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the multi-adapter linear must reach, and whether measured rows reach it."""
+"""Targets of the multi-adapter linear, and verdicts on measured rows."""
 
 from __future__ import annotations
 

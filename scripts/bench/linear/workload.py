@@ -42,7 +42,7 @@ class Workload:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations and weights."""
+        """Type of the activations and weights."""
         return self.sets[0].x_TK.dtype
 
 
@@ -100,14 +100,14 @@ class FactorGrads(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a forward leaves behind."""
+    """Results of a forward."""
 
     y_TN: torch.Tensor
     saved: Any
 
 
 class Backward(NamedTuple):
-    """What a backward leaves behind."""
+    """Results of a backward."""
 
     dx_TK: torch.Tensor
     grads: Any
@@ -131,7 +131,7 @@ class Provider(Protocol):
         ...
 
     def keep(self, forward: Forward) -> torch.Tensor | None:
-        """What dropout multiplied x by in that forward of set 0, fp32 `[T, K]`; None = nothing."""
+        """What dropout multiplied x by in a forward of set 0, fp32 `[T, K]`; None = no dropout."""
         ...
 
     def clear(self) -> None:

@@ -38,7 +38,7 @@ from tests.helpers.megatron_lm import convert, make_launch_scenario, oracle, wri
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """How one layout ended."""
+    """Exit status, time and output of one layout's run."""
 
     layout: Layout
     code: int | None
@@ -196,7 +196,7 @@ def run_one(layout: Layout, place: Place, devices: tuple[int, ...], timeout_s: f
 
 
 def failure(run: Run) -> str | None:
-    """What is wrong with how a run ended."""
+    """A complaint about how a run ended; None if it ended as it should."""
     name, refusal = run.layout.name, run.layout.refusal
     if run.code is None:
         return f"{name}: took over {run.seconds:.0f} s"

@@ -53,7 +53,7 @@ class Layout:
     world: int = 1
     """Processes, one a GPU."""
     precision: Precision = "fp32"
-    """Of the base."""
+    """Precision of the frozen base."""
     transformer_engine: bool = False
     flags: str = ""
     refusal: str = ""
@@ -94,7 +94,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """What every run of a machine has in common."""
+    """Folders and device that all runs on a machine share."""
 
     checkout: Path
     scenario: Path

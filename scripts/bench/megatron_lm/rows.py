@@ -58,7 +58,7 @@ def compare(layout: Layout, out: Path, expected: Oracle, common: Mapping[str, st
 
 
 def verdicts(rows: Sequence[Row], expected: Oracle) -> list[str]:
-    """What is wrong with the losses of a run."""
+    """Complaints about the losses of a run; empty if all are right."""
     found = []
     for row in rows:
         limit, num_steps = LIMITS[row.precision], len(expected[row.job])

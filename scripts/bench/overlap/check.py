@@ -22,7 +22,7 @@ class GradientCheck:
         self._exact_gradients: dict[bool, torch.Tensor] = {}
 
     def error(self, step: Step) -> float:
-        """How far the input's gradient of a step that has run is off fp32's, relative to its norm.
+        """Relative distance of the input's gradient from fp32's, for a step that has run.
 
         The first step asked about, frozen or not, is the unsplit one.
 

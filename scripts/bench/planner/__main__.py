@@ -151,7 +151,7 @@ class Bench:
         return statistics.fmean(times), whole, int(largest_peak)
 
     def _any(self, value: bool) -> bool:
-        """Whether it holds on any rank: all must go the same way."""
+        """True if the value holds on any rank: all must go the same way."""
         return any(largest([float(value)])) if dist.is_initialized() else value
 
 

@@ -22,7 +22,7 @@ BATCHES = (1, 8, 2, 4, 8, 1, 4, 2)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LENGTHS = (256, 265, 272, 284, 296, 313, 338, 376, 517, 837, 1171, 1686, 2018)
 SHARES = (0.05, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.075, 0.045, 0.025, 0.005)
-"""Of prompts and completions of five data sets: see `step.jobs`."""
+"""Shares of sequences with these lengths, in five data sets: see `step.jobs`."""
 CASES = {
     1: (
         "8b/32 tp1 pp1 none 8j 8192t",

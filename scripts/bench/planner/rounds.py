@@ -17,7 +17,7 @@ from tlora_megatron.training.packing.packing import Item, batch_items, fill_bins
 
 
 class PackedRound(NamedTuple):
-    """What a round holds."""
+    """Rows and micro-batches of one round."""
 
     tokens: int
     """Rows of all jobs over all ranks."""

@@ -61,7 +61,7 @@ STRATEGIES = (
 
 
 class Case(NamedTuple):
-    """What is timed."""
+    """Number and rank of the adapters."""
 
     adapters: int
     rank: int

@@ -28,8 +28,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -50,6 +50,7 @@ from scripts.bench.step.jobs import (
 )
 from scripts.bench.step.peft import build_peft, run_peft
 from scripts.bench.step.project import Effort, Project, run_sequential, run_together
+from scripts.bench.step.rows import Row, show, verdicts
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
@@ -58,39 +59,6 @@ TOGETHER = ("floor", "adapters", "together")
 MODES = (*TOGETHER, "sequential", "hf_peft")
 PEFT_RANK = 16
 PEFT_SHAPES = ((8, 1024), (1, 512))
-STEP_OVER_FLOOR, OVER_SEQUENTIAL, OVER_PEFT, OVER_PEFT_SMALL = 1.12, 1.5, 1.55, 4.0
-TOKENS_PER_S = {"H200": 15_000}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One measurement; the fields are the CSV's columns."""
-
-    gpu: str
-    versions: str
-    commit: str
-    model: str
-    tp: int
-    sequence_parallel: bool
-    recompute: str
-    dropout: float
-    jobs: str
-    """How many and which: `8 (batch 1-8)`, `1 (8 x 1024)`."""
-    mode: str
-    step_ms: float
-    """Mean time of a round, or of a job's optimizer step."""
-    p20_ms: float | str
-    p50_ms: float | str
-    p80_ms: float | str
-    tokens: int
-    """Mean tokens of a step, without padding."""
-    tokens_per_s: float
-    ratio_to_floor: float | str
-    """Step over the floor's on the same micro-batches."""
-    peak_bytes: int
-    """Of the first process's tensors."""
-    mfu: float
-    tflops_per_gpu: float
 
 
 class Bench:
@@ -227,80 +195,6 @@ def gemm_flops_per_s(size: int = 8192, repeats: int = 30) -> float:
         a @ b
     wait_for_device()
     return 2.0 * size**3 * repeats / (time.perf_counter() - begin)
-
-
-def show(row: Row) -> str:
-    """A row for reading."""
-    over = f"  {row.ratio_to_floor:.3f} of the floor" if row.ratio_to_floor != "" else ""
-    return (
-        f"{row.mode:10} {row.jobs:20} step {row.step_ms:8.1f} ms  {row.tokens:6} tokens  "
-        f"{row.tokens_per_s:9.0f} tokens/s  peak {row.peak_bytes / 2**30:6.1f} GiB  "
-        f"mfu {row.mfu:.3f}{over}"
-    )
-
-
-Verdict = tuple[str, float, bool]
-"""A target in words, the value measured, and whether it is reached."""
-
-
-def verdicts(rows: Sequence[Row]) -> list[Verdict]:
-    """What was measured against what it must reach; nothing without `batch 1-8` together."""
-    mixed, small = (
-        {row.mode: row for row in rows if row.jobs.endswith(f"({name})")} for name in MIXES
-    )
-    if "together" not in mixed:
-        return []
-    ours = mixed["together"]
-    peft = [row for row in rows if row.mode == "hf_peft"]
-    return [
-        *_over_floor("batch 1-8", mixed),
-        *_over_floor("batch 1-4", small),
-        *(
-            _at_least(f"aggregate >= {least} tokens/s", ours.tokens_per_s, least)
-            for gpu, least in TOKENS_PER_S.items()
-            if gpu in ours.gpu
-        ),
-        *_over_sequential(mixed, small),
-        *_over_peft(ours, peft),
-    ]
-
-
-def _at_least(sentence: str, value: float, least: float) -> Verdict:
-    return sentence, value, value >= least
-
-
-def _over_floor(name: str, mix: Mapping[str, Row]) -> list[Verdict]:
-    if "together" not in mix or "floor" not in mix:
-        return []
-    value = mix["together"].step_ms / mix["floor"].step_ms
-    sentence = f"{name}: step over floor <= {STEP_OVER_FLOOR}"
-    return [(sentence, value, value <= STEP_OVER_FLOOR)]
-
-
-def _over_sequential(mixed: Mapping[str, Row], small: Mapping[str, Row]) -> list[Verdict]:
-    found = []
-    if "sequential" in small and "together" in small:
-        value = small["together"].tokens_per_s / small["sequential"].tokens_per_s
-        sentence = f"batch 1-4: over sequential >= {OVER_SEQUENTIAL}"
-        found.append(_at_least(sentence, value, OVER_SEQUENTIAL))
-    if "sequential" in mixed:
-        value = mixed["together"].tokens_per_s / mixed["sequential"].tokens_per_s
-        found.append(("batch 1-8: over sequential > 1", value, value > 1))
-    return found
-
-
-def _over_peft(ours: Row, peft: Sequence[Row]) -> list[Verdict]:
-    found = []
-    for row in peft:
-        small_batch = row.jobs.startswith(f"1 ({PEFT_SHAPES[-1][0]} x ")
-        least = OVER_PEFT_SMALL if small_batch else OVER_PEFT
-        value = ours.tokens_per_s / row.tokens_per_s
-        found.append(_at_least(f"over HF PEFT, {row.jobs}, >= {least}", value, least))
-    if peft and peft[0].peak_bytes:
-        value = ours.peak_bytes / peft[0].peak_bytes * peft[0].tokens / ours.tokens
-        sentence = f"peak bytes a token over HF PEFT's, {peft[0].jobs}, < 1"
-        found.append((sentence, value, value < 1))
-    return found
 
 
 def _release() -> None:

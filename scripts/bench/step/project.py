@@ -10,20 +10,18 @@ from typing import Any, NamedTuple
 import torch
 
 from scripts.bench.harness.clock import Timing, timed, total, wait_for_device
+from scripts.bench.harness.training_jobs import fresh_job
 from scripts.bench.harness.world import is_main
 from scripts.bench.step.jobs import Mix
-from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
+from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
-from tlora_megatron.layers.slab import initial_factor
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
-from tlora_megatron.training.data.job_data import BatchPlan, JobData
-from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.packing.packing import PackedBatch
 from tlora_megatron.training.super_model import SuperModel
 
 
 class Effort(NamedTuple):
-    """How long to measure."""
+    """Numbers of warm-up and timed steps."""
 
     warmup: int
     rounds: int
@@ -45,23 +43,10 @@ class Project:
         """Fresh jobs of a mix, all or some, attached to the backbone."""
         run = self.run
         chosen = range(len(mix.specs)) if only is None else only
-        specs = [mix.specs[index] for index in chosen]
-        bank = AdapterBank(
-            run.sites, [s.lora for s in specs], dtype=run.dtype, device=run.groups.device
-        )
+        loras = [mix.specs[index].lora for index in chosen]
+        bank = AdapterBank(run.sites, loras, dtype=run.dtype, device=run.groups.device)
         attach(run.linears, bank)
-        jobs = []
-        for index, spec in zip(chosen, specs, strict=True):
-            slab = bank.new_slab(spec.lora)
-            slab.load(lambda name, spec=spec: initial_factor(run.spec, name, spec.lora, spec.seed))
-            jobs.append(
-                JobState(
-                    spec=spec,
-                    data=JobData(train=mix.data[index], eval=(), num_truncated=0, num_dropped=0),
-                    plan=BatchPlan.for_job(spec, len(mix.data[index])),
-                    adapter=Adapter(name=spec.name, lora=spec.lora, slab=slab),
-                )
-            )
+        jobs = [fresh_job(mix.specs[i], mix.data[i], bank, run.spec) for i in chosen]
         engine: Any = _Recorder(run.engine)
         return SuperModel(
             engine, bank, run.groups, jobs, micro_batch_tokens=self.micro_batch_tokens

@@ -15,6 +15,7 @@ import pytest
 
 from scripts.bench.step import __main__ as step
 from scripts.bench.step import jobs
+from scripts.bench.step.rows import Row, verdicts
 from tests.helpers.standing_world import forked, world
 
 COLUMNS = (
@@ -95,7 +96,7 @@ def test_target_share(share: float, targets: int, tmp_path: Path) -> None:
 
 
 def test_verdicts() -> None:
-    row = step.Row(
+    row = Row(
         gpu="NVIDIA H200", versions="", commit="c", model="m", tp=1, sequence_parallel=False,
         recompute="none", dropout=0.0, jobs="8 (batch 1-8)", mode="together", step_ms=500.0,
         p20_ms="", p50_ms="", p80_ms="", tokens=8000, tokens_per_s=16000.0, ratio_to_floor="",
@@ -112,7 +113,7 @@ def test_verdicts() -> None:
         ),
         dataclasses.replace(row, jobs="1 (1 x 512)", mode="hf_peft", tokens_per_s=5000.0),
     ]
-    found = {sentence: (value, reached) for sentence, value, reached in step.verdicts(rows)}
+    found = {sentence: (value, reached) for sentence, value, reached in verdicts(rows)}
     assert found == {
         "batch 1-8: step over floor <= 1.12": (pytest.approx(500 / 450), True),
         "aggregate >= 15000 tokens/s": (16000.0, True),
