@@ -87,6 +87,20 @@ def test_the_kind_follows_from_the_module(
     assert list(module.state_dict()) == keys
 
 
+def test_another_attachment_replaces_the_one_before(groups: ParallelGroups) -> None:
+    module, site = make(groups, ColumnParallelLinear, "linear_qkv")
+    x = torch.randn(12, 1, SPEC.hidden_size)
+    found = []
+    for black_box, mixin in ((False, MegatronLinearMixin), (True, BlackBoxMixin)) * 2:
+        attached(module, site, black_box=black_box)
+        assert type(module).__bases__ == (mixin, ColumnParallelLinear)
+        with use_micro_batch(VIEW):
+            found.append(module(x)[0])
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    torch.testing.assert_close(found[0], found[1])
+
+
 def test_without_a_micro_batch_or_a_target_it_is_the_base(groups: ParallelGroups) -> None:
     module, site = make(groups, TERowParallelLinear, "linear_proj")
     x = torch.randn(12, 1, module.weight.shape[1])
