@@ -83,8 +83,11 @@ def test_the_scenario_clips_and_moves(oracle: dict[str, OracleResult]) -> None:
     }
     for name, limit in clipped.items():
         assert sum(norm > limit for norm in oracle[name].grad_norms) > NUM_STEPS // 4, name
-    for result in oracle.values():
-        assert result.losses[-1] < result.losses[0]
+    for name, result in oracle.items():
+        moved = [factor for key, factor in result.factors.items() if key.endswith("lora_b")]
+        assert all(float(factor.abs().max()) > 2e-3 for factor in moved), name  # begun at zero
+    for name in ("everything", "outputs"):  # one or two rows a step say little
+        assert oracle[name].losses[-1] < 0.95 * oracle[name].losses[0], name
 
 
 def test_metrics_hold_every_step_with_the_oracle_s_norms_and_rates(

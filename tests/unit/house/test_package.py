@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import zipfile
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
@@ -221,6 +222,110 @@ def test_the_sdist_holds_the_repository(built: Path, folder: str) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert _files(built / "source", folder) <= names
     assert {"LICENSE", "setup.py", "pyproject.toml"} <= names
+
+
+class Installed(NamedTuple):
+    """An environment of its own that holds the project and borrows this one's third parties."""
+
+    venv: Path
+
+    @classmethod
+    def make(cls, venv: Path, *install: object) -> Installed:
+        """Makes the environment and installs with these words of `pip install`."""
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+        made = cls(venv)
+        # Folders named by a .pth file are searched, but their own .pth files are not read: nothing
+        # leads to the checkout that is installed in this environment.
+        borrowed = [path for path in sys.path if path.endswith("site-packages")]
+        (made.site / "third_parties.pth").write_text("\n".join(borrowed))
+        pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "install", "-q"]
+        offline = ["--no-index", "--no-deps", "--no-build-isolation"]
+        done = made.run(*pip, *offline, *install)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return made
+
+    @property
+    def site(self) -> Path:
+        """Its site-packages."""
+        return next(self.venv.glob("lib/python*/site-packages"))
+
+    def run(self, *command: object) -> subprocess.CompletedProcess[str]:
+        """Runs a command outside any checkout."""
+        return subprocess.run(
+            [str(word) for word in command],
+            cwd=self.venv,
+            env={k: v for k, v in os.environ.items() if not k.startswith("PYTHON")},
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+        )
+
+    def tlora(self, *words: object) -> str:
+        """Output of the installed command."""
+        done = self.run(self.venv / "bin" / "tlora", *words)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    def places(self) -> list[Path]:
+        """Where it finds the package, the CUDA sources and the hardware profiles."""
+        code = (
+            "import tlora_megatron\n"
+            "from tlora_megatron.ops.extension import SOURCES\n"
+            "from tlora_megatron.planner.hardware import shipped_profiles\n"
+            "print(tlora_megatron.__file__, SOURCES, shipped_profiles(), sep='\\n')"
+        )
+        done = self.run(self.venv / "bin" / "python", "-c", code)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [Path(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """The wheel in an environment of its own."""
+    (wheel,) = built.glob("*.whl")
+    return Installed.make(tmp_path_factory.mktemp("wheel") / "venv", wheel)
+
+
+@pytest.mark.slow
+def test_the_wheel_finds_its_files_and_no_other_wheel_s(installed: Installed) -> None:
+    (installed.site / "csrc").mkdir(exist_ok=True)
+    (installed.site / "csrc" / "other.cu").touch()
+    package = installed.site / "tlora_megatron"
+    module, sources, profiles = installed.places()
+    assert module == package / "__init__.py"
+    assert sources == package / "csrc"
+    assert profiles == package / "planner" / "profiles"
+
+
+@pytest.mark.slow
+def test_the_wheel_s_command_plans_and_inspects(
+    installed: Installed, repo: Path, tmp_path: Path
+) -> None:
+    assert "usage: tlora" in installed.tlora("--help")
+    (tmp_path / "unread.jsonl").write_text("not read")
+    job = {"name": "a", "data": {"train": "unread.jsonl"}, "max_steps": 1}
+    config = {
+        "base_model": {
+            "config": str(repo / "configs/models/llama-3.1-8b.json"),
+            "random_init": True,
+        },
+        "run": {"output_dir": "out"},
+        "jobs": [job],
+    }
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(config))
+    shown = installed.tlora("plan", path, "--gpus", 8, "--hardware", "h200", "--lengths", "256:1")
+    assert "tokens/s" in shown
+    assert "CUDA compiler" in installed.tlora("inspect", "kernels")
+
+
+@pytest.mark.slow
+def test_an_editable_install_finds_the_checkout_s_files(built: Path, tmp_path: Path) -> None:
+    source = (built / "source").resolve()
+    module, sources, profiles = Installed.make(tmp_path / "venv", "-e", source).places()
+    assert module == source / "tlora_megatron" / "__init__.py"
+    assert sources == source / "csrc"
+    assert profiles == source / "configs" / "hardware"
 
 
 def test_shell_scripts_can_be_run(repo: Path) -> None:
