@@ -51,7 +51,7 @@ def plan_hardware(name: str) -> HardwareProfile:
 
 
 def _profile_folders() -> tuple[Path, Path]:
-    """Where profiles lie: `configs/hardware` of the working folder, then of the project."""
+    """Folders of profiles: `configs/hardware` of the working folder, then of the project."""
     return Path.cwd() / "configs" / "hardware", shipped_profiles()
 
 

@@ -35,11 +35,11 @@ class AimdController:
         return self.count
 
     def resume(self, mix_key: str, count: int) -> None:
-        """See `NanoController`."""
+        """Goes on with an earlier run's choice for a mix."""
         self.count = max(1, min(count, self.limit))
 
     def next_count(self, step: StepTime) -> int:
-        """See `NanoController`."""
+        """Takes the time of the step just done; returns the next count."""
         if self._skip or not step.tokens:
             self._skip = max(0, self._skip - 1)
             return self.count
