@@ -16,8 +16,6 @@ import yaml
 
 from tests.helpers.launch import HANG_S
 
-from tests.helpers.launch import HANG_S
-
 REPO = Path(__file__).resolve().parents[3]
 _CODE_BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _PATH = re.compile(r"(?<![\w./-])((?:tlora_megatron|scripts|tests|configs|csrc)/[\w./-]*[\w/])")
