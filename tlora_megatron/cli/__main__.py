@@ -1,4 +1,4 @@
-"""`python -m tlora_megatron.cli`: what torchrun starts on every rank."""
+"""Entry point of `python -m tlora_megatron.cli`, which torchrun starts on every rank."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`--plan auto` of `tlora train`, and what the planner is told on the command line."""
+"""Implements `tlora train --plan auto`, and the planner's options of several commands."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ DEFAULT_HARDWARE = "h200"
 
 
 def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the planner must know beside the configuration."""
+    """Adds the options that the planner needs beside the configuration."""
     parser.add_argument(
         "--hardware",
         metavar="NAME",
-        help="the planner's profile of the machine: a file, or a name in configs/hardware "
-        f"(default {DEFAULT_HARDWARE})",
+        help="hardware profile for the planner: a file, or a name in configs/hardware "
+        f"(default: {DEFAULT_HARDWARE})",
     )
     parser.add_argument(
         "--lengths",
         metavar="HIST",
-        help="for the planner: tokens of a sequence, 512 or 256:3,1024:1, instead of reading the "
-        "jobs' data",
+        help="sequence lengths for the planner instead of reading the jobs' data: 512 tokens, or "
+        "256:3,1024:1 for shares",
     )
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--plan` and what goes with it."""
+    """Adds `--plan` and its options."""
     parser.add_argument(
         "--plan",
         choices=("auto",),
-        help="auto: take layout, micro-batch tokens and recompute from the planner",
+        help="auto: let the planner choose layout, micro-batch tokens and recompute",
     )
     add_hardware_arguments(parser)
 
 
 def check_plan_arguments(args: argparse.Namespace) -> None:
-    """Refuses what would have no effect.
+    """Refuses options without effect.
 
     Raises:
         ConfigError: for the planner's options without `--plan`.
@@ -53,10 +53,10 @@ def check_plan_arguments(args: argparse.Namespace) -> None:
 
 
 def planned_overrides(args: argparse.Namespace, config: RunConfig) -> list[str]:
-    """The best plan for this run's processes as overrides, the same ones on every process.
+    """The best plan for this run's processes as overrides, equal on every process.
 
     Raises:
-        ValueError: if no plan fits, with what would.
+        ValueError: if no plan fits; the message names changes that would make one fit.
     """
     from tlora_megatron.runtime.auto_plan import best_plan
 

@@ -1,4 +1,4 @@
-"""Where the commands print, and which rank may."""
+"""Opens the consoles that commands print to."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _WIDTH_WITHOUT_TERMINAL = 200
 
 
 def global_rank() -> int:
-    """This process's rank as torchrun set it; 0 without torchrun."""
+    """The rank that torchrun gave this process; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def open_console(*, stderr: bool = False) -> Console:
-    """A console that prints text as it is: no markup, no wrapped lines, no 80 columns in files.
+    """A console that prints text unchanged: no markup, no wrapping, no 80 columns in files.
 
-    Tables need `soft_wrap=False` where they are printed, to fit a terminal.
+    To fit a terminal, tables must be printed with `soft_wrap=False`.
     """
     stream = sys.stderr if stderr else sys.stdout
     return Console(

@@ -25,7 +25,7 @@ examples:
   tlora convert /models/Llama-3.1-8B checkpoints/llama3.1-8b
   tlora convert /models/Llama-3.1-8B checkpoints/llama3.1-8b --dry-run --json
 
-The printed words also lie in OUT/model_flags.txt, one a line:
+The printed flags are also in OUT/model_flags.txt, one word per line:
   mapfile -t MODEL_FLAGS < OUT/model_flags.txt
   torchrun ... pretrain_gpt.py "${MODEL_FLAGS[@]}" --load OUT ...
 """
@@ -40,20 +40,26 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="HF_DIR", help="directory with config.json, safetensors")
-    parser.add_argument("out", metavar="OUT", help="new directory, for Megatron-LM's --load")
     parser.add_argument(
-        "--dtype", choices=_DTYPES, help="of the written tensors (default: as they are stored)"
+        "model",
+        metavar="HF_DIR",
+        help="Hugging Face directory with config.json and safetensors files",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="check everything and print, but write nothing"
+        "out", metavar="OUT", help="new directory for the checkpoint, for Megatron-LM's --load"
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, help="dtype to write (default: as stored)")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything and print the flags, but write nothing",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts and prints the flags that belong to the checkpoint."""
+    """Converts, and prints the Megatron-LM flags that belong to the checkpoint."""
     model, out = Path(args.model), Path(args.out)
     spec = read_model_spec(model / "config.json")
 
@@ -134,7 +140,7 @@ def _print(result: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _flag_lines(words: list[str]) -> list[str]:
-    """A flag and its value a line."""
+    """Lines of one flag each, with its value."""
     lines: list[str] = []
     for word in words:
         if word.startswith("--"):

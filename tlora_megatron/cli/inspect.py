@@ -1,4 +1,4 @@
-"""`tlora inspect`: shows a configuration, an adapter, a run, or the kernels this machine gets."""
+"""`tlora inspect`: shows a configuration, an adapter, a run, or this machine's kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ examples:
 """
 
 KERNELS = "kernels"
-"""The word in the place of a path; a folder of that name is `./kernels`."""
+"""Word that shows the kernels; a folder of this name is given as `./kernels`."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -40,8 +40,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "path",
         metavar="PATH",
-        help="configuration file, adapter directory or run directory; or the word 'kernels': which "
-        "kernels train on this machine and why (compiles them where they would be)",
+        help="configuration file, adapter directory or run directory; or the word 'kernels', which "
+        "shows the kernels that train on this machine and why (compiles them if needed)",
     )
     add_config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows what stands at `PATH`, or the kernels."""
+    """Shows what is at `PATH`, or the kernels."""
     path = Path(args.path)
     if (path.is_dir() or args.path == KERNELS) and (args.overrides or args.output_dir):
         raise ValueError(f"--set and --output-dir must be given with a config file, got {path}")
@@ -108,7 +108,7 @@ def _show_kernels(*, as_json: bool) -> int:
 
 
 def read_adapter(path: Path) -> dict[str, Any]:
-    """What a PEFT adapter directory holds, from its config and the header of its weights.
+    """Describes a PEFT adapter from its config and the header of its weights.
 
     Raises:
         ValueError: if either file is missing or malformed.

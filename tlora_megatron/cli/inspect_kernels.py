@@ -1,4 +1,4 @@
-"""`tlora inspect kernels`: which kernels train here, why, and what faster ones would need."""
+"""`tlora inspect kernels`: shows which kernels train here, why, and what faster ones need."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def describe_kernels() -> dict[str, Any]:
-    """What `tlora inspect kernels --json` prints; builds the CUDA extension if it would be used.
+    """Describes the kernels of this machine; builds the CUDA extension if it would be used.
 
     Raises:
         ValueError: if `TLORA_KERNELS` names no kernels.
@@ -41,7 +41,7 @@ def describe_kernels() -> dict[str, Any]:
 
 
 def print_kernels(console: Console, description: dict[str, Any]) -> None:
-    """The content of `describe_kernels`, a fact a line."""
+    """Prints the result of `describe_kernels`, one fact per line."""
     for device in description["devices"]:
         count = f"{device['count']} x " if device["count"] > 1 else ""
         capability = device["compute_capability"]
@@ -67,7 +67,7 @@ def _print_choice(console: Console, choice: dict[str, Any]) -> None:
 
 
 def _kinds_of_devices() -> list[tuple[torch.device, int]]:
-    """The first GPU of each name with their number; the CPU where there is none."""
+    """The first GPU of each name with the number of such GPUs; the CPU without GPUs."""
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     kinds = [
         (torch.device("cuda", names.index(name)), names.count(name))
@@ -90,7 +90,7 @@ def _device(device: torch.device, count: int) -> dict[str, Any]:
 
 
 def _choice(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """The choice for a dtype; name None where the forced kernels cannot run with it."""
+    """The choice for a dtype; its name is None if the forced kernels cannot run with it."""
     name: Kernels | None
     try:
         name, reason = kernel_choice(device, dtype)

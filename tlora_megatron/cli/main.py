@@ -1,4 +1,4 @@
-"""The `tlora` command: parses, runs one subcommand, turns errors into a line and an exit code."""
+"""The `tlora` command: runs one subcommand and turns errors into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _OTHER_RANKS_WAIT_S = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line (`sys.argv` where None).
+    """Runs the command line; None: `sys.argv`.
 
     Returns:
-        0; 2 for something the user can correct in the configuration, the data or the command line;
-        1 for a failure while running, or a run with a job that did not finish; 130 on Ctrl-C.
+        0 on success; 2 for a mistake in the configuration, the data or the command line; 1 for a
+        failure while running, or a run with a job that did not finish; 130 on Ctrl-C.
     """
     args = _parser().parse_args(argv)
     configure_logging(logging.WARNING if global_rank() == 0 else logging.ERROR)
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def show_error(error: Exception) -> None:
-    """Prints an error's message; on ranks but the first after a while, for it may be the same."""
+    """Prints an error's message; ranks other than the first wait, since theirs may be the same."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         # Most errors meet every rank, and torchrun ends this one as soon as its node's first has
         # reported. What only this rank has met must still be seen.
@@ -66,14 +66,14 @@ def show_error(error: Exception) -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to what `sys.stderr` is at the time: live bars put themselves in its place."""
+    """Writes to the current `sys.stderr`, which live bars replace while they are shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)
 
 
 def configure_logging(level: int) -> None:
-    """Shows what the package logs at this level and above."""
+    """Shows the package's log messages of this level and above."""
     logger = logging.getLogger("tlora_megatron")
     logger.setLevel(level)
     if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):

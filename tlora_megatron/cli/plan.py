@@ -30,7 +30,7 @@ examples:
   tlora plan run.yaml --gpus 64 --hardware h100-infiniband --write slurm plan.sbatch
   tlora plan run.yaml --gpus 2 --tp 2 --recompute none --json
 
-exit code: 0 a plan fits, 1 none does, 2 something to correct in the input
+exit code: 0 a plan fits, 1 no plan fits, 2 a mistake in the input
 """
 
 
@@ -43,26 +43,31 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML or JSON file")
+    parser.add_argument("config", metavar="CONFIG", help="configuration file, YAML or JSON")
     add_config_arguments(parser)
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs to use")
+    parser.add_argument(
+        "--gpus", type=int, required=True, metavar="N", help="number of GPUs to use"
+    )
     add_hardware_arguments(parser)
     _add_space_arguments(parser)
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="plans to show")
+    parser.add_argument(
+        "--top", type=int, default=10, metavar="N", help="number of plans to show (default: 10)"
+    )
     parser.add_argument(
         "--explain",
         type=int,
         nargs="?",
         const=1,
         metavar="RANK",
-        help="show where time and memory of the plan of this rank go (default: the first)",
+        help="show where the time and memory of a plan go, by its rank (default: the first)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(
         "--write",
         nargs=2,
         metavar=("KIND", "PATH"),
-        help=f"write the plan of --explain's rank, or the first; KIND: {', '.join(KINDS)}",
+        help="write the files that run the plan of --explain's rank, or the first; "
+        f"KIND: {', '.join(KINDS)}",
     )
     parser.set_defaults(command=run)
 
@@ -70,26 +75,28 @@ def add_parser(commands: Any) -> None:
 def _add_space_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in (
         ("tp", "tensor-parallel size"),
-        ("pp", "pipeline stages"),
-        ("vpp", "chunks of a stage"),
+        ("pp", "number of pipeline stages"),
+        ("vpp", "number of model chunks per stage (virtual pipeline)"),
         ("cp", "context-parallel size"),
-        ("tokens", "micro-batch tokens"),
+        ("tokens", "number of micro-batch tokens"),
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"fix the {what}")
     parser.add_argument("--sp", choices=("on", "off"), help="fix sequence parallelism")
     parser.add_argument(
-        "--lora-sharding", choices=SHARDINGS, help="fix it (default: parallel.lora_sharding)"
+        "--lora-sharding",
+        choices=SHARDINGS,
+        help="fix the LoRA sharding (default: parallel.lora_sharding)",
     )
-    parser.add_argument("--recompute", choices=("none", "selective", "full"), help="fix it")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), help="fix recompute")
     parser.add_argument(
         "--runs-in",
         choices=("train", "megatron", "deepspeed", "any"),
-        help="only plans that this can run (default: what --write is for, else any)",
+        help="only plans that this program can run (default: the program of --write, or any)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Searches, prints, and writes what was asked for."""
+    """Searches, prints the plans, and writes the chosen one if asked to."""
     _check_arguments(args)
     inputs = _load(args)
     space = _space(args, inputs.config)

@@ -1,4 +1,4 @@
-"""What `tlora plan` prints: the ranked plans, and where one plan's time and memory go."""
+"""Prints the results of `tlora plan`: ranked plans, and one plan's time and memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def print_result(
     num_gpus: int,
     top: int,
 ) -> None:
-    """The ranked plans, what was dropped and why, and what would help where none fits."""
+    """Prints the ranked plans, the dropped ones by reason, and remedies if no plan fits."""
     tokens = sum(job.batch_tokens for job in jobs)
     console.print(
         f"{len(jobs)} jobs, {tokens:,.0f} tokens in all batches, on {num_gpus} x {hardware.gpu} "
@@ -50,7 +50,7 @@ def print_result(
 
 
 def _best_of_layouts(plans: Sequence[RankedPlan]) -> list[tuple[int, RankedPlan]]:
-    """With its rank among all, the first plan of each layout: budgets and recompute vary below."""
+    """The first plan of each layout with its rank; others differ in budget and recompute only."""
     best: dict[tuple[int | bool, ...], tuple[int, RankedPlan]] = {}
     for rank, ranked in enumerate(plans, start=1):
         plan = ranked.plan
@@ -100,7 +100,7 @@ def _print_plans(
 
 
 def _second_term(cost: cost_model.StepCost) -> str:
-    """The largest term behind the GEMMs, which lead almost always, with its share."""
+    """The largest term after the GEMMs, which almost always lead, with its share."""
     rest = [name for name in cost_model.TERMS if name != "gemm_s"]
     name = max(rest, key=lambda term: getattr(cost, term))
     share = getattr(cost, name) / cost.step_time_s
@@ -119,7 +119,7 @@ def _print_dropped(console: Console, dropped: Sequence[Dropped]) -> None:
 def print_explanation(
     console: Console, ranked: RankedPlan, jobs: Sequence[JobLoad], hardware: HardwareProfile
 ) -> None:
-    """Where the time of a round and the memory of the fullest GPU go, as bars; then the jobs."""
+    """Prints the time of a round and the memory of the fullest GPU as bars, then the jobs."""
     cost, use = ranked.cost, ranked.memory
     console.print(f"\n{ranked.plan.label}")
     load = cost.load
@@ -179,7 +179,7 @@ def result_document(
     num_gpus: int,
     top: int,
 ) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The document that `--json` prints."""
     return {
         "num_gpus": num_gpus,
         "hardware": {

@@ -20,8 +20,8 @@ examples:
   tlora profile --out h200.json
   torchrun --standalone --nproc-per-node 4 -m tlora_megatron.cli profile --out h200.json \\
       --gpus-per-node 8
-Started by torchrun with several processes it measures their links too. `tlora plan --hardware
-FILE` reads the result.
+Started by torchrun with several processes, it also measures the links between them.
+`tlora plan --hardware FILE` reads the result.
 """
 _TABLES = ("gemms", "attention", "collectives")
 
@@ -35,31 +35,34 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="JSON to write")
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="FILE", help="JSON file to write"
+    )
     parser.add_argument(
         "--budget-s",
         type=float,
         default=180.0,
         metavar="S",
-        help="about how long to measure; what there is no time for is left out (default 180)",
+        help="approximate seconds to measure; points without time are left out (default: 180)",
     )
     parser.add_argument(
         "--gpus-per-node",
         type=int,
         metavar="N",
-        help="GPUs that the measured link connects (default: those of this machine)",
+        help="number of GPUs that the measured link connects (default: those of this machine)",
     )
     parser.add_argument(
         "--sizes",
         choices=("auto", "full", "tiny"),
         default="auto",
-        help="full: shapes of 8B and 70B; tiny: seconds on a CPU; auto: full on a GPU",
+        help="full: shapes of 8B and 70B models; tiny: takes seconds on a CPU; auto: full on a GPU "
+        "(default: auto)",
     )
     parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, writes the file and reads it back."""
+    """Measures, writes the file, and reads it back as a check."""
     if args.out.suffix != ".json":
         raise must("--out", "end with .json", str(args.out))
     if args.gpus_per_node is not None and args.gpus_per_node < 1:
@@ -112,7 +115,7 @@ def _progress(*, enabled: bool) -> Progress:
 
 
 def profile_json(profile: HardwareProfile) -> str:
-    """The profile's file: one line a point of a table, four digits a number."""
+    """The text of a profile's file: one line per point of a table, four digits per number."""
     document = profile_document(profile)
     lines = []
     for key, value in document.items():

@@ -1,4 +1,4 @@
-"""What a running training shows: a bar per job on a terminal, elsewhere a line now and then."""
+"""Shows a running training: a bar per job on a terminal, otherwise a line now and then."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _JobState:
 
 
 class _Bars(Progress):
-    """One row per job, and a line with the speed of the whole run below."""
+    """One bar per job, and a line below with the speed of the whole run."""
 
     footer = ""
 
@@ -38,12 +38,12 @@ class _Bars(Progress):
 
 
 class RichProgress:
-    """Live bars where `console` is a terminal, otherwise a log line every `line_every_s` seconds.
+    """Shows live bars if `console` is a terminal, otherwise a line every `line_every_s` seconds.
 
     Args:
-        console: where to show.
+        console: the console to print to.
         line_every_s: seconds between two lines.
-        clock: seconds of a monotonic clock.
+        clock: returns the seconds of a monotonic clock.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RichProgress:
         self._is_open = False
 
     def on_start(self, jobs: Sequence[JobStart]) -> None:
-        """The jobs that are going to train; called once, before the first step."""
+        """Begins the display with the jobs that will train; called once, before the first step."""
         self._is_open = True
         self._start_s = self._last_line_s = self._clock()
         for name, step, max_steps in jobs:
@@ -78,7 +78,7 @@ class RichProgress:
             self._print(f"training {len(jobs)} jobs: {', '.join(job[0] for job in jobs)}")
 
     def on_step(self, name: str, step: int, loss: float, lr: float) -> None:
-        """Job `name` has done its optimizer step `step`, counted from 1."""
+        """Shows that job `name` has done its optimizer step `step`, counted from 1."""
         job = self._jobs[name]
         job.step, job.loss = step, loss
         if self._bars is not None and job.bar is not None:
@@ -87,7 +87,7 @@ class RichProgress:
             self._print_line_if_due()
 
     def on_round(self, tokens_per_s: float) -> None:
-        """All jobs' tokens a second, lately."""
+        """Shows the recent tokens per second of all jobs together."""
         self._tokens_per_s = tokens_per_s
         if self._bars is not None:
             self._bars.footer = f"{tokens_per_s:,.0f} tokens/s"
@@ -95,7 +95,7 @@ class RichProgress:
             self._print_line_if_due()
 
     def on_event(self, name: str, message: str) -> None:
-        """Something worth a line of its own has happened to job `name` ("" = to the run)."""
+        """Shows a message about job `name`; an empty name means the run."""
         self._print(f"{name}: {message}" if name else message)
 
     def on_finish(self) -> None:

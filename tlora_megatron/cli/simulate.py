@@ -40,7 +40,7 @@ examples:
   tlora simulate --trace trace_kalos.csv --policy isolated,tlora --gpu-divisor 8 --load 2 \\
       --cluster configs/hardware/cluster-128xH100.yaml --json
 
-The first policy is what the others are compared with.
+The other policies are compared with the first one.
 """
 
 
@@ -54,18 +54,33 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     policies = ",".join(POLICIES)
-    parser.add_argument("--trace", required=True, metavar="FILE", help="CSV (.gz) or Philly's JSON")
-    parser.add_argument("--policy", default=policies, metavar="A,B", help=f"some of {policies}")
-    parser.add_argument("--cluster", required=True, metavar="FILE", help="description, YAML")
+    parser.add_argument(
+        "--trace", required=True, metavar="FILE", help="trace: CSV (.gz) or Philly's JSON"
+    )
+    parser.add_argument(
+        "--policy",
+        default=policies,
+        metavar="A,B",
+        help=f"policies to compare (default: {policies})",
+    )
+    parser.add_argument(
+        "--cluster", required=True, metavar="FILE", help="YAML description of the cluster"
+    )
     mixes = ", ".join(shipped_mixes())
-    parser.add_argument("--mix", default="paper", help=f"LoRA attributes: {mixes} or a file")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
+    parser.add_argument(
+        "--mix",
+        default="paper",
+        help=f"mix of LoRA attributes: {mixes}, or a file (default: paper)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random draws (default: 0)")
     _add_trace_arguments(parser)
     _add_fault_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--csv", metavar="FILE", help="write a row a policy")
-    parser.add_argument("--jobs-csv", metavar="FILE", help="write a row a policy and job")
-    parser.add_argument("--html", metavar="FILE", help="write a report with pictures")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--csv", metavar="FILE", help="write a CSV file with a row per policy")
+    parser.add_argument(
+        "--jobs-csv", metavar="FILE", help="write a CSV file with a row per policy and job"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write an HTML report with pictures")
     parser.set_defaults(command=run)
 
 
@@ -74,31 +89,71 @@ _FAULTS = ("job_failures", "cancellations", "node_mtbf_hours", "node_repair_hour
 
 def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     default = TraceShape()
-    group = parser.add_argument_group("the trace on this cluster")
+    group = parser.add_argument_group("changes to the trace")
     add = group.add_argument
-    add("--load", type=float, default=default.load, help="arrivals come so many times as fast")
+    add(
+        "--load",
+        type=float,
+        default=default.load,
+        help="factor by which arrivals are faster (default: 1)",
+    )
     add(
         "--only-completed", action="store_true", help="leave out jobs that failed or were cancelled"
     )
-    add("--sample", type=float, default=default.sample, help="share of the jobs that is kept")
-    add("--gpu-divisor", type=float, default=default.gpu_divisor, help="divides jobs' GPUs")
-    add("--oversize", choices=("skip", "clamp"), default=default.oversize, help="larger jobs")
-    add("--jobs", type=int, metavar="N", help="only the first N jobs")
-    add("--max-slowdown", type=float, help="every job's bound, in place of the mix's")
+    add(
+        "--sample",
+        type=float,
+        default=default.sample,
+        help="share of the jobs to keep (default: 1)",
+    )
+    add(
+        "--gpu-divisor",
+        type=float,
+        default=default.gpu_divisor,
+        help="divisor of each job's GPUs (default: 1)",
+    )
+    add(
+        "--oversize",
+        choices=("skip", "clamp"),
+        default=default.oversize,
+        help="jobs larger than the cluster: leave out, or give all GPUs (default: skip)",
+    )
+    add("--jobs", type=int, metavar="N", help="keep only the first N jobs")
+    add("--max-slowdown", type=float, help="bound on every job's slowdown (default: the mix's)")
 
 
 def _add_fault_arguments(parser: argparse.ArgumentParser) -> None:
     default = FaultRates()
-    group = parser.add_argument_group("what goes wrong")
+    group = parser.add_argument_group("failures and cancellations")
     add = group.add_argument
-    add("--job-failures", type=float, default=default.job_failures, help="share of jobs")
-    add("--cancellations", type=float, default=default.cancellations, help="share of jobs")
-    add("--node-mtbf-hours", type=float, default=default.node_mtbf_hours, help="0 = none")
-    add("--node-repair-hours", type=float, default=default.node_repair_hours)
+    add(
+        "--job-failures",
+        type=float,
+        default=default.job_failures,
+        help="share of jobs that fail (default: 0)",
+    )
+    add(
+        "--cancellations",
+        type=float,
+        default=default.cancellations,
+        help="share of jobs that are cancelled (default: 0)",
+    )
+    add(
+        "--node-mtbf-hours",
+        type=float,
+        default=default.node_mtbf_hours,
+        help="mean hours between failures of a node; 0: no failures (default)",
+    )
+    add(
+        "--node-repair-hours",
+        type=float,
+        default=default.node_repair_hours,
+        help=f"hours until a failed node is back (default: {default.node_repair_hours:g})",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulates, shows and writes what was asked for."""
+    """Simulates, prints the table, and writes the files asked for."""
     policies = [name for name in args.policy.split(",") if name]
     check_policies(policies)
     if args.seed < 0:
@@ -153,7 +208,7 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _run_all(study: Study, policies: list[str]) -> list[PolicyRun]:
-    """Every policy in turn, with bars on a terminal."""
+    """Runs every policy in turn, with progress bars on a terminal."""
     console = open_console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

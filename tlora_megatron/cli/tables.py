@@ -1,4 +1,4 @@
-"""The tables of the commands."""
+"""Prints the tables of the commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORDY_COLUMNS = ("job", "targets", "lr and schedule", "data")
 
 
 def print_run(console: Console, summary: dict[str, Any], output_dir: str) -> None:
-    """A run's jobs before and after training, its speed, and where its results lie.
+    """Prints a run's jobs before and after training, its speed, and the paths of its results.
 
     Args:
         console: where to print.
@@ -43,7 +43,7 @@ def print_run(console: Console, summary: dict[str, Any], output_dir: str) -> Non
 
 
 def print_config(console: Console, config: RunConfig) -> None:
-    """A resolved configuration: the run in four lines, then a row a job."""
+    """Prints a resolved configuration: the run in four lines, then a row per job."""
     base, parallel, run = config.base_model, config.parallel, config.run
     source = base.path or f"{base.config} with random weights, seed {base.seed}"
     console.print(f"base model: {source} ({base.dtype})")
@@ -64,7 +64,7 @@ def print_config(console: Console, config: RunConfig) -> None:
 
 
 def print_adapter(console: Console, adapter: dict[str, Any]) -> None:
-    """One adapter's facts, a line each."""
+    """Prints the facts about an adapter, one per line."""
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in adapter.items():
         text = ", ".join(value) if isinstance(value, list) else _text(value)
@@ -96,7 +96,7 @@ def _run_cells(job: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _blocks(count: int) -> str:
-    """Behind a rank: blocks of a block-diagonal adapter."""
+    """Suffix of a rank that names the blocks of a block-diagonal adapter."""
     return f" / {count} blocks" if count > 1 else ""
 
 
@@ -124,7 +124,7 @@ def _print_speed(console: Console, run: dict[str, Any]) -> None:
 
 
 def _nano_batches(nano: dict[str, Any]) -> str:
-    """The number kept and what came of it; of one that was asked for, what ran in how many."""
+    """Describes the number of nano-batches: the one kept and its gain, or how often each ran."""
     count, ratio = nano["count"], nano.get("time_over_one")
     if nano.get("controller"):
         gain = "" if ratio is None or count == 1 else f", {ratio:.3f} of the time of 1"
@@ -134,7 +134,7 @@ def _nano_batches(nano: dict[str, Any]) -> str:
 
 
 def _rank_cell(lora: LoraSpec) -> str:
-    """Rank and alpha, and what is not as usual about them."""
+    """Rank and alpha, with rsLoRA and blocks if they are used."""
     rslora = " rsLoRA" if lora.use_rslora else ""
     blocks = f" {lora.num_blocks} blocks" if lora.is_block_diagonal else ""
     return f"{lora.rank}/{lora.alpha:g}{rslora}{blocks}"

@@ -28,27 +28,30 @@ examples:
   tlora train run.yaml --set jobs.gsm8k.lora.rank=8 --set run.seed=1 --output-dir runs/rank8
   torchrun --nnodes 2 --nproc-per-node 8 ... -m tlora_megatron.cli train run.yaml
 
-exit code: 0 all jobs finished, 1 a job or the run failed, 2 something to correct in the input
+exit code: 0 all jobs finished, 1 a job or the run failed, 2 a mistake in the input
 """
 
 _DECISIONS = (
     "tlora_megatron.integrations.megatron.nano_batches",
     "tlora_megatron.runtime.lora_sharding",
 )
-"""Loggers of what a run chooses by itself: a line each, shown with the warnings."""
+"""Loggers of the choices that a run makes itself; shown together with warnings."""
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that change a configuration: `--set` and `--output-dir`."""
+    """Adds the arguments that change a configuration: `--set` and `--output-dir`."""
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         dest="overrides",
         metavar="PATH=VALUE",
-        help="set one value, as YAML: jobs[0].lora.rank=8, or jobs.NAME.lora.rank=8 (repeatable)",
+        help="set one value, given as YAML: jobs[0].lora.rank=8 or jobs.NAME.lora.rank=8 "
+        "(repeatable)",
     )
-    parser.add_argument("--output-dir", metavar="DIR", help="takes the place of run.output_dir")
+    parser.add_argument(
+        "--output-dir", metavar="DIR", help="directory for the results, instead of run.output_dir"
+    )
 
 
 def add_parser(commands: Any) -> None:
@@ -60,13 +63,13 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML or JSON file")
+    parser.add_argument("config", metavar="CONFIG", help="configuration file, YAML or JSON")
     add_config_arguments(parser)
     parser.add_argument(
         "--nproc",
         type=_positive,
         metavar="N",
-        help="start N processes on this machine; without effect under torchrun",
+        help="start N processes on this machine; has no effect under torchrun",
     )
     add_plan_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")

@@ -1,4 +1,4 @@
-"""The rules of block-diagonal adapters: which ranks and numbers of blocks go together."""
+"""Checks block-diagonal adapters: which ranks and numbers of blocks go together."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.config.reader import ConfigError
 
 _FUSED = {"linear_qkv": "q_proj, k_proj and v_proj", "linear_fc1": "gate_proj and up_proj"}
-"""Targets that PEFT has no module for, and what to name instead: a block is of one module."""
+"""Fused targets and the single modules to name instead; a block belongs to one module."""
 
 
 def check_blocks(lora: LoraSpec, path: str) -> None:
-    """Refuses a parametrisation that contradicts itself, whatever the backbone.
+    """Refuses a parametrisation that contradicts itself, for any model.
 
     Args:
-        path: of the adapter's section in the configuration.
+        lora: the adapter's settings.
+        path: place of these settings in the configuration, such as `jobs[0].lora`.
 
     Raises:
-        ConfigError: naming the field and the nearest values that would do.
+        ConfigError: naming the field and the nearest valid values.
     """
     blocks, rank = lora.num_blocks, lora.rank
     if not lora.is_block_diagonal:
@@ -52,12 +53,12 @@ def check_blocks(lora: LoraSpec, path: str) -> None:
 
 
 def nearest_options(value: int, options: Iterable[int]) -> list[int]:
-    """The next option below `value` and the next above it."""
+    """The nearest option below `value` and the nearest above it, where they exist."""
     options = list(options)
     below = [n for n in options if n < value][-1:]
     return below + [n for n in options if n > value][:1]
 
 
 def either_of(numbers: Iterable[int]) -> str:
-    """The numbers as a person reads them: `4 or 8`."""
+    """The numbers as text: `4 or 8`."""
     return " or ".join(str(n) for n in dict.fromkeys(numbers))

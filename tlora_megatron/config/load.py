@@ -1,6 +1,6 @@
-"""The configuration of a run: its sections, and how it is loaded.
+"""Loads the configuration of a run and defines its sections.
 
-The fields of one job stand in `job.py`; types and ranges are read from there by `config_reader`.
+The fields of a job are in `job.py`, those of the section `run` in `run.py`.
 """
 
 from __future__ import annotations
@@ -42,39 +42,48 @@ SECTIONS = ("base_model", "parallel", "run", "defaults", "jobs")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseModelSpec:
-    """The frozen backbone: a Hugging Face directory, or a config.json with random weights."""
+    """The frozen base model: a Hugging Face directory, or a config.json with random weights."""
 
     path: str | None = rule(
-        "Hugging Face model directory, relative to the config file", default=None, nonempty=True
+        "Hugging Face model directory, relative to the configuration file",
+        default=None,
+        nonempty=True,
     )
     config: str | None = rule(
-        "config.json of a backbone with random weights", default=None, nonempty=True
+        "Hugging Face config.json of a model with random weights; needs random_init",
+        default=None,
+        nonempty=True,
     )
-    random_init: bool = rule("draw the weights instead of reading them", default=False)
-    seed: int = rule("of the random weights", default=0, ge=0)
+    random_init: bool = rule("draw the weights at random instead of reading them", default=False)
+    seed: int = rule("seed of the random weights", default=0, ge=0)
     dtype: Literal["float32", "bfloat16"] = rule(
-        "of backbone weights and activations; adapters keep fp32 masters", default="bfloat16"
+        "dtype of the base model's weights and activations; adapters keep fp32 master weights",
+        default="bfloat16",
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelSpec:
-    """How the backbone is cut; the data-parallel size is what the world size leaves."""
+    """How processes share the model; processes left over are data-parallel."""
 
-    tp_size: int = rule("tensor-parallel processes", default=1, ge=1)
-    pp_size: int = rule("pipeline stages", default=1, ge=1)
-    cp_size: int = rule("context-parallel processes", default=1, ge=1)
-    sequence_parallel: bool = rule("shard activations between TP regions by token", default=False)
+    tp_size: int = rule("processes that share each layer (tensor parallelism)", default=1, ge=1)
+    pp_size: int = rule(
+        "pipeline stages: groups of layers, each on its own processes", default=1, ge=1
+    )
+    cp_size: int = rule("processes that share each sequence (context parallelism)", default=1, ge=1)
+    sequence_parallel: bool = rule(
+        "also split activations between layers by token, which saves memory", default=False
+    )
     lora_sharding: Literal["auto", "fold", "rank_exchange", "s_lora"] = rule(
-        "how TP ranks share standard adapters (docs/lora_sharding.md): auto = what is predicted to "
-        "take least time; the same losses and checkpoints whichever",
+        "how tensor-parallel processes share standard adapters (see lora_sharding.md); auto: the "
+        "one predicted to be fastest. All give the same losses and checkpoints",
         default="auto",
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobError:
-    """Why a job was left out; `name` is `jobs[i]` where the job has no usable name."""
+    """The reason why a job was left out; `name` is `jobs[i]` if the job has no usable name."""
 
     name: str
     message: str
@@ -82,7 +91,7 @@ class JobError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """A checked configuration; paths are absolute, every default is filled in."""
+    """A checked configuration: paths are absolute, all defaults are filled in."""
 
     base_model: BaseModelSpec
     parallel: ParallelSpec
@@ -99,12 +108,12 @@ def load_config(
 
     Args:
         path: the file; relative paths in `data`, `init_from` and `base_model` start at its folder.
-        overrides: `path=value` texts, applied in order before any check.
-        output_dir: takes the place of `run.output_dir`; relative to the working directory.
+        overrides: texts `path=value`, applied in order before any check.
+        output_dir: replaces `run.output_dir`; relative to the working directory.
 
     Raises:
-        ConfigError: for the first thing that is wrong. With `run.on_job_error: skip` what is wrong
-            inside one job goes to `job_errors` instead, unless no job is left.
+        ConfigError: for the first mistake. With `run.on_job_error: skip`, a mistake inside one job
+            is added to `job_errors` instead, unless no job is left.
     """
     path = Path(path)
     document = read_document(path)
@@ -121,16 +130,16 @@ def read_config(
     targets: Sequence[str] | None = KNOWN_TARGETS,
     base_model: BaseModelSpec | None = None,
 ) -> RunConfig:
-    """Checks the sections of a configuration that has been read already.
+    """Checks a configuration that has already been read.
 
     Args:
         folder: where relative paths start.
-        output_dir: as `load_config`.
-        targets: as `check_job`.
-        base_model: takes the place of the section, which may then be absent.
+        output_dir: as in `load_config`.
+        targets: as in `check_job`.
+        base_model: replaces the section `base_model`, which may then be absent.
 
     Raises:
-        ConfigError: as `load_config`.
+        ConfigError: as in `load_config`.
     """
     for key in document:
         if key not in SECTIONS:
@@ -147,9 +156,9 @@ def read_config(
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
-    """The plain values of a configuration, which `load_config` reads back to the same one.
+    """Plain values from which `load_config` reads the same configuration.
 
-    Jobs that were left out are not in it.
+    Jobs that were left out are missing.
     """
     document: dict[str, Any] = _plain(
         {
@@ -163,7 +172,7 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def ignored_settings(config: RunConfig) -> tuple[str, ...]:
-    """One sentence for each setting that the rest of the configuration leaves without effect."""
+    """One sentence for each setting that has no effect in this configuration."""
     found = []
     if config.parallel.sequence_parallel and config.parallel.tp_size == 1:
         found.append("parallel.sequence_parallel has no effect with tp_size 1")

@@ -1,4 +1,4 @@
-"""Plain values to frozen dataclasses, strictly: every error names the path of the value."""
+"""Reads plain values into frozen dataclasses, strictly; every error names the value's path."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHORT.maxstring = _SHORT.maxother = 120
 
 
 class ConfigError(ValueError):
-    """The configuration does not say something that can be run; the message names where."""
+    """A mistake in the configuration or command line; the message names the place."""
 
 
 def must(path: str, obligation: str, value: Any, remedy: str = "") -> ConfigError:
@@ -41,14 +41,14 @@ def must(path: str, obligation: str, value: Any, remedy: str = "") -> ConfigErro
 
 
 def unknown(path: str, key: Any, valid: Iterable[str]) -> ConfigError:
-    """The error for a key that is not among `valid`, naming the nearest one."""
+    """The error for a key that is not in `valid`; it names the most similar valid key."""
     valid = list(valid)
     hint = nearest(key, valid) or f"valid keys are {', '.join(valid)}"
     return ConfigError(f"{_join(path, key)} is not a known key; {hint}")
 
 
 def read_spec(kind: type[T], raw: Any, path: str) -> T:
-    """A `kind` from a mapping, checked against its annotations and its fields' limits.
+    """Makes a `kind` from a mapping, checked against its annotations and its fields' limits.
 
     Raises:
         ConfigError: for the first unknown key, missing key, wrong type or value out of range.
@@ -58,7 +58,7 @@ def read_spec(kind: type[T], raw: Any, path: str) -> T:
 
 
 def check_partial(kind: type, raw: Any, path: str) -> None:
-    """Like `read_spec` for a mapping that need not be complete: what is there must be right."""
+    """Checks a mapping as `read_spec` does, but lets required keys be missing."""
     _read_dataclass(kind, raw, path, partial=True)
 
 
@@ -88,7 +88,7 @@ def _read_dataclass(kind: Any, raw: Any, path: str, *, partial: bool) -> Any:
 
 
 def _misplaced(path: str, key: Any, hints: dict[str, Any]) -> ConfigError | None:
-    """The error for a key that belongs a level deeper; None if it does not."""
+    """The error for a key that belongs one level deeper; None for other keys."""
     for name, hint in hints.items():
         if is_dataclass(hint) and key in {item.name for item in fields(hint)}:
             return ConfigError(f"{_join(path, key)} is not a known key; did you mean {name}.{key}?")

@@ -1,4 +1,4 @@
-"""The rules of a configuration that no single field's range can state, and its paths."""
+"""Checks the rules of a configuration that concern several fields, and resolves its paths."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BASE_LINEAR = {
 
 
 def is_usable_name(name: Any) -> TypeGuard[str]:
-    """Whether `name` can name an output folder."""
+    """True if `name` can be the name of an output folder."""
     return (
         isinstance(name, str)
         and re.fullmatch(r"(?!-)[A-Za-z0-9._-]{1,128}", name) is not None
@@ -36,13 +36,15 @@ def is_usable_name(name: Any) -> TypeGuard[str]:
 
 
 def check_job(job: JobSpec, path: str, targets: Sequence[str] | None = KNOWN_TARGETS) -> None:
-    """Refuses a job whose fields, each right alone, contradict each other.
+    """Refuses a job whose fields contradict each other.
 
     Args:
-        targets: what `lora.target_modules` may name; None = any, the backbone will say.
+        job: the job to check.
+        path: place of the job in the configuration, such as `jobs[0]`.
+        targets: names that `lora.target_modules` may hold; None: any, the model decides later.
 
     Raises:
-        ConfigError: naming the field under `path`, the job's place in the configuration.
+        ConfigError: naming the field below `path`.
     """
     if not is_usable_name(job.name):
         obligation = "be at most 128 of A-Z a-z 0-9 . _ -, not start with - and not be . or .."
@@ -86,7 +88,7 @@ def _check_targets(job: JobSpec, path: str, known: Sequence[str] | None) -> None
 
 
 def resolve_job_paths(job: JobSpec, path: str, folder: Path) -> JobSpec:
-    """The job with absolute paths; its files and directories must exist."""
+    """Makes the job's paths absolute; its files and directories must exist."""
     train = existing_file(job.data.train, folder, f"{path}.data.train")
     evaluation, init_from, resume_from = job.data.eval, job.init_from, job.resume_from
     if evaluation is not None:
@@ -104,7 +106,7 @@ def resolve_job_paths(job: JobSpec, path: str, folder: Path) -> JobSpec:
 
 
 def existing_file(value: str, folder: Path, path: str) -> str:
-    """The absolute path of a file that is there and not empty; `path` names the field."""
+    """The absolute path of a file, which must exist and not be empty; `path` names the field."""
     file = resolve(value, folder)
     if not Path(file).is_file():
         raise must(path, "be an existing file", file)
@@ -114,5 +116,5 @@ def existing_file(value: str, folder: Path, path: str) -> str:
 
 
 def resolve(value: str, folder: Path) -> str:
-    """`value` as an absolute path, from `folder` where it is relative."""
+    """Makes a path absolute; a relative one starts at `folder`."""
     return str((folder / Path(value).expanduser()).resolve())

@@ -1,4 +1,4 @@
-"""What concerns all jobs of one run: the `run` section of a configuration."""
+"""The section `run` of a configuration: settings for all jobs together."""
 
 from __future__ import annotations
 
@@ -10,66 +10,71 @@ from tlora_megatron.config.job import rule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSpec:
-    """What concerns all jobs of one run."""
+    """Settings of a run, for all its jobs together."""
 
-    output_dir: str = rule("directory of the run, relative to the working directory", nonempty=True)
-    micro_batch_tokens: int = rule("tokens of one packed micro-batch", default=4096, ge=1)
+    output_dir: str = rule(
+        "directory for the run's files, relative to the working directory", nonempty=True
+    )
+    micro_batch_tokens: int = rule(
+        "tokens of one packed micro-batch; more need more memory", default=4096, ge=1
+    )
     portion_tokens: int | None = rule(
-        "cut each job's batch into portions of at most so many tokens a data-parallel rank, by its "
-        "own sequences alone: its bits then do not depend on its neighbours, unless nano-batches, "
-        "sequence parallelism with other than s_lora, or context parallelism cut among them; null "
-        "= share the room fairly",
+        "split each job's batch into portions of at most this many tokens per data-parallel rank, "
+        "by its own sequences only. Its results are then the same bits whatever jobs train beside "
+        "it, except with nano-batches, context parallelism, or sequence parallelism without "
+        "s_lora. null: jobs share the micro-batch fairly",
         default=None,
         ge=1,
     )
     recompute: Literal["none", "selective", "full"] = rule(
-        "activations recomputed in backward", default="none"
+        "activations to recompute in backward; saves memory and costs time", default="none"
     )
     checkpoint_every_steps: int = rule(
-        "optimizer steps of a job between its checkpoints; 0 = only at its end", default=50, ge=0
+        "optimizer steps of a job between its checkpoints; 0: only at its end", default=50, ge=0
     )
     resume: Literal["auto", "never", "always"] = rule(
-        "auto continues when output_dir holds this run; never refuses a directory that holds a "
-        "run; always refuses one that does not",
+        "auto continues if output_dir holds this run, and starts otherwise; never refuses an "
+        "output_dir that holds a run; always refuses one that holds none",
         default="auto",
     )
     seed: int = rule(
-        "added to every job's own seed: repeats a run with other adapters, orders and masks",
+        "added to every job's seed, to repeat a run with other random numbers",
         default=0,
         ge=0,
     )
     on_job_error: Literal["skip", "stop"] = rule(
-        "a job that cannot start is left out, or stops the run", default="stop"
+        "a job that cannot start: leave it out, or stop the run", default="stop"
     )
-    tensorboard: bool = rule("write TensorBoard events per job", default=True)
+    tensorboard: bool = rule("write TensorBoard events for each job", default=True)
     wandb_project: str | None = rule(
-        "Weights & Biases project; None = not used", default=None, nonempty=True
+        "Weights & Biases project to log to; null: none", default=None, nonempty=True
     )
     max_nonfinite_steps: int = rule(
-        "consecutive skipped updates after which a job is failed", default=10, ge=1
+        "consecutive skipped updates after which a job fails", default=10, ge=1
     )
     nano_batches: int | Literal["auto"] = rule(
-        "parts of a micro-batch that hide each other's tensor-parallel communication, at most its "
-        "sequences; auto = chosen while training, from step times. A fixed number keeps a run's "
-        "bits from one time to the next; another number sums gradients in another order",
+        "number of parts of a micro-batch that hide each other's tensor-parallel communication, at "
+        "most its number of sequences; auto: chosen while training, from step times. Only a fixed "
+        "number makes runs repeatable to the bit, because each number sums gradients in its own "
+        "order",
         default=1,
         ge=1,
         le=16,  # each takes room for what it communicates
     )
     nano_controller: Literal["best", "aimd"] = rule(
-        "how nano_batches: auto chooses: the best seen, with hysteresis, or the rule of tLoRA "
-        "(arXiv 2602.07263), for comparison",
+        "how nano_batches: auto chooses. best: the fastest number so far, with hysteresis; aimd: "
+        "the rule of tLoRA (arXiv 2602.07263), for comparison",
         default="best",
     )
     tensor_collectives: Literal["auto", "nccl", "copy_engine"] = rule(
-        "how tensor-parallel results are summed and gathered between nano-batches on GPUs: auto "
-        "takes copy engines where the GPUs reach each other's memory, else nccl",
+        "how GPUs exchange tensor-parallel results between nano-batches; auto: copy_engine if they "
+        "can reach each other's memory, otherwise nccl",
         default="auto",
     )
 
 
 def ignored_overlap(run: RunSpec, tp_size: int) -> list[str]:
-    """One sentence for each setting of nano-batches that the rest leaves without effect."""
+    """One sentence for each setting of nano-batches that has no effect."""
     default = RunSpec(output_dir=run.output_dir)
     names = ("nano_batches", "nano_controller", "tensor_collectives")
     given = [name for name in names if getattr(run, name) != getattr(default, name)]

@@ -1,4 +1,4 @@
-"""A configuration file to plain values: YAML or JSON, defaults laid under, `--set` laid over."""
+"""Reads configuration files to plain values, merges defaults and applies `--set`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tlora_megatron.config.reader import ConfigError, must, show
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """The mapping a YAML or JSON (`.json`) file holds.
+    """Reads the mapping that a YAML or JSON (`.json`) file holds.
 
     Raises:
         ConfigError: if the file is missing or malformed, repeats a key, or holds no mapping.
@@ -38,7 +38,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `over` laid on it: mappings merge key by key, everything else is replaced."""
+    """Merges mappings key by key; everything else in `base` is replaced by `over`."""
     merged = copy.deepcopy(base)
     for key, value in over.items():
         if isinstance(value, dict) and isinstance(merged.get(key), dict):
@@ -94,7 +94,7 @@ def _split_path(path: str, document: dict[str, Any]) -> list[str | int]:
 
 
 def _locate(node: Any, key: str | int, path: str) -> int:
-    """The index in the list `node` that `key`, an index or a `name`, stands for."""
+    """The position of an entry of the list `node`; `key` is its index or its `name`."""
     if not isinstance(node, list):
         raise ConfigError(
             f"--set {path} must lead through mappings and lists, got {show(node)} before {key!r}"
@@ -126,10 +126,10 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice; PyYAML keeps the last one silently."""
+    """Safe YAML loader that refuses repeated keys, of which PyYAML silently keeps the last."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        # On the nodes as written: when they are constructed, `<<` has added keys of its own.
+        # Checks the nodes as written, because constructing them adds the keys of `<<`.
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:

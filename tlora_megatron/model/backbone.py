@@ -1,4 +1,4 @@
-"""What training asks of a frozen backbone, whoever built it: a `ModelSpec` or its linears."""
+"""Describes a frozen base model to training, whoever built it: by its shape or its linears."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ class LinearShape:
     """One linear that every layer of a backbone has."""
 
     target: str
-    """Last part of its module name."""
+    """Last part of its module name, such as `q_proj`."""
     path: str
-    """Its module name, with `{}` for the number of the layer."""
+    """Its full module name, with `{}` in the place of the layer number."""
     out_size: int
     in_size: int
     kind: Literal["column", "row"] = "column"
-    """How tensor parallelism cuts it."""
+    """How tensor parallelism splits it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearsSpec:
-    """Any decoder of equal layers, by its plain linears: what training asks of a backbone."""
+    """A decoder of equal layers, described by its plain linears."""
 
     num_layers: int
     vocab_size: int
     max_positions: int
     linears: tuple[LinearShape, ...]
-    """In the order of the layer's modules, no target twice."""
+    """Linears in the order of the layer's modules; no target occurs twice."""
     refused: tuple[tuple[str, str], ...] = ()
-    """Module names' last parts that cannot be targets, with the reason."""
+    """Last parts of module names that cannot be targets, each with the reason."""
     sliding_window: int | None = None
-    """As `ModelSpec.sliding_window`."""
+    """The same as `ModelSpec.sliding_window`."""
 
     def linear(self, target: str) -> LinearShape:
-        """The linear a target names.
+        """The linear that a target names.
 
         Raises:
-            ValueError: if there is none, saying why.
+            ValueError: if there is none; the message says why.
         """
         for linear in self.linears:
             if linear.target == target:
@@ -58,14 +58,14 @@ class LinearsSpec:
         return linear.out_size, linear.in_size
 
     def module_path(self, layer: int, target: str) -> str:
-        """Of a target in transformers' model."""
+        """Module name of a target in the transformers model."""
         return self.linear(target).path.format(layer)
 
     @property
     def peft_targets(self) -> tuple[str, ...]:
-        """What PEFT can name in this model, in its order."""
+        """Targets that PEFT can name in this model, in its order."""
         return tuple(linear.target for linear in self.linears)
 
 
 Backbone = ModelSpec | LinearsSpec
-"""What training needs to know of the frozen model."""
+"""Everything that training needs to know about the frozen base model."""

@@ -1,4 +1,4 @@
-"""Whether the linears of a backbone can be cut into an adapter's blocks."""
+"""Checks that the linears of a base model can be split into an adapter's blocks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ _KNOWN = (*HF_TARGETS, *SHARED_EXPERT_TARGETS, "linear_proj", "linear_fc2")
 
 
 def check_block_sizes(job: str, lora: LoraSpec, spec: Backbone, tp_size: int = 1) -> None:
-    """Refuses blocks that the backbone or tensor parallelism cannot be cut into.
+    """Refuses numbers of blocks that do not fit the base model or tensor parallelism.
 
     Args:
-        job: the job's name.
+        job: name of the job.
+        lora: the adapter's settings.
+        spec: the base model.
+        tp_size: number of tensor-parallel ranks.
 
     Raises:
-        ValueError: naming the job and the nearest numbers of blocks that would do.
+        ValueError: naming the job and the nearest numbers of blocks that fit.
     """
     if not lora.is_block_diagonal:
         return
@@ -53,7 +56,7 @@ def check_block_sizes(job: str, lora: LoraSpec, spec: Backbone, tp_size: int = 1
 
 
 def _check_kinds(job: str, lora: LoraSpec, spec: Backbone, tp_size: int) -> None:
-    """Which factor has blocks follows from how tensor parallelism cuts the linear."""
+    """Refuses targets that tensor parallelism splits differently than the blocks assume."""
     for target in lora.target_modules:
         if target not in _KNOWN:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""How one super-model is laid out over processes: a value that answers questions about ranks."""
+"""The parallel layout of one super-model: how processes share it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Literal
 LoraSharding = Literal["fold", "rank_exchange", "s_lora"]
 """How tensor-parallel ranks share standard adapters; block-diagonal ones need no sharing.
 
-fold: one factor replicated, the branch's partial sums in the base's own reduction. rank_exchange:
-one factor replicated, s and dS `[tokens, rank]` exchanged, around any base. s_lora: both factors
-sharded, s and dS exchanged (S-LoRA, arXiv 2311.03285, section 6).
+fold: one factor is replicated; partial sums join the base linear's own reduction. rank_exchange:
+one factor is replicated and s and dS `[tokens, rank]` are exchanged, which works around any linear.
+s_lora: both factors are sharded, s and dS are exchanged (S-LoRA, arXiv 2311.03285, section 6).
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
-    """Tensor, pipeline, context, data parallel sizes; `dp_size = world_size / (tp * pp * cp)`."""
+    """Sizes of tensor, pipeline, context and data parallelism; their product is the world size."""
 
     tp_size: int = 1
     pp_size: int = 1
@@ -25,15 +25,15 @@ class ParallelLayout:
     sequence_parallel: bool = False
     stage_linears: tuple[tuple[tuple[int, str], ...], ...] | None = None
     """For every pipeline stage, the (global layer, linear) pairs that may carry adapters, in
-    ascending order; None = all linears of `num_layers / pp_size` consecutive layers a stage."""
+    ascending order. None: every stage has all linears of `num_layers / pp_size` layers in a row."""
     lora_sharding: LoraSharding = "fold"
-    """Of standard adapters; all are the same without tensor parallelism."""
+    """Sharding of standard adapters; without tensor parallelism all shardings are the same."""
 
     @classmethod
     def for_world(
         cls, world_size: int, *, tp_size: int, pp_size: int, cp_size: int, sequence_parallel: bool
     ) -> ParallelLayout:
-        """Lays out `world_size` processes; what is left after TP, PP and CP is data parallel.
+        """Lays out `world_size` processes; those left after TP, PP and CP are data-parallel.
 
         Raises:
             ValueError: if `world_size` is not a multiple of `tp_size * pp_size * cp_size`.

@@ -19,7 +19,7 @@ _REQUIRED = (
     "intermediate_size",
     "vocab_size",
 )
-"""Not defaulted: a file without them is cut off rather than terse."""
+"""Keys without a default: a file that lacks them is incomplete."""
 
 _QWEN = {
     "num_key_value_heads": 32,
@@ -39,7 +39,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": _QWEN | {"head_dim": None},
     "qwen3": _QWEN | {"head_dim": 128},
 }
-"""What an absent key means, by model type: the defaults of transformers' config classes (5.23)."""
+"""Values of missing keys by model type: the defaults of transformers 5.23's config classes."""
 
 _SHARED_DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
@@ -54,7 +54,7 @@ _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """Decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+    """Shape of a decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU."""
 
     model_type: str
     num_layers: int
@@ -68,33 +68,33 @@ class ModelSpec:
     norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
-    """None, or Hugging Face's llama3 scaling: factor, low_freq_factor, high_freq_factor,
-    original_max_position_embeddings."""
+    """Hugging Face's llama3 scaling, with factor, low_freq_factor, high_freq_factor and
+    original_max_position_embeddings; None: no scaling."""
     tied_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm over head_dim of every query and key head (Qwen3)."""
+    """True if every query and key head is normalised over head_dim by an RMSNorm (Qwen3)."""
     shared_ffn_size: int | None = None
-    """Of the shared expert that every layer has; None = no such expert."""
+    """Hidden size of the shared expert that every layer has; None: there is none."""
     sliding_window: int | None = None
-    """Tokens that a query sees in some or all layers, its own included; None = all before it. The
-    backbone has no window: only sequences that fit into one may be trained."""
+    """Tokens that a query sees in some or all layers, its own included; None: all earlier ones.
+    The base runs without a window, so only sequences that fit into the window may be trained."""
 
     @property
     def q_size(self) -> int:
-        """Rows of q_proj."""
+        """Output features of q_proj."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Rows of k_proj, and of v_proj."""
+        """Output features of k_proj, and of v_proj."""
         return self.num_kv_heads * self.head_dim
 
     def target_shape(self, target: str) -> tuple[int, int]:
-        """`(out, in)` of a target module's whole weight; fused rows: q, k, v or gate, up.
+        """`(out, in)` of a target's whole weight; fused rows are in the order q, k, v or gate, up.
 
         Raises:
-            ValueError: if it is of a shared expert and there is none.
+            ValueError: if the target is in a shared expert and the model has none.
         """
         hidden, ffn = self.hidden_size, self.ffn_size
         if target.startswith("shared_"):
@@ -118,14 +118,14 @@ class ModelSpec:
         }[target]
 
     def module_path(self, layer: int, target: str) -> str:
-        """Of a Hugging Face target in transformers' model: `model.layers.0.mlp.up_proj`."""
+        """Module name of a target in the transformers model: `model.layers.0.mlp.up_proj`."""
         attention = ("q_proj", "k_proj", "v_proj", "o_proj")
         block = "self_attn" if target in attention else "mlp"
         return f"model.layers.{layer}.{block}.{target}"
 
     @property
     def peft_targets(self) -> tuple[str, ...]:
-        """What PEFT can name in this model, in its order."""
+        """Targets that PEFT can name in this model, in its order."""
         return HF_TARGETS + (SHARED_EXPERT_TARGETS if self.shared_ffn_size is not None else ())
 
 
@@ -134,7 +134,7 @@ _SHARED = {
     "shared_fc2": "linear_fc2",
     **{target: target.partition(".")[2] for target in SHARED_EXPERT_TARGETS},
 }
-"""A shared expert's linear or target -> that of a dense MLP."""
+"""Maps a shared expert's linear or target to that of a dense MLP."""
 
 
 def read_model_spec(config_json: Path) -> ModelSpec:
@@ -159,7 +159,7 @@ def read_model_spec(config_json: Path) -> ModelSpec:
 
 
 class _Unsupported(Exception):
-    """A refusal that lacks only the file's name."""
+    """A refusal whose message lacks only the file's name."""
 
 
 def _with_defaults(raw: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def _parse(values: dict[str, Any]) -> ModelSpec:
 
 
 def _count(values: dict[str, Any], key: str, *, default: int | None = None, least: int = 1) -> int:
-    """An integer; a null stands for `default`, where there is one."""
+    """An integer of the file; null means `default` if there is one."""
     value = values[key]
     if value is None and default is not None:
         value = default
@@ -227,7 +227,7 @@ def _positive(values: dict[str, Any], key: str) -> float:
 
 
 def _rope(values: dict[str, Any]) -> dict[str, Any]:
-    """The rotary parameters; transformers 4 wrote `rope_scaling` and `rope_theta` beside it."""
+    """The rotary parameters; transformers 4 wrote `rope_scaling`, and `rope_theta` beside it."""
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise _Unsupported(f"rope_parameters must be one set for all layers, got {rope!r}")
@@ -252,7 +252,7 @@ def _llama3_scaling(values: dict[str, Any], rope: dict[str, Any]) -> dict[str, A
 
 
 def _sliding_window(values: dict[str, Any], num_layers: int) -> int | None:
-    """Llama has none; Mistral has it in all layers, Qwen if asked for, in the later layers."""
+    """The sliding window: none in Llama, all layers in Mistral, optional later layers in Qwen."""
     if values["model_type"] == "mistral" and "layer_types" in values:
         # transformers takes such a file for another architecture, Ministral.
         raise _Unsupported(

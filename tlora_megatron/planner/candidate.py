@@ -1,4 +1,4 @@
-"""One way to run the super-model: what the planner chooses among."""
+"""Plans: the ways to run the super-model that the planner chooses from."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from tlora_megatron.planner.workload import JobLoad
 
 Recompute = Literal["none", "selective", "full"]
 Runner = Literal["train", "megatron", "deepspeed"]
-"""`tlora train`, a Megatron-LM script with `--tlora-config`, a DeepSpeed JSON with `tlora`."""
+"""The programs that run a plan: `tlora train`, a Megatron-LM script, or DeepSpeed."""
 SHARDINGS: tuple[LoraSharding, ...] = get_args(LoraSharding)
-"""The one that exchanges least first."""
+"""LoRA shardings; the one that exchanges least comes first."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Layout, micro-batch budget and memory savings of one super-model."""
+    """A way to run one super-model: layout, micro-batch budget and memory savings."""
 
     tp_size: int = 1
     pp_size: int = 1
     vpp_size: int = 1
-    """Model chunks of a pipeline stage; 1 = not interleaved."""
+    """Model chunks of each pipeline stage; 1: not interleaved."""
     cp_size: int = 1
     dp_size: int = 1
     sequence_parallel: bool = False
     micro_batch_tokens: int = 8192
-    """Rows of a packed micro-batch, over its context-parallel ranks."""
+    """Most rows of a packed micro-batch, over its context-parallel ranks together."""
     recompute: Recompute = "none"
     num_nano_batches: int = 1
-    """That the model finds fastest: a run chooses its own (`run.nano_batches: auto`)."""
+    """The number predicted to be fastest; a run with `nano_batches: auto` decides itself."""
     lora_sharding: LoraSharding = "fold"
-    """Of standard adapters."""
+    """LoRA sharding of standard adapters."""
 
     @property
     def num_gpus(self) -> int:
-        """GPUs the plan uses."""
+        """Number of GPUs that the plan uses."""
         return self.tp_size * self.pp_size * self.cp_size * self.dp_size
 
     @property
     def layout(self) -> ParallelLayout:
-        """As the run lays its processes out; virtual stages are not part of it."""
+        """The layout of the run's processes, which virtual stages are no part of."""
         return ParallelLayout(
             tp_size=self.tp_size,
             pp_size=self.pp_size,
@@ -56,11 +56,11 @@ class Plan:
 
     @property
     def runs_in(self) -> tuple[Runner, ...]:
-        """What can run it.
+        """The programs that can run the plan.
 
-        Only Megatron-LM's scripts have virtual stages; DeepSpeed's engine has tensor and data
-        parallelism without sequence parallelism, nano-batches or shardings but fold, and
-        recomputes all or nothing.
+        Only Megatron-LM's scripts have virtual stages. DeepSpeed's engine has tensor and data
+        parallelism only, without sequence parallelism and nano-batches; it shards by fold and
+        recomputes everything or nothing.
         """
         if self.vpp_size > 1:
             return ("megatron",)
@@ -86,7 +86,7 @@ class Plan:
 
 
 def misfit(spec: ModelSpec, plan: Plan) -> str | None:
-    """Why a model cannot be cut as a plan says; None if it can."""
+    """The reason why a model cannot be split as a plan says; None if it can."""
     for name, size in (
         ("num_heads", spec.num_heads),
         ("num_kv_heads", spec.num_kv_heads),
@@ -112,7 +112,7 @@ def misfit(spec: ModelSpec, plan: Plan) -> str | None:
 
 
 def job_misfit(jobs: Iterable[JobLoad], plan: Plan) -> str | None:
-    """Why jobs cannot run under a plan; None if they can."""
+    """The reason why jobs cannot run under a plan; None if they can."""
     for job in jobs:
         if job.num_blocks > 1 and job.num_blocks % plan.tp_size:
             blocks = f"num_blocks {job.num_blocks} of job {job.name}"
@@ -121,5 +121,5 @@ def job_misfit(jobs: Iterable[JobLoad], plan: Plan) -> str | None:
 
 
 def chunk_multiple(plan: Plan) -> int:
-    """What the rows of a micro-batch must be a multiple of; every CP rank has two chunks."""
+    """The number whose multiple a micro-batch's rows must be: every CP rank has two chunks."""
     return plan.tp_size * plan.cp_size * (2 if plan.cp_size > 1 else 1)

@@ -1,4 +1,4 @@
-"""Why plans were left out of a search, and how many."""
+"""Counts the plans that a search left out, by reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Dropped:
     reason: str
     count: int
     example: Plan
-    """The one that missed by least."""
+    """The plan that missed by least."""
 
 
 class Drops:
@@ -30,7 +30,7 @@ class Drops:
         self._examples: dict[str, tuple[float, str, Plan]] = {}
 
     def add(self, kind: str, reason: str, plan: Plan, excess: float = 0.0) -> None:
-        """Counts a plan; of each kind the one that missed by least is the example."""
+        """Counts a plan; the example of a kind is the plan that missed by least."""
         self._counts[kind] += 1
         if kind not in self._examples or excess < self._examples[kind][0]:
             self._examples[kind] = (excess, reason, plan)

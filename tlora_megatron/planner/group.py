@@ -1,4 +1,4 @@
-"""What a group of jobs gets out of some GPUs: the estimate that scheduler and simulator ask for."""
+"""Estimates the speed and memory of a group of jobs for the scheduler and the simulator."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs
 
 BUDGETS = (8192, 16384)
-"""Micro-batch tokens that are tried; one that holds the longest sequence is added."""
+"""Micro-batch budgets to try, in tokens; one that holds the longest sequence is added."""
 _LAYOUTS_KEPT = 3
 _LOOKED_AT = 1024
-"""Sequences: a scheduler asks for thousands of groups, and 4 % do not change what it chooses."""
+"""Sequences to pack per estimate: few, since a scheduler asks for thousands of groups and an
+error of 4 % does not change what it chooses."""
 _REFERENCES = ((8, 8), (1, 4))
-"""Mixes (jobs, batch) of 512-token sequences whose best layouts are tried for every group."""
+"""Mixes (jobs, batch) of 512-token sequences; their best layouts are tried for every group."""
 
 _JobKey = tuple[object, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupEstimate:
-    """A group of jobs on its GPUs under the best plan found."""
+    """The estimate for a group of jobs on some GPUs under the best plan found."""
 
     fits: bool
-    """Whether any plan fits the memory; without, times are infinite and rates zero."""
+    """True if any plan fits into memory; otherwise times are infinite and rates zero."""
     step_time_s: float
-    """Of a round."""
+    """Time of a round."""
     tokens_per_s: tuple[float, ...]
-    """Of each job, in the order asked for."""
+    """Speed of each job, in the order in which the jobs were given."""
     slowdown: tuple[float, ...]
-    """Each job's rate alone on the same GPUs over its rate here, at least 1."""
+    """For each job, its speed alone on the same GPUs over its speed in the group; at least 1."""
     memory_bytes: float
-    """On the fullest GPU; where nothing fits, of the plan that needs least."""
+    """Peak memory on the fullest GPU; if no plan fits, of the plan that needs least."""
     plan: Plan | None
 
 
@@ -50,9 +51,9 @@ class _Choice:
 
 
 class GroupModel:
-    """Estimates for one base model on one kind of machine; every distinct mix is worked out once.
+    """Estimates groups for one base model on one kind of machine; each mix is computed once.
 
-    A miss takes a few milliseconds, a hit microseconds. Names of jobs do not matter.
+    A new mix takes a few milliseconds, a known one microseconds. Names of jobs do not matter.
     """
 
     def __init__(self, spec: ModelSpec, hardware: HardwareProfile) -> None:
@@ -64,7 +65,7 @@ class GroupModel:
         self._layouts: dict[int, tuple[Plan, ...]] = {}
 
     def estimate(self, jobs: Sequence[JobLoad], num_gpus: int) -> GroupEstimate:
-        """The best plan's figures.
+        """Speed and memory of the best plan for the jobs.
 
         Raises:
             ValueError: if there is no job, a name occurs twice, or `num_gpus` is not positive.
@@ -142,7 +143,7 @@ class GroupModel:
         return best if best.cost is not None else _Choice(None, None, least)
 
     def _lightest_that_fits(self, memory: MemoryModel, plan: Plan) -> tuple[Plan | None, MemoryUse]:
-        """The plan with as little recompute as fits, and its memory."""
+        """The plan with the least recompute that fits, and its memory."""
         for recompute in RECOMPUTES:
             tried = replace(plan, recompute=recompute)
             use = memory.use(tried)
@@ -151,7 +152,7 @@ class GroupModel:
         return None, use
 
     def _layouts_for(self, num_gpus: int) -> tuple[Plan, ...]:
-        """Layouts worth trying, the same ones whatever was asked before."""
+        """Layouts worth trying; they do not depend on earlier questions."""
         if num_gpus not in self._layouts:
             kept: dict[Plan, None] = {}
             for jobs in map(_reference, *zip(*_REFERENCES, strict=True)):

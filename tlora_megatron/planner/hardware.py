@@ -1,4 +1,4 @@
-"""What a GPU and its links can do: measured by `tlora profile`, or taken from a data sheet."""
+"""Hardware profiles: the speed of a GPU and its links, measured or from a data sheet."""
 
 from __future__ import annotations
 
@@ -23,109 +23,114 @@ CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "p2p"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmPoint:
-    """Rate of `[rows, inner] x [inner, columns]`, and of the way back to the input."""
+    """Rate of a GEMM `[rows, inner] x [inner, columns]`, and of its input gradient."""
 
     rows: int = rule("rows of the micro-batch", ge=1)
     columns: int = rule("output features on one rank", ge=1)
     inner: int = rule("input features on one rank", ge=1)
-    forward_flops_per_s: float = rule("of the product", gt=0)
-    backward_flops_per_s: float = rule("of the input's gradient", gt=0)
+    forward_flops_per_s: float = rule("rate of the product", gt=0)
+    backward_flops_per_s: float = rule("rate of the input's gradient", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionPoint:
-    """Rate of causal attention in sequences of one length; only pairs that see each other count."""
+    """Rate of causal attention by sequence length; only visible pairs are counted."""
 
     length: int = rule("tokens of a sequence", ge=1)
-    forward_flops_per_s: float = rule("4 x head_dim operations a pair and head", gt=0)
-    backward_flops_per_s: float = rule("10 x head_dim operations a pair and head", gt=0)
+    forward_flops_per_s: float = rule("rate, at 4 x head_dim operations per pair and head", gt=0)
+    backward_flops_per_s: float = rule("rate, at 10 x head_dim operations per pair and head", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraCost:
-    """What all adapters of one linear add to its time: seconds for each count.
+    """The time that all adapters of one linear add to it, in seconds per count.
 
-    T rows, K and N features in and out, r the rank of a row's adapter in 16s, p its targets on this
-    linear, G fp32 elements of the gradients of all adapters that have rows.
+    T is the number of rows, K and N the input and output features, r the rank of a row's adapter
+    rounded up to 16s, p its targets on this linear, and G the fp32 elements of the gradients of all
+    adapters that have rows.
     """
 
-    forward_fixed_s: float = rule("a call", ge=0)
-    forward_input_s: float = rule("an element of T K", ge=0)
-    forward_rank_s: float = rule("an element of T N r", ge=0)
-    forward_factor_s: float = rule("an element of G", ge=0)
-    forward_dropout_s: float = rule("an element of T K with dropout", ge=0)
-    backward_fixed_s: float = rule("a call", ge=0)
-    backward_stream_s: float = rule("an element of T (2 N + K)", ge=0)
-    backward_rank_s: float = rule("an element of T K r p", ge=0)
-    backward_factor_s: float = rule("an element of G", ge=0)
-    backward_dropout_s: float = rule("an element of T K with dropout", ge=0)
+    forward_fixed_s: float = rule("per call", ge=0)
+    forward_input_s: float = rule("per element of T K", ge=0)
+    forward_rank_s: float = rule("per element of T N r", ge=0)
+    forward_factor_s: float = rule("per element of G", ge=0)
+    forward_dropout_s: float = rule("per element of T K with dropout", ge=0)
+    backward_fixed_s: float = rule("per call", ge=0)
+    backward_stream_s: float = rule("per element of T (2 N + K)", ge=0)
+    backward_rank_s: float = rule("per element of T K r p", ge=0)
+    backward_factor_s: float = rule("per element of G", ge=0)
+    backward_dropout_s: float = rule("per element of T K with dropout", ge=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCost:
-    """Time the host needs to start work; a device that is faster than that waits."""
+    """Time that the host needs to launch work; a faster device waits for it."""
 
-    layer_s: float = rule("forward and backward of one layer with adapters", ge=0)
-    round_s: float = rule("packing a round and waiting for its end", ge=0)
-    job_step_s: float = rule("one job's optimizer step", ge=0)
+    layer_s: float = rule("time of one layer with adapters, forward and backward", ge=0)
+    round_s: float = rule("time to pack a round and wait for its end", ge=0)
+    job_step_s: float = rule("time of one job's optimizer step", ge=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """A connection as a ring algorithm sees it."""
+    """A connection between GPUs as a ring algorithm uses it."""
 
-    bytes_per_s: float = rule("one direction, one GPU", gt=0)
-    latency_s: float = rule("one message", ge=0)
+    bytes_per_s: float = rule("bandwidth in one direction of one GPU", gt=0)
+    latency_s: float = rule("latency of one message", ge=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectivePoint:
-    """A measured collective inside one node."""
+    """A collective that was measured within one node."""
 
-    op: CollectiveOp = rule("p2p is a send to a neighbour")
-    ranks: int = rule("GPUs that take part", ge=2)
-    bytes: float = rule("of the whole tensor: gathered, or before it is scattered", gt=0)
-    seconds: float = rule("until all have it", gt=0)
+    op: CollectiveOp = rule("the collective; p2p: a send to a neighbour")
+    ranks: int = rule("number of GPUs that take part", ge=2)
+    bytes: float = rule("size of the whole tensor: gathered, or before it is scattered", gt=0)
+    seconds: float = rule("time until all GPUs have the result", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
-    """One kind of machine. Every number is what training sees, not a data sheet's peak."""
+    """The speed and memory of one kind of machine, as training sees them."""
 
-    name: str = rule("file name without its ending", nonempty=True)
-    gpu: str = rule("as the driver calls it", nonempty=True)
+    name: str = rule("file name without its suffix", nonempty=True)
+    gpu: str = rule("name of the GPU as its driver gives it", nonempty=True)
     source: Literal["measured", "datasheet"] = rule("where the numbers come from")
     date: str = rule("day of the measurement or of the data sheet, YYYY-MM-DD", nonempty=True)
-    versions: str = rule("torch, driver, kernels", default="")
-    notes: str = rule("what was taken from where", default="")
-    dtype: Literal["bfloat16", "float32"] = rule("of the measured operations", default="bfloat16")
-    memory_bytes: float = rule("of one GPU", gt=0)
-    reserved_bytes: float = rule("driver, libraries and buffers beside torch's tensors", ge=0)
-    copy_bytes_per_s: float = rule("bytes read and written by a large copy", gt=0)
-    stream_bytes_per_s: float = rule("the same for a layer's norms and activations", gt=0)
-    gemms: tuple[GemmPoint, ...] = rule("rates by shape", nonempty=True)
-    attention: tuple[AttentionPoint, ...] = rule("rates by length", nonempty=True)
-    lora: LoraCost = rule("adapters' cost on a linear")
-    host: HostCost = rule("time to start work")
-    gpus_per_node: int = rule("GPUs that intra_node connects", ge=1)
-    intra_node: Link = rule("between GPUs of a node")
-    inter_node: Link | None = rule("between nodes; None = one node only", default=None)
+    versions: str = rule("versions of torch, driver and kernels", default="")
+    notes: str = rule("where the numbers come from, in words", default="")
+    dtype: Literal["bfloat16", "float32"] = rule(
+        "dtype of the measured operations", default="bfloat16"
+    )
+    memory_bytes: float = rule("memory of one GPU", gt=0)
+    reserved_bytes: float = rule(
+        "memory of driver, libraries and buffers beside torch's tensors", ge=0
+    )
+    copy_bytes_per_s: float = rule("bytes that a large copy reads and writes per second", gt=0)
+    stream_bytes_per_s: float = rule("the same rate for a layer's norms and activations", gt=0)
+    gemms: tuple[GemmPoint, ...] = rule("GEMM rates by shape", nonempty=True)
+    attention: tuple[AttentionPoint, ...] = rule("attention rates by length", nonempty=True)
+    lora: LoraCost = rule("time that adapters add to a linear")
+    host: HostCost = rule("time that the host needs to launch work")
+    gpus_per_node: int = rule("number of GPUs that intra_node connects", ge=1)
+    intra_node: Link = rule("link between GPUs of a node")
+    inter_node: Link | None = rule("link between nodes; null: one node only", default=None)
     collectives: tuple[CollectivePoint, ...] = rule(
-        "measured ones, taken before intra_node", default=()
+        "measured collectives, which take precedence over intra_node", default=()
     )
     stretch: float = rule(
-        "time of a tensor-parallel collective between a layer's kernels over that of the same "
-        "one after another",
+        "time of a tensor-parallel collective between a layer's kernels, over its time when the "
+        "same collectives run back to back",
         default=1.0,
         gt=0,
     )
     overlap: float = rule(
-        "share of a collective that a GEMM beside it hides", default=0.0, ge=0, le=1
+        "share of a collective that a concurrent GEMM hides", default=0.0, ge=0, le=1
     )
     nano_overlap: float = rule(
         "share of a layer's tensor-parallel communication that nano-batches hide behind each "
-        "other's compute, what the cut itself costs not counted (scripts/bench/overlap: a "
-        "mechanism's step against that of `skipped`); 0 = not measured, nothing is counted on",
+        "other's compute, without the cost of splitting (scripts/bench/overlap: a "
+        "mechanism's step against that of `skipped`); 0: not measured, none is assumed",
         default=0.0,
         ge=0,
         le=1,
@@ -133,7 +138,7 @@ class HardwareProfile:
 
 
 def load_profile(path: str | Path) -> HardwareProfile:
-    """Reads a profile, YAML or JSON, strictly.
+    """Reads a profile from YAML or JSON; unknown keys are errors.
 
     Raises:
         ConfigError: if the file is missing or holds anything that is not a profile.
@@ -152,7 +157,7 @@ def load_profile(path: str | Path) -> HardwareProfile:
 
 
 def profile_document(profile: HardwareProfile) -> dict[str, Any]:
-    """Plain values that `load_profile` reads back to the same profile."""
+    """Plain values from which `load_profile` reads the same profile."""
     document = asdict(profile)
     for key in ("gemms", "attention", "collectives"):
         document[key] = list(document[key])
@@ -160,7 +165,7 @@ def profile_document(profile: HardwareProfile) -> dict[str, Any]:
 
 
 def shipped_profiles() -> Path:
-    """Returns the folder of the hardware profiles that come with the project."""
+    """The folder of the hardware profiles that come with the project."""
     return shipped_folder("configs/hardware", "planner/profiles", "h200.json")
 
 

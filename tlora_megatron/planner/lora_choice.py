@@ -1,4 +1,4 @@
-"""Which LoRA sharding a run takes: what was asked for, what can be, and what costs least."""
+"""Chooses the LoRA sharding of a run: what was asked for, what is possible, what is fastest."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad
 
 _MARGIN = 0.02
-"""Of fold's time that another must save: its predicted ratio to fold is off by 1 % in the median of
-measured cells and by 6 % at most (docs/lora_sharding.md), and fold exchanges nothing that could go
-wrong."""
+"""Share of fold's time that another sharding must save. Predicted ratios to fold are off by 1 % in
+the median of measured cells and by 6 % at most (docs/lora_sharding.md); fold exchanges least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingChoice:
-    """The sharding of a run and why."""
+    """The sharding of a run and the reason for it."""
 
     sharding: LoraSharding
     reason: str
 
     @property
     def line(self) -> str:
-        """For the log."""
+        """The choice as a line for the log."""
         return f"parallel.lora_sharding: {self.sharding} ({self.reason})"
 
 
@@ -42,15 +41,15 @@ def choose_lora_sharding(
     times_s: Mapping[LoraSharding, float],
     source: str,
 ) -> ShardingChoice:
-    """Settles `parallel.lora_sharding`; a function of its arguments alone.
+    """Resolves `parallel.lora_sharding`; depends on its arguments only.
 
     Args:
-        asked: what the configuration says.
-        black_box: the class of linears whose GEMM and reduction are not ours (Transformer
-            Engine's), which only rank_exchange goes around; None = all are Megatron's own.
-        overlaps: whether nano-batches are to hide tensor-parallel communication: they run fold's
+        asked: value of the configuration.
+        black_box: class of linears whose GEMM and reduction are not ours (Transformer Engine's),
+            around which only rank_exchange works; None: all linears are Megatron's own.
+        overlaps: True if nano-batches shall hide tensor-parallel communication; they run fold's
             linears only.
-        times_s: predicted seconds of a round by sharding; empty where there is no prediction.
+        times_s: predicted seconds of a round by sharding; empty without a prediction.
         source: where the times come from, or why there are none.
 
     Raises:
@@ -81,7 +80,7 @@ def choose_lora_sharding(
 def sharding_times(
     spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan, hardware: HardwareProfile
 ) -> dict[LoraSharding, float]:
-    """Predicted seconds of a round under each sharding.
+    """Predicted seconds of a round by sharding.
 
     Raises:
         ValueError: if the jobs or the plan cannot be planned for.
@@ -93,23 +92,23 @@ def sharding_times(
 
 
 def preferred(times_s: Mapping[LoraSharding, float]) -> LoraSharding:
-    """The fastest sharding, where it is worth it."""
+    """The fastest sharding if it saves enough, otherwise fold."""
     return min(SHARDINGS, key=lambda name: times_s[name] / handicap(name))
 
 
 def handicap(sharding: LoraSharding) -> float:
-    """What a sharding's speed counts beside fold's."""
+    """Factor by which a sharding's predicted speed counts compared with fold's."""
     return 1.0 if sharding == "fold" else 1.0 - _MARGIN
 
 
 def sharding_options(
     jobs: Sequence[JobLoad], plan: Plan, asked: LoraSharding | None
 ) -> tuple[LoraSharding, ...]:
-    """Those that may be best, the one that needs least memory last: only standard adapters over
-    several tensor-parallel ranks are shared.
+    """The shardings that may be best; the one that needs least memory comes last.
 
-    rank_exchange holds what fold holds and does what it does, with more passes and collectives: it
-    is for linears that fold cannot enter, and tried where it is asked for.
+    Only standard adapters on several tensor-parallel ranks leave a choice. rank_exchange does what
+    fold does with more passes and collectives. It is for linears that fold cannot enter, and is
+    tried only if it is asked for.
     """
     if plan.tp_size == 1 or all(job.num_blocks > 1 for job in jobs):
         return ("fold",)

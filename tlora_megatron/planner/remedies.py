@@ -1,4 +1,4 @@
-"""Changes that might make a plan fit where none does: more GPUs, fewer jobs, shorter sequences."""
+"""Proposes changes that may make a plan fit: more GPUs, fewer jobs, shorter sequences."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad
 
 MOST_GPUS = 4096
-"""That anything is planned for."""
+"""Most GPUs that are planned for."""
 
 
 def more_gpus(num_gpus: int, hardware: HardwareProfile) -> Iterator[int]:
-    """Every number within a node, then whole nodes."""
+    """Larger numbers of GPUs: every number within a node, then whole nodes."""
     node = hardware.gpus_per_node
     yield from range(num_gpus + 1, node + 1)
     nodes = 1
@@ -25,7 +25,7 @@ def more_gpus(num_gpus: int, hardware: HardwareProfile) -> Iterator[int]:
 
 
 def fewer_jobs(jobs: Sequence[JobLoad], fits: Callable[[Sequence[JobLoad]], bool]) -> Iterator[str]:
-    """Leaves the largest adapters out, one after another."""
+    """Proposes to leave out the largest adapters, as few of them as possible."""
     ordered = sorted(jobs, key=lambda job: job.rank * len(job.targets))
     low, high = 0, len(ordered)
     while low + 1 < high:
@@ -37,7 +37,7 @@ def fewer_jobs(jobs: Sequence[JobLoad], fits: Callable[[Sequence[JobLoad]], bool
 
 
 def shorter(jobs: Sequence[JobLoad], fits: Callable[[Sequence[JobLoad]], bool]) -> Iterator[str]:
-    """Cuts the longest sequences to powers of two."""
+    """Proposes to cut the longest sequences to a power of two, as little as possible."""
     longest = max(job.lengths.longest for job in jobs)
     for length in (2**n for n in range(longest.bit_length() - 1, 7, -1)):
         cut = [replace(job, lengths=job.lengths.clipped(length), longest_eval=0) for job in jobs]

@@ -1,4 +1,4 @@
-"""What a round of the super-model holds, in the mean: the packer's rules on expected lengths.
+"""Predicts the mean load of a round by applying the packer's rules to expected lengths.
 
 The rules are those of `training.packing.packing`: a job puts at most the rest of its global batch
 into a round, turns go sequence by sequence, the lightest micro-batch gets the next one, and all of
@@ -16,39 +16,39 @@ from dataclasses import dataclass, replace
 from tlora_megatron.planner.workload import JobLoad
 
 _MOST_SEQUENCES = 512
-"""A round of more is estimated as a fluid: single sequences no longer matter."""
+"""Rounds of more sequences are treated as a fluid, because single sequences no longer matter."""
 LOOKED_AT = 4096
-"""Sequences, about: rounds are repeated until so many were packed. Then tokens and rows are within
-2 % of those of hundreds of real rounds, in the mixes of `scripts/bench/planner/cases.py`; with a
-quarter of it within 4 %."""
+"""Approximate number of sequences to pack; rounds are repeated until it is reached. Tokens and rows
+are then within 2 % of hundreds of real rounds, in the mixes of `scripts/bench/planner/cases.py`; with
+a quarter of this number within 4 %."""
 _FEWEST_ROUNDS, _MOST_ROUNDS = 8, 512
 _FLUID_ROUNDS = 32
 _SIZES = 8
-"""Groups of rounds by their rows."""
+"""Number of groups into which rounds are divided by their rows."""
 _FLUID_FILL = 0.97
-"""Of the room that full micro-batches use where sequences are small beside it."""
+"""Share of the room that full micro-batches use if sequences are small beside it."""
 _DUST = 1e-6
-"""Of a sequence: what is left of a batch that is done."""
+"""Share of a sequence that is left over when a batch is done."""
 _SURE = 4.0
-"""Standard deviations of a round's rows that are sure to have room."""
+"""Standard deviations of a round's rows for which there must be room."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundLoad:
-    """One round in the steady state; means over rounds."""
+    """The load of one round in the steady state; means over rounds."""
 
     micro_batches: float
-    """On every data-parallel rank."""
+    """Number of micro-batches on every data-parallel rank."""
     rows: float
-    """Of a micro-batch of the rank with most, padding and all context-parallel ranks included."""
+    """Rows of a micro-batch on the rank with most, padded, over all context-parallel ranks."""
     job_tokens: tuple[float, ...]
     """Rows of each job in a round, over all ranks."""
     job_sequences: tuple[float, ...]
     steps: tuple[float, ...]
-    """Optimizer steps of each job a round, at most 1."""
+    """Optimizer steps of each job per round, at most 1."""
     sizes: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
-    """Shares of the micro-batches and their rows over `rows`: where batches wait for room, some
-    rounds hold little more than what is left of one."""
+    """Pairs of a share of the micro-batches and their rows relative to `rows`. If batches wait for
+    room, some rounds hold little more than the rest of one batch."""
 
     @property
     def tokens(self) -> float:
@@ -58,15 +58,15 @@ class RoundLoad:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedRounds:
-    """What the packer makes of a mix, before padding."""
+    """The rounds that the packer makes of a mix, before padding."""
 
     fullest: tuple[tuple[int, float], ...]
-    """Micro-batches a rank, and rows of the fullest one, of every round looked at."""
+    """For every packed round, its micro-batches per rank and the rows of the fullest one."""
     job_tokens: tuple[float, ...]
     job_sequences: tuple[float, ...]
     steps: tuple[float, ...]
     drawn: float = 1.0
-    """Rows of the rounds looked at over those expected of as many sequences."""
+    """Rows of the packed rounds relative to the expected rows of as many sequences."""
 
     def load(self, row_multiple: int) -> RoundLoad:
         """The mean round with rows padded to a multiple."""
@@ -82,7 +82,7 @@ class ExpectedRounds:
         )
 
     def _sizes(self, row_multiple: int, mean: float) -> tuple[tuple[float, float], ...]:
-        """Groups of about as many rounds each, the smallest first."""
+        """Divides rounds into groups of about equal size, the smallest rounds first."""
         if len(set(self.fullest)) == 1:
             return ((1.0, 1.0),)
         ordered = sorted((_round_up(rows, row_multiple), count) for count, rows in self.fullest)
@@ -97,10 +97,11 @@ class ExpectedRounds:
 
 
 class RoundModel:
-    """The rounds of a mix that trains on and on; layouts share what they can.
+    """Predicts the rounds of a mix in the steady state; layouts share computed parts.
 
     Args:
-        looked_at: sequences, about, that are packed where batches wait for room.
+        jobs: the mix.
+        looked_at: approximate number of sequences to pack if batches wait for room.
     """
 
     def __init__(self, jobs: Sequence[JobLoad], looked_at: int = LOOKED_AT) -> None:
@@ -108,11 +109,11 @@ class RoundModel:
         self._looked_at = looked_at
         self._expected: dict[tuple[int, int, int], ExpectedRounds] = {}
         self._whole: dict[int, ExpectedRounds] = {}
-        """By bins, of whole batches with room for all."""
+        """Expected rounds of whole batches with room for all, by number of bins."""
         self._loads: dict[tuple[int, int, int, int], RoundLoad] = {}
 
     def expected(self, *, micro_batch_tokens: int, dp_size: int, pp_size: int) -> ExpectedRounds:
-        """Of a layout and its budget."""
+        """The expected rounds for a layout and its budget."""
         key = (micro_batch_tokens, dp_size, pp_size)
         if key not in self._expected:
             self._expected[key] = self._expect(*key)
@@ -158,7 +159,7 @@ def _packed(packer: _Packer, rounds: int) -> ExpectedRounds:
 
 
 def _never_waits(jobs: Sequence[JobLoad], capacity: int, bins: int) -> bool:
-    """Whether all batches fit into every round, as good as surely: only lengths differ then."""
+    """True if all batches almost surely fit into every round, so that only lengths vary."""
     mean = sum(job.batch_tokens for job in jobs)
     spread: float = sum(job.batch_size * job.lengths.variance for job in jobs) ** 0.5
     longest = max(job.lengths.longest for job in jobs) if bins > 1 else 0
@@ -166,14 +167,14 @@ def _never_waits(jobs: Sequence[JobLoad], capacity: int, bins: int) -> bool:
 
 
 def num_micro_batches(tokens: float, capacity: float, dp_size: int, pp_size: int) -> int:
-    """Micro-batches of a round on every rank, as `training.packing` chooses them."""
+    """Number of micro-batches of a round on every rank, as `training.packing` chooses it."""
     if pp_size == 1:
         return 1
     return min(max(math.ceil(tokens / (capacity * dp_size)), pp_size), 4 * pp_size)
 
 
 class _Packer:
-    """Packs rounds of drawn lengths and counts what they hold."""
+    """Packs rounds of drawn lengths and counts their rows."""
 
     def __init__(
         self, jobs: Sequence[JobLoad], capacity: float, dp_size: int, pp_size: int
@@ -184,9 +185,9 @@ class _Packer:
             job.lengths.shuffled(slot, job.batch_size) for slot, job in enumerate(jobs)
         ]
         self._left: list[list[int]] = [[] for _ in jobs]
-        """What is left of every job's batch, ascending: the packer takes the longest first."""
+        """The rest of every job's batch, ascending: the packer takes the longest sequence first."""
         self._waited = False
-        """Whether some batch had to go on in the next round."""
+        """True if a batch had to be continued in the next round."""
         self._fullest: list[tuple[int, float]] = []
         self._tokens = [0] * len(jobs)
         self._sequences = [0] * len(jobs)
@@ -211,7 +212,7 @@ class _Packer:
                 self._left[slot] = sorted(batch)
 
     def _place(self, slot: int, bins: list[tuple[int, int]]) -> bool:
-        """Puts one sequence into the lightest bin; whether the slot may go on."""
+        """Puts one sequence into the lightest bin; returns whether its job may add more."""
         left = self._left[slot]
         load, index = bins[0]
         if load + left[-1] > self._capacity:
@@ -243,7 +244,7 @@ class _Packer:
 def _fluid_rounds(
     jobs: Sequence[JobLoad], capacity: int, dp_size: int, pp_size: int
 ) -> ExpectedRounds:
-    """Large rounds: every job gets as many sequences, or the rest of its batch."""
+    """Estimates large rounds: each job gets equally many sequences, or the rest of its batch."""
     means = [job.lengths.mean for job in jobs]
     left = [0.0] * len(jobs)
     total = [0.0] * len(jobs)
@@ -270,7 +271,7 @@ def _fluid_rounds(
 
 
 def _fair_share(left: Sequence[float], means: Sequence[float], tokens: float) -> float:
-    """Sequences each job may put in so that all together have `tokens` rows."""
+    """The number of sequences that each job may add so that all together have `tokens` rows."""
     rate = sum(means)
     share = 0.0
     for most, mean in sorted(zip(left, means, strict=True)):

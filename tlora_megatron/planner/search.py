@@ -1,4 +1,4 @@
-"""All ways to run a mix of jobs on some GPUs, ranked; and what would help where none fits."""
+"""Ranks all ways to run a mix of jobs on some GPUs, and proposes changes if none fits."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tlora_megatron.planner.remedies import MOST_GPUS, fewer_jobs, more_gpus, sh
 from tlora_megatron.planner.workload import JobLoad, check_jobs
 
 BUDGETS = (1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152, 65536)
-"""Micro-batch tokens that are tried."""
+"""Micro-batch budgets to try, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchSpace:
-    """What the search may choose; None leaves it free."""
+    """Values that the search must keep to; None: the search chooses."""
 
     tp_size: int | None = None
     pp_size: int | None = None
@@ -42,7 +42,7 @@ class SearchSpace:
     recompute: Recompute | None = None
     micro_batch_tokens: int | None = None
     runs_in: Runner | None = None
-    """Only plans that this can run."""
+    """Keep only plans that this program can run."""
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "vpp_size", "cp_size", "micro_batch_tokens"):
@@ -51,18 +51,18 @@ class SearchSpace:
                 raise ValueError(f"{name} must be at least 1, got {value}")
 
     def allows(self, plan: Plan) -> bool:
-        """Whether the plan keeps to what is fixed."""
+        """True if the plan keeps to the fixed values."""
         fixed = ("tp_size", "pp_size", "vpp_size", "cp_size", "sequence_parallel")
         return all(getattr(self, name) in (None, getattr(plan, name)) for name in fixed)
 
     def can_run(self, plan: Plan) -> bool:
-        """Whether the plan, recompute chosen, runs where it should."""
+        """True if `runs_in` can run the plan, whose recompute has been chosen."""
         return self.runs_in is None or self.runs_in in plan.runs_in
 
 
 @dataclass(frozen=True, slots=True)
 class RankedPlan:
-    """A plan that fits, with where its time and memory go."""
+    """A plan that fits, with its time and memory term by term."""
 
     plan: Plan
     cost: StepCost
@@ -71,13 +71,13 @@ class RankedPlan:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a search found."""
+    """The result of a search."""
 
     plans: tuple[RankedPlan, ...]
-    """Fastest first."""
+    """Plans that fit, fastest first."""
     dropped: tuple[Dropped, ...]
     remedies: tuple[str, ...]
-    """Where nothing fits: the smallest changes that would."""
+    """If no plan fits, the smallest changes that would make one fit."""
 
     @property
     def best(self) -> RankedPlan | None:
@@ -94,13 +94,13 @@ def search(
 ) -> SearchResult:
     """Ranks every plan on exactly `num_gpus` GPUs by tokens per second of all jobs.
 
-    Complete over TP, PP, virtual PP, CP and DP sizes that multiply to `num_gpus`, sequence
-    parallelism, LoRA sharding, recompute, and the budgets of `BUDGETS`; nothing is cut off by a
-    bound. Each gets the number of nano-batches that is fastest for it.
+    Tries all TP, PP, virtual PP, CP and DP sizes whose product is `num_gpus`, with all choices of
+    sequence parallelism, LoRA sharding, recompute and `BUDGETS`; none is skipped by a bound. Each
+    plan gets the number of nano-batches that is fastest for it.
 
     Raises:
-        ValueError: for jobs or numbers that cannot be planned for, or sizes that no layout of so
-            many GPUs has; never because nothing fits.
+        ValueError: for jobs or numbers that cannot be planned for, or sizes that no layout of
+            `num_gpus` GPUs has. That no plan fits is not an error.
     """
     check_jobs(jobs)
     if not 1 <= num_gpus <= MOST_GPUS:
@@ -123,10 +123,10 @@ def search(
 
 
 def _place(ranked: RankedPlan) -> tuple[float, ...]:
-    """Fastest first; of plans within a three-digit rounding the least cut one, then the smallest.
+    """Sort key: fastest first; plans equal to three digits by least splitting, then smallest.
 
-    The model is no better than that, and less communication is less that can go wrong: a sharding
-    that exchanges more than fold has to be worth it (`lora_choice.handicap`).
+    The model is no more exact than three digits, and less communication is safer. A sharding that
+    exchanges more than fold must be faster by a margin (`lora_choice.handicap`).
     """
     plan = ranked.plan
     parts = plan.tp_size * plan.pp_size * plan.vpp_size * plan.cp_size
@@ -164,7 +164,7 @@ def _fitting(
 
 
 def _layouts(spec: ModelSpec, num_gpus: int, space: SearchSpace) -> Iterator[Plan]:
-    """Sizes that multiply to the GPUs; also those that the model does not allow, to be named."""
+    """All sizes whose product is the number of GPUs, with those that the model does not allow."""
     divisors = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0]
     for tp in divisors:
         for pp in (n for n in divisors if num_gpus % (tp * n) == 0):
@@ -216,7 +216,7 @@ def _variants(
 
 
 def budgets(jobs: Sequence[JobLoad], layout: Plan, space: SearchSpace) -> list[int]:
-    """Micro-batch tokens worth trying: from the longest sequence up to all batches together."""
+    """Budgets worth trying: from the longest sequence up to all batches together."""
     longest = max(max(job.lengths.longest, job.longest_eval) for job in jobs)
     if space.micro_batch_tokens is not None:
         if space.micro_batch_tokens < longest:
@@ -242,7 +242,7 @@ def _remedies(
     num_gpus: int,
     space: SearchSpace,
 ) -> Iterator[str]:
-    """The smallest change of each kind that makes some plan fit, the cheapest kind first."""
+    """The smallest change of each kind that makes a plan fit, the cheapest kind first."""
 
     def fits(mix: Sequence[JobLoad], gpus: int, within: SearchSpace) -> bool:
         # Virtual stages and larger budgets need more memory, never less.

@@ -1,4 +1,4 @@
-"""What of a job costs time and memory: adapter, batch and sequence lengths, without its data."""
+"""A job as the planner sees it: adapter, batch and sequence lengths, without its data."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tlora_megatron.config.reader import show
 _SUM_TOLERANCE = 1e-6
 _MOST_BINS = 64
 _SPREAD = 1024
-"""Lengths of a job's stream before it repeats, a power of two."""
+"""Number of lengths in a job's stream before it repeats; a power of two."""
 _SMALLEST_BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
 class LengthHistogram:
-    """How long a job's sequences are.
+    """The distribution of a job's sequence lengths.
 
-    A length is the rows that a sequence takes in a micro-batch: its tokens but the last, which is
-    only predicted.
+    A length is the number of rows that a sequence takes in a micro-batch: all of its tokens except
+    the last, which is only predicted.
     """
 
     pairs: tuple[tuple[int, float], ...]
-    """Length and share of the sequences, lengths ascending, shares adding up to 1."""
+    """Pairs of length and share of sequences; lengths ascend, shares add up to 1."""
 
     def __post_init__(self) -> None:
         if not self.pairs:
@@ -48,12 +48,12 @@ class LengthHistogram:
 
     @classmethod
     def single(cls, length: int) -> LengthHistogram:
-        """All sequences of one length."""
+        """The histogram of sequences that all have one length."""
         return cls(((length, 1.0),))
 
     @classmethod
     def from_counts(cls, counts: Iterable[tuple[int, float]]) -> LengthHistogram:
-        """From lengths with how often each occurs, in any order.
+        """Makes a histogram from lengths and how often each occurs, in any order.
 
         Raises:
             ValueError: if there is no length, or a length or count is not positive.
@@ -68,9 +68,10 @@ class LengthHistogram:
 
     @classmethod
     def from_lengths(cls, lengths: Iterable[int], most_bins: int = _MOST_BINS) -> LengthHistogram:
-        """From every sequence's length; at most `most_bins` bins of about equally many sequences.
+        """Makes a histogram from the lengths of all sequences.
 
-        A bin's length is its mean, rounded up; the longest sequence keeps a bin of its own.
+        There are at most `most_bins` bins of about equally many sequences. The length of a bin is
+        its mean, rounded up; the longest sequence has a bin of its own.
 
         Raises:
             ValueError: if there is no length or one is not positive.
@@ -94,7 +95,7 @@ class LengthHistogram:
 
     @property
     def variance(self) -> float:
-        """Of the length of one sequence."""
+        """Variance of the length of one sequence."""
         return sum(length**2 * share for length, share in self.pairs) - self.mean**2
 
     @property
@@ -103,18 +104,18 @@ class LengthHistogram:
         return self.pairs[-1][0]
 
     def clipped(self, longest: int) -> LengthHistogram:
-        """Lengths over `longest` cut to it."""
+        """The histogram with lengths over `longest` cut to it."""
         return self.from_counts((min(length, longest), share) for length, share in self.pairs)
 
     def spread(self) -> Iterator[int]:
-        """Lengths without end whose shares come out right in every run: van der Corput's order."""
+        """Endless lengths in van der Corput's order; any run has the right shares."""
         return itertools.cycle(_spread_lengths(self.pairs))
 
     def shuffled(self, seed: int, batch_size: int) -> Iterator[int]:
-        """The same lengths in a random order, as a job's data comes: batches differ in their sums.
+        """The same lengths in a random order, so that the sums of batches differ as in real data.
 
-        In the order of `spread` they would hardly, and too many batches would fit where real ones
-        have to wait. Shares come out right again in every 32 batches.
+        In the order of `spread` they would hardly differ, and too many batches would fit. The
+        shares are right again in every 32 batches.
         """
         if len(self.pairs) == 1:
             return itertools.repeat(self.longest)
@@ -132,7 +133,7 @@ def _shuffled_lengths(
 
 @functools.lru_cache(maxsize=1024)
 def _permutation(seed: int, block: int) -> tuple[int, ...]:
-    """Places of a stream, mixed within each block of a power of two."""
+    """Positions of a stream, shuffled within each block of a power of two."""
     draw = random.Random(seed)
     blocks = (range(begin, begin + block) for begin in range(0, _SPREAD, block))
     return tuple(place for own in blocks for place in draw.sample(own, block))
@@ -140,8 +141,7 @@ def _permutation(seed: int, block: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _spread_lengths(pairs: tuple[tuple[int, float], ...]) -> tuple[int, ...]:
-    """Quantiles at 1/2, 1/4, 3/4, 1/8, 5/8, ... of a histogram, all that `_SPREAD` parts have, in
-    the middle of each part."""
+    """Quantiles of a histogram at 1/2, 1/4, 3/4, 1/8, 5/8, ...: the middles of `_SPREAD` parts."""
     ends = list(itertools.accumulate(share for _, share in pairs))
     digits, order = _SPREAD.bit_length() - 1, (*range(1, _SPREAD), 0)
     mirrored = ((int(f"{index:0{digits}b}"[::-1], 2) + 0.5) / _SPREAD for index in order)
@@ -151,21 +151,21 @@ def _spread_lengths(pairs: tuple[tuple[int, float], ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobLoad:
-    """One job as the planner sees it."""
+    """A job as the planner sees it."""
 
     name: str
     rank: int
     targets: tuple[str, ...] = HF_TARGETS
     batch_size: int
-    """Sequences an optimizer step, over all data-parallel ranks."""
+    """Sequences per optimizer step, over all data-parallel ranks."""
     lengths: LengthHistogram
     dropout: float = 0.0
     target_share: float = 1.0
-    """Of the rows that predict something: only these reach the output layer."""
+    """Share of rows with a target; only these reach the output layer."""
     longest_eval: int = 0
-    """Rows of the longest sequence that is evaluated: a micro-batch must hold it too."""
+    """Rows of the longest evaluation sequence, which a micro-batch must hold too."""
     num_blocks: int = 1
-    """Diagonal blocks of a block-diagonal adapter; 1 = a standard one."""
+    """Diagonal blocks of a block-diagonal adapter; 1: a standard adapter."""
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1:
@@ -194,7 +194,7 @@ class JobLoad:
         target_share: float = 1.0,
         longest_eval: int = 0,
     ) -> JobLoad:
-        """A configured job with the lengths of its sequences."""
+        """The load of a configured job with these sequence lengths."""
         return cls(
             name=job.name,
             rank=job.lora.rank,
@@ -208,17 +208,17 @@ class JobLoad:
         )
 
     def local_rank(self, tp_size: int) -> int:
-        """As `LoraSpec.local_rank`."""
+        """The same as `LoraSpec.local_rank`."""
         return self.rank if self.num_blocks == 1 else self.rank // tp_size
 
     @property
     def batch_tokens(self) -> float:
-        """Rows of one optimizer step, in the mean."""
+        """Mean number of rows of an optimizer step."""
         return self.batch_size * self.lengths.mean
 
 
 def check_jobs(jobs: Iterable[JobLoad]) -> None:
-    """Refuses an empty mix and names that occur twice.
+    """Refuses an empty mix and repeated names.
 
     Raises:
         ValueError: naming the job.

@@ -1,4 +1,4 @@
-"""Times collectives by size inside one node, and what a GEMM beside one hides of it."""
+"""Times collectives by size within one node, and the share that a concurrent GEMM hides."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ OPS: tuple[CollectiveOp, ...] = ("all_reduce", "all_gather", "reduce_scatter", "
 
 
 class CollectiveTimer:
-    """Collectives of this process's group of `ranks` neighbours; all groups run at once.
+    """Times collectives of groups of `ranks` neighbours; all groups run at once.
 
-    Every process of the world makes every call: groups are made by all.
+    Every process of the world must make every call, because groups are made by all processes.
     """
 
     def __init__(self, ranks: int, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class CollectiveTimer:
         self._group = groups[rank // ranks]
 
     def measure(self, op: CollectiveOp, num_bytes: int) -> CollectivePoint:
-        """Time of one call when several follow each other, the slowest group's."""
+        """Time of one call when several follow each other, in the slowest group."""
         rows = max(self.ranks, num_bytes // (_COLUMNS * _ELEMENT_BYTES))
         rows -= rows % self.ranks
         call = self._call(op, rows)
@@ -49,7 +49,7 @@ class CollectiveTimer:
         )
 
     def overlap(self, num_bytes: int, gemm_size: int) -> float:
-        """Share of an all-reduce that GEMMs of about its length hide."""
+        """Share of an all-reduce that GEMMs of about the same time hide."""
         rows = num_bytes // (_COLUMNS * _ELEMENT_BYTES)
         x = torch.zeros(rows, _COLUMNS, device=self.device, dtype=torch.bfloat16)
         a, b = (
@@ -82,7 +82,7 @@ class CollectiveTimer:
         return self._exchange(whole)
 
     def _exchange(self, whole: torch.Tensor) -> Callable[[], object]:
-        """Every rank but the last sends to the next: as between pipeline stages."""
+        """Every rank except the last sends to the next, as between pipeline stages."""
         received = torch.empty_like(whole)
         index, members, group = self._index, self._members, self._group
 
@@ -119,7 +119,7 @@ class CollectiveTimer:
 
 
 def fit_link(points: Sequence[CollectivePoint]) -> Link:
-    """Bandwidth and latency of the widest all-reduce, as a ring has them.
+    """Fits the bandwidth and latency of a ring to the widest all-reduce.
 
     Raises:
         ValueError: if no all-reduce was measured.

@@ -1,4 +1,4 @@
-"""Adapters' cost on a linear as coefficients: non-negative least squares over measured samples."""
+"""Fits the cost of adapters on a linear by non-negative least squares over measured samples."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SWEEPS = 2000
 
 
 def fit_lora(samples: Sequence[LoraSample]) -> tuple[LoraCost, float]:
-    """Coefficients, and the median relative error of the whole linear's time with them.
+    """Fits the coefficients; returns them with the median relative error of the linear's time.
 
-    Errors count relative to the linear's time, so that small ones are as right as large ones.
+    Errors are relative to the linear's time, so that small linears count as much as large ones.
 
     Raises:
         ValueError: if there is no sample.
@@ -39,9 +39,9 @@ def fit_lora(samples: Sequence[LoraSample]) -> tuple[LoraCost, float]:
 
 
 def non_negative_fit(features: np.ndarray, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Coefficients of at least 0 with the least weighted squared error, `[features]`.
+    """Non-negative coefficients `[features]` with the least weighted squared error.
 
-    By turns over the coordinates, which converges since the problem is convex.
+    Coordinate descent, which converges since the problem is convex.
 
     Args:
         features: `[samples, features]`.

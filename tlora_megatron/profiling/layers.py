@@ -1,4 +1,4 @@
-"""Times whole layers and rounds of a real super-model: what single operations do not show."""
+"""Times whole layers and rounds of a real super-model, for costs that single operations hide."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.profiling.timer import DeviceTimer
 
 _FEW, _MANY = 1, 4
-"""Layers of the two models whose difference is taken."""
+"""Numbers of layers of the two models whose time difference is taken."""
 _TURNS = 20
 _TP_SIZES = (2, 4, 8)
 _PLAUSIBLE_STRETCH = (0.8, 3.0)
 _JOBS = 4
 _RANKS = (8, 16, 32, 64)
 _PLAUSIBLE = (0.2, 1.0)
-"""Of a copy's bandwidth: what a layer's elementwise passes may come to. Outside of it the other
-parts were measured badly."""
+"""Plausible rates of a layer's elementwise passes, as shares of a copy's bandwidth. A rate outside
+means that the other parts were measured badly."""
 
 
 class _Times(NamedTuple):
-    """Seconds of a model with so many layers."""
+    """Seconds of a model with a certain number of layers."""
 
     full_s: float
     """Forward and backward of full micro-batches."""
     few_s: float
-    """The same of small ones."""
+    """Forward and backward of small micro-batches."""
     one_overhead_s: float
-    """What a round of one job takes beside forward and backward."""
+    """Time of a round of one job outside forward and backward."""
     all_overhead_s: float
-    """The same with all jobs."""
+    """Time of a round of all jobs outside forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerMeasurement:
-    """What layers and rounds of the super-model take."""
+    """Times of layers and rounds of the super-model."""
 
     layer_s: float
     """Forward and backward of one layer with adapters at `layer_tokens`."""
@@ -61,10 +61,10 @@ def measure_layers(
     dtype: torch.dtype,
     world_size: int,
 ) -> LayerMeasurement:
-    """Host cost, and the rate of the elementwise passes: what is left of a layer's time.
+    """Measures host cost, and the rate of elementwise passes from the rest of a layer's time.
 
     Args:
-        profile: with GEMMs, attention and adapters as measured before.
+        profile: GEMMs, attention and adapters as measured before.
     """
     few, many = (_measure(timer, sizes, n, dtype, world_size) for n in (_FEW, _MANY))
     layer_s = (many.full_s - few.full_s) / (_MANY - _FEW)
@@ -85,13 +85,13 @@ def measure_stretch(
     dtype: torch.dtype,
     world_size: int,
 ) -> float:
-    """How much longer tensor-parallel collectives take between a layer's kernels than alone.
+    """Measures how much longer tensor-parallel collectives take between a layer's kernels.
 
-    From whole layers under each TP size that this world has, with sequence parallelism: what their
-    time is beyond compute, over the collectives measured one after another. 1 with one process.
+    Takes whole layers under each TP size of this world, with sequence parallelism: their time
+    beyond compute, over the time of the collectives back to back. Returns 1 with one process.
 
     Args:
-        profile: with everything else as measured before.
+        profile: everything else as measured before.
     """
     found = []
     for tp_size in (n for n in _TP_SIZES if world_size % n == 0 and n <= world_size):
@@ -155,7 +155,7 @@ def _sustained_s(timer: DeviceTimer, run: SyntheticRun, tokens: int, world_size:
 def _step_s(
     timer: DeviceTimer, run: SyntheticRun, tokens: int, jobs: int, world_size: int
 ) -> tuple[float, float]:
-    """Forward and backward of a round from a standstill, and what a round takes beside it."""
+    """Times a round from a standstill: its forward and backward, and the rest."""
     model = run.super_model(_loads(tokens, jobs, world_size), tokens)
     batches = model.begin_round()
     forward_s = timer.host_s(lambda: model.engine.forward_backward(batches))
@@ -164,7 +164,7 @@ def _step_s(
 
 
 def _layer_cost(profile: HardwareProfile, sizes: ProfileSizes, plan: Plan) -> LayerCost:
-    """A layer at `layer_tokens` as the planner has it."""
+    """The planner's cost of a layer at `layer_tokens`."""
     loads = _loads(sizes.layer_tokens, _JOBS, 1)
     tokens = tuple(job.batch_tokens for job in loads)
     load = RoundLoad(
@@ -178,7 +178,7 @@ def _layer_cost(profile: HardwareProfile, sizes: ProfileSizes, plan: Plan) -> La
 
 
 def _stream_bytes_per_s(profile: HardwareProfile, sizes: ProfileSizes, layer_s: float) -> float:
-    """The rate at which the elementwise passes explain what the other parts leave of a layer."""
+    """The rate of elementwise passes that explains the rest of a layer's time."""
     cost = _layer_cost(replace(profile, stream_bytes_per_s=1.0), sizes, Plan())
     left_s = layer_s - (cost.total_s - cost.elementwise_s)
     low, high = (share * profile.copy_bytes_per_s for share in _PLAUSIBLE)

@@ -36,7 +36,7 @@ DROPOUTS = (0.0, 0.1)
 
 
 def copy_bytes_per_s(timer: DeviceTimer, num_bytes: int) -> float:
-    """Bandwidth of a copy, read and written bytes counted."""
+    """Bandwidth of a copy; read and written bytes both count."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device=timer.device)
     target = torch.empty_like(source)
     (seconds,) = timer.medians([lambda: target.copy_(source)], seconds=0.2)
@@ -78,7 +78,7 @@ def measure_gemm(
 
 
 def _num_sets(shape: tuple[int, int], device: torch.device) -> int:
-    """Weights enough that none is still in the cache when its turn comes again."""
+    """Number of weights so that none is still in the cache at its next turn."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -88,7 +88,7 @@ def _num_sets(shape: tuple[int, int], device: torch.device) -> int:
 def measure_attention(
     timer: DeviceTimer, length: int, tokens: int, spec: ModelSpec, dtype: torch.dtype
 ) -> AttentionPoint:
-    """Rates in sequences of one length."""
+    """Measures the rates of attention in sequences of one length."""
     count = max(1, tokens // length)
     heads, groups, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
 
@@ -135,12 +135,12 @@ def _dense(
 
 
 class LoraSample(NamedTuple):
-    """What adapters add to one linear in one setting, and the counts of `LoraCost`."""
+    """The time that adapters add to one linear in one setting, and its counts (`LoraCost`)."""
 
     forward_s: float
     backward_s: float
     frozen_s: float
-    """Forward and backward of the linear without adapters."""
+    """Time of the linear without adapters, forward and backward."""
     input_elements: float
     output_elements: float
     rank_columns: float
@@ -160,7 +160,7 @@ def measure_lora(
     dtype: torch.dtype,
     world_size: int,
 ) -> Iterator[LoraSample]:
-    """The four linears of a layer, with each number of adapters, with and without dropout."""
+    """Measures a layer's four linears with each number of adapters, with and without dropout."""
     layout = ParallelLayout(dp_size=world_size)
     run = SyntheticRun(spec, layout, dtype=dtype)
     try:
@@ -211,7 +211,7 @@ def _linear_times(
     view: MicroBatchView,
     banks: Sequence[AdapterBank],
 ) -> list[float]:
-    """Forward and backward with each bank, in turn."""
+    """Times of forward and backward with each bank, in turn."""
     rows, inner, device = view.num_tokens, site.in_size, timer.device
     weight = next(module.parameters())
     x = torch.randn(rows, 1, inner, device=device, dtype=weight.dtype, requires_grad=True)
@@ -253,7 +253,7 @@ def _counts(
 
 
 def _segments(tokens: int, count: int) -> list[int]:
-    """Ragged lengths from half to one and a half of the mean, aligned to nothing."""
+    """Ragged lengths from half to one and a half times the mean, without alignment."""
     weights = [0.5 + (0.618034 * i) % 1.0 for i in range(1, count + 1)]
     ends = [round(tokens * w / sum(weights)) for w in itertools.accumulate(weights)]
     return [end - begin for begin, end in itertools.pairwise([0, *ends])]

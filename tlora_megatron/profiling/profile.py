@@ -1,4 +1,4 @@
-"""Measures a machine: `tlora profile`. Every process of the world calls it; see `profile_sizes`."""
+"""Measures a machine for `tlora profile`; every process of the world takes part."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from tlora_megatron.profiling.timer import DeviceTimer
 T = TypeVar("T")
 
 _SHARES = {"gemms": 0.35, "lora": 0.3, "collectives": 0.2}
-"""Of the budget; the other stages are short and always run to their end."""
+"""Share of the budget for each stage; the other stages are short and always run to their end."""
 _RESERVED_BYTES = 1e9
-"""Taken for driver and libraries where the device does not tell."""
+"""Memory of driver and libraries if the device does not tell."""
 _WARM_GEMM, _WARM_TURNS = 8192, 1000
 """About 1.6 s on an H100."""
 _OVERLAP_BYTES, _OVERLAP_GEMM = 2**26, 6144
@@ -52,15 +52,15 @@ _OVERLAP_BYTES, _OVERLAP_GEMM = 2**26, 6144
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileRequest:
-    """What to measure."""
+    """Settings of a measurement."""
 
     name: str
     sizes: ProfileSizes
     budget_s: float
     gpus_per_node: int | None = None
-    """GPUs that the link connects; None = the processes of this node, or its GPUs if more."""
+    """GPUs that the link connects; None: this node's processes, or its GPUs if they are more."""
     on_stage: Callable[[str, float], None] = lambda stage, done: None
-    """Told each stage's name and how much of all is done, 0 to 1."""
+    """Called with each stage's name and the share of all work that is done, 0 to 1."""
 
 
 def measure_profile(request: ProfileRequest) -> HardwareProfile:
@@ -131,7 +131,7 @@ class _Measurement:
         return replace(profile, stretch=stretch)
 
     def _warm_up(self) -> None:
-        """Brings the clock to where it stays under load."""
+        """Runs work until the GPU's clock is that under load."""
         size, turns = (_WARM_GEMM, _WARM_TURNS) if self.device.type == "cuda" else (64, 3)
         a, b = (torch.randn(size, size, device=self.device, dtype=self.dtype) for _ in range(2))
         self.timer.sustained_s(lambda: a @ b, turns)
@@ -178,7 +178,7 @@ class _Measurement:
         return timer.overlap(_OVERLAP_BYTES, _OVERLAP_GEMM)
 
     def _within(self, items: Iterable[T], stage: str) -> Iterator[T]:
-        """The items until the stage's share of the budget is spent, the same ones on every rank."""
+        """The items for which the stage's share of the budget lasts, equal on every rank."""
         end = time.monotonic() + _SHARES[stage] * self.request.budget_s
         left_out = 0
         for index, item in enumerate(items):
@@ -199,7 +199,7 @@ class _Measurement:
         lora: LoraCost,
         points: tuple[CollectivePoint, ...],
     ) -> HardwareProfile:
-        """What is known before layers are measured."""
+        """The profile as far as it is known before layers are measured."""
         on_gpu = self.device.type == "cuda"
         local = max(self.world_size, torch.cuda.device_count() if on_gpu else 1)
         # With one process there is no link to plan with: only gpus_per_node 1 is right then.
@@ -228,7 +228,7 @@ class _Measurement:
         )
 
     def _reserved(self) -> float:
-        """Memory taken beside torch's tensors once all kernels are loaded, links not yet used."""
+        """Memory used outside torch's tensors with all kernels loaded, before links are used."""
         if self.device.type != "cuda":
             return _RESERVED_BYTES
         self._release()

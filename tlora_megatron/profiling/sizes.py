@@ -1,4 +1,4 @@
-"""What `tlora profile` measures: the shapes of Llama-3.1 8B and 70B, or tiny ones for tests."""
+"""The shapes that `tlora profile` measures: those of Llama-3.1 8B and 70B, or tiny ones."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _TINY = _llama(64, 4, 2, 96, 16)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileSizes:
-    """Shapes and counts."""
+    """Shapes and counts to measure."""
 
     gemm_shapes: tuple[tuple[int, int], ...]
-    """`(columns, inner)`, most important first."""
+    """Shapes `(columns, inner)`, most important first."""
     gemm_rows: tuple[int, ...]
     head_shapes: tuple[tuple[int, int], ...]
     head_rows: tuple[int, ...]
     attention_lengths: tuple[int, ...]
     attention_tokens: int
-    """Of all sequences together."""
+    """Tokens of all sequences together."""
     attention_spec: ModelSpec
     lora_specs: tuple[ModelSpec, ...]
     lora_tokens: tuple[int, ...]
@@ -51,7 +51,7 @@ class ProfileSizes:
     layer_spec: ModelSpec
     layer_tokens: int
     few_tokens: int
-    """So few that only the host's work counts."""
+    """Number of tokens so small that only the host's work counts."""
     copy_bytes: int
     collective_bytes: tuple[int, ...]
 
@@ -102,4 +102,4 @@ TINY = replace(
     copy_bytes=2**22,
     collective_bytes=(2**12, 2**16),
 )
-"""Seconds on one CPU core."""
+"""Sizes that take seconds on one CPU core."""

@@ -1,4 +1,4 @@
-"""A super-model with random weights and random tokens: what is timed to know a machine."""
+"""Builds a super-model with random weights and tokens, to measure a machine."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.super_model import SuperModel
 
 _BATCHES = 8
-"""Global batches of different sequences that a job's data holds at least."""
+"""Least number of global batches of different sequences in a job's data."""
 _SEQUENCES = 512
-"""That it holds at least where lengths differ: fewer leave the longest out."""
+"""Least number of sequences if lengths differ; fewer would leave the longest out."""
 
 
 class SyntheticRun:
-    """A frozen backbone on this process's device; called by every process of the world.
+    """A frozen base model on this process's device; every process of the world must make one.
 
     Args:
         spec: the shape; weights are drawn.
@@ -67,7 +67,7 @@ class SyntheticRun:
         self.engine = MegatronEngine(model, self.groups, spec.vocab_size)
 
     def super_model(self, loads: Sequence[JobLoad], micro_batch_tokens: int) -> SuperModel:
-        """Fresh jobs on the backbone, in the place of those before; none leaves it frozen."""
+        """Puts new jobs on the base model in place of the earlier ones; no jobs: only the base."""
         specs = [_job_spec(load, index) for index, load in enumerate(loads)]
         loras = [spec.lora for spec in specs]
         bank = AdapterBank(self.sites, loras, dtype=self.dtype, device=self.groups.device)
@@ -95,7 +95,7 @@ class SyntheticRun:
         )
 
     def close(self) -> None:
-        """Gives the memory back; the process groups stay for the next one."""
+        """Frees the memory; the process groups stay for the next run."""
         del self.engine, self.linears
         gc.collect()
         if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Times operations on a device that is kept busy, so that its clock is that of training."""
+"""Times operations on a device that is kept busy, so that its clock is as in training."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 _CYCLES_PER_S = 2.1e9
-"""At least the clock of any GPU here: a wait of so many cycles lasts no shorter than meant."""
+"""Upper bound on any GPU's clock, so that a wait of this many cycles is long enough."""
 _MOST_AHEAD_S = 0.5
 
 
 class DeviceTimer:
-    """Runs calls in turn, back to back; on a CPU by the wall clock."""
+    """Times calls that run in turn, back to back; on a CPU by the wall clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -54,9 +54,10 @@ class DeviceTimer:
         return [statistics.median(times) for times in zip(*map(_gaps, rounds), strict=True)]
 
     def sustained_s(self, call: Callable[[], object], turns: int) -> float:
-        """Mean seconds of a call repeated so often, without waiting in between.
+        """Mean seconds of a call that is repeated `turns` times without waiting in between.
 
-        Not for so long: a call with collectives must be made as often on every process.
+        The number is fixed and not the time, because a call with collectives must be made equally
+        often on every process.
         """
         call()
         self.synchronize()

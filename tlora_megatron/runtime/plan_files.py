@@ -1,4 +1,4 @@
-"""A chosen plan as files that run it: for `tlora train`, Megatron-LM, DeepSpeed and SLURM."""
+"""Writes the files that run a plan: for `tlora train`, Megatron-LM, DeepSpeed and SLURM."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def apply_plan(config: RunConfig, plan: Plan) -> RunConfig:
     """The configuration with a plan's layout, budget, recompute and nano-batches.
 
     Raises:
-        ValueError: if the run has no virtual stages to offer and the plan needs them.
+        ValueError: if the plan needs virtual stages, which `tlora train` does not have.
     """
     if "train" not in plan.runs_in:
         raise ValueError(f"a plan for tlora train must have VPP 1, got {plan.vpp_size}")
@@ -56,7 +56,7 @@ def apply_plan(config: RunConfig, plan: Plan) -> RunConfig:
 
 
 def _nano_batches(config: RunConfig, plan: Plan) -> int | Literal["auto"]:
-    """Chosen while training where tensor parallelism gives them something to hide.
+    """The value of `run.nano_batches`: auto if there is communication to hide.
 
     A number that the configuration asks for stays.
     """
@@ -66,7 +66,7 @@ def _nano_batches(config: RunConfig, plan: Plan) -> int | Literal["auto"]:
 
 
 def overrides_of(config: RunConfig, plan: Plan) -> list[str]:
-    """The plan as `tlora train --set` takes it."""
+    """The plan as overrides for `tlora train --set`."""
     return [
         f"parallel.tp_size={plan.tp_size}",
         f"parallel.pp_size={plan.pp_size}",
@@ -117,15 +117,15 @@ def write_plan(
 
 
 def jobs_file(script: Path) -> Path:
-    """The jobs that a written script names: absolute, for where it will be started is not known."""
+    """The absolute path of the jobs file that a written script reads."""
     return script.with_suffix(".jobs.yaml").resolve()
 
 
 def _nodes(plan: Plan, hardware: HardwareProfile) -> tuple[int, int]:
-    """Nodes, and GPUs on each.
+    """The number of nodes, and of GPUs on each.
 
     Raises:
-        ValueError: if they do not fill whole nodes.
+        ValueError: if the plan does not fill whole nodes.
     """
     local = min(plan.num_gpus, hardware.gpus_per_node)
     if plan.num_gpus % local:
@@ -161,7 +161,7 @@ def _torchrun(nodes: int, local: int, words: Sequence[str]) -> str:
 
 
 def _deepspeed(config: RunConfig, plan: Plan) -> dict[str, Any]:
-    """The engine's JSON: data parallel only, the base whole on every GPU.
+    """DeepSpeed's JSON: data parallelism only, with the whole base model on every GPU.
 
     Raises:
         ValueError: for a layout that DeepSpeed's engine does not have here.

@@ -1,7 +1,7 @@
 """The planner's view of a configured run: the model's shape and every job's lengths.
 
-Lengths come from the jobs' own data through the base's tokenizer, which takes a while the first
-time, so they are kept in the user's cache directory; or from an option, for planning without data.
+Lengths come from the jobs' data through the base's tokenizer. That takes a while the first time, so
+they are kept in the user's cache directory. An option gives lengths for planning without data.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def profile_of_gpu(gpu: str) -> HardwareProfile | None:
 
 
 def run_hardware(name: str, config: RunConfig) -> HardwareProfile:
-    """`plan_hardware` with the run's own dtype, so that bytes are right; rates stay as measured."""
+    """Like `plan_hardware`, but with the run's dtype, which memory depends on."""
     hardware, dtype = plan_hardware(name), config.base_model.dtype
     if hardware.dtype != dtype:
         logger.warning(
@@ -83,10 +83,10 @@ def run_hardware(name: str, config: RunConfig) -> HardwareProfile:
 
 
 def parse_lengths(text: str) -> LengthHistogram:
-    """A histogram from `512`, or from `256:3,1024:1`: tokens of a sequence and how often.
+    """Reads a histogram of sequence lengths from `512`, or with shares from `256:3,1024:1`.
 
     Raises:
-        ConfigError: naming what is wrong.
+        ConfigError: naming the mistake.
     """
     pairs = []
     for part in text.split(","):
@@ -105,10 +105,12 @@ def parse_lengths(text: str) -> LengthHistogram:
 
 
 def plan_jobs(config: RunConfig, spec: ModelSpec, lengths: LengthHistogram | None) -> list[JobLoad]:
-    """Every job's load.
+    """The loads of all jobs.
 
     Args:
-        lengths: of all jobs, cut to each one's max_seq_len; None reads the jobs' data.
+        config: the run.
+        spec: shape of the base model.
+        lengths: lengths for all jobs, cut to each one's max_seq_len; None: read the jobs' data.
 
     Raises:
         ValueError: if data or tokenizer cannot be used, or blocks do not fit the model.
@@ -152,7 +154,7 @@ def _measure(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> dict[str, An
 
 
 def _cache_file(job: JobSpec, tokenizer_dir: Path) -> Path:
-    """Named after everything that the lengths depend on."""
+    """The cache file of a job; its name is a hash of everything that the lengths depend on."""
     data = [Path(path) for path in (job.data.train, job.data.eval) if path is not None]
     files = [*data, *sorted(tokenizer_dir.glob("token*"))]
     files += sorted(tokenizer_dir.glob("vocab*")) + sorted(tokenizer_dir.glob("chat_template*"))
@@ -175,7 +177,7 @@ def _read_cache(path: Path) -> dict[str, Any] | None:
 
 
 def _write_cache(path: Path, known: dict[str, Any]) -> None:
-    """Whole or not at all: other processes may write the same."""
+    """Writes the file in one step, since other processes may write the same one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:

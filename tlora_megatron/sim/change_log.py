@@ -9,14 +9,14 @@ from tlora_megatron.scheduler.policy import Changes
 
 @dataclass(kw_only=True, slots=True)
 class ChangeLog:
-    """What has happened since the last decision, while it happens; the fields are `Changes`'."""
+    """Records what happens since the last decision; its fields are those of `Changes`."""
 
     arrived: set[int] = field(default_factory=set)
     regrouped: set[int] = field(default_factory=set)
     freed: bool = True
 
     def take(self) -> Changes:
-        """The changes so far; the log starts anew."""
+        """Returns the changes so far and empties the log."""
         changes = Changes(
             arrived=frozenset(self.arrived), regrouped=frozenset(self.regrouped), freed=self.freed
         )

@@ -1,4 +1,4 @@
-"""A cluster's description: nodes, racks, the GPUs' profile, what changes to groups cost, quotas."""
+"""Reads the description of a cluster: nodes, racks, GPU profile, regrouping costs, quotas."""
 
 from __future__ import annotations
 
@@ -19,41 +19,47 @@ from tlora_megatron.scheduler.cluster import ClusterShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegroupSpec:
-    """Time that groups stand still when they change."""
+    """How long groups stand still when they change."""
 
-    admit_s: float = rule("a job joins a running super-model", ge=0)
-    replan_s: float = rule("other GPUs: plan, process groups, warm-up", ge=0)
-    state_bytes_per_s: float = rule("saving and loading of adapters and optimizer state", gt=0)
-    weights_bytes_per_s: float = rule("loading of the base onto GPUs that lack it", gt=0)
+    admit_s: float = rule("pause in seconds when a job joins a running group", ge=0)
+    replan_s: float = rule(
+        "pause in seconds when a group gets other GPUs: plan, process groups, warm-up", ge=0
+    )
+    state_bytes_per_s: float = rule(
+        "speed of saving and loading adapters and optimizer state", gt=0
+    )
+    weights_bytes_per_s: float = rule(
+        "speed of loading the base model onto GPUs that lack it", gt=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuotaSpec:
-    """A tenant's limit."""
+    """The quota of a tenant."""
 
-    tenant: str = rule("as the trace names it", nonempty=True)
-    gpus: int = rule("that its running jobs may ask for together", ge=1)
+    tenant: str = rule("name of the tenant in the trace", nonempty=True)
+    gpus: int = rule("most GPUs that its running jobs may ask for together", ge=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterSpec:
     """A cluster of equal nodes."""
 
-    name: str = rule("as reports print it", nonempty=True)
-    nodes: int = rule("nodes in all", ge=1)
-    gpus_per_node: int = rule("GPUs of a node", ge=1)
-    nodes_per_rack: int = rule("nodes of a rack", ge=1)
+    name: str = rule("name of the cluster in reports", nonempty=True)
+    nodes: int = rule("number of nodes", ge=1)
+    gpus_per_node: int = rule("GPUs per node", ge=1)
+    nodes_per_rack: int = rule("nodes per rack", ge=1)
     profile: str = rule(
         "hardware profile: a name in this file's folder or configs/hardware, or a path",
         nonempty=True,
     )
-    inter_node: Link = rule("network between nodes, one GPU's share; takes the profile's place")
-    regroup: RegroupSpec = rule("cost of changes to groups")
-    quotas: tuple[QuotaSpec, ...] = rule("limits of tenants", default=())
+    inter_node: Link = rule("network between nodes, one GPU's share; replaces the profile's")
+    regroup: RegroupSpec = rule("pauses of groups that change")
+    quotas: tuple[QuotaSpec, ...] = rule("quotas of tenants", default=())
 
     @property
     def shape(self) -> ClusterShape:
-        """As the scheduler sees it."""
+        """The shape of the cluster for the scheduler."""
         return ClusterShape(
             num_nodes=self.nodes,
             gpus_per_node=self.gpus_per_node,
@@ -62,10 +68,10 @@ class ClusterSpec:
 
 
 def load_cluster(path: str | Path) -> tuple[ClusterSpec, HardwareProfile]:
-    """A cluster and the profile of its GPUs.
+    """Reads a cluster and the profile of its GPUs.
 
     Raises:
-        ConfigError: if either file is missing or holds anything that does not belong there.
+        ConfigError: if either file is missing or invalid.
     """
     path = Path(path)
     try:

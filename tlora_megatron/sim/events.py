@@ -1,4 +1,4 @@
-"""The order of everything that happens in a run."""
+"""The events of a run and their order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """Events of one moment are taken in this order."""
+    """Kinds of events, in the order in which those of one moment are handled."""
 
     GROUP = 0
     NODE_UP = 1
@@ -19,7 +19,7 @@ class Kind(IntEnum):
 
 @dataclass(kw_only=True, slots=True)
 class Clock:
-    """Time spent deciding."""
+    """Measures the time that decisions take."""
 
     count: int = 0
     total_s: float = 0.0
@@ -33,7 +33,7 @@ class Clock:
 
 @dataclass(kw_only=True, slots=True)
 class Events:
-    """The heap; (time, kind, sequence) orders every two events."""
+    """A heap of events, totally ordered by (time, kind, sequence)."""
 
     heap: list[tuple[float, int, int, int]] = field(default_factory=list)
     pushed: int = 0

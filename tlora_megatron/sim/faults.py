@@ -1,4 +1,4 @@
-"""What goes wrong in a run, drawn before it from the seed so that every policy meets the same."""
+"""Draws failures and cancellations before a run, so that every policy meets the same ones."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultRates:
-    """How often."""
+    """Rates of failures and cancellations."""
 
     job_failures: float = rule(
-        "share of jobs that fail, at a point uniform in their work", default=0.0, ge=0, le=1
+        "share of jobs that fail, at a random point of their work", default=0.0, ge=0, le=1
     )
     cancellations: float = rule(
         "share of jobs that are cancelled, uniformly within three times their time alone after "
@@ -26,34 +26,36 @@ class FaultRates:
         le=1,
     )
     node_mtbf_hours: float = rule(
-        "mean time between failures of one node, exponential; 0 = none", default=0.0, ge=0
+        "mean time between failures of one node, exponential; 0: none", default=0.0, ge=0
     )
-    node_repair_hours: float = rule("time that a node is away", default=2.0, gt=0)
+    node_repair_hours: float = rule("time until a failed node is back", default=2.0, gt=0)
     checkpoint_s: float = rule(
-        "jobs save so often; a node's failure loses what came after", default=600.0, gt=0
+        "time between checkpoints; a node's failure loses the work since the last one",
+        default=600.0,
+        gt=0,
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Faults:
-    """What goes wrong, and when."""
+    """The failures and cancellations of a run."""
 
     fails_after_tokens: dict[int, float]
-    """By job index: tokens after which it fails."""
+    """Tokens after which a job fails, by job index."""
     cancelled_s: dict[int, float]
-    """By job index: when its owner cancels it."""
+    """Time at which its owner cancels a job, by job index."""
     outages: tuple[tuple[float, float, int], ...] = ()
-    """Begin, end and node, in order."""
+    """Outages as (begin, end, node), in order."""
     checkpoint_s: float = 600.0
 
     @classmethod
     def none(cls) -> Faults:
-        """Nothing goes wrong."""
+        """A run without failures and cancellations."""
         return cls(fails_after_tokens={}, cancelled_s={})
 
 
 def draw_faults(rates: FaultRates, jobs: list[Job], num_nodes: int, seed: int) -> Faults:
-    """Draws from `seed`; nodes fail until twice the time from first to last submission."""
+    """Draws faults from `seed`; nodes fail until twice the time from first to last submission."""
     fails, cancelled = {}, {}
     rng = Random(f"jobs {seed}")
     for job in jobs:

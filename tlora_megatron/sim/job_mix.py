@@ -1,4 +1,4 @@
-"""Which LoRA jobs stand behind a trace's rows: shares of attributes, read from a file and drawn."""
+"""Draws LoRA attributes for the jobs of a trace from the shares in a mix file."""
 
 from __future__ import annotations
 
@@ -17,68 +17,70 @@ from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseShare:
-    """A base model."""
+    """The share of jobs on one base model."""
 
     name: str = rule("jobs of one name can train together", nonempty=True)
     config: str = rule("its config.json, relative to the mix", nonempty=True)
-    share: float = rule("of the jobs", gt=0)
+    share: float = rule("share of the jobs", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntShare:
-    """A rank or batch size."""
+    """The share of jobs with one rank or batch size."""
 
-    value: int = rule("the rank, or sequences a step", ge=1)
-    share: float = rule("of the jobs", gt=0)
+    value: int = rule("the rank, or sequences per step", ge=1)
+    share: float = rule("share of the jobs", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DropoutShare:
-    """A dropout."""
+    """The share of jobs with one dropout rate."""
 
-    value: float = rule("probability", ge=0, lt=1)
-    share: float = rule("of the jobs", gt=0)
+    value: float = rule("probability of dropout", ge=0, lt=1)
+    share: float = rule("share of the jobs", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetsShare:
-    """A choice of linears."""
+    """The share of jobs with one choice of linears."""
 
-    value: tuple[str, ...] = rule("names", nonempty=True, choices=HF_TARGETS + MEGATRON_TARGETS)
-    share: float = rule("of the jobs", gt=0)
+    value: tuple[str, ...] = rule(
+        "names of the linears", nonempty=True, choices=HF_TARGETS + MEGATRON_TARGETS
+    )
+    share: float = rule("share of the jobs", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthsShare:
-    """Lengths of a data set's sequences."""
+    """The share of jobs with the sequence lengths of one data set."""
 
-    name: str = rule("of the data", nonempty=True)
+    name: str = rule("name of the data set", nonempty=True)
     tokens: tuple[int, ...] = rule("equally likely lengths, ascending", nonempty=True, ge=1)
-    share: float = rule("of the jobs", gt=0)
+    share: float = rule("share of the jobs", gt=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobMix:
-    """Each attribute is drawn on its own, by its shares (they need not add up to 1)."""
+    """Shares of job attributes. Each is drawn independently; shares need not add up to 1."""
 
-    name: str = rule("of the mix", nonempty=True)
+    name: str = rule("name of the mix", nonempty=True)
     source: str = rule("where the shares come from", nonempty=True)
     bases: tuple[BaseShare, ...] = rule("base models", nonempty=True)
     ranks: tuple[IntShare, ...] = rule("ranks", nonempty=True)
-    batch_sizes: tuple[IntShare, ...] = rule("sequences a step", nonempty=True)
+    batch_sizes: tuple[IntShare, ...] = rule("sequences per step", nonempty=True)
     batch_per_gpu: bool = rule(
-        "whether batch sizes are per GPU that the job asks for; else of the whole job",
+        "batch sizes are per GPU that the job asks for, instead of per job",
         default=False,
     )
     targets: tuple[TargetsShare, ...] = rule("linears with adapters", nonempty=True)
-    dropouts: tuple[DropoutShare, ...] = rule("dropout", nonempty=True)
-    lengths: tuple[LengthsShare, ...] = rule("lengths", nonempty=True)
-    max_slowdown: float = rule("every job's bound", default=1.5, ge=1)
+    dropouts: tuple[DropoutShare, ...] = rule("dropout rates", nonempty=True)
+    lengths: tuple[LengthsShare, ...] = rule("sequence lengths", nonempty=True)
+    max_slowdown: float = rule("bound on every job's slowdown", default=1.5, ge=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attributes:
-    """What was drawn for one job."""
+    """The attributes drawn for one job."""
 
     base: str
     load: JobLoad
@@ -95,10 +97,10 @@ def shipped_mixes() -> tuple[str, ...]:
 
 
 def load_mix(name: str) -> tuple[JobMix, dict[str, ModelSpec]]:
-    """A mix by name or by path, and the shapes of its base models.
+    """Reads a mix by name or path, and the shapes of its base models.
 
     Raises:
-        ConfigError: if there is none, or it holds anything that is not a mix.
+        ConfigError: if there is none, or the file is not a mix.
         ValueError: if a base model cannot be read.
     """
     path = Path(name)

@@ -1,4 +1,4 @@
-"""What happened in a run, and whether it adds up."""
+"""Keeps the books of a run and checks that they balance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Status = Literal["finished", "failed", "cancelled", "rejected"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRecord:
-    """One job's way through the cluster."""
+    """The history of one job in the cluster."""
 
     job: Job
     status: Status
@@ -23,7 +23,7 @@ class JobRecord:
     slowdown: float | None = None
     """(end - last start) / time alone; None for jobs that did not finish."""
     lost_tokens: float = 0.0
-    """Trained and lost to failures of nodes."""
+    """Tokens that were trained and then lost when nodes failed."""
 
     @property
     def jct_s(self) -> float:
@@ -32,17 +32,17 @@ class JobRecord:
 
     @property
     def queueing_s(self) -> float | None:
-        """From submission to the first training."""
+        """Time from submission to the first training."""
         return None if self.start_s is None else self.start_s - self.job.submit_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A group from when it was formed until it changed or ended."""
+    """The life of one group, from its forming until it changed or ended."""
 
     begin_s: float
     ready_s: float
-    """It trained from here on; `end_s` if it never did."""
+    """When it began to train; `end_s` if it never did."""
     end_s: float
     gpus: tuple[int, ...]
     base: str
@@ -51,32 +51,32 @@ class Segment:
 
     @property
     def tokens(self) -> float:
-        """Trained by all members."""
+        """Tokens that all members trained."""
         return self.tokens_per_s * (self.end_s - self.ready_s)
 
 
 class InvariantError(RuntimeError):
-    """The simulator's books do not balance: its own mistake or a policy's."""
+    """The books do not balance: a bug of the simulator or of a policy."""
 
 
 def require(holds: bool, sentence: str) -> None:
     """Checks an invariant of the run.
 
     Raises:
-        InvariantError: with the sentence.
+        InvariantError: with the given sentence, if it does not hold.
     """
     if not holds:
         raise InvariantError(sentence)
 
 
 class Ledger:
-    """Records of jobs and groups, with the sums that must agree at the end."""
+    """Records jobs and groups, with the sums that must agree at the end."""
 
     def __init__(self, keeps_bounds: bool) -> None:
         self.records: list[JobRecord] = []
         self.segments: list[Segment] = []
         self.busy_gpu_s = 0.0
-        """Integral over time of the GPUs held."""
+        """GPU seconds held so far."""
         self._keeps_bounds = keeps_bounds
         self._trained: dict[int, float] = {}
         self._lost: dict[int, float] = {}
@@ -84,13 +84,13 @@ class Ledger:
         self._clock_s = 0.0
 
     def advance(self, now_s: float, busy_gpus: int) -> None:
-        """Moves the clock; `busy_gpus` were held since the last call."""
+        """Advances the clock; `busy_gpus` GPUs were held since the last call."""
         require(now_s >= self._clock_s, f"time must not go back from {self._clock_s} to {now_s}")
         self.busy_gpu_s += busy_gpus * (now_s - self._clock_s)
         self._clock_s = now_s
 
     def close(self, group: Group, now_s: float) -> None:
-        """A group changes or ends."""
+        """Records that a group changes or ends."""
         ready_s = min(max(group.ready_s, group.formed_s), now_s)
         trained_s = max(0.0, now_s - group.ready_s)
         for member in group.members:
@@ -112,11 +112,11 @@ class Ledger:
         )
 
     def lose(self, index: int, tokens: float) -> None:
-        """A failure throws trained tokens of a job away."""
+        """Records that a failure loses trained tokens of a job."""
         self._lost[index] = self._lost.get(index, 0.0) + tokens
 
     def finish(self, member: Member, now_s: float) -> None:
-        """A job has trained all its tokens."""
+        """Records that a job has trained all its tokens."""
         job = member.job
         slowdown = (now_s - member.started_s) / job.isolated_s
         done = self._trained[job.index] - self._lost.get(job.index, 0.0)
@@ -132,7 +132,7 @@ class Ledger:
         self._record(job, "finished", now_s, slowdown)
 
     def drop(self, job: Job, status: Status, now_s: float) -> None:
-        """A job ends otherwise."""
+        """Records that a job ends without finishing."""
         self._record(job, status, now_s, None)
 
     def _record(self, job: Job, status: Status, now_s: float, slowdown: float | None) -> None:
@@ -148,10 +148,10 @@ class Ledger:
         )
 
     def balance(self, jobs: list[Job]) -> None:
-        """The checks at the end of a run.
+        """Checks the books at the end of a run.
 
         Raises:
-            InvariantError: if a job is missing or there twice, or GPU seconds do not add up.
+            InvariantError: if a job is missing or repeated, or GPU seconds do not add up.
         """
         ended = sorted(record.job.index for record in self.records)
         require(

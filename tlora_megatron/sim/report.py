@@ -17,7 +17,7 @@ _SHOWN = 0.99
 
 
 def write_report(path: str | Path, study: Study, runs: Sequence[PolicyRun]) -> None:
-    """Writes the page.
+    """Writes the page of a study.
 
     Raises:
         ImportError: if matplotlib is missing.

@@ -1,4 +1,4 @@
-"""One trace, one cluster, several policies: the same jobs and the same faults for each."""
+"""Replays one trace on one cluster under several policies, with equal jobs and faults."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from tlora_megatron.sim.workload import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What a study varies."""
+    """Options of a study."""
 
     shape: TraceShape = field(default_factory=TraceShape)
     seed: int = 0
     max_slowdown: float | None = None
-    """Every job's bound; None = the mix's."""
+    """Bound on every job's slowdown; None: the mix's bound."""
     patience: Patience = field(default_factory=Patience)
     faults: FaultRates = field(default_factory=FaultRates)
     use_residual: bool = True
     keep_bounds: bool = True
     free_moves: bool = False
-    """Changes to groups cost nothing."""
+    """If True, changes of groups cost no time."""
     lookahead: int = Rules().lookahead
     max_group_size: int = Rules().max_group_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyRun:
-    """One policy's books and numbers."""
+    """The ledger and the numbers of one policy's run."""
 
     policy: str
     summary: Summary
@@ -60,7 +60,7 @@ class PolicyRun:
 
 
 class Study:
-    """Prepared once: trace cut, jobs drawn, faults drawn. `run` replays it under a policy."""
+    """A trace prepared once (shaped, jobs and faults drawn); `run` replays it under a policy."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class Study:
         specs: dict[str, ModelSpec],
         options: Options,
     ) -> None:
-        """Prepares.
+        """Shapes the trace, and draws jobs and faults.
 
         Raises:
-            ValueError: if no job is left, or one fits no memory.
+            ValueError: if no job is left, or a job does not fit into memory.
         """
         self.cluster = cluster
         self.options = options
@@ -101,7 +101,7 @@ class Study:
 
     @property
     def offered_load(self) -> float:
-        """GPU time the jobs ask for alone, over the cluster's from first to last submission."""
+        """GPU time that the jobs take alone, over the cluster's from first to last submission."""
         jobs = self.workload.jobs
         span = jobs[-1].submit_s - jobs[0].submit_s
         asked = sum(job.num_gpus * job.isolated_s for job in jobs)
@@ -112,7 +112,7 @@ class Study:
 
         Raises:
             ValueError: if there is no such policy.
-            InvariantError: if the books do not balance.
+            InvariantError: if the ledger does not balance.
         """
         options = self.options
         rules = Rules(
@@ -147,10 +147,10 @@ class Study:
 
 
 def check_policies(names: Sequence[str]) -> None:
-    """Refuses names that no policy has, or that come twice, before anything is computed.
+    """Refuses unknown and repeated names of policies.
 
     Raises:
-        ValueError: naming the policies there are.
+        ValueError: naming the known policies.
     """
     if not names or len(set(names)) < len(names):
         raise ValueError(f"--policy must name policies once each, got {','.join(names)!r}")

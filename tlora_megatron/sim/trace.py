@@ -1,4 +1,4 @@
-"""Cluster traces as rows: AcmeTrace's, Philly's (as CSV or its own JSON), and plain CSV files."""
+"""Reads cluster traces: AcmeTrace, Philly (CSV or its own JSON) and plain CSV files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COLUMNS = {
     "tenant": ("vc", "tenant", "user", "queue"),
     "priority": ("priority",),
 }
-"""What a trace must or may say, with the names that known formats give it."""
+"""Columns that a trace must or may have, with their names in known formats."""
 _REQUIRED = ("submit_s", "duration_s", "num_gpus")
 _ENDS: dict[str, End] = {
     "failed": "failed",
@@ -43,9 +43,9 @@ class TraceRow:
 
     name: str
     submit_s: float
-    """From the trace's first submission."""
+    """Submission, in seconds after the first one of the trace."""
     duration_s: float
-    """Time it held its GPUs."""
+    """How long it held its GPUs."""
     num_gpus: int
     end: End = "completed"
     tenant: str = ""
@@ -54,16 +54,16 @@ class TraceRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """Rows in order of submission, and what was left out."""
+    """The rows of a trace in order of submission, and what was left out."""
 
     name: str
     rows: tuple[TraceRow, ...]
     dropped: Mapping[str, int]
-    """Rows that are no job here, by reason."""
+    """Number of rows left out, by reason."""
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Reads a trace; `.gz` is unpacked, the format is seen from the header.
+    """Reads a trace; unpacks `.gz` and recognises the format by its header.
 
     Jobs without GPUs or without a duration are left out and counted.
 
@@ -133,7 +133,7 @@ def _csv(text: str, path: Path) -> Iterator[_Record]:
 
 
 def _philly_json(text: str, path: Path) -> Iterator[_Record]:
-    """Philly's `cluster_job_log`: attempts add up, the GPUs are those of the first attempt."""
+    """Reads Philly's `cluster_job_log`; adds up attempts, takes the GPUs of the first one."""
     try:
         jobs = json.loads(text)
         for job in jobs:
@@ -157,7 +157,7 @@ def _is_over(attempt: Mapping[str, _Value]) -> bool:
 
 
 def _row(record: _Record, place: int, path: Path) -> TraceRow | str:
-    """The row, or why it is none."""
+    """The row of a job, or the reason why it is left out."""
     try:
         num_gpus = _number(record["num_gpus"])
         duration_s = _number(record["duration_s"])
@@ -181,7 +181,7 @@ def _row(record: _Record, place: int, path: Path) -> TraceRow | str:
 
 
 def _number(value: _Value) -> float:
-    """A finite number; nothing is 0."""
+    """A finite number; an empty value is 0."""
     if value is None or value == "":
         return 0.0
     number = float(value)
@@ -191,7 +191,7 @@ def _number(value: _Value) -> float:
 
 
 def _seconds(value: _Value) -> float:
-    """Seconds, from a number of them or a date (UTC where it does not say)."""
+    """Seconds, given as a number or as a date (UTC if it has no zone)."""
     try:
         return _number(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A trace cut to a cluster: fewer jobs, fewer GPUs a job, faster arrivals."""
+"""Fits a trace to a cluster: fewer jobs, fewer GPUs per job, faster arrivals."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from tlora_megatron.sim.trace import Trace, TraceRow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceShape:
-    """What is done to a trace before it is replayed, in this order."""
+    """Changes made to a trace before it is replayed, in this order."""
 
     only_completed: bool = False
-    """Leaves out jobs that failed or were cancelled in the trace; else how they ended is ignored:
-    they held their GPUs as long as it says."""
+    """Leave out jobs that failed or were cancelled in the trace. Otherwise their end is ignored:
+    they held their GPUs as long as the trace says."""
     sample: float = 1.0
-    """Share of the jobs that is kept, drawn from the seed: a smaller cluster's part."""
+    """Share of the jobs to keep, drawn from the seed."""
     gpu_divisor: float = 1.0
-    """Jobs' GPUs are divided by this, rounded, at least 1."""
+    """Divisor of each job's GPUs; the result is rounded and at least 1."""
     oversize: Literal["skip", "clamp"] = "skip"
-    """Jobs that ask for more GPUs than the cluster has: left out, or given all it has."""
+    """Jobs that ask for more GPUs than the cluster has: left out, or given all GPUs."""
     most_jobs: int | None = None
-    """Only the first so many."""
+    """Number of jobs to keep, the first ones."""
     load: float = 1.0
-    """Arrivals come so many times as fast; durations stay."""
+    """Factor by which arrivals are faster; durations stay."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -41,7 +41,7 @@ class TraceShape:
 
 
 def shaped(trace: Trace, shape: TraceShape, num_gpus: int, seed: int) -> Trace:
-    """The trace as it is replayed on a cluster of `num_gpus` GPUs.
+    """Shapes a trace for a cluster of `num_gpus` GPUs.
 
     Raises:
         ValueError: if no job is left.

@@ -29,8 +29,8 @@ def test_the_page_is_what_the_classes_say(writer: ModuleType) -> None:
     "row",
     [
         "| `optimizer.lr` | number, above 0 | `0.0002` | peak learning rate |",
-        "| `output_dir` | string | required | directory of the run, relative to the working",
-        "| `nano_batches` | integer or `auto`, at least 1, at most 16 | `1` | parts of a micro-",
+        "| `output_dir` | string | required | directory for the run",
+        "| `nano_batches` | integer or `auto`, at least 1, at most 16 | `1` | number of parts",
         "| `optimizer.betas` | list of 2 numbers, at least 0, below 1 | `[0.9, 0.999]` | decay",
     ],
 )

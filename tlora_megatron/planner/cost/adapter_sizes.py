@@ -1,4 +1,4 @@
-"""How large an adapter's factors are on one tensor-parallel rank, layer by layer."""
+"""Sizes of an adapter's factors in one layer on one tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.workload import JobLoad
 
 RANK_CHUNK = 16
-"""Ranks are stored in multiples of it: `ops.lora.tiling.RANK_CHUNK`."""
+"""Ranks are stored in multiples of this number, `ops.lora.tiling.RANK_CHUNK`."""
 
 LINEAR_TARGETS: dict[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj", "linear_qkv"),
@@ -18,7 +18,7 @@ LINEAR_TARGETS: dict[str, tuple[str, ...]] = {
     "linear_fc1": ("gate_proj", "up_proj", "linear_fc1"),
     "linear_fc2": ("down_proj", "linear_fc2"),
 }
-"""Targets on each Megatron linear, as in `layers.sites`, which needs torch."""
+"""Targets on each Megatron linear; a copy of `layers.sites`, which needs torch."""
 COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
 
 
@@ -42,14 +42,14 @@ def target_width(spec: ModelSpec, target: str, linear: str, tp_size: int) -> int
 
 
 class _Features(NamedTuple):
-    """Features of all targets of a layer on one rank."""
+    """Sums of features over all targets of a layer on one rank."""
 
     cut: int
-    """Those that tensor parallelism cuts, over which a block-diagonal factor runs too."""
+    """Features that tensor parallelism splits; a block-diagonal factor is split with them."""
     inputs: int
-    """Those that every rank has, of column-parallel targets."""
+    """Features of column-parallel targets that every rank holds whole."""
     outputs: int
-    """The same of row-parallel ones."""
+    """Features of row-parallel targets that every rank holds whole."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -78,10 +78,10 @@ def adapter_elements(
 ) -> float:
     """Elements of a job's adapter in one layer on one tensor-parallel rank.
 
-    Of all ranks together `r (in + out)` and the replicas, or block-diagonal, without replicas,
-    `r (in + out / N)` column-parallel and `r (in / N + out)` row-parallel. Under s_lora there are
-    no replicas either: column-parallel targets' inputs meet a part of the rank, filled up to the
-    same size on every rank, and the whole rank meets a part of row-parallel targets' outputs.
+    All ranks together hold `r (in + out)` and the replicas. A block-diagonal adapter has no
+    replicas: `r (in + out / N)` for column-parallel and `r (in / N + out)` for row-parallel
+    targets. s_lora has no replicas either: column-parallel inputs meet a part of the rank, padded
+    to equal size, and the whole rank meets a part of row-parallel outputs.
     """
     cut, inputs, outputs = _features(spec, job.targets, tp_size)
     whole = inputs + outputs
@@ -98,7 +98,7 @@ def adapter_elements(
 def copied_elements(
     spec: ModelSpec, job: JobLoad, tp_size: int, lora_sharding: LoraSharding = "fold"
 ) -> float:
-    """Elements of its compute copy: whole chunks, and blocks of one rank with zeros around."""
+    """Elements of the compute copy: ranks in whole chunks, blocks with the zeros between them."""
     cut, inputs, outputs = _features(spec, job.targets, tp_size)
     rank = job.local_rank(tp_size)
     if lora_sharding == "s_lora" and job.num_blocks == 1:
@@ -108,7 +108,7 @@ def copied_elements(
 
 
 def spread_elements(spec: ModelSpec, job: JobLoad, tp_size: int) -> float:
-    """Elements of the gradients of several blocks a rank, with what is off the diagonal."""
+    """Elements of the gradients if a rank has several blocks, off-diagonal zeros included."""
     if job.num_blocks <= tp_size:
         return 0.0
     return float(job.local_rank(tp_size) * _features(spec, job.targets, tp_size).cut)

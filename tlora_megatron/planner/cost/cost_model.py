@@ -1,4 +1,4 @@
-"""Time of one round of the super-model under a plan, term by term."""
+"""Predicts the time of one round of the super-model under a plan, term by term."""
 
 from __future__ import annotations
 
@@ -20,62 +20,64 @@ from tlora_megatron.planner.rounds import LOOKED_AT, RoundLoad, RoundModel
 from tlora_megatron.planner.workload import JobLoad, check_jobs
 
 OPTIMIZER_BYTES = 52
-"""Read and written for an fp32 element of an adapter's step: norm 4, AdamW 32 with the gradient set
-to zero, refresh of the compute copy 16."""
+"""Bytes that an optimizer step reads and writes per fp32 element: 4 for the norm, 32 for AdamW with
+zeroing of the gradient, 16 to refresh the compute copy."""
 _HOST_AGAIN = {"none": 1.0, "selective": 1.15, "full": 1.4}
-"""Host work of a layer with recompute: forward is 0.4 of it, and the MLP under half of forward."""
+"""Factor on the host work of a layer with recompute: forward is 0.4 of it, the MLP half of that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
-    """Seconds of one round; all terms add up to it. Compute and communication are those of the mean
-    pipeline stage over the round's micro-batches."""
+    """Seconds of one round by term; the terms add up to the whole.
+
+    Compute and communication are those of the mean pipeline stage over the round's micro-batches.
+    """
 
     gemm_s: float
     attention_s: float
     elementwise_s: float
     lora_s: float
     head_s: float
-    """Output layer and loss."""
+    """Time of output layer and loss."""
     recompute_s: float
     tp_comm_s: float
     cp_comm_s: float
     pp_comm_s: float
     host_s: float
-    """The GPU waits for launches."""
+    """Time that the GPU waits for launches."""
     imbalance_s: float
-    """The slowest stage over the mean one."""
+    """Time that the slowest stage takes beyond the mean one."""
     bubble_s: float
-    """Filling and draining the pipeline; other jobs' micro-batches make it a smaller share."""
+    """Filling and draining of the pipeline; its share shrinks with more jobs' micro-batches."""
     gradient_sync_s: float
     optimizer_s: float
     round_s: float
-    """Packing and the wait at the end."""
+    """Packing of the round, and the wait at its end."""
     load: RoundLoad
 
     @property
     def step_time_s(self) -> float:
-        """Of a round."""
+        """Time of a round."""
         return sum(_all_terms(self))
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all jobs."""
+        """Speed of all jobs together."""
         return self.load.tokens / self.step_time_s
 
     @property
     def job_tokens_per_s(self) -> tuple[float, ...]:
-        """Of each job."""
+        """Speed of each job."""
         return tuple(tokens / self.step_time_s for tokens in self.load.job_tokens)
 
     @property
     def job_step_time_s(self) -> tuple[float, ...]:
-        """From one optimizer step of each job to its next."""
+        """Time from one optimizer step to the next, for each job."""
         return tuple(self.step_time_s / steps for steps in self.load.steps)
 
     @property
     def binding(self) -> str:
-        """The largest term."""
+        """Name of the largest term."""
         return max(TERMS, key=lambda name: getattr(self, name))
 
 
@@ -101,7 +103,7 @@ _but_virtual_stages = attrgetter(*(f.name for f in fields(Plan) if f.name != "vp
 
 
 class _Parts(NamedTuple):
-    """Seconds that virtual stages do not change: of a micro-batch, the last two of a round."""
+    """Seconds that virtual stages do not change: per micro-batch, the last two per round."""
 
     layer: LayerCost
     layer_s: float
@@ -114,7 +116,7 @@ class _Parts(NamedTuple):
 def step_cost(
     spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan, hardware: HardwareProfile
 ) -> StepCost:
-    """The time of one round, on a machine that the plan fits on.
+    """Predicts the time of one round, provided that the plan fits into memory.
 
     Raises:
         ValueError: if the jobs cannot be planned for, or the plan needs several nodes that the
@@ -125,11 +127,13 @@ def step_cost(
 
 
 class CostModel:
-    """One mix of jobs on one model and kind of machine; plans of it share what they can.
+    """Predicts times for one mix of jobs on one model and machine; plans share computed parts.
 
     Args:
-        looked_at: sequences of the rounds that are packed to know the mean one; fewer take less
-            time and are less exact.
+        spec: shape of the base model.
+        jobs: the mix.
+        hardware: profile of the machine.
+        looked_at: number of sequences to pack for the mean round; fewer are faster, less exact.
     """
 
     def __init__(
@@ -151,7 +155,7 @@ class CostModel:
         self._shared: dict[object, _Parts] = {}
 
     def round_load(self, plan: Plan) -> RoundLoad:
-        """What a round holds.
+        """The mean load of a round.
 
         Raises:
             ValueError: if a micro-batch cannot hold the longest sequence.
@@ -170,7 +174,7 @@ class CostModel:
         )
 
     def step_cost(self, plan: Plan, load: RoundLoad | None = None) -> StepCost:
-        """The time of one round; `load` stands in for what the packer is expected to make."""
+        """Predicts the time of one round; `load` replaces the expected load if it is given."""
         if load is None:
             load = self.round_load(plan)
             parts = self._shared_parts(plan, load)
@@ -201,7 +205,7 @@ class CostModel:
         )
 
     def fastest_split(self, plan: Plan) -> Plan:
-        """The plan with the number of nano-batches that takes least time."""
+        """The plan with its fastest number of nano-batches."""
         if self.hardware.nano_overlap == 0.0:
             return plan
         return fastest_split(plan, lambda tried: self.step_cost(tried).step_time_s)
@@ -220,7 +224,7 @@ class CostModel:
         return _Parts(layer, layer.total_s, head_s, embedding_s, sync_s, optimizer_s)
 
     def _head_s(self, plan: Plan, load: RoundLoad, rows: float) -> float:
-        """Both GEMMs of the rows with a target, a run of rows at a time, and the loss between."""
+        """Time of output layer and loss: GEMMs of rows with a target, some rows at a time."""
         spec, size = self.spec, self.rates.element_bytes
         filled = zip(self.jobs, load.job_tokens, strict=True)
         targets = sum(job.target_share * n for job, n in filled)
@@ -247,7 +251,7 @@ class CostModel:
         return self.rates.collective_s("all_reduce", plan.tp_size, hidden_bytes, spans_nodes=spans)
 
     def _embedding_s(self, plan: Plan, rows: float) -> float:
-        """One look-up, summed over the parts of the vocabulary."""
+        """Time of the embedding: one look-up, summed over the parts of the vocabulary."""
         moved = rows * self.spec.hidden_size * self.rates.element_bytes
         op: CollectiveOp = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
         spans = plan.tp_size > self.hardware.gpus_per_node
@@ -255,7 +259,7 @@ class CostModel:
         return self.rates.stream_s(2 * moved) + comm
 
     def _hop_s(self, plan: Plan, rows: float) -> float:
-        """A micro-batch's hidden states to the next stage and their gradient back, not hidden."""
+        """Time to send a micro-batch's hidden states to the next stage and their gradient back."""
         if plan.pp_size == 1:
             return 0.0
         size = rows * self.spec.hidden_size * self.rates.element_bytes
@@ -265,7 +269,7 @@ class CostModel:
         return 2 * plan.vpp_size * hop
 
     def _steps_s(self, plan: Plan, load: RoundLoad) -> tuple[float, float]:
-        """Gradient sums and updates of the jobs whose batch a round completes."""
+        """Times of gradient sums and updates of the jobs whose batch a round completes."""
         key = plan.tp_size, plan.pp_size, plan.cp_size, plan.dp_size, plan.lora_sharding
         if key not in self._job_steps:
             self._job_steps[key] = [self._job_step_s(plan, job) for job in self.jobs]
@@ -290,6 +294,6 @@ class CostModel:
 
 
 def _waits_for(host_s: float, device_s: float, load: RoundLoad) -> float:
-    """The longer of both in the mean over micro-batches, the device's in proportion to rows."""
+    """The mean over micro-batches of the longer of host and device time."""
     waits = sum(share * max(0.0, host_s - size * device_s) for share, size in load.sizes)
     return device_s + waits

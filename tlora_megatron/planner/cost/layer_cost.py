@@ -1,4 +1,4 @@
-"""Time of one decoder layer on one GPU for one micro-batch, part by part."""
+"""Predicts the time of one decoder layer on one GPU for one micro-batch, part by part."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class LayerCost:
     elementwise_s: float
     lora_s: float
     recompute_s: float
-    """What is computed and communicated again."""
+    """Time of recomputation, its communication included."""
     tp_comm_s: float
-    """What nothing hides."""
+    """Communication time that nothing hides."""
     cp_comm_s: float
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Time of the whole layer."""
         return sum(self.times(1.0).values())
 
     def times(self, count: float) -> dict[str, float]:
-        """Seconds of so many layers, by name."""
+        """Seconds of `count` layers by term."""
         return {field.name: count * getattr(self, field.name) for field in fields(self)}
 
 
 class LayerModel:
-    """The layers of one model, for one mix of jobs on one kind of machine."""
+    """Predicts layer times for one model, one mix of jobs and one kind of machine."""
 
     def __init__(self, spec: ModelSpec, jobs: Sequence[JobLoad], rates: Rates) -> None:
         self.spec = spec
@@ -56,9 +56,9 @@ class LayerModel:
         self._attention: dict[int, list[tuple[float, float]]] = {}
 
     def cost(self, plan: Plan, load: RoundLoad) -> LayerCost:
-        """One layer of a round's micro-batch of the rank with most rows.
+        """The time of one layer for one micro-batch on the rank with most rows.
 
-        Nano-batches are padded each on its own, and their GEMMs are smaller.
+        Every nano-batch is padded on its own, and its GEMMs are smaller.
         """
         parts = num_parts(plan, load)
         rows = load.rows / plan.cp_size + (parts - 1) * ROW_TILE / 2
@@ -100,7 +100,7 @@ class LayerModel:
         return forward, backward
 
     def _attend(self, plan: Plan, load: RoundLoad) -> tuple[float, float]:
-        """Quadratic in every sequence's own length; context parallelism shares it evenly."""
+        """Time of attention: quadratic in each sequence's length; CP ranks share it evenly."""
         times = self._attention.get(plan.tp_size)
         if times is None:
             heads = self.spec.num_heads / plan.tp_size
@@ -125,7 +125,7 @@ class LayerModel:
         return forward, backward
 
     def _elementwise(self, plan: Plan, rows: float, block: str) -> tuple[float, float]:
-        """Reads and writes of norms and residual sums, rotation, SwiGLU."""
+        """Time of elementwise work: norms, residual sums, rotation and SwiGLU."""
         spec, size = self.spec, self.rates.element_bytes
         stream = rows * spec.hidden_size / (plan.tp_size if plan.sequence_parallel else 1)
         if block == "attention":
@@ -175,7 +175,7 @@ class LayerModel:
     def _moved_s(
         self, rows: float, shares: Sequence[float], site: LoraCounts
     ) -> tuple[float, float]:
-        """Passes over a branch, and values picked out and put back for exchanges."""
+        """Time of passes over a separate branch and of packing values for exchanges."""
         forward, backward = (n * self.rates.element_bytes for n in site.passes)
         if site.placed is not None:
             forward += _dot(shares, site.placed[0]) * PLACE_BYTES
@@ -192,8 +192,11 @@ class LayerModel:
         return self._lora[key]
 
     def _tp_comm(self, plan: Plan, load: RoundLoad, rows: float) -> dict[str, tuple[float, float]]:
-        """Collectives of each block: without sequence parallelism one all-reduce each way, with it
-        a gather and a scatter each way; and those of s and dS."""
+        """Time of tensor-parallel collectives.
+
+        Each block has one all-reduce each way; with sequence parallelism a gather and a scatter
+        each way. Exchanges of s and dS are added.
+        """
         if plan.tp_size == 1:
             return dict.fromkeys(BLOCKS, (0.0, 0.0))
         size = rows * self.spec.hidden_size * self.rates.element_bytes
@@ -212,7 +215,7 @@ class LayerModel:
     def _exchanges(
         self, plan: Plan, load: RoundLoad, rows: float, site: LoraCounts
     ) -> tuple[float, float]:
-        """Collectives of s and dS on one linear, forward and backward."""
+        """Time of the collectives of s and dS on one linear, forward and backward."""
         exchange = exchange_of(plan, site)
         shares = [n / max(load.tokens, 1e-9) for n in load.job_tokens]
         width = site.widest if plan.lora_sharding == "fold" else _dot(shares, site.exchanged)
@@ -227,8 +230,10 @@ class LayerModel:
         return hardware.stretch * alone
 
     def _hidden(self, plan: Plan, rows: float, lora_backward_s: float) -> float:
-        """The reductions of dx run beside dA, about half of the adapters' backward; not those of a
-        black box, which waits for its own."""
+        """Communication hidden behind compute: reductions of dx run beside dA.
+
+        dA is about half of the adapters' backward. A black box waits for its own reductions.
+        """
         if plan.tp_size == 1 or plan.lora_sharding == "rank_exchange":
             return 0.0
         size = rows * self.spec.hidden_size * self.rates.element_bytes
@@ -237,7 +242,7 @@ class LayerModel:
         return self.rates.hardware.overlap * min(reductions, lora_backward_s / 2)
 
     def _cp_comm(self, plan: Plan, rows: float) -> tuple[float, float]:
-        """Keys and values of all ranks are gathered; their gradients scattered."""
+        """Time of context parallelism: keys and values are gathered, their gradients scattered."""
         if plan.cp_size == 1:
             return 0.0, 0.0
         width = 2 * self.spec.kv_size / plan.tp_size

@@ -1,7 +1,7 @@
-"""What the adapters on one linear compute and exchange, by LoRA sharding.
+"""Counts what the adapters on one linear compute and exchange under each LoRA sharding.
 
-Under s_lora the factor that fold replicates is cut too: `lora_a` of column-parallel linears by rank
-rows, `lora_b` of row-parallel ones by outputs. Block-diagonal jobs are the same under each.
+s_lora also splits the factor that fold replicates: `lora_a` of column-parallel linears by rank
+rows, `lora_b` of row-parallel ones by outputs. For block-diagonal jobs all shardings are the same.
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ from tlora_megatron.planner.hardware import CollectiveOp
 from tlora_megatron.planner.workload import JobLoad
 
 PLACE_BYTES = 4 + 2 * 2
-"""Of a value that is picked out for an exchange or put back: its int32 place, read and written in
-bf16 (`ops.lora.rank_places`)."""
+"""Bytes moved per value that is picked out for an exchange or put back: its int32 position, and a
+read and a write in bf16 (`ops.lora.rank_places`)."""
 _FORMS = 2
-"""Times that s and dS hold a value; each is put there by itself, filled up to whole chunks."""
+"""Copies of each value in s and dS; each is written separately, padded to whole chunks."""
 PLACES_BYTES = 24
-"""Places that are kept of a value, int32: of whole s, and of this rank's part, each to read and in
-two forms to write."""
+"""Bytes of the int32 positions kept per value: for whole s and for this rank's part, one to read
+and two to write each."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraCounts:
-    """What one linear's adapters amount to, by job: see `hardware.LoraCost`."""
+    """Counts of the work of one linear's adapters, by job; `hardware.LoraCost` gives their cost."""
 
     linear: str
     in_size: int
     calls: int
-    """Of the adapters' kernels: block-diagonal jobs beside s_lora's have their own."""
+    """Number of kernel calls; block-diagonal jobs beside s_lora's need their own call."""
     read_in: float
-    """Elements a row of x that these read, in each of forward and backward."""
+    """Elements of x per row that the calls read, in forward and again in backward."""
     read_out: float
-    """Of dy, once for dS and once for dB."""
+    """Elements of dy per row that the calls read, once for dS and once for dB."""
     gathers: bool
-    """Under sequence parallelism x is this rank's rows only."""
+    """True if x must be gathered under sequence parallelism, where each rank has its own rows."""
     keeps_whole: bool
-    """And yet backward reads all of them."""
+    """True if the gathered rows are kept for backward."""
     rank_columns: tuple[float, ...]
-    """Sum of N r over the job's targets here."""
+    """Sum of N r over each job's targets on this linear."""
     rank_inputs: tuple[float, ...]
-    """K r p."""
+    """K r p of each job."""
     gradients: tuple[float, ...]
     passes: tuple[float, float]
-    """Elements a row that are read and written forward and backward because a branch is no part of
-    the base's GEMM."""
+    """Elements per row that are read and written, forward and backward, because the branch of the
+    adapter is not part of the base linear's GEMM."""
     exchanged: tuple[float, ...]
-    """Values a row of s that ranks exchange."""
+    """Values of s per row that ranks exchange."""
     placed: tuple[tuple[float, ...], tuple[float, ...]] | None
-    """Values a row that are picked out for that and put back, forward and backward; None = s is
-    exchanged as it lies, or not at all."""
+    """Values per row that are picked out and put back for the exchange, forward and backward; None:
+    s is exchanged as it lies, or not at all."""
     widest: float
-    """Columns of the dS that fold sums under sequence parallelism: the widest adapter's."""
+    """Columns of dS that fold sums under sequence parallelism: those of the widest adapter."""
 
 
 class Exchange(NamedTuple):
-    """Collectives of s and dS on one linear."""
+    """The collectives of s and dS on one linear."""
 
     forward: tuple[CollectiveOp, ...]
     backward: tuple[CollectiveOp, ...]
@@ -84,7 +84,7 @@ class _JobCounts(NamedTuple):
 
 
 def lora_counts(spec: ModelSpec, jobs: Sequence[JobLoad], linear: str, plan: Plan) -> LoraCounts:
-    """What the jobs' adapters on a Megatron linear amount to on one tensor-parallel rank."""
+    """Counts the work of the jobs' adapters on a Megatron linear on one tensor-parallel rank."""
     out_size, in_size = local_shape(spec, linear, plan.tp_size)
     is_column = linear in COLUMN_PARALLEL
     each = [_job_counts(spec, job, linear, plan) for job in jobs]
@@ -138,20 +138,21 @@ def _job_counts(spec: ModelSpec, job: JobLoad, linear: str, plan: Plan) -> _JobC
 
 
 def shares_all(plan: Plan, job: JobLoad) -> bool:
-    """Whether nothing of a standard job's adapter is replicated."""
+    """True if no part of a standard job's adapter is replicated."""
     return plan.lora_sharding == "s_lora" and plan.tp_size > 1 and job.num_blocks == 1
 
 
 def keeps_whole(jobs: Sequence[JobLoad], linear: str, plan: Plan) -> bool:
-    """Whether a column-parallel linear keeps its gathered input: every rank has rank rows of its
-    own of block-diagonal adapters, and under s_lora of all."""
+    """True if a column-parallel linear keeps its gathered input for backward.
+
+    Every rank has rank rows of its own: of block-diagonal adapters, and under s_lora of all.
+    """
     own = [job for job in jobs if job.num_blocks > 1 or shares_all(plan, job)]
     return any(target in job.targets for job in own for target in LINEAR_TARGETS[linear])
 
 
 def exchange_of(plan: Plan, counts: LoraCounts) -> Exchange:
-    """The collectives of standard adapters' s and dS; see `layers.linear`, `layers.black_box` and
-    `layers.s_lora`."""
+    """The collectives of standard adapters' s and dS, as the package `layers` makes them."""
     if plan.tp_size == 1 or not any(counts.exchanged):
         return Exchange((), ())
     if plan.lora_sharding == "s_lora":
@@ -167,16 +168,19 @@ def exchange_of(plan: Plan, counts: LoraCounts) -> Exchange:
 
 
 def _width(plan: Plan, rank: int) -> int:
-    """Values a row and target that are exchanged: rank_exchange sums s as it lies, in two forms."""
+    """Values exchanged per row and target; rank_exchange sums s as it lies, in two forms."""
     return _FORMS * chunked(rank) if plan.lora_sharding == "rank_exchange" else rank
 
 
 def _passes(
     plan: Plan, here: Sequence[JobLoad], in_size: int, out_size: int
 ) -> tuple[float, float]:
-    """Forward the base's output is read and the sum written. Backward the branch is written, read
-    beside the base's dx, and their sum written: of rank_exchange's standard jobs, and of s_lora's
-    where block-diagonal ones are in the base's GEMM (`layers.black_box`, `layers.s_lora`)."""
+    """Elements per row of separate passes over a branch, forward and backward.
+
+    Forward, the base's output is read and the sum is written. Backward, the branch is written, read
+    beside the base's dx, and their sum is written. rank_exchange does this for standard jobs, and
+    s_lora if block-diagonal jobs are in the base's GEMM.
+    """
     standard = [job.num_blocks == 1 for job in here]
     beside = any(standard) if plan.lora_sharding == "rank_exchange" else len(set(standard)) > 1
     if plan.tp_size == 1 or plan.lora_sharding == "fold" or not beside:

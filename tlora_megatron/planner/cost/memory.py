@@ -1,7 +1,7 @@
-"""Bytes that a plan needs on the fullest GPU, term by term.
+"""Predicts the bytes that a plan needs on the fullest GPU, term by term.
 
-Checked against the peaks of `scripts/bench/results`: Llama-3.1-8B without recompute on one H200,
-8,192 rows, 41.8 GB without adapters and 64.7 GB with eight of ranks 4 to 64.
+Checked against measured peaks of Llama-3.1-8B without recompute on one H200 at 8,192 rows: 41.8 GB
+without adapters, and 64.7 GB with eight adapters of ranks 4 to 64.
 """
 
 from __future__ import annotations
@@ -29,53 +29,53 @@ from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad
 
 HEAD_ROWS = 1024
-"""Rows of logits that exist at a time: `layers.vocabulary_head.ROWS_AT_ONCE`."""
+"""Rows of logits that exist at a time, `layers.vocabulary_head.ROWS_AT_ONCE`."""
 ROW_TILE = 128
-"""Rows of a micro-batch on a GPU come in multiples of it: `training.packing.round_packer`."""
+"""A GPU's rows of a micro-batch are a multiple of this number (`training.packing.round_packer`)."""
 FRAGMENTATION = 0.04
-"""Of activations and workspace: room that the allocator holds and cannot use. Reserved over
-allocated memory was 1.02 to 1.04 in whole rounds on an H200."""
+"""Share of activations and workspace that the allocator holds and cannot use. The ratio of reserved
+to allocated memory was 1.02 to 1.04 in whole rounds on an H200."""
 COMMUNICATOR_BYTES = 300e6
-"""NCCL's buffers of one process group of several GPUs."""
+"""Size of NCCL's buffers for one process group of several GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes on the fullest GPU."""
+    """Bytes on the fullest GPU by term."""
 
     base_weights: float
     adapter_weights: float
-    """Compute copies in the base's dtype."""
+    """Adapters' compute copies in the base's dtype."""
     adapter_gradients: float
-    """fp32, until the job's step."""
+    """Adapters' gradients in fp32, kept until the job's step."""
     adapter_states: float
-    """fp32 masters and Adam's two moments."""
+    """Adapters' fp32 masters and Adam's two moments."""
     activations: float
-    """Kept from forward to backward, over the micro-batches in flight."""
+    """Activations kept from forward to backward, over the micro-batches in flight."""
     workspace: float
-    """Of the layer that runs backward; its recomputed part included."""
+    """Workspace of the layer that runs backward, with its recomputed part."""
     logits: float
-    """Of the rows of the head that exist together, beyond the workspace, on the last stage."""
+    """Logits that exist at a time on the last stage, as far as they exceed the workspace."""
     collectives: float
     fragmentation: float
     reserved: float
-    """Driver and libraries."""
+    """Memory of driver and libraries."""
     stage: int
-    """Pipeline stage of that GPU."""
+    """Pipeline stage of the fullest GPU."""
 
     @property
     def allocated_bytes(self) -> float:
-        """What `torch.cuda.max_memory_allocated` shows."""
+        """The part that `torch.cuda.max_memory_allocated` shows."""
         return self.total_bytes - self.collectives - self.fragmentation - self.reserved
 
     @property
     def total_bytes(self) -> float:
-        """All of the GPU's memory that is taken."""
+        """Sum of all terms."""
         return sum(_all_terms(self))
 
     @property
     def binding(self) -> str:
-        """The largest term."""
+        """Name of the largest term."""
         return max(TERMS, key=lambda name: getattr(self, name))
 
 
@@ -91,20 +91,21 @@ def memory_use(
     rows: float | None = None,
     micro_batches: float | None = None,
 ) -> MemoryUse:
-    """The memory of the pipeline stage that needs most; see `MemoryModel.use`."""
+    """Predicts the memory of the pipeline stage that needs most; see `MemoryModel.use`."""
     return MemoryModel(spec, jobs, hardware).use(plan, rows, micro_batches)
 
 
 def longest_batches(jobs: Sequence[JobLoad]) -> int:
-    """Rows of all jobs' batches together, of their longest sequences."""
+    """Rows of all jobs' batches together if every sequence is the longest one."""
     return sum(job.batch_size * job.lengths.longest for job in jobs)
 
 
 def most_rows(batches: int, plan: Plan) -> float:
-    """Rows that no micro-batch exceeds, over its CP ranks; the whole budget without jobs.
+    """The most rows of a micro-batch over its CP ranks; the whole budget without jobs.
 
     Args:
-        batches: see `longest_batches`.
+        plan: the plan.
+        batches: rows of all batches, from `longest_batches`.
     """
     multiple = ROW_TILE * plan.cp_size
     padded = -(-batches // multiple) * multiple
@@ -112,27 +113,27 @@ def most_rows(batches: int, plan: Plan) -> float:
 
 
 def element_bytes(hardware: HardwareProfile) -> int:
-    """Of weights and activations."""
+    """Bytes per element of weights and activations."""
     return 2 if hardware.dtype == "bfloat16" else 4
 
 
 class _LayerUse(NamedTuple):
-    """One layer's share, alike in plans of one TP, sequence parallelism, sharding and recompute."""
+    """One layer's share, equal in plans that differ in neither TP, SP, sharding nor recompute."""
 
     slabs: float
-    """Elements, as the next three."""
+    """Elements, like the next three fields."""
     copies: float
     largest_slab: float
     spread: float
-    """Of gradients with the zeros between blocks."""
+    """Elements of gradients with the zeros between blocks."""
     kept_bytes: float
-    """A row of the micro-batch, as the next two."""
+    """Bytes per row of the micro-batch, like the next two fields."""
     workspace_bytes: float
     places_bytes: float
 
 
 class MemoryModel:
-    """One mix of jobs on one model and kind of machine; plans of it share what they can."""
+    """Predicts memory for one mix of jobs on one model and machine; plans share computed parts."""
 
     def __init__(self, spec: ModelSpec, jobs: Sequence[JobLoad], hardware: HardwareProfile) -> None:
         self.spec = spec
@@ -145,12 +146,13 @@ class MemoryModel:
     def use(
         self, plan: Plan, rows: float | None = None, micro_batches: float | None = None
     ) -> MemoryUse:
-        """The memory of the pipeline stage that needs most.
+        """Predicts the memory of the pipeline stage that needs most.
 
         Args:
-            rows: of a micro-batch over its CP ranks; None = the whole budget, or all batches
-                together where they do not fill it.
-            micro_batches: of a round; None = as many as fill the pipeline.
+            plan: the plan.
+            rows: rows of a micro-batch over its CP ranks; None: the whole budget, or all batches
+                together if they do not fill it.
+            micro_batches: micro-batches of a round; None: as many as fill the pipeline.
         """
         rows = most_rows(self._batches, plan) if rows is None else rows
         in_round = 4.0 * plan.pp_size if micro_batches is None else math.ceil(micro_batches)
@@ -217,9 +219,10 @@ def _base_elements(spec: ModelSpec, plan: Plan, *, is_first: bool, is_last: bool
 
 
 def chunks_in_flight(plan: Plan, stage: int, in_round: float) -> float:
-    """Micro-batches of one model chunk whose activations a stage holds at its fullest, 1F1B.
+    """The most micro-batches of one model chunk whose activations a stage holds, under 1F1B.
 
-    Interleaved: Megatron's warm-up of `2 (pp - stage - 1) + (vpp - 1) pp`, and the one that runs.
+    Interleaved, it is Megatron's warm-up of `2 (pp - stage - 1) + (vpp - 1) pp` and the one that
+    runs.
     """
     if plan.pp_size == 1:
         return 1.0
@@ -230,7 +233,7 @@ def chunks_in_flight(plan: Plan, stage: int, in_round: float) -> float:
 
 
 def _head_bytes(spec: ModelSpec, plan: Plan, local_rows: float, size: int) -> float:
-    """Logits of a run of rows, gathered hidden states and the gradients of all rows, twice."""
+    """Bytes of the head: logits of some rows, gathered hidden states, twice all rows' gradients."""
     columns = -(-spec.vocab_size // plan.tp_size)
     height = min(HEAD_ROWS, local_rows)
     return (height * (columns + spec.hidden_size) + 4 * local_rows * spec.hidden_size) * size

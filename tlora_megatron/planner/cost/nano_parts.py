@@ -1,4 +1,4 @@
-"""Nano-batches in the model: how many there are, what they hide, and how many are fastest."""
+"""Models nano-batches: how many there are, what they hide, and how many are fastest."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.rounds import RoundLoad
 
 MOST_NANO_BATCHES = 4
-"""That a run tries; see `training.nano.controller`."""
+"""Most nano-batches that a run tries (`training.nano.controller`)."""
 
 
 def num_parts(plan: Plan, load: RoundLoad) -> int:
-    """Nano-batches of a micro-batch: at most its sequences; 1 where they cannot be staggered."""
+    """Number of nano-batches of a micro-batch: at most its sequences; 1 if it cannot be split."""
     if plan.tp_size == 1 or plan.cp_size > 1 or plan.lora_sharding != "fold":
         return 1
     sequences = sum(load.job_sequences) / (load.micro_batches * plan.dp_size)
@@ -21,9 +21,9 @@ def num_parts(plan: Plan, load: RoundLoad) -> int:
 
 
 def exposed_share(parts: int, compute_s: float, comm_s: float, nano_overlap: float) -> float:
-    """Of a layer's communication, what nano-batches leave to be waited for.
+    """Share of a layer's communication that nano-batches do not hide.
 
-    They hide the profile's share, but no more than the others compute meanwhile.
+    They hide the profile's share, but not more than the other nano-batches' compute covers.
     """
     if comm_s <= 0.0:
         return 1.0
@@ -31,7 +31,7 @@ def exposed_share(parts: int, compute_s: float, comm_s: float, nano_overlap: flo
 
 
 def fastest_split(plan: Plan, step_time_s: Callable[[Plan], float]) -> Plan:
-    """The plan with the number of nano-batches that takes least time: more while that helps."""
+    """The plan with its fastest number of nano-batches; the number grows as long as that helps."""
     if plan.tp_size == 1 or plan.cp_size > 1 or plan.lora_sharding != "fold":
         return plan
     time_s = step_time_s(plan)

@@ -1,4 +1,4 @@
-"""Times of single operations from a hardware profile: between what was measured, interpolated."""
+"""Predicts times of single operations by interpolating the points of a hardware profile."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from tlora_megatron.planner.hardware import CollectiveOp, HardwareProfile, Link
 
 _NEIGHBOURS = 4
-"""Measured GEMM shapes that one in between is interpolated from."""
+"""Number of measured GEMM shapes that an unmeasured one is interpolated from."""
 
 _Table = tuple[list[float], list[float], list[float]]
-"""Abscissas, ascending, and forward and backward rates."""
+"""Ascending abscissas, and forward and backward rates at each."""
 
 
 class Rates:
-    """Looks operations up in one profile; keeps what it has worked out."""
+    """Predicts operations from one profile; caches its results."""
 
     def __init__(self, hardware: HardwareProfile) -> None:
         self.hardware = hardware
@@ -39,9 +39,9 @@ class Rates:
         self._collectives = {key: _table(rows) for key, rows in collectives.items()}
 
     def gemm_s(self, rows: float, columns: int, inner: int, *, backward: bool = False) -> float:
-        """`[rows, inner] x [inner, columns]`, or the gradient of its input.
+        """Time of a GEMM `[rows, inner] x [inner, columns]`, or of its input gradient.
 
-        Never faster than its operands can be read and written.
+        It is never faster than its operands can be read and written.
         """
         table = self._gemms.get((columns, inner))
         if table is None:
@@ -51,7 +51,7 @@ class Rates:
         return max(2.0 * rows * columns * inner / rate, moved / self.hardware.copy_bytes_per_s)
 
     def _blend(self, columns: int, inner: int) -> _Table:
-        """Rates of a shape: its own if measured, else the nearest ones', weighted by nearness."""
+        """Rates of a shape: its own if measured, otherwise a weighted mean of its nearest."""
         if (columns, inner) in self._measured:
             return self._measured[columns, inner]
         near = sorted(
@@ -68,7 +68,7 @@ class Rates:
         return grid, forward, backward
 
     def attention_s(self, length: int, heads: float, head_dim: int) -> tuple[float, float]:
-        """Causal attention of one sequence, forward and backward."""
+        """Time of causal attention of one sequence, forward and backward."""
         pairs = length * (length + 1) / 2
         xs, forward, backward = self._attention
         x = math.log(length)
@@ -76,13 +76,13 @@ class Rates:
         return flops / _at(x, xs, forward), 2.5 * flops / _at(x, xs, backward)
 
     def stream_s(self, moved_bytes: float) -> float:
-        """Elementwise passes that read and write so many bytes."""
+        """Time of elementwise passes that read and write so many bytes."""
         return moved_bytes / self.hardware.stream_bytes_per_s
 
     def collective_s(
         self, op: CollectiveOp, ranks: int, size_bytes: float, *, spans_nodes: bool = False
     ) -> float:
-        """A collective over a tensor of `size_bytes` (gathered, or before it is scattered)."""
+        """Time of a collective; `size_bytes` is the tensor gathered, or before it is scattered."""
         if ranks <= 1 or size_bytes <= 0:
             return 0.0
         if spans_nodes:
@@ -100,7 +100,7 @@ class Rates:
 
 
 def _ring_s(op: CollectiveOp, ranks: int, size_bytes: float, link: Link) -> float:
-    """A ring: each GPU sends `(n - 1) / n` of the tensor, twice in an all-reduce."""
+    """Time of a ring: each GPU sends `(n - 1) / n` of the tensor, twice in an all-reduce."""
     if op == "p2p":
         return link.latency_s + size_bytes / link.bytes_per_s
     turns = 2 if op == "all_reduce" else 1
@@ -115,7 +115,7 @@ def _table(points: object) -> _Table:
 
 
 def _at(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Linear between points, constant beyond them."""
+    """Interpolates linearly between points; constant beyond them."""
     index = bisect_left(xs, x)
     if index == 0:
         return ys[0]

@@ -1,4 +1,4 @@
-"""Bytes that a layer keeps from forward to backward, and works in, for a row of the micro-batch."""
+"""Counts a layer's saved activations and workspace in bytes per row of the micro-batch."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from tlora_megatron.planner.workload import JobLoad
 
 
 def row_shards(plan: Plan) -> int:
-    """Tensor-parallel ranks that share the rows between tensor-parallel regions."""
+    """Number of tensor-parallel ranks that share the rows between tensor-parallel regions."""
     return plan.tp_size if plan.sequence_parallel else 1
 
 
 class SavedInputs(NamedTuple):
-    """What linears with adapters keep for backward."""
+    """Tensors that linears with adapters keep for backward."""
 
     ranks: dict[str, float]
-    """Elements of s a row by linear: rows of the widest rank, and chunks of each row's own; 0 where
-    none is adapted."""
+    """Elements of s per row, by linear: columns of the widest rank, and of each row's own in whole
+    chunks; 0 without adapters."""
     whole: frozenset[str]
     """Linears whose input is kept gathered under sequence parallelism (`lora_work.keeps_whole`)."""
     places: float
-    """Bytes a row of the micro-batch, whatever its layers: where s_lora's exchanges find values."""
+    """Bytes per row of the micro-batch for all layers together: positions for s_lora."""
 
     def shards(self, linear: str, shard: int) -> int:
-        """Ranks that share the rows of a linear's input, of `shard` between linears."""
+        """Number of ranks that share the rows of a linear's input; `shard`: between linears."""
         return 1 if linear in self.whole else shard
 
 
@@ -50,7 +50,7 @@ def saved_inputs(jobs: Sequence[JobLoad], plan: Plan) -> SavedInputs:
 def kept_bytes(
     spec: ModelSpec, saved: SavedInputs, plan: Plan, size: int, *, part: str = "all"
 ) -> float:
-    """Activations that a layer keeps until backward, for one row of the micro-batch.
+    """Bytes of activations that a layer keeps until backward, per row of the micro-batch.
 
     Without recompute: the residual stream in front of both norms, rotated queries, keys and values,
     attention's output and log-sums, gate and up; of linears with adapters also the input (attention
@@ -78,8 +78,10 @@ def kept_bytes(
 
 
 def workspace_bytes(spec: ModelSpec, saved: SavedInputs, plan: Plan, size: int) -> float:
-    """Backward of one layer, for one row: gradients of gate, up and their product, of the
-    residual stream (gathered under sequence parallelism), and what the layer recomputes.
+    """Workspace in bytes of one layer's backward, per row.
+
+    It holds the gradients of gate, up and their product, the gradient of the residual stream
+    (gathered under sequence parallelism), and what the layer recomputes.
     """
     gradients = (3 * spec.ffn_size / plan.tp_size + 3 * spec.hidden_size) * size
     if plan.recompute == "none":
