@@ -17,6 +17,14 @@ from tlora_megatron.config.load import ConfigError
 from tlora_megatron.runtime.launcher import describe_failure
 
 _OTHER_RANKS_WAIT_S = 2.0
+_EPILOG = """\
+examples:
+  tlora train configs/quickstart.yaml --nproc 2
+  tlora inspect runs/quickstart
+  tlora plan configs/quickstart.yaml --gpus 8 --hardware h200
+
+`tlora COMMAND --help` shows the options and examples of a command.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tlora", description=tlora_megatron.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="tlora",
+        description=tlora_megatron.__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     version = f"%(prog)s {tlora_megatron.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -18,9 +18,9 @@ from tlora_megatron.planner.workload import JobLoad
 _MOST_SEQUENCES = 512
 """Rounds of more sequences are treated as a fluid, because single sequences no longer matter."""
 LOOKED_AT = 4096
-"""Approximate number of sequences to pack; rounds are repeated until it is reached. Tokens and rows
-are then within 2 % of hundreds of real rounds, in the mixes of `scripts/bench/planner/cases.py`; with
-a quarter of this number within 4 %."""
+"""Approximate number of sequences to pack; rounds are repeated until it is reached. In the mixes of
+`scripts/bench/planner/cases.py`, tokens and rows are then within 2 % of hundreds of real rounds,
+and with a quarter of this number within 4 %."""
 _FEWEST_ROUNDS, _MOST_ROUNDS = 8, 512
 _FLUID_ROUNDS = 32
 _SIZES = 8
