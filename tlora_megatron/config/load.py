@@ -64,7 +64,7 @@ class BaseModelSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelSpec:
-    """How processes share the model; processes left over are data-parallel."""
+    """The way in which processes share the model; processes left over are data-parallel."""
 
     tp_size: int = rule("processes that share each layer (tensor parallelism)", default=1, ge=1)
     pp_size: int = rule(

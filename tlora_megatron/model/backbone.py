@@ -19,7 +19,7 @@ class LinearShape:
     out_size: int
     in_size: int
     kind: Literal["column", "row"] = "column"
-    """How tensor parallelism splits it."""
+    """The dimension that tensor parallelism splits: outputs (column) or inputs (row)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 LoraSharding = Literal["fold", "rank_exchange", "s_lora"]
-"""How tensor-parallel ranks share standard adapters; block-diagonal ones need no sharing.
+"""Ways for tensor-parallel ranks to share standard adapters; block-diagonal ones need none.
 
 fold: one factor is replicated; partial sums join the base linear's own reduction. rank_exchange:
 one factor is replicated and s and dS `[tokens, rank]` are exchanged, which works around any linear.

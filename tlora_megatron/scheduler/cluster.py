@@ -31,7 +31,7 @@ class ClusterShape:
         return node // self.nodes_per_rack
 
     def tier(self, gpus: Iterable[int]) -> int:
-        """What the GPUs span: 0 for one node, 1 for one rack, 2 for more."""
+        """The span of some GPUs: 0 for one node, 1 for one rack, 2 for more."""
         nodes = {gpu // self.gpus_per_node for gpu in gpus}
         if len(nodes) == 1:
             return 0
@@ -114,7 +114,7 @@ class FreeGpus:
 
 @dataclass(kw_only=True, slots=True)
 class ClusterState:
-    """What runs where at one moment. Policies only read it; the simulator changes it."""
+    """The state of the cluster at one moment. Policies only read it; the simulator changes it."""
 
     shape: ClusterShape
     free: FreeGpus

@@ -13,14 +13,14 @@ from tlora_megatron.scheduler.queue import WaitingQueue
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
-    """What happened since the last decision; lets a policy skip what it has already refused."""
+    """Changes since the last decision, which let a policy skip what it has already refused."""
 
     arrived: frozenset[int]
     """Indices of the waiting jobs that no decision has seen yet."""
     regrouped: frozenset[int]
     """Numbers of the running groups that lost members."""
     freed: bool
-    """Whether GPUs became free."""
+    """True if GPUs became free."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegroupCost:
-    """How long a group stands still when it is formed from running ones."""
+    """Pauses of a group that is formed from running ones."""
 
     admit_s: float = 1.0
     """Pause when a job joins a running group on the same GPUs: allocation, data, first compile."""

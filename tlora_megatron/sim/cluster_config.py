@@ -19,7 +19,7 @@ from tlora_megatron.scheduler.cluster import ClusterShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegroupSpec:
-    """How long groups stand still when they change."""
+    """Pauses of groups that change."""
 
     admit_s: float = rule("pause in seconds when a job joins a running group", ge=0)
     replan_s: float = rule(

@@ -45,7 +45,7 @@ class TraceRow:
     submit_s: float
     """Submission, in seconds after the first one of the trace."""
     duration_s: float
-    """How long it held its GPUs."""
+    """Time for which it held its GPUs."""
     num_gpus: int
     end: End = "completed"
     tenant: str = ""

@@ -20,7 +20,7 @@ _ANY_DROPOUT = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
-    """How long a job waits until it is overdue: `base_s + factor * time alone`."""
+    """Waiting time after which a job is overdue: `base_s + factor * time alone`."""
 
     base_s: float = 86400.0
     factor: float = 10.0

@@ -514,16 +514,23 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"tlora {tlora_megatron.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["train", "inspect"])
+@pytest.mark.parametrize("command", ["train", "inspect", "convert", "plan", "profile", "simulate"])
 def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
-    assert f"examples:\n  tlora {command} " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"examples:\n  tlora {command} " in shown
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert f"\n    {command} " in capsys.readouterr().out
 
 
-def test_no_command_is_exit_code_2() -> None:
+def test_no_command_is_exit_code_2_and_names_what_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([])
+    assert "required: COMMAND" in capsys.readouterr().err
 
 
 def test_error_of_one_rank_names_it(

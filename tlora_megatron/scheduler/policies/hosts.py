@@ -23,7 +23,7 @@ class Hosts:
         self._changed = set(changes.regrouped)
 
     def is_new(self, waiting: Waiting) -> bool:
-        """Whether the job arrived after the last decision."""
+        """True if the job arrived after the last decision."""
         return waiting.job.index in self._new
 
     def mark_changed(self, group: Group) -> None:

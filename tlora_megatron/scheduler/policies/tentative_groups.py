@@ -49,7 +49,7 @@ class TentativeGroups:
         self._kept = FreeGpus(self.shape, [()] * self.shape.num_nodes)
 
     def within_quota(self, waiting: Waiting) -> bool:
-        """Whether the quota of the job's tenant has room for it beside what was accepted so far."""
+        """True if the quota of the job's tenant has room for it beside the accepted proposals."""
         job = waiting.job
         quota = self._cluster.quotas.get(job.tenant)
         if quota is None:
@@ -90,7 +90,7 @@ class TentativeGroups:
         return proposal
 
     def is_reserved(self, group: Group) -> bool:
-        """Whether a group runs on a reserved node, where it must not grow."""
+        """True if a group runs on a reserved node, where it must not grow."""
         size = self.shape.gpus_per_node
         return bool(self._reserved) and any(gpu // size in self._reserved for gpu in group.gpus)
 
@@ -127,7 +127,7 @@ class TentativeGroups:
         return Proposal(group=group, parts=parts)
 
     def trains_more(self, proposal: Proposal, host: Group) -> bool:
-        """Whether the merge trains enough more tokens per second than the host alone."""
+        """True if the merge trains enough more tokens per second than the host alone."""
         least = host.tokens_per_s * (1 + self.rules.min_gain)
         return proposal.group.tokens_per_s > least
 
@@ -139,7 +139,7 @@ class TentativeGroups:
         return not self.rules.keep_bounds or not self._demands_too_much(jobs, len(host.gpus))
 
     def _demands_too_much(self, jobs: list[Job], num_gpus: int) -> bool:
-        """Whether the members' bounds together demand more than the GPUs' full speed.
+        """True if the members' bounds together demand more than the GPUs' full speed.
 
         This sum saves most searches over plans.
         """

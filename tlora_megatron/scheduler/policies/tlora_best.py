@@ -127,7 +127,7 @@ class _Sizes:
         return None
 
     def _ends_earlier(self, tentative: TentativeGroups, waiting: Waiting, group: Group) -> bool:
-        """Whether fewer GPUs now are better for the job than those it asks for later."""
+        """True if fewer GPUs now let the job end earlier than all its GPUs later."""
         if tentative.free.find(waiting.job.num_gpus) is not None:
             return True
         later_s = list_schedule(tentative, (waiting,))[waiting.job.index]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.helpers.floor_model import FREE, World
-from tlora_megatron.scheduler.policy import Decision, RegroupCost
-from tlora_megatron.scheduler.registry import POLICIES
+from tlora_megatron.scheduler.policy import Changes, Decision, Policy, RegroupCost, Rules
+from tlora_megatron.scheduler.registry import POLICIES, make_policy
 from tlora_megatron.sim.faults import FaultRates, Faults, draw_faults
 from tlora_megatron.sim.ledger import InvariantError
 from tlora_megatron.sim.metrics import GpuCount, quantile, summarise, time_line
@@ -235,3 +237,31 @@ def test_faults_are_the_seeds() -> None:
     assert 5 < len(drawn.cancelled_s) < 40
     assert drawn.outages
     assert not drawn.fails_after_tokens.keys() & drawn.cancelled_s.keys()
+
+
+class Recorder:
+    """A policy that notes when it is asked and what it is told has changed."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.keeps_bounds = policy.keeps_bounds
+        self.told: list[tuple[float, Changes]] = []
+
+    def decide(self, now_s: float, jobs: Any, cluster: Any, changes: Changes) -> list[Decision]:
+        self.told.append((now_s, changes))
+        return self.policy.decide(now_s, jobs, cluster, changes)
+
+
+def test_a_policy_is_told_each_change_once() -> None:
+    world = World()
+    world.add(0, 100)
+    world.add(10, 50)
+    recorder = Recorder(make_policy("mlora", world.speeds, Rules(cost=FREE)))
+    Simulator(
+        jobs=world.jobs, shape=world.shape, policy=recorder, speeds=world.speeds, cost=FREE
+    ).run()
+    (first, start), (second, join), (third, leave) = recorder.told
+    assert (first, second, third) == (0, 10, 60)
+    assert start == Changes(arrived=frozenset({0}), regrouped=frozenset(), freed=True)
+    assert join == Changes(arrived=frozenset({1}), regrouped=frozenset(), freed=False)
+    assert (leave.arrived, len(leave.regrouped), leave.freed) == (frozenset(), 1, True)
