@@ -146,7 +146,7 @@ __device__ __forceinline__ float load_from(const float* at, uint32_t block) {
 // `let_next_start` says that this block is content with the next kernel's blocks coming, `wait_for_previous` waits
 // until the kernel before has ended and its writes are seen. Every kernel here waits before it lets the next one start
 // and before it ends: when a kernel starts, all but the one right before it have ended. It reads something before
-// waiting only where its caller says (`early`) that the one before it did not write that.
+// waiting only where its caller says (`overlaps_previous_kernel`) that the one before it did not write that.
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -7,17 +7,17 @@
 #include <cstdint>
 #include <type_traits>
 
-constexpr int kTileRows = 256;    // ROW_TILE of ops/tiling.py
-constexpr int kChunk = 16;        // RANK_CHUNK of ops/tiling.py: the depth of a wgmma
+constexpr int kTileRows = 256;    // ROW_TILE of ops/lora/tiling.py
+constexpr int kChunk = 16;        // RANK_CHUNK of ops/lora/tiling.py: the depth of a wgmma
 constexpr int kDepth = 64;        // elements of a swizzled row of 128 bytes
 constexpr int kPanel = 64 * 128;  // bytes of 64 such rows
 constexpr int kMaxTargets = 4;
 
-struct Columns {  // of one target: OutputColumns of ops/columns.py
+struct Columns {  // of one target: OutputColumns of ops/lora/columns.py
   int groups, stride, begin, width;
 };
 
-struct Factors {  // arenas [rows, width] as the caller passes them: `Factors` of ops/cuda_arguments.py
+struct Factors {  // arenas [rows, width] as the caller passes them: `Factors` of ops/lora/cuda/arguments.py
   const void* at[kMaxTargets];
   int64_t rows[kMaxTargets], width[kMaxTargets];
   Columns columns[kMaxTargets];  // a target's; all zeros: one arena over all columns, whatever the target
@@ -36,7 +36,7 @@ __device__ __forceinline__ int output_column(const Columns& c, int place) {
   return place / c.width * c.stride + c.begin + place % c.width;
 }
 
-// The mask of ops/dropout.py. In a block of 32 columns, seed q serves the pairs 8 i + 2 q: what thread q of four holds
+// The mask of ops/dropout/masks.py. In a block of 32 columns, seed q serves the pairs 8 i + 2 q: what thread q of four holds
 // of a tensor core's result. A column's 16 bits stand at place 0xFC00 - bits, modulo 2^16; the first places are dropped.
 constexpr int kSeedColumns = 32;
 constexpr uint32_t kSeedStep = 0x9E3779B9u;

@@ -11,7 +11,7 @@
 //
 // A cluster of two blocks computes 256 rows x BN columns: each block 128 rows, sharing W and F by multicast.
 // Warpgroup 0 copies (bulk tensor copies into a ring of shared memory), warpgroups 1 and 2 multiply 64 rows
-// each. ops/tiling.py describes ext and the chunk lists, ops/cuda_ops.py calls this.
+// each. ops/lora/tiling.py describes ext and the chunk lists, ops/lora/cuda/calls.py calls this.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -47,7 +47,7 @@ struct Problem {
   const int* row_slots;  // [rows], -1: no adapter
   const float* dropout;  // [slots]
   int dropout_key, first_column;
-  int early;  // x and W were written before the previous kernel started; ext is its work
+  int overlaps_previous_kernel;  // x and W were written before the previous kernel started; ext is its work
 };
 
 struct Tile {
@@ -354,7 +354,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   }
   cluster_sync();
   const int first_tile = blockIdx.x / 2, step = gridDim.x / 2;
-  if (!p.early) wait_for_previous();
+  if (!p.overlaps_previous_kernel) wait_for_previous();
   if (threadIdx.x < 128) {
     keep_registers<56>();
     if (threadIdx.x == 0) Producer<BN, kTransposed, kDropout>{p, shared, block}.run(first_tile, step);
@@ -391,7 +391,7 @@ int launch_type(const Problem& problem, int width, bool transposed, int blocks, 
 
 }  // namespace
 
-// What the caller passes: `GemmArguments` of ops/cuda_arguments.py, field by field.
+// What the caller passes: `GemmArguments` of ops/lora/cuda/arguments.py, field by field.
 struct TloraGemm {
   const void *x, *weight, *bias, *ext;
   void* out;
@@ -401,7 +401,7 @@ struct TloraGemm {
   Factors factors;
   int num_targets, dropout_key, first_column;
   int half_precision, transposed;  // W is [columns_out, depth], else [depth, columns_out]
-  int tile_columns, group, blocks, early, device;
+  int tile_columns, group, blocks, overlaps_previous_kernel, device;
 };
 
 namespace {
@@ -467,7 +467,7 @@ TLORA_EXPORT int tlora_gemm(const TloraGemm* arguments, cudaStream_t stream) {
   p.dropout = g.dropout;
   p.dropout_key = g.dropout_key;
   p.first_column = g.first_column;
-  p.early = g.early && g.tile_chunks != nullptr;
+  p.overlaps_previous_kernel = g.overlaps_previous_kernel && g.tile_chunks != nullptr;
   for (int i = 0; i < g.num_targets && i < kMaxTargets; ++i) p.columns[i] = g.factors.columns[i];
   for (int i = 0; i < p.column_tiles && g.tile_chunks != nullptr; ++i)
     p.targets[i] = targets_of(g, i * g.tile_columns, (i + 1) * g.tile_columns);

@@ -22,7 +22,7 @@ constexpr int kGradRows = 32;           // rows of a gradient in a stage
 constexpr int kGradStride = 132 * 4;    // bytes of 128 features and some: neighbours lie in different banks
 constexpr int kGradAddresses = kGradRows * kGradStride;  // where a stage holds the rows' addresses
 
-enum Kind { kDown, kUp, kKinds };  // DOWN and UP of ops/cuda_sum_items.py: dA from x and dS, dB from dy and s
+enum Kind { kDown, kUp, kKinds };  // DOWN and UP of ops/lora/cuda/work_items.py: dA from x and dS, dB from dy and s
 
 struct Problem {
   CUtensorMap in[kKinds], rows[kKinds];
@@ -35,7 +35,7 @@ struct Problem {
   const float* dropout;  // [slots]; null: none
   const int* row_keys;
   int dropout_key, first_column;
-  int early;  // dy and s were written before the previous kernel started
+  int overlaps_previous_kernel;  // dy and s were written before the previous kernel started
 };
 
 struct Item {
@@ -95,7 +95,7 @@ __device__ void end_of_previous() {
 __device__ void fill(const Problem& p, const Item& item, RankRing& ring, Place& place) {
   const int panels = item.count > 4 ? 2 : 1;
   const int first_row = item.kind == kDown ? p.first_row : 0;
-  if (item.kind == kDown || !p.early) end_of_previous();
+  if (item.kind == kDown || !p.overlaps_previous_kernel) end_of_previous();
   for (int row = item.begin; row < item.end; row += kDepth, place.advance()) {
     if (threadIdx.x % 32 == 0) {
       uint8_t* to = place.begin_fill(ring, (2 + panels) * kPanel);
@@ -287,7 +287,7 @@ int launch(const Problem& problem, int blocks, cudaStream_t stream) {
 
 }  // namespace
 
-// What the caller passes: `SumsArguments` of ops/cuda_arguments.py, field by field.
+// What the caller passes: `SumsArguments` of ops/lora/cuda/arguments.py, field by field.
 struct TloraSums {
   const void *x, *ds, *dy, *s;
   const int* items;
@@ -297,8 +297,8 @@ struct TloraSums {
   const int* row_keys;
   const float* dropout;
   int64_t num_rows, x_rows, x_columns, dy_columns;
-  int num_items, item_fields, blocks, row_width, first_row, dropout_key, first_column, early, half_precision,
-      device;
+  int num_items, item_fields, blocks, row_width, first_row, dropout_key, first_column, overlaps_previous_kernel,
+      half_precision, device;
 };
 
 TLORA_EXPORT int tlora_sums_size() { return sizeof(TloraSums); }
@@ -327,7 +327,7 @@ TLORA_EXPORT int tlora_sums(const TloraSums* arguments, cudaStream_t stream) {
   p.row_keys = g.row_keys;
   p.dropout_key = g.dropout_key;
   p.first_column = g.first_column;
-  p.early = g.early;
+  p.overlaps_previous_kernel = g.overlaps_previous_kernel;
   if (half_type) return g.dropout ? launch<half, true>(p, g.blocks, stream)
                                   : launch<half, false>(p, g.blocks, stream);
   return g.dropout ? launch<__nv_bfloat16, true>(p, g.blocks, stream)

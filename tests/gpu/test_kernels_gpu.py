@@ -55,9 +55,9 @@ WORKLOADS = {
 
 
 if TYPE_CHECKING:
-    from tlora_megatron.ops.lora.triton.ops import TritonOps
+    from tlora_megatron.ops.lora.linear_ops import LinearOps
 
-MakeOps = Callable[..., "TritonOps"]
+MakeOps = Callable[..., "LinearOps"]
 
 
 @pytest.fixture(params=["triton", "cuda 128", "cuda 192", "cuda 256"])
@@ -67,12 +67,16 @@ def make_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if problem := problem_of(name, torch.device("cuda"), torch.bfloat16):
         pytest.skip(problem)
     from tlora_megatron.ops.lora.cuda import ops as cuda_ops
-    from tlora_megatron.ops.lora.triton import ops as triton_ops  # need triton
+    from tlora_megatron.ops.lora.triton.ops import TritonOps  # needs triton
 
     if name == "triton":
-        return triton_ops.TritonOps
+        return TritonOps
     monkeypatch.setattr(cuda_ops, "gemm_tile", lambda *_: GemmTile(int(width)))
-    return cuda_ops.CudaOps
+
+    def make(*, graph_safe: bool = False) -> cuda_ops.CudaOps:
+        return cuda_ops.CudaOps(TritonOps(graph_safe=graph_safe), graph_safe=graph_safe)
+
+    return make
 
 
 def gpu_case(
@@ -228,7 +232,7 @@ def test_the_mask_is_that_of_the_definition(dtype: torch.dtype, make_ops: MakeOp
     nothing = torch.zeros(256, 256, device="cuda", dtype=dtype)
     bound = ops.bind(case.factors, rows)
     _, s = bound.forward(ones, nothing, None)
-    plan = ops.plan(case.factors, rows)
+    plan = bound.plan
     row_form = s.flatten()[plan.num_chunks * 16 * 256 :][: ones.numel()].view_as(ones)
     assert torch.equal(row_form != 0, keep)
     ds = torch.ones_like(s)

@@ -6,7 +6,7 @@ import torch
 
 from tests.helpers.kernel_case import KernelCase
 from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.cuda.row_items import rank_columns
+from tlora_megatron.ops.lora.cuda.work_items import rank_columns
 from tlora_megatron.ops.lora.plan_tensors import PlanTensors
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE, rank_chunks
 from tlora_megatron.ops.routing.row_groups import RowGroups

@@ -29,9 +29,11 @@ from tests.helpers.item_parts import (
     write_once,
 )
 from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.cuda.calls import Arenas, Dropout, GemmTile, RankPart
+from tlora_megatron.ops.lora.cuda.calls import Arenas, Dropout, GemmTile, RankPart, SumOperands
+from tlora_megatron.ops.lora.cuda.rank_form import RankForm
 from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.rank_form import RankForm
+from tlora_megatron.ops.lora.kernel_linear import SiteTables
+from tlora_megatron.ops.lora.plan_tensors import WorkItems
 
 
 class ItemMachine:
@@ -39,7 +41,7 @@ class ItemMachine:
 
     Args:
         factors: of the linear: the gradients that addresses may name.
-        tile: how GEMMs are cut.
+        tile: the tile of every GEMM.
         seed: of the order in which blocks of sums arrive.
         multiprocessors: of the GPU that the callers see.
     """
@@ -54,7 +56,7 @@ class ItemMachine:
     ) -> None:
         self.tile = GemmTile(tile)
         self.tile_sizes: list[tuple[int, int]] = []
-        """Rows and columns that GEMMs were cut for."""
+        """Rows and columns that tiles were chosen for."""
         self.launches: list[str] = []
         self._multiprocessors = multiprocessors
         self._random = np.random.default_rng(seed)
@@ -64,11 +66,11 @@ class ItemMachine:
         }
 
     def multiprocessors(self, device: torch.device) -> int:
-        """As `cuda_calls.multiprocessors`."""
+        """Stands in for `cuda.calls.multiprocessors`."""
         return self._multiprocessors
 
     def gemm_tile(self, row_budget: int, columns: int, clusters: int) -> GemmTile:
-        """As `cuda_ops.gemm_tile`, whatever the sizes."""
+        """Stands in for `cuda.operands.gemm_tile`: one tile for all sizes."""
         self.tile_sizes.append((row_budget, columns))
         return self.tile
 
@@ -78,9 +80,8 @@ class ItemMachine:
         factors: Arenas,
         flat: torch.Tensor,
         form: RankForm,
+        work: WorkItems,
         *,
-        items: torch.Tensor,
-        num_items: int,
         chunks: torch.Tensor,
         scaling: torch.Tensor,
         parts: int,
@@ -92,7 +93,7 @@ class ItemMachine:
         assert parts in (1, 2, 4, 8), f"a cluster must have 1 to 8 blocks, got {parts}"
         out, rows = form.chunks(flat).numpy(), form.rows(flat).numpy()
         values = drop(in_TK.numpy(), dropout if masked else None)
-        for item in item_table(items, num_items):
+        for item in item_table(work.items, work.count):
             row, begin, end, tile_column, target, slot, count, factor_row, first, rank = item[:10]
             factor = factors.arenas[target].numpy()
             sums = np.zeros((BLOCK_ROWS, kernel_width(count)))
@@ -138,34 +139,27 @@ class ItemMachine:
 
     def rank_sums(
         self,
-        x_TK: torch.Tensor,
-        ds: torch.Tensor,
-        dy_TN: torch.Tensor,
-        s: torch.Tensor,
+        operands: SumOperands,
         form: RankForm,
+        work: WorkItems,
+        tables: SiteTables,
         *,
-        items: torch.Tensor,
-        num_items: int,
         blocks: int,
-        grad_a: torch.Tensor,
-        grad_b: torch.Tensor,
-        workspace: torch.Tensor,
-        counters: torch.Tensor,
-        first_row: int,
-        early: bool,
+        overlaps_previous_kernel: bool,
         dropout: Dropout | None,
     ) -> None:
         """rank_sums.cu."""
         self.launches.append("sums")
-        assert 0 < blocks <= num_items, f"blocks must be 1 to {num_items}, got {blocks}"
+        assert 0 < blocks <= work.count, f"blocks must be 1 to {work.count}, got {blocks}"
+        x, first_row = drop(operands.x_TK.numpy(), dropout, operands.first_row), operands.first_row
         kinds = (
-            (drop(x_TK.numpy(), dropout, first_row), form.rows(ds).numpy(), grad_a, first_row),
-            (dy_TN.numpy(), form.rows(s).numpy(), grad_b, 0),
+            (x, form.rows(operands.ds).numpy(), tables.grad_a, first_row),
+            (operands.dy_TN.numpy(), form.rows(operands.s).numpy(), tables.grad_b, 0),
         )
-        parts = workspace.numpy()
+        parts, counters = work.partial_sums.numpy(), work.counters
         assert not counters.any(), "counters must be zero between launches"
         parts[:] = np.nan
-        for item in self._random.permutation(item_table(items, num_items)):
+        for item in self._random.permutation(item_table(work.items, work.count)):
             values, rows, addresses, first = kinds[item[14]]
             feature, width, count, arena_row = item[4], item[5], item[6], item[8]
             sums = self._run(values, rows, item, first)
@@ -220,7 +214,7 @@ class ItemMachine:
         tile: GemmTile,
         *,
         transposed: bool,
-        early: bool,
+        overlaps_previous_kernel: bool,
         bias_N: torch.Tensor | None = None,
         rank: RankPart | None = None,
     ) -> None:

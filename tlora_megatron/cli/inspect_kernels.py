@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
-import json
 import platform
 from collections.abc import Sequence
 from importlib import metadata
@@ -49,8 +47,6 @@ def print_kernels(console: Console, description: dict[str, Any]) -> None:
         console.print(f"{count}{device['name']}{detail}", style="bold")
         for choice in device["kernels"]:
             _print_choice(console, choice)
-        if capability:
-            console.print(f"  block sizes: {_tuned_text(device['tuned_entries'])}")
     versions = description["versions"].items()
     console.print("versions: " + ", ".join(f"{name} {value or '-'}" for name, value in versions))
     console.print(f"CUDA compiler: {description['compiler'] or '-'}")
@@ -85,7 +81,6 @@ def _device(device: torch.device, count: int) -> dict[str, Any]:
         "count": count,
         "compute_capability": f"{capability[0]}.{capability[1]}" if capability else None,
         "kernels": [_choice(device, dtype) for dtype in DTYPES],
-        "tuned_entries": _tuned_entries(name),
     }
 
 
@@ -113,22 +108,6 @@ def _faster(name: Kernels, device: torch.device, dtype: torch.dtype) -> list[dic
         }
         for faster in order[order.index(name) + 1 :]
     ]
-
-
-def _tuned_entries(gpu_name: str) -> int:
-    """Entries of the committed table that are for GPUs of this name."""
-    text = (
-        importlib.resources.files("tlora_megatron.ops.lora.triton")
-        .joinpath("tuned.json")
-        .read_text()
-    )
-    return sum(len(entries) for part, entries in json.loads(text).items() if part in gpu_name)
-
-
-def _tuned_text(entries: int) -> str:
-    if entries:
-        return f"{entries} tuned entries for this GPU"
-    return "not tuned for this GPU, the defaults are used"
 
 
 def _version(distribution: str) -> str | None:

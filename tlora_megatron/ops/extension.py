@@ -33,7 +33,7 @@ _ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
 
 
 class ExtensionUnavailable(RuntimeError):
-    """The CUDA kernels cannot be had here; the text says why and what would help."""
+    """Raised where the CUDA kernels cannot be built or loaded; says why and what would help."""
 
 
 class Extension:
@@ -53,10 +53,10 @@ class Extension:
         """Launches on a CUDA stream.
 
         Args:
-            arguments: the function's struct, or the bytes of one (`cuda_arguments.packer`).
+            arguments: the function's struct, or the bytes of one (`arguments.packer`).
 
         Raises:
-            RuntimeError: if an operand does not suit the kernel or the launch fails.
+            RuntimeError: if the kernel does not support an operand or the launch fails.
         """
         function = self._functions.get(name) or self._function(name)
         at = arguments if isinstance(arguments, bytes) else ctypes.byref(arguments)
@@ -94,7 +94,7 @@ def load_extension() -> Extension:
 
 
 def cache_directory() -> Path:
-    """Where built libraries lie: TLORA_CACHE_DIR, else the user's cache folder."""
+    """Returns the folder of built libraries: TLORA_CACHE_DIR, else the user's cache folder."""
     if "TLORA_CACHE_DIR" in os.environ:
         return Path(os.environ["TLORA_CACHE_DIR"])
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -102,7 +102,7 @@ def cache_directory() -> Path:
 
 
 def built_library() -> Path:
-    """The library that the present sources build: its name holds their hash."""
+    """Returns the path of the library that the sources build: its name holds their hash."""
     digest = hashlib.sha256(" ".join((*_FLAGS, _ARCHITECTURE)).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
@@ -110,7 +110,7 @@ def built_library() -> Path:
 
 
 def find_compiler() -> str | None:
-    """Path of nvcc: of CUDA_HOME, of PATH, or of the usual place; None where there is none."""
+    """Returns the path of nvcc, from CUDA_HOME, PATH or the usual place; None without one."""
     named = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     candidates = [os.path.join(home, "bin", "nvcc") for home in (*named, "/usr/local/cuda")]
     candidates.insert(len(named), shutil.which("nvcc") or "")
@@ -118,7 +118,7 @@ def find_compiler() -> str | None:
 
 
 def build(path: Path) -> None:
-    """Compiles `csrc/` into `path`; processes that build at once do not see each other's halves.
+    """Compiles `csrc/` into `path`; processes that build at once do not disturb each other.
 
     Raises:
         ExtensionUnavailable: with the compiler's last lines if it fails.

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels without Triton's look at every argument, once a kernel is compiled.
+"""Launches compiled Triton kernels without Triton's inspection of every argument.
 
 `kernel[grid](...)` binds arguments by name, asks each what it would be specialised for, formats its
 options as text and looks up the kernel by all of it: more time on the host than the launch itself,
@@ -92,6 +92,6 @@ def _are_aligned(addresses: list[int]) -> bool:
 
 
 def _is_watched() -> bool:
-    """Whether somebody, a profiler of Triton's, wants to see launches."""
+    """Whether a launch hook is set, as by Triton's profiler."""
     hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)

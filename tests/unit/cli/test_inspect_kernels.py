@@ -99,7 +99,6 @@ def test_what_faster_kernels_need_is_named(
         "bfloat16: triton (no CUDA extension)",
         "not cuda: nvcc was not found",
         "float32: none (TLORA_KERNELS must name kernels that run here",
-        "block sizes: not tuned for this GPU, the defaults are used",
     ):
         assert text in out
 
@@ -110,15 +109,6 @@ def test_a_forced_slower_one_says_how_to_get_the_faster(
     put_gpus(monkeypatch, ["NVIDIA H100"], problem="")
     choice = shown(capsys)["devices"][0]["kernels"][0]
     assert choice["faster"] == [{"name": "cuda", "problem": "it runs here, unset TLORA_KERNELS"}]
-
-
-def test_tuned_entries_are_those_of_the_gpu_s_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "tuned.json").write_text('{"H100": [{}, {}], "H200": [{}]}')
-    monkeypatch.setattr(module.importlib.resources, "files", lambda package: tmp_path)
-    counts = [module._tuned_entries(name) for name in ("NVIDIA H100 PCIe", "H200", "A100")]
-    assert counts == [2, 1, 0]
 
 
 def test_a_name_that_is_none_is_refused(

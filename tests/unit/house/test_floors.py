@@ -1,4 +1,4 @@
-"""Imports go down only. Read with `ast`, so that nothing is imported and lazy imports count too.
+"""Imports go down only, and in no circle. Read with `ast`: nothing is imported, lazy ones count.
 
 ground -> control tower: planner -> scheduler -> sim (no torch)
        -> compute tower: ops -> parallel -> layers -> training -> integrations
@@ -8,9 +8,10 @@ both towers -> runtime -> cli
 from __future__ import annotations
 
 import ast
+import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -42,6 +43,8 @@ class Import:
     line: int
     at_import: bool
     """Runs when `source` is imported: not in a function, not under TYPE_CHECKING."""
+    runs: bool = True
+    """Runs at some time: not under TYPE_CHECKING."""
 
     def __str__(self) -> str:
         return f"{self.source}:{self.line} imports {self.target}"
@@ -80,22 +83,32 @@ def imports_of(root: Path) -> list[Import]:
     for name, path in modules.items():
         is_package = path.name == "__init__.py"
         tree = ast.parse(path.read_text(), filename=str(path))
-        for node, at_import in _statements(tree, at_import=True):
+        for node, at_import, runs in _statements(tree):
             for target in _targets(node, name, is_package=is_package, modules=modules):
                 found.append(
-                    Import(source=name, target=target, line=node.lineno, at_import=at_import)
+                    Import(
+                        source=name,
+                        target=target,
+                        line=node.lineno,
+                        at_import=at_import,
+                        runs=runs,
+                    )
                 )
     return found
 
 
-def _statements(node: ast.AST, *, at_import: bool) -> Iterator[tuple[ast.stmt | ast.expr, bool]]:
+def _statements(
+    node: ast.AST, *, at_import: bool = True, runs: bool = True
+) -> Iterator[tuple[ast.stmt | ast.expr, bool, bool]]:
+    """Yields imports and calls, with `Import.at_import` and `Import.runs`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom | ast.Call):
-            yield child, at_import
-        lazy = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
-            isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield child, at_import, runs
+        lazy = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        yield from _statements(
+            child, at_import=at_import and not (lazy or typing), runs=runs and not typing
         )
-        yield from _statements(child, at_import=at_import and not lazy)
 
 
 def _targets(
@@ -170,11 +183,41 @@ def heavy(imports: list[Import]) -> list[str]:
 
 
 def cycle(imports: list[Import]) -> list[str]:
-    """The modules of one import cycle, or nothing."""
+    """The modules of one import cycle, or nothing; lazy imports count."""
+    return _cycle_of((entry.source, entry.target) for entry in imports if _is_inner(entry))
+
+
+def circles(imports: list[Import]) -> dict[str, list[str]]:
+    """Folder -> those of its children that import each other in a circle.
+
+    A child is a module or a subfolder with all it holds. Lazy imports count.
+    """
+    edges: dict[str, set[tuple[str, str]]] = {}
+    for entry in filter(_is_inner, imports):
+        source, target = entry.source.split("."), entry.target.split(".")
+        shared = sum(
+            1
+            for _ in itertools.takewhile(
+                lambda pair: pair[0] == pair[1], zip(source, target, strict=False)
+            )
+        )
+        if shared < min(
+            len(source), len(target)
+        ):  # a folder's own __init__ is none of its children
+            folder = ".".join(source[:shared])
+            edges.setdefault(folder, set()).add((source[shared], target[shared]))
+    found = {folder: _cycle_of(sorted(pairs)) for folder, pairs in edges.items()}
+    return {folder: children for folder, children in found.items() if children}
+
+
+def _is_inner(entry: Import) -> bool:
+    return entry.runs and is_within(entry.target, PACKAGE) and entry.target != entry.source
+
+
+def _cycle_of(edges: Iterable[tuple[str, str]]) -> list[str]:
     graph: dict[str, set[str]] = {}
-    for entry in imports:
-        if entry.at_import and is_within(entry.target, PACKAGE) and entry.target != entry.source:
-            graph.setdefault(entry.source, set()).add(entry.target)
+    for source, target in edges:
+        graph.setdefault(source, set()).add(target)
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -206,6 +249,10 @@ def test_ground_and_control_tower_need_no_third_party_but_yaml(imports: list[Imp
 
 def test_no_import_cycle(imports: list[Import]) -> None:
     assert cycle(imports) == []
+
+
+def test_no_two_folders_or_modules_of_a_folder_import_each_other(imports: list[Import]) -> None:
+    assert circles(imports) == {}
 
 
 def test_every_part_has_a_floor(repo: Path) -> None:
@@ -266,6 +313,7 @@ def test_imports_down_are_allowed(tmp_path: Path) -> None:
     found = _tree(tmp_path, files)
     assert len(found) == 8
     assert (upward(found), misplaced(found), heavy(found), cycle(found)) == ([], [], [], [])
+    assert circles(found) == {}
 
 
 @pytest.mark.parametrize(
@@ -295,6 +343,51 @@ def test_torch_in_a_light_part_is_found_unless_lazy(tmp_path: Path, file: str) -
 def test_a_cycle_is_found(tmp_path: Path) -> None:
     files = {"ops/a.py": "from . import b", "ops/b.py": "from .a import x", "ops/c.py": "import os"}
     assert set(cycle(_tree(tmp_path, files))) == {f"{PACKAGE}.ops.a", f"{PACKAGE}.ops.b"}
+
+
+LAZILY = "def f():\n    from {package} import {name}"
+FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from {package} import {name}"
+
+
+def test_a_cycle_of_lazy_imports_is_found_but_not_one_for_types(tmp_path: Path) -> None:
+    package = f"{PACKAGE}.ops"
+    for text, size in ((LAZILY, 2), (FOR_TYPES, 0)):
+        files = {"ops/a.py": "from . import b", "ops/b.py": text.format(package=package, name="a")}
+        assert len(set(cycle(_tree(tmp_path, files)))) == size
+
+
+@pytest.mark.parametrize(
+    ("files", "folder", "children"),
+    [
+        ({"ops/x/a.py": "from ..y import c", "ops/y/d.py": "from ..x import b"}, "ops", {"x", "y"}),
+        (
+            {"ops/x/a.py": "from .. import e", "ops/e.py": "def f():\n    from .x import b"},
+            "ops",
+            {"x", "e"},
+        ),
+        (
+            {"ops/x/u/a.py": "from ..v import c", "ops/x/v/d.py": "from ..u import b"},
+            "ops.x",
+            {"u", "v"},
+        ),
+    ],
+    ids=["folders", "a folder and a module", "folders of a folder"],
+)
+def test_a_circle_of_children_is_found_though_no_module_is_in_a_cycle(
+    tmp_path: Path, files: dict[str, str], folder: str, children: set[str]
+) -> None:
+    inner = {f"ops/{f}/{m}.py": "" for f, m in (("x", "b"), ("y", "c"))}
+    inner |= {f"ops/x/{f}/{m}.py": "" for f, m in (("u", "b"), ("v", "c"))}
+    found = _tree(tmp_path, {"ops/e.py": "", **inner, **files})
+    assert cycle(found) == []
+    assert {name: set(names) for name, names in circles(found).items()} == {
+        f"{PACKAGE}.{folder}": children
+    }
+
+
+def test_a_folder_s_own_init_is_in_no_circle(tmp_path: Path) -> None:
+    files = {"ops/x/a.py": "from .. import x", "ops/x/b.py": "from . import a"}
+    assert circles(_tree(tmp_path, files)) == {}
 
 
 def test_a_part_without_a_floor_is_refused() -> None:

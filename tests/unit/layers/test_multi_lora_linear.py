@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tests.helpers.linear_case import JOBS, TOLERANCE, WORKLOADS, Case, error
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.linear import multi_lora_linear
 from tlora_megatron.ops.dropout.masks import dropout
-from tlora_megatron.ops.lora.torch_ops import TorchOps
+from tlora_megatron.ops.lora.torch_ops import TorchLinear
 from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
 
 
@@ -114,7 +115,7 @@ def test_only_the_input_and_the_rank_sized_intermediate_are_saved() -> None:
 def test_kernels_get_whole_rows_whatever_the_caller_s_strides() -> None:
     seen: list[torch.Tensor] = []
 
-    class Recording(TorchOps):
+    class Recording(TorchLinear):
         def forward(self, x_TK: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
             seen.append(x_TK)
             return super().forward(x_TK, *rest)
@@ -127,7 +128,7 @@ def test_kernels_get_whole_rows_whatever_the_caller_s_strides() -> None:
             seen.append(x_TK)
             super().backward_down(x_TK, *rest)
 
-    case = Case("linear_qkv", torch.float32, ops=Recording())
+    case = Case("linear_qkv", torch.float32, ops=SimpleNamespace(name="torch", bind=Recording))
     view = case.view(WORKLOADS["distinct"], num_tokens=40, training=True)
     x = case.draw(case.site.in_size, 1, 40).transpose(0, 2).requires_grad_()
     # A sum's gradient is one element, expanded.

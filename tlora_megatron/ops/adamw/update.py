@@ -1,4 +1,4 @@
-"""What one AdamW update of one adapter needs."""
+"""The arguments of one AdamW update of one adapter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AdamUpdate(NamedTuple):
     step: int
     """Counts this update: 1 is the first."""
     clip: float | torch.Tensor
-    """Multiplier of the gradient, or an fp32 `[]` on the gradient's device, which nobody waits for.
+    """Multiplier of the gradient, or an fp32 `[]` on its device that is read without waiting.
 
     Where it is not finite the update is skipped: only the gradient changes.
     """

@@ -53,7 +53,7 @@ def mix_ints(*values: int) -> int:
 
 
 def _mix32_int(h: int) -> int:
-    """`mix32` of one unsigned value: every job's key is made anew each round, a tensor is slow."""
+    """`mix32` of one unsigned value, without a tensor: every job's key is made anew each round."""
     h = (h ^ (h >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
     h = (h ^ (h >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
     return h ^ (h >> 16)
@@ -91,7 +91,7 @@ def dropout_reference(
 
 
 def dropped_places(p: torch.Tensor) -> torch.Tensor:
-    """How many of the 65536 places of an element are dropped, int32.
+    """Returns how many of the 65536 places of an element are dropped, int32.
 
     Truncated after adding a half, not rounded to even: one instruction, the same in all kernels.
     """
@@ -99,7 +99,7 @@ def dropped_places(p: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(word: int) -> int:
-    """An unsigned 32-bit number as int32 has it."""
+    """Converts an unsigned 32-bit number to the int32 of the same bits."""
     return word - (word >> 31 << 32)
 
 

@@ -1,4 +1,4 @@
-"""The dropout mask of `ops.dropout.masks` inside Triton kernels: equal to it bit for bit.
+"""The dropout mask of `ops.dropout.masks` for Triton kernels, equal to it bit for bit.
 
 One word decides on two neighbouring columns. Triton has no way to say "the other column of this
 thread's pair", so on a GPU a few lines of PTX mask both halves of a register that holds two 16-bit

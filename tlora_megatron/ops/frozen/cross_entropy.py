@@ -42,9 +42,9 @@ def cross_entropy_(
 
 
 def row_statistics(logits_nV: torch.Tensor, labels_n: torch.Tensor, valid: int) -> torch.Tensor:
-    """Maximum, sum of exponentials below it, and the label's logit, fp32 `[3, n]`.
+    """Returns maximum, sum of exponentials below it, and the label's logit, fp32 `[3, n]`.
 
-    Of this rank's part of the vocabulary: the logit is 0 where the label is no column of it.
+    They are of this rank's part of the vocabulary: the logit is 0 where the label is elsewhere.
     """
     if runs_triton(logits_nV):
         from tlora_megatron.ops.frozen.triton_cross_entropy import launch_statistics

@@ -1,8 +1,8 @@
-"""What the parts of the frozen backbone that are not GEMMs have in common: norm, rotation, SwiGLU.
+"""Helpers of the frozen backbone's parts that are not GEMMs: norm, rotation, attention, SwiGLU.
 
-Each has two forms: one that autograd differentiates, and a `*_vjp`, which returns the result and
-its vector-Jacobian product as a function. The second costs the host no graph, node or hook; who
-calls it walks back himself and lets go of the function, which holds what is saved.
+Each part has two forms: one that autograd differentiates, and a `*_vjp`, which returns the result
+and its vector-Jacobian product as a function. The second costs the host no graph, node or hook. Its
+caller must call the function and then drop it, because it holds what is saved.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def _device_runs_triton(device: torch.device, forced_torch: bool) -> bool:
 
 
 def vjp_by_autograd(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Any, Vjp]:
-    """A differentiable function's results, and the way back through a graph of its own.
+    """Returns a function's results, and its vector-Jacobian product by a graph of its own.
 
-    For what has no kernels here; keeps the inputs' memory until then.
+    For functions without kernels here. The product keeps the inputs' memory until it is called.
     """
     leaves = tuple(x.detach().requires_grad_() for x in inputs)
     with torch.enable_grad():
@@ -59,8 +59,11 @@ def run_backward(
     grads: tuple[torch.Tensor, ...],
     inputs: tuple[torch.Tensor, ...] = (),
 ) -> Any:
-    """`torch.autograd.grad`, or `backward` without inputs, and none of their checks, which took 18
-    of the 76 us that a half layer's cuts cost the host, there and back (a server CPU's core)."""
+    """Runs `torch.autograd.grad`, or `backward` without inputs, without their checks.
+
+    The checks took 18 of the 76 us that the graph's ends of a half layer cost the host, both ways
+    (one core of a server's CPU).
+    """
     return Variable._execution_engine.run_backward(
         outputs, grads, False, False, inputs, allow_unreachable=True, accumulate_grad=not inputs
     )

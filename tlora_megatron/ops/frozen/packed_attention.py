@@ -25,7 +25,7 @@ def attend_documents(
     micro_batch: MicroBatchView,
     scale: float,
 ) -> torch.Tensor:
-    """`[T, N, D]`: every query sees its own document up to itself.
+    """Returns attention `[T, N, D]` in which every query sees its own document up to itself.
 
     No score matrix is stored on CUDA in bf16 and fp16 (flash attention, head dimensions in eights);
     all else runs `scaled_dot_product_attention` a span.
@@ -44,7 +44,7 @@ def attend_documents_vjp(
     micro_batch: MicroBatchView,
     scale: float,
 ) -> tuple[torch.Tensor, Vjp]:
-    """As `attend_documents`."""
+    """Returns `attend_documents` and its vector-Jacobian product."""
     if runs_flash(q_TND):
         return varlen_attention_vjp(q_TND, k_KGD, v_KGD, _lengths(micro_batch, q_TND), scale)
 

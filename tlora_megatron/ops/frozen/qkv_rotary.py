@@ -54,7 +54,7 @@ def unpack_qkv(
 def unpack_qkv_vjp(
     mixed_TGMD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Vjp]:
-    """As `unpack_qkv`; saves the rotation only."""
+    """Returns `unpack_qkv` and its vector-Jacobian product, which holds the rotation only."""
     if not runs_triton(mixed_TGMD):
         return vjp_by_autograd(lambda x: unpack_qkv_reference(x, cos_TD, sin_TD), mixed_TGMD)
     from tlora_megatron.ops.frozen.triton_rotary import launch_pack, launch_unpack

@@ -52,9 +52,9 @@ def add_rms_norm(
 def add_rms_norm_vjp(
     x: torch.Tensor, residual: torch.Tensor | None, weight_H: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
-    """As `add_rms_norm`, or `fork_rms_norm` without a residual.
+    """Returns `add_rms_norm` (`fork_rms_norm` without a residual) and its vector-Jacobian product.
 
-    The way back takes the gradients of both outputs, None for a sum that nobody reads, and returns
+    The product takes the gradients of both outputs, None for a sum that nobody reads, and returns
     that of x, which is also the residual's.
     """
     if not runs_triton(x):

@@ -20,12 +20,12 @@ def swiglu_reference(x: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """`[..., 2 F]` to `[..., F]`; on GPUs in fp32, rounded once."""
+    """Returns `silu(gate) * up`, `[..., F]`; on GPUs in fp32, rounded once."""
     return _FusedSwiGLU.apply(x) if runs_triton(x) else swiglu_reference(x)
 
 
 def swiglu_vjp(x: torch.Tensor) -> tuple[torch.Tensor, Vjp]:
-    """As `swiglu`; saves x."""
+    """Returns `swiglu` and its vector-Jacobian product, which holds x."""
     if not runs_triton(x):
         return vjp_by_autograd(swiglu_reference, x)
     from tlora_megatron.ops.frozen.triton_swiglu import launch_backward, launch_forward

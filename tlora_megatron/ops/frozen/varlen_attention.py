@@ -31,7 +31,7 @@ def varlen_attention(
     lengths: CumulativeLengths,
     scale: float,
 ) -> torch.Tensor:
-    """`[T, N, D]`; each span's last query sees all of its keys, the one before all but one.
+    """Returns attention `[T, N, D]`; a span's last query sees all keys, the one before all but one.
 
     bf16 or fp16 on CUDA, D a multiple of 8. The queries' gradients are added up by atomics, unless
     `torch.use_deterministic_algorithms(True)` asks for the same bits every time: on ragged packed
@@ -47,7 +47,7 @@ def varlen_attention_vjp(
     lengths: CumulativeLengths,
     scale: float,
 ) -> tuple[torch.Tensor, Vjp]:
-    """As `varlen_attention`."""
+    """Returns `varlen_attention` and its vector-Jacobian product."""
     saved = _forward(q_TND, k_KGD, v_KGD, lengths, scale)
     return saved[3], lambda dout_TND: _backward(dout_TND, saved, lengths, scale)
 
@@ -81,8 +81,11 @@ def _forward(
     lengths: CumulativeLengths,
     scale: float,
 ) -> tuple[torch.Tensor, ...]:
-    """What backward needs: queries, keys, values, the output, a number a query and head, and the
-    state of a generator that draws nothing."""
+    """Returns what backward needs; the output is the fourth.
+
+    It is queries, keys, values, the output, a number a query and head, and the state of a random
+    generator that draws nothing.
+    """
     out_TND, lse_NT, *random_state = torch.ops.aten._flash_attention_forward(
         q_TND,
         k_KGD,

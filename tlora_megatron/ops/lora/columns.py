@@ -1,4 +1,4 @@
-"""Which columns of a fused linear's output belong to one target."""
+"""The columns of a fused linear's output that belong to one target."""
 
 from __future__ import annotations
 

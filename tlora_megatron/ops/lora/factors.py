@@ -1,17 +1,21 @@
-"""The weights of all adapters at one linear, as the kernels read them, and where gradients go.
+"""The weights of all adapters at one linear, as the kernels read them, and their gradients.
 
 Shapes: K features in, N features out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
 from tlora_megatron.ops.lora.columns import OutputColumns
 from tlora_megatron.ops.lora.tiling import RankLayout
+from tlora_megatron.ops.routing.row_groups import RowGroups
 
+T = TypeVar("T")
 Gradients = tuple[tuple[torch.Tensor | None, ...], ...]
 """`[slot][target]`: fp32 views of gradient slabs."""
 
@@ -32,9 +36,9 @@ class SiteFactors:
     grad_b: Gradients
     """`[slot][target]`: fp32 view `[rank, N of the target]`; None where absent."""
     is_aligned: bool
-    """Whether gradients of A and B lie at 16 bytes. Under s_lora two of these share a linear, one
-    its A and one its B, and this is of both: the same kernels must take both, for s and dS lie
-    otherwise in others', and dS is scaled otherwise."""
+    """Whether all gradients of the linear lie at 16 bytes. Under s_lora one `SiteFactors` has the
+    linear's A and another its B. Both say the same, because the same kernels must compute both:
+    others lay s and dS out differently, and scale dS differently."""
     scaling: torch.Tensor
     """fp32 `[slots]`."""
     dropout: torch.Tensor
@@ -45,6 +49,34 @@ class SiteFactors:
     """Key of this linear (`ops.dropout.masks`)."""
     first_column: int
     """Global index of the first local input feature: a row-parallel linear holds a part."""
+    _cache: dict[Callable[[SiteFactors], Any], Any] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    @property
+    def size_in(self) -> int:
+        """Local input features K."""
+        return self.lora_a.shape[1]
+
+    @property
+    def size_out(self) -> int:
+        """Local output features N of the fused linear."""
+        return self.columns[0].groups * self.columns[0].stride
+
+    def uses_dropout(self, rows: RowGroups) -> bool:
+        """Whether any element of these rows may be dropped; evaluation has no keys."""
+        return self.has_dropout and bool(rows.dropout_keys)
+
+    def cached(self, build: Callable[[SiteFactors], T]) -> T:
+        """Returns what `build` makes of these factors, made once.
+
+        What it makes must not hold the factors: a cycle would keep both, and their device memory,
+        until Python looks for cycles.
+        """
+        if build not in self._cache:
+            self._cache[build] = build(self)
+        found: T = self._cache[build]
+        return found
 
 
 def are_aligned(grads: Gradients) -> bool:

@@ -1,4 +1,4 @@
-"""Which implementation of the multi-adapter linear a device gets, and why.
+"""Chooses the implementation of the multi-adapter linear for a device, and says why.
 
 `TLORA_KERNELS` forces one; otherwise the fastest that runs here. Importing this imports none.
 """
@@ -28,7 +28,7 @@ _CUDA_MAJOR = 9
 
 
 class KernelChoice(NamedTuple):
-    """The implementation that a device and dtype get."""
+    """The implementation chosen for a device and dtype."""
 
     name: Kernels
     reason: str
@@ -67,16 +67,16 @@ def kernel_choice(device: torch.device, dtype: torch.dtype) -> KernelChoice:
 
 
 def choose_ops(device: torch.device, dtype: torch.dtype) -> LinearOps:
-    """The implementation that `kernel_choice` names, one object a process.
+    """Returns the implementation that `kernel_choice` names, one object a process.
 
     Raises:
-        ValueError: as `kernel_choice`.
+        ValueError: where `kernel_choice` raises one.
     """
     return _make(kernel_choice(device, dtype).name)
 
 
 def problem_of(name: Kernels, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why an implementation cannot run, None where it can; builds the CUDA extension if need be."""
+    """Returns why an implementation cannot run, None where it can; may build the CUDA extension."""
     if name == "torch":
         return None
     problem = triton_problem(device) or _dtype_problem(dtype)
@@ -84,7 +84,7 @@ def problem_of(name: Kernels, device: torch.device, dtype: torch.dtype) -> str |
 
 
 def triton_problem(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on the device, whatever the dtype; None where they can."""
+    """Returns why Triton kernels cannot run on the device in any dtype; None where they can."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < _TRITON_CAPABILITY:
@@ -95,7 +95,7 @@ def triton_problem(device: torch.device) -> str | None:
 
 
 def cuda_problem(device: torch.device) -> str | None:
-    """Why the CUDA extension cannot run on the device, None where it can; builds it if need be."""
+    """Returns why the CUDA extension cannot run on the device, None where it can; may build it."""
     if device.type != "cuda":
         return "no GPU"
     capability = torch.cuda.get_device_capability(device)
@@ -167,7 +167,7 @@ def _make(name: Kernels) -> LinearOps:
     if name == "cuda":
         from tlora_megatron.ops.lora.cuda.ops import CudaOps
 
-        return CudaOps()
+        return CudaOps(fallback=_make("triton"))
     if name == "triton":
         from tlora_megatron.ops.lora.triton.ops import TritonOps
 

@@ -37,7 +37,7 @@ WORKSPACE_UNIT = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ItemList:
-    """Work items of one kernel: what each program does."""
+    """Work items of one kernel: one row tells one program what to do."""
 
     items: Array
     """`[items, ITEM_FIELDS]`."""
@@ -119,9 +119,9 @@ class PlanTensors:
         self.slot_chunks: Array = np.array(chunks, dtype=np.int64).reshape(shape)
         """`[slots, targets]`: chunks of each adapter."""
         self.most_chunks = int(self.slot_chunks.sum(axis=1).max(initial=0))
-        """Of all targets of any one slot."""
+        """The most chunks of any slot, over all its targets."""
         self.most_target_chunks = int(self.slot_chunks.max(initial=0))
-        """Of any one target of a slot."""
+        """The most chunks of any one target of a slot."""
         self._items: dict[Hashable, WorkItems] = {}
         self._cache: dict[Hashable, Any] = {}
         self._take(ends)
@@ -225,7 +225,7 @@ class PlanTensors:
         return found
 
     def cached(self, key: Hashable, build: Callable[[PlanTensors], T]) -> T:
-        """What follows from the layout and the number of rows, whatever the segments; made once."""
+        """Returns what `build` makes of layout and number of rows, made once for any segments."""
         if key not in self._cache:
             self._cache[key] = build(self)
         return self._cache[key]
@@ -250,7 +250,7 @@ class PlanTensors:
 def plan_tensors(
     rows: RowGroups, layout: RankLayout, device: torch.device, *, graph_safe: bool = False
 ) -> PlanTensors:
-    """The work lists of a micro-batch on a device, made once for all sites of a layout."""
+    """Returns the work lists of a micro-batch on a device, made once for all sites of a layout."""
     plans = rows.cached(("plan tensors", device), _Plans)
     known = plans.of_object.get(id(layout))
     if known is not None:
@@ -274,10 +274,10 @@ class _Plans:
 
 
 def update_plans(rows: RowGroups, other: RowGroups, device: torch.device) -> None:
-    """Makes every table cached under `rows` that of `other`, in place: before a graph's replay.
+    """Writes the tables of `other` over those of `rows`, in place: before a graph's replay.
 
     Raises:
-        ValueError: as `PlanTensors.update`.
+        ValueError: where `PlanTensors.update` raises one.
     """
     for plan in rows.cached(("plan tensors", device), _Plans).of_value.values():
         plan.update(other.ends)

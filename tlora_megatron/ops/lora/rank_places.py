@@ -1,4 +1,4 @@
-"""Where s and dS hold the value of each rank row of each token: what ranks exchange, and no more.
+"""Places of the values in s and dS that ranks exchange: one value a token and rank row.
 
 Layouts of s and dS are each implementation's own (`ops.lora.linear_ops`), with chunks filled up
 and, for kernels that read them two ways, every value twice. Between ranks travels one value a token
@@ -38,7 +38,7 @@ def gather_or_zero(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 class RankPlaces:
-    """The places of all values in a flat s or dS, as tables that both ways are one gather.
+    """Reads and writes all values of s or dS, each with one gather by a table of places.
 
     Args:
         shape: of s.
@@ -111,7 +111,7 @@ class Elements(NamedTuple):
     target: torch.Tensor
     rank_row: torch.Tensor
     place: torch.Tensor
-    """As `_Columns`."""
+    """Column in the slot's row form."""
 
 
 PlacesBuilder = Callable[[Elements], tuple[tuple[int, ...], tuple[torch.Tensor, ...]]]
@@ -121,7 +121,7 @@ PlacesBuilder = Callable[[Elements], tuple[tuple[int, ...], tuple[torch.Tensor, 
 def elements(
     rows: RowGroups, layout: RankLayout, parts: int, device: torch.device
 ) -> tuple[Elements, torch.Tensor | None]:
-    """All values of a micro-batch, and which only fill a part up (`RankPlaces`)."""
+    """Returns all values of a micro-batch, and those that only fill a part up (`RankPlaces`)."""
     slots = held_slots(rows, layout)
     columns = [_slot_columns(layout.ranks[s], k, parts) for k in range(parts) for s in slots]
     widths = _array([len(c.row) for c in columns])
@@ -163,7 +163,7 @@ def first_rows(rows: RowGroups, layout: RankLayout, device: torch.device) -> tor
 
 
 def row_form(rows: RowGroups, layout: RankLayout, found: Elements) -> torch.Tensor:
-    """Places in row form: slot by slot `[rows, chunks * 16]`, one below the other."""
+    """Returns places in row form: slot by slot `[rows, chunks * 16]`, one below the other."""
     slots = held_slots(rows, layout)
     widths = _array([RANK_CHUNK * sum(map(rank_chunks, layout.ranks[s])) for s in slots])
     sizes = widths * _array([rows.lengths[s] for s in slots])
@@ -181,7 +181,7 @@ def cached_places(
     build: PlacesBuilder,
     gather: Gather = gather_or_zero,
 ) -> RankPlaces:
-    """The places of a micro-batch, made once for all sites that share the layout.
+    """Returns the places of a micro-batch, made once for all sites that share the layout.
 
     Args:
         form: names how `build` lays s out.
@@ -197,7 +197,7 @@ def cached_places(
 
 
 def plan_places(rows: RowGroups, plan: PlanTensors) -> PlacesBuilder:
-    """Places in s and dS as `PlanTensors` lays them out: row form behind the chunks, and chunks."""
+    """Returns the builder of places in the s and dS of `PlanTensors`: in row form and in chunks."""
 
     def build(found: Elements) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...]]:
         behind = plan.num_chunks * RANK_CHUNK * ROW_TILE
@@ -208,7 +208,7 @@ def plan_places(rows: RowGroups, plan: PlanTensors) -> PlacesBuilder:
 
 
 def chunk_form(rows: RowGroups, plan: PlanTensors, found: Elements) -> torch.Tensor:
-    """Places in chunks: of each pair of a tile and a slot, transposed `[chunks * 16, 256]`."""
+    """Returns places in the transposed chunks of each pair, `[chunks * 16, 256]`."""
     slots = held_slots(rows, plan.layout)
     begins = _array([rows.ends[s] - rows.lengths[s] for s in slots])
     first_pair = np.searchsorted(plan.pair_slot, _array(slots))

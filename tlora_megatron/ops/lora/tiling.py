@@ -6,14 +6,14 @@ without padding beyond that: `lora_a` of a site is `[a_rows, K]`, slot by slot a
 target by target; `lora_b` of a target is `[b_rows, N]`, slot by slot. Rows that fill a chunk are
 zero.
 
-Rows of a micro-batch are cut into *row tiles* of 256. A *pair* is a row tile and a slot with rows
-in it. Rank-sized activations (s, dS) are kept per row tile as `[chunks * 16, 256]`, transposed:
-the chunks of a tile are what its GEMM runs through after (or before) the K of the base, with zeros
-in the rows of other adapters. So segments need no alignment, and a GEMM tile that four adapters
+Rows of a micro-batch are divided into *row tiles* of 256. A *pair* is a row tile and a slot with
+rows in it. Rank-sized activations (s, dS) are kept per row tile as `[chunks * 16, 256]`,
+transposed: a tile's GEMM runs through its chunks after (or before) the K of the base, with zeros in
+the rows of other adapters. So segments need no alignment, and a GEMM tile that four adapters
 share costs the sum of their ranks.
 
-Sums over a segment's rows (dA, dB) go over *runs*, cut from the segment's own beginning, so that a
-job's gradient is bitwise the same wherever its rows lie.
+Sums over a segment's rows (dA, dB) go over *runs*, counted from the segment's own beginning, so
+that a job's gradient is bitwise the same wherever its rows lie.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rank_chunks(rank: int) -> int:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Where the adapters of one site lie in its arenas."""
+    """Places of the adapters of one site in its arenas."""
 
     ranks: tuple[tuple[int, ...], ...]
     """`[slot][target]`: LoRA ranks, 0 where the slot's job does not adapt the target."""
@@ -125,19 +125,12 @@ def tile_plan(ends: Sequence[int], layout: RankLayout) -> TilePlan:
         ends: end row of every slot's segment, the null slot's (rows without an adapter) last.
         layout: of the site; `len(layout.ranks) == len(ends) - 1`.
     """
-    num_tiles = -(-ends[-1] // ROW_TILE)
     begins = (0, *ends[:-1])
-    inside: list[list[int]] = [[] for _ in range(num_tiles)]
-    for slot, (begin, end) in enumerate(zip(begins[:-1], ends[:-1], strict=True)):
-        first, last = begin // ROW_TILE, -(-end // ROW_TILE)
-        if end > begin and any(layout.ranks[slot]):
-            for tile in range(first, last):
-                inside[tile].append(slot)
     tile_chunks: list[tuple[int, ...]] = []
     chunk_a: list[int] = []
     chunk_b: list[int] = []
     chunks: dict[tuple[int, int], list[int]] = {}
-    for tile, slots in enumerate(inside):
+    for tile, slots in enumerate(_slots_of_tiles(ends, layout)):
         bounds = [len(chunk_a)]
         for p in range(layout.num_targets):
             for slot in slots:
@@ -166,10 +159,20 @@ def tile_plan(ends: Sequence[int], layout: RankLayout) -> TilePlan:
     )
 
 
+def _slots_of_tiles(ends: Sequence[int], layout: RankLayout) -> list[list[int]]:
+    """Returns the slots with rows in each tile, without those that adapt nothing."""
+    inside: list[list[int]] = [[] for _ in range(-(-ends[-1] // ROW_TILE))]
+    for slot, (begin, end) in enumerate(itertools.pairwise((0, *ends[:-1]))):
+        if end > begin and any(layout.ranks[slot]):
+            for tile in range(begin // ROW_TILE, -(-end // ROW_TILE)):
+                inside[tile].append(slot)
+    return inside
+
+
 def row_runs(
     ends: Sequence[int], layout: RankLayout, rows_per_run: int, window: tuple[int, int]
 ) -> tuple[Run, ...]:
-    """Cuts segments into runs of `rows_per_run`, counted from each segment's own first row.
+    """Divides segments into runs of `rows_per_run`, counted from each segment's own first row.
 
     Args:
         window: only rows in `window[0]:window[1]` count; a sequence-parallel rank's share.
@@ -179,12 +182,12 @@ def row_runs(
     for slot, (begin, end) in enumerate(zip(begins[:-1], ends[:-1], strict=True)):
         if not any(layout.ranks[slot]):
             continue
-        cuts = [
+        pieces = [
             (max(b, window[0]), min(b + rows_per_run, end, window[1]))
             for b in range(begin, end, rows_per_run)
         ]
-        cuts = [(b, e) for b, e in cuts if e > b]
-        runs += [Run(slot, b, e, i, len(cuts)) for i, (b, e) in enumerate(cuts)]
+        pieces = [(b, e) for b, e in pieces if e > b]
+        runs += [Run(slot, b, e, i, len(pieces)) for i, (b, e) in enumerate(pieces)]
     return tuple(runs)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from tlora_megatron.ops.dropout.masks import dropout
 from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.linear_ops import PairLinear
+from tlora_megatron.ops.lora.linear_ops import BoundLinear
 from tlora_megatron.ops.lora.rank_places import Elements, RankPlaces, cached_places, row_form
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK, RankLayout, rank_chunks
 from tlora_megatron.ops.routing.row_groups import RowGroups
@@ -60,36 +60,32 @@ class _Block(NamedTuple):
 
 
 class TorchOps:
-    """`LinearOps` as torch's own GEMMs; see there for the semantics."""
+    """`LinearOps` as torch's own GEMMs."""
 
     name = "torch"
 
-    def bind(self, factors: SiteFactors, rows: RowGroups) -> PairLinear:
+    def bind(self, factors: SiteFactors, rows: RowGroups) -> TorchLinear:
         """Returns the linear of these factors over these rows."""
-        return PairLinear(self, factors, rows)
+        return TorchLinear(factors, rows)
 
-    def forward(
-        self,
-        x_TK: torch.Tensor,
-        weight_NK: torch.Tensor,
-        bias_N: torch.Tensor | None,
-        factors: SiteFactors,
-        rows: RowGroups,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns y `[T, N]` and s."""
-        s = self.down(x_TK, factors, rows)
-        return self.linear(x_TK, weight_NK, bias_N, s, factors, rows), s
 
-    def down(self, x_TK: torch.Tensor, factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
-        """Returns s."""
-        blocks = _blocks(rows, factors.layout)
-        s = x_TK.new_empty(_size(blocks))
-        dropped_TK = _dropped(x_TK, factors, rows, 0)
-        for block in blocks:
+class TorchLinear(BoundLinear):
+    """`BoundLinear` as torch's own GEMMs; see there for what the methods return."""
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self, factors: SiteFactors, rows: RowGroups) -> None:
+        super().__init__(factors, rows)
+        self._blocks = _blocks(rows, factors.layout)
+
+    def down(self, x_TK: torch.Tensor) -> torch.Tensor:
+        s = x_TK.new_empty(_size(self._blocks))
+        dropped_TK = self._dropped(x_TK, 0)
+        for block in self._blocks:
             s_TR = block.of(s)
-            lora_a_RK = factors.lora_a[block.a_rows]
+            lora_a_RK = self.factors.lora_a[block.a_rows]
             torch.mm(dropped_TK[block.begin : block.end], lora_a_RK.t(), out=s_TR)
-            _scale(s_TR, factors, block.slot)
+            self._scale(s_TR, block.slot)
         return s
 
     def linear(
@@ -98,40 +94,27 @@ class TorchOps:
         weight_NK: torch.Tensor,
         bias_N: torch.Tensor | None,
         s: torch.Tensor,
-        factors: SiteFactors,
-        rows: RowGroups,
     ) -> torch.Tensor:
-        """Returns y `[T, N]`."""
-        return _add_up(F.linear(x_TK, weight_NK, bias_N), s, factors, rows)
+        return self._add_up(F.linear(x_TK, weight_NK, bias_N), s)
 
-    def up(
-        self,
-        s: torch.Tensor,
-        base_WN: torch.Tensor,
-        factors: SiteFactors,
-        rows: RowGroups,
-        window: tuple[int, int],
-    ) -> torch.Tensor:
-        """Returns `base + s B^T` of a window of rows."""
-        branch_TN = s.new_zeros(rows.ends[-1], base_WN.shape[1])
-        _add_up(branch_TN, s, factors, rows)
+    def up(self, s: torch.Tensor, base_WN: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
+        branch_TN = s.new_zeros(self.rows.ends[-1], base_WN.shape[1])
+        self._add_up(branch_TN, s)
         return branch_TN[slice(*window)].to(base_WN.dtype) + base_WN
 
-    def rank_places(self, factors: SiteFactors, rows: RowGroups, parts: int = 1) -> RankPlaces:
-        """Places in the flat s: it is row form."""
-        layout = factors.layout
+    def rank_places(self, parts: int = 1) -> RankPlaces:
+        """Returns places in the flat s, which is the row form."""
+        rows, layout, blocks = self.rows, self.factors.layout, self._blocks
 
         def build(found: Elements) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...]]:
-            return (_size(_blocks(rows, layout)),), (row_form(rows, layout, found),)
+            return (_size(blocks),), (row_form(rows, layout, found),)
 
-        return cached_places(rows, layout, parts, factors.lora_a.device, self.name, build)
+        return cached_places(rows, layout, parts, self.factors.lora_a.device, "torch", build)
 
-    def backward_up(
-        self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
-    ) -> torch.Tensor:
+    def backward_up(self, dy_TN: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         """Accumulates dB and returns dS."""
-        ds = torch.empty_like(s)
-        for block in _blocks(rows, factors.layout):
+        factors, ds = self.factors, torch.empty_like(s)
+        for block in self._blocks:
             s_TR, ds_TR = block.of(s), block.of(ds)
             dy_block_TN = dy_TN[block.begin : block.end]
             for part in block.parts:
@@ -140,38 +123,23 @@ class TorchOps:
                 torch.mm(dy_part_TN, lora_b_RN.t(), out=ds_TR[:, part.columns])
                 grad_RN = factors.grad_b[block.slot][part.target]
                 _accumulate(grad_RN, s_TR[:, part.columns], dy_part_TN)
-            _scale(ds_TR, factors, block.slot)
+            self._scale(ds_TR, block.slot)
         return ds
 
-    def dgrad(
-        self,
-        dy_TN: torch.Tensor,
-        ds: torch.Tensor,
-        weight_NK: torch.Tensor,
-        factors: SiteFactors,
-        rows: RowGroups,
-    ) -> torch.Tensor:
-        """Returns dx `[T, K]`."""
+    def dgrad(self, dy_TN: torch.Tensor, ds: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
         # The base GEMM adds onto the branch: a pass over [T, K] less than the reverse.
-        return self.branch_dgrad(ds, factors, rows, (0, len(dy_TN))).addmm_(dy_TN, weight_NK)
+        return self.branch_dgrad(ds, (0, len(dy_TN))).addmm_(dy_TN, weight_NK)
 
-    def branch_dgrad(
-        self,
-        ds: torch.Tensor,
-        factors: SiteFactors,
-        rows: RowGroups,
-        window: tuple[int, int],
-    ) -> torch.Tensor:
-        """Returns `drop(dS A)` of a window of rows."""
-        branch_TK = ds.new_empty(rows.ends[-1], factors.lora_a.shape[1])
+    def branch_dgrad(self, ds: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
+        branch_TK = ds.new_empty(self.rows.ends[-1], self.factors.size_in)
         done = 0
-        for block in _blocks(rows, factors.layout):
+        for block in self._blocks:
             branch_TK[done : block.begin].zero_()
-            lora_a_RK = factors.lora_a[block.a_rows]
+            lora_a_RK = self.factors.lora_a[block.a_rows]
             torch.mm(block.of(ds), lora_a_RK, out=branch_TK[block.begin : block.end])
             done = block.end
         branch_TK[done:].zero_()
-        return _dropped(branch_TK, factors, rows, 0)[slice(*window)]
+        return self._dropped(branch_TK, 0)[slice(*window)]
 
     def backward_down(
         self,
@@ -179,23 +147,49 @@ class TorchOps:
         dy_TN: torch.Tensor,
         s: torch.Tensor,
         ds: torch.Tensor,
-        factors: SiteFactors,
-        rows: RowGroups,
         window: tuple[int, int],
-        up_factors: SiteFactors | None = None,
+        up: BoundLinear | None = None,
     ) -> None:
-        """Accumulates dA over the rows `window[0]:window[1]`, which are all that x holds."""
+        """Accumulates dA; `backward_up` has accumulated dB."""
         first = window[0]
-        dropped_TK = _dropped(x_TK, factors, rows, first)
-        for block in _blocks(rows, factors.layout):
+        dropped_TK = self._dropped(x_TK, first)
+        for block in self._blocks:
             begin, end = max(block.begin, first), min(block.end, window[1])
             if end <= begin:
                 continue
             ds_TR = block.of(ds)[begin - block.begin : end - block.begin]
             for part in block.parts:
-                grad_RK = factors.grad_a[block.slot][part.target]
+                grad_RK = self.factors.grad_a[block.slot][part.target]
                 inputs_TK = dropped_TK[begin - first : end - first]
                 _accumulate(grad_RK, ds_TR[:, part.columns], inputs_TK)
+
+    def _add_up(self, y_TN: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        """`y += s B^T`, in place."""
+        for block in self._blocks:
+            s_TR = block.of(s)
+            y_block_TN = y_TN[block.begin : block.end]
+            for part in block.parts:
+                lora_b_RN = self.factors.lora_b[part.target][part.b_rows]
+                columns = self.factors.columns[part.target]
+                if columns.groups == 1:
+                    columns.view(y_block_TN)[:, 0].addmm_(s_TR[:, part.columns], lora_b_RN)
+                else:
+                    columns.add(y_block_TN, s_TR[:, part.columns] @ lora_b_RN)
+        return y_TN
+
+    def _scale(self, s_TR: torch.Tensor, slot: int) -> None:
+        # In fp32: a scaling of shape [] would be cast to the dtype of s.
+        s_TR.mul_(self.factors.scaling[slot : slot + 1])
+
+    def _dropped(self, x_TK: torch.Tensor, first_row: int) -> torch.Tensor:
+        """`drop(x)` of the rows from `first_row` on; its own backward when called on a gradient."""
+        factors, rows = self.factors, self.rows
+        if not factors.uses_dropout(rows):
+            return x_TK
+        span = slice(first_row, first_row + x_TK.shape[0])
+        keys_T = rows.row_keys(x_TK.device)[span]
+        p_T = _row_dropout(factors, rows)[span]
+        return dropout(x_TK, keys_T, p_T, factors.dropout_key, factors.first_column)
 
 
 def _blocks(rows: RowGroups, layout: RankLayout) -> tuple[_Block, ...]:
@@ -233,40 +227,6 @@ def _block(slot: int, begin: int, end: int, offset: int, layout: RankLayout) -> 
 
 def _size(blocks: tuple[_Block, ...]) -> int:
     return blocks[-1].stop if blocks else 0
-
-
-def _add_up(
-    y_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
-) -> torch.Tensor:
-    """`y += s B^T`, in place."""
-    for block in _blocks(rows, factors.layout):
-        s_TR = block.of(s)
-        y_block_TN = y_TN[block.begin : block.end]
-        for part in block.parts:
-            lora_b_RN = factors.lora_b[part.target][part.b_rows]
-            columns = factors.columns[part.target]
-            if columns.groups == 1:
-                columns.view(y_block_TN)[:, 0].addmm_(s_TR[:, part.columns], lora_b_RN)
-            else:
-                columns.add(y_block_TN, s_TR[:, part.columns] @ lora_b_RN)
-    return y_TN
-
-
-def _scale(s_TR: torch.Tensor, factors: SiteFactors, slot: int) -> None:
-    """Multiplies by the slot's scaling in fp32: a tensor `[]` would be cast to the dtype of s."""
-    s_TR.mul_(factors.scaling[slot : slot + 1])
-
-
-def _dropped(
-    x_TK: torch.Tensor, factors: SiteFactors, rows: RowGroups, first_row: int
-) -> torch.Tensor:
-    """`drop(x)` of the rows from `first_row` on; its own backward when called on a gradient."""
-    if not (rows.dropout_keys and factors.has_dropout):
-        return x_TK
-    span = slice(first_row, first_row + x_TK.shape[0])
-    keys_T = rows.row_keys(x_TK.device)[span]
-    p_T = _row_dropout(factors, rows)[span]
-    return dropout(x_TK, keys_T, p_T, factors.dropout_key, factors.first_column)
 
 
 def _row_dropout(factors: SiteFactors, rows: RowGroups) -> torch.Tensor:

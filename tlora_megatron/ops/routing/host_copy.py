@@ -6,7 +6,7 @@ import torch
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A CPU tensor on a device.
+    """Copies a CPU tensor to a device without waiting for the device.
 
     Through pinned memory: a copy out of ordinary memory waits until the stream is empty, so that
     one in every micro-batch would let the device idle while the host issues the next kernels.

@@ -1,4 +1,4 @@
-"""Which rows of a tensor belong to which adapter: what kernels and dropout read."""
+"""The rows of a tensor grouped by adapter, for kernels and dropout."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class RowGroups:
     """Index of each row among its job's tokens, int64 `[rows]` on the CPU."""
     dropout_keys: tuple[int, ...]
     row_budget: int
-    """What kernels are cut for: rows that any micro-batch of the run may have here, or an even part
-    of them where the run has nano-batches, which may have more.
+    """The number of rows that sizes of blocks and runs are chosen for: the most that a micro-batch
+    of the run may have here, or an even part of them where the run has nano-batches.
 
-    Where a cut decides the order of a sum it follows from this, never from the number of rows, or
+    Sizes that decide the order of a sum follow from this, never from the number of rows: otherwise
     a job's bits would depend on what else is packed beside it.
     """
     _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)

@@ -7,7 +7,7 @@ activation-checkpoint entry; it is never state on a layer.
 Tokens of a micro-batch lie in packed order: documents one after another, those of one adapter side
 by side, padding last. Context parallelism deals out the packed order in `2 * cp_size` equal chunks,
 rank r holding chunks r and `2 * cp_size - 1 - r`, which balances causal attention over the ranks.
-Sequence parallelism then cuts a rank's local rows into `tp_size` equal runs.
+Sequence parallelism then divides a rank's local rows into `tp_size` equal runs.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class MicroBatchView:
     """A 31-bit key a slot, from job seed and step (`ops.dropout.masks`); empty = no dropout."""
     pieces: tuple[_Piece, ...]
     row_budget: int
-    """As `RowGroups.row_budget`."""
+    """The value for `RowGroups.row_budget`."""
     nano_views: tuple[MicroBatchView, ...] = ()
-    """Of the nano-batches that it runs in, if it does: their rows are this one's in order."""
+    """Views of the nano-batches that it runs in, if it does: their rows are this one's in order."""
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def cached(self, key: str, build: Callable[[], T]) -> T:
@@ -163,29 +163,23 @@ def pack_micro_batch(
         num_tokens: of the whole micro-batch, padding included; a multiple of `2 * cp_size` under
             context parallelism.
         dropout_keys: one a slot; empty turns dropout off (evaluation).
-        token_budget: the most `num_tokens` of the run, which kernels are cut for; None = these.
-        num_parts: into how many nano-batches the run cuts at most: kernels are cut for one.
+        token_budget: the most `num_tokens` of the run (`RowGroups.row_budget`); None = these.
+        num_parts: the most nano-batches that the run divides a micro-batch into.
 
     Raises:
         ValueError: if the documents are not in slot order or do not fit.
     """
-    slots = [d.slot for d in documents]
-    if slots != sorted(slots):
-        raise ValueError(f"documents must be in ascending order of slot, got {slots}")
-    used = sum(d.length for d in documents)
-    if used > num_tokens:
-        raise ValueError(f"documents must fit into num_tokens={num_tokens}, got {used} tokens")
     budget = num_tokens if token_budget is None else token_budget
+    chunks = 1 if cp_size == 1 else 2 * cp_size
+    padding = _padding(documents, num_tokens)
     if num_tokens > budget:
         raise ValueError(f"num_tokens must be at most token_budget={budget}, got {num_tokens}")
-    chunks = 1 if cp_size == 1 else 2 * cp_size
     if num_tokens % chunks:
         raise ValueError(f"num_tokens must be a multiple of {chunks}, got {num_tokens}")
-    padding = num_tokens - used
     all_documents = (*documents, *([Document(slot=num_slots, length=padding)] if padding else []))
     size = num_tokens // chunks
     held = (0,) if cp_size == 1 else (cp_rank, chunks - 1 - cp_rank)
-    pieces = tuple(p for c in held for p in _cut(all_documents, c * size, (c + 1) * size))
+    pieces = tuple(p for c in held for p in _pieces(all_documents, c * size, (c + 1) * size))
     return MicroBatchView(
         documents=all_documents,
         num_slots=num_slots,
@@ -198,21 +192,32 @@ def pack_micro_batch(
     )
 
 
+def _padding(documents: Sequence[Document], num_tokens: int) -> int:
+    """Returns the tokens that the documents leave free."""
+    slots = [d.slot for d in documents]
+    if slots != sorted(slots):
+        raise ValueError(f"documents must be in ascending order of slot, got {slots}")
+    used = sum(d.length for d in documents)
+    if used > num_tokens:
+        raise ValueError(f"documents must fit into num_tokens={num_tokens}, got {used} tokens")
+    return num_tokens - used
+
+
 def join_nano_batches(views: Sequence[MicroBatchView]) -> MicroBatchView:
-    """The micro-batch that consists of nano-batches, one after another, each with its padding."""
+    """Returns the micro-batch of all nano-batches, one after another, each with its padding."""
     documents = tuple(itertools.chain.from_iterable(view.documents for view in views))
     num_tokens = sum(view.num_tokens for view in views)
     return replace(
         views[0],
         documents=documents,
         num_tokens=num_tokens,
-        pieces=tuple(_cut(documents, 0, num_tokens)),
+        pieces=tuple(_pieces(documents, 0, num_tokens)),
         nano_views=tuple(views),
         _cache={},
     )
 
 
-def _cut(documents: Sequence[Document], begin: int, end: int) -> Iterator[_Piece]:
+def _pieces(documents: Sequence[Document], begin: int, end: int) -> Iterator[_Piece]:
     """Yields the parts of documents that lie in packed rows `begin:end`."""
     doc_begin = 0
     for index, document in enumerate(documents):
@@ -248,7 +253,7 @@ def current_micro_batch() -> MicroBatchView | None:
 
 
 def bind_micro_batch(view: MicroBatchView | None) -> None:
-    """Binds a micro-batch until the next one: for those that take turns (`parallel.nano.lanes`)."""
+    """Binds a micro-batch until the next is bound: for nano-batches (`parallel.nano.lanes`)."""
     global _current
     _current = view
 

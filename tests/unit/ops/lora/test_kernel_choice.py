@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,11 +246,14 @@ def test_one_object_of_the_chosen_class(machine: Machine, monkeypatch: pytest.Mo
     kinds = {"torch_ops": "TorchOps", "triton.ops": "TritonOps", "cuda.ops": "CudaOps"}
     for module, kind in kinds.items():
         name = module.removesuffix("_ops").removesuffix(".ops")
-        machine.module(f"lora.{module}", **{kind: type(kind, (), {"name": name})})
+        stand_in = type(kind, (SimpleNamespace,), {"name": name})
+        machine.module(f"lora.{module}", **{kind: stand_in})
         monkeypatch.setenv("TLORA_KERNELS", name)
         ops = choice.choose_ops(GPU, torch.bfloat16)
         assert type(ops).__name__ == kind
         assert choice.choose_ops(GPU, torch.float16) is ops
+    monkeypatch.setenv("TLORA_KERNELS", "triton")
+    assert ops.fallback is choice.choose_ops(GPU, torch.bfloat16)
 
 
 def test_importing_loads_no_kernels() -> None:

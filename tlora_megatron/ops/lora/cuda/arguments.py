@@ -41,7 +41,7 @@ class GemmArguments(ctypes.Structure):
         ("factors", Factors),
         *((name, _Int) for name in ("num_targets", "dropout_key", "first_column")),
         *((name, _Int) for name in ("half_precision", "transposed", "tile_columns", "group")),
-        *((name, _Int) for name in ("blocks", "early", "device")),
+        *((name, _Int) for name in ("blocks", "overlaps_previous_kernel", "device")),
     ]
 
 
@@ -72,7 +72,7 @@ class SumsArguments(ctypes.Structure):
             (name, _Int)
             for name in ("num_items", "item_fields", "blocks", "row_width", "first_row")
         ),
-        *((name, _Int) for name in ("dropout_key", "first_column", "early")),
+        *((name, _Int) for name in ("dropout_key", "first_column", "overlaps_previous_kernel")),
         *((name, _Int) for name in ("half_precision", "device")),
     ]
 
@@ -101,8 +101,11 @@ class ExchangeArguments(ctypes.Structure):
 
 
 def packer(struct_type: type[ctypes.Structure]) -> struct.Struct:
-    """Packs a struct's fields, in order, into its bytes: a struct object and its fields set by name
-    take the host ten times as long. A nested struct or array is given as bytes."""
+    """Returns a packer of a struct's fields, in order, into its bytes.
+
+    A struct object whose fields are set by name takes the host ten times as long. A nested struct
+    or array is given as bytes.
+    """
     codes = {_Pointer: "Q", _Int: "i", _Long: "q"}
     parts, end = [], 0
     for name, kind, *_ in struct_type._fields_:
@@ -119,4 +122,4 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "step": ExchangeStep,
     "exchange": ExchangeArguments,
 }
-"""What each function of the library takes."""
+"""The struct that each function of the library takes."""

@@ -23,11 +23,13 @@ from tlora_megatron.ops.lora.cuda.arguments import (
     SumsArguments,
     packer,
 )
-from tlora_megatron.ops.lora.rank_form import RankForm
+from tlora_megatron.ops.lora.cuda.rank_form import RankForm
+from tlora_megatron.ops.lora.kernel_linear import SiteTables
+from tlora_megatron.ops.lora.plan_tensors import ITEM_FIELDS, WorkItems
 
 
 class Dropout(NamedTuple):
-    """What the mask is a function of (`ops.dropout.masks`), beside the column."""
+    """The arguments of the dropout mask besides the column (`ops.dropout.masks`)."""
 
     probability: torch.Tensor
     """fp32 `[slots]`."""
@@ -67,7 +69,7 @@ class Arenas:
 
 
 class RankPart(NamedTuple):
-    """What a GEMM adds to the base: s and `lora_b`, or dS and `lora_a`."""
+    """The product that a GEMM adds to the base: s with `lora_b`, or dS with `lora_a`."""
 
     flat: torch.Tensor
     """s or dS."""
@@ -82,7 +84,7 @@ class RankPart(NamedTuple):
 
 
 class GemmTile(NamedTuple):
-    """How the GEMM is cut."""
+    """How a GEMM is divided among thread blocks."""
 
     columns: int
     """Columns of a tile: 128, 192 or 256."""
@@ -97,15 +99,15 @@ def gemm(
     tile: GemmTile,
     *,
     transposed: bool,
-    early: bool = False,
+    overlaps_previous_kernel: bool = False,
     bias_N: torch.Tensor | None = None,
     rank: RankPart | None = None,
 ) -> None:
     """`out = x W + b + rank part`; W is `[N, K]` if transposed, else `[K, N]`.
 
     Args:
-        early: start before the previous kernel has ended. x, W and everything but the rank part's
-            flat tensor must have been written before that kernel began.
+        overlaps_previous_kernel: start before the previous kernel has ended. x, W and everything
+            but the rank part's flat tensor must have been written before that kernel began.
     """
     flat = tile_chunks = chunk_rows = ext_rows = num_targets = 0
     factors, dropout = b"", None
@@ -138,7 +140,7 @@ def gemm(
         tile.columns,
         tile.group,
         multiprocessors(x_TK.device) // 2 * 2,
-        early,
+        overlaps_previous_kernel,
         device_index(x_TK),
     )
     _launch("gemm", arguments, x_TK)
@@ -149,9 +151,8 @@ def rank_rows(
     factors: Arenas,
     flat: torch.Tensor,
     form: RankForm,
+    work: WorkItems,
     *,
-    items: torch.Tensor,
-    num_items: int,
     chunks: torch.Tensor,
     scaling: torch.Tensor,
     parts: int,
@@ -162,7 +163,8 @@ def rank_rows(
 
     Args:
         factors: one arena an item's target.
-        items: int32 `[num_items, fields]`, flat (`ops.lora.cuda.row_items`).
+        work: items of `work_items.row_items`.
+        chunks: the plan's table of this name.
         parts: blocks that share the reduction, 1 to 8.
         masked: whether dropout masks `in`, as it does for s; dS has its `1 / (1 - p)` alone.
     """
@@ -173,7 +175,7 @@ def rank_rows(
         in_TK.data_ptr(),
         flat.data_ptr(),
         form.rows_address(flat),
-        items.data_ptr(),
+        work.items.data_ptr(),
         chunks.data_ptr(),
         mask.row_keys,
         scaling.data_ptr(),
@@ -182,8 +184,8 @@ def rank_rows(
         in_TK.shape[1],
         factors.argument,
         len(factors.arenas),
-        num_items,
-        items.numel() // max(num_items, 1),
+        work.count,
+        ITEM_FIELDS,
         parts,
         form.row_width,
         mask.key,
@@ -194,62 +196,66 @@ def rank_rows(
     _launch("rows", arguments, in_TK)
 
 
+class SumOperands(NamedTuple):
+    """The tensors that rank_sums.cu sums over rows."""
+
+    x_TK: torch.Tensor
+    """The rows of the micro-batch from `first_row` on."""
+    first_row: int
+    ds: torch.Tensor
+    """dS, flat."""
+    dy_TN: torch.Tensor
+    """All rows of the micro-batch."""
+    s: torch.Tensor
+    """s, flat."""
+
+
 def rank_sums(
-    x_TK: torch.Tensor,
-    ds: torch.Tensor,
-    dy_TN: torch.Tensor,
-    s: torch.Tensor,
+    operands: SumOperands,
     form: RankForm,
+    work: WorkItems,
+    tables: SiteTables,
     *,
-    items: torch.Tensor,
-    num_items: int,
     blocks: int,
-    grad_a: torch.Tensor,
-    grad_b: torch.Tensor,
-    workspace: torch.Tensor,
-    counters: torch.Tensor,
-    first_row: int,
-    early: bool,
+    overlaps_previous_kernel: bool,
     dropout: Dropout | None,
 ) -> None:
     """Adds `dS^T mask(x)` and `s^T dy` of every adapter to its gradients (rank_sums.cu).
 
     Args:
-        items: int32 `[num_items, fields]`, flat (`ops.lora.cuda.sum_items`).
+        form: of s and of dS.
+        work: items of `work_items.sum_items`.
+        tables: addresses of the gradients.
         blocks: that run through the items in turn; at most as many as the GPU holds at once.
-        grad_a: int64 addresses, one a row of the arena of `lora_a`; 0 beyond a rank.
-        grad_b: the same of B, numbered like `grad_a`.
-        workspace: fp32, for runs whose sums are added up.
-        counters: int32, zero.
-        first_row: row of the micro-batch that is row 0 of x.
-        early: read dy and s before the previous kernel has ended. They must have been written
-            before it began.
+        overlaps_previous_kernel: read dy and s before the previous kernel has ended. They must have
+            been written before it began.
     """
+    x_TK, first_row, ds, dy_TN, s = operands
     mask = _NO_MASK if dropout is None else _mask(dropout)
     arguments = _SUMS.pack(  # in the order of `SumsArguments`
         x_TK.data_ptr(),
         form.rows_address(ds),
         dy_TN.data_ptr(),
         form.rows_address(s),
-        items.data_ptr(),
-        grad_a.data_ptr(),
-        grad_b.data_ptr(),
-        workspace.data_ptr(),
-        counters.data_ptr(),
+        work.items.data_ptr(),
+        tables.grad_a.data_ptr(),
+        tables.grad_b.data_ptr(),
+        work.partial_sums.data_ptr(),
+        work.counters.data_ptr(),
         mask.row_keys,
         mask.probability,
         dy_TN.shape[0],
         x_TK.shape[0],
         x_TK.shape[1],
         dy_TN.shape[1],
-        num_items,
-        items.numel() // max(num_items, 1),
+        work.count,
+        ITEM_FIELDS,
         blocks,
         form.row_width,
         first_row,
         mask.key,
         mask.first_column,
-        early,
+        overlaps_previous_kernel,
         dy_TN.dtype == torch.float16,
         device_index(dy_TN),
     )
@@ -286,7 +292,7 @@ def _launch(name: str, arguments: bytes, on: torch.Tensor) -> None:
 
 
 def device_index(x: torch.Tensor) -> int:
-    """Of a tensor on a GPU."""
+    """Index of the GPU that holds a tensor."""
     index = x.device.index
     assert index is not None, "these kernels take tensors on a GPU"
     return index

@@ -1,16 +1,15 @@
-"""What the CUDA kernels are given of a linear's factors and a micro-batch's plan."""
+"""Operands of the CUDA kernels besides activations, and the linears that they support."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
 
-import torch
-
+from tlora_megatron.ops.dropout.masks import SEED_COLUMNS
 from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.cuda.calls import Arenas, Dropout, RankPart
-from tlora_megatron.ops.lora.cuda.fit import suits
-from tlora_megatron.ops.lora.cuda.sum_items import (
+from tlora_megatron.ops.lora.cuda.arguments import MAX_TARGETS
+from tlora_megatron.ops.lora.cuda.calls import Arenas, GemmTile
+from tlora_megatron.ops.lora.cuda.work_items import (
     DOWN,
     UP,
     SumInput,
@@ -20,30 +19,21 @@ from tlora_megatron.ops.lora.cuda.sum_items import (
 )
 from tlora_megatron.ops.lora.factors import SiteFactors
 from tlora_megatron.ops.lora.plan_tensors import PlanTensors, WorkItems
-from tlora_megatron.ops.lora.rank_form import rank_form
-from tlora_megatron.ops.lora.site_tables import SiteTables
-from tlora_megatron.ops.lora.triton.down import uses_dropout
-from tlora_megatron.ops.routing.row_groups import RowGroups
+from tlora_megatron.ops.lora.tiling import ROW_TILE
 
-
-def dropout_of(factors: SiteFactors, rows: RowGroups, plan: PlanTensors) -> Dropout | None:
-    """What the mask follows from; None where nothing is dropped."""
-    if not uses_dropout(factors, rows):
-        return None
-    return Dropout(
-        probability=factors.dropout,
-        row_keys=rows.row_keys(plan.device),
-        row_slots=plan["row_slots"],
-        key=factors.dropout_key,
-        first_column=factors.first_column,
-    )
+_SPEEDS = {256: 1.0, 192: 0.93, 128: 0.9}
+"""Widths of tiles and the share of the widest's speed that each reaches (H200, gemm_times of
+docs/measurements)."""
+_MAX_COLUMNS = 256 * max(_SPEEDS)
+"""`kMaxColumnTiles` of lora_gemm.cu, all of the widest."""
 
 
 @dataclass(frozen=True, eq=False)
 class SumSizes:
-    """What the work of rank_sums.cu follows from, beside a plan: one object for equal sizes.
+    """The sizes of a linear that decide the work of rank_sums.cu, besides a plan.
 
-    So that a work list is found by its address, whichever of the model's linears asks.
+    There is one object for equal sizes: a work list is found by its address, whichever of the
+    model's linears asks.
     """
 
     columns: tuple[OutputColumns, ...]
@@ -62,7 +52,7 @@ def sum_inputs(
     blocks: int,
     kinds: tuple[int, ...],
 ) -> tuple[SumInput, ...]:
-    """x over a window of rows and dy over all, as the sums that make dA and dB read them."""
+    """Returns x over a window of rows and dy over all rows, as the sums of dA and dB read them."""
     features = sum(c.size for c in sizes.columns)
     down = SumInput(
         kind=DOWN,
@@ -89,7 +79,7 @@ def sums_of(
     blocks: int,
     kinds: tuple[int, ...] = (DOWN, UP),
 ) -> WorkItems:
-    """The work of rank_sums.cu in a micro-batch, over x's rows of a window.
+    """Returns the work of rank_sums.cu in a micro-batch, over x's rows of a window.
 
     Args:
         blocks: multiprocessors of the GPU.
@@ -104,18 +94,16 @@ def sums_of(
 
 
 class CudaSite:
-    """What all launches of one linear have in common: it holds as long as its factors stay."""
+    """Operands that all launches of one linear share: `factors.cached(CudaSite)`.
 
-    def __init__(self, factors: SiteFactors, tables: SiteTables) -> None:
-        whole = factors.columns[0]
-        self.tables = tables
-        # Not the factors: this is kept in a dictionary that lets go of them.
+    They hold as long as the factors stay where they are.
+    """
+
+    def __init__(self, factors: SiteFactors) -> None:
+        self.is_supported = is_supported(factors)
+        """Whether these kernels can compute the linear; if not, ask for nothing below."""
+        self.sizes = sum_sizes(factors.columns, factors.size_in, factors.size_out)
         self._lora_a, self._lora_b, self._columns = factors.lora_a, factors.lora_b, factors.columns
-        size_out, size_in = whole.groups * whole.stride, factors.lora_a.shape[1]
-        self.sizes = sum_sizes(factors.columns, size_in, size_out)
-        # Another linear's odd size may shift this one's gradients in the slabs: bulk copies fault.
-        self.suits = factors.is_aligned and suits(factors, size_out, size_in)
-        """Whether these kernels take the linear; nothing below is asked for where they do not."""
 
     @functools.cached_property
     def a(self) -> Arenas:
@@ -128,33 +116,35 @@ class CudaSite:
         return Arenas(self._lora_b, self._columns)
 
 
-def forward_part(s: torch.Tensor, site: CudaSite, plan: PlanTensors) -> RankPart | None:
-    """What y adds to the base: s B^T; None where no row has an adapter."""
-    if not plan.num_chunks:
-        return None
-    return RankPart(
-        flat=s,
-        form=rank_form(plan),
-        factors=site.b,
-        num_targets=len(site.b.arenas),
-        tile_chunks=plan["tile_chunks"],
-        chunk_rows=plan["chunk_b"],
-        dropout=None,
-    )
+def is_supported(factors: SiteFactors) -> bool:
+    """Whether the kernels can compute a linear: a function of the linear, not of a micro-batch.
+
+    They need rows of whole 16 bytes, gradients at 16 bytes (bulk copies fault elsewhere, and an odd
+    size of one linear shifts others' gradients in the slabs), fused columns in 64s, and shards of x
+    that begin where a block of the dropout mask does.
+    """
+    columns, size_in, size_out = factors.columns, factors.size_in, factors.size_out
+    aligned = not (size_in % 8 or size_out % 8 or factors.first_column % SEED_COLUMNS)
+    fused = all(c.is_whole or not (c.begin % 64 or c.width % 64 or c.stride % 64) for c in columns)
+    fits = len(columns) <= MAX_TARGETS and max(size_in, size_out) <= _MAX_COLUMNS
+    return factors.is_aligned and aligned and fused and fits
 
 
-def dgrad_part(
-    ds: torch.Tensor, site: CudaSite, plan: PlanTensors, dropout: Dropout | None
-) -> RankPart | None:
-    """What dx adds to the base: drop(dS A); None where no row has an adapter."""
-    if not plan.num_chunks:
-        return None
-    return RankPart(
-        flat=ds,
-        form=rank_form(plan),
-        factors=site.a,
-        num_targets=len(site.b.arenas),
-        tile_chunks=plan["tile_chunks"],
-        chunk_rows=plan["chunk_a"],
-        dropout=dropout,
-    )
+@functools.cache
+def gemm_tile(row_budget: int, columns: int, clusters: int) -> GemmTile:
+    """Returns how a GEMM is divided into tiles on a GPU of so many clusters.
+
+    Narrow tiles pay where the widest leaves much of the last wave idle.
+
+    Args:
+        row_budget: `RowGroups.row_budget`.
+    """
+    row_tiles = -(-row_budget // ROW_TILE)
+
+    def efficiency(width: int) -> float:
+        tiles = row_tiles * -(-columns // width)
+        used = row_budget * columns / (tiles * ROW_TILE * width)
+        return _SPEEDS[width] * used * tiles / (-(-tiles // clusters) * clusters)
+
+    allowed = [w for w in _SPEEDS if columns * max(_SPEEDS) <= _MAX_COLUMNS * w]
+    return GemmTile(max(allowed, key=efficiency))

@@ -1,18 +1,18 @@
-"""`LinearOps` with the CUDA kernels of `csrc/`, for Hopper GPUs.
+"""The multi-adapter linear with the CUDA kernels of `csrc/`, for Hopper GPUs.
 
-Launches: forward s and the rank-extended GEMM; backward dS, the GEMM again, dA with dB. Linears
-that the kernels do not take (sizes that are no multiple of 8, fused outputs that are not laid out
-in 64s) go through Triton.
+Launches: forward s and the rank-extended GEMM; backward dS, the GEMM again, dA with dB. `up` and
+`branch_dgrad`, for a base that is computed elsewhere, are Triton's kernels. Linears that the
+kernels do not support (sizes that are no multiple of 8, fused outputs that are not laid out in 64s)
+go to another implementation.
 
-What decides an order of summation (tiles, runs, parts) follows from the run's budget of rows and
-the linear's sizes, so that a job's bits do not depend on what else is packed. For the same reason
-no GEMM here is cuBLAS's, which chooses by the number of rows.
+Tiles, runs and parts decide orders of summation. They follow from the run's budget of rows and the
+linear's sizes, so that a job's bits do not depend on what else is packed. For the same reason no
+GEMM here is cuBLAS's, which chooses by the number of rows.
 """
 
 from __future__ import annotations
 
 import functools
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -20,28 +20,23 @@ from tlora_megatron.ops.lora.cuda.calls import (
     Arenas,
     Dropout,
     GemmTile,
+    RankPart,
+    SumOperands,
     gemm,
     multiprocessors,
     rank_rows,
     rank_sums,
 )
-from tlora_megatron.ops.lora.cuda.fit import gemm_tile
-from tlora_megatron.ops.lora.cuda.operands import (
-    CudaSite,
-    dgrad_part,
-    dropout_of,
-    forward_part,
-    sums_of,
-)
-from tlora_megatron.ops.lora.cuda.row_items import row_bounds, row_items, row_parts
-from tlora_megatron.ops.lora.cuda.sum_items import DOWN, UP
+from tlora_megatron.ops.lora.cuda.operands import CudaSite, gemm_tile, sums_of
+from tlora_megatron.ops.lora.cuda.rank_form import form_places, rank_form
+from tlora_megatron.ops.lora.cuda.work_items import DOWN, UP, row_bounds, row_items, row_parts
 from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.plan_tensors import PlanTensors
-from tlora_megatron.ops.lora.rank_form import form_places, is_flat, rank_form
+from tlora_megatron.ops.lora.kernel_linear import KernelLinear
+from tlora_megatron.ops.lora.linear_ops import BoundLinear, LinearOps
 from tlora_megatron.ops.lora.rank_places import RankPlaces, cached_places
-from tlora_megatron.ops.lora.triton.config import KernelConfig
+from tlora_megatron.ops.lora.triton.config import UpConfig
 from tlora_megatron.ops.lora.triton.gather import gather
-from tlora_megatron.ops.lora.triton.ops import TritonOps
+from tlora_megatron.ops.lora.triton.up import up_dropped, up_onto
 from tlora_megatron.ops.routing.row_groups import RowGroups
 
 _BLOCKS = 2
@@ -57,44 +52,77 @@ _S_ITEMS, _DS_ITEMS = (
 """Arguments of `PlanTensors.work_items`."""
 
 
-class CudaOps(TritonOps):
-    """The multi-adapter linear in fp16 or bf16 on a Hopper GPU; see `LinearOps` and `TritonOps`."""
+class CudaOps:
+    """`LinearOps` in fp16 or bf16 on a Hopper GPU.
+
+    Args:
+        fallback: computes the linears that the CUDA kernels do not support.
+        graph_safe: as for `TritonOps`; the fallback must have been given the same.
+        up_config: blocks of Triton's kernels for `up` and `branch_dgrad`.
+    """
 
     name = "cuda"
 
-    def __init__(self, *, graph_safe: bool = False, config: KernelConfig | None = None) -> None:
-        super().__init__(graph_safe=graph_safe, config=config)
-        self._sites: WeakKeyDictionary[SiteFactors, CudaSite] = WeakKeyDictionary()
-
-    def site(self, factors: SiteFactors) -> CudaSite:
-        """What is kept of a linear as long as its factors stay where they are."""
-        site = self._sites.get(factors)
-        if site is None:
-            site = self._sites[factors] = CudaSite(factors, self.tables[factors])
-        return site
-
-    def forward(
+    def __init__(
         self,
-        x_TK: torch.Tensor,
-        weight_NK: torch.Tensor,
-        bias_N: torch.Tensor | None,
+        fallback: LinearOps,
+        *,
+        graph_safe: bool = False,
+        up_config: UpConfig | None = None,
+    ) -> None:
+        self._fallback = fallback
+        self._graph_safe = graph_safe
+        self._up_config = up_config or UpConfig()
+
+    def bind(self, factors: SiteFactors, rows: RowGroups) -> BoundLinear:
+        """Returns the linear of these factors over these rows."""
+        site = factors.cached(CudaSite)
+        if not site.is_supported:
+            return self._fallback.bind(factors, rows)
+        return CudaLinear(factors, rows, site, self._up_config, graph_safe=self._graph_safe)
+
+
+class CudaLinear(KernelLinear):
+    """`BoundLinear` with CUDA kernels; see there for what the methods return.
+
+    s and dS are flat (`RankForm`). dS has the `1 / (1 - p)` of dropout: its readers apply no more
+    than masks.
+    """
+
+    __slots__ = ("_dropout", "_form", "_site", "_up_config")
+
+    def __init__(
+        self,
         factors: SiteFactors,
         rows: RowGroups,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns y `[T, N]` and s."""
-        # s is made of it first: copies in `linear` would be the previous kernel's work.
-        x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
-        s = self.down(x_TK, factors, rows)
-        return self.linear(x_TK, weight_NK, bias_N, s, factors, rows), s
+        site: CudaSite,
+        up_config: UpConfig,
+        *,
+        graph_safe: bool,
+    ) -> None:
+        super().__init__(factors, rows, graph_safe=graph_safe)
+        self._site = site
+        self._form = rank_form(self.plan)
+        self._dropout = self._mask() if factors.uses_dropout(rows) else None
+        self._up_config = up_config
 
-    def down(self, x_TK: torch.Tensor, factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
-        """Returns s."""
-        site = self.site(factors)
-        if not site.suits:
-            return super().down(x_TK, factors, rows)
-        plan = self.plan(factors, rows)
-        dropout, x_TK = dropout_of(factors, rows, plan), x_TK.contiguous()
-        return _rank_rows(x_TK, site.a, factors.scaling, plan, rows, dropout, masked=True)
+    def _mask(self) -> Dropout:
+        return Dropout(
+            probability=self.factors.dropout,
+            row_keys=self.rows.row_keys(self.plan.device),
+            row_slots=self.plan["row_slots"],
+            key=self.factors.dropout_key,
+            first_column=self.factors.first_column,
+        )
+
+    def forward(
+        self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Copies must come before the kernel of s: the GEMM overlaps the kernel before it.
+        return super().forward(x_TK.contiguous(), weight_NK.contiguous(), bias_N)
+
+    def down(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return self._rank_rows(x_TK.contiguous(), self._site.a, masked=True)
 
     def linear(
         self,
@@ -102,59 +130,52 @@ class CudaOps(TritonOps):
         weight_NK: torch.Tensor,
         bias_N: torch.Tensor | None,
         s: torch.Tensor,
-        factors: SiteFactors,
-        rows: RowGroups,
     ) -> torch.Tensor:
-        """Returns y `[T, N]`."""
-        if not is_flat(s):
-            return super().linear(x_TK, weight_NK, bias_N, s, factors, rows)
-        early = x_TK.is_contiguous() and weight_NK.is_contiguous()
+        # A copy made here would be the previous kernel.
+        overlaps = x_TK.is_contiguous() and weight_NK.is_contiguous()
         x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
-        columns = weight_NK.shape[0]
-        tile = _gemm_tile(rows, columns, x_TK.device)
-        y_TN = x_TK.new_empty(x_TK.shape[0], columns)
-        rank = forward_part(s, self.site(factors), self.plan(factors, rows))
-        gemm(x_TK, weight_NK, y_TN, tile, transposed=True, early=early, bias_N=bias_N, rank=rank)
+        y_TN = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0])
+        gemm(
+            x_TK,
+            weight_NK,
+            y_TN,
+            self._gemm_tile(y_TN),
+            transposed=True,
+            overlaps_previous_kernel=overlaps,
+            bias_N=bias_N,
+            rank=self._rank_part(s, self._site.b, "chunk_b", None),
+        )
         return y_TN
 
-    def rank_places(self, factors: SiteFactors, rows: RowGroups, parts: int = 1) -> RankPlaces:
-        """Places among the rows of `RankForm`, and in its chunks."""
-        if not self.site(factors).suits:
-            return super().rank_places(factors, rows, parts)
-        plan = self.plan(factors, rows)
+    def up(self, s: torch.Tensor, base_WN: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
+        return up_onto(s, base_WN.contiguous(), window, self, self._up_config)
+
+    def branch_dgrad(self, ds: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
+        return up_dropped(ds, window, self, self._up_config, scaled=True)
+
+    def rank_places(self, parts: int = 1) -> RankPlaces:
+        """Returns places among the rows of `RankForm`, and in its chunks."""
+        rows, plan = self.rows, self.plan
         build = form_places(rows, plan)
         return cached_places(rows, plan.layout, parts, plan.device, "cuda", build, gather)
 
-    def backward_up(
-        self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
-    ) -> torch.Tensor:
-        """Returns dS, with the `1 / (1 - p)` of dropout: masks are all that its readers apply."""
-        if not is_flat(s):
-            return super().backward_up(dy_TN, s, factors, rows)
-        site, plan = self.site(factors), self.plan(factors, rows)
-        dropout = dropout_of(factors, rows, plan)
-        dy_TN = dy_TN.contiguous()
-        return _rank_rows(dy_TN, site.b, factors.scaling, plan, rows, dropout, masked=False)
+    def backward_up(self, dy_TN: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return self._rank_rows(dy_TN.contiguous(), self._site.b, masked=False)
 
-    def dgrad(
-        self,
-        dy_TN: torch.Tensor,
-        ds: torch.Tensor,
-        weight_NK: torch.Tensor,
-        factors: SiteFactors,
-        rows: RowGroups,
-    ) -> torch.Tensor:
-        """Returns dx `[T, K]`."""
-        if not is_flat(ds):
-            return super().dgrad(dy_TN, ds, weight_NK, factors, rows)
-        plan = self.plan(factors, rows)
-        # Copies made here would be the previous kernel's work.
-        early = dy_TN.is_contiguous() and weight_NK.is_contiguous()
+    def dgrad(self, dy_TN: torch.Tensor, ds: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        # A copy made here would be the previous kernel.
+        overlaps = dy_TN.is_contiguous() and weight_NK.is_contiguous()
         dy_TN, weight_NK = dy_TN.contiguous(), weight_NK.contiguous()
-        tile = _gemm_tile(rows, weight_NK.shape[1], dy_TN.device)
         dx_TK = dy_TN.new_empty(dy_TN.shape[0], weight_NK.shape[1])
-        rank = dgrad_part(ds, self.site(factors), plan, dropout_of(factors, rows, plan))
-        gemm(dy_TN, weight_NK, dx_TK, tile, transposed=False, early=early, rank=rank)
+        gemm(
+            dy_TN,
+            weight_NK,
+            dx_TK,
+            self._gemm_tile(dx_TK),
+            transposed=False,
+            overlaps_previous_kernel=overlaps,
+            rank=self._rank_part(ds, self._site.a, "chunk_a", self._dropout),
+        )
         return dx_TK
 
     def backward_down(
@@ -163,21 +184,61 @@ class CudaOps(TritonOps):
         dy_TN: torch.Tensor,
         s: torch.Tensor,
         ds: torch.Tensor,
-        factors: SiteFactors,
-        rows: RowGroups,
         window: tuple[int, int],
-        up_factors: SiteFactors | None = None,
+        up: BoundLinear | None = None,
     ) -> None:
-        """Accumulates dA over the rows of a window, which are all that x holds, and dB over all."""
-        if up_factors is None and is_flat(ds):
-            self._sum(x_TK, dy_TN, s, ds, factors, rows, window, (DOWN, UP))
+        """Accumulates dA and dB."""
+        if up is None:
+            self._sum(x_TK, dy_TN, s, ds, window, (DOWN, UP))
             return
-        if is_flat(ds):
-            self._sum(x_TK, dy_TN, ds, ds, factors, rows, window, (DOWN,))
-        else:
-            super().backward_down(x_TK, dy_TN, s, ds, factors, rows, window)
-        if up_factors is not None and is_flat(s):
-            self._sum(x_TK, dy_TN, s, s, up_factors, rows, window, (UP,))
+        assert isinstance(up, CudaLinear), "the same kernels must take both factors of a linear"
+        # What is not read must have the factors' form all the same.
+        self._sum(x_TK, dy_TN, ds, ds, window, (DOWN,))
+        up._sum(x_TK, dy_TN, s, s, window, (UP,))
+
+    def _gemm_tile(self, out_TN: torch.Tensor) -> GemmTile:
+        clusters = multiprocessors(out_TN.device) // 2
+        return gemm_tile(self.rows.row_budget, out_TN.shape[1], clusters)
+
+    def _rank_part(
+        self, flat: torch.Tensor, arenas: Arenas, chunk_rows: str, dropout: Dropout | None
+    ) -> RankPart | None:
+        """Returns what a GEMM adds to the base; None where no row has an adapter.
+
+        Args:
+            chunk_rows: the plan's table of the chunks' rows in the arenas.
+        """
+        if not self.plan.num_chunks:
+            return None
+        return RankPart(
+            flat=flat,
+            form=self._form,
+            factors=arenas,
+            num_targets=len(self.factors.lora_b),
+            tile_chunks=self.plan["tile_chunks"],
+            chunk_rows=self.plan[chunk_rows],
+            dropout=dropout,
+        )
+
+    def _rank_rows(self, in_TK: torch.Tensor, arenas: Arenas, *, masked: bool) -> torch.Tensor:
+        """Returns s of a masked x and `lora_a`, or dS of dy and `lora_b`."""
+        flat = in_TK.new_empty(self._form.numel)
+        work = self.plan.work_items(*(_S_ITEMS if masked else _DS_ITEMS))
+        if not work.count:
+            return flat
+        rank_rows(
+            in_TK,
+            arenas,
+            flat,
+            self._form,
+            work,
+            chunks=self.plan["chunks"],
+            scaling=self.factors.scaling,
+            parts=row_parts(self.rows.row_budget, multiprocessors(in_TK.device)),
+            dropout=self._dropout,
+            masked=masked,
+        )
+        return flat
 
     def _sum(
         self,
@@ -185,72 +246,21 @@ class CudaOps(TritonOps):
         dy_TN: torch.Tensor,
         s: torch.Tensor,
         ds: torch.Tensor,
-        factors: SiteFactors,
-        rows: RowGroups,
         window: tuple[int, int],
         kinds: tuple[int, ...],
     ) -> None:
-        """dA, dB or both; of s and dS what is not read must have the factors' form all the same."""
-        site, plan = self.site(factors), self.plan(factors, rows)
+        """Accumulates dA, dB or both."""
         multi = multiprocessors(dy_TN.device)
-        items = sums_of(plan, site.sizes, rows.row_budget, window, multi, kinds)
-        if not items.count:
+        work = sums_of(self.plan, self._site.sizes, self.rows.row_budget, window, multi, kinds)
+        if not work.count:
             return
         rank_sums(
-            x_TK.contiguous(),
-            ds,
-            dy_TN.contiguous(),
-            s,
-            rank_form(plan),
-            items=items.items,
-            num_items=items.count,
-            blocks=min(items.count, _BLOCKS * multi),
-            grad_a=site.tables.grad_a,
-            grad_b=site.tables.grad_b,
-            workspace=items.partial_sums,
-            counters=items.counters,
-            first_row=window[0],
+            SumOperands(x_TK.contiguous(), window[0], ds, dy_TN.contiguous(), s),
+            self._form,
+            work,
+            self.tables,
+            blocks=min(work.count, _BLOCKS * multi),
             # dS was computed since dy and s were written. A copy made here is not.
-            early=dy_TN.is_contiguous(),
-            dropout=dropout_of(factors, rows, plan),
+            overlaps_previous_kernel=dy_TN.is_contiguous(),
+            dropout=self._dropout,
         )
-
-
-def _row_parts(rows: RowGroups, device: torch.device) -> int:
-    return row_parts(rows.row_budget, multiprocessors(device))
-
-
-def _gemm_tile(rows: RowGroups, columns: int, device: torch.device) -> GemmTile:
-    return gemm_tile(rows.row_budget, columns, multiprocessors(device) // 2)
-
-
-def _rank_rows(
-    in_TK: torch.Tensor,
-    arenas: Arenas,
-    scaling: torch.Tensor,
-    plan: PlanTensors,
-    rows: RowGroups,
-    dropout: Dropout | None,
-    *,
-    masked: bool,
-) -> torch.Tensor:
-    """s from a masked x and `lora_a`, or dS from dy and `lora_b`."""
-    form = rank_form(plan)
-    flat = in_TK.new_empty(form.numel)
-    items = plan.work_items(*(_S_ITEMS if masked else _DS_ITEMS))
-    if not items.count:
-        return flat
-    rank_rows(
-        in_TK,
-        arenas,
-        flat,
-        form,
-        items=items.items,
-        num_items=items.count,
-        chunks=plan["chunks"],
-        scaling=scaling,
-        parts=_row_parts(rows, in_TK.device),
-        dropout=dropout,
-        masked=masked,
-    )
-    return flat

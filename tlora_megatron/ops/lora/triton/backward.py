@@ -1,6 +1,6 @@
 """dS and dB of all adapters at one linear in one launch, from one pass of dy through memory.
 
-dS is a rank product like s, dB a sum over rows like dA (`triton_sums`). Their programs stand in
+dS is a rank product like s, dB a sum over rows like dA (`triton.sums`). Their programs stand in
 turns, region by region of dy, so that L2 serves the second read.
 """
 
@@ -10,13 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
-from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.plan_tensors import PlanTensors
-from tlora_megatron.ops.lora.site_tables import SiteTables
+from tlora_megatron.ops.lora.kernel_linear import KernelLinear
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK
 from tlora_megatron.ops.lora.triton.config import BackwardUpConfig
-from tlora_megatron.ops.lora.triton.down import largest_rank_tile, new_ranked, new_workspace
+from tlora_megatron.ops.lora.triton.launch_arguments import (
+    column_mapping,
+    largest_rank_tile,
+    new_ranked,
+    new_workspace,
+)
 from tlora_megatron.ops.lora.triton.rank_product import (
     CHUNK,
     FIELDS,
@@ -25,8 +27,11 @@ from tlora_megatron.ops.lora.triton.rank_product import (
     rank_product,
 )
 from tlora_megatron.ops.lora.triton.sums import outer_block
-from tlora_megatron.ops.lora.triton.work_bounds import backward_up_bounds
-from tlora_megatron.ops.lora.triton.work_items import RANK_PRODUCT, backward_up_items
+from tlora_megatron.ops.lora.triton.work_items import (
+    RANK_PRODUCT,
+    backward_up_bounds,
+    backward_up_items,
+)
 
 _RANK_PRODUCT = tl.constexpr(RANK_PRODUCT)
 
@@ -177,23 +182,11 @@ def _backward_up_kernel(
                     )
 
 
-def column_mapping(columns: tuple[OutputColumns, ...], block: int) -> int:
-    """How blocks of so many columns lie in the fused output: `triton_down.mapped_columns`."""
-    if all(c.is_whole for c in columns):
-        return 0
-    fits = all(c.width % block == 0 and c.stride % 8 == 0 and c.begin % 8 == 0 for c in columns)
-    return 1 if fits else 2
-
-
 def backward_up(
-    dy_TN: torch.Tensor,
-    s: torch.Tensor,
-    factors: SiteFactors,
-    tables: SiteTables,
-    plan: PlanTensors,
-    config: BackwardUpConfig,
+    dy_TN: torch.Tensor, s: torch.Tensor, linear: KernelLinear, config: BackwardUpConfig
 ) -> torch.Tensor:
     """Accumulates dB and returns dS, `[PlanTensors.ranked_rows, ROW_TILE]` in the dtype of dy."""
+    factors, tables, plan = linear.factors, linear.tables, linear.plan
     sizes = tuple(c.size for c in factors.columns)
     items = plan.work_items(
         ("backward_up", config, sizes),

@@ -7,14 +7,18 @@ import triton
 import triton.language as tl
 
 from tlora_megatron.ops.dropout.triton import dropped_below, row_hash
-from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.plan_tensors import WORKSPACE_UNIT, PlanTensors, WorkItems
-from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE
+from tlora_megatron.ops.lora.kernel_linear import KernelLinear
+from tlora_megatron.ops.lora.tiling import RANK_CHUNK
 from tlora_megatron.ops.lora.triton.config import DownConfig
+from tlora_megatron.ops.lora.triton.launch_arguments import (
+    largest_rank_tile,
+    new_ranked,
+    new_workspace,
+    pairs_of_columns,
+    row_keys_or,
+)
 from tlora_megatron.ops.lora.triton.rank_product import CHUNK, FIELDS, finish_block, rank_product
-from tlora_megatron.ops.lora.triton.work_bounds import down_bounds
-from tlora_megatron.ops.lora.triton.work_items import down_items
-from tlora_megatron.ops.routing.row_groups import RowGroups
+from tlora_megatron.ops.lora.triton.work_items import down_bounds, down_items
 
 
 @triton.jit
@@ -146,46 +150,9 @@ def _down_kernel(
                 )
 
 
-def pairs_of_columns(values: torch.Tensor, first_column: int) -> bool:
-    """Whether the dropout mask may work on registers of two values (`triton_dropout.drop_zero`)."""
-    interpreted: bool = triton.knobs.runtime.interpret
-    return not interpreted and values.element_size() == 2 and first_column % 2 == 0
-
-
-def largest_rank_tile(chunks: int, limit: int) -> int:
-    """Rank rows of the largest tile that so many chunks need, a power of two."""
-    return min(limit, triton.next_power_of_2(max(chunks, 1) * RANK_CHUNK))
-
-
-def new_workspace(items: WorkItems, device: torch.device) -> torch.Tensor:
-    """Room for an item list's partial sums, fp32."""
-    return torch.empty(max(items.workspace, 1) * WORKSPACE_UNIT, device=device)
-
-
-def new_ranked(like: torch.Tensor, plan: PlanTensors) -> torch.Tensor:
-    """Room for s or dS, `[PlanTensors.ranked_rows, ROW_TILE]`; undefined."""
-    return like.new_empty(plan.ranked_rows, ROW_TILE)
-
-
-def uses_dropout(factors: SiteFactors, rows: RowGroups) -> bool:
-    """Whether any element may be dropped; evaluation has no keys."""
-    return factors.has_dropout and bool(rows.dropout_keys)
-
-
-def row_keys_or(rows: RowGroups, drop: bool, unused: torch.Tensor) -> torch.Tensor:
-    """The rows' dropout keys, int32; any tensor where none is read."""
-    return rows.row_keys(unused.device) if drop else unused
-
-
-def down(
-    x_TK: torch.Tensor,
-    factors: SiteFactors,
-    rows: RowGroups,
-    plan: PlanTensors,
-    config: DownConfig,
-) -> torch.Tensor:
+def down(x_TK: torch.Tensor, linear: KernelLinear, config: DownConfig) -> torch.Tensor:
     """Returns s, `[PlanTensors.ranked_rows, ROW_TILE]` in the dtype of x."""
-    depth = x_TK.shape[1]
+    factors, plan, depth = linear.factors, linear.plan, x_TK.shape[1]
     items = plan.work_items(
         ("down", config, depth),
         lambda p: down_items(p, config, depth),
@@ -194,7 +161,7 @@ def down(
     s = new_ranked(x_TK, plan)
     if not items.count:
         return s
-    drop = uses_dropout(factors, rows)
+    drop = factors.uses_dropout(linear.rows)
     rank_tile = largest_rank_tile(plan.most_chunks, config.rank_tile)
     num_stages = config.num_stages if rank_tile <= 64 else max(config.num_stages - 1, 1)
     _down_kernel[(items.count,)](
@@ -209,7 +176,7 @@ def down(
         items.counters,
         factors.scaling,
         factors.dropout,
-        row_keys_or(rows, drop, plan["chunks"]),
+        row_keys_or(linear.rows, drop, plan["chunks"]),
         factors.dropout_key,
         factors.first_column,
         depth,

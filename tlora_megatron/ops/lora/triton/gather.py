@@ -1,4 +1,4 @@
-"""Kernel of `rank_places.gather_or_zero`."""
+"""The Triton kernel that equals `rank_places.gather_or_zero`."""
 
 from __future__ import annotations
 

@@ -1,21 +1,17 @@
-"""`LinearOps` with Triton kernels for the rank part and cuBLAS for the base.
+"""The multi-adapter linear with Triton kernels for the rank part and cuBLAS for the base.
 
 Launches: forward s, rank part of y, base GEMM; backward dS with dB, rank part of dx, base GEMM, dA.
 """
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 
 from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.linear_ops import PairLinear
-from tlora_megatron.ops.lora.plan_tensors import PlanTensors, plan_tensors
-from tlora_megatron.ops.lora.rank_form import is_flat
+from tlora_megatron.ops.lora.kernel_linear import KernelLinear
+from tlora_megatron.ops.lora.linear_ops import BoundLinear
 from tlora_megatron.ops.lora.rank_places import RankPlaces, cached_places, plan_places
-from tlora_megatron.ops.lora.site_tables import SiteTableCache
 from tlora_megatron.ops.lora.triton.backward import backward_up
 from tlora_megatron.ops.lora.triton.config import KernelConfig, kernel_config
 from tlora_megatron.ops.lora.triton.down import down
@@ -26,54 +22,39 @@ from tlora_megatron.ops.routing.row_groups import RowGroups
 
 
 class TritonOps:
-    """The multi-adapter linear in fp16 or bf16 on any GPU that Triton knows; see `LinearOps`.
+    """`LinearOps` in fp16 or bf16 on any GPU that Triton knows.
 
     Args:
         graph_safe: tables, buffers and grids by capacity, so that `plan_tensors.update_plans` can
             change the segments of a captured graph.
-        config: blocks; None = those tuned for the GPU.
+        config: blocks; None = those for the run's budget of rows.
     """
 
     name = "triton"
 
     def __init__(self, *, graph_safe: bool = False, config: KernelConfig | None = None) -> None:
-        self.graph_safe = graph_safe
-        self.tables = SiteTableCache()
+        self._graph_safe = graph_safe
         self._config = config
 
-    def bind(self, factors: SiteFactors, rows: RowGroups) -> PairLinear:
+    def bind(self, factors: SiteFactors, rows: RowGroups) -> TritonLinear:
         """Returns the linear of these factors over these rows."""
-        return PairLinear(self, factors, rows)
+        config = self._config or kernel_config(rows.row_budget)
+        return TritonLinear(factors, rows, config, graph_safe=self._graph_safe)
 
-    def plan(self, factors: SiteFactors, rows: RowGroups) -> PlanTensors:
-        """Work lists on the device of the factors."""
-        device = factors.lora_a.device
-        return plan_tensors(rows, factors.layout, device, graph_safe=self.graph_safe)
 
-    def config(self, factors: SiteFactors, rows: RowGroups) -> KernelConfig:
-        """Blocks for this linear and budget of rows."""
-        if self._config is not None:
-            return self._config
-        depth = factors.lora_a.shape[1]
-        columns = factors.columns[0]
-        gpu = gpu_name(factors.lora_a.device)
-        return kernel_config(gpu, rows.row_budget, depth, columns.groups * columns.stride)
+class TritonLinear(KernelLinear):
+    """`BoundLinear` with Triton kernels; see there for what the methods return."""
 
-    def down(self, x_TK: torch.Tensor, factors: SiteFactors, rows: RowGroups) -> torch.Tensor:
-        """Returns s, all that a forward GEMM needs besides the factors."""
-        return down(x_TK, factors, rows, self.plan(factors, rows), self.config(factors, rows).down)
+    __slots__ = ("config",)
 
-    def forward(
-        self,
-        x_TK: torch.Tensor,
-        weight_NK: torch.Tensor,
-        bias_N: torch.Tensor | None,
-        factors: SiteFactors,
-        rows: RowGroups,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns y `[T, N]` and s."""
-        s = self.down(x_TK, factors, rows)
-        return self.linear(x_TK, weight_NK, bias_N, s, factors, rows), s
+    def __init__(
+        self, factors: SiteFactors, rows: RowGroups, config: KernelConfig, *, graph_safe: bool
+    ) -> None:
+        super().__init__(factors, rows, graph_safe=graph_safe)
+        self.config = config
+
+    def down(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return down(x_TK, self, self.config.down)
 
     def linear(
         self,
@@ -81,72 +62,33 @@ class TritonOps:
         weight_NK: torch.Tensor,
         bias_N: torch.Tensor | None,
         s: torch.Tensor,
-        factors: SiteFactors,
-        rows: RowGroups,
     ) -> torch.Tensor:
-        """Returns y `[T, N]`."""
-        plan = self.plan(factors, rows)
-        if not plan.num_chunks:
+        if not self.plan.num_chunks:
             return F.linear(x_TK, weight_NK, bias_N)
-        blocks, tables = self.config(factors, rows).up, self.tables[factors]
-        y_TN = up(s, bias_N, len(weight_NK), factors, tables, plan, blocks)
+        y_TN = up(s, bias_N, len(weight_NK), self, self.config.up)
         # The base GEMM adds onto the rank part: a pass over [T, N] less than the reverse.
         return y_TN.addmm_(x_TK, weight_NK.t())
 
-    def up(
-        self,
-        s: torch.Tensor,
-        base_WN: torch.Tensor,
-        factors: SiteFactors,
-        rows: RowGroups,
-        window: tuple[int, int],
-    ) -> torch.Tensor:
-        """Returns `base + s B^T` of a window of rows."""
-        plan = self.plan(factors, rows)
-        if not plan.num_chunks:
-            return base_WN.clone()
-        blocks, tables = self.config(factors, rows).up, self.tables[factors]
-        return up_onto(s, base_WN.contiguous(), factors, tables, plan, blocks, window)
+    def up(self, s: torch.Tensor, base_WN: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
+        return up_onto(s, base_WN.contiguous(), window, self, self.config.up)
 
-    def branch_dgrad(
-        self,
-        ds: torch.Tensor,
-        factors: SiteFactors,
-        rows: RowGroups,
-        window: tuple[int, int],
-    ) -> torch.Tensor:
-        """Returns `drop(dS A)` of a window of rows."""
-        plan = self.plan(factors, rows)
-        if not plan.num_chunks:
-            return ds.new_zeros(window[1] - window[0], factors.lora_a.shape[1])
-        blocks, scaled = self.config(factors, rows).up, is_flat(ds)
-        return up_dropped(ds, factors, rows, plan, blocks, window, scaled=scaled)
+    def branch_dgrad(self, ds: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
+        return up_dropped(ds, window, self, self.config.up)
 
-    def rank_places(self, factors: SiteFactors, rows: RowGroups, parts: int = 1) -> RankPlaces:
-        """Places in row form, and in chunks."""
-        plan = self.plan(factors, rows)
+    def rank_places(self, parts: int = 1) -> RankPlaces:
+        """Returns places in row form, and in chunks."""
+        rows, plan = self.rows, self.plan
         build = plan_places(rows, plan)
         return cached_places(rows, plan.layout, parts, plan.device, "triton", build, gather)
 
-    def backward_up(
-        self, dy_TN: torch.Tensor, s: torch.Tensor, factors: SiteFactors, rows: RowGroups
-    ) -> torch.Tensor:
+    def backward_up(self, dy_TN: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         """Accumulates dB and returns dS."""
-        plan, config = self.plan(factors, rows), self.config(factors, rows)
-        return backward_up(dy_TN, s, factors, self.tables[factors], plan, config.backward_up)
+        return backward_up(dy_TN, s, self, self.config.backward_up)
 
-    def dgrad(
-        self,
-        dy_TN: torch.Tensor,
-        ds: torch.Tensor,
-        weight_NK: torch.Tensor,
-        factors: SiteFactors,
-        rows: RowGroups,
-    ) -> torch.Tensor:
-        """Returns dx `[T, K]`."""
+    def dgrad(self, dy_TN: torch.Tensor, ds: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
         if not len(ds):
             return dy_TN @ weight_NK
-        return self.branch_dgrad(ds, factors, rows, (0, len(dy_TN))).addmm_(dy_TN, weight_NK)
+        return self.branch_dgrad(ds, (0, len(dy_TN))).addmm_(dy_TN, weight_NK)
 
     def backward_down(
         self,
@@ -154,18 +96,8 @@ class TritonOps:
         dy_TN: torch.Tensor,
         s: torch.Tensor,
         ds: torch.Tensor,
-        factors: SiteFactors,
-        rows: RowGroups,
         window: tuple[int, int],
-        up_factors: SiteFactors | None = None,
+        up: BoundLinear | None = None,
     ) -> None:
-        """Accumulates dA over the rows `window[0]:window[1]`, which are all that x holds."""
-        plan, config = self.plan(factors, rows), self.config(factors, rows)
-        tables = self.tables[factors]
-        backward_down(x_TK, ds, factors, tables, rows, window, plan, config.backward_down)
-
-
-@functools.cache
-def gpu_name(device: torch.device) -> str:
-    """Name of a device, as in the table of block sizes; empty for a CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        """Accumulates dA; `backward_up` has accumulated dB."""
+        backward_down(x_TK, ds, window, self, self.config.backward_down)

@@ -13,22 +13,17 @@ import triton
 import triton.language as tl
 
 from tlora_megatron.ops.dropout.triton import drop_zero, dropped_below, row_hash
-from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.plan_tensors import PlanTensors
-from tlora_megatron.ops.lora.site_tables import SiteTables
+from tlora_megatron.ops.lora.kernel_linear import KernelLinear
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK
 from tlora_megatron.ops.lora.triton.config import BackwardDownConfig
-from tlora_megatron.ops.lora.triton.down import (
+from tlora_megatron.ops.lora.triton.launch_arguments import (
     largest_rank_tile,
     new_workspace,
     pairs_of_columns,
     row_keys_or,
-    uses_dropout,
 )
 from tlora_megatron.ops.lora.triton.rank_product import CHUNK, FIELDS, TILE, UNIT, mapped_columns
-from tlora_megatron.ops.lora.triton.work_bounds import backward_down_bounds
-from tlora_megatron.ops.lora.triton.work_items import backward_down_items
-from tlora_megatron.ops.routing.row_groups import RowGroups
+from tlora_megatron.ops.lora.triton.work_items import backward_down_bounds, backward_down_items
 
 
 @triton.jit
@@ -208,15 +203,12 @@ def _backward_down_kernel(
 def backward_down(
     x_TK: torch.Tensor,
     ds: torch.Tensor,
-    factors: SiteFactors,
-    tables: SiteTables,
-    rows: RowGroups,
     window: tuple[int, int],
-    plan: PlanTensors,
+    linear: KernelLinear,
     config: BackwardDownConfig,
 ) -> None:
     """Accumulates dA over the rows `window[0]:window[1]`, which are all that x holds."""
-    depth = x_TK.shape[1]
+    factors, tables, plan, depth = linear.factors, linear.tables, linear.plan, x_TK.shape[1]
     items = plan.work_items(
         ("backward_down", config, depth, window),
         lambda p: backward_down_items(p, config, depth, window),
@@ -224,7 +216,7 @@ def backward_down(
     )
     if not items.count:
         return
-    drop = uses_dropout(factors, rows)
+    drop = factors.uses_dropout(linear.rows)
     rank_tile = largest_rank_tile(plan.most_chunks, config.rank_tile)
     _backward_down_kernel[(items.count,)](
         items.items,
@@ -237,7 +229,7 @@ def backward_down(
         new_workspace(items, x_TK.device),
         items.counters,
         factors.dropout,
-        row_keys_or(rows, drop, items.items),
+        row_keys_or(linear.rows, drop, items.items),
         factors.dropout_key,
         factors.first_column,
         MAX_R=rank_tile,

@@ -11,15 +11,16 @@ import triton
 import triton.language as tl
 
 from tlora_megatron.ops.dropout.triton import drop_zero, dropped_below, row_hash
-from tlora_megatron.ops.lora.factors import SiteFactors
+from tlora_megatron.ops.lora.kernel_linear import KernelLinear
 from tlora_megatron.ops.lora.plan_tensors import PlanTensors
-from tlora_megatron.ops.lora.site_tables import SiteTables
-from tlora_megatron.ops.lora.triton.backward import column_mapping
 from tlora_megatron.ops.lora.triton.config import UpConfig
-from tlora_megatron.ops.lora.triton.down import pairs_of_columns, row_keys_or, uses_dropout
+from tlora_megatron.ops.lora.triton.launch_arguments import (
+    column_mapping,
+    pairs_of_columns,
+    row_keys_or,
+)
 from tlora_megatron.ops.lora.triton.rank_product import CHUNK, FIELDS, TILE
 from tlora_megatron.ops.lora.triton.up_items import up_bounds, up_items
-from tlora_megatron.ops.routing.row_groups import RowGroups
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
 _NOTHING, _BIAS, _BASE = 0, 1, 2
@@ -187,30 +188,29 @@ def up(
     s: torch.Tensor,
     bias_N: torch.Tensor | None,
     num_columns: int,
-    factors: SiteFactors,
-    tables: SiteTables,
-    plan: PlanTensors,
+    linear: KernelLinear,
     config: UpConfig,
 ) -> torch.Tensor:
     """Returns `b + s B^T`, `[T, N]`, 0 where no adapter has rows or columns."""
-    out_TN = s.new_empty(plan.num_rows, num_columns)
+    num_rows = linear.plan.num_rows
+    out_TN = s.new_empty(num_rows, num_columns)
     base, adds_to = (s, _NOTHING) if bias_N is None else (bias_N, _BIAS)
-    _launch_up(s, base, adds_to, out_TN, factors, tables, plan, config, (0, plan.num_rows))
+    _launch_up(s, base, adds_to, out_TN, (0, num_rows), linear, config)
     return out_TN
 
 
 def up_onto(
     s: torch.Tensor,
     base_WN: torch.Tensor,
-    factors: SiteFactors,
-    tables: SiteTables,
-    plan: PlanTensors,
-    config: UpConfig,
     window: tuple[int, int],
+    linear: KernelLinear,
+    config: UpConfig,
 ) -> torch.Tensor:
     """Returns `base + s B^T` of the rows `window[0]:window[1]`, in the dtype of the base."""
+    if not linear.plan.num_chunks:
+        return base_WN.clone()
     out_WN = torch.empty_like(base_WN)
-    _launch_up(s, base_WN, _BASE, out_WN, factors, tables, plan, config, window)
+    _launch_up(s, base_WN, _BASE, out_WN, window, linear, config)
     return out_WN
 
 
@@ -219,24 +219,23 @@ def _launch_up(
     base: torch.Tensor,
     adds_to: int,
     out_WN: torch.Tensor,
-    factors: SiteFactors,
-    tables: SiteTables,
-    plan: PlanTensors,
-    config: UpConfig,
     window: tuple[int, int],
+    linear: KernelLinear,
+    config: UpConfig,
 ) -> None:
-    num_columns = out_WN.shape[1]
+    tables, targets, num_columns = linear.tables, linear.factors.columns, out_WN.shape[1]
+    items = _items(linear.plan, config.block_rows)
     _up.launch(
         -(-num_columns // config.block_columns),
-        (_items(plan, config.block_rows), s, tables.lora_b, tables.columns, base, out_WN),
+        (items, s, tables.lora_b, tables.columns, base, out_WN),
         window,
         (
             num_columns,
-            len(factors.columns),
+            len(targets),
             config.block_rows,
             config.block_columns,
             config.num_stages,
-            column_mapping(factors.columns, config.block_columns),
+            column_mapping(targets, config.block_columns),
             tables.aligned_lora_b,
             adds_to,
         ),
@@ -253,11 +252,9 @@ def _row_blocks(window: tuple[int, int], block_rows: int) -> int:
 
 def up_dropped(
     ds: torch.Tensor,
-    factors: SiteFactors,
-    rows: RowGroups,
-    plan: PlanTensors,
-    config: UpConfig,
     window: tuple[int, int],
+    linear: KernelLinear,
+    config: UpConfig,
     *,
     scaled: bool = False,
 ) -> torch.Tensor:
@@ -266,11 +263,13 @@ def up_dropped(
     Args:
         scaled: dS holds dropout's `1 / (1 - p)`, as the CUDA kernels' does.
     """
-    depth = factors.lora_a.shape[1]
+    factors, depth = linear.factors, linear.factors.size_in
+    if not linear.plan.num_chunks:
+        return ds.new_zeros(window[1] - window[0], depth)
     out_WK = ds.new_empty(window[1] - window[0], depth)
-    drop = uses_dropout(factors, rows)
-    items = _items(plan, config.block_rows)
-    keys = row_keys_or(rows, drop, items)
+    drop = factors.uses_dropout(linear.rows)
+    items = _items(linear.plan, config.block_rows)
+    keys = row_keys_or(linear.rows, drop, items)
     _dgrad.launch(
         -(-depth // config.block_columns),
         (items, ds, factors.lora_a, out_WK, factors.dropout, keys),

@@ -15,7 +15,7 @@ from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE
 
 
 def up_items(plan: PlanTensors, block_rows: int) -> ItemList:
-    """A header for every block of rows, then the records of adapters.
+    """Returns a header for every block of rows, then the records of adapters.
 
     Header of a block: field p is the first record of target p, field p + 1 the one after its last.
     Record: begin, end, slot, first chunk, row in the arena of B, row in the arena of A, rank rows,

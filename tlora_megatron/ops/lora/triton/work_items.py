@@ -1,4 +1,4 @@
-"""What each program of the Triton kernels does: item lists as pure functions of a plan.
+"""Work items of the Triton kernels, and bounds of their number: pure functions of a plan.
 
 An item holds everything its program must know, so that the program begins to stream after one
 access. Its fields, by kernel:
@@ -12,7 +12,8 @@ access. Its fields, by kernel:
 
 A rank product reads a block of rows and writes `[rank rows, rows]` of s or dS; rows `begin:end` of
 the block are the slot's, and depth 0 means that none is. An outer product sums over rows
-`begin:end`. Shapes: BM rows of a block, N columns.
+`begin:end`. Bounds hold for any micro-batch of as many rows: a plan that a CUDA graph replays has
+room for as much. Shapes: BM rows of a block, N columns.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 from tlora_megatron.ops.lora.plan_tensors import (
     WORKSPACE_UNIT,
     Array,
+    ItemBounds,
     ItemList,
     PlanTensors,
     item_array,
@@ -182,7 +184,7 @@ def _outer_products(
     target: int,
     window: tuple[int, int] | None = None,
 ) -> Array:
-    """Blocks of columns of each run; `chunks` and `gradient_rows` are one entry a slot."""
+    """Returns blocks of columns of each run; `chunks` and `gradient_rows` have an entry a slot."""
     window = (0, plan.num_rows) if window is None else window
     runs = row_runs(plan.ends, plan.layout, config.rows_per_run, window)
     run = np.array(runs, dtype=np.int64).reshape(len(runs), 5)
@@ -246,3 +248,57 @@ def _by_region(items: Array, config: BackwardUpConfig) -> Array:
     column = np.where(outer, items[:, 6], items[:, _DEPTH0]) // config.split_columns
     idle = ~outer & (items[:, _DEPTH1] == 0)
     return items[np.lexsort((column, items[:, 14], row, idle))]
+
+
+def down_bounds(plan: PlanTensors, config: DownConfig, depth: int) -> ItemBounds:
+    """Bounds of `down_items` over all micro-batches."""
+    chunks = int(plan.slot_chunks.sum(axis=1).max(initial=0))
+    return _rank_bounds(plan, chunks, config.block_rows, config.rank_tile, config.splits)
+
+
+def backward_up_bounds(
+    plan: PlanTensors, config: BackwardUpConfig, columns: Sequence[int]
+) -> ItemBounds:
+    """Bounds of `backward_up_items` over all micro-batches."""
+    items = workspace = 0
+    for p, num_columns in enumerate(columns):
+        chunks = int(plan.slot_chunks[:, p].max(initial=0))
+        splits = -(-num_columns // config.split_columns)
+        down = _rank_bounds(plan, chunks, config.block_rows, config.rank_tile, splits)
+        outer = _outer_bounds(plan, config, chunks, num_columns)
+        items += down.items + outer.items
+        workspace += down.workspace + outer.workspace
+    return ItemBounds(items=items, workspace=workspace)
+
+
+def backward_down_bounds(plan: PlanTensors, config: BackwardDownConfig, depth: int) -> ItemBounds:
+    """Bounds of `backward_down_items` over all micro-batches."""
+    chunks = int(plan.slot_chunks.sum(axis=1).max(initial=0))
+    return _outer_bounds(plan, config, chunks, depth)
+
+
+def _rank_bounds(
+    plan: PlanTensors, chunks: int, block_rows: int, rank_tile: int, splits: int
+) -> ItemBounds:
+    slots = min(len(plan.layout.ranks), plan.num_rows)
+    hits = -(-plan.num_rows // block_rows) + slots
+    passes = -(-chunks * RANK_CHUNK // rank_tile)
+    blocks = plan.max_pairs * (ROW_TILE // block_rows)
+    units = hits * splits * chunks * RANK_CHUNK * block_rows // WORKSPACE_UNIT
+    return ItemBounds(items=passes * (blocks + hits * (splits - 1)), workspace=units)
+
+
+def _outer_bounds(
+    plan: PlanTensors, config: BackwardUpConfig | BackwardDownConfig, chunks: int, columns: int
+) -> ItemBounds:
+    # A slot of n rows has at most `n / rows_per_run + 1` runs; if several, twice the quotient.
+    block, num_rows = config.block_columns, plan.num_rows
+    runs = num_rows // config.rows_per_run + min(len(plan.layout.ranks), num_rows)
+    passes = -(-chunks * RANK_CHUNK // config.rank_tile)
+    padded = -(-columns // block) * block
+    widest = max(block, config.item_size // config.rows_per_run // block * block)
+    full = 2 * (num_rows // config.rows_per_run) * -(-padded // widest)
+    blocks = full + 2 * num_rows * padded // max(config.item_size, 1) + runs
+    several = 2 * num_rows // config.rows_per_run
+    units = several * chunks * RANK_CHUNK * padded // WORKSPACE_UNIT
+    return ItemBounds(items=passes * blocks, workspace=units)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +12,16 @@ import torch
 from tlora_megatron.ops.lora.columns import OutputColumns
 from tlora_megatron.ops.lora.cuda import calls as cuda_calls
 from tlora_megatron.ops.lora.cuda.arguments import STRUCTS, Factors, packer
-from tlora_megatron.ops.lora.cuda.calls import Arenas, Dropout, GemmTile, RankPart
-from tlora_megatron.ops.lora.rank_form import RankForm
+from tlora_megatron.ops.lora.cuda.calls import Arenas, Dropout, GemmTile, RankPart, SumOperands
+from tlora_megatron.ops.lora.cuda.rank_form import RankForm
 
 X, W, OUT = (torch.empty(shape, dtype=torch.float16) for shape in ((6, 8), (16, 8), (6, 16)))
 FORM = RankForm(chunk_rows=2, num_rows=6, row_width=64)
 FLAT, OTHER_FLAT = (torch.empty(FORM.numel, dtype=torch.float16) for _ in range(2))
 ITEMS, CHUNKS, TILES = (torch.empty(n, dtype=torch.int32) for n in (60, 2, 4))
+WORK = SimpleNamespace(
+    items=ITEMS, count=3, partial_sums=torch.empty(7), counters=torch.empty(8, dtype=torch.int32)
+)
 SCALING = torch.empty(2)
 DROPOUT = Dropout(SCALING, torch.empty(6), torch.empty(6), key=77, first_column=8)
 COLUMNS = OutputColumns(groups=2, stride=8, begin=0, width=4)
@@ -64,7 +68,9 @@ def test_arenas_hold_addresses_and_columns() -> None:
 def test_gemm(launched: list[dict[str, Any]], dropout: Dropout | None) -> None:
     rank = RankPart(FLAT, FORM, ARENAS, 2, TILES, CHUNKS, dropout)
     tile, bias = GemmTile(192, 4), torch.empty(16)
-    cuda_calls.gemm(X, W, OUT, tile, transposed=True, early=True, bias_N=bias, rank=rank)
+    cuda_calls.gemm(
+        X, W, OUT, tile, transposed=True, overlaps_previous_kernel=True, bias_N=bias, rank=rank
+    )
     mask: dict[str, Any] = {}
     if dropout is not None:
         mask = {"row_keys": dropout.row_keys, "row_slots": dropout.row_slots}
@@ -73,7 +79,7 @@ def test_gemm(launched: list[dict[str, Any]], dropout: Dropout | None) -> None:
         launched[0], kernel="gemm", x=X, weight=W, bias=bias, ext=FLAT, out=OUT, tile_chunks=TILES,
         chunk_rows=CHUNKS, rows=6, columns_out=16, depth=8, ext_rows=2, factors=ARENAS,
         num_targets=2, half_precision=1, transposed=1, tile_columns=192, group=4, blocks=132,
-        early=1, **mask,
+        overlaps_previous_kernel=1, **mask,
     )  # fmt: skip
 
 
@@ -91,8 +97,8 @@ def test_gemm_without_adapters(launched: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["", "dropout"])
 def test_rows(launched: list[dict[str, Any]], dropout: Dropout | None, masked: bool) -> None:
     cuda_calls.rank_rows(
-        X, ARENAS, FLAT, FORM, items=ITEMS, num_items=3, chunks=CHUNKS, scaling=SCALING, parts=4,
-        dropout=dropout, masked=masked,
+        X, ARENAS, FLAT, FORM, WORK, chunks=CHUNKS, scaling=SCALING, parts=4, dropout=dropout,
+        masked=masked,
     )  # fmt: skip
     mask: dict[str, Any] = {} if dropout is None else {"dropout": SCALING}
     if dropout is not None and masked:
@@ -106,11 +112,10 @@ def test_rows(launched: list[dict[str, Any]], dropout: Dropout | None, masked: b
 
 @pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["", "dropout"])
 def test_sums(launched: list[dict[str, Any]], dropout: Dropout | None) -> None:
-    grad_a, grad_b, workspace, counters = (torch.empty(n) for n in (5, 6, 7, 8))
+    tables = SimpleNamespace(grad_a=torch.empty(5), grad_b=torch.empty(6))
     cuda_calls.rank_sums(
-        X[2:], FLAT, OUT, OTHER_FLAT, FORM, items=ITEMS, num_items=3, blocks=9, grad_a=grad_a,
-        grad_b=grad_b, workspace=workspace, counters=counters, first_row=2, early=True,
-        dropout=dropout,
+        SumOperands(X[2:], 2, FLAT, OUT, OTHER_FLAT), FORM, WORK, tables, blocks=9,
+        overlaps_previous_kernel=True, dropout=dropout,
     )  # fmt: skip
     mask: dict[str, Any] = {}
     if dropout is not None:
@@ -118,10 +123,10 @@ def test_sums(launched: list[dict[str, Any]], dropout: Dropout | None) -> None:
         mask |= {"dropout_key": 77, "first_column": 8}
     expect(
         launched[0], kernel="sums", x=X[2:], ds=FORM.rows_address(FLAT), dy=OUT,
-        s=FORM.rows_address(OTHER_FLAT), items=ITEMS, grad_a=grad_a, grad_b=grad_b,
-        workspace=workspace, counters=counters, num_rows=6, x_rows=4, x_columns=8, dy_columns=16,
-        num_items=3, item_fields=20, blocks=9, row_width=64, first_row=2, early=1,
-        half_precision=1, **mask,
+        s=FORM.rows_address(OTHER_FLAT), items=ITEMS, grad_a=tables.grad_a, grad_b=tables.grad_b,
+        workspace=WORK.partial_sums, counters=WORK.counters, num_rows=6, x_rows=4, x_columns=8,
+        dy_columns=16, num_items=3, item_fields=20, blocks=9, row_width=64, first_row=2,
+        overlaps_previous_kernel=1, half_precision=1, **mask,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Which linears the CUDA kernels take, and how their GEMM is cut."""
+"""Linears that the CUDA kernels support, and the tiles of their GEMM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.cuda_cases import FUSED_AND_Q, QKV, WHOLE
 from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.cuda.fit import gemm_tile, suits
+from tlora_megatron.ops.lora.cuda.operands import gemm_tile, is_supported
 
 H100_CLUSTERS = 66
 
@@ -41,7 +41,7 @@ def test_a_gemm_never_has_more_column_tiles_than_the_kernel_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "sizes", "first_column", "taken"),
+    ("columns", "sizes", "first_column", "supported"),
     [
         (QKV, (512, 136), 0, True),
         (WHOLE, (200, 136), 32, True),
@@ -59,11 +59,20 @@ def test_a_gemm_never_has_more_column_tiles_than_the_kernel_counts() -> None:
         (WHOLE, (200, 65544), 0, False),
     ],
 )
-def test_suits(
+def test_is_supported(
     columns: tuple[OutputColumns, ...],
     sizes: tuple[int, int],
     first_column: int,
-    taken: bool,
+    supported: bool,
 ) -> None:
-    factors = SimpleNamespace(columns=columns, first_column=first_column)
-    assert suits(factors, *sizes) is taken
+    size_out, size_in = sizes
+    factors = SimpleNamespace(
+        columns=columns,
+        size_in=size_in,
+        size_out=size_out,
+        first_column=first_column,
+        is_aligned=True,
+    )
+    assert is_supported(factors) is supported
+    factors.is_aligned = False
+    assert not is_supported(factors)

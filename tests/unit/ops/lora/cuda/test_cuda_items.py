@@ -14,18 +14,21 @@ from tests.helpers.cuda_cases import FUSED_AND_Q, GATE_UP, QKV, WHOLE
 from tests.helpers.item_parts import BLOCK_ROWS, kernel_width
 from tests.helpers.kernel_case import make_rows
 from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.cuda.row_items import rank_columns, row_bounds, row_items, row_parts
-from tlora_megatron.ops.lora.cuda.sum_items import (
+from tlora_megatron.ops.lora.cuda.rank_form import rank_form
+from tlora_megatron.ops.lora.cuda.work_items import (
     DOWN,
     UP,
     SumInput,
     moved_bytes,
+    rank_columns,
+    row_bounds,
+    row_items,
+    row_parts,
     rows_per_run,
     sum_bounds,
     sum_items,
 )
 from tlora_megatron.ops.lora.plan_tensors import PlanTensors, plan_tensors
-from tlora_megatron.ops.lora.rank_form import rank_form
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE, RankLayout, rank_chunks
 
 CPU = torch.device("cpu")

@@ -18,6 +18,7 @@ from tests.helpers.kernel_case import KernelCase, gradients, make_case, make_row
 from tests.helpers.linear_case import error
 from tlora_megatron.ops.lora.factors import are_aligned
 from tlora_megatron.ops.lora.plan_tensors import update_plans
+from tlora_megatron.ops.lora.torch_ops import TorchLinear, TorchOps
 from tlora_megatron.ops.routing.row_groups import RowGroups
 
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ def run(
     class Bench(SimpleNamespace):
         def __init__(self, case: KernelCase, *, graph_safe: bool = False, **machine: int) -> None:
             super().__init__(case=case, machine=ItemMachine(case.factors, **machine))
-            self.ops = cuda_ops.CudaOps(graph_safe=graph_safe)
+            self.ops = cuda_ops.CudaOps(TorchOps(), graph_safe=graph_safe)
 
         def __call__(
             self,
@@ -276,23 +277,20 @@ def test_a_plan_goes_with_its_micro_batch(run: type) -> None:
     gc.disable()
     try:
         bench(x, dy, rows)
-        plan = weakref.ref(bench.ops.plan(case.factors, rows))
+        plan = weakref.ref(bench.ops.bind(case.factors, rows).plan)
         del rows
         assert plan() is None
     finally:
         gc.enable()
 
 
-def test_gradients_off_16_bytes_go_through_triton(
-    cuda_ops: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where another linear of the model has an odd size: a slab holds all of them in a row."""
+def test_gradients_off_16_bytes_go_to_the_fallback(cuda_ops: ModuleType) -> None:
+    """They lie so where another linear of the model has an odd size: a slab holds all in a row."""
     case, rows = make("one adapter")
     shifted = torch.zeros(1 + 16 * IN_SIZE)[1:].view(16, IN_SIZE)
     factors = replace(case.factors, grad_a=((shifted,),), is_aligned=are_aligned(((shifted,),)))
-    s = torch.zeros(16, 256)
-    monkeypatch.setattr(cuda_ops.TritonOps, "down", lambda *_: s)
-    monkeypatch.setattr(cuda_ops.TritonOps, "linear", lambda *_: "triton")
-    x, _ = operands(case, rows.ends[-1])
-    found = cuda_ops.CudaOps().bind(factors, rows).forward(x, case.weight_NK, None)
-    assert found == ("triton", s)
+    ops = cuda_ops.CudaOps(TorchOps())
+    found = ops.bind(factors, rows)
+    assert isinstance(found, TorchLinear)
+    assert (found.factors, found.rows) == (factors, rows)
+    assert isinstance(ops.bind(case.factors, rows), cuda_ops.CudaLinear)

@@ -23,7 +23,9 @@ from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
+from tlora_megatron.ops.lora.cuda.operands import CudaSite
 from tlora_megatron.ops.lora.rank_places import gather_or_zero
+from tlora_megatron.ops.lora.torch_ops import TorchOps
 
 IN_SIZE = 136
 
@@ -58,7 +60,7 @@ def test_ranks_that_share_make_the_definition(
         monkeypatch.setattr(cuda_ops, kernel, getattr(machine, kernel))
     monkeypatch.setattr(cuda_ops, "gather", gather_or_zero)
     with poisoned_memory():
-        found = run_shared(cuda_ops.CudaOps(), case, x, dy, rows, parts)
+        found = run_shared(cuda_ops.CudaOps(TorchOps()), case, x, dy, rows, parts)
     expected = reference(case, x.clone(), dy, rows)
     assert found.keys() == expected.keys()
     for key, value in expected.items():
@@ -85,9 +87,8 @@ def test_what_the_kernels_take_lies_at_16_bytes(
         bank.install(
             [Adapter(name=str(i), lora=r, slab=bank.new_slab(r)) for i, r in enumerate(loras)]
         )
-        ops = cuda_ops.CudaOps()
         for factors in (*bank.fused_factors.values(), *bank.s_lora_a_factors.values()):
-            is_taken = ops.site(factors).suits
+            is_taken = factors.cached(CudaSite).is_supported
             taken.append(is_taken)
             held = [t for t in (factors.lora_a, *factors.lora_b) if t.stride(0)]
             grads = [g for t in (factors.grad_a, factors.grad_b) for slot in t for g in slot]
@@ -95,6 +96,7 @@ def test_what_the_kernels_take_lies_at_16_bytes(
             rows = [row.data_ptr() for tensor in held for row in tensor]
             assert not is_taken or not any(address % 16 for address in rows)
         for index, own in bank.s_lora_a_factors.items():
-            assert ops.site(own).suits == ops.site(bank.fused_factors[index]).suits
+            whole = bank.fused_factors[index]
+            assert own.cached(CudaSite).is_supported == whole.cached(CudaSite).is_supported
     assert all(taken) == ((hidden, ffn) == (512, 1536))
     assert any(taken) or hidden < 512

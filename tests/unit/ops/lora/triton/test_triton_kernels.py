@@ -43,7 +43,6 @@ from tlora_megatron.ops.lora.factors import SiteFactors, are_aligned
 from tlora_megatron.ops.lora.plan_tensors import update_plans
 from tlora_megatron.ops.lora.rank_places import gather_or_zero
 from tlora_megatron.ops.lora.triton import gather as triton_gather
-from tlora_megatron.ops.lora.triton import ops as triton_ops
 from tlora_megatron.ops.lora.triton.config import (
     BackwardDownConfig,
     BackwardUpConfig,
@@ -189,7 +188,8 @@ def test_the_branch_reads_what_the_cuda_kernels_write(monkeypatch: pytest.Monkey
     case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
     rows, factors = make_rows(lengths, padding), case.factors
     x, dy = draw(case, rows.ends[-1])
-    machine, bound = ItemMachine(factors), cuda_ops.CudaOps(config=SMALL).bind(factors, rows)
+    machine = ItemMachine(factors)
+    bound = cuda_ops.CudaOps(TritonOps(), up_config=SMALL.up).bind(factors, rows)
     for name in ("rank_rows", "multiprocessors"):
         monkeypatch.setattr(cuda_ops, name, getattr(machine, name))
     begin, end = window = (40, 170)
@@ -208,16 +208,17 @@ def test_the_branch_reads_what_the_cuda_kernels_write(monkeypatch: pytest.Monkey
 
 
 @interpreted
-@pytest.mark.parametrize("kernels", [cuda_ops.CudaOps, TritonOps])
-def test_ranks_that_share_make_the_definition(kernels: type[TritonOps]) -> None:
-    """Of a linear whose gradients lie off 16 bytes, which no CUDA kernel takes."""
+@pytest.mark.parametrize("is_fallback", [True, False])
+def test_ranks_that_share_make_the_definition(is_fallback: bool) -> None:
+    """The linear's gradients lie off 16 bytes, which no CUDA kernel supports."""
     columns, ranks, lengths, padding = CUDA_CASES["missing targets"]
     case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
     case = dataclasses.replace(case, factors=shifted_gradients(case.factors))
     rows = make_rows(lengths, padding)
     x, dy = draw(case, rows.ends[-1])
     with poisoned_memory():
-        found = run_shared(kernels(config=SMALL), case, x, dy, rows)
+        ops = TritonOps(config=SMALL)
+        found = run_shared(cuda_ops.CudaOps(ops) if is_fallback else ops, case, x, dy, rows)
     compare(found, reference(case, x, dy, rows), 5e-7)
 
 
@@ -283,8 +284,8 @@ def test_the_mask_is_that_of_the_definition(column: int) -> None:
     key = case.factors.dropout_key
     expected = dropout_reference(ones, rows.row_keys(ones.device), p_T, key, column) != 0
     ops = TritonOps(config=SMALL)
-    s = ops.bind(case.factors, rows).down(ones)
-    plan = ops.plan(case.factors, rows)
+    bound = ops.bind(case.factors, rows)
+    s, plan = bound.down(ones), bound.plan
     row_form = s[plan.num_chunks * 16 :].flatten()[: rows.ends[-1] * K].view(-1, K)
     assert torch.equal(row_form != 0, expected)
     assert 0 < (~expected).sum() < expected.numel()
@@ -342,12 +343,11 @@ def test_gradients_are_bitwise_those_of_the_job_alone(monkeypatch: pytest.Monkey
             assert torch.equal(found[0][name], found[2][name]), name
 
 
-def test_blocks_follow_the_budget_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_follow_the_budget_of_rows() -> None:
     """Not the rows of the micro-batch: blocks decide orders of sums."""
-    monkeypatch.setattr(triton_ops, "gpu_name", lambda device: "NVIDIA H200")
     case = make_case([[16]], WHOLE, K, dtype=torch.float32)
     found = [
-        TritonOps().config(case.factors, make_rows((n,), budget=budget))
+        TritonOps().bind(case.factors, make_rows((n,), budget=budget)).config
         for n, budget in ((100, 8192), (8000, 8192), (100, 2048))
     ]
     assert found[0] == found[1] != found[2]
@@ -383,7 +383,7 @@ def test_tables_take_other_segments_in_place() -> None:
     x, dy = draw(case, 124)
     ops = TritonOps(config=SMALL, graph_safe=True)
     compare(run(ops, case, x, dy, rows), reference(case, x, dy, rows), 5e-7)
-    tables = ops.plan(case.factors, rows)
+    tables = ops.bind(case.factors, rows).plan
     address = tables["chunks"].data_ptr()
     for lengths in segments[1:]:
         other = make_rows(lengths, padding=124 - sum(lengths))
@@ -391,16 +391,16 @@ def test_tables_take_other_segments_in_place() -> None:
         with poisoned_memory():
             actual = run(ops, case, x, dy, rows)
         compare(actual, reference(case, x, dy, other), 5e-7)
-    assert ops.plan(case.factors, rows)["chunks"].data_ptr() == address
+    assert ops.bind(case.factors, rows).plan["chunks"].data_ptr() == address
 
 
 @interpreted
 def test_tables_refuse_other_sizes() -> None:
     case = make_case([[4]], WHOLE, K, dtype=torch.float32)
     rows = make_rows((10,))
-    tables = TritonOps(graph_safe=True).plan(case.factors, rows)
+    tables = TritonOps(graph_safe=True).bind(case.factors, rows).plan
     with pytest.raises(ValueError, match=r"ends must be 2 up to 10 .*, got 2 up to 11"):
         tables.update((10, 11))
-    exact = TritonOps().plan(case.factors, make_rows((10,)))
+    exact = TritonOps().bind(case.factors, make_rows((10,))).plan
     with pytest.raises(ValueError, match="graph_safe=False"):
         exact.update((5, 10))

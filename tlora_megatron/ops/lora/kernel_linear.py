@@ -1,19 +1,24 @@
-"""Device tables of one linear's factors: addresses that no kernel can get as arguments."""
+"""The part of a bound linear that the Triton and CUDA kernels share: work lists and addresses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from tlora_megatron.ops.lora.factors import SiteFactors
+from tlora_megatron.ops.lora.linear_ops import BoundLinear
+from tlora_megatron.ops.lora.plan_tensors import PlanTensors, plan_tensors
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK, rank_chunks
+from tlora_megatron.ops.routing.row_groups import RowGroups
 
 
 class SiteTables:
-    """Tables of one linear, made once: they hold as long as its factors stay where they are."""
+    """Addresses of one linear's weights and gradients, in tables on the device.
+
+    They hold as long as the factors stay where they are: `factors.cached(SiteTables)`.
+    """
 
     def __init__(self, factors: SiteFactors) -> None:
         device = factors.lora_a.device
@@ -37,6 +42,20 @@ class SiteTables:
         )
 
 
+class KernelLinear(BoundLinear):
+    """A `BoundLinear` whose kernels read work lists and address tables on the device."""
+
+    __slots__ = ("plan", "tables")
+
+    def __init__(self, factors: SiteFactors, rows: RowGroups, *, graph_safe: bool) -> None:
+        super().__init__(factors, rows)
+        device = factors.lora_a.device
+        self.plan: PlanTensors = plan_tensors(rows, factors.layout, device, graph_safe=graph_safe)
+        """Work lists of the micro-batch, shared by all linears of the layout."""
+        self.tables: SiteTables = factors.cached(SiteTables)
+        """Addresses of the linear's weights and gradients."""
+
+
 def _gradient_rows(
     factors: SiteFactors, grads: Sequence[Sequence[torch.Tensor | None]]
 ) -> np.ndarray:
@@ -51,16 +70,3 @@ def _gradient_rows(
             step = grad.stride(0) * grad.element_size()
             rows[begin : begin + len(grad)] = grad.data_ptr() + step * np.arange(len(grad))
     return rows
-
-
-class SiteTableCache:
-    """The tables of every linear that has been seen, dropped with its factors."""
-
-    def __init__(self) -> None:
-        self._tables: WeakKeyDictionary[SiteFactors, SiteTables] = WeakKeyDictionary()
-
-    def __getitem__(self, factors: SiteFactors) -> SiteTables:
-        tables = self._tables.get(factors)
-        if tables is None:
-            tables = self._tables[factors] = SiteTables(factors)
-        return tables

@@ -1,20 +1,20 @@
-"""Work items of rank_sums.cu: pure functions of a micro-batch's segments and ranks.
+"""Work items of rank_rows.cu and rank_sums.cu: pure functions of segments and ranks.
 
-An item is one block's work, int32 in the order in which the kernel reads it: its `Item`. At most
-128 rank rows belong to an item; a slot with more takes several. One list holds the items of both
-inputs: x, whose sums are dA, and dy, whose sums are dB.
+An item is the work of one cluster (rows) or one block (sums), int32 in the order in which the
+kernel's `Item` reads it. At most 128 rank rows belong to an item; a slot with more takes several.
+One list holds the sums of both inputs: x, whose sums are dA, and dy, whose sums are dB.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tlora_megatron.ops.lora.columns import OutputColumns
-from tlora_megatron.ops.lora.cuda.row_items import ITEM_CHUNKS
 from tlora_megatron.ops.lora.plan_tensors import (
     Array,
     ItemBounds,
@@ -23,12 +23,16 @@ from tlora_megatron.ops.lora.plan_tensors import (
     item_array,
     spread,
 )
-from tlora_megatron.ops.lora.tiling import RANK_CHUNK, row_runs
+from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE, RankLayout, row_runs
 
+BLOCK_ROWS = 128
+"""Rows of an item of rows."""
+ITEM_CHUNKS = 8
+"""Rank chunks of an item: `kMaxChunks` of rank_ring.cuh."""
 DOWN, UP = 0, 1
 """Kinds of items: dA = dS^T drop(x), and dB = dy^T s."""
 BLOCK_FEATURES = 128
-"""Features of an item: two warpgroups of 64."""
+"""Features of an item of sums: two warpgroups of 64."""
 _STEP_ROWS = 64
 """Rows that a block takes at once."""
 _KERNEL_WIDTH = np.array([0, 16, 32, 64, 64, 128, 128, 128, 128])
@@ -38,9 +42,82 @@ _WORKSPACE_PER_WIDTH = 2
 _BEGIN, _END, _COUNT, _PARTS, _WORKSPACE, _COUNTER, _KIND = 0, 1, 6, 11, 12, 13, 14
 
 
+def rank_columns(layout: RankLayout) -> int:
+    """Columns of the row-major s and dS: the most chunks of any slot, a multiple of 64."""
+    rows = [*(slot[0] for slot in layout.a_begin), layout.a_rows] if layout.num_targets else [0]
+    widest = max((b - a for a, b in itertools.pairwise(rows)), default=0)
+    return max(64, -(-widest // 64) * 64)
+
+
+def row_items(plan: PlanTensors, *, per_target: bool) -> ItemList:
+    """Returns items, those with most rows of their segment first, then in order of rows.
+
+    Blocks start in order: what is left for multiprocessors that have a block already is short.
+
+    Args:
+        per_target: dS reads each target's own columns and arena; s reads the same x for all targets
+            of a slot, whose rows are neighbours in the arena of `lora_a`.
+    """
+    by_target = plan.slot_chunks[plan.pair_slot]
+    counts = by_target if per_target else by_target.sum(axis=1, keepdims=True)
+    part, k = spread(-(-counts // ITEM_CHUNKS).ravel())
+    pair, target = np.divmod(part, max(counts.shape[1], 1))
+    before = (np.cumsum(counts, axis=1) - counts).ravel()[part] + ITEM_CHUNKS * k
+    arena = _begins(plan.layout, per_target)[plan.pair_slot[pair], target]
+    fields = [
+        plan.pair_begin[pair],
+        plan.pair_end[pair],
+        target,
+        plan.pair_slot[pair],
+        np.minimum(counts.ravel()[part] - ITEM_CHUNKS * k, ITEM_CHUNKS),
+        arena + ITEM_CHUNKS * RANK_CHUNK * k,
+        plan.pair_first[pair] + before,
+        before * RANK_CHUNK,
+    ]
+    halves = ROW_TILE // BLOCK_ROWS
+    begin, end, target, slot, count, arena_row, chunk, column = (
+        np.repeat(f, halves) for f in fields
+    )
+    tile_column = np.tile(np.arange(halves) * BLOCK_ROWS, len(pair))
+    row = np.repeat(plan.pair_tile[pair] * ROW_TILE, halves) + tile_column
+    items = item_array(
+        (row, begin, end, tile_column, target, slot, count, arena_row, chunk, column), len(row)
+    )
+    owned = np.minimum(end, row + BLOCK_ROWS) - np.maximum(begin, row)
+    reads = np.where(owned > 0, owned + count * RANK_CHUNK, 0)
+    return ItemList(items=items[np.lexsort((row, -reads))], workspace=0)
+
+
+def row_bounds(plan: PlanTensors, *, per_target: bool) -> ItemBounds:
+    """The most items of any micro-batch."""
+    counts = plan.slot_chunks if per_target else plan.slot_chunks.sum(axis=1, keepdims=True)
+    passes = int((-(-counts // ITEM_CHUNKS)).sum(axis=1).max(initial=0))
+    return ItemBounds(items=plan.max_pairs * passes * (ROW_TILE // BLOCK_ROWS), workspace=0)
+
+
+def _begins(layout: RankLayout, per_target: bool) -> Array:
+    begins = layout.b_begin if per_target else tuple(slot[:1] for slot in layout.a_begin)
+    return np.array(begins, dtype=np.int64).reshape(len(layout.ranks), -1)
+
+
+@functools.cache
+def row_parts(row_budget: int, blocks: int) -> int:
+    """Returns how many blocks share an item: 2 to 4, so many that all multiprocessors have one.
+
+    From half as many and twice as many on an H200, over the linears of the layer benchmark: at 8192
+    and 16384 rows 2 is best; at 2048 rows 8 gains 1 % with 4 adapters and loses 5 % with 64. It
+    depends on sizes alone: it decides the order of sums.
+
+    Args:
+        row_budget: `RowGroups.row_budget`.
+    """
+    parts = blocks // max(1, -(-row_budget // BLOCK_ROWS))
+    return min(4, max(2, 1 << max(0, parts.bit_length() - 1)))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SumInput:
-    """A wide input, `[rows of the window, in_columns]`, and how its sums are cut."""
+    """A wide input, `[rows of the window, in_columns]`, and how its sums are divided."""
 
     kind: int
     columns: tuple[OutputColumns, ...]
@@ -75,7 +152,7 @@ class _Cells:
 
 
 def sum_items(plan: PlanTensors, inputs: Sequence[SumInput]) -> ItemList:
-    """Items of all inputs, those that move most bytes first: so all blocks end about together.
+    """Returns the items of all inputs, those that move most bytes first: blocks end together.
 
     Of equal ones those of dy come first, which need not wait for dS, and of them those of later
     rows, which the cache still holds from the pass before.
@@ -104,18 +181,18 @@ def moved_bytes(items: Array) -> Array:
 
 
 def _items_of(plan: PlanTensors, source: SumInput) -> tuple[Array, int, int]:
-    """Items of one input, units of workspace and counters that they use."""
-    cut = _Cells(plan, source.widths)
+    """Returns the items of one input, the units of workspace and the counters that they use."""
+    grid = _Cells(plan, source.widths)
     runs = row_runs(plan.ends, plan.layout, source.rows_per_run, source.window)
     table: Array = np.array(runs, dtype=np.int64).reshape(len(runs), 5)
     slot, begin, end, part, parts = table.T
-    cells = cut.per_target[slot]
+    cells = grid.per_target[slot]
     cell, within = spread(cells.ravel())
-    run, target = np.divmod(cell, max(len(cut.widths), 1))
-    k, block = np.divmod(within, cut.blocks[target])
+    run, target = np.divmod(cell, max(len(grid.widths), 1))
+    k, block = np.divmod(within, grid.blocks[target])
     feature = block * BLOCK_FEATURES
-    count = np.minimum(cut.chunks[slot[run], target] - ITEM_CHUNKS * k, ITEM_CHUNKS)
-    arena_row = cut.arena_rows[slot[run], target] + ITEM_CHUNKS * RANK_CHUNK * k
+    count = np.minimum(grid.chunks[slot[run], target] - ITEM_CHUNKS * k, ITEM_CHUNKS)
+    arena_row = grid.arena_rows[slot[run], target] + ITEM_CHUNKS * RANK_CHUNK * k
     first, second = (_input_columns(source, target, feature + h) for h in (0, 64))
     workspace, counter, used, counted = _workspace(cells, table, run, target, within, count)
     fields = (
@@ -124,9 +201,9 @@ def _items_of(plan: PlanTensors, source: SumInput) -> tuple[Array, int, int]:
         first,
         second,
         feature,
-        cut.widths[target],
+        grid.widths[target],
         count,
-        arena_row - cut.arena_rows[slot[run], 0],
+        arena_row - grid.arena_rows[slot[run], 0],
         arena_row,
         slot[run],
         part[run],
@@ -141,7 +218,7 @@ def _items_of(plan: PlanTensors, source: SumInput) -> tuple[Array, int, int]:
 def _workspace(
     cells: Array, table: Array, run: Array, target: Array, within: Array, count: Array
 ) -> tuple[Array, Array, int, int]:
-    """Where the parts of one block lie, which counter they share, and how much there is of all."""
+    """Returns each item's place in the workspace and counter, and the sizes of both."""
     part, parts = table[:, 3], table[:, 4]
     # The first of a segment's several runs numbers its blocks; the others find theirs by it.
     numbered = np.where((part == 0) & (parts > 1), cells.sum(axis=1), 0)
@@ -159,7 +236,7 @@ def _workspace(
 
 
 def _input_columns(source: SumInput, target: Array, feature: Array) -> Array:
-    """The input's column of a feature; beyond the last, where reads are zeros, if there is none."""
+    """Returns the input's column of a feature; one beyond the last if there is none: zeros."""
     if not source.columns:
         return np.minimum(feature, source.in_columns)
     found = np.full(len(feature), source.in_columns, dtype=np.int64)
@@ -179,22 +256,22 @@ def sum_bounds(plan: PlanTensors, inputs: Sequence[SumInput]) -> ItemBounds:
 
 
 def _bounds_of(plan: PlanTensors, source: SumInput) -> ItemBounds:
-    cut = _Cells(plan, source.widths)
-    per_run = int(cut.per_target.sum(axis=1).max(initial=0))
+    grid = _Cells(plan, source.widths)
+    per_run = int(grid.per_target.sum(axis=1).max(initial=0))
     slots = min(len(plan.layout.ranks), plan.num_rows)
     runs = plan.num_rows // source.rows_per_run + slots
-    full, rest = np.divmod(cut.chunks, ITEM_CHUNKS)
+    full, rest = np.divmod(grid.chunks, ITEM_CHUNKS)
     ranks = full * _KERNEL_WIDTH[ITEM_CHUNKS] + _KERNEL_WIDTH[rest]
-    units = int((ranks // _WORKSPACE_PER_WIDTH * cut.blocks).sum(axis=1).max(initial=0))
+    units = int((ranks // _WORKSPACE_PER_WIDTH * grid.blocks).sum(axis=1).max(initial=0))
     # Only segments of several runs keep parts. Two runs have more rows than one could, so many
-    # short segments keep none; a window may cut the first run of one segment short.
+    # short segments keep none; a window may shorten the first run of one segment.
     parts = 2 * plan.num_rows // (source.rows_per_run + 1) + 2
     return ItemBounds(items=runs * per_run, workspace=min(runs, parts) * units)
 
 
 @functools.cache
 def rows_per_run(row_budget: int, features: int, blocks: int) -> int:
-    """Rows of a run: so many that the runs of one adapter give each multiprocessor a block.
+    """Returns the rows of a run, so many that one adapter's runs keep all multiprocessors busy.
 
     Shorter ones leave more partial sums, longer ones idle multiprocessors (H200, 2048 and 8192
     rows of 4096 features: the best of 256 to 2048). It depends on sizes alone, never on segments,

@@ -1,4 +1,4 @@
-"""How s and dS lie for the CUDA kernels: one flat tensor, read and written in two forms."""
+"""The layout of s and dS for the CUDA kernels: one flat tensor, read and written in two forms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tlora_megatron.ops.lora.cuda.row_items import rank_columns
+from tlora_megatron.ops.lora.cuda.work_items import rank_columns
 from tlora_megatron.ops.lora.plan_tensors import PlanTensors
 from tlora_megatron.ops.lora.rank_places import Elements, PlacesBuilder, chunk_form, first_rows
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE
@@ -14,8 +14,10 @@ from tlora_megatron.ops.routing.row_groups import RowGroups
 
 
 class RankForm(NamedTuple):
-    """The transposed chunks that the GEMM reads, `[chunk_rows, 256]`, then the same values as rows
-    `[num_rows, row_width]`, which the sums over rows read.
+    """Sizes of a flat s or dS, which holds every value twice: in chunks, then in rows.
+
+    The GEMM reads the transposed chunks, `[chunk_rows, 256]`; the sums over rows read the rows,
+    `[num_rows, row_width]`.
 
     Launches take addresses: views would cost the host as much as the launch.
     """
@@ -30,7 +32,7 @@ class RankForm(NamedTuple):
         return self.chunk_rows * ROW_TILE + self.num_rows * self.row_width
 
     def rows_address(self, flat: torch.Tensor) -> int:
-        """Where the rows begin."""
+        """Address of the first row."""
         return flat.data_ptr() + self.chunk_rows * ROW_TILE * flat.element_size()
 
     def chunks(self, flat: torch.Tensor) -> torch.Tensor:
@@ -42,13 +44,8 @@ class RankForm(NamedTuple):
         return flat[self.chunk_rows * ROW_TILE :].view(self.num_rows, self.row_width)
 
 
-def is_flat(s: torch.Tensor) -> bool:
-    """Whether s or dS is in this form; Triton's have two dimensions."""
-    return s.dim() == 1
-
-
 def form_places(rows: RowGroups, plan: PlanTensors) -> PlacesBuilder:
-    """Places in a flat s or dS: among its rows, and in chunks."""
+    """Returns the builder of places in a flat s or dS, among its rows and in its chunks."""
 
     def build(found: Elements) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...]]:
         form = rank_form(plan)
@@ -60,7 +57,7 @@ def form_places(rows: RowGroups, plan: PlanTensors) -> PlacesBuilder:
 
 
 def rank_form(plan: PlanTensors) -> RankForm:
-    """The form of a plan's s and dS; the same whatever the segments of as many rows."""
+    """Returns the form of a plan's s and dS, equal for all segments of as many rows."""
     return plan.cached(RankForm, _form)
 
 
