@@ -52,7 +52,7 @@ CASES = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config file of the scenario."""
-    return make_scenario(tmp_path_factory.mktemp("lossless"))
+    return make_scenario(tmp_path_factory.mktemp("lossless"), num_layers=4)
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ INCIDENT = "first poisoned, fail"
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config file of the scenario."""
-    return make_scenario(tmp_path_factory.mktemp("overlap"))
+    return make_scenario(tmp_path_factory.mktemp("overlap"), num_layers=4)
 
 
 def check(scenario: Path, nproc: int, variants: tuple[str, ...]) -> None:

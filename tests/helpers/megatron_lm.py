@@ -49,7 +49,7 @@ def checkout() -> Path:
 
 def make_launch_scenario(root: Path, **base_model: Any) -> Path:
     """The scenario of `scenario.make_scenario`, and its `jobs.json` for the flag, returned."""
-    document = json.loads(make_scenario(root, num_steps=NUM_STEPS).read_text())
+    document = json.loads(make_scenario(root, num_steps=NUM_STEPS, num_layers=4).read_text())
     return write_jobs(root / "jobs.json", document, base_model=base_model)
 
 

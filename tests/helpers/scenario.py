@@ -61,10 +61,16 @@ _WORDS = _SENTENCE.split()
 
 
 def make_scenario(
-    root: Path, specs: Sequence[Mapping[str, Any]] = JOBS, *, num_steps: int = NUM_STEPS
+    root: Path,
+    specs: Sequence[Mapping[str, Any]] = JOBS,
+    *,
+    num_steps: int = NUM_STEPS,
+    num_layers: int = 2,
 ) -> Path:
     """Writes the base model, the jobs' data and `config.json`; returns the config's path."""
-    base = make_tiny_model(root / "base", "llama", vocab_size=VOCAB_SIZE)
+    base = make_tiny_model(
+        root / "base", "llama", vocab_size=VOCAB_SIZE, num_hidden_layers=num_layers
+    )
     save_tiny_tokenizer(base)
     jobs = []
     for index, job in enumerate(specs):

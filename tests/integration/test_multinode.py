@@ -32,10 +32,11 @@ from tlora_megatron.training.formats.checkpoint import find_checkpoint
 from tlora_megatron.training.metrics import read_metrics
 
 NAMES = ("attention", "everything")
-NUM_STEPS = 30
-CHECKPOINT_EVERY = 10
+NUM_STEPS = 60
+CHECKPOINT_EVERY = 20
 """Killed is right behind a save, far from the next: jobs of which one was saved and the other not
-go on at different steps, in other micro-batches, which rounds sums another way."""
+go on at different steps, in other micro-batches, which rounds sums another way. A busy machine may
+look late, so there are many steps between two saves."""
 
 LAYOUTS = {
     "DP across": (1, 1, 1),
@@ -59,7 +60,7 @@ def network() -> Iterator[Network]:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two uneven jobs, one with dropout."""
-    path = make_scenario(tmp_path_factory.mktemp("nodes"))
+    path = make_scenario(tmp_path_factory.mktemp("nodes"), num_layers=4)
     document = json.loads(path.read_text())
     # Room for all batches: a resumed run then packs the same micro-batches.
     document["run"] |= {"micro_batch_tokens": 2048, "checkpoint_every_steps": CHECKPOINT_EVERY}
