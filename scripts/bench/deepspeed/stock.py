@@ -33,22 +33,44 @@ def _job(
     zero: Mapping[str, Any],
     steps: int,
 ) -> Timing:
-    import deepspeed
-    from peft import LoraConfig, get_peft_model
-
     model.train()
     model.config.use_cache = False
-    peft = get_peft_model(
-        model,
-        LoraConfig(
-            r=spec.lora.rank,
-            lora_alpha=spec.lora.alpha,
-            lora_dropout=spec.lora.dropout,
-            target_modules=list(HF_TARGETS),
-        ),
-    )
-    trainable = [p for p in peft.parameters() if p.requires_grad]
     share = spec.batch_size // dist.get_world_size()
+    peft = _with_adapter(model, spec)
+    engine = _engine(peft, zero, share)
+    batches = _batches(train, spec.batch_size)
+    for _ in range(2):
+        _step(engine, next(batches), share)
+    watch, tokens = Watch(), 0
+    for _ in range(steps):
+        batch = next(batches)
+        tokens += sum(len(s.tokens) for s in batch)
+        _step(engine, batch, share)
+    timing = watch.timing(steps=steps, tokens=tokens)
+    engine.destroy()
+    peft.unload()
+    del engine, peft
+    gc.collect()
+    return timing
+
+
+def _with_adapter(model: Any, spec: JobSpec) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(
+        r=spec.lora.rank,
+        lora_alpha=spec.lora.alpha,
+        lora_dropout=spec.lora.dropout,
+        target_modules=list(HF_TARGETS),
+    )
+    return get_peft_model(model, lora)
+
+
+def _engine(peft: Any, zero: Mapping[str, Any], share: int) -> Any:
+    """DeepSpeed's engine over the adapter, with `share` sequences a step on each process."""
+    import deepspeed
+
+    trainable = [p for p in peft.parameters() if p.requires_grad]
     config = {
         "train_micro_batch_size_per_gpu": share,
         "steps_per_print": 2**31,
@@ -61,20 +83,7 @@ def _job(
     engine, *_ = deepspeed.initialize(
         model=peft, optimizer=optimizer, config=config, model_parameters=trainable
     )
-    batches = _batches(train, spec.batch_size)
-    for _ in range(2):
-        _step(engine, next(batches), share)
-    watch, tokens = Watch(), 0
-    for _ in range(steps):
-        batch = next(batches)
-        tokens += sum(len(s.tokens) for s in batch)
-        _step(engine, batch, share)
-    timing = watch.timing(steps=steps, tokens=tokens)
-    engine.destroy()
-    peft.unload()
-    del engine, peft, optimizer, trainable
-    gc.collect()
-    return timing
+    return engine
 
 
 def _batches(train: Sequence[TokenSequence], size: int) -> Iterator[list[TokenSequence]]:

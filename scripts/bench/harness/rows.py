@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.metadata
 import subprocess
@@ -59,8 +60,14 @@ def gpu_name() -> str:
 
 
 def versions(*packages: str) -> str:
-    """Versions of torch and of more packages, as `torch 2.11.0, deepspeed 0.19.8`."""
+    """Versions of torch and of more packages, as `torch 2.11.0, deepspeed 0.19.8`.
+
+    Packages that are not installed, but lie in a folder of their own, are left out.
+    """
     import torch
 
-    others = [f"{package} {importlib.metadata.version(package)}" for package in packages]
-    return ", ".join([f"torch {torch.__version__}", *others])
+    found = [f"torch {torch.__version__}"]
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return ", ".join(found)
