@@ -8,7 +8,6 @@ both towers -> runtime -> cli
 from __future__ import annotations
 
 import ast
-import itertools
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -195,15 +194,9 @@ def circles(imports: list[Import]) -> dict[str, list[str]]:
     edges: dict[str, set[tuple[str, str]]] = {}
     for entry in filter(_is_inner, imports):
         source, target = entry.source.split("."), entry.target.split(".")
-        shared = sum(
-            1
-            for _ in itertools.takewhile(
-                lambda pair: pair[0] == pair[1], zip(source, target, strict=False)
-            )
-        )
-        if shared < min(
-            len(source), len(target)
-        ):  # a folder's own __init__ is none of its children
+        pairs = zip(source, target, strict=False)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if shared is not None:  # otherwise one is the __init__ of a folder that holds the other
             folder = ".".join(source[:shared])
             edges.setdefault(folder, set()).add((source[shared], target[shared]))
     found = {folder: _cycle_of(sorted(pairs)) for folder, pairs in edges.items()}

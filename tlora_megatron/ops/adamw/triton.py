@@ -165,7 +165,7 @@ def _clip_address(update: AdamUpdate) -> int:
 
 
 def _hyper_parameters(update: AdamUpdate) -> tuple[float, ...]:
-    """What the kernel multiplies with, worked out in fp64 and rounded once."""
+    """Returns the kernel's factors, computed in fp64 and rounded once."""
     clip = 1.0 if isinstance(update.clip, torch.Tensor) else update.clip
     return (
         clip,

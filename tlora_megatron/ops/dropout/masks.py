@@ -31,7 +31,7 @@ LOWEST = 0xFC00
 """The half float -inf. Counting down from it in 16 bits goes up through the negative numbers: with
 that order "dropped" is "less than", see `csrc/lora.cuh`."""
 MOST_DROPPED = 0xFFFF
-"""Of 65536."""
+"""The most places of 65536 that may be dropped."""
 
 
 def mix32(h: torch.Tensor) -> torch.Tensor:

@@ -70,13 +70,13 @@ def dropped_below(p: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def seed_steps(columns: tl.tensor) -> tl.tensor:
-    """What a column adds to its row's hash, uint32."""
+    """Returns the number that a column adds to its row's hash, uint32."""
     return ((columns >> 5) * 4 + ((columns >> 1) & 3)).to(tl.uint32) * _SEED_STEP
 
 
 @triton.jit
 def pair_factors(columns: tl.tensor) -> tl.tensor:
-    """What a column's seed is multiplied by, uint32."""
+    """Returns the factor of a column's seed, uint32."""
     i = (columns >> 3) & 3
     low = tl.where(i == 0, _FACTOR_0, _FACTOR_1)
     return tl.where(i < 2, low, tl.where(i == 2, _FACTOR_2, _FACTOR_3)).to(tl.uint32)

@@ -20,7 +20,7 @@ from tlora_megatron.ops.lora.kernel_choice import forced_kernels, triton_problem
 Vjp = Callable[..., Any]
 """From the results' gradients to those of the inputs; called once."""
 End = torch.Tensor | GradientEdge
-"""Where a graph ends: a tensor whose memory is needed anyway, or what leads back from it alone."""
+"""The end of a graph: a tensor whose memory is needed anyway, or its graph edge alone."""
 
 
 def runs_triton(x: torch.Tensor) -> bool:

@@ -58,7 +58,7 @@ class RankPlaces:
         self._gather = gather
         read = copies[0] + 1
         self.num_values = count = read.numel()
-        """Of all parts."""
+        """Values of all parts."""
         order = torch.arange(1, count + 1, device=read.device)
         if missing is not None:
             held = torch.ones(count, dtype=torch.bool).index_fill_(0, missing, False)
@@ -107,7 +107,7 @@ class Elements(NamedTuple):
     slot: torch.Tensor
     """Among the slots that have rows and ranks."""
     row: torch.Tensor
-    """Of the slot's own rows."""
+    """Number among the slot's own rows."""
     target: torch.Tensor
     rank_row: torch.Tensor
     place: torch.Tensor

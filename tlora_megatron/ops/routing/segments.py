@@ -56,7 +56,7 @@ class _Piece:
 
     document: Document
     index: int
-    """Of the document in the micro-batch."""
+    """The document's number in the micro-batch."""
     doc_begin: int
     """Row of the document's first token in packed order."""
     offset: int

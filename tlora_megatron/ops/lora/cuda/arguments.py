@@ -8,7 +8,7 @@ import struct
 MAX_TARGETS = 4
 """Targets of one linear: `kMaxTargets` of lora.cuh."""
 MAX_RANKS = 8
-"""Of a group that copies through peer memory: `kMaxRanks` of exchange.cu."""
+"""Ranks of a group that copies through peer memory: `kMaxRanks` of exchange.cu."""
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int
 _Long = ctypes.c_int64

@@ -38,7 +38,7 @@ class Dropout(NamedTuple):
     row_slots: torch.Tensor
     """int32 `[T]`; -1 = no adapter."""
     key: int
-    """Of the linear."""
+    """The linear's key."""
     first_column: int
     """Global index of the first local input feature; a multiple of `dropout.SEED_COLUMNS`."""
 

@@ -23,7 +23,7 @@ class DownConfig:
     """Programs that share the features of one block; their fp32 parts are summed in order."""
     num_warps: int = 4
     num_stages: int = 4
-    """Of a program with up to 64 rank rows; one with more has one less, to stand beside others."""
+    """For up to 64 rank rows; programs with more have one stage less, to stand beside others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ class BackwardDownConfig:
     item_size: int = 131072
     rank_tile: int = 128
     num_warps: int = 4
-    """Of a program with up to 64 rank rows; one with more has as many times the warps."""
+    """For up to 64 rank rows; programs with more have as many times the warps."""
     num_stages: int = 3
     """A fourth gains 3 % on an H200, but may not fit where blocks have 100 KiB of shared memory."""
 

@@ -24,7 +24,7 @@ from tlora_megatron.ops.lora.triton.up_items import up_bounds, up_items
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
 _NOTHING, _BIAS, _BASE = 0, 1, 2
-"""What y adds the rank part to."""
+"""The base that the rank part is added to."""
 
 
 @triton.jit
