@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tlora_megatron.config.block_rules import either_of, nearest_options
 from tlora_megatron.config.job import HF_TARGETS, SHARED_EXPERT_TARGETS, LoraSpec
 from tlora_megatron.model.backbone import Backbone, LinearsSpec
@@ -26,23 +28,9 @@ def check_block_sizes(job: str, lora: LoraSpec, spec: Backbone, tp_size: int = 1
     _check_kinds(job, lora, spec, tp_size)
     blocks = lora.num_blocks
     widths = {target: _block_width(lora, target, spec) for target in lora.target_modules}
-
-    def fitting(rank: int) -> list[int]:
-        cut = (rank, *widths.values())
-        numbers = range(max(2, tp_size), rank + 1)
-        return [n for n in numbers if n % tp_size == 0 and not any(size % n for size in cut)]
-
-    numbers = fitting(lora.rank)
-    if blocks in numbers:
+    if blocks in _fitting(lora.rank, widths.values(), tp_size):
         return
-    if numbers:
-        remedy = (
-            f"the nearest for rank {lora.rank} are {either_of(nearest_options(blocks, numbers))}"
-        )
-    else:
-        ranks = [rank for rank in range(2, 2 * (lora.rank + tp_size)) if fitting(rank)]
-        nearest = either_of(nearest_options(lora.rank, ranks)) or "standard ones"
-        remedy = f"no number does for rank {lora.rank}, the nearest ranks are {nearest}"
+    remedy = _remedy(lora, widths.values(), tp_size)
     what = f"lora.num_blocks of job {job!r} must"
     if blocks % tp_size:
         raise ValueError(f"{what} be a multiple of tp_size = {tp_size}, got {blocks}; {remedy}")
@@ -53,6 +41,24 @@ def check_block_sizes(job: str, lora: LoraSpec, spec: Backbone, tp_size: int = 1
                 f"{what} divide the {width} {side} of {target}, got {blocks}; {remedy}"
             )
     raise ValueError(f"{what} be at least 2 and divide lora.rank, got {blocks}; {remedy}")
+
+
+def _fitting(rank: int, widths: Collection[int], tp_size: int) -> list[int]:
+    """Numbers of blocks that divide the rank and all widths, and fit tensor parallelism."""
+    numbers = range(max(2, tp_size), rank + 1)
+    sizes = (rank, *widths)
+    return [n for n in numbers if n % tp_size == 0 and not any(size % n for size in sizes)]
+
+
+def _remedy(lora: LoraSpec, widths: Collection[int], tp_size: int) -> str:
+    """Names the nearest numbers of blocks that fit, or the nearest ranks that have one."""
+    numbers = _fitting(lora.rank, widths, tp_size)
+    if numbers:
+        nearest = either_of(nearest_options(lora.num_blocks, numbers))
+        return f"the nearest for rank {lora.rank} are {nearest}"
+    ranks = [r for r in range(2, 2 * (lora.rank + tp_size)) if _fitting(r, widths, tp_size)]
+    nearest = either_of(nearest_options(lora.rank, ranks)) or "standard ones"
+    return f"no number does for rank {lora.rank}, the nearest ranks are {nearest}"
 
 
 def _check_kinds(job: str, lora: LoraSpec, spec: Backbone, tp_size: int) -> None:
