@@ -232,8 +232,7 @@ class _Nanny:
             ready, _, _ = select.select([*ranks, self.channel], [], [], 1.0)
             for descriptor in set(ready) & set(ranks):
                 _, status = os.waitpid(ranks.pop(descriptor), 0)
-                code = os.waitstatus_to_exitcode(status)
-                failure = failure or (f"exit {code}" if code else "")
+                failure = failure or _ending(os.waitstatus_to_exitcode(status))
             now_s, total_s = time.monotonic(), _cpu_seconds(ranks.values())
             if total_s > used_s + 0.01 * (now_s - since_s):
                 used_s, since_s = total_s, now_s
@@ -257,6 +256,13 @@ class _Nanny:
         words = f"{self.request.nproc or 1} x {' '.join(self.request.command)[:300]!r}"
         with open(path, "a") as file:
             file.write(f"{used.ru_utime + used.ru_stime:7.1f} {wall_s:7.1f} {words}\n")
+
+
+def _ending(code: int) -> str:
+    """How a rank has failed; empty if it has not."""
+    if code >= 0:
+        return f"exit {code}" if code else ""
+    return f"exit {code} ({signal.Signals(-code).name})"
 
 
 def _cpu_seconds(pids: object) -> float:
