@@ -28,6 +28,7 @@ from tests.helpers.megatron_lm import (
 )
 from tests.helpers.nodes import Agent, Network, agents, two_nodes, wait_until
 from tests.helpers.scenario import JOBS, make_scenario
+from tests.helpers.standing_world import world
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
 from tlora_megatron.training.metrics import read_metrics
 
@@ -44,6 +45,8 @@ LAYOUTS = {
     "TP inside, PP across": (2, 2, 2),
 }
 """Ranks a node, TP size and PP size."""
+INSIDE = ("TP inside, DP across", "TP inside, PP across")
+"""Repeat on two nodes of two processes what tests/distributed has on one."""
 DRIVERS = ["train", pytest.param("launch", marks=[pytest.mark.megatron_lm, pytest.mark.slow])]
 """`tlora train`; Megatron-LM's pretrain_gpt.py with the flag."""
 
@@ -95,8 +98,10 @@ class Training:
 
     def on_one_node(self, nproc: int) -> None:
         """Trains with all ranks under one agent."""
-        worker, *words = self.target[1:] if self.target[0] == "-m" else self.target
-        torchrun(worker if isinstance(worker, Path) else str(worker), nproc, *words)
+        if self.target[0] == "-m":
+            world(str(self.target[1]), nproc, *self.target[2:])
+        else:  # another Megatron than the one that worlds have imported
+            torchrun(RUNNER, nproc, *self.target[1:])
 
     def job(self, name: str) -> Path:
         """A job's folder."""
@@ -172,7 +177,11 @@ def finish(nodes: tuple[Agent, Agent]) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["DP across", *(pytest.param(k, marks=pytest.mark.slow) for k in (*LAYOUTS,)[1:])]
+    "layout",
+    [
+        "DP across",
+        *(pytest.param(k, marks=[pytest.mark.slow, pytest.mark.four_processes]) for k in INSIDE),
+    ],
 )
 def test_two_nodes_equal_one(
     network: Network,
