@@ -26,7 +26,7 @@ from scripts.bench.harness.rows import append_rows
 from tlora_megatron.scheduler.registry import POLICIES
 from tlora_megatron.sim.cluster_config import load_cluster
 from tlora_megatron.sim.job_mix import load_mix
-from tlora_megatron.sim.results import summary_rows
+from tlora_megatron.sim.report.results import summary_rows
 from tlora_megatron.sim.study import Options, Study
 from tlora_megatron.sim.trace import Trace, TraceRow, offered_gpus, read_trace
 from tlora_megatron.sim.trace_shape import TraceShape, shaped

@@ -27,8 +27,8 @@ from tlora_megatron.scheduler.registry import POLICIES
 from tlora_megatron.sim.cluster_config import load_cluster
 from tlora_megatron.sim.faults import FaultRates
 from tlora_megatron.sim.job_mix import load_mix, shipped_mixes
-from tlora_megatron.sim.report import COLUMNS, cells_of, write_report
-from tlora_megatron.sim.results import as_document, job_rows, summary_rows, write_csv
+from tlora_megatron.sim.report.page import COLUMNS, cells_of, write_report
+from tlora_megatron.sim.report.results import as_document, job_rows, summary_rows, write_csv
 from tlora_megatron.sim.study import Options, PolicyRun, Study, check_policies
 from tlora_megatron.sim.trace import read_trace
 from tlora_megatron.sim.trace_shape import TraceShape
