@@ -18,7 +18,7 @@ python=$(scripts/setup_env.sh test) || exit 1
 # One thread a process: tests of several processes would otherwise fight for the cores.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-cores=$(nproc)
+cores=$(env -u OMP_NUM_THREADS nproc)  # nproc would repeat OMP_NUM_THREADS
 workers=${TLORA_TEST_WORKERS:-$((cores < 8 ? cores : 8))}
 failed=() began=$SECONDS
 
