@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tlora_megatron.page.document import document, facts, legend, panels, swatch, table
 from tlora_megatron.page.svg import css_color
-from tlora_megatron.sim import charts
 from tlora_megatron.sim.metrics import quantile
+from tlora_megatron.sim.report import charts
 from tlora_megatron.sim.study import PolicyRun, Study
 
 _SHOWN = 0.99
