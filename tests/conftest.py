@@ -15,8 +15,13 @@ from tests.helpers.session import ORACLE_CACHE
 from tests.helpers.standing_world import session_address
 
 REPO = Path(__file__).resolve().parent.parent
-_LONG_FIRST = ("unit/ops/lora/triton", "distributed", "integration")
-"""Folders whose files the workers begin with; short files at the end even them out."""
+_LONG_FIRST = (
+    "unit/ops/lora/triton/",
+    "unit/ops/test_extension.py",
+    "distributed/",
+    "integration/",
+)
+"""Files that the workers begin with; short files at the end even them out."""
 
 
 @cache
@@ -71,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _place(item: pytest.Item) -> int:
     path = item.path.relative_to(REPO / "tests").as_posix()
-    places = (i for i, folder in enumerate(_LONG_FIRST) if path.startswith(f"{folder}/"))
+    places = (i for i, folder in enumerate(_LONG_FIRST) if path.startswith(folder))
     return next(places, len(_LONG_FIRST))
 
 

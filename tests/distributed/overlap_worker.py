@@ -9,6 +9,7 @@ it was before.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -171,7 +172,7 @@ def read_config(path: Path, options: dict[str, str], output_dir: Path) -> RunCon
             job["lora"] |= {"parametrization": "block_diagonal", "num_blocks": 2}
     if "jobs" in options:
         document["jobs"] = [j for j in document["jobs"] if j["name"] in options["jobs"].split("+")]
-    file = path.parent / f"variant{dist.is_initialized() and dist.get_rank()}.json"
+    file = path.parent / f"variant{os.environ.get('RANK', 0)}.json"  # each rank writes its own
     file.write_text(json.dumps(document))
     overrides = [
         f"base_model.dtype={options.get('dtype', 'float32')}",

@@ -30,6 +30,8 @@ _FLAGS = (
     "-fvisibility=hidden",
 )
 _ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
+_PARALLEL = ("--threads", "0")
+"""Sources are compiled beside each other, on as many cores as there are."""
 
 
 class ExtensionUnavailable(RuntimeError):
@@ -133,7 +135,7 @@ def build(path: Path) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = Path(folder) / path.name
             sources = [str(source) for source in sorted(SOURCES.glob("*.cu"))]
-            command = [compiler, *_FLAGS, _ARCHITECTURE, *sources, "-o", str(built)]
+            command = [compiler, *_FLAGS, _ARCHITECTURE, *_PARALLEL, *sources, "-o", str(built)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise ExtensionUnavailable(f"{compiler} failed: {done.stderr.strip()[-2000:]}")

@@ -63,7 +63,7 @@ def _imported(folder: Path) -> set[str]:
                 found.add(node.module.split(".")[0])
         # A script may import the script beside it.
         names |= {name for name in found if not (path.parent / f"{name}.py").is_file()}
-    return names - set(sys.stdlib_module_names) - {"tlora_megatron", "tests"}
+    return names - set(sys.stdlib_module_names) - {"tlora_megatron", "tests", "scripts"}
 
 
 def test_an_import_of_a_neighbour_is_not_a_third_party(tmp_path: Path) -> None:
