@@ -4,7 +4,7 @@
 # usage: scripts/test.sh [quick] [pytest arguments]
 #   quick    lint, types and tests/unit without the slow ones
 #   -k NAME  and the like go to pytest; a stage in which they select nothing is passed over
-#   TLORA_TEST_WORKERS   tests at a time; default: one a core, at most 8
+#   TLORA_TEST_WORKERS   tests at a time; default: one a core and one for waits, at most 8
 #   TLORA_TEST_PATIENCE  factor on the limits that end what hangs; no test says anything about speed
 # Under 10 minutes on two idle cores, quick under one. Tests of GPUs run where there are GPUs.
 set -uo pipefail
@@ -19,8 +19,8 @@ python=$(scripts/setup_env.sh test) || exit 1
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 cores=$(env -u OMP_NUM_THREADS nproc)  # nproc would repeat OMP_NUM_THREADS
-workers=${TLORA_TEST_WORKERS:-$((cores < 8 ? cores : 8))}
-failed=() began=$SECONDS
+workers=${TLORA_TEST_WORKERS:-$((cores < 8 ? cores + 1 : 8))}
+failed=() began=$SECONDS types=$(mktemp)
 
 stage() {  # stage NAME COMMAND...
   local name=$1 start=$SECONDS status
@@ -44,9 +44,16 @@ stop() {
   local left
   left=$(jobs -pr)
   [[ -n $left ]] && kill $left
+  rm -f "$types"
 }
 trap stop EXIT
 trap 'exit 130' INT TERM
+
+checked_types() {
+  tail --pid="$mypy" -f /dev/null
+  head -n -1 "$types"
+  return "$(tail -n 1 "$types")"
+}
 
 tests() {  # tests NAME ARGUMENT...
   stage "$1" "$python" -m pytest -q --durations=25 "${@:2}" ${select[@]+"${select[@]}"}
@@ -56,13 +63,16 @@ tests() {  # tests NAME ARGUMENT...
 spread=(-n "$workers" --dist loadfile --no-loadscope-reorder)
 stage "ruff check" "$python" -m ruff check .
 stage "ruff format" "$python" -m ruff format --check .
-stage "mypy" "$python" -m mypy
+# Types are checked while the tests begin; what mypy says is shown behind them.
+{ "$python" -m mypy; echo $?; } >"$types" 2>&1 &
+mypy=$!
 if [[ -n $quick ]]; then
   tests "tests/unit" "${spread[@]}" tests/unit
 else
   tests "tests" "${spread[@]}" tests/unit tests/distributed tests/integration
   if command -v nvidia-smi >/dev/null 2>&1; then tests "tests/gpu" tests/gpu; fi
 fi
+stage "mypy" checked_types
 
 printf '\n'
 if ((${#failed[@]})); then
