@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -101,6 +102,17 @@ def _package_logger_as_it_was(_package_logger: Callable[[], None]) -> Iterator[N
     _package_logger()
     yield
     _package_logger()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    """Ends a process group that a file leaves behind: the next file makes its own."""
+    yield
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
