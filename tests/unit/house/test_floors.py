@@ -20,7 +20,7 @@ import pytest
 from tests.helpers.launch import HANG_S
 
 PACKAGE = "tlora_megatron"
-GROUND = ("config", "model", "page")
+GROUND = ("timeline", "config", "model", "page")
 CONTROL = ("planner", "scheduler", "sim")
 COMPUTE = ("ops", "parallel", "layers", "training", "integrations")
 ROOF = ("runtime", "profiling", "cli", "deepspeed", "launch", "autohook")
