@@ -1,0 +1,138 @@
+"""Times all of a `tlora train` command: what comes before, between and behind its rounds.
+
+    git archive 104bb8c | tar x -C /tmp/before
+    python -m scripts.bench.around_training --before /tmp/before --csv rows.csv
+    python -m scripts.bench.around_training --cases toy            # on a CPU: shows that it works
+
+Each case is one command, started as users start it and watched from outside: a step counts from the
+moment that its line stands in `metrics.jsonl`. The base is a Hugging Face folder of random weights
+in the page cache; every job steps in every round. `before` is another checkout of the package,
+which takes turns with this one.
+
+`first_step_s` runs from the start of the command to the end of its first round, `end_s` from the
+last round to the end of the command. `round_ms` is the median time between two rounds, `longest_ms`
+the longest: what a save holds up shows there. `time_s` are the phases of `summary.json`, and
+`stood_still_ms` the longest that rounds waited for a save, where the package says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from scripts.bench.around_training.base import shapes, warm_page_cache, write_base
+from scripts.bench.around_training.cases import CASES, TEXTS, Case, write_jobs
+from scripts.bench.around_training.command import Watched, watch
+from scripts.bench.harness.arguments import REPO, bench_parser
+from scripts.bench.harness.rows import append_rows, gpu_name, versions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One command; the fields are the CSV's columns."""
+
+    gpu: str
+    versions: str
+    commit: str
+    case: str
+    base_bytes: int
+    wall_s: float
+    first_step_s: float
+    rounds_s: float
+    """From the first round's end to the last one's."""
+    end_s: float
+    round_ms: float
+    longest_ms: float
+    trained_s: float
+    """What the run itself counts as training."""
+    time_s: str
+    stood_still_ms: float | str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; the exit code is 0 unless a command fails."""
+    args = _parser().parse_args(argv)
+    trees = {args.commit: REPO}
+    if args.before is not None:
+        trees = {args.before_commit: args.before.resolve(), **trees}
+    work = Path(args.work or tempfile.mkdtemp(prefix="around_training_"))
+    try:
+        for case in (case for case in CASES if case.name in args.cases):
+            for commit, tree in trees.items():
+                _run(args, case, commit, tree, work)
+    finally:
+        if args.work is None:
+            shutil.rmtree(work, ignore_errors=True)
+    return 0
+
+
+def _run(args: argparse.Namespace, case: Case, commit: str, tree: Path, work: Path) -> None:
+    base = work / "bases" / case.shape.replace(" ", "_")
+    size = write_base(shapes()[case.shape], base)
+    warm_page_cache(base)
+    output_dir, config = work / "out", work / "run.yaml"
+    shutil.rmtree(output_dir, ignore_errors=True)
+    write_jobs(case, base, args.texts, output_dir, config)
+    caches = work / "caches" / commit
+    if case.cold:
+        shutil.rmtree(caches, ignore_errors=True)
+    watched = watch(tree, config, output_dir, caches=caches, log=work / "log.txt", nproc=args.nproc)
+    row = _row(case, commit, size, watched)
+    print(_show(row), flush=True)
+    if args.csv is not None:
+        append_rows(args.csv, [asdict(row)])
+
+
+def _row(case: Case, commit: str, size: int, watched: Watched) -> Row:
+    run = watched.summary["run"]
+    saving = run.get("saving") or {}
+    longest_s = saving.get("longest_wait_s")
+    return Row(
+        gpu=gpu_name(),
+        versions=versions("megatron-core"),
+        commit=commit,
+        case=case.name,
+        base_bytes=size,
+        wall_s=round(watched.wall_s, 2),
+        first_step_s=round(watched.first_step_s, 2),
+        rounds_s=round(watched.last_step_s - watched.first_step_s, 2),
+        end_s=round(watched.wall_s - watched.last_step_s, 2),
+        round_ms=round(watched.round_s * 1e3, 1),
+        longest_ms=round(watched.longest_s * 1e3, 1),
+        trained_s=round(run["train_time_s"], 2),
+        time_s=json.dumps({k: round(v, 2) for k, v in run.get("time_s", {}).items()}),
+        stood_still_ms="" if longest_s is None else round(longest_s * 1e3, 2),
+    )
+
+
+def _show(row: Row) -> str:
+    return (
+        f"{row.commit:10} {row.case:24} {row.wall_s:7.1f} s = {row.first_step_s:6.1f} to the first "
+        f"step, {row.rounds_s:6.1f} of rounds, {row.end_s:6.1f} behind them; a round "
+        f"{row.round_ms:7.1f} ms, the longest {row.longest_ms:8.1f}; {row.time_s} "
+        f"{row.stood_still_ms}"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = bench_parser(__doc__)
+    names = [case.name for case in CASES]
+    parser.add_argument("--cases", nargs="+", choices=names, default=names[:-1])
+    parser.add_argument("--before", type=Path, help="another checkout, run in turns with this one")
+    parser.add_argument("--before-commit", default="104bb8c", help="what rows call it")
+    parser.add_argument(
+        "--texts", type=Path, default=TEXTS, help="folder of JSONL files for the jobs"
+    )
+    parser.add_argument("--work", type=Path, help="keep bases and caches in this folder")
+    parser.add_argument("--nproc", type=int, help="processes of a command")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

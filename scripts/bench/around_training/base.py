@@ -1,0 +1,109 @@
+"""Hugging Face folders of random weights, to be read as a run reads a real base."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from scripts.bench.harness.arguments import REPO
+from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.training.formats.hf_convert import hf_shapes
+
+TOKENIZER = REPO / "configs" / "quickstart" / "base"
+_FILE_BYTES = 4 << 30
+_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A model that a case trains over."""
+
+    name: str
+    config: dict[str, Any]
+
+
+def shapes() -> dict[str, Shape]:
+    """The shapes by name: Llama-3.1-8B, six layers of width 2,048, and a toy for CPUs."""
+    large = json.loads((REPO / "configs" / "models" / "llama-3.1-8b.json").read_text())
+    small = large | {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+    }
+    toy = small | {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+    }
+    named = {"8b": large, "six layers": small, "toy": toy}
+    return {name: Shape(name=name, config=config) for name, config in named.items()}
+
+
+def write_base(shape: Shape, directory: Path) -> int:
+    """Writes config, tokenizer and bf16 weights unless they are there; returns their bytes."""
+    done = directory / "complete"
+    if not done.exists():
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(TOKENIZER / file, directory)
+        architecture = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
+        (directory / "config.json").write_text(json.dumps(shape.config | architecture))
+        _write_weights(directory)
+        done.touch()
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+
+
+def warm_page_cache(directory: Path) -> None:
+    """Reads every file once, so that all variants find them in memory."""
+    buffer = bytearray(64 << 20)
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def _write_weights(directory: Path) -> None:
+    spec = read_model_spec(directory / "config.json")
+    files = list(_files(hf_shapes(spec)))
+    index: dict[str, str] = {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for number, names in enumerate(files, 1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        tensors = {name: _random(shape, device) for name, shape in names.items()}
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(tensors, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def _files(tensors: dict[str, tuple[int, ...]]) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Cuts the tensors into files of a usual size."""
+    file: dict[str, tuple[int, ...]] = {}
+    size = 0
+    for name, shape in tensors.items():
+        if file and size > _FILE_BYTES:
+            yield file
+            file, size = {}, 0
+        file[name] = shape
+        size += 2 * torch.Size(shape).numel()
+    yield file
+
+
+def _random(shape: tuple[int, ...], device: str) -> torch.Tensor:
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0.0, _STD).cpu()

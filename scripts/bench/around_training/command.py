@@ -1,0 +1,79 @@
+"""One `tlora train` command watched from outside: when it steps, when it ends."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watched:
+    """Times of one command, in seconds since it was started."""
+
+    wall_s: float
+    first_step_s: float
+    last_step_s: float
+    round_s: float
+    """Median time between two rounds."""
+    longest_s: float
+    """Longest time between two rounds."""
+    summary: dict[str, Any]
+
+
+def watch(
+    tree: Path, config: Path, output_dir: Path, *, caches: Path, log: Path, nproc: int | None
+) -> Watched:
+    """Trains with the package that lies in `tree` and reads its metrics while they are written.
+
+    Args:
+        caches: folder of built kernels.
+
+    Raises:
+        RuntimeError: with its last lines, if the command fails.
+    """
+    command = [sys.executable, "-m", "tlora_megatron.cli", "train", str(config)]
+    command += [] if nproc is None else ["--nproc", str(nproc)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]),
+        "TLORA_CACHE_DIR": str(caches / "cuda"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+    }
+    with log.open("w") as file:
+        begin_s = time.monotonic()
+        # From its own folder: Python would find the package in the present one first.
+        process = subprocess.Popen(command, env=environment, cwd=tree, stdout=file, stderr=file)
+        rounds_s = _rounds(process, output_dir / "jobs" / "job0" / "metrics.jsonl", begin_s)
+        wall_s = time.monotonic() - begin_s
+    if process.returncode or len(rounds_s) < 2:
+        tail = log.read_text(errors="replace")[-2000:]
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}: {tail}")
+    gaps = [after - before for before, after in itertools.pairwise(rounds_s)]
+    return Watched(
+        wall_s=wall_s,
+        first_step_s=rounds_s[0],
+        last_step_s=rounds_s[-1],
+        round_s=statistics.median(gaps),
+        longest_s=max(gaps),
+        summary=json.loads((output_dir / "summary.json").read_text()),
+    )
+
+
+def _rounds(process: subprocess.Popen[bytes], metrics: Path, begin_s: float) -> Sequence[float]:
+    """Waits for the end; returns when each of the first job's steps was logged."""
+    seen: list[float] = []
+    while process.poll() is None:
+        steps = metrics.read_bytes().count(b'"loss"') if metrics.exists() else 0
+        seen += [time.monotonic() - begin_s] * (steps - len(seen))
+        time.sleep(_POLL_S)
+    return seen

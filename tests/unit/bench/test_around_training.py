@@ -1,0 +1,63 @@
+"""Bases, job files and the watch of the benchmark of whole commands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.around_training import base, cases, command
+from tlora_megatron.config.load import load_config
+from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.training.formats.hf_convert import HFCheckpoint, check_weights
+
+TOY = next(case for case in cases.CASES if case.shape == "toy")
+
+
+def test_a_base_can_be_read_and_is_written_once(tmp_path: Path) -> None:
+    size = base.write_base(base.shapes()["toy"], tmp_path / "base")
+    check_weights(
+        read_model_spec(tmp_path / "base" / "config.json"), HFCheckpoint(tmp_path / "base")
+    )
+    (file,) = (tmp_path / "base").glob("*.safetensors")
+    written = file.stat().st_mtime_ns
+    assert base.write_base(base.shapes()["toy"], tmp_path / "base") == size == file.stat().st_size
+    assert file.stat().st_mtime_ns == written
+
+
+def test_every_job_steps_in_every_round(tmp_path: Path) -> None:
+    base.write_base(base.shapes()["toy"], tmp_path / "base")
+    for case in cases.CASES:
+        cases.write_jobs(
+            case, tmp_path / "base", cases.TEXTS, tmp_path / "out", tmp_path / "run.yaml"
+        )
+        config = load_config(tmp_path / "run.yaml")
+        assert len(config.jobs) == case.jobs
+        longest = sum(job.batch_size * job.max_seq_len for job in config.jobs)
+        assert longest <= config.run.micro_batch_tokens
+        assert {job.max_steps for job in config.jobs} == {case.rounds}
+
+
+def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--texts must be a folder with JSONL files, got "):
+        cases.write_jobs(TOY, tmp_path, tmp_path, tmp_path, tmp_path / "run.yaml")
+
+
+def test_steps_are_counted_while_the_command_runs(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 0, "eval_loss": 1.0}\n{"step": 1, "loss": 2.0}\n')
+    append = f"open({str(metrics)!r}, 'a').write('{{\"step\": 2, \"loss\": 2.0}}\\n')"
+    process = subprocess.Popen([sys.executable, "-c", f"{append}; input()"], stdin=subprocess.PIPE)
+    seen = []
+
+    def end_when_seen(seconds: float) -> None:
+        if metrics.read_bytes().count(b'"loss"') == 2 and process.stdin:
+            process.stdin.close()
+        seen.append(seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command.time, "sleep", end_when_seen)
+        assert len(command._rounds(process, metrics, begin_s=0.0)) == 2
+    assert seen
