@@ -9,11 +9,13 @@ A phase inside another one takes its time away from it. Only the main thread's t
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 PHASES = (
     "imports",
@@ -46,6 +48,8 @@ class Timeline:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._open = [first]
         self._since_s = begin_s
+        self.beside_s = 0.0
+        """Seconds that writers spent on saving while the main thread trained."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -83,19 +87,29 @@ def boot_clock_s() -> float:
 
 
 def process_begin_s() -> float:
-    """Returns when the user's command began: a launcher's word, else the start of this process."""
+    """Returns when the user's command began: a launcher's word, else the start of this process.
+
+    torchrun says nothing to its ranks; its own start counts, unless it may have restarted them.
+    """
     told = os.environ.get(BEGIN_VARIABLE)
     if told is not None:
         return float(told)
+    is_first_life = os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0"
+    return _begin_s("self" if not is_first_life else str(os.getppid()))
+
+
+def _begin_s(process: str) -> float:
+    """When a process of `/proc` began; now, where there is no such file."""
     try:
         # The name in brackets may hold spaces; the start is the 22nd field, the 20th behind it.
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return boot_clock_s()
 
 
 _process = Timeline(process_begin_s())
+_has_begun_run = False
 
 
 def process_timeline() -> Timeline:
@@ -103,10 +117,17 @@ def process_timeline() -> Timeline:
     return _process
 
 
-def restart(first: str = "rest") -> None:
-    """Begins a new timeline, for a further run in the same process."""
-    global _process
-    _process = Timeline(boot_clock_s(), first)
+def begin_run() -> None:
+    """Says that a run begins here; what came before it in this process were its imports.
+
+    A further run of the process has a timeline of its own, and so has one that a person starts at a
+    prompt, where hours may have passed.
+    """
+    global _process, _has_begun_run
+    if _has_begun_run or hasattr(sys, "ps1"):
+        _process = Timeline(boot_clock_s(), "rest")
+    _has_begun_run = True
+    _process.settle()
 
 
 @contextmanager
@@ -114,3 +135,25 @@ def phase(name: str) -> Iterator[None]:
     """`Timeline.phase` of this process's run."""
     with _process.phase(name):
         yield
+
+
+def add_beside(seconds: float) -> None:
+    """Counts seconds that a writer spent on saving while the main thread trained."""
+    _process.beside_s += seconds
+
+
+def time_line(run: Mapping[str, Any]) -> str:
+    """Returns a run's times as one line of text, empty if it has none.
+
+    Args:
+        run: `run` of `OUT/summary.json`.
+    """
+    times = run.get("time_s")
+    if not times:
+        return ""
+    total_s = sum(times.values())
+    form = "{:,.0f}" if total_s >= 100 else "{:.1f}"
+    parts = ", ".join(f"{name} {form.format(seconds)}" for name, seconds in times.items())
+    beside_s = run.get("saving_beside_rounds_s") or 0.0
+    beside = f"; {form.format(beside_s)} s of saving ran beside the rounds" if beside_s else ""
+    return f"{form.format(total_s)} s = {parts}{beside}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 
 import pytest
@@ -72,6 +74,57 @@ def test_other_threads_are_not_counted(clock):
     thread.join()
     assert line.seconds()["saving"] == 0.0
     assert line.seconds()["rest"] == 7.0
+
+
+@pytest.fixture
+def fresh(clock, monkeypatch):
+    """The timeline of a process that has not begun a run, and its clock."""
+    monkeypatch.setattr(timeline, "_process", Timeline(begin_s=90.0))
+    monkeypatch.setattr(timeline, "_has_begun_run", False)
+    monkeypatch.delattr(sys, "ps1", raising=False)
+    return clock
+
+
+def test_a_first_run_began_with_its_process_and_a_further_one_begins_anew(fresh):
+    timeline.begin_run()
+    fresh.sleep(3)
+    assert timeline.process_timeline().begin_s == 90.0
+    assert timeline.process_timeline().seconds() == dict.fromkeys(PHASES, 0.0) | {
+        "imports": 10.0,
+        "rest": 3.0,
+    }
+    timeline.add_beside(2.5)
+    timeline.begin_run()
+    fresh.sleep(1)
+    assert timeline.process_timeline().begin_s == 103.0
+    assert timeline.process_timeline().seconds() == dict.fromkeys(PHASES, 0.0) | {"rest": 1.0}
+    assert timeline.process_timeline().beside_s == 0.0
+
+
+def test_a_run_that_is_started_at_a_prompt_begins_there(fresh, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    timeline.begin_run()
+    assert timeline.process_timeline().begin_s == 100.0
+
+
+def test_the_line_names_every_phase_and_what_ran_beside():
+    times = dict.fromkeys(PHASES, 0.0) | {"rounds": 110.25, "imports": 6.0}
+    assert timeline.time_line({"time_s": times, "saving_beside_rounds_s": 12.0}) == (
+        "116 s = imports 6, kernels 0, base 0, data 0, rounds 110, evaluation 0, saving 0, "
+        "export 0, rest 0; 12 s of saving ran beside the rounds"
+    )
+    assert timeline.time_line({"time_s": {"rounds": 1.26, "rest": 0.5}}) == (
+        "1.8 s = rounds 1.3, rest 0.5"
+    )
+    assert timeline.time_line({}) == ""
+
+
+def test_ranks_of_torchrun_began_with_it_unless_it_may_have_restarted_them(monkeypatch):
+    monkeypatch.delenv(timeline.BEGIN_VARIABLE, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert timeline.process_begin_s() == timeline._begin_s(str(os.getppid()))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert timeline.process_begin_s() == timeline._begin_s("self")
 
 
 def test_the_command_begins_before_this_process_was_asked(monkeypatch):

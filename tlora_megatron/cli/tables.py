@@ -11,6 +11,7 @@ from rich.table import Table
 
 from tlora_megatron.config.job import JobSpec, LoraSpec
 from tlora_megatron.config.load import RunConfig
+from tlora_megatron.timeline import time_line
 
 _STATUS_STYLE = {"finished": "green", "running": "yellow", "failed": "red", "rejected": "red"}
 _WORDY_COLUMNS = ("job", "targets", "lr and schedule", "data")
@@ -114,10 +115,13 @@ def _print_speed(console: Console, run: dict[str, Any]) -> None:
     if run.get("world_size") is not None:
         size = run["world_size"]
         parts.append("1 process" if size == 1 else f"{size} processes")
-    if run.get("wall_time_s") is not None:
+    times = time_line(run)
+    if run.get("wall_time_s") is not None and not times:
         parts.append(f"{run['wall_time_s']:,.1f} s")
     if parts:
         console.print(", ".join(parts), style="bold")
+    if times:
+        console.print(f"time: {times}")
     nano = run.get("nano_batches")
     if nano and nano.get("asked") != 1:
         console.print(f"nano-batches: {_nano_batches(nano)}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from tlora_megatron import timeline
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import RunConfig, config_to_dict, ignored_settings, read_config
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
@@ -48,14 +49,17 @@ def initialize(
         ValueError: for input that cannot be used, before any training.
         RuntimeError: if this DeepSpeed is not one of those supported.
     """
+    timeline.begin_run()
     from tlora_megatron.integrations.deepspeed.guard import check_deepspeed
 
-    check_deepspeed()
+    with timeline.phase("imports"):
+        check_deepspeed()
     if config is None:
         raise ValueError("config must be a DeepSpeed JSON with a tlora section, got None")
-    from tlora_megatron.integrations.deepspeed.config import load_deepspeed_config
-    from tlora_megatron.integrations.deepspeed.frozen_base import base_of_model, build_base
-    from tlora_megatron.integrations.deepspeed.processes import join_processes
+    with timeline.phase("imports"):
+        from tlora_megatron.integrations.deepspeed.config import load_deepspeed_config
+        from tlora_megatron.integrations.deepspeed.frozen_base import base_of_model, build_base
+        from tlora_megatron.integrations.deepspeed.processes import join_processes
 
     overrides = list(overrides)
     if isinstance(model, str | Path):
@@ -68,7 +72,8 @@ def initialize(
         logger.info("%s", sentence)
     check_deepspeed(settings.tp_size)
     join_processes()
-    base = build_base(settings, model)
+    with timeline.phase("base"):
+        base = build_base(settings, model)
     return DeepSpeedRun(base, settings.run, listener or SilentListener())
 
 
@@ -171,6 +176,7 @@ class DeepSpeedRun:
         self.loop.super_model.set_jobs(())  # their room is free before the new ones' is taken
         self._run.close()
         dist.barrier()  # every process is about to look for what the first has written
+        timeline.begin_run()
         if output_dir is not None:
             run = replace(config.run, output_dir=str(Path(output_dir).resolve()))
             config = replace(config, run=run)

@@ -11,7 +11,9 @@ from typing import Any
 from transformers import DefaultFlowCallback, Trainer, TrainerControl
 from transformers.trainer_utils import TrainOutput
 
+from tlora_megatron.cli.console import open_console
 from tlora_megatron.deepspeed.run import DeepSpeedRun, initialize
+from tlora_megatron.timeline import time_line
 from tlora_megatron.training.super_model import StepReport
 
 
@@ -57,10 +59,12 @@ class MultiLoRATrainer(Trainer):
         try:
             self._train_rounds(engine)
             engine.save()
-            engine.finish()
+            summary = engine.finish()
         finally:
             engine.close()
         self._call("on_train_end")
+        if summary:
+            open_console().print(f"time: {time_line(summary['run'])}")
         last = {f"loss/{j.name}": j.last_loss for j in engine.loop.jobs if j.last_loss is not None}
         mean = sum(last.values()) / len(last) if last else 0.0
         return TrainOutput(self.state.global_step, mean, last)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tlora_megatron import timeline
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import ParallelLayout
@@ -36,6 +37,7 @@ def train_run(config: RunConfig, listener: RunListener) -> dict[str, Any]:
     Raises:
         ValueError: for input that cannot be used, before any training.
     """
+    timeline.begin_run()
     spec = read_model_spec(_model_config(config))
     layout = _layout(config)
     check_layout(spec, layout)
@@ -94,13 +96,14 @@ def _build(
 ) -> tuple[ParallelGroups, Linears, Engine]:
     """Sets up processes and backbone; returns groups, linears and engine."""
     try:
-        from tlora_megatron.integrations.megatron import model as backbone
-        from tlora_megatron.integrations.megatron import recompute
-        from tlora_megatron.integrations.megatron.engine import (
-            MegatronEngine,
-            current_groups,
-            pair_linears,
-        )
+        with timeline.phase("imports"):
+            from tlora_megatron.integrations.megatron import model as backbone
+            from tlora_megatron.integrations.megatron import recompute
+            from tlora_megatron.integrations.megatron.engine import (
+                MegatronEngine,
+                current_groups,
+                pair_linears,
+            )
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
@@ -112,9 +115,10 @@ def _build(
     groups = current_groups(layout)
     run.check_agreement()
     dtype = DTYPES[config.base_model.dtype]
-    model = backbone.build_backbone(spec, layout, dtype=dtype, recompute=config.run.recompute)
-    weights = None if config.base_model.random_init else _model_dir(config)
-    backbone.load_backbone(model, spec, weights, layout, seed=config.base_model.seed)
+    with timeline.phase("base"):
+        model = backbone.build_backbone(spec, layout, dtype=dtype, recompute=config.run.recompute)
+        weights = None if config.base_model.random_init else _model_dir(config)
+        backbone.load_backbone(model, spec, weights, layout, seed=config.base_model.seed)
     recompute.install()
     sites = stage_sites(spec, layout, tp_rank=groups.tp_rank, pp_rank=groups.pp_rank)
     nano = nano_settings(config.run, spec, dtype)

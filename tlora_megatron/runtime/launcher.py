@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from tlora_megatron import timeline
+
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
@@ -156,3 +158,4 @@ def _set_environment(nproc: int) -> None:
     cores = len(os.sched_getaffinity(0))
     # torchrun would set 1 thread however many cores there are.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    os.environ[timeline.BEGIN_VARIABLE] = str(timeline.process_timeline().begin_s)

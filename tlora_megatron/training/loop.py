@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tlora_megatron import timeline
 from tlora_megatron.config.run import RunSpec
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.formats.checkpoint import gather_buffer, save_checkpoint
@@ -103,7 +104,8 @@ class TrainingLoop:
         if self.is_over:
             return []
         begin_s = time.perf_counter()
-        reports = (run_round or self.super_model.train_round)()
+        with timeline.phase("rounds"):
+            reports = (run_round or self.super_model.train_round)()
         self._after_round(reports, time.perf_counter() - begin_s)
         return reports
 
@@ -195,7 +197,9 @@ class TrainingLoop:
     def _evaluate(self, jobs: Sequence[JobState]) -> None:
         if not any(job.data.eval for job in jobs):
             return
-        for job, result in zip(jobs, self.super_model.evaluate(jobs), strict=True):
+        with timeline.phase("evaluation"):
+            results = self.super_model.evaluate(jobs)
+        for job, result in zip(jobs, results, strict=True):
             if result is None:
                 continue
             if job.step == 0:

@@ -44,6 +44,7 @@ RUN_RESULT = {
     "tokens_per_s": 4321.0,
     "world_size": 2,
     "wall_time_s": 12.5,
+    "time_s": {"imports": 2.5, "rounds": 10.0},
     "rounds": 9,
     "nano_batches": {"count": 3, "controller": "best", "time_over_one": 0.9131},
 }
@@ -168,7 +169,8 @@ class TestInspect:
             "2 -> 0.25",
             "0.0% -> 87.5%",
             "12,345",
-            "4,321 tokens/s",
+            "4,321 tokens/s, 2 processes\n",
+            "time: 12.5 s = imports 2.5, rounds 10.0\n",
             "nano-batches: 3 (best), 0.913 of the time of 1",
             "two: loss is nan",
             "adapter of one: out/jobs/one/adapter",

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
+from tlora_megatron import timeline
 from tlora_megatron.integrations.megatron_lm.guard import FLAG, check_arguments, check_trainer
 from tlora_megatron.parallel.nano.hardware_queues import shown_in_order
 
@@ -178,7 +179,8 @@ class _Hooks:
         model_config: Any = getattr(bound.get("cfg_container"), "model", None)
         if hasattr(model_config, "pre_wrap_hooks"):
             model_config.pre_wrap_hooks.append(functools.partial(self._take_model, session))
-        result = original(*args, **kwargs)
+        with timeline.phase("base"):
+            result = original(*args, **kwargs)
         with self._input_errors():
             session.start(result[0])
         return result
@@ -237,6 +239,7 @@ class _Hooks:
         return session.save(call.arguments["iteration"])
 
     def _pretrain(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        timeline.begin_run()
         try:
             try:
                 result = original(*args, **kwargs)

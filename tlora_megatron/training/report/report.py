@@ -13,6 +13,7 @@ import numpy as np
 
 from tlora_megatron.page.document import document, facts, panels, swatch, table, tiles
 from tlora_megatron.page.svg import compact
+from tlora_megatron.timeline import time_line
 from tlora_megatron.training.metrics import write_atomic
 from tlora_megatron.training.report.curves import SMOOTH_ABOVE, PanelStyle, overview, panel
 from tlora_megatron.training.report.jobs import ReportJob, read_jobs, read_json
@@ -61,7 +62,7 @@ def _page(
         title,
         f"{'finished' if ended else 'in progress'} · written {written}",
         f"{tiles(_main_numbers(config, run, jobs))}{facts(_facts(config, run))}"
-        f"<h2>Jobs</h2>{_table(jobs)}{_together(jobs, style)}"
+        f"{_times(run)}<h2>Jobs</h2>{_table(jobs)}{_together(jobs, style)}"
         f"<h2>Curves by job</h2>{_READING}{cards}{nano}",
     )
 
@@ -114,6 +115,12 @@ def _facts(config: dict[str, Any], run: dict[str, Any]) -> dict[str, str]:
         **run.get("versions", {}),
     }
     return {name: _plain(value) for name, value in known.items() if value is not None}
+
+
+def _times(run: dict[str, Any]) -> str:
+    """The line that says where the time went; empty while the run goes on."""
+    times = time_line(run)
+    return f'<p class="facts">{html.escape(f"time: {times}")}</p>' if times else ""
 
 
 def _table(jobs: list[ReportJob]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tlora_megatron import timeline
 from tlora_megatron.config.load import JobError
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.training.job_state import JobState
@@ -22,7 +23,6 @@ def summarize(
     loop: TrainingLoop,
     layout: ParallelLayout,
     rejected: Sequence[JobError],
-    wall_time_s: float,
     nano_batches: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Returns plain values about the run and every job.
@@ -44,12 +44,23 @@ def summarize(
             "rounds": loop.rounds,
             "nano_batches": nano_batches,
             "train_time_s": loop.train_time_s,
-            "wall_time_s": wall_time_s,
+            **run_times(),
             "peak_memory_bytes": peak,
             "device": torch.cuda.get_device_name() if peak is not None else platform.machine(),
             "versions": _versions(),
         },
         "jobs": jobs,
+    }
+
+
+def run_times() -> dict[str, Any]:
+    """Returns the seconds since the user's command began, in all and by what they were spent on."""
+    line = timeline.process_timeline()
+    times = line.seconds()
+    return {
+        "wall_time_s": sum(times.values()),
+        "time_s": times,
+        "saving_beside_rounds_s": line.beside_s,
     }
 
 

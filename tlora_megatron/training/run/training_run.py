@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import resource
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tlora_megatron import timeline
 from tlora_megatron.config.load import RunConfig, config_to_dict
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
@@ -40,7 +40,7 @@ from tlora_megatron.training.run.agreement import check_agreement
 from tlora_megatron.training.run.job_admission import JobAdmission
 from tlora_megatron.training.run.nano_setup import start_nano_batches
 from tlora_megatron.training.run.output_dir import CONFIG_NAME, claim_output_dir, hold_output_dir
-from tlora_megatron.training.run.summary import summarize, summarize_nano_batches
+from tlora_megatron.training.run.summary import run_times, summarize, summarize_nano_batches
 from tlora_megatron.training.super_model import SuperModel
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,6 @@ class TrainingRun:
         listener: RunListener,
         resolve_sharding: ShardingResolver,
     ) -> None:
-        self._begin_s = time.perf_counter()
         self.config = config
         self.spec = spec
         self.base_model = base_model
@@ -95,13 +94,14 @@ class TrainingRun:
         self._resolve_sharding = resolve_sharding
         self._open = ExitStack()
         self._resuming = claim_output_dir(self.output_dir, config)
-        self._jobs = JobAdmission(
-            config,
-            spec,
-            tokenizer_dir=tokenizer_dir,
-            base_model=base_model,
-            resuming=self._resuming,
-        )
+        with timeline.phase("data"):
+            self._jobs = JobAdmission(
+                config,
+                spec,
+                tokenizer_dir=tokenizer_dir,
+                base_model=base_model,
+                resuming=self._resuming,
+            )
 
     def __enter__(self) -> TrainingRun:
         return self
@@ -171,11 +171,12 @@ class TrainingRun:
         groups = super_model.groups
         if not groups.is_writer:
             return {}
-        wall_time_s = time.perf_counter() - self._begin_s
-        rejected = self._jobs.rejected
-        summary = summarize(self.loop, groups.layout, rejected, wall_time_s, nano_batches)
+        summary = summarize(self.loop, groups.layout, self._jobs.rejected, nano_batches)
         write_summary(self.output_dir, summary)
         _try_report(self.output_dir)
+        # The user has waited for the report, too.
+        summary["run"] |= run_times()
+        write_summary(self.output_dir, summary)
         return summary
 
     def _make_bank(
