@@ -189,8 +189,9 @@ class DeepSpeedRun:
         return read_config(document, Path.cwd(), targets=None, base_model=config.base_model)
 
     def save(self) -> None:
-        """Checkpoints every job that still trains."""
+        """Checkpoints every job that still trains; they are on the disk when it returns."""
         self.loop.save_active()
+        self.loop.drain()
 
     def export(self, name: str, directory: str | Path) -> None:
         """Writes a job's present adapter as a PEFT directory; the first process writes it.

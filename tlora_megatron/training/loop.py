@@ -56,6 +56,8 @@ class TrainingLoop:
         self.train_time_s = 0.0
         self._has_started = False
         self._saved_step = {job.name: job.step for job in self.jobs}
+        self._failed_writes: list[str] = []
+        """Jobs that could not be written since the last `drain`."""
         self._metrics: dict[str, JobMetrics] = {}
         if super_model.groups.is_writer:
             self._metrics = {job.name: self._open_metrics(job) for job in self.jobs}
@@ -143,6 +145,18 @@ class TrainingLoop:
             if job.is_active and job.step > self._saved_step[job.name]:
                 self._save(job)
 
+    def drain(self) -> tuple[str, ...]:
+        """Waits until everything that was saved or exported is on the disk; not collective.
+
+        What could not be written becomes its job's event.
+
+        Returns:
+            Names of the jobs that could not be written since the last call; none on ranks that
+            write nothing.
+        """
+        failed, self._failed_writes = self._failed_writes, []
+        return tuple(dict.fromkeys(failed))
+
     def close(self) -> None:
         """Closes the jobs' metrics; a second call does nothing."""
         for metrics in self._metrics.values():
@@ -217,6 +231,7 @@ class TrainingLoop:
             save_checkpoint(directory, job, self.backbone, self.super_model.groups)
         except (OSError, ValueError) as error:
             # ValueError: values that are not finite.
+            self._failed_writes.append(job.name)
             self._event(job, f"could not be saved at step {job.step}: {error}")
 
     def _retire(self, jobs: Sequence[JobState]) -> None:
@@ -247,6 +262,7 @@ class TrainingLoop:
             )
         except (OSError, ValueError) as error:
             # ValueError: weights that are not finite, or a folder that holds something else.
+            self._failed_writes.append(job.name)
             self._fail(job, f"its adapter could not be written: {error}")
 
     def job_dir(self, job: JobState) -> Path:

@@ -163,6 +163,7 @@ class TrainingRun:
             The content of `OUT/summary.json`; empty on every process but the writer.
         """
         assert self.loop is not None, "start comes before finish"
+        self.loop.drain()  # a job whose adapter cannot be written has failed
         super_model = self.loop.super_model
         nano_batches = summarize_nano_batches(self.loop)
         if super_model.engine.nano_batches is not None:
