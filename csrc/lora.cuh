@@ -1,11 +1,9 @@
 // What the kernels share with ops/: sizes, the columns of a target, the dropout mask.
 #pragma once
 #include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <type_traits>
 
 constexpr int kTileRows = 256;    // ROW_TILE of ops/lora/tiling.py
 constexpr int kChunk = 16;        // RANK_CHUNK of ops/lora/tiling.py: the depth of a wgmma
@@ -105,13 +103,7 @@ struct Mask {
   }
 };
 
-template <typename T>
 __device__ __forceinline__ uint32_t pack_pair(float a, float b) {
-  if constexpr (std::is_same_v<T, half>) {
-    const half2 pair = __floats2half2_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&pair);
 }

@@ -3,7 +3,7 @@
 // Semantics, for row t of the item's segment and rank row j of its chunks:
 //   out[t, j] = scaling[slot] / (1 - p) sum_k mask(in[t, column(k)]) F[j, k]
 // over the places k of the target's arena F; dS masks nothing, but what reads it does. Written twice: transposed into
-// ext, [chunk 16, 256] a chunk, with zeros in rows of other adapters (what lora_gemm.cu reads), and as rows (what
+// ext, [chunk 16, 256] a chunk, with zeros in rows of other adapters (what lora_gemm.cuh reads), and as rows (what
 // rank_sums.cu reads).
 //
 // A cluster computes 128 rows; its blocks share k and sum their parts, in order of blocks, through each other's
@@ -81,12 +81,12 @@ __device__ void fill(const Problem& p, const Item& item, Range range, RankRing& 
   }
 }
 
-template <typename T, int N>
+template <int N>
 __device__ void write(const Problem& p, const Item& item, int part, int parts, const float* sums, int thread) {
   const float dropout = p.dropout == nullptr ? 0.f : p.dropout[item.slot];
   const float scale = p.scaling[item.slot] / (1.f - dropout);
   const int warp = thread / 32, lane = thread % 32;
-  T* ext = static_cast<T*>(p.ext);
+  auto* ext = static_cast<__nv_bfloat16*>(p.ext);
   for (int q = part; q < N / 4; q += parts) {  // pairs of columns
     const int column = q / 2 * 8 + lane % 4 * 2;
     const int local = warp * 16 + lane / 4 + q % 2 * 8;
@@ -96,9 +96,9 @@ __device__ void write(const Problem& p, const Item& item, int part, int parts, c
       for (int e = 0; e < 2; ++e) two[e] += load_from(sums + (2 * q + e) * kMultipliers + thread, block);
     const int t = item.row + local;
     const bool inside = item.owns(t);
-    const uint32_t packed = inside ? pack_pair<T>(two[0] * scale, two[1] * scale) : 0;
+    const uint32_t packed = inside ? pack_pair(two[0] * scale, two[1] * scale) : 0;
     if (inside)
-      *reinterpret_cast<uint32_t*>(static_cast<T*>(p.rows) + static_cast<int64_t>(t) * p.row_width +
+      *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(p.rows) + static_cast<int64_t>(t) * p.row_width +
                                    item.rank_column + column) = packed;
     const int chunk = p.chunks[item.first_chunk + column / kChunk];
     uint16_t* to = reinterpret_cast<uint16_t*>(ext) +
@@ -108,7 +108,7 @@ __device__ void write(const Problem& p, const Item& item, int part, int parts, c
   }
 }
 
-template <typename T, int N, bool kDropout>
+template <int N, bool kDropout>
 __device__ void multiply(const Problem& p, const Item& item, Range range, RankRing& ring, Place place, int thread) {
   const int warpgroup = thread / 128;
   float sums[N / 2];
@@ -136,7 +136,7 @@ __device__ void multiply(const Problem& p, const Item& item, Range range, RankRi
 #pragma unroll
     for (int i = 0; i < kDepth / kChunk; ++i) {
       const uint64_t along = i * (kChunk * 2 >> 4);
-      wgmma<T, N, 0, 0>(sums, a + along, b + along, 1);
+      wgmma<N, 0, 0>(sums, a + along, b + along, 1);
     }
     wgmma_commit();
     wgmma_wait<1>();
@@ -151,7 +151,7 @@ __device__ void multiply(const Problem& p, const Item& item, Range range, RankRi
   for (int i = 0; i < N / 2; ++i) parts[i * kMultipliers + thread] = sums[i];
 }
 
-template <typename T, bool kDropout>
+template <bool kDropout>
 __global__ void __launch_bounds__(kRankThreads, 2) rank_rows(const __grid_constant__ Problem p) {
   wait_for_previous();
   let_next_start();
@@ -169,10 +169,10 @@ __global__ void __launch_bounds__(kRankThreads, 2) rank_rows(const __grid_consta
     const Place place(2 * kPanel + width * 128);  // rows beyond the chunks are read, and go nowhere
     if (thread < kMultipliers) {
       switch (width) {
-        case 16: multiply<T, 16, kDropout>(p, item, range, ring, place, thread); break;
-        case 32: multiply<T, 32, kDropout>(p, item, range, ring, place, thread); break;
-        case 64: multiply<T, 64, kDropout>(p, item, range, ring, place, thread); break;
-        default: multiply<T, 128, kDropout>(p, item, range, ring, place, thread);
+        case 16: multiply<16, kDropout>(p, item, range, ring, place, thread); break;
+        case 32: multiply<32, kDropout>(p, item, range, ring, place, thread); break;
+        case 64: multiply<64, kDropout>(p, item, range, ring, place, thread); break;
+        default: multiply<128, kDropout>(p, item, range, ring, place, thread);
       }
     } else if (thread == kMultipliers) {
       fill(p, item, range, ring, place);
@@ -184,19 +184,19 @@ __global__ void __launch_bounds__(kRankThreads, 2) rank_rows(const __grid_consta
   cluster_sync();
   if (thread < kMultipliers) {
     switch (width) {
-      case 16: write<T, 16>(p, item, part, parts, sums, thread); break;
-      case 32: write<T, 32>(p, item, part, parts, sums, thread); break;
-      case 64: write<T, 64>(p, item, part, parts, sums, thread); break;
-      default: write<T, 128>(p, item, part, parts, sums, thread);
+      case 16: write<16>(p, item, part, parts, sums, thread); break;
+      case 32: write<32>(p, item, part, parts, sums, thread); break;
+      case 64: write<64>(p, item, part, parts, sums, thread); break;
+      default: write<128>(p, item, part, parts, sums, thread);
     }
   }
   __syncwarp();
   cluster_sync();  // others may still read this block's parts
 }
 
-template <typename T, bool kDropout>
+template <bool kDropout>
 int launch(const Problem& problem, int items, int parts, cudaStream_t stream) {
-  return launch_kernel<rank_rows<T, kDropout>>(problem, items * parts, kRankThreads, sizeof(RankRing) + 1024, parts,
+  return launch_kernel<rank_rows<kDropout>>(problem, items * parts, kRankThreads, sizeof(RankRing) + 1024, parts,
                                                stream);
 }
 
@@ -210,7 +210,7 @@ struct TloraRows {
   const float *scaling, *dropout;
   int64_t num_rows, in_columns;
   Factors factors;
-  int num_targets, num_items, item_fields, parts, row_width, dropout_key, first_column, half_precision, device;
+  int num_targets, num_items, item_fields, parts, row_width, dropout_key, first_column, device;
 };
 
 TLORA_EXPORT int tlora_rows_size() { return sizeof(TloraRows); }
@@ -220,12 +220,11 @@ TLORA_EXPORT int tlora_rows(const TloraRows* arguments, cudaStream_t stream) {
   if (g.num_items == 0) return 0;
   if (int failed = prepare(g.device)) return failed;
   Problem p{};
-  const bool half_type = g.half_precision != 0;
-  bool made = make_map(&p.in, half_type, g.in, g.num_rows, g.in_columns, kBlockRows) &&
-              make_map(&p.in_strip, half_type, g.in, g.num_rows, g.in_columns, kStripRows);
+  bool made = make_map(&p.in, g.in, g.num_rows, g.in_columns, kBlockRows) &&
+              make_map(&p.in_strip, g.in, g.num_rows, g.in_columns, kStripRows);
   for (int i = 0; i < g.num_targets; ++i) {
     const Factors& f = g.factors;
-    made = made && make_map(&p.factors[i], half_type, f.at[i], f.rows[i], f.width[i], kChunk);
+    made = made && make_map(&p.factors[i], f.at[i], f.rows[i], f.width[i], kChunk);
     p.columns[i] = f.columns[i];
     p.depth[i] = static_cast<int>(f.width[i]);
   }
@@ -241,8 +240,5 @@ TLORA_EXPORT int tlora_rows(const TloraRows* arguments, cudaStream_t stream) {
   p.row_keys = g.row_keys;
   p.dropout_key = g.dropout_key;
   p.first_column = g.first_column;
-  if (half_type) return g.row_keys ? launch<half, true>(p, g.num_items, g.parts, stream)
-                                   : launch<half, false>(p, g.num_items, g.parts, stream);
-  return g.row_keys ? launch<__nv_bfloat16, true>(p, g.num_items, g.parts, stream)
-                    : launch<__nv_bfloat16, false>(p, g.num_items, g.parts, stream);
+  return g.row_keys ? launch<true>(p, g.num_items, g.parts, stream) : launch<false>(p, g.num_items, g.parts, stream);
 }

@@ -199,7 +199,7 @@ __device__ bool gather(const Problem& p, const Item& item, float (&sums)[N / 2],
   return true;
 }
 
-template <typename T, int N, bool kDropout>
+template <int N, bool kDropout>
 __device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Place& place, int thread) {
   constexpr int panels = N > 64 ? 2 : 1;
   const int warpgroup = thread / 128;
@@ -235,7 +235,7 @@ __device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Pla
 #pragma unroll
     for (int i = 0; i < kDepth / kChunk; ++i) {
       const uint64_t along = i * (kChunk * 128 >> 4);
-      wgmma<T, N, 1, 1>(sums, a + along, b + along, 1);
+      wgmma<N, 1, 1>(sums, a + along, b + along, 1);
     }
     wgmma_commit();
     wgmma_wait<1>();
@@ -257,7 +257,7 @@ __device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Pla
   multipliers_sync();  // the rows' addresses and the flag have been read
 }
 
-template <typename T, bool kDropout>
+template <bool kDropout>
 __global__ void __launch_bounds__(kRankThreads, 2) rank_sums(const __grid_constant__ Problem p) {
   RankRing& ring = rank_ring();
   init_ring(ring);
@@ -266,10 +266,10 @@ __global__ void __launch_bounds__(kRankThreads, 2) rank_sums(const __grid_consta
   if (thread < kMultipliers) {
     for_items(p, [&](const Item& item) {
       switch (kernel_width(item.count)) {
-        case 16: multiply<T, 16, kDropout>(p, item, ring, place, thread); break;
-        case 32: multiply<T, 32, kDropout>(p, item, ring, place, thread); break;
-        case 64: multiply<T, 64, kDropout>(p, item, ring, place, thread); break;
-        default: multiply<T, 128, kDropout>(p, item, ring, place, thread);
+        case 16: multiply<16, kDropout>(p, item, ring, place, thread); break;
+        case 32: multiply<32, kDropout>(p, item, ring, place, thread); break;
+        case 64: multiply<64, kDropout>(p, item, ring, place, thread); break;
+        default: multiply<128, kDropout>(p, item, ring, place, thread);
       }
     });
     if (thread < 32) store_wait_all();
@@ -280,9 +280,9 @@ __global__ void __launch_bounds__(kRankThreads, 2) rank_sums(const __grid_consta
   wait_for_previous();
 }
 
-template <typename T, bool kDropout>
+template <bool kDropout>
 int launch(const Problem& problem, int blocks, cudaStream_t stream) {
-  return launch_kernel<rank_sums<T, kDropout>>(problem, blocks, kRankThreads, sizeof(RankRing) + 1024, 0, stream);
+  return launch_kernel<rank_sums<kDropout>>(problem, blocks, kRankThreads, sizeof(RankRing) + 1024, 0, stream);
 }
 
 }  // namespace
@@ -298,7 +298,7 @@ struct TloraSums {
   const float* dropout;
   int64_t num_rows, x_rows, x_columns, dy_columns;
   int num_items, item_fields, blocks, row_width, first_row, dropout_key, first_column, overlaps_previous_kernel,
-      half_precision, device;
+      device;
 };
 
 TLORA_EXPORT int tlora_sums_size() { return sizeof(TloraSums); }
@@ -308,12 +308,11 @@ TLORA_EXPORT int tlora_sums(const TloraSums* arguments, cudaStream_t stream) {
   if (g.num_items == 0) return 0;
   if (int failed = prepare(g.device)) return failed;
   Problem p{};
-  const bool half_type = g.half_precision != 0;
   // No row of x: a window outside of all segments may be empty.
-  if ((g.x_rows > 0 && !make_map(&p.in[kDown], half_type, g.x, g.x_rows, g.x_columns, 64)) ||
-      !make_map(&p.rows[kDown], half_type, g.ds, g.num_rows, g.row_width, 64) ||
-      !make_map(&p.in[kUp], half_type, g.dy, g.num_rows, g.dy_columns, 64) ||
-      !make_map(&p.rows[kUp], half_type, g.s, g.num_rows, g.row_width, 64))
+  if ((g.x_rows > 0 && !make_map(&p.in[kDown], g.x, g.x_rows, g.x_columns, 64)) ||
+      !make_map(&p.rows[kDown], g.ds, g.num_rows, g.row_width, 64) ||
+      !make_map(&p.in[kUp], g.dy, g.num_rows, g.dy_columns, 64) ||
+      !make_map(&p.rows[kUp], g.s, g.num_rows, g.row_width, 64))
     return fail("tensor map", "an operand must be 16-byte aligned in address and row");
   p.items = g.items;
   p.num_items = g.num_items;
@@ -328,8 +327,5 @@ TLORA_EXPORT int tlora_sums(const TloraSums* arguments, cudaStream_t stream) {
   p.dropout_key = g.dropout_key;
   p.first_column = g.first_column;
   p.overlaps_previous_kernel = g.overlaps_previous_kernel;
-  if (half_type) return g.dropout ? launch<half, true>(p, g.blocks, stream)
-                                  : launch<half, false>(p, g.blocks, stream);
-  return g.dropout ? launch<__nv_bfloat16, true>(p, g.blocks, stream)
-                   : launch<__nv_bfloat16, false>(p, g.blocks, stream);
+  return g.dropout ? launch<true>(p, g.blocks, stream) : launch<false>(p, g.blocks, stream);
 }

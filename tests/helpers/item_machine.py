@@ -218,7 +218,7 @@ class ItemMachine:
         bias_N: torch.Tensor | None = None,
         rank: RankPart | None = None,
     ) -> None:
-        """lora_gemm.cu."""
+        """lora_gemm.cuh."""
         self.launches.append("gemm")
         out = out_TN.numpy()
         base = (x_TK @ (weight.t() if transposed else weight)).numpy()

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 from rich.console import Console
 
-from tlora_megatron.ops.extension import built_library, cache_directory, find_compiler
+from tlora_megatron.ops.kernel_build import built_library, cache_directory, find_compiler
 from tlora_megatron.ops.lora.kernel_choice import (
     VARIABLE,
     Kernels,

@@ -1,4 +1,4 @@
-"""Builds and loads the CUDA kernels of `csrc/` on first use, into a cache, without torch's headers.
+"""Loads the CUDA kernels of `csrc/`, building them on first use, without torch's headers.
 
 The library has a plain C interface, so that one build serves every torch, takes seconds, and a
 process needs no compiler once the cache holds it. Kernels are launched on the stream the caller
@@ -9,33 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tlora_megatron.config.shipped import shipped_folder
-
-SOURCES = shipped_folder("csrc", "csrc", "lora_gemm.cu")
-_FLAGS = (
-    "-O3",
-    "-std=c++17",
-    "-shared",
-    "-Xcompiler",
-    "-fPIC",
-    "-Xcompiler",
-    "-fvisibility=hidden",
-)
-_ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
-_PARALLEL = ("--threads", "0")
-"""Sources are compiled beside each other, on as many cores as there are."""
-
-
-class ExtensionUnavailable(RuntimeError):
-    """Raised where the CUDA kernels cannot be built or loaded; says why and what would help."""
+from tlora_megatron import timeline
+from tlora_megatron.ops.kernel_build import ExtensionUnavailable, build, built_library
 
 
 class Extension:
@@ -81,64 +59,11 @@ def load_extension() -> Extension:
         ExtensionUnavailable: if the sources or a CUDA compiler are missing, or the build or the
             loading fails.
     """
-    if not SOURCES.is_dir():
-        raise ExtensionUnavailable(
-            f"the CUDA sources must lie in {SOURCES}, which does not exist: install tlora_megatron "
-            "anew, from its checkout or a wheel with csrc/"
-        )
-    path = built_library()
-    if not path.exists():
-        build(path)
-    try:
-        return Extension(path)
-    except OSError as error:
-        raise ExtensionUnavailable(f"{path} cannot be loaded: {error}") from error
-
-
-def cache_directory() -> Path:
-    """Returns the folder of built libraries: TLORA_CACHE_DIR, else the user's cache folder."""
-    if "TLORA_CACHE_DIR" in os.environ:
-        return Path(os.environ["TLORA_CACHE_DIR"])
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "tlora_megatron"
-
-
-def built_library() -> Path:
-    """Returns the path of the library that the sources build: its name holds their hash."""
-    digest = hashlib.sha256(" ".join((*_FLAGS, _ARCHITECTURE)).encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + source.read_bytes())
-    return cache_directory() / f"kernels_{digest.hexdigest()[:16]}.so"
-
-
-def find_compiler() -> str | None:
-    """Returns the path of nvcc, from CUDA_HOME, PATH or the usual place; None without one."""
-    named = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    candidates = [os.path.join(home, "bin", "nvcc") for home in (*named, "/usr/local/cuda")]
-    candidates.insert(len(named), shutil.which("nvcc") or "")
-    return next((c for c in candidates if c and os.access(c, os.X_OK)), None)
-
-
-def build(path: Path) -> None:
-    """Compiles `csrc/` into `path`; processes that build at once do not disturb each other.
-
-    Raises:
-        ExtensionUnavailable: with the compiler's last lines if it fails.
-    """
-    compiler = find_compiler()
-    if compiler is None:
-        raise ExtensionUnavailable(
-            "nvcc was not found; install the CUDA toolkit (12.4 or newer) or set CUDA_HOME"
-        )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            built = Path(folder) / path.name
-            sources = [str(source) for source in sorted(SOURCES.glob("*.cu"))]
-            command = [compiler, *_FLAGS, _ARCHITECTURE, *_PARALLEL, *sources, "-o", str(built)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise ExtensionUnavailable(f"{compiler} failed: {done.stderr.strip()[-2000:]}")
-            os.replace(built, path)
-    except OSError as error:
-        raise ExtensionUnavailable(f"cannot build into {path.parent}: {error}") from error
+    with timeline.phase("kernels"):
+        path = built_library()
+        if not path.exists():
+            build(path)
+        try:
+            return Extension(path)
+        except OSError as error:
+            raise ExtensionUnavailable(f"{path} cannot be loaded: {error}") from error

@@ -270,7 +270,7 @@ class Installed(NamedTuple):
         """Where it finds the package, the CUDA sources and the hardware profiles."""
         code = (
             "import tlora_megatron\n"
-            "from tlora_megatron.ops.extension import SOURCES\n"
+            "from tlora_megatron.ops.kernel_build import SOURCES\n"
             "from tlora_megatron.planner.hardware import shipped_profiles\n"
             "print(tlora_megatron.__file__, SOURCES, shipped_profiles(), sep='\\n')"
         )

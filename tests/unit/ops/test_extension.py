@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tlora_megatron.ops import extension
+from tests.helpers.launch import HANG_S
+from tlora_megatron.ops import extension, kernel_build
 from tlora_megatron.ops.extension import ExtensionUnavailable
 from tlora_megatron.ops.lora.cuda.arguments import STRUCTS
 
 needs_compiler = pytest.mark.skipif(
-    extension.find_compiler() is None, reason="needs nvcc, the CUDA compiler"
+    kernel_build.find_compiler() is None, reason="needs nvcc, the CUDA compiler"
 )
 
 
@@ -54,23 +58,23 @@ def test_sources_compile_once_and_load(
 def test_an_installation_without_sources_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extension, "SOURCES", tmp_path / "csrc")
+    monkeypatch.setattr(kernel_build, "SOURCES", tmp_path / "csrc")
     with pytest.raises(ExtensionUnavailable, match=r"csrc, which does not exist: install tlora"):
         extension.load_extension()
 
 
 def test_other_sources_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = extension.built_library()
+    before = kernel_build.built_library()
     changed = tmp_path / "sources"
     changed.mkdir()
-    for source in extension.SOURCES.iterdir():
+    for source in kernel_build.SOURCES.iterdir():
         (changed / source.name).write_bytes(source.read_bytes() + b"\n")
-    monkeypatch.setattr(extension, "SOURCES", changed)
-    assert extension.built_library() != before
+    monkeypatch.setattr(kernel_build, "SOURCES", changed)
+    assert kernel_build.built_library() != before
 
 
 def test_no_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extension, "find_compiler", lambda: None)
+    monkeypatch.setattr(kernel_build, "find_compiler", lambda: None)
     with pytest.raises(ExtensionUnavailable, match="nvcc was not found; install the CUDA toolkit"):
         extension.load_extension()
 
@@ -81,7 +85,7 @@ def test_failed_build_shows_the_compilers_words_and_leaves_nothing(
     fake_compiler(tmp_path, "echo 'error: no such architecture' >&2; exit 3", monkeypatch)
     with pytest.raises(ExtensionUnavailable, match="nvcc failed: error: no such architecture"):
         extension.load_extension()
-    assert [p.name for p in cache.iterdir()] == ["cuda"]
+    assert sorted(p.name for p in cache.iterdir()) == ["cuda", "kernels.lock"]
 
 
 def test_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +98,7 @@ def test_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_library_that_does_not_load_is_named(cache: Path) -> None:
-    path = extension.built_library()
+    path = kernel_build.built_library()
     path.write_bytes(b"not a library")
     with pytest.raises(ExtensionUnavailable, match=f"{path.name} cannot be loaded"):
         extension.load_extension()
@@ -102,6 +106,70 @@ def test_a_library_that_does_not_load_is_named(cache: Path) -> None:
 
 def test_cuda_home_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_compiler(tmp_path, "exit 0", monkeypatch)
-    assert extension.find_compiler() == str(tmp_path / "cuda" / "bin" / "nvcc")
+    assert kernel_build.find_compiler() == str(tmp_path / "cuda" / "bin" / "nvcc")
     monkeypatch.setenv("CUDA_HOME", os.devnull)
-    assert extension.find_compiler() != str(tmp_path / "cuda" / "bin" / "nvcc")
+    assert kernel_build.find_compiler() != str(tmp_path / "cuda" / "bin" / "nvcc")
+
+
+WRITES_ITS_OUTPUT = 'echo "$*" >> "$CALLS"; sleep 0.3; for out; do :; done; : > "$out"'
+"""A compiler that notes its arguments and takes its time."""
+
+
+def calls(tmp_path: Path) -> list[str]:
+    return (tmp_path / "calls").read_text().splitlines()
+
+
+@pytest.fixture
+def patient_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    fake_compiler(tmp_path, WRITES_ITS_OUTPUT, monkeypatch)
+
+
+@pytest.mark.usefixtures("patient_compiler")
+def test_processes_that_build_at_once_compile_once(tmp_path: Path) -> None:
+    code = (
+        "from tlora_megatron.ops.kernel_build import build, built_library\n"
+        "build(built_library())\n"
+    )
+    begun = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [process.wait(HANG_S) for process in begun] == [0, 0]
+    units = len(list(kernel_build.SOURCES.glob("*.cu")))
+    assert len(calls(tmp_path)) == units + 1
+    assert kernel_build.built_library().exists()
+
+
+@pytest.mark.usefixtures("patient_compiler")
+def test_an_early_build_is_the_only_one_and_progress_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernel_build, "has_hopper_gpu", lambda: True)
+    monkeypatch.setattr(kernel_build, "_TELL_EVERY_S", 0.0)
+    kernel_build.build_early()
+    with caplog.at_level("INFO", logger="tlora_megatron"):
+        kernel_build.build(kernel_build.built_library())
+    units = len(list(kernel_build.SOURCES.glob("*.cu")))
+    assert len(calls(tmp_path)) == units + 1
+    assert f"once for this machine: 0 of {units} units after 0 s" in caplog.text
+
+
+@pytest.mark.usefixtures("patient_compiler")
+def test_nothing_is_built_early_without_a_hopper_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_build, "has_hopper_gpu", lambda: False)
+    kernel_build.build_early()
+    for thread in threading.enumerate():
+        if thread.name == "kernel build":
+            thread.join(HANG_S)
+    assert not (tmp_path / "calls").exists()
+
+
+@pytest.mark.usefixtures("patient_compiler")
+def test_what_a_killed_build_left_is_removed(cache: Path) -> None:
+    path = kernel_build.built_library()
+    left = cache / f"{path.stem}.left"
+    left.mkdir()
+    (left / "exchange.o").write_bytes(b"")
+    kernel_build.build(path)
+    assert path.exists()
+    assert not left.exists()

@@ -80,7 +80,9 @@ def problem_of(name: Kernels, device: torch.device, dtype: torch.dtype) -> str |
     if name == "torch":
         return None
     problem = triton_problem(device) or _dtype_problem(dtype)
-    return problem if name == "triton" or problem else cuda_problem(device)
+    if name == "triton" or problem:
+        return problem
+    return _cuda_dtype_problem(dtype) or cuda_problem(device)
 
 
 def triton_problem(device: torch.device) -> str | None:
@@ -117,6 +119,9 @@ def _automatic(device: torch.device, dtype: torch.dtype) -> KernelChoice:
     capability = torch.cuda.get_device_capability(device)
     if capability[0] != _CUDA_MAJOR:
         return KernelChoice("triton", f"compute capability {_dotted(capability)}")
+    problem = _cuda_dtype_problem(dtype)
+    if problem is not None:
+        return KernelChoice("triton", problem)
     problem = _extension_problem()
     if problem is None:
         return KernelChoice("cuda", f"compute capability {_dotted(capability)}, extension loaded")
@@ -127,7 +132,15 @@ def _automatic(device: torch.device, dtype: torch.dtype) -> KernelChoice:
 def _dtype_problem(dtype: torch.dtype) -> str | None:
     if dtype in _HALF:
         return None
-    return f"dtype must be bfloat16 or float16, got {str(dtype).removeprefix('torch.')}"
+    return f"dtype must be bfloat16 or float16, got {_name(dtype)}"
+
+
+def _cuda_dtype_problem(dtype: torch.dtype) -> str | None:
+    return None if dtype == torch.bfloat16 else f"dtype must be bfloat16, got {_name(dtype)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _interprets() -> bool:

@@ -15,7 +15,7 @@ import torch
 
 _PRIORITY = -1
 """Above what main mostly runs, so that a norm or a copy goes before the next kernel's blocks, but
-not above the fused GEMM (`kPriority` of lora_gemm.cu): between two of its clusters a norm of
+not above the fused GEMM (`kPriority` of lora_gemm.cuh): between two of its clusters a norm of
 thousands of blocks would hold the last ones up until the others have done their tiles."""
 
 

@@ -89,7 +89,7 @@ def test_cpu_takes_torch(machine: Machine) -> None:
     ("capability", "dtype", "expected"),
     [
         ((9, 0), torch.bfloat16, "cuda"),
-        ((9, 0), torch.float16, "cuda"),
+        ((9, 0), torch.float16, "triton"),
         ((9, 0), torch.float32, "torch"),
         ((8, 0), torch.bfloat16, "triton"),
         ((8, 9), torch.float16, "triton"),
@@ -125,6 +125,7 @@ def test_automatic(
             "triton needs a C compiler; install gcc, or name one with CC",
         ),
         ({"capability": (8, 6)}, HALF[0], "compute capability 8.6"),
+        ({"capability": (9, 0)}, HALF[1], "dtype must be bfloat16, got float16"),
         ({"capability": (9, 0)}, HALF[0], "compute capability 9.0, extension loaded"),
         (
             {"capability": (9, 0), "extension": "nvcc was not found"},
@@ -145,7 +146,7 @@ def test_a_failed_build_warns_once_and_is_not_tried_again(
 ) -> None:
     machine.set((9, 0), extension="nvcc was not found")
     with caplog.at_level(logging.WARNING, logger="tlora_megatron"):
-        names = {choice.kernel_choice(GPU, dtype).name for dtype in HALF * 3}
+        names = {choice.kernel_choice(GPU, HALF[0]).name for _ in range(3)}
     assert names == {"triton"}
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "nvcc was not found" in caplog.text
@@ -207,6 +208,7 @@ def test_forced(machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str) ->
         ("cuda", GPU, {"capability": (8, 0)}, HALF[0], "must be 9.x, got 8.0"),
         ("cuda", GPU, {"extension": "nvcc was not found"}, HALF[0], "cuda: nvcc was not found"),
         ("cuda", GPU, {"triton": "broken"}, HALF[0], "triton cannot be imported"),
+        ("cuda", GPU, {}, HALF[1], "dtype must be bfloat16, got float16"),
     ],
 )
 def test_forced_refusals(
@@ -251,7 +253,7 @@ def test_one_object_of_the_chosen_class(machine: Machine, monkeypatch: pytest.Mo
         monkeypatch.setenv("TLORA_KERNELS", name)
         ops = choice.choose_ops(GPU, torch.bfloat16)
         assert type(ops).__name__ == kind
-        assert choice.choose_ops(GPU, torch.float16) is ops
+        assert choice.choose_ops(GPU, torch.bfloat16) is ops
     monkeypatch.setenv("TLORA_KERNELS", "triton")
     assert ops.fallback is choice.choose_ops(GPU, torch.bfloat16)
 

@@ -40,7 +40,7 @@ class GemmArguments(ctypes.Structure):
         *((name, _Long) for name in ("rows", "columns_out", "depth", "ext_rows")),
         ("factors", Factors),
         *((name, _Int) for name in ("num_targets", "dropout_key", "first_column")),
-        *((name, _Int) for name in ("half_precision", "transposed", "tile_columns", "group")),
+        *((name, _Int) for name in ("transposed", "tile_columns", "group")),
         *((name, _Int) for name in ("blocks", "overlaps_previous_kernel", "device")),
     ]
 
@@ -57,7 +57,7 @@ class RowsArguments(ctypes.Structure):
             (name, _Int)
             for name in ("num_targets", "num_items", "item_fields", "parts", "row_width")
         ),
-        *((name, _Int) for name in ("dropout_key", "first_column", "half_precision", "device")),
+        *((name, _Int) for name in ("dropout_key", "first_column", "device")),
     ]
 
 
@@ -73,7 +73,7 @@ class SumsArguments(ctypes.Structure):
             for name in ("num_items", "item_fields", "blocks", "row_width", "first_row")
         ),
         *((name, _Int) for name in ("dropout_key", "first_column", "overlaps_previous_kernel")),
-        *((name, _Int) for name in ("half_precision", "device")),
+        ("device", _Int),
     ]
 
 

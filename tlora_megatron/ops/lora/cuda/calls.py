@@ -1,6 +1,6 @@
 """The CUDA kernels of `csrc/` as functions of tensors.
 
-Tensors are row-major, 16-byte aligned and fp16 or bf16 but where said. Everything runs on the
+Tensors are row-major, 16-byte aligned and bf16 but where said. Everything runs on the
 current stream of the tensors' device. The kernels' own files say what they compute.
 
 Shapes: T rows, K reduction, N output columns, C rank chunks of the micro-batch, R rank columns.
@@ -135,7 +135,6 @@ def gemm(
         num_targets,
         mask.key,
         mask.first_column,
-        x_TK.dtype == torch.float16,
         transposed,
         tile.columns,
         tile.group,
@@ -190,7 +189,6 @@ def rank_rows(
         form.row_width,
         mask.key,
         mask.first_column,
-        in_TK.dtype == torch.float16,
         device_index(in_TK),
     )
     _launch("rows", arguments, in_TK)
@@ -256,7 +254,6 @@ def rank_sums(
         mask.key,
         mask.first_column,
         overlaps_previous_kernel,
-        dy_TN.dtype == torch.float16,
         device_index(dy_TN),
     )
     _launch("sums", arguments, dy_TN)

@@ -25,7 +25,7 @@ _SPEEDS = {256: 1.0, 192: 0.93, 128: 0.9}
 """Widths of tiles and the share of the widest's speed that each reaches (H200, gemm_times of
 docs/measurements)."""
 _MAX_COLUMNS = 256 * max(_SPEEDS)
-"""`kMaxColumnTiles` of lora_gemm.cu, all of the widest."""
+"""`kMaxColumnTiles` of lora_gemm.cuh, all of the widest."""
 
 
 @dataclass(frozen=True, eq=False)

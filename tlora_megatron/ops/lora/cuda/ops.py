@@ -53,7 +53,7 @@ _S_ITEMS, _DS_ITEMS = (
 
 
 class CudaOps:
-    """`LinearOps` in fp16 or bf16 on a Hopper GPU.
+    """`LinearOps` in bf16 on a Hopper GPU.
 
     Args:
         fallback: computes the linears that the CUDA kernels do not support.

@@ -15,9 +15,9 @@ from tlora_megatron.ops.lora.cuda.arguments import STRUCTS, Factors, packer
 from tlora_megatron.ops.lora.cuda.calls import Arenas, Dropout, GemmTile, RankPart, SumOperands
 from tlora_megatron.ops.lora.cuda.rank_form import RankForm
 
-X, W, OUT = (torch.empty(shape, dtype=torch.float16) for shape in ((6, 8), (16, 8), (6, 16)))
+X, W, OUT = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((6, 8), (16, 8), (6, 16)))
 FORM = RankForm(chunk_rows=2, num_rows=6, row_width=64)
-FLAT, OTHER_FLAT = (torch.empty(FORM.numel, dtype=torch.float16) for _ in range(2))
+FLAT, OTHER_FLAT = (torch.empty(FORM.numel, dtype=torch.bfloat16) for _ in range(2))
 ITEMS, CHUNKS, TILES = (torch.empty(n, dtype=torch.int32) for n in (60, 2, 4))
 WORK = SimpleNamespace(
     items=ITEMS, count=3, partial_sums=torch.empty(7), counters=torch.empty(8, dtype=torch.int32)
@@ -78,7 +78,7 @@ def test_gemm(launched: list[dict[str, Any]], dropout: Dropout | None) -> None:
     expect(
         launched[0], kernel="gemm", x=X, weight=W, bias=bias, ext=FLAT, out=OUT, tile_chunks=TILES,
         chunk_rows=CHUNKS, rows=6, columns_out=16, depth=8, ext_rows=2, factors=ARENAS,
-        num_targets=2, half_precision=1, transposed=1, tile_columns=192, group=4, blocks=132,
+        num_targets=2, transposed=1, tile_columns=192, group=4, blocks=132,
         overlaps_previous_kernel=1, **mask,
     )  # fmt: skip
 
@@ -89,7 +89,7 @@ def test_gemm_without_adapters(launched: list[dict[str, Any]]) -> None:
     assert not any(bytes(fields["factors"]))
     expect(
         fields, kernel="gemm", x=X, weight=W, out=OUT, rows=6, columns_out=16, depth=8,
-        half_precision=1, tile_columns=256, group=8, blocks=132,
+        tile_columns=256, group=8, blocks=132,
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_rows(launched: list[dict[str, Any]], dropout: Dropout | None, masked: b
     expect(
         launched[0], kernel="rows", input=X, ext=FLAT, rows=FORM.rows_address(FLAT), items=ITEMS,
         chunks=CHUNKS, scaling=SCALING, num_rows=6, in_columns=8, factors=ARENAS, num_targets=2,
-        num_items=3, item_fields=20, parts=4, row_width=64, half_precision=1, **mask,
+        num_items=3, item_fields=20, parts=4, row_width=64, **mask,
     )  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def test_sums(launched: list[dict[str, Any]], dropout: Dropout | None) -> None:
         s=FORM.rows_address(OTHER_FLAT), items=ITEMS, grad_a=tables.grad_a, grad_b=tables.grad_b,
         workspace=WORK.partial_sums, counters=WORK.counters, num_rows=6, x_rows=4, x_columns=8,
         dy_columns=16, num_items=3, item_fields=20, blocks=9, row_width=64, first_row=2,
-        overlaps_previous_kernel=1, half_precision=1, **mask,
+        overlaps_previous_kernel=1, **mask,
     )  # fmt: skip
 
 

@@ -1,0 +1,234 @@
+"""Compiles the CUDA kernels of `csrc/` into a cache, without torch: units side by side, one builder.
+
+Every `.cu` file is a unit. Processes that share a cache take turns: one compiles, the others wait
+for its library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tlora_megatron.config.shipped import shipped_folder
+
+logger = logging.getLogger(__name__)
+
+SOURCES = shipped_folder("csrc", "csrc", "lora_gemm.cu")
+_FLAGS = ("-O3", "-std=c++17", "-Xcompiler", "-fPIC", "-Xcompiler", "-fvisibility=hidden")
+_ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
+_HOPPER = 9
+_CAPABILITY_MAJOR = 75
+"""`CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR` of the driver."""
+_LOCK_NAME = "kernels.lock"
+_POLL_S = 0.05
+_TELL_EVERY_S = 3.0
+
+
+class ExtensionUnavailable(RuntimeError):
+    """Raised where the CUDA kernels cannot be built or loaded; says why and what would help."""
+
+
+def cache_directory() -> Path:
+    """Returns the folder of built libraries: TLORA_CACHE_DIR, else the user's cache folder."""
+    if "TLORA_CACHE_DIR" in os.environ:
+        return Path(os.environ["TLORA_CACHE_DIR"])
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "tlora_megatron"
+
+
+def built_library() -> Path:
+    """Returns the path of the library that the sources build: its name holds their hash.
+
+    Raises:
+        ExtensionUnavailable: without the sources.
+    """
+    if not SOURCES.is_dir():
+        raise ExtensionUnavailable(
+            f"the CUDA sources must lie in {SOURCES}, which does not exist: install tlora_megatron "
+            "anew, from its checkout or a wheel with csrc/"
+        )
+    digest = hashlib.sha256(" ".join((*_FLAGS, _ARCHITECTURE)).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + source.read_bytes())
+    return cache_directory() / f"kernels_{digest.hexdigest()[:16]}.so"
+
+
+def find_compiler() -> str | None:
+    """Returns the path of nvcc, from CUDA_HOME, PATH or the usual place; None without one."""
+    named = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    candidates = [os.path.join(home, "bin", "nvcc") for home in (*named, "/usr/local/cuda")]
+    candidates.insert(len(named), shutil.which("nvcc") or "")
+    return next((c for c in candidates if c and os.access(c, os.X_OK)), None)
+
+
+def has_hopper_gpu() -> bool:
+    """Asks the driver whether a GPU of compute capability 9 is there, without importing torch."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count, device, major = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return False
+    for ordinal in range(count.value):
+        driver.cuDeviceGet(ctypes.byref(device), ordinal)
+        driver.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, device)
+        if major.value == _HOPPER:
+            return True
+    return False
+
+
+def build_early() -> None:
+    """Starts the build on a thread if this machine needs it, so that it overlaps the imports.
+
+    Who needs the library calls `build`, which waits for this one and says what goes wrong.
+    """
+    if not SOURCES.is_dir() or built_library().exists() or find_compiler() is None:
+        return
+
+    def work() -> None:
+        with suppress(ExtensionUnavailable):
+            if has_hopper_gpu():
+                build(built_library(), tells=False)
+
+    threading.Thread(target=work, name="kernel build", daemon=True).start()
+
+
+def build(path: Path, *, tells: bool = True) -> None:
+    """Compiles `csrc/` into `path`, or waits for the process that does.
+
+    Args:
+        path: what `built_library` returns.
+        tells: log how far the build is, every few seconds.
+
+    Raises:
+        ExtensionUnavailable: with the compiler's last lines if it fails.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise ExtensionUnavailable(
+            "nvcc was not found; install the CUDA toolkit (12.4 or newer) or set CUDA_HOME"
+        )
+    progress = _Progress(path, tells)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _turn(path, progress):
+            if not path.exists():
+                _compile(compiler, path, progress)
+    except OSError as error:
+        raise ExtensionUnavailable(f"cannot build into {path.parent}: {error}") from error
+
+
+class _Progress:
+    """Counts the finished units of a build, whichever process compiles them."""
+
+    def __init__(self, path: Path, tells: bool) -> None:
+        self._path = path
+        self._tells = tells
+        self._begin_s = self._told_s = time.monotonic()
+        self._units = len(_units())
+
+    def pause(self) -> None:
+        """Sleeps a little; says how far the build is when it is time."""
+        time.sleep(_POLL_S)
+        now_s = time.monotonic()
+        if not self._tells or now_s - self._told_s < _TELL_EVERY_S:
+            return
+        self._told_s = now_s
+        done = len(list(self._path.parent.glob(f"{self._path.stem}.*/*.o")))
+        logger.info(
+            "compiling the CUDA kernels, once for this machine: %d of %d units after %.0f s",
+            done,
+            self._units,
+            now_s - self._begin_s,
+        )
+
+
+@contextmanager
+def _turn(path: Path, progress: _Progress) -> Iterator[None]:
+    """Waits until no other process builds; the kernel frees the turn of one that ends anyhow.
+
+    On a file system without locks every process builds for itself.
+    """
+    with (path.parent / _LOCK_NAME).open("w") as file:
+        while not path.exists():
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                progress.pause()
+                continue
+            except OSError:  # no locks there
+                break
+            for left in path.parent.glob(f"{path.stem}.*/"):  # by a build that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            break
+        yield
+
+
+def _compile(compiler: str, path: Path, progress: _Progress) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}.") as folder:
+        jobs = [_Job(compiler, ("-c", str(u)), Path(folder) / f"{u.stem}.o") for u in _units()]
+        _run(jobs, progress)
+        objects = [str(job.out) for job in jobs]
+        link = _Job(compiler, ("-shared", *objects), Path(folder) / path.name)
+        _run([link], progress)
+        os.replace(link.out, path)
+
+
+class _Job:
+    """One call of the compiler, with its words in a file."""
+
+    def __init__(self, compiler: str, words: Sequence[str], out: Path) -> None:
+        self.out = out
+        self._log = out.with_suffix(".log")
+        self._command = [compiler, *_FLAGS, _ARCHITECTURE, *words, "-o", str(out)]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+
+    def check(self) -> bool:
+        """Returns True once it has ended well.
+
+        Raises:
+            ExtensionUnavailable: if it failed.
+        """
+        code = None if self.process is None else self.process.poll()
+        if code:
+            words = self._log.read_text(errors="replace").strip()[-2000:]
+            raise ExtensionUnavailable(f"{self._command[0]} failed: {words}")
+        return code == 0
+
+
+def _run(jobs: Sequence[_Job], progress: _Progress) -> None:
+    """Runs jobs side by side, at most as many as there are cores; ends all if one fails."""
+    waiting, running = list(jobs), list[_Job]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < len(os.sched_getaffinity(0)):
+                running.append(waiting.pop(0))
+                running[-1].start()
+            progress.pause()
+            running = [job for job in running if not job.check()]
+    finally:
+        for job in running:
+            if job.process is not None:
+                job.process.kill()
+                job.process.wait()
+
+
+def _units() -> list[Path]:
+    """Sources that are compiled; backwards, the ones that take longest begin first."""
+    return sorted(SOURCES.glob("*.cu"), reverse=True)
