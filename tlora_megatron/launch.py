@@ -20,6 +20,7 @@ from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.cli.main import configure_logging, show_error
 from tlora_megatron.cli.tables import print_run
 from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
 from tlora_megatron.runtime.launcher import is_lost_connection, join_agent
 
@@ -54,6 +55,7 @@ def install() -> None:
 
     configure_logging(logging.INFO if global_rank() == 0 else logging.ERROR)
     if hooks.flag_on_command_line():
+        build_early()
         set_queues(overlaps=hooks.overlaps_by_command_line())
         join_agent()
         sys.excepthook = _explain

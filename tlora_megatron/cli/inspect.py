@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,7 @@ examples:
   tlora inspect runs/quickstart
   tlora inspect runs/quickstart/jobs/mirror/adapter --json
   tlora inspect kernels
+  tlora inspect kernels --build
 """
 
 KERNELS = "kernels"
@@ -44,6 +46,12 @@ def add_parser(commands: Any) -> None:
         "shows the kernels that train on this machine and why (compiles them if needed)",
     )
     add_config_arguments(parser)
+    parser.add_argument(
+        "--build",
+        action="store_true",
+        help="with 'kernels': compile the CUDA kernels into the cache, also where no GPU is, as for "
+        "an image",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(command=run)
 
@@ -53,7 +61,11 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.path)
     if (path.is_dir() or args.path == KERNELS) and (args.overrides or args.output_dir):
         raise ValueError(f"--set and --output-dir must be given with a config file, got {path}")
+    if args.build and args.path != KERNELS:
+        raise ValueError(f"--build must be given with {KERNELS}, got {path}")
     if args.path == KERNELS:
+        if args.build:
+            _build_kernels()
         return _show_kernels(as_json=args.json)
     if path.is_dir():
         if (path / ADAPTER_CONFIG).is_file():
@@ -65,6 +77,15 @@ def run(args: argparse.Namespace) -> int:
             f"got {path}"
         )
     return _show_config(args)
+
+
+def _build_kernels() -> None:
+    from tlora_megatron.ops import kernel_build
+
+    logging.getLogger(kernel_build.__name__).setLevel(logging.INFO)
+    library = kernel_build.built_library()
+    if not library.exists():
+        kernel_build.build(library)
 
 
 def _show_config(args: argparse.Namespace) -> int:

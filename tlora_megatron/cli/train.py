@@ -19,6 +19,7 @@ from tlora_megatron.cli.tables import print_run
 from tlora_megatron.config.load import RunConfig, ignored_settings, load_config
 from tlora_megatron.integrations.megatron import quiet
 from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.training.listener import SilentListener
 
 _EPILOG = """\
@@ -33,9 +34,10 @@ exit code: 0 all jobs finished, 1 a job or the run failed, 2 a mistake in the in
 
 _DECISIONS = (
     "tlora_megatron.integrations.megatron.nano_batches",
+    "tlora_megatron.ops.kernel_build",
     "tlora_megatron.runtime.lora_sharding",
 )
-"""Loggers of the choices that a run makes itself; shown together with warnings."""
+"""Loggers of what a run decides or makes itself; shown together with warnings."""
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plan is not None:
         args.overrides = [*args.overrides, *planned_overrides(args, config)]
         config = load_config(args.config, args.overrides, args.output_dir)
+    if config.base_model.dtype == "bfloat16":
+        build_early()
     if args.nproc is not None and "RANK" not in os.environ:
         return _launch(args, config)
     is_main = global_rank() == 0

@@ -14,6 +14,7 @@ from tlora_megatron.cli.main import configure_logging, show_error
 from tlora_megatron.cli.progress import RichProgress
 from tlora_megatron.cli.tables import print_run
 from tlora_megatron.cli.train import add_config_arguments
+from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.runtime.launcher import join_agent, leave_process_group
 from tlora_megatron.training.listener import SilentListener
 
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_config_arguments(parser)
     args = parser.parse_args(argv)
     configure_logging(logging.INFO if global_rank() == 0 else logging.ERROR)
+    build_early()
     try:
         return _train(args)
     except KeyboardInterrupt:

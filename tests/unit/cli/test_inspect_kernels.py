@@ -120,6 +120,17 @@ def test_a_name_that_is_none_is_refused(
     assert "TLORA_KERNELS must be one of torch, triton, cuda, got 'fast'" in err
 
 
+def test_kernels_are_built_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    built: list[Path] = []
+    monkeypatch.setattr("tlora_megatron.ops.kernel_build.build", built.append)
+    assert main(["inspect", "kernels", "--build"]) == 0
+    assert [path.parent for path in built] == [tmp_path / "cache"]
+    assert main(["inspect", str(tmp_path), "--build"]) == 2
+    assert "--build must be given with kernels" in capsys.readouterr().err
+
+
 def test_options_of_configs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "kernels", "--set", "run.seed=1"]) == 2
     assert "must be given with a config file, got kernels" in capsys.readouterr().err
