@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import html
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ _TITLES = {
 _READING = f"""<p>Lines: training, over the job's own optimizer steps; above {SMOOTH_ABOVE} steps
 loss and gradient norm are smoothed, with the raw values behind. Dots: evaluation.
 <b class="bad">Ticks</b> at the bottom: update skipped or value not finite.</p>"""
+_Draw = Callable[[ReportJob, str, PanelStyle], str]
 _AXES = ("tp", "pp", "cp", "dp")
 _MISSING = "—"
 
@@ -41,21 +44,65 @@ def write_report(output_dir: Path) -> Path:
         ImportError: if matplotlib is missing.
         ValueError: if a file of the run is corrupt.
     """
-    output_dir = Path(output_dir)
-    config, summary = (read_json(output_dir / f"{name}.json") for name in ("config", "summary"))
-    jobs = read_jobs(output_dir, config, summary)
-    path = output_dir / "report.html"
-    title, run = output_dir.resolve().name, summary.get("run", {})
-    write_atomic(path, _page(title, config, run, jobs, nano_section(output_dir)))
-    return path
+    return Report(output_dir).write()
+
+
+class Report:
+    """A run's page, whose curves can be drawn on a thread before its summary is known.
+
+    Args:
+        output_dir: the run's folder.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        self._output_dir = Path(output_dir)
+        self._drawn: dict[tuple[Any, ...], str] = {}
+        self._thread: threading.Thread | None = None
+
+    def draw_beside(self) -> None:
+        """Draws the curves of the metrics written so far, beside what the caller does."""
+        self._thread = threading.Thread(target=self._draw, name="report")
+        self._thread.start()
+
+    def write(self) -> Path:
+        """Writes the page of what the folder holds now; see `write_report`."""
+        if self._thread is not None:
+            self._thread.join()
+        path = self._output_dir / "report.html"
+        write_atomic(path, self._page())
+        return path
+
+    def _draw(self) -> None:
+        # What is wrong is said by `write`.
+        with suppress(ImportError, OSError, ValueError):
+            self._page()
+
+    def _page(self) -> str:
+        folder = self._output_dir
+        config, summary = (read_json(folder / f"{name}.json") for name in ("config", "summary"))
+        jobs = read_jobs(folder, config, summary)
+        run = summary.get("run", {})
+        title = folder.resolve().name
+        return _page(title, config, run, jobs, self._panel, nano_section(folder))
+
+    def _panel(self, job: ReportJob, key: str, style: PanelStyle) -> str:
+        name = (job.index, job.name, len(job.records), key, style)
+        if name not in self._drawn:
+            self._drawn[name] = panel(job, key, style)
+        return self._drawn[name]
 
 
 def _page(
-    title: str, config: dict[str, Any], run: dict[str, Any], jobs: list[ReportJob], nano: str
+    title: str,
+    config: dict[str, Any],
+    run: dict[str, Any],
+    jobs: list[ReportJob],
+    draw: _Draw,
+    nano: str,
 ) -> str:
     keys = [key for key in _TITLES if _is_matched(jobs) or key != "eval_exact_match"]
     style = PanelStyle.for_jobs(jobs)
-    cards = "".join(_card(job, keys, style) for job in jobs)
+    cards = "".join(_card(job, keys, style, draw) for job in jobs)
     ended = run and all(job.status not in ("running", "waiting") for job in jobs)
     written = time.strftime("%Y-%m-%d %H:%M %Z")
     return document(
@@ -211,7 +258,7 @@ def _percent(value: float | None) -> str:
     return _MISSING if value is None else f"{100 * value:.0f} %"
 
 
-def _card(job: ReportJob, keys: list[str], style: PanelStyle) -> str:
+def _card(job: ReportJob, keys: list[str], style: PanelStyle, draw: _Draw) -> str:
     """One job's curves under a line with its settings."""
     lora, optimizer = job.config.get("lora", {}), job.config.get("optimizer", {})
     asked = {
@@ -224,7 +271,7 @@ def _card(job: ReportJob, keys: list[str], style: PanelStyle) -> str:
         "targets": ", ".join(lora.get("target_modules", ())) or None,
     }
     line = " · ".join(f"{key} {_text(value)}" for key, value in asked.items() if value is not None)
-    pictures = {_TITLES[key]: panel(job, key, style) for key in keys}
+    pictures = {_TITLES[key]: draw(job, key, style) for key in keys}
     columns, least_px = (2, 420) if style.is_large else (len(keys), 240)
     return (
         f'<section class="card" id="job-{job.index}" style="--job:{job.color}"><h3>{_link(job)}'

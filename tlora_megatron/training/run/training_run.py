@@ -35,7 +35,7 @@ from tlora_megatron.training.metrics import write_atomic, write_summary
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob
-from tlora_megatron.training.report.report import write_report
+from tlora_megatron.training.report.report import Report
 from tlora_megatron.training.run.agreement import check_agreement
 from tlora_megatron.training.run.job_admission import JobAdmission
 from tlora_megatron.training.run.nano_setup import start_nano_batches
@@ -172,13 +172,22 @@ class TrainingRun:
         groups = super_model.groups
         if not groups.is_writer:
             return {}
+        report = Report(self.output_dir)
+        report.draw_beside()
         summary = summarize(self.loop, groups.layout, self._jobs.rejected, nano_batches)
         write_summary(self.output_dir, summary)
-        _try_report(self.output_dir)
+        self._try_report(report)
         # The user has waited for the report, too.
         summary["run"] |= run_times()
         write_summary(self.output_dir, summary)
         return summary
+
+    def _try_report(self, report: Report) -> None:
+        """Writes the report; training is done, so what hinders it is a warning."""
+        try:
+            report.write()
+        except (ImportError, OSError, ValueError) as error:
+            logger.warning("%s could not be written: %s", self.output_dir / "report.html", error)
 
     def _make_bank(
         self, groups: ParallelGroups, linears: Linears, placement: StatePlacement
@@ -231,11 +240,3 @@ def _allow_open_files(num_jobs: int) -> None:
     if soft != resource.RLIM_INFINITY:
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
-def _try_report(output_dir: Path) -> None:
-    """Writes the report; training is done, so what hinders it is a warning."""
-    try:
-        write_report(output_dir)
-    except (ImportError, OSError, ValueError) as error:
-        logger.warning("%s could not be written: %s", output_dir / "report.html", error)

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from tlora_megatron.training.report import curves as report_curves
 from tlora_megatron.training.report import report
 from tlora_megatron.training.report.curves import PanelStyle, overview
 from tlora_megatron.training.report.jobs import ReportJob, read_jobs
-from tlora_megatron.training.report.report import write_report
+from tlora_megatron.training.report.report import Report, write_report
 
 pytest.importorskip("matplotlib")
 
@@ -67,6 +68,31 @@ def test_page_is_self_contained(tmp_path: Path) -> None:
     text, page = page_of(tmp_path)
     check_loads_nothing(text, page)
     assert sorted(os.listdir(tmp_path)) == ["config.json", "jobs", "report.html"]
+
+
+def test_curves_drawn_beside_the_last_saves_are_not_drawn_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["a", "b"]
+    write_config(tmp_path, names)
+    for name in names:
+        write_job(tmp_path, name, 30)
+    drawn = []
+
+    def record(job: ReportJob, key: str, style: PanelStyle) -> str:
+        drawn.append((job.name, key, threading.current_thread().name))
+        return f"<svg>{job.name} {key}</svg>"
+
+    monkeypatch.setattr(report, "panel", record)
+    page = Report(tmp_path)
+    page.draw_beside()
+    page._thread.join()
+    write_summary(tmp_path, {"run": {"rounds": 77}, "jobs": {"c": {"status": "rejected"}}})
+    text = page.write().read_text(encoding="utf-8")
+    assert len(drawn) == len(set(drawn)) == 12  # the four curves of c are drawn at the end
+    assert {thread for name, _, thread in drawn if name != "c"} == {"report"}
+    assert "<b>77</b>" in text
+    assert "<svg>b loss</svg>" in text
 
 
 def test_every_job_has_every_curve_and_its_own_colour(tmp_path: Path) -> None:
@@ -201,7 +227,7 @@ def test_page_with_64_long_jobs_is_below_one_megabyte(tmp_path: Path) -> None:
         for i in range(64)
     ]
     style = PanelStyle.for_jobs(jobs)
-    card = report._card(jobs[0], list(report._TITLES), style)
+    card = report._card(jobs[0], list(report._TITLES), style, report.panel)
     assert len(overview(jobs, style)) + 64 * len(card) < 1_000_000
     few = PanelStyle.for_jobs(jobs[:4])
     assert few.num_points > 2 * style.num_points
