@@ -50,7 +50,7 @@ def prepare_job(
     Raises:
         ValueError: naming the job.
     """
-    _check_rank(job, spec)
+    _check_targets(job, spec)
     data = load_job_data(job, tokenizer, spec.vocab_size)
     _check_lengths(job, spec, data, micro_batch_tokens)
     checkpoint = find_checkpoint(saved) if saved is not None else None
@@ -98,17 +98,12 @@ def _warn_of_other_base(job: JobSpec, theirs: str | None, ours: str) -> None:
         )  # fmt: skip
 
 
-def _check_rank(job: JobSpec, spec: Backbone) -> None:
+def _check_targets(job: JobSpec, spec: Backbone) -> None:
     for target in job.lora.target_modules:
         try:
-            width = min(spec.target_shape(target))
+            spec.target_shape(target)
         except ValueError as error:
             raise ValueError(f"job {job.name!r}: {error}") from error
-        if job.lora.rank > width:
-            raise ValueError(
-                f"lora.rank of job {job.name!r} must be at most {width}, the width of {target}, "
-                f"got {job.lora.rank}"
-            )
 
 
 def _foreign_checkpoint(job: JobSpec, directory: Path) -> Checkpoint:

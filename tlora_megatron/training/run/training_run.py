@@ -163,8 +163,11 @@ class TrainingRun:
             The content of `OUT/summary.json`; empty on every process but the writer.
         """
         assert self.loop is not None, "start comes before finish"
-        self.loop.drain()  # a job whose adapter cannot be written has failed
         super_model = self.loop.super_model
+        report = Report(self.output_dir)
+        if super_model.groups.is_writer:
+            report.draw_beside()
+        self.loop.drain()  # a job whose adapter cannot be written has failed
         nano_batches = summarize_nano_batches(self.loop)
         if super_model.engine.nano_batches is not None:
             # Not in `close`: after a failure the others may never come.
@@ -172,8 +175,6 @@ class TrainingRun:
         groups = super_model.groups
         if not groups.is_writer:
             return {}
-        report = Report(self.output_dir)
-        report.draw_beside()
         summary = summarize(self.loop, groups.layout, self._jobs.rejected, nano_batches)
         write_summary(self.output_dir, summary)
         self._try_report(report)
