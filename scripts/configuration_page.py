@@ -41,6 +41,13 @@ A line of a data file is one of these:
 {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 {"text": "all of it is learnt"}
 ```
+- `prompt` and `completion` are tokenized apart, the prompt with the tokenizer's own special tokens,
+  such as a beginning of text. The tokenizer's end-of-sequence token is appended to every completion
+  and learnt with it, so completions do not hold it. The prompt is not learnt.
+- `messages` are written by the tokenizer's chat template; what the assistant says is learnt, with
+  the end of turn that the template puts behind it. Nothing is appended.
+- `text` is learnt as a whole, with the special tokens of the tokenizer's own. No end-of-sequence
+  token is appended: write it where a text should end.
 """
 
 _SECTIONS: tuple[tuple[str, type, str], ...] = (

@@ -197,11 +197,29 @@ class TestJobs:
         outcome = train({}, {"lora": {"rank": 0}})
         assert_refused(outcome, "jobs[1].lora.rank must be at least 1, got 0 (job job1)")
 
-    def test_rank_above_the_width(self, train: Train) -> None:
-        outcome = train({"lora": {"rank": 33, "target_modules": ["q_proj", "k_proj"]}})
-        assert_refused(
-            outcome, "lora.rank of job 'job0' must be at most 32, the width of k_proj, got 33"
-        )
+    def test_job_whose_updates_are_all_skipped(
+        self, train: Train, inputs: Path, tmp_path: Path
+    ) -> None:
+        """Its adapter is what it was; more steps in a row would have failed it earlier."""
+        huge = Path(shutil.copytree(inputs / "adapter", tmp_path / "huge"))
+        weights = load_file(huge / "adapter_model.safetensors")
+        weights = {name: tensor * 1e30 for name, tensor in weights.items()}
+        save_file(weights, huge / "adapter_model.safetensors")
+        for _ in range(2):  # the same command again says the same
+            outcome = train({"init_from": str(huge), "batch_size": 9}, {})
+            assert outcome.code == 1
+            job = outcome.jobs["job0"]
+            assert (job["status"], job["skipped_steps"], job["adapter"]) == ("failed", 2, None)
+            assert job["reason"] == (
+                "none of its 2 updates could be applied, as none of its losses and gradients was "
+                "finite"
+            )
+            assert not (outcome.output_dir / "jobs" / "job0" / "adapter").exists()
+            assert outcome.jobs["job1"]["status"] == "finished"
+            said = (
+                "job job0: batch_size 9 is above its 4 training sequences; 2 steps are 4.5 epochs"
+            )
+            assert said in outcome.err
 
     def test_unknown_target(self, train: Train) -> None:
         outcome = train({"lora": {"target_modules": ["q_proj", "w_proj"]}})
@@ -390,11 +408,15 @@ class TestOutput:
 class TestOnJobError:
     """One job that cannot start, beside one that can."""
 
-    BAD = ({"lora": {"rank": 0}}, {"lora": {"rank": 65}}, {"name": "a/b"})
+    BAD = (
+        {"lora": {"rank": 0}},
+        {"data": {"overlong": "error"}, "max_seq_len": 2},
+        {"name": "a/b"},
+    )
     """Found while the configuration is read; only when the job is prepared; without a name."""
     REASONS = (
         ("job1", "jobs[1].lora.rank must be at least 1, got 0"),
-        ("job1", "lora.rank of job 'job1' must be at most 64, the width of q_proj, got 65"),
+        ("job1", "a sequence must have at most max_seq_len 2 tokens, got "),
         ("jobs[1]", "jobs[1].name must be at most 128 of A-Z a-z 0-9 . _ -"),
     )
 
@@ -419,11 +441,10 @@ class TestOnJobError:
         assert {path.name for path in (outcome.output_dir / "jobs").iterdir()} == {"job0", "job2"}
 
     def test_skip_with_nothing_left(self, train: Train) -> None:
-        outcome = train(
-            {"lora": {"rank": 65}}, {"lora": {"rank": 66}}, overrides=("run.on_job_error=skip",)
-        )
+        bad = self.BAD[1]
+        outcome = train(bad, bad, overrides=("run.on_job_error=skip",))
         assert_refused(
             outcome,
-            "jobs must hold at least one that can start, got lora.rank of job 'job0' must be",
-            "; lora.rank of job 'job1' must be at most 64",
+            "jobs must hold at least one that can start, got a sequence must have at most max_seq",
+            "; a sequence must have at most max_seq_len 2 tokens, got",
         )

@@ -88,6 +88,7 @@ class TrainingLoop:
         if self._has_started:
             return
         self.listener.on_start([(job.name, job.step, job.plan.num_steps) for job in self.jobs])
+        self._fail_unmoved([job for job in self.jobs if job.is_done])
         self._evaluate([job for job in self.jobs if job.eval_before is None or job.is_done])
         self._retire([job for job in self.jobs if job.is_done])
         self._has_started = True
@@ -123,6 +124,7 @@ class TrainingLoop:
             self._log(report)
         stepped = [report.job for report in reports]
         ended = [job for job in stepped if not job.is_active or job.is_done]
+        self._fail_unmoved(ended)
         self._evaluate([job for job in stepped if self._eval_due(job)])
         for job in stepped:
             if job.is_active and (job in ended or self._checkpoint_due(job)):
@@ -190,6 +192,16 @@ class TrainingLoop:
             self._fail(job, f"not finite for {job.nonfinite_in_a_row} steps, last at {what}")
         else:
             self._event(job, f"update skipped at {what}")
+
+    def _fail_unmoved(self, jobs: Sequence[JobState]) -> None:
+        """Fails those of the jobs at their ends whose adapters are what they were at the start."""
+        for job in jobs:
+            if job.is_active and not job.updates:
+                self._fail(
+                    job,
+                    f"none of its {job.step} updates could be applied, as none of its "
+                    "losses and gradients was finite",
+                )
 
     def _fail(self, job: JobState, reason: str) -> None:
         job.status, job.reason = "failed", reason

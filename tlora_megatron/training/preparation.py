@@ -67,6 +67,11 @@ def prepare_job(
         _warn_of_other_base(job, adapter.base_model, base_model)
         imported = fit_to_job(adapter, job)
     plan = BatchPlan.for_job(job, len(data.train))
+    if job.batch_size > len(data.train):
+        logger.warning(
+            "job %s: batch_size %d is above its %d training sequences; %d steps are %.3g epochs",
+            job.name, job.batch_size, len(data.train), plan.num_steps, plan.num_epochs,
+        )  # fmt: skip
     return PreparedJob(spec=job, data=data, plan=plan, checkpoint=checkpoint, imported=imported)
 
 

@@ -128,8 +128,7 @@ def patient_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("patient_compiler")
 def test_processes_that_build_at_once_compile_once(tmp_path: Path) -> None:
     code = (
-        "from tlora_megatron.ops.kernel_build import build, built_library\n"
-        "build(built_library())\n"
+        "from tlora_megatron.ops.kernel_build import build, built_library\nbuild(built_library())\n"
     )
     begun = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
     assert [process.wait(HANG_S) for process in begun] == [0, 0]

@@ -267,6 +267,11 @@ class BatchPlan:
         return -(-self._stream_length // self.batch_size)
 
     @property
+    def num_epochs(self) -> float:
+        """Passes over the data until the job ends."""
+        return self._stream_length / self.num_sequences
+
+    @property
     def _stream_length(self) -> int:
         if self.epochs is not None:
             return self.epochs * self.num_sequences

@@ -18,6 +18,7 @@ from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.data.job_data import load_tokenizer
 from tlora_megatron.training.preparation import PreparedJob, prepare_job
+from tlora_megatron.training.run.resumption import check_resumption
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +51,16 @@ class JobAdmission:
             try:
                 check_block_sizes(job.name, job.lora, spec, tp_size)
                 saved = Path(config.run.output_dir) / "jobs" / job.name / "checkpoints"
-                self.prepared.append(
-                    prepare_job(
-                        replace(job, seed=job.seed + config.run.seed),
-                        spec,
-                        tokenizer,
-                        base_model=base_model,
-                        micro_batch_tokens=config.run.micro_batch_tokens,
-                        saved=saved if resuming else None,
-                    )
+                prepared = prepare_job(
+                    replace(job, seed=job.seed + config.run.seed),
+                    spec,
+                    tokenizer,
+                    base_model=base_model,
+                    micro_batch_tokens=config.run.micro_batch_tokens,
+                    saved=saved if resuming else None,
                 )
+                check_resumption(prepared)
+                self.prepared.append(prepared)
             except ValueError as error:
                 self._reject(job.name, error)
         self._require_any()

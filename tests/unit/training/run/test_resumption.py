@@ -1,0 +1,68 @@
+"""A job that goes on with other settings than before says so, or is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlora_megatron.config.job import DataSpec, JobSpec, OptimizerSpec, ScheduleSpec
+from tlora_megatron.training.data.job_data import BatchPlan
+from tlora_megatron.training.formats.checkpoint import Checkpoint
+from tlora_megatron.training.preparation import PreparedJob
+from tlora_megatron.training.run.resumption import check_resumption
+
+SPEC = JobSpec(name="a", data=DataSpec(train="a.jsonl"), batch_size=4, max_steps=20)
+
+
+def resumed(spec: JobSpec, *, step: int = 6, forget: tuple[str, ...] = ()) -> PreparedJob:
+    """A job with a checkpoint of `SPEC`; `forget` are settings that its version did not have."""
+    saved: dict[str, Any] = json.loads(json.dumps(asdict(SPEC)))
+    for key in forget:
+        del saved["optimizer"][key]
+    data: Any = None
+    return PreparedJob(
+        spec=spec,
+        data=data,
+        plan=BatchPlan.for_job(spec, 16),
+        checkpoint=Checkpoint(path=Path("c"), state={"job": saved, "progress": {"step": step}}),
+        imported=None,
+    )
+
+
+def test_one_line_names_every_old_and_new_value(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = OptimizerSpec(lr=0.5, betas=(0.8, 0.9), weight_decay=0.1)
+    schedule = ScheduleSpec(name="cosine", warmup_steps=2)
+    check_resumption(resumed(replace(SPEC, max_steps=9, optimizer=optimizer, schedule=schedule)))
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "job a goes on from step 6 with other settings: max_steps 9 instead of 20, "
+        "optimizer.lr 0.5 instead of 0.0002, optimizer.betas [0.8, 0.9] instead of [0.9, 0.999], "
+        "optimizer.weight_decay 0.1 instead of 0.0, schedule.name cosine instead of constant, "
+        "schedule.warmup_steps 2 instead of 0"
+    )
+
+
+def test_nothing_is_said_of_the_same_settings_or_of_those_that_were_not_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    check_resumption(resumed(SPEC))
+    check_resumption(resumed(SPEC, step=20))
+    check_resumption(resumed(replace(SPEC, optimizer=OptimizerSpec(lr=2e-4)), forget=("lr",)))
+    check_resumption(replace(resumed(replace(SPEC, max_steps=1)), checkpoint=None))
+    assert not caplog.records
+
+
+def test_an_end_behind_which_the_job_already_is_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"max_steps of job 'a' must be at least the 6 steps that "
+    ):
+        check_resumption(resumed(replace(SPEC, max_steps=5)))
+    epochs = replace(SPEC, max_steps=None, epochs=1)
+    with pytest.raises(
+        ValueError, match=r"epochs of job 'a' must .*, got epochs 1, which are 4 st"
+    ):
+        check_resumption(resumed(epochs))

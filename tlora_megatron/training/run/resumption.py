@@ -1,0 +1,70 @@
+"""Compares a job that goes on from a checkpoint with what it was when that was written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from tlora_megatron.config.job import JobSpec
+from tlora_megatron.training.preparation import PreparedJob
+
+logger = logging.getLogger(__name__)
+
+_SECTIONS = ("optimizer", "schedule")
+_ENDS = ("max_steps", "epochs")
+
+
+def check_resumption(job: PreparedJob) -> None:
+    """Tells in one line what a resumed job does otherwise than before.
+
+    What may not change at all (`Checkpoint.check_fits`) is refused earlier.
+
+    Raises:
+        ValueError: if the job has done more steps than it is to do.
+    """
+    checkpoint, spec = job.checkpoint, job.spec
+    if checkpoint is None:
+        return
+    done, steps = checkpoint.step, job.plan.num_steps
+    if done > steps:
+        asked = f"epochs {spec.epochs}, which are {steps} steps" if spec.epochs else str(steps)
+        raise ValueError(
+            f"{'epochs' if spec.epochs else 'max_steps'} of job {spec.name!r} must be at least the "
+            f"{done} steps that its checkpoint {checkpoint.path} has done, got {asked}; to train "
+            f"it anew give another run.output_dir and no resume_from"
+        )
+    if changes := changed_settings(checkpoint.state["job"], spec):
+        logger.warning(
+            "job %s goes on from step %d with other settings: %s",
+            spec.name, done, ", ".join(changes),
+        )  # fmt: skip
+
+
+def changed_settings(saved: Mapping[str, Any], job: JobSpec) -> list[str]:
+    """Names the end, optimizer and schedule settings that differ, each with its new and old value.
+
+    Args:
+        saved: the job's values in the checkpoint; those of older versions may lack some.
+    """
+    old, new = _settings(saved), _settings(asdict(job))
+    return [
+        f"{name} {_text(new[name])} instead of {_text(old[name])}"
+        for name in new
+        if name in old and _plain(new[name]) != old[name]
+    ]
+
+
+def _settings(job: Mapping[str, Any]) -> dict[str, Any]:
+    inner = {f"{s}.{key}": value for s in _SECTIONS for key, value in job[s].items()}
+    return {key: job[key] for key in _ENDS} | inner
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON gives it back."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(_plain(value))
