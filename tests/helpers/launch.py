@@ -68,6 +68,7 @@ def environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
         "TOKENIZERS_PARALLELISM": "false",
+        "PET_LOG_DIR": os.devnull,  # torchrun would leave an empty folder behind
     }
 
 

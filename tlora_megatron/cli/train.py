@@ -20,6 +20,7 @@ from tlora_megatron.config.load import RunConfig, ignored_settings, load_config
 from tlora_megatron.integrations.megatron import quiet
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.kernel_build import build_early
+from tlora_megatron.runtime.ranks import cli_command, run_ranks, threads_per_rank
 from tlora_megatron.training.listener import SilentListener
 
 _EPILOG = """\
@@ -89,7 +90,9 @@ def run(args: argparse.Namespace) -> int:
     if config.base_model.dtype == "bfloat16":
         build_early()
     if args.nproc is not None and "RANK" not in os.environ:
-        return _launch(args, config)
+        if args.nproc > 1:
+            return _launch(args, config)
+        os.environ.setdefault("OMP_NUM_THREADS", threads_per_rank(1))
     is_main = global_rank() == 0
     if is_main:
         _print_warnings(config)
@@ -102,8 +105,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _launch(args: argparse.Namespace, config: RunConfig) -> int:
-    from tlora_megatron.runtime.launcher import run_with_torchrun
-
     parallel = config.parallel
     ParallelLayout.for_world(
         args.nproc,
@@ -117,7 +118,7 @@ def _launch(args: argparse.Namespace, config: RunConfig) -> int:
         argv.append(f"--output-dir={args.output_dir}")
     if args.json:
         argv.append("--json")
-    return run_with_torchrun(argv, args.nproc)
+    return run_ranks(cli_command(argv), args.nproc, stop_timeout_s=config.run.stop_timeout_s)
 
 
 def _train(config: RunConfig, *, is_main: bool, stderr: bool) -> dict[str, Any]:

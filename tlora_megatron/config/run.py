@@ -52,6 +52,17 @@ class RunSpec:
     max_nonfinite_steps: int = rule(
         "consecutive skipped updates after which a job fails", default=10, ge=1
     )
+    stop_timeout_s: float = rule(
+        "seconds that `tlora train --nproc` gives its processes to save and end after a signal",
+        default=120.0,
+        gt=0,
+    )
+    hang_timeout_s: float = rule(
+        "seconds without any progress after which a run of several processes ends and names those "
+        "that do not answer; the first rounds, which compile, have at least 600. 0: it waits",
+        default=600.0,
+        ge=0,
+    )
     nano_batches: int | Literal["auto"] = rule(
         "number of parts of a micro-batch that hide each other's tensor-parallel communication, at "
         "most its number of sequences; auto: chosen while training, from step times. Only a fixed "

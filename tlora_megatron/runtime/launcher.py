@@ -1,24 +1,18 @@
-"""Starts processes under torchrun, lets them learn of each other's end, and leave."""
+"""Sets ranks up under the process that started them, explains lost connections, and leaves."""
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import signal
 import socket
 import time
 import uuid
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from tlora_megatron import timeline
-
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
-
-logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _MEET_S = 300
@@ -28,48 +22,16 @@ _LOST_TYPES = ("DistBackendError", "DistNetworkError")
 _LOST_TEXTS = ("gloo/transport/", "Gloo connectFullMesh failed")
 
 
-def run_with_torchrun(argv: Sequence[str], nproc: int) -> int:
-    """Runs `python -m tlora_megatron.cli ARGV` in `nproc` processes and returns the exit code.
-
-    The same as `torchrun --standalone --nproc-per-node NPROC -m tlora_megatron.cli ARGV`, but with
-    the agent in this process: a signal sent here reaches the ranks, and the exit code is that of
-    the first rank that failed, where torchrun ends with 1 and a traceback of its own.
-
-    Args:
-        argv: a command and its arguments, without `--nproc`.
-        nproc: processes, at least 1.
-    """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
-
-    _set_environment(nproc)
-    # A rank that fails has said why; the agent would add two lines about process ids.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    try:
-        run(parse_args(torchrun_arguments(argv, nproc)))
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode > 0:
-            return failure.exitcode
-        # A rank ended by a signal could not say anything. Shells give 128 + the signal's number.
-        logger.error("rank %d was ended by signal %d", rank, -failure.exitcode)
-        return 128 - failure.exitcode
-    except SignalException as error:
-        return 128 + int(error.sigval)
-    return 0
-
-
 def join_agent() -> None:
-    """Sets a rank up under its torchrun agent, before it joins a process group.
+    """Sets a rank up under its agent (torchrun or `runtime.ranks`), before it joins others.
 
-    The kernel ends it when the agent is gone: torchrun ends its ranks when it is asked to end, but
-    not when it is killed, and they would train on and hold the GPUs and the output directory.
+    The kernel ends it when the agent is gone: agents end their ranks when they are asked to end,
+    but not when they are killed, and the ranks would train on and hold GPUs and output directory.
 
     Where torchrun may restart the ranks, they get a new store: torchrun (2.11 to 2.13) gives every
     life of them the same one, and they would read the addresses of dead processes there. The count
     of restarts does not tell the lives apart, for torchrun does not count a restart that follows
-    one of another node. Does nothing without torchrun.
+    one of another node. Does nothing without an agent.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -140,22 +102,3 @@ def leave_process_group() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def torchrun_arguments(argv: Sequence[str], nproc: int) -> list[str]:
-    """torchrun's arguments that run this package's command line on one machine."""
-    return [
-        "--standalone",
-        "--nproc-per-node",
-        str(nproc),
-        "-m",
-        "tlora_megatron.cli",
-        *argv,
-    ]
-
-
-def _set_environment(nproc: int) -> None:
-    cores = len(os.sched_getaffinity(0))
-    # torchrun would set 1 thread however many cores there are.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
-    os.environ[timeline.BEGIN_VARIABLE] = str(timeline.process_timeline().begin_s)

@@ -20,9 +20,9 @@ from safetensors.numpy import save_file
 
 import tlora_megatron
 from tests.helpers.launch import HANG_S
+from tlora_megatron.cli import train
 from tlora_megatron.cli.main import main
 from tlora_megatron.cli.progress import RichProgress
-from tlora_megatron.runtime import launcher
 
 JOB_RESULT = {
     "status": "finished",
@@ -371,24 +371,25 @@ class TestTrain:
 
 
 class TestLauncher:
-    def test_nproc_hands_the_arguments_to_torchrun(
+    def test_nproc_hands_the_arguments_to_the_ranks(
         self, config_file: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         calls = []
 
-        def record(argv: list[str], nproc: int) -> int:
-            calls.append((argv, nproc))
+        def record(command: list[str], nproc: int, *, stop_timeout_s: float) -> int:
+            calls.append((command, nproc, stop_timeout_s))
             return 7
 
-        monkeypatch.setattr(launcher, "run_with_torchrun", record)
-        options = ["--set", "run.seed=1", "--output-dir=-x", "--json"]
+        monkeypatch.setattr(train, "run_ranks", record)
+        options = ["--set", "run.stop_timeout_s=3", "--output-dir=-x", "--json"]
         assert main(["train", str(config_file), *options, "--nproc", "2"]) == 7
-        ((argv, nproc),) = calls
-        assert nproc == 2
-        assert argv == [
+        ((command, nproc, stop_timeout_s),) = calls
+        assert (nproc, stop_timeout_s) == (2, 3.0)
+        assert command == [
+            *(sys.executable, "-m", "tlora_megatron.cli"),
             "train",
             str(config_file),
-            "--set=run.seed=1",
+            "--set=run.stop_timeout_s=3",
             "--output-dir=-x",
             "--json",
         ]
@@ -423,18 +424,20 @@ class TestLauncher:
         expected = f"--nproc: must be an integer of at least 1, got {nproc}"
         assert expected in capsys.readouterr().err
 
-    def test_environment_is_set_where_it_is_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_process_needs_no_second(
+        self, config_file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(train, "run_ranks", lambda *_, **__: pytest.fail("must not be called"))
         monkeypatch.setenv("OMP_NUM_THREADS", "5")
-        launcher._set_environment(10**6)
+        controller(monkeypatch, lambda *_: {"run": {}, "jobs": {"one": JOB_RESULT}})
+        assert main(["train", str(config_file), "--nproc", "1"]) == 0
         assert os.environ["OMP_NUM_THREADS"] == "5"
-        monkeypatch.delenv("OMP_NUM_THREADS")
-        launcher._set_environment(10**6)
-        assert os.environ["OMP_NUM_THREADS"] == "1"
 
     def test_exit_code_and_one_error_line_come_back_from_the_ranks(self) -> None:
         script = (
-            "import sys; from tlora_megatron.runtime.launcher import run_with_torchrun;"
-            "sys.exit(run_with_torchrun(['inspect', 'nowhere.yaml'], 2))"
+            "import sys; from tlora_megatron.runtime import ranks;"
+            "command = ranks.cli_command(['inspect', 'nowhere.yaml']);"
+            "sys.exit(ranks.run_ranks(command, 2, stop_timeout_s=60))"
         )
         result = subprocess.run(
             [sys.executable, "-c", script],
@@ -446,24 +449,6 @@ class TestLauncher:
         assert result.returncode == 2
         assert result.stderr.count("error: config must be a readable file, got nowhere.yaml") == 1
         assert "Traceback" not in result.stderr
-
-    def test_a_rank_ended_by_a_signal_is_named(self) -> None:
-        script = (
-            "import sys; from tlora_megatron.runtime import launcher;"
-            "launcher.torchrun_arguments = lambda argv, nproc:"
-            "['--standalone', '--nproc-per-node=2', '--no-python', *argv];"
-            "sys.exit(launcher.run_with_torchrun(['bash', '-c',"
-            " '[ $RANK = 1 ] && kill -9 $BASHPID; sleep 20'], 2))"
-        )
-        result = subprocess.run(
-            [sys.executable, "-c", script],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-        )
-        assert result.returncode == 137
-        assert "rank 1 was ended by signal 9" in result.stderr
 
 
 class TestProgress:
