@@ -14,7 +14,8 @@ from tests.helpers.standing_world import forked, world
 from tests.helpers.tiny_models import make_tiny_model
 from tlora_megatron.integrations.megatron import model as backbone
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.training.formats.hf_convert import RandomWeights, hf_shapes
+from tlora_megatron.training.formats.hf_checkpoint import RandomWeights
+from tlora_megatron.training.formats.hf_convert import hf_shapes
 
 WORKER = Path(__file__).with_name("backbone_logits.py")
 

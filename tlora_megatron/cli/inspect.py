@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--build",
         action="store_true",
-        help="with 'kernels': compile the CUDA kernels into the cache, also where no GPU is, as for "
+        help="with 'kernels': compile the CUDA kernels into the cache, also without a GPU, as for "
         "an image",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 from tlora_megatron.cli.auto_plan import (
@@ -19,6 +20,7 @@ from tlora_megatron.cli.tables import print_run
 from tlora_megatron.config.load import RunConfig, ignored_settings, load_config
 from tlora_megatron.integrations.megatron import quiet
 from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.weight_files import read_ahead
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.runtime.ranks import cli_command, run_ranks, threads_per_rank
 from tlora_megatron.training.listener import SilentListener
@@ -87,8 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plan is not None:
         args.overrides = [*args.overrides, *planned_overrides(args, config)]
         config = load_config(args.config, args.overrides, args.output_dir)
-    if config.base_model.dtype == "bfloat16":
-        build_early()
+    _start_early(config)
     if args.nproc is not None and "RANK" not in os.environ:
         if args.nproc > 1:
             return _launch(args, config)
@@ -102,6 +103,14 @@ def run(args: argparse.Namespace) -> int:
     if is_main:
         _print_summary(summary, config, as_json=args.json)
     return int(any(job["status"] != "finished" for job in summary["jobs"].values()))
+
+
+def _start_early(config: RunConfig) -> None:
+    """Starts what needs neither torch nor other processes: the disk's reading, the kernels."""
+    if config.base_model.path is not None and not config.base_model.random_init:
+        read_ahead(Path(config.base_model.path))
+    if config.base_model.dtype == "bfloat16":
+        build_early()
 
 
 def _launch(args: argparse.Namespace, config: RunConfig) -> int:

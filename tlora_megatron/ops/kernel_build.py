@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels of `csrc/` into a cache, without torch: units side by side, one builder.
+"""Compiles the CUDA kernels of `csrc/` into a cache, without torch, all units side by side.
 
 Every `.cu` file is a unit. Processes that share a cache take turns: one compiles, the others wait
 for its library.

@@ -11,7 +11,8 @@ import pytest
 from scripts.bench.around_training import base, cases, command
 from tlora_megatron.config.load import load_config
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.training.formats.hf_convert import HFCheckpoint, check_weights
+from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
+from tlora_megatron.training.formats.hf_convert import check_weights
 
 TOY = next(case for case in cases.CASES if case.shape == "toy")
 

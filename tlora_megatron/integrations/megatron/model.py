@@ -25,16 +25,16 @@ from tlora_megatron.integrations.megatron.layer.rotary import PackedRotaryEmbedd
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
+from tlora_megatron.training.formats.base_reader import read_base
+from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, RandomWeights
 from tlora_megatron.training.formats.hf_convert import (
-    HFCheckpoint,
-    RandomWeights,
-    WeightSource,
     check_layout,
+    check_weights,
     hf_shapes,
     megatron_tensors,
-    padded_vocab_size,
     stage_layers,
 )
+from tlora_megatron.training.formats.rank_tensors import padded_vocab_size, rank_tensors
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -243,30 +243,29 @@ def load_backbone(
             the same ones whatever the layout (see `RandomWeights`).
 
     Raises:
-        ValueError: if the directory's weights are missing, corrupt, or of another architecture.
+        ValueError: if the directory's weights are missing, corrupt, not finite, or of another
+            architecture.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    weights = megatron_tensors(
-        spec,
-        _weight_source(model, spec, directory, seed),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=layout.tp_size,
-        layers=stage_layers(
+    part: dict[str, Any] = {
+        "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "tp_size": layout.tp_size,
+        "layers": stage_layers(
             spec, parallel_state.get_pipeline_model_parallel_rank(), layout.pp_size
         ),
-        with_embedding=model.pre_process,
-        with_output=model.post_process,
-    )
-    with torch.no_grad():
-        for name, value in weights:
-            parameters.pop(name).copy_(value)
-    assert not parameters, f"weights without a value: {sorted(parameters)}"
-
-
-def _weight_source(
-    model: GPTModel, spec: ModelSpec, directory: Path | None, seed: int
-) -> WeightSource:
-    if directory is not None:
-        return HFCheckpoint(directory)
-    weight = next(model.parameters())
-    return RandomWeights(hf_shapes(spec), seed=seed, device=weight.device, dtype=weight.dtype)
+        "with_embedding": model.pre_process,
+        "with_output": model.post_process,
+    }
+    tensors = list(rank_tensors(spec, **part))
+    named = {tensor.name for tensor in tensors}
+    assert named == parameters.keys(), f"weights without a value: {parameters.keys() - named}"
+    if directory is None:
+        weight = next(model.parameters())
+        drawn = RandomWeights(hf_shapes(spec), seed=seed, device=weight.device, dtype=weight.dtype)
+        with torch.no_grad():
+            for name, value in megatron_tensors(spec, drawn, **part):
+                parameters[name].copy_(value)
+        return
+    checkpoint = HFCheckpoint(directory)
+    check_weights(spec, checkpoint)
+    read_base(checkpoint, tensors, parameters)

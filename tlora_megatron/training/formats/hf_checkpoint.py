@@ -6,20 +6,30 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+from tlora_megatron.model.weight_files import weight_files
+
 _RANDOM_STD = 0.02
 """`initializer_range` of every supported architecture."""
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Types of a safetensors header that a base may have."""
 
 Rows = slice | list[slice] | None
+
+
+class StoredTensor(NamedTuple):
+    """Place of a tensor's bytes, row by row."""
+
+    path: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 class WeightSource(Protocol):
@@ -45,9 +55,9 @@ class HFCheckpoint:
 
     def __init__(self, directory: Path) -> None:
         self._directory = Path(directory)
-        names = self._find_files()
-        self._files = {name: _open(self._directory / name) for name in names}
-        self._file_of = {key: name for name, file in self._files.items() for key in file.keys()}  # noqa: SIM118
+        self._files = {path: _open(path) for path in weight_files(self._directory)}
+        self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
+        self._file_of = {key: path for path, file in self._files.items() for key in file.keys()}  # noqa: SIM118
 
     def keys(self) -> list[str]:
         """Names of all tensors, sorted."""
@@ -65,16 +75,37 @@ class HFCheckpoint:
         """Part of a tensor in its stored dtype on the CPU; see `WeightSource.read`.
 
         Raises:
-            ValueError: if there is no tensor of that name, or it is quantised.
+            ValueError: if there is no tensor of that name, it is quantised, or what is read holds
+                NaN or infinity.
         """
         stored = self._slice(name)
+        _check_dtype(name, stored.get_dtype())
         runs = rows if isinstance(rows, list) else [rows or slice(None)]
         parts = [stored[run] if cols is None else stored[run, cols] for run in runs]
-        if parts[0].dtype not in _DTYPES:
-            raise ValueError(
-                f"{name} must be float32, bfloat16 or float16 (not quantised), got {parts[0].dtype}"
-            )
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        part = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if part.numel() and not all_finite(part):
+            raise self.not_finite(name)
+        return part
+
+    def stored(self, name: str) -> StoredTensor:
+        """Place of a tensor, for those who read it themselves.
+
+        Raises:
+            ValueError: if there is no tensor of that name, or it is quantised.
+        """
+        shape, path = self.shape(name), self._file_of[name]
+        if path not in self._headers:
+            self._headers[path] = _read_header(path)
+        data_begin, header = self._headers[path]
+        dtype = _check_dtype(name, header[name]["dtype"])
+        return StoredTensor(path, data_begin + header[name]["data_offsets"][0], dtype, shape)
+
+    def not_finite(self, name: str) -> ValueError:
+        """The error for a tensor with NaN or infinity, which no job could train over."""
+        return ValueError(
+            f"{name} of {self._file_of[name]} must be finite, got NaN or infinity: the base model "
+            "is damaged; fetch or convert it anew"
+        )
 
     def _slice(self, name: str) -> Any:
         if name not in self._file_of:
@@ -83,39 +114,36 @@ class HFCheckpoint:
             )
         return self._files[self._file_of[name]].get_slice(name)
 
-    def _find_files(self) -> list[str]:
-        directory = self._directory
-        index = directory / _INDEX
-        if index.is_file():
-            names = _read_index(index)
-            missing = [name for name in names if not (directory / name).is_file()]
-            if missing:
-                raise ValueError(f"{index} must name files that exist, got {', '.join(missing)}")
-            return names
-        if (directory / _SINGLE).is_file():
-            return [_SINGLE]
-        found = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
-        pickles = [name for name in found if name.endswith((".bin", ".pt", ".pth"))]
-        if pickles:
-            raise ValueError(
-                f"weights in {directory} must be safetensors, got {pickles[0]} (pickle)"
-            )
-        raise ValueError(f"{directory} must hold {_SINGLE} or {_INDEX}, got {found or 'no files'}")
-
-
-def _read_index(index: Path) -> list[str]:
-    try:
-        names = json.loads(index.read_text())["weight_map"].values()
-        return sorted({str(name) for name in names})
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index} must be JSON with a weight_map, got {error!r}") from error
-
 
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} must be a complete safetensors file, got {error}") from error
+
+
+def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where the tensors' bytes begin, and the header of a file that `safe_open` has checked."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return 8 + length, json.loads(file.read(length))
+
+
+def _check_dtype(name: str, dtype: str) -> torch.dtype:
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"{name} must be float32, bfloat16 or float16 (not quantised), got {dtype}"
+        )
+    return _DTYPES[dtype]
+
+
+def all_finite(values: Tensor) -> Tensor:
+    """A scalar on the values' device: False if there is NaN or infinity among them.
+
+    `isfinite` of all values takes a CPU ten times as long, and the memory of another tensor.
+    """
+    low, high = torch.aminmax(values)
+    return low.isfinite() & high.isfinite()
 
 
 class RandomWeights:

@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats.atomic_directory import replace_directory
-from tlora_megatron.training.formats.hf_convert import WeightSource, check_weights, hf_shapes
+from tlora_megatron.training.formats.hf_checkpoint import WeightSource
+from tlora_megatron.training.formats.hf_convert import check_weights, hf_shapes
 from tlora_megatron.training.formats.megatron_flags import megatron_arguments, megatron_flags
 from tlora_megatron.training.formats.megatron_layout import (
     Part,

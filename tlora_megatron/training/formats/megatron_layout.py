@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.training.formats.hf_checkpoint import Rows
-from tlora_megatron.training.formats.hf_convert import WeightSource, hf_shapes, megatron_tensors
+from tlora_megatron.training.formats.hf_checkpoint import Rows, WeightSource
+from tlora_megatron.training.formats.hf_convert import hf_shapes, megatron_tensors
 
 _RENAMED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",

@@ -1,0 +1,159 @@
+"""Where every Hugging Face row goes in the Megatron tensors of one rank, without reading any.
+
+Hugging Face keeps query, key and value (and gate and up) apart; Megatron fuses them: `linear_qkv`
+holds, for every query group, its query heads, then its key head, then its value head; `linear_fc1`
+holds a rank's gate rows, then its up rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tlora_megatron.model.spec import ModelSpec
+
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+class Piece(NamedTuple):
+    """Rows of one stored tensor, and their place in every unit of a Megatron tensor."""
+
+    source: str
+    rows: slice
+    """Of dim 0; as many as the units have places for."""
+    cols: slice | None
+    """Of dim 1; None: all."""
+    begin: int
+    """Place of the first of `width` rows in a unit."""
+    width: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTensor:
+    """One tensor of a rank's `GPTModel`: dim 0 is cut into equal units, pieces fill all of them."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    units: int = 1
+    num_rows: int
+    """Rows that have a source; those behind are zeros (padding of the vocabulary)."""
+
+    def units_of(self, tensor: Tensor) -> Tensor:
+        """Views a tensor of this shape, or its rows with a source, as `[units, rows, ...]`."""
+        return tensor[: self.num_rows].unflatten(0, (self.units, self.num_rows // self.units))
+
+
+def shard_range(size: int, tp_rank: int, tp_size: int) -> slice:
+    """Rows (or columns) `tp_rank` holds when `size` of them are cut into `tp_size` equal runs."""
+    part = size // tp_size
+    return slice(tp_rank * part, (tp_rank + 1) * part)
+
+
+def padded_vocab_size(spec: ModelSpec, tp_size: int) -> int:
+    """Vocabulary rounded up to a multiple of `tp_size`."""
+    return -(-spec.vocab_size // tp_size) * tp_size
+
+
+def rank_tensors(
+    spec: ModelSpec,
+    *,
+    tp_rank: int,
+    tp_size: int,
+    layers: range,
+    with_embedding: bool,
+    with_output: bool,
+) -> Iterator[RankTensor]:
+    """Yields every tensor of a rank's `GPTModel`.
+
+    Args:
+        layers: global indices of this pipeline stage; names count from 0.
+        with_embedding: whether the stage holds the embedding.
+        with_output: whether it holds the final norm and the output layer (when tied, the
+            embedding's values).
+    """
+    vocab = shard_range(padded_vocab_size(spec, tp_size), tp_rank, tp_size)
+    embedding = "model.embed_tokens.weight"
+    if with_embedding:
+        yield _vocabulary("embedding.word_embeddings.weight", spec, embedding, vocab)
+    for local, layer in enumerate(layers):
+        to, source = f"decoder.layers.{local}.", f"model.layers.{layer}."
+        yield from _linears(spec, to, source, tp_rank, tp_size)
+        yield from _norms(spec, to, source)
+    if with_output:
+        head = embedding if spec.tied_embeddings else "lm_head.weight"
+        yield _whole("decoder.final_layernorm.weight", "model.norm.weight", (spec.hidden_size,))
+        yield _vocabulary("output_layer.weight", spec, head, vocab)
+
+
+def _vocabulary(name: str, spec: ModelSpec, source: str, rows: slice) -> RankTensor:
+    held = slice(min(rows.start, spec.vocab_size), min(rows.stop, spec.vocab_size))
+    count = held.stop - held.start
+    return RankTensor(
+        name=name,
+        shape=(rows.stop - rows.start, spec.hidden_size),
+        pieces=(Piece(source, held, None, 0, count),),
+        num_rows=count,
+    )
+
+
+def _linears(
+    spec: ModelSpec, to: str, source: str, tp_rank: int, tp_size: int
+) -> Iterator[RankTensor]:
+    q, kv, ffn = (
+        shard_range(size, tp_rank, tp_size) for size in (spec.q_size, spec.kv_size, spec.ffn_size)
+    )
+    attention, mlp = f"{source}self_attn.", f"{source}mlp."
+    groups, dim, hidden = spec.num_kv_heads // tp_size, spec.head_dim, spec.hidden_size
+    heads = spec.num_heads // spec.num_kv_heads
+    for kind, rest in (("weight", (hidden,)), ("bias", ()))[: 1 + spec.qkv_bias]:
+        places = zip(QKV, (q, kv, kv), (0, heads, heads + 1), (heads, 1, 1), strict=True)
+        yield RankTensor(
+            name=f"{to}self_attention.linear_qkv.{kind}",
+            shape=(groups * (heads + 2) * dim, *rest),
+            pieces=tuple(
+                Piece(f"{attention}{part}.{kind}", rows, None, begin * dim, width * dim)
+                for part, rows, begin, width in places
+            ),
+            units=groups,
+            num_rows=groups * (heads + 2) * dim,
+        )
+    yield _columns(f"{to}self_attention.linear_proj", f"{attention}o_proj", hidden, q)
+    size = ffn.stop - ffn.start
+    yield RankTensor(
+        name=f"{to}mlp.linear_fc1.weight",
+        shape=(2 * size, hidden),
+        pieces=(
+            Piece(f"{mlp}gate_proj.weight", ffn, None, 0, size),
+            Piece(f"{mlp}up_proj.weight", ffn, None, size, size),
+        ),
+        num_rows=2 * size,
+    )
+    yield _columns(f"{to}mlp.linear_fc2", f"{mlp}down_proj", hidden, ffn)
+
+
+def _columns(linear: str, source: str, num_rows: int, cols: slice) -> RankTensor:
+    return RankTensor(
+        name=f"{linear}.weight",
+        shape=(num_rows, cols.stop - cols.start),
+        pieces=(Piece(f"{source}.weight", slice(0, num_rows), cols, 0, num_rows),),
+        num_rows=num_rows,
+    )
+
+
+def _norms(spec: ModelSpec, to: str, source: str) -> Iterator[RankTensor]:
+    names = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+    for name, stored in names.items():
+        yield _whole(f"{to}{name}.weight", f"{source}{stored}.weight", (spec.hidden_size,))
+    for part in ("q", "k") if spec.qk_norm else ():
+        name, stored = f"self_attention.{part}_layernorm", f"self_attn.{part}_norm"
+        yield _whole(f"{to}{name}.weight", f"{source}{stored}.weight", (spec.head_dim,))
+
+
+def _whole(name: str, source: str, shape: tuple[int, ...]) -> RankTensor:
+    rows = shape[0]
+    piece = Piece(source, slice(0, rows), None, 0, rows)
+    return RankTensor(name=name, shape=shape, pieces=(piece,), num_rows=rows)
