@@ -70,6 +70,7 @@ def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
     whole_spec = discover.model_spec(model)
     plain = model.config._attn_implementation
     deepspeed = models.start_engine(model, config.engine)
+    models.check_finite(model)
     groups = processes.current_groups(tp_size)
     spec = discover.sharded_spec(model, whole_spec, groups)
     models.require_grad_from_embedding(model)

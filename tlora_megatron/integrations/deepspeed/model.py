@@ -8,12 +8,14 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tlora_megatron.config.load import BaseModelSpec
 from tlora_megatron.integrations.deepspeed import attention
+from tlora_megatron.training.formats.hf_checkpoint import all_finite
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +115,30 @@ def start_engine(model: Any, engine: dict[str, Any]) -> Any:
         raise ValueError(f"DeepSpeed refuses the model or its JSON: {error}") from error
     model.requires_grad_(False)
     return started
+
+
+def check_finite(model: nn.Module) -> None:
+    """Refuses a base with NaN or infinity; every rank looks at the part that it holds.
+
+    Raises:
+        ValueError: naming the weight.
+    """
+    for name, parameter in model.named_parameters():
+        held = _held(parameter).detach()
+        if held.numel() and not all_finite(held):
+            raise ValueError(
+                f"{name} of the base model must be finite, got NaN or infinity: the model is "
+                "damaged; fetch or convert it anew"
+            )
+
+
+def _held(parameter: Any) -> torch.Tensor:
+    """The values that this rank holds; ZeRO-3 leaves what is behind the last rank's unset."""
+    part = getattr(parameter, "ds_tensor", None)
+    if part is None:
+        return parameter
+    begin = part.numel() * dist.get_rank(parameter.ds_process_group)
+    return part.flatten()[: max(0, parameter.ds_numel - begin)]
 
 
 def use_packed_attention(model: Any) -> None:

@@ -104,7 +104,7 @@ class _Lane:
         block = self._blocks[self._turn][: _num_bytes(run)]
         if self._stream is not None:
             self._copied[self._turn].synchronize()
-        _read(run, memoryview(block.numpy()))
+        _read(run, block.numpy().data)
         if self._on_device is not None:
             block = self._on_device[: len(block)].copy_(block, non_blocking=True)
             self._copied[self._turn].record()

@@ -34,6 +34,7 @@ from tlora_megatron.integrations.deepspeed.engine import check_packing
 from tlora_megatron.integrations.deepspeed.frozen_base import build_base
 from tlora_megatron.integrations.deepspeed.linears import prepare_linear
 from tlora_megatron.integrations.deepspeed.model import (
+    check_finite,
     refuse_adapters,
     turn_dropout_off,
     use_packed_attention,
@@ -175,6 +176,14 @@ def test_peft_on_the_model_is_refused() -> None:
     model = get_peft_model(build(LlamaConfig(**TINY)), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match=r"no adapters yet, got some at .*q_proj"):
         refuse_adapters(model)
+
+
+def test_a_weight_that_is_not_finite_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    check_finite(model)
+    model[1].weight.data[0, 1] = float("inf")
+    with pytest.raises(ValueError, match=r"^1.weight of the base model must be finite"):
+        check_finite(model)
 
 
 @pytest.mark.parametrize("tied", [False, True])
