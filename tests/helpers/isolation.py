@@ -35,9 +35,14 @@ class Incident(NamedTuple):
     run: Mapping[str, Any] = {}
 
     @property
+    def never_moves(self) -> bool:
+        """Whether none of its updates can be applied."""
+        return self.bad_steps == NUM_STEPS
+
+    @property
     def fails(self) -> bool:
-        """Whether it ends before its time."""
-        return self.steps < NUM_STEPS
+        """Whether it ends before its time, or without having been trained."""
+        return self.steps < NUM_STEPS or self.never_moves
 
     def case(self, **sections: Any) -> Case:
         """The run in which it happens."""
@@ -60,7 +65,7 @@ INCIDENTS = {
     "bad lr, three in a row": Incident("everything", _bad_lr(), 5, 3, {"max_nonfinite_steps": 3}),
     "poisoned, skip": Incident(
         "outputs", _poison("outputs", on_nonfinite="skip"), NUM_STEPS, NUM_STEPS,
-        {"max_nonfinite_steps": NUM_STEPS + 1},
+        {"max_nonfinite_steps": NUM_STEPS + 1, "checkpoint_every_steps": NUM_STEPS - 1},
     ),
     "poisoned, fail": Incident("outputs", _poison("outputs", on_nonfinite="fail"), 1, 1),
     "first poisoned, fail": Incident("attention", _poison("attention", on_nonfinite="fail"), 1, 1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 
 _POLICY = "default-src 'none';style-src 'unsafe-inline';img-src data:"
@@ -75,6 +75,15 @@ def legend(names: Mapping[str, str]) -> str:
     """Names (plain text) behind a swatch of their CSS colour, in a row."""
     spans = (f"<span>{swatch(color)}{html.escape(name)}</span>" for name, color in names.items())
     return f'<p class="legend">{"".join(spans)}</p>'
+
+
+def in_two_widths(draw: Callable[[bool], str]) -> str:
+    """A wide picture, and beside it what a narrow window shows in its place.
+
+    Args:
+        draw: returns the picture (SVG) for a wide window if True, for a narrow one if False.
+    """
+    return f'<div class="wide">{draw(True)}</div><div class="narrow">{draw(False)}</div>'
 
 
 def panels(pictures: Mapping[str, str], *, columns: int, least_px: int) -> str:

@@ -49,7 +49,12 @@ def compact(value: float) -> str:
 
 
 def draw(
-    size: tuple[float, float], salt: str, paint: Callable[[Axes], None], *, labels: bool = False
+    size: tuple[float, float],
+    salt: str,
+    paint: Callable[[Axes], None],
+    *,
+    labels: bool = False,
+    x_title: str = "",
 ) -> str:
     """Draws one axes as an inline SVG.
 
@@ -58,6 +63,7 @@ def draw(
         salt: makes the drawing's ids different from those of other drawings of the page.
         paint: fills the axes; ticks and grid are set afterwards, unless it has fixed the ticks.
         labels: leave room for labels of the axes.
+        x_title: names what the horizontal axis counts.
 
     Raises:
         ImportError: if matplotlib is missing.
@@ -69,10 +75,12 @@ def draw(
         raise ImportError("an HTML report needs matplotlib; pip install matplotlib") from error
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 7.5}):
         figure = Figure(figsize=size)
-        left, bottom = (0.55, 0.42) if labels else (0.4, 0.24)
+        left, bottom = 0.55 if labels else 0.4, 0.42 if labels or x_title else 0.24
         left, bottom = left / size[0], bottom / size[1]
         axes = figure.add_axes((left, bottom, 0.98 - left, 0.95 - bottom))
         paint(axes)
+        if x_title:
+            axes.set_xlabel(x_title)
         _style(axes, size)
         buffer = StringIO()
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import html
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tlora_megatron.page.document import in_two_widths
 from tlora_megatron.page.svg import BAD, CARD, JOB, NUM_COLORS, TEXT, draw, paint_color
 from tlora_megatron.training.report.jobs import Curve, ReportJob
 
@@ -22,8 +24,11 @@ _Style = dict[str, Any]
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)))
 _LOG_ABOVE = 30
 """A log axis is used if the largest value is more than this many times the smallest."""
-_SMALL, _LARGE, _WIDE = (3.1, 1.75), (6.2, 2.6), (12.6, 3.3)
+_SMALL, _LARGE, _WIDE, _NARROW = (3.1, 1.95), (6.2, 2.8), (12.6, 3.5), (4.4, 2.7)
 """Sizes of drawings in inches."""
+_DOT: _Style = {"marker": "o", "markeredgecolor": CARD, "clip_on": False, "zorder": 5}
+"""The dot of an evaluation."""
+_STEP = "optimizer step"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +105,12 @@ def panel(job: ReportJob, key: str, style: PanelStyle) -> str:
         return '<div class="none">no values</div>'
     wild, num_dots = key in ("loss", "grad_norm"), max(20, style.num_points // 8)
     log = key in style.log_keys and min([*train[1], *evals[1]]) > 0
-    dots: _Style = {"marker": "o", "markersize": 4.5, "markeredgecolor": CARD, "clip_on": False}
+    dots = _DOT | {"markersize": 6}
 
     def paint(axes: Axes) -> None:
         axes.set_yscale("log" if log else "linear")
-        axes.set_xlim(0, 1.02 * max(1, job.last_step))
+        # A dot at step 0 stands beside the numbers of the other axis.
+        axes.set_xlim(*(edge * max(1, job.last_step) for edge in (-0.03, 1.02)))
         if key == "eval_exact_match":
             axes.set_ylim(-0.04, 1.04)
             axes.plot(*_thin(train, num_dots), color=JOB, linewidth=1.2, **dots)
@@ -114,7 +120,7 @@ def panel(job: ReportJob, key: str, style: PanelStyle) -> str:
         if wild:
             _mark_incidents(axes, job)
 
-    return draw(style.size, f"{job.index}-{key}", paint)
+    return draw(style.size, f"{job.index}-{key}", paint, x_title=_STEP)
 
 
 def _mark_incidents(axes: Axes, job: ReportJob) -> None:
@@ -125,25 +131,43 @@ def _mark_incidents(axes: Axes, job: ReportJob) -> None:
 
 
 def overview(jobs: list[ReportJob], style: PanelStyle) -> str:
-    """Draws the training loss of all jobs; a pointer on a curve shows the name of its job."""
+    """Draws the training loss of all jobs; a pointer on a curve shows the name of its job.
+
+    A few jobs' evaluations are dots.
+    """
     curves = {job.index: job.curve("loss") for job in jobs if job.curve("loss")[0].size}
+    evals = {job.index: job.curve("eval_loss") for job in jobs if has_dots(jobs)}
     log = "loss" in style.log_keys and all(y.min() > 0 for _, y in curves.values())
     width = 1.3 if len(jobs) <= NUM_COLORS else 0.8
 
-    def paint(axes: Axes) -> None:
+    def paint(num_points: int, axes: Axes) -> None:
         axes.set_yscale("log" if log else "linear")
-        axes.set_xlim(0, 1.01 * max(1, *(job.last_step for job in jobs)))
+        last_step = max(1, *(job.last_step for job in jobs))
+        axes.set_xlim(-0.01 * last_step, 1.01 * last_step)
         for index, (steps, values) in curves.items():
             turn, color = divmod(index, NUM_COLORS)
             line: _Style = {"color": paint_color(color), "linestyle": _DASHES[turn % len(_DASHES)]}
             smooth = _smooth(values, log=log) if len(steps) > SMOOTH_ABOVE else values
-            thin = _thin((steps, smooth), style.num_points)
+            thin = _thin((steps, smooth), num_points)
             axes.plot(*thin, gid=f"job-{index}", linewidth=width, **line)
+        for index, curve in evals.items():
+            axes.plot(*curve, linestyle="none", color=paint_color(index), markersize=5, **_DOT)
 
     names = {str(job.index): html.escape(job.name) for job in jobs}
     title = r'<g class="s"><title>{}</title>'
-    svg = draw(_WIDE, "overview", paint)
-    return re.sub(r'<g id="job-(\d+)">', lambda match: title.format(names[match[1]]), svg)
+
+    def picture(is_wide: bool) -> str:
+        size, salt = (_WIDE, "overview") if is_wide else (_NARROW, "narrow overview")
+        num_points = style.num_points if is_wide else style.num_points // 2
+        svg = draw(size, salt, partial(paint, num_points), x_title=_STEP)
+        return re.sub(r'<g id="job-(\d+)">', lambda match: title.format(names[match[1]]), svg)
+
+    return in_two_widths(picture)
+
+
+def has_dots(jobs: list[ReportJob]) -> bool:
+    """True if the overview of these jobs has dots for evaluations; of more they hide the curves."""
+    return len(jobs) <= NUM_COLORS and any(len(job.curve("eval_loss")[0]) for job in jobs)
 
 
 def scatter(curves: dict[int, Curve]) -> str:
@@ -163,4 +187,8 @@ def scatter(curves: dict[int, Curve]) -> str:
             style: _Style = {"linestyle": "none", "marker": ".", "markersize": 4, "clip_on": False}
             axes.plot(x, y, color=paint_color(color), **style)
 
-    return draw(_WIDE, "nano-batches", paint)
+    def picture(is_wide: bool) -> str:
+        size, salt = (_WIDE, "nano-batches") if is_wide else (_NARROW, "narrow nano-batches")
+        return draw(size, salt, paint, x_title="step")
+
+    return in_two_widths(picture)

@@ -17,7 +17,13 @@ from tlora_megatron.page.document import document, facts, panels, swatch, table,
 from tlora_megatron.page.svg import compact
 from tlora_megatron.timeline import time_line
 from tlora_megatron.training.metrics import write_atomic
-from tlora_megatron.training.report.curves import SMOOTH_ABOVE, PanelStyle, overview, panel
+from tlora_megatron.training.report.curves import (
+    SMOOTH_ABOVE,
+    PanelStyle,
+    has_dots,
+    overview,
+    panel,
+)
 from tlora_megatron.training.report.jobs import ReportJob, read_jobs, read_json
 from tlora_megatron.training.report.nano import nano_section
 
@@ -103,15 +109,30 @@ def _page(
     keys = [key for key in _TITLES if _is_matched(jobs) or key != "eval_exact_match"]
     style = PanelStyle.for_jobs(jobs)
     cards = "".join(_card(job, keys, style, draw) for job in jobs)
-    ended = run and all(job.status not in ("running", "waiting") for job in jobs)
     written = time.strftime("%Y-%m-%d %H:%M %Z")
     return document(
         title,
-        f"{'finished' if ended else 'in progress'} · written {written}",
+        f"{_outcome(run, jobs)} · written {written}",
         f"{tiles(_main_numbers(config, run, jobs))}{facts(_facts(config, run))}"
         f"{_times(run)}<h2>Jobs</h2>{_table(jobs)}{_together(jobs, style)}"
         f"<h2>Curves by job</h2>{_READING}{cards}{nano}",
     )
+
+
+def _outcome(run: dict[str, Any], jobs: list[ReportJob]) -> str:
+    """How the run stands, in a few words that hide no job that failed."""
+    states = {job.status for job in jobs}
+    if not run:
+        return "in progress"
+    if states <= {"finished"}:
+        return "finished"
+    has_left = not states.isdisjoint(("running", "waiting"))
+    return f"{'stopped' if has_left else 'ended'}: {_counts(jobs)}"
+
+
+def _counts(jobs: list[ReportJob]) -> str:
+    states = [job.status for job in jobs]
+    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
 
 def _is_matched(jobs: list[ReportJob]) -> bool:
@@ -123,7 +144,8 @@ def _together(jobs: list[ReportJob], style: PanelStyle) -> str:
     if len(jobs) < 2 or not any(len(job.curve("loss")[0]) for job in jobs):
         return ""
     links = "".join(map(_link, jobs))
-    legend = f'<p class="legend">{links}</p>' if len(jobs) <= 16 else ""
+    dots = "<span>dots: evaluation</span>" if has_dots(jobs) else ""
+    legend = f'<p class="legend">{links}{dots}</p>' if len(jobs) <= 16 else ""
     return f"<h2>Training loss</h2><figure>{overview(jobs, style)}{legend}</figure>"
 
 
@@ -134,15 +156,13 @@ def _layout(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 def _main_numbers(
     config: dict[str, Any], run: dict[str, Any], jobs: list[ReportJob]
 ) -> dict[str, str]:
-    states = [job.status for job in jobs]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     layout = _layout(config, run)
     sizes = {axis: layout.get(f"{axis}_size") for axis in _AXES}
     shape = " · ".join(f"{axis.upper()} {size}" for axis, size in sizes.items() if size)
     wall, rate = run.get("wall_time_s"), run.get("tokens_per_s")
     return {
         "tokens per second": _MISSING if rate is None else f"{rate:,.0f}",
-        f"jobs ({counts})": str(len(jobs)),
+        f"jobs ({_counts(jobs)})": str(len(jobs)),
         f"processes ({shape or 'layout not known yet'})": _plain(run.get("world_size")),
         "wall time": _MISSING if wall is None else str(timedelta(seconds=round(wall))),
     }

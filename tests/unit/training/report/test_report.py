@@ -17,7 +17,7 @@ from tests.helpers.html_page import Page, check_loads_nothing
 from tlora_megatron.training.metrics import JobMetrics, write_summary
 from tlora_megatron.training.report import curves as report_curves
 from tlora_megatron.training.report import report
-from tlora_megatron.training.report.curves import PanelStyle, overview
+from tlora_megatron.training.report.curves import PanelStyle, has_dots, overview
 from tlora_megatron.training.report.jobs import ReportJob, read_jobs
 from tlora_megatron.training.report.report import Report, write_report
 
@@ -166,7 +166,38 @@ def test_rejected_job_shows_its_reason(tmp_path: Path) -> None:
     text, page = page_of(tmp_path)
     assert reason in "".join(page.words)
     assert 'class="chip rejected"' in text
-    assert "finished · written" in text
+    assert "ended: 1 finished, 1 rejected · written" in text
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        (("finished", "finished"), "finished · "),
+        (("finished", "failed"), "ended: 1 finished, 1 failed · "),
+        (("running", "failed"), "stopped: 1 running, 1 failed · "),
+    ],
+)
+def test_the_line_below_the_title_hides_no_job_that_failed(
+    tmp_path: Path, states: tuple[str, str], said: str
+) -> None:
+    jobs = {f"job{i}": {"status": state} for i, state in enumerate(states)}
+    write_summary(tmp_path, {"run": {"rounds": 3}, "jobs": jobs})
+    text, _ = page_of(tmp_path)
+    assert f"<p>{said}written" in text
+
+
+def test_axes_are_titled_and_evaluations_are_dots_at_both_widths(tmp_path: Path) -> None:
+    write_config(tmp_path, ["a", "b"])
+    for name in ("a", "b"):
+        write_job(tmp_path, name, 30, eval_every=10)
+    text, page = page_of(tmp_path)
+    assert page.words.count("optimizer step") == 2 * 4 + 2
+    wide, narrow = text.split('<div class="wide">')[1].split('<div class="narrow">')
+    for picture in (wide, narrow.split("</div>")[0]):
+        assert picture.count("<use ") == 2 * 4
+    assert "dots: evaluation" in page.words
+    jobs = read_jobs(tmp_path, {}, {})
+    assert not has_dots(jobs * 5)
 
 
 def test_names_and_reasons_are_escaped(tmp_path: Path) -> None:
