@@ -3,13 +3,15 @@
     torchrun ... -m tlora_megatron.launch pretrain_gpt.py ARGS --tlora-config jobs.yaml
 
 The script runs as `python pretrain_gpt.py ARGS` would; `tlora_megatron.autohook` does the same for
-a script that imports it first.
+a script that imports it first. `--cpu` before the script runs it without a GPU, to try it out.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import runpy
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +29,7 @@ from tlora_megatron.runtime.launcher import is_lost_connection, join_agent
 if TYPE_CHECKING:
     from tlora_megatron.training.run.training_run import ShardingResolver
 
-_USAGE = "usage: python -m tlora_megatron.launch SCRIPT [ARGS] --tlora-config FILE"
+_USAGE = "usage: python -m tlora_megatron.launch [--cpu] SCRIPT [ARGS] --tlora-config FILE"
 
 
 class Launcher:
@@ -54,12 +56,61 @@ def install() -> None:
     from tlora_megatron.integrations.megatron_lm import hooks
 
     configure_logging(logging.INFO if global_rank() == 0 else logging.ERROR)
+    # Megatron sets up the root logger, which would show each line once more.
+    logging.getLogger("tlora_megatron").propagate = False
     if hooks.flag_on_command_line():
         build_early()
+        _meet_alone()
         set_queues(overlaps=hooks.overlaps_by_command_line())
         join_agent()
         sys.excepthook = _explain
     hooks.install(Launcher())
+
+
+def _meet_alone() -> None:
+    """Lets one process that no torchrun started be a process group of its own."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(port))
+
+
+def _check_script(script: Path) -> None:
+    from tlora_megatron.integrations.megatron_lm.hooks import flag_on_command_line
+    from tlora_megatron.integrations.megatron_lm.refusals import check_script
+
+    if not flag_on_command_line():
+        return
+    try:
+        check_script(script, sys.argv[1:])
+    except ValueError as error:
+        Launcher().fail(error)
+
+
+def _run(script: Path) -> None:
+    """Runs the script; with the flag, a package that it misses is named with what to do."""
+    from tlora_megatron.integrations.megatron_lm import guard, hooks
+
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except ModuleNotFoundError as error:
+        if not hooks.flag_on_command_line():
+            raise
+        Launcher().fail(guard.missing_package(error))
+
+
+def _leave_the_gpu_alone() -> None:
+    """Has the trainer run on the CPU; its flags that need a GPU are overruled."""
+    from tlora_megatron.integrations.megatron_lm import cpu
+
+    try:
+        cpu.install()
+    except ImportError as error:
+        Launcher().fail(error)
+    sys.argv += cpu.FLAGS
 
 
 def _explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -75,16 +126,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     if words[:1] in (["-h"], ["--help"]):
         open_console().print(f"{_USAGE}\n\n{__doc__}", markup=False)
         raise SystemExit(0)
+    on_cpu = words[:1] == ["--cpu"]
+    words = words[on_cpu:]
     if not words or not Path(words[0]).is_file():
         got = words[0] if words else "none"
         show_error(ConfigError(f"SCRIPT must be an existing file, got {got}; {_USAGE}"))
         raise SystemExit(2)
     script = Path(words[0])
     sys.argv = words
+    _check_script(script)
     # As Python does for a script: its folder holds the checkout's packages.
     sys.path.insert(0, str(script.resolve().parent))
+    if on_cpu:
+        _leave_the_gpu_alone()
     install()
-    runpy.run_path(str(script), run_name="__main__")
+    _run(script)
 
 
 if __name__ == "__main__":

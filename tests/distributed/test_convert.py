@@ -68,9 +68,7 @@ def test_megatron_lm_loads_it_strictly(
 
 
 OTHER_ARGUMENTS = (
-    *("--transformer-impl", "local", "--distributed-backend", "gloo", "--use-cpu-initialization"),
-    *("--seq-length", 32, "--micro-batch-size", 1, "--global-batch-size", 1, "--train-iters", 1),
-    *("--lr", 1e-3, "--no-masked-softmax-fusion", "--no-gradient-accumulation-fusion"),
-    *("--no-persist-layer-norm", "--no-rope-fusion", "--no-bias-swiglu-fusion"),
-    *("--tokenizer-type", "NullTokenizer", "--mock-data", "--exit-on-missing-checkpoint"),
+    *("--use-cpu-initialization", "--seq-length", 32, "--micro-batch-size", 1),
+    *("--global-batch-size", 1, "--train-iters", 1, "--lr", 1e-3, "--mock-data"),
+    *("--tokenizer-type", "NullTokenizer", "--exit-on-missing-checkpoint"),
 )

@@ -29,12 +29,6 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-CPU = words(
-    "--transformer-impl local --distributed-backend gloo --no-masked-softmax-fusion "
-    "--no-gradient-accumulation-fusion --no-bias-swiglu-fusion --no-rope-fusion "
-    "--no-persist-layer-norm"
-)
-"""Megatron's own switches for running without CUDA and Transformer Engine."""
 COMMON = words(
     "--micro-batch-size 1 --lr 1e-3 --log-interval 1 --eval-interval 100 --eval-iters 0 "
     f"--num-workers 0 --seed {SEED} --mock-data --no-create-attention-mask-in-dataloader"

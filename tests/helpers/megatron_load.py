@@ -43,8 +43,6 @@ def main() -> None:
 
 
 def _check_with_core(root: Path, *, tp: int = 1, pp: int = 1) -> None:
-    # Not at the top: a Megatron-LM checkout has a package `tests` of its own.
-    from tests.helpers.megatron_lm_cpu import _CudaIsCpu
     from tlora_megatron.integrations.megatron.model import initialize_parallel, transformer_config
     from tlora_megatron.model.layout import ParallelLayout
 
@@ -55,7 +53,9 @@ def _check_with_core(root: Path, *, tp: int = 1, pp: int = 1) -> None:
     initialize_parallel(layout)
     if not torch.cuda.is_available():
         # Tied weights of two pipeline stages are moved there to be made equal.
-        _CudaIsCpu().__enter__()
+        from tlora_megatron.integrations.megatron_lm.cpu import CudaIsCpu
+
+        CudaIsCpu().__enter__()
     for directory in sorted(root.iterdir()):
         spec = read_model_spec(directory / "config.json")
         config = transformer_config(spec, layout, dtype=torch.float32, recompute="none")

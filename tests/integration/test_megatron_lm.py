@@ -20,7 +20,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from tests.helpers.megatron_lm import (
     COMMON,
-    CPU,
     NUM_STEPS,
     SIZES,
     checkout,
@@ -94,7 +93,7 @@ def arguments(root: Path, out: Path, *, config: str = "jobs.json", base: str = "
     """A whole command line of pretrain_gpt.py, behind the script."""
     checkpoint = root / (base or "megatron")
     sources = ["--load", checkpoint, "--save", out, "--tlora-config", root / config]
-    return [*model_flags(checkpoint), *CPU, *COMMON, *SIZES, *sources]
+    return [*model_flags(checkpoint), *COMMON, *SIZES, *sources]
 
 
 def records(out: Path, name: str) -> list[dict[str, Any]]:
@@ -377,7 +376,7 @@ def test_without_the_flag_nothing_changes(tmp_path: Path) -> None:
     script, shown, saved = checkout() / "pretrain_gpt.py", [], []
     for plain in (True, False):
         out = tmp_path / ("plain" if plain else "hooked")
-        args = [*CPU, *COMMON, *PRETRAINING, "--save", out]
+        args = [*COMMON, *PRETRAINING, "--save", out]
         lines = logged(run(script, args, plain=plain, nproc=2))
         assert len(lines) == 4
         shown.append([{k: v for k, v in line.items() if "elapsed" not in k} for line in lines])
@@ -428,7 +427,7 @@ def test_a_checkpoint_of_megatron_s_old_format_is_loaded_strictly_too(
     root: Path, tmp_path: Path
 ) -> None:
     script, base = checkout() / "pretrain_gpt.py", tmp_path / "base"
-    flags = [*model_flags(root / "megatron"), *CPU, *COMMON, "--ckpt-format", "torch"]
+    flags = [*model_flags(root / "megatron"), *COMMON, "--ckpt-format", "torch"]
     sizes = words("--seq-length 256 --global-batch-size 1 --train-iters 1 --save-interval 1")
     run(script, [*flags, *sizes, "--save", base], plain=True)
     document = json.loads((root / "config.json").read_text())
@@ -468,7 +467,7 @@ def test_attention_and_shared_experts_train_and_routed_experts_are_left_out(
     common = [word for word in COMMON if word != "--mock-data"]
     model = [*model_flags(root / "megatron"), *EXPERTS, "--use-cpu-initialization"]
     sources = ["--save", out, "--tlora-config", experts]
-    args = [*model, *CPU, *common, *SIZES, *sources, *layout.split()]
+    args = [*model, *common, *SIZES, *sources, *layout.split()]
     run(checkout() / "pretrain_gpt.py", args, nproc=2 if layout else 1)
     jobs = summary(out)["jobs"]
     for name in ("mlp", "everything"):
@@ -532,7 +531,7 @@ def test_hybrid_model(root: Path, tmp_path: Path) -> None:
     flags = {"one": "", "CP2": LAYOUTS["CP2"], "TP2+SP": LAYOUTS["TP2+SP full recompute"]}
     for layout, words_of_layout in flags.items():
         sources = ["--save", tmp_path / layout, "--tlora-config", config]
-        args = [*model, *spec, *CPU, *COMMON, *SIZES, *sources, *words_of_layout.split()]
+        args = [*model, *spec, *COMMON, *SIZES, *sources, *words_of_layout.split()]
         nproc = 2 if words_of_layout else 1
         run(script, args, nproc=nproc, environment={"TLORA_WEIGHTS": "1"})
     for name in NAMES:

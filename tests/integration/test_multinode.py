@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from tests.helpers.launch import torchrun
 from tests.helpers.megatron_lm import (
     COMMON,
-    CPU,
     RUNNER,
     checkout,
     convert,
@@ -140,7 +139,7 @@ def _trainer_words(config: Path, output_dir: Path, tp: int, pp: int) -> list[obj
     sizes = "--seq-length 2048 --max-position-embeddings 2048 --global-batch-size 2"
     steps = f"--train-iters 400 --save-interval {CHECKPOINT_EVERY}"
     folders = ["--load", config.with_name("megatron"), "--save", output_dir]
-    fixed = [*CPU, *COMMON, *f"{layout} {sizes} {steps}".split(), *folders]
+    fixed = [*COMMON, *f"{layout} {sizes} {steps}".split(), *folders]
     return [*model_flags(config.with_name("megatron")), *fixed, "--tlora-config", jobs]
 
 

@@ -11,7 +11,6 @@ from typing import Literal
 from scripts.bench.harness.arguments import REPO
 from tests.helpers.megatron_lm import (
     COMMON,
-    CPU,
     RUNNER,
     SIZES,
     model_flags,
@@ -123,7 +122,7 @@ class Place:
 
     def _backend(self, layout: Layout) -> list[str]:
         if self.on_cpu:
-            return CPU
+            return []  # what `launch --cpu` adds
         return [*_WITHOUT_APEX, *(_TE if layout.transformer_engine else _LOCAL)]
 
     def environment(self, devices: tuple[int, ...]) -> dict[str, str]:

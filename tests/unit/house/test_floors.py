@@ -28,7 +28,10 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "megatron.training": (f"{PACKAGE}.integrations.megatron_lm",),
     "megatron": (f"{PACKAGE}.integrations.megatron", f"{PACKAGE}.integrations.megatron_lm"),
     "deepspeed": (f"{PACKAGE}.integrations.deepspeed",),
-    f"{PACKAGE}.integrations.megatron.cpu": (f"{PACKAGE}.integrations.megatron",),
+    f"{PACKAGE}.integrations.megatron.cpu": (
+        f"{PACKAGE}.integrations.megatron",
+        f"{PACKAGE}.integrations.megatron_lm.cpu",
+    ),
 }
 """Module -> the folders that may import it, lazily or not."""
 

@@ -20,6 +20,7 @@ from tlora_megatron.config.reader import read_spec, show
 from tlora_megatron.config.rules import resolve
 from tlora_megatron.config.source import read_document
 from tlora_megatron.integrations.megatron_lm.guard import FLAG
+from tlora_megatron.integrations.megatron_lm.unused_flags import switch_off
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 
@@ -69,26 +70,16 @@ def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def resolve_arguments(args: argparse.Namespace) -> list[str]:
-    """Sets arguments that follow from the flag, before Megatron validates them.
-
-    Returns:
-        A sentence for each given value that has no effect with the flag.
-    """
+def resolve_arguments(args: argparse.Namespace) -> None:
+    """Sets arguments that follow from the flag, before Megatron validates them."""
     # The base starts every run as it is; the jobs' own checkpoints say how far they are.
     args.finetune = args.no_load_optim = args.no_load_rng = True
-    ignored = []
-    if args.eval_iters:
-        ignored.append(f"--eval-iters {args.eval_iters}: jobs are evaluated on their own data.eval")
-    args.eval_iters = 0
-    if getattr(args, "full_validation", False):
-        args.full_validation = False
-    # One schedule, clip and decay a job; Megatron asks for these whatever the optimizer.
-    if args.lr is None:
-        args.lr = 0.0
+    switch_off(args)
     # The router's bias would follow the tokens of all jobs; it is the base's.
     args.moe_router_bias_update_rate = 0.0
-    return ignored
+    if args.transformer_impl == "local":
+        # apex's kernel for LayerNorm, which torch's RMSNorm refuses to stand for.
+        args.no_persist_layer_norm = True
 
 
 def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchSettings:

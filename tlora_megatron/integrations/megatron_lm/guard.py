@@ -7,11 +7,16 @@ setting that would be silently wrong is refused with what to change.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import math
 import re
+import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 FLAG = "--tlora-config"
@@ -35,6 +40,7 @@ _RELIED_ON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "train_step": ("forward_step_func", "data_iterator", "model", "optimizer"),
         "training_log": ("loss_dict", "total_loss_dict", "iteration"),
         "save_checkpoint": ("iteration",),
+        "load_checkpoint": (),
     },
     "megatron.training.checkpointing": {"checkpoint_exists": ()},
     "megatron.training.global_vars": {"get_args": (), "get_tokenizer": ()},
@@ -139,21 +145,14 @@ RULES: tuple[_Rule, ...] = tuple(
 
 
 def check_trainer() -> None:
-    """Refuses a Megatron-LM that lacks what the hooks rely on.
+    """Refuses a Megatron-LM that lacks what the hooks rely on, or that cannot be imported.
 
     Raises:
         ImportError: naming its version, the supported ones and what is missing.
     """
-    version = _version()
+    version = str(_import("megatron.core").__version__)
     for module_name, names in _RELIED_ON.items():
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if not module_name.startswith(error.name or "?"):
-                raise  # a dependency of the trainer
-            if error.name == "megatron.training":
-                raise _no_checkout() from error  # the package index has megatron.core alone
-            raise _mismatch(version, f"there is no {module_name}") from error
+        module = _import(module_name, version)
         for name, parameters in names.items():
             problem = _problem(module, name, parameters)
             if problem is not None:
@@ -163,13 +162,54 @@ def check_trainer() -> None:
         raise _mismatch(version, "its version is another")
 
 
-def _version() -> str:
+def _import(name: str, version: str = "none") -> ModuleType:
+    """Imports a module of the trainer; its own ImportErrors get a remedy."""
     try:
-        return str(importlib.import_module("megatron.core").__version__)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name not in ("megatron", "megatron.core"):
-            raise
-        raise _no_checkout() from error
+        missing = error.name or "?"
+        # The package index has megatron.core alone.
+        if missing in ("megatron", "megatron.core", "megatron.training"):
+            raise _no_checkout() from error
+        if missing.split(".")[0] == "megatron":
+            raise _mismatch(version, f"there is no {missing}") from error
+        raise missing_package(error) from error
+    except (ImportError, SyntaxError) as error:
+        raise _wrong_python(error) from error
+
+
+def missing_package(error: ModuleNotFoundError) -> ImportError:
+    """Returns an error that says what to install."""
+    package = (error.name or "?").split(".")[0]
+    return ImportError(
+        f"the package {package} must be installed for this Megatron-LM, got none; `pip install "
+        f"six einops psutil` brings what its trainer needs and does not declare, `pip install "
+        f"{package}` this one"
+    )
+
+
+def _wrong_python(error: ImportError | SyntaxError) -> ImportError:
+    """Returns an error that compares this Python with the one that the checkout asks for."""
+    running = ".".join(map(str, sys.version_info[:2]))
+    wanted = _wanted_python()
+    if wanted is not None and sys.version_info[:2] < tuple(map(int, wanted.split("."))):
+        return ImportError(
+            f"Python must be {wanted} or newer for this Megatron-LM, got {running}; use another "
+            f"Python, or core_v0.16.1, which runs on 3.11 ({error})"
+        )
+    return ImportError(f"Megatron-LM must be importable for {FLAG}, got: {error}")
+
+
+def _wanted_python() -> str | None:
+    """Reads the oldest Python of the checkout on `sys.path` from its pyproject.toml."""
+    spec = importlib.util.find_spec("megatron")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        file = Path(folder).parent / "pyproject.toml"
+        if file.is_file():
+            given = tomllib.loads(file.read_text()).get("project", {}).get("requires-python", "")
+            found = re.search(r">=\s*(\d+\.\d+)", given)
+            return found[1] if found else None
+    return None
 
 
 def _no_checkout() -> ImportError:

@@ -11,14 +11,19 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from tlora_megatron import timeline
-from tlora_megatron.integrations.megatron_lm.guard import FLAG, check_arguments, check_trainer
+from tlora_megatron.integrations.megatron_lm.guard import (
+    FLAG,
+    check_arguments,
+    check_trainer,
+    missing_package,
+)
 from tlora_megatron.parallel.nano.hardware_queues import shown_in_order
 
 if TYPE_CHECKING:
@@ -120,6 +125,7 @@ class _Hooks:
             "get_model": self._get_model,
             "get_megatron_optimizer": self._get_optimizer,
             "get_optimizer_param_scheduler": self._get_schedule,
+            "load_checkpoint": self._load_checkpoint,
             "build_train_valid_test_data_iterators": self._build_iterators,
             "train_step": self._train_step,
             "training_log": self._training_log,
@@ -148,13 +154,10 @@ class _Hooks:
         parsed = inspect.signature(original).bind(*args, **kwargs).arguments["args"]
         if not getattr(parsed, "tlora_config", None):
             return original(*args, **kwargs)
-        from tlora_megatron.integrations.megatron_lm.arguments import resolve_arguments
-
-        for sentence in resolve_arguments(parsed):
-            logger.info("has no effect with %s: %s", FLAG, sentence)
-        with shown_in_order() if asks_for_nano_batches(parsed.tlora_config) else nullcontext():
-            result = original(*args, **kwargs)
         with self._input_errors():
+            settle(parsed, sys.argv[1:])
+            with shown_in_order() if asks_for_nano_batches(parsed.tlora_config) else nullcontext():
+                result = _validated(original, *args, **kwargs)
             check_arguments(parsed)
         from tlora_megatron.integrations.megatron_lm import local_parts
 
@@ -226,6 +229,20 @@ class _Hooks:
         megatron_args.do_valid = megatron_args.do_test = False
         return RerunDataIterator(session.reader()), None, None
 
+    def _load_checkpoint(self, session: Session, call: _Call) -> Any:
+        from megatron.training.global_vars import get_args
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        from tlora_megatron.integrations.megatron_lm.refusals import explain_loading
+
+        try:
+            return call.proceed()
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
+            explained = explain_loading(error, get_args())
+            if explained is None:
+                raise
+            self.callbacks.fail(explained)
+
     def _train_step(self, session: Session, call: _Call) -> Any:
         call.arguments["forward_step_func"] = session.forward_step
         return session.train_step(call.proceed)
@@ -247,6 +264,11 @@ class _Hooks:
                 if not leaving.code:
                     self._finish()
                 raise
+            except ImportError as error:  # what a model or a layout needs beyond the trainer
+                if self.session is None:
+                    raise
+                is_absent = isinstance(error, ModuleNotFoundError)
+                self.callbacks.fail(missing_package(error) if is_absent else error)
             self._finish()
             return result
         finally:
@@ -259,6 +281,33 @@ class _Hooks:
         summary = self.session.finish()
         if summary:
             self.callbacks.show_summary(summary, self.session.output_dir)
+
+
+def settle(parsed: Any, words: Sequence[str]) -> None:
+    """Refuses what Megatron would not say well, and sets what follows from the flag.
+
+    Args:
+        parsed: Megatron's arguments, not validated.
+        words: the command line, whose flags without effect are logged in one line.
+    """
+    from tlora_megatron.integrations.megatron_lm.arguments import resolve_arguments
+    from tlora_megatron.integrations.megatron_lm.refusals import check_parsed, detect_format
+    from tlora_megatron.integrations.megatron_lm.unused_flags import describe_unused
+
+    check_parsed(parsed)
+    resolve_arguments(parsed)
+    if unused := "; ".join(filter(None, (describe_unused(words), detect_format(parsed)))):
+        logger.info("without effect beside %s: %s", FLAG, unused)
+
+
+def _validated(validate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs Megatron's own validation; what it asserts becomes a sentence."""
+    from tlora_megatron.integrations.megatron_lm.refusals import explain_arguments
+
+    try:
+        return validate(*args, **kwargs)
+    except (AssertionError, ValueError, RuntimeError, ImportError) as error:
+        raise explain_arguments(error) from error
 
 
 def _open_session(megatron_args: Any, callbacks: LauncherCallbacks) -> Session:

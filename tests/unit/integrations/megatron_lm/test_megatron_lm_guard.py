@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -18,7 +19,11 @@ from tlora_megatron.integrations.megatron_lm import guard, hooks
 FINE: dict[str, Any] = {
     "micro_batch_size": 1,
     "save": "out",
+    "save_interval": 10,
     "seq_length": 64,
+    "max_position_embeddings": 64,
+    "transformer_impl": "local",
+    "ckpt_format": "torch_dist",
     "context_parallel_size": 1,
     "tensor_model_parallel_size": 1,
     "sequence_parallel": False,
@@ -208,6 +213,48 @@ def test_a_missing_parameter_is_named(trainer: dict[str, ModuleType]) -> None:
         guard.check_trainer()
 
 
+def test_a_module_that_has_moved_is_a_mismatch(
+    trainer: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(guard._RELIED_ON, "megatron.core.moved", {"name": ()})  # type: ignore[arg-type]
+    with pytest.raises(ImportError, match=r"got 0\.\S+: there is no megatron\.core\.moved"):
+        guard.check_trainer()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import nowhere_to_be_found.part", "the package nowhere_to_be_found must be installed .*"),
+        ("from typing import nothing_of_the_kind", "Megatron-LM must be importable .*nothing_of"),
+        ("type A[T] = :", "Megatron-LM must be importable .*invalid syntax"),
+    ],
+)
+def test_what_the_trainer_cannot_import_gets_a_remedy(
+    trainer: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    source: str,
+    message: str,
+) -> None:
+    (tmp_path / "moved_on.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(guard._RELIED_ON, "moved_on", {})  # type: ignore[arg-type]
+    with pytest.raises(ImportError, match=message):
+        guard.check_trainer()
+
+
+def test_an_older_python_than_the_checkout_wants_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "megatron")])
+    monkeypatch.setattr(guard.importlib.util, "find_spec", lambda name: spec)
+    (tmp_path / "pyproject.toml").write_text('[project]\nrequires-python = ">=3.99"\n')
+    error = guard._wrong_python(ImportError("cannot import name 'override' from 'typing'"))
+    assert re.match(r"Python must be 3\.99 or newer for this Megatron-LM, got 3\.\d+; ", str(error))
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "megatron-core"\n')
+    assert str(guard._wrong_python(ImportError("x"))).startswith("Megatron-LM must be importable")
+
+
 def test_another_version_is_refused(
     trainer: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,7 +291,7 @@ def test_without_the_flag_every_hook_calls_what_it_wraps(
     before = dict(vars(training))
     hooks.install(RecordingHost())
     hooked = [name for name, value in vars(training).items() if before.get(name) is not value]
-    assert len([name for name in hooked if not name.startswith("_")]) == 9
+    assert len([name for name in hooked if not name.startswith("_")]) == 10
     for name in hooked:
         if name.startswith("_"):
             continue
@@ -273,7 +320,7 @@ def test_validation_is_shown_one_queue_where_nano_batches_need_more(
     jobs = tmp_path / "jobs.yaml"
     jobs.write_text(f"run: {{nano_batches: {nano_batches}}}\n")
     hooks.install(RecordingHost())
-    more = {"tlora_config": str(jobs), "eval_iters": 0, "lr": 0.1}
+    more = {"tlora_config": str(jobs), "lr": 0.1}
     assert arguments.validate_args(argparse.Namespace(**FINE, **more)) == seen
     assert os.environ[name] == "32"
 
@@ -298,16 +345,3 @@ def test_a_trainer_that_does_not_fit_is_left_alone_without_the_flag(
     with pytest.raises(SystemExit) as leaving:
         hooks.install(RecordingHost())
     assert isinstance(leaving.value.__cause__, ImportError)
-
-
-@pytest.mark.parametrize("words", [[], ["--lr", "1"], ["nowhere.py"]])
-def test_the_launcher_wants_a_script(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match=r"^2$"):
-        launch.main(words)
-    assert "usage: python -m tlora_megatron.launch SCRIPT" in capsys.readouterr().err
-
-
-def test_the_launcher_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match=r"^0$"):
-        launch.main(["--help"])
-    assert "torchrun" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tlora_megatron.integrations.megatron_lm import local_parts
 from tlora_megatron.integrations.megatron_lm.engine import MicroBatchFeed
 from tlora_megatron.integrations.megatron_lm.interval_losses import IntervalLosses
 from tlora_megatron.integrations.megatron_lm.job_optimizer import JobOptimizer, NoSchedule
@@ -126,3 +128,19 @@ def test_the_trainer_s_optimizer_ends_the_round() -> None:
     schedule.step(increment=8)
     assert schedule.num_steps == 8
     assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_torch_s_norm_stands_where_megatron_found_apex(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    for module, name in local_parts._NORMS:
+        monkeypatch.setattr(module, name, FusedLayerNorm)
+    with caplog.at_level(logging.INFO):
+        local_parts._leave_apex_norm()
+        local_parts._leave_apex_norm()
+    assert {getattr(module, name) for module, name in local_parts._NORMS} == {WrappedTorchNorm}
+    (record,) = caplog.records
+    assert "is torch's" in record.getMessage()

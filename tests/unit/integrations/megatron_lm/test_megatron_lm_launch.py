@@ -1,0 +1,131 @@
+"""The launcher: its command line, the machine without a GPU, one line a message."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tlora_megatron import launch
+from tlora_megatron.integrations.megatron_lm import cpu, hooks
+
+
+@pytest.mark.parametrize("words", [[], ["--lr", "1"], ["nowhere.py"], ["--cpu"]])
+def test_the_launcher_wants_a_script(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        launch.main(words)
+    assert "usage: python -m tlora_megatron.launch [--cpu] SCRIPT" in capsys.readouterr().err
+
+
+def test_the_launcher_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        launch.main(["--help"])
+    assert "torchrun" in capsys.readouterr().out
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A script that keeps its command line; no trainer is hooked."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nsys.seen = list(sys.argv)\n")
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "seen", [], raising=False)
+    monkeypatch.setattr(hooks, "install", lambda callbacks: None)
+    monkeypatch.setattr(launch, "join_agent", lambda: None)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # so that it is put back
+    return script
+
+
+def test_without_a_gpu_megatron_s_own_switches_are_set(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed: list[bool] = []
+    monkeypatch.setattr(cpu, "install", lambda: installed.append(True))
+    launch.main([str(script), "--bf16"])
+    assert sys.seen == [str(script), "--bf16"]  # type: ignore[attr-defined]
+    assert not installed
+    launch.main(["--cpu", str(script), "--transformer-impl", "transformer_engine"])
+    # The last value counts.
+    given = [str(script), "--transformer-impl", "transformer_engine"]
+    assert sys.seen == [*given, *cpu.FLAGS]  # type: ignore[attr-defined]
+    assert installed
+
+
+def test_without_a_checkout_there_is_a_sentence(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise ImportError("a Megatron-LM checkout must be importable")
+
+    monkeypatch.setattr(cpu, "install", refuse)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        launch.main(["--cpu", str(script)])
+    assert "error: a Megatron-LM checkout must be importable" in capsys.readouterr().err
+
+
+def test_one_process_needs_no_torchrun(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that they are put back
+        monkeypatch.delenv(name)
+    launch.main([str(script)])
+    assert "MASTER_PORT" not in os.environ
+    launch.main([str(script), "--tlora-config", "jobs.yaml"])
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+    assert 0 < int(os.environ.pop("MASTER_PORT")) < 65536
+    monkeypatch.setenv("RANK", "1")
+    launch.main([str(script), "--tlora-config", "jobs.yaml"])
+    assert "MASTER_PORT" not in os.environ
+
+
+def test_each_line_is_shown_once(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    handler = logging.StreamHandler(sys.stderr)  # as Megatron sets it up
+    root.addHandler(handler)
+    try:
+        launch.main([str(script), "--tlora-config", "jobs.yaml"])
+        logging.getLogger("tlora_megatron.anything").warning("a line")
+    finally:
+        root.removeHandler(handler)
+    assert capsys.readouterr().err.count("a line") == 1
+
+
+@pytest.mark.parametrize("name", ["pretrain_vlm.py", "train_rl.py", "pretrain_mamba.py"])
+def test_a_script_of_another_model_is_not_run(
+    script: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = script.rename(script.with_name(name))
+    launch.main([str(other)])
+    sys.seen = []  # type: ignore[attr-defined]
+    with pytest.raises(SystemExit, match=r"^2$"):
+        launch.main([str(other), "--tlora-config", "jobs.yaml"])
+    assert f"got {name}" in capsys.readouterr().err
+    assert sys.seen == []  # type: ignore[attr-defined]
+
+
+def test_a_package_that_the_script_misses_is_named(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text("import nowhere_to_be_found\n")
+    with pytest.raises(ModuleNotFoundError):
+        launch.main([str(script)])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        launch.main([str(script), "--tlora-config", "jobs.yaml"])
+    assert "error: the package nowhere_to_be_found must be installed" in capsys.readouterr().err
+
+
+def test_cuda_devices_are_the_cpu() -> None:
+    tensor = torch.ones(2)
+    with cpu.CudaIsCpu():
+        assert tensor.cuda() is tensor
+        assert torch.zeros(1, device="cuda:0").device.type == "cpu"
+        assert torch.zeros(1, device=torch.device("cuda", 1), pin_memory=True).is_pinned() is False
+        assert tensor.to("cuda").device.type == "cpu"
+        assert tensor.type() == "torch.cuda.FloatTensor"
+        with cpu._Nothing() as stream:
+            assert stream.wait_event(1) is stream

@@ -1,0 +1,161 @@
+"""Says in a sentence what Megatron-LM would answer with a traceback: scripts, flags, checkpoints.
+
+`check_script` and `check_parsed` come before Megatron's own code; `explain_arguments` and
+`explain_loading` put what it raised into words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from tlora_megatron.integrations.megatron_lm.guard import FLAG, RULES
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+_STATE_SPACE = "state-space layers carry a document's state into the next"
+_OTHER_SCRIPTS = {
+    "pretrain_vlm.py": "its model reads images",
+    "train_rl.py": "reinforcement learning makes its own data",
+    "pretrain_bert.py": "its model is no decoder",
+    "pretrain_t5.py": "its model has an encoder",
+    "pretrain_ict.py": "its model is no decoder",
+    "pretrain_vision_classify.py": "its model reads images",
+    "pretrain_vision_dino.py": "its model reads images",
+    "pretrain_vision_inpaint.py": "its model reads images",
+}
+_PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+_PATTERN_NAMES = tuple(flag.removeprefix("--").replace("-", "_") for flag in _PATTERNS)
+
+_ABSENT = re.compile(r"(\S+) from model not in state dict")
+_SHAPES = re.compile(
+    r"Global shape mismatch for loaded \((?P<loaded>.*?)\) and expected \((?P<expected>.*)\) tensor"
+    r" for key (?P<key>\S+)"
+)
+
+
+def check_script(script: Path, words: Sequence[str]) -> None:
+    """Refuses scripts of Megatron-LM whose models cannot carry the jobs' adapters.
+
+    Args:
+        words: the script's arguments.
+
+    Raises:
+        ValueError: naming the script and why.
+    """
+    why = _OTHER_SCRIPTS.get(script.name)
+    given = {word.split("=")[0] for word in words}
+    if script.name == "pretrain_mamba.py" and not given.intersection(_PATTERNS):
+        why = _STATE_SPACE
+    if why is not None:
+        raise ValueError(
+            f"SCRIPT must train a GPT model with {FLAG}, as pretrain_gpt.py does, got "
+            f"{script.name}: {why}"
+        )
+
+
+def check_parsed(args: argparse.Namespace) -> None:
+    """Refuses what Megatron's own checks, or its builder, would end with a traceback.
+
+    Args:
+        args: Megatron's, parsed and not validated.
+
+    Raises:
+        ValueError: naming the flag, its value and what to change.
+    """
+    for rule in RULES:
+        # Switches alone: the values of other arguments may still follow from the validation.
+        if getattr(args, rule.argument, None) is True and False in rule.allowed:
+            rule.check(args)
+    pattern = next((p for p in map(args.__dict__.get, _PATTERN_NAMES) if p), "")
+    if "M" in pattern:
+        raise ValueError(
+            f"--hybrid-layer-pattern must have attention and MLP layers alone with {FLAG}, got "
+            f"{pattern}; {_STATE_SPACE}"
+        )
+    if args.save and not args.save_interval:
+        raise ValueError(
+            f"--save-interval must be given with {FLAG}, got none; it is the iterations between "
+            f"two saves of the jobs, and what a killed run may lose"
+        )
+    positions = args.max_position_embeddings
+    if positions is not None and args.seq_length is not None and args.seq_length > positions:
+        raise ValueError(
+            f"--max-position-embeddings must be at least --seq-length {args.seq_length}, got "
+            f"{positions}; a packed row holds many sequences, so give --max-position-embeddings "
+            f"{args.seq_length} and keep each job's max_seq_len within what the base was made for"
+        )
+    _check_implementation(args)
+
+
+def _check_implementation(args: argparse.Namespace) -> None:
+    """Refuses layers of Transformer Engine where it cannot be imported."""
+    if args.transformer_impl != "transformer_engine" or getattr(args, "spec", None) is not None:
+        return  # a spec of the user's own says which layers there are
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as error:
+        raise ValueError(
+            f"--transformer-impl must be local where Transformer Engine cannot be imported, got "
+            f"transformer_engine, Megatron's default ({error}); local wants "
+            f"--no-persist-layer-norm --no-gradient-accumulation-fusion "
+            f"--no-masked-softmax-fusion --no-rope-fusion beside it"
+        ) from error
+
+
+def detect_format(args: argparse.Namespace) -> str | None:
+    """Sets `--ckpt-format` to that of the base in `--load`, where only the other way would fail.
+
+    Megatron reads a distributed checkpoint only under its own name, and finds out by itself that
+    one is in the old format.
+
+    Returns:
+        A sentence where the given format has no effect, or None.
+    """
+    if args.ckpt_format != "torch" or getattr(args, "auto_detect_ckpt_format", False):
+        return None
+    folder = next((f for f in (args.load, args.pretrained_checkpoint) if _has_tracker(f)), None)
+    if folder is None or not _is_distributed(Path(folder)):
+        return None
+    args.ckpt_format = "torch_dist"
+    return f"--ckpt-format torch (the base in {folder} is a distributed checkpoint)"
+
+
+def _has_tracker(folder: str | None) -> bool:
+    return folder is not None and (Path(folder) / _TRACKER).is_file()
+
+
+def _is_distributed(folder: Path) -> bool:
+    iteration = (folder / _TRACKER).read_text().strip()
+    name = f"iter_{int(iteration):07d}" if iteration.isdigit() else iteration
+    return (folder / name / "metadata.json").is_file()
+
+
+def explain_arguments(error: Exception) -> ValueError:
+    """Makes a sentence of what Megatron's own validation raised, which may be a bare assertion."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    said = str(error) or f"{frame.line}"
+    return ValueError(
+        f"Megatron-LM's arguments must pass its own check ({Path(frame.filename).name}:"
+        f"{frame.lineno}), got: {said}"
+    )
+
+
+def explain_loading(error: BaseException, args: argparse.Namespace) -> ValueError | None:
+    """Makes a sentence of what Megatron's loader raised; None for what is not about the model."""
+    text = str(error)
+    rule = f"--load {args.load} must hold the model that the arguments describe"
+    if absent := _ABSENT.search(text):
+        name = absent[1].strip("'\"")
+        is_moe = args.num_experts and (".router." in name or ".experts." in name)
+        remedy = f"; --num-experts {args.num_experts} is for a base of experts" if is_moe else ""
+        return ValueError(f"{rule}, got no {name} in it{remedy}")
+    if shapes := _SHAPES.search(text):
+        return ValueError(
+            f"{rule}, got {shapes['key'].rstrip('.')} of {shapes['loaded']} where they ask for "
+            f"{shapes['expected']}"
+        )
+    return error if isinstance(error, ValueError) else None
