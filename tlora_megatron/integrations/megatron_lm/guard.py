@@ -178,7 +178,7 @@ def _import(name: str, version: str = "none") -> ModuleType:
         raise _wrong_python(error) from error
 
 
-def missing_package(error: ModuleNotFoundError) -> ImportError:
+def missing_package(error: ImportError) -> ImportError:
     """Returns an error that says what to install."""
     package = (error.name or "?").split(".")[0]
     return ImportError(
