@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,7 +46,8 @@ from tlora_megatron.layers.sites import check_targets
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.training.formats.checkpoint import gather_buffer
+from tlora_megatron.training.formats.safetensors_file import Scratch
+from tlora_megatron.training.saving.snapshot import SnapshotTaker
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -176,9 +176,12 @@ def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> 
 
 def check_gathered(bank: AdapterBank, groups: ParallelGroups, spec: ModelSpec) -> None:
     """What a checkpoint gathers is what was loaded, however many layers each stage has."""
+    taker, whole = SnapshotTaker(spec, groups), {}
     for seed, adapter in enumerate(bank.adapters):
-        job: Any = SimpleNamespace(adapter=adapter, spec=SimpleNamespace(lora=adapter.lora))
-        whole = gather_buffer("master", job, spec, groups)
+        room = torch.empty(taker.numel(adapter.lora, 1)) if groups.is_writer else None
+        if snapshot := taker.take(adapter.slab, ("master",), room):
+            snapshot.wait()
+            whole = {t.name: t.read(Scratch()) for t in snapshot.tensors("master")}
         expected = random_factors(spec, adapter.lora, seed=seed) if groups.is_writer else {}
         assert whole.keys() == expected.keys()
         assert all(torch.equal(whole[name], expected[name]) for name in expected)

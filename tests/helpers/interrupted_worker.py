@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +24,10 @@ from tests.helpers.lean import draw_no_reports, keep_imports_from_collector
 from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.formats import atomic_directory, checkpoint
+from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.listener import JobStart, SilentListener
+from tlora_megatron.training.saving.saver import Saver
+from tlora_megatron.training.saving.targets import Target
 
 MOMENTS = ("step", "write", "flush", "remove", "export")
 """A job's step; tensors of a checkpoint about to be written; a file or folder of a checkpoint or
@@ -119,10 +121,22 @@ def _run(case: dict[str, Any]) -> None:
         return
 
 
+def wait_for_saves() -> None:
+    """Has every save wait until it is on the disk, so that moments repeat."""
+    save = Saver.save
+
+    def save_and_wait(saver: Saver, job: JobState, targets: Sequence[Target]) -> None:
+        save(saver, job, targets)
+        saver.drain()
+
+    Saver.save = save_and_wait
+
+
 def _arm(moment: str, count: int) -> Callable[[], None]:
     """Prepares the kill of the writer's process; returns what to call at every step."""
     assert moment in MOMENTS, f"moment must be one of {MOMENTS}, got {moment!r}"
     left = count
+    wait_for_saves()
 
     def tick(*_: Any) -> None:
         nonlocal left
@@ -133,14 +147,15 @@ def _arm(moment: str, count: int) -> Callable[[], None]:
     if moment == "step":
         return tick
     if moment == "write":
-        checkpoint._save = _before(tick, checkpoint._save)
+        checkpoint.write_tensors = _before(tick, checkpoint.write_tensors)
     elif moment == "flush":
         atomic_directory._flush = _before(tick, atomic_directory._flush)
     elif moment == "export":
         flush = _before(tick, atomic_directory._flush), atomic_directory._flush
         atomic_directory._flush = lambda path: flush[".adapter.incoming" not in str(path)](path)
     else:
-        shutil.rmtree = _before(lambda path: (_remove_half(path), tick()), shutil.rmtree)
+        remove = checkpoint.remove_directory
+        checkpoint.remove_directory = _before(lambda path: (_remove_half(path), tick()), remove)
     return lambda: None
 
 

@@ -32,6 +32,13 @@ class RunSpec:
     checkpoint_every_steps: int = rule(
         "optimizer steps of a job between its checkpoints; 0: only at its end", default=50, ge=0
     )
+    save_memory_gb: float | None = rule(
+        "host memory, in GB, where saved jobs wait until they are on the disk; a job that finds "
+        "none free makes the round wait. There is always room for the largest job. null: for all "
+        "jobs, but at most a quarter of the free memory",
+        default=None,
+        gt=0,
+    )
     resume: Literal["auto", "never", "always"] = rule(
         "auto continues if output_dir holds this run, and starts otherwise; never refuses an "
         "output_dir that holds a run; always refuses one that holds none",

@@ -199,22 +199,11 @@ class DeepSpeedRun:
         Raises:
             ValueError: if no such job is there, or the directory holds something else.
         """
-        from tlora_megatron.training.formats.checkpoint import gather_buffer
-        from tlora_megatron.training.formats.peft_format import export_adapter
-
         jobs = {job.name: job for job in self.loop.jobs}
         if name not in jobs:
             raise ValueError(f"job must be one of {', '.join(jobs)}, got {name!r}")
-        job = jobs[name]
-        factors = gather_buffer("master", job, self.base.spec, self.base.groups)
-        if self.base.groups.is_writer:
-            export_adapter(
-                Path(directory),
-                lora=job.spec.lora,
-                factors=factors,
-                model=self.base.spec,
-                base_model=self._run.base_model,
-            )
+        # A link was given on purpose: the adapter is written where it leads.
+        self.loop.export(jobs[name], Path(directory).resolve())
 
     def close(self) -> None:
         """Closes files; the model stays as it is, with the adapters on it."""

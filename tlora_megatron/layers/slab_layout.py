@@ -61,9 +61,20 @@ class Factor(NamedTuple):
         return F.pad(part, (0, 0, 0, self.shape[0] - len(part)))
 
     def place(self, whole: torch.Tensor, local: torch.Tensor) -> None:
-        """Writes this rank's part into the whole canonical tensor: the inverse of `shard_of`."""
-        values = local[: len(whole[self.held[0]])] if self.which == "lora_a" else local.t()
-        whole[self.held] = values
+        """Writes this rank's part into the whole canonical CPU tensor: inverse of `shard_of`.
+
+        By numpy, which transposes twice as fast as torch does and starts no threads for it.
+        """
+        rows, columns = self.held
+        place = rows.numpy() if isinstance(rows, torch.Tensor) else rows
+        values = local[: len(whole[rows])] if self.which == "lora_a" else local.t()
+        whole.numpy()[place, columns] = values.numpy()
+
+    @property
+    def is_whole_as_stored(self) -> bool:
+        """True if the part is the whole canonical tensor, in its orientation."""
+        everything = slice(None)
+        return self.which == "lora_a" and self.held == (everything, everything)
 
     def blocks(self, local: torch.Tensor) -> torch.Tensor:
         """Returns a view `[num_blocks, rank of a block, features of a block]` of the factor."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from tlora_megatron import timeline
 from tlora_megatron.config.run import RunSpec
 from tlora_megatron.model.backbone import Backbone
-from tlora_megatron.training.formats.checkpoint import gather_buffer, save_checkpoint
-from tlora_megatron.training.formats.peft_format import export_adapter
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.metrics import JobMetrics
 from tlora_megatron.training.nano.rounds import NanoRounds
+from tlora_megatron.training.saving.saver import Saver
+from tlora_megatron.training.saving.targets import Target, adapter_target, checkpoint_target
+from tlora_megatron.training.saving.writer import WriterDied
 from tlora_megatron.training.super_model import StepReport, SuperModel
 
 logger = logging.getLogger(__name__)
@@ -54,10 +56,11 @@ class TrainingLoop:
         self.rounds = 0
         self.tokens = 0
         self.train_time_s = 0.0
+        self.saver = Saver(self.jobs, backbone, super_model.groups, run.save_memory_gb)
         self._has_started = False
         self._saved_step = {job.name: job.step for job in self.jobs}
         self._failed_writes: list[str] = []
-        """Jobs that could not be written since the last `drain`."""
+        """Jobs that could not be written, told since the last `drain`."""
         self._metrics: dict[str, JobMetrics] = {}
         if super_model.groups.is_writer:
             self._metrics = {job.name: self._open_metrics(job) for job in self.jobs}
@@ -90,7 +93,11 @@ class TrainingLoop:
         self.listener.on_start([(job.name, job.step, job.plan.num_steps) for job in self.jobs])
         self._fail_unmoved([job for job in self.jobs if job.is_done])
         self._evaluate([job for job in self.jobs if job.eval_before is None or job.is_done])
-        self._retire([job for job in self.jobs if job.is_done])
+        done = [job for job in self.jobs if job.is_done]
+        with timeline.phase("export"):
+            for job in done:
+                self.saver.save(job, [self._adapter(job, self.job_dir(job) / "adapter")])
+        self._retire(done)
         self._has_started = True
 
     def step(self, run_round: Callable[[], list[StepReport]] | None = None) -> list[StepReport]:
@@ -126,10 +133,10 @@ class TrainingLoop:
         ended = [job for job in stepped if not job.is_active or job.is_done]
         self._fail_unmoved(ended)
         self._evaluate([job for job in stepped if self._eval_due(job)])
-        for job in stepped:
-            if job.is_active and (job in ended or self._checkpoint_due(job)):
-                self._save(job)
+        active = [job for job in stepped if job.is_active]
+        self._save([job for job in active if job.is_done or self._checkpoint_due(job)])
         self._retire(ended)
+        self.saver.report()
         self.listener.on_round(self.tokens_per_s)
 
     def _open_metrics(self, job: JobState) -> JobMetrics:
@@ -143,9 +150,24 @@ class TrainingLoop:
 
     def save_active(self) -> None:
         """Checkpoints every job that still trains, but none twice at the same step."""
-        for job in self.super_model.jobs:
-            if job.is_active and job.step > self._saved_step[job.name]:
-                self._save(job)
+        active = [job for job in self.super_model.jobs if job.is_active]
+        self._save([job for job in active if job.step > self._saved_step[job.name]])
+
+    def export(self, job: JobState, directory: Path) -> None:
+        """Writes a job's present adapter and waits until it is on the disk; collective.
+
+        Raises:
+            ValueError: on the writer, if a weight is not finite or the directory holds something
+                else.
+            OSError: on the writer, if the disk refuses.
+        """
+        errors: list[Exception] = []
+        target = self._adapter(job, directory)._replace(on_error=errors.append)
+        with timeline.phase("export"):
+            self.saver.save(job, [target])
+            self.saver.drain()
+        if errors:
+            raise errors[0]
 
     def drain(self) -> tuple[str, ...]:
         """Waits until everything that was saved or exported is on the disk; not collective.
@@ -156,13 +178,22 @@ class TrainingLoop:
             Names of the jobs that could not be written since the last call; none on ranks that
             write nothing.
         """
+        with timeline.phase("saving"):
+            self.saver.drain()
         failed, self._failed_writes = self._failed_writes, []
         return tuple(dict.fromkeys(failed))
 
     def close(self) -> None:
-        """Closes the jobs' metrics; a second call does nothing."""
-        for metrics in self._metrics.values():
-            metrics.close()
+        """Finishes what is being written and closes the files; a second call does nothing."""
+        try:
+            with timeline.phase("saving"):
+                self.saver.close()
+            self.saver.report()
+        except WriterDied as error:  # `drain` raises it; an error on its way here counts more
+            logger.error("%s", error)
+        finally:
+            for metrics in self._metrics.values():
+                metrics.close()
 
     def _log(self, report: StepReport) -> None:
         job, outcome = report.job, report.outcome
@@ -235,47 +266,46 @@ class TrainingLoop:
             if job.name in self._metrics:
                 self._metrics[job.name].log_eval(job.step, result.loss, result.exact_match)
 
-    def _save(self, job: JobState) -> None:
-        """Saves a checkpoint; a disk that refuses costs this write, not the run or older files."""
-        directory = self.job_dir(job) / "checkpoints"
-        self._saved_step[job.name] = job.step
-        try:
-            save_checkpoint(directory, job, self.backbone, self.super_model.groups)
-        except (OSError, ValueError) as error:
-            # ValueError: values that are not finite.
-            self._failed_writes.append(job.name)
-            self._event(job, f"could not be saved at step {job.step}: {error}")
+    def _save(self, jobs: Sequence[JobState]) -> None:
+        """Takes the jobs' states to be written beside the next rounds, and ended ones' adapters."""
+        if not jobs:
+            return
+        with self.saver.stop():
+            for job in jobs:
+                self._saved_step[job.name] = job.step
+                targets = [self._checkpoint(job)]
+                if job.is_done:
+                    targets.append(self._adapter(job, self.job_dir(job) / "adapter"))
+                self.saver.save(job, targets)
+
+    def _checkpoint(self, job: JobState) -> Target:
+        not_saved = partial(self._not_saved, job, job.step)
+        return checkpoint_target(self.job_dir(job) / "checkpoints", job, not_saved)
+
+    def _adapter(self, job: JobState, directory: Path) -> Target:
+        not_exported = partial(self._not_exported, job)
+        return adapter_target(directory, self.base_model, not_exported)
+
+    def _not_saved(self, job: JobState, step: int, error: Exception) -> None:
+        """A disk that refuses costs this checkpoint, not the run or older ones."""
+        self._failed_writes.append(job.name)
+        self._event(job, f"could not be saved at step {step}: {error}")
+
+    def _not_exported(self, job: JobState, error: Exception) -> None:
+        self._failed_writes.append(job.name)
+        self._fail(job, f"its adapter could not be written: {error}")
 
     def _retire(self, jobs: Sequence[JobState]) -> None:
-        """Exports jobs that finished and frees their slots; failed jobs leave a placeholder."""
+        """Frees the slots of jobs that ended; failed ones leave a placeholder."""
         for job in jobs:
             if job.is_active:
                 job.status = "finished"
-                self._export(job)
         present = self.super_model.jobs
         staying = [job for job in present if not job.is_done]
         if jobs or len(staying) < len(present):
             self.super_model.set_jobs(
                 [job if job.is_active else job.placeholder() for job in staying]
             )
-
-    def _export(self, job: JobState) -> None:
-        groups = self.super_model.groups
-        factors = gather_buffer("master", job, self.backbone, groups)
-        if not groups.is_writer:
-            return
-        try:
-            export_adapter(
-                self.job_dir(job) / "adapter",
-                lora=job.spec.lora,
-                factors=factors,
-                model=self.backbone,
-                base_model=self.base_model,
-            )
-        except (OSError, ValueError) as error:
-            # ValueError: weights that are not finite, or a folder that holds something else.
-            self._failed_writes.append(job.name)
-            self._fail(job, f"its adapter could not be written: {error}")
 
     def job_dir(self, job: JobState) -> Path:
         """The job's folder, `OUT/jobs/NAME`."""

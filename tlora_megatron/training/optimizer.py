@@ -126,6 +126,7 @@ def square_sum(flat: torch.Tensor) -> torch.Tensor:
 def _update(slab: AdapterSlab, request: StepRequest, norm: float) -> AdamUpdate:
     spec = request.spec
     limit = spec.max_grad_norm or math.inf
+    slab.wait_for_readers()
     return AdamUpdate(
         master=slab.master,
         grad=slab.grad[slab.held].to(slab.master.device),

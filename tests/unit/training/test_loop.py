@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from tlora_megatron.config.run import RunSpec
 from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.loop import TrainingLoop
@@ -23,8 +25,9 @@ class Told(SilentListener):
 
 def loop_over(job: SimpleNamespace, told: Told) -> TrainingLoop:
     super_model: Any = SimpleNamespace(
-        jobs=(job,), groups=SimpleNamespace(is_writer=False), bins=None, train_round=lambda: []
-    )
+        jobs=(job,), groups=SimpleNamespace(is_writer=False, device=torch.device("cpu")),
+        bins=None, train_round=lambda: [],
+    )  # fmt: skip
     backbone: Any = None
     run = RunSpec(output_dir="unused")
     return TrainingLoop(super_model, backbone, run, told, base_model="base")

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,14 +158,19 @@ class Session:
             self._interval.correct(loss_dict, totals)
 
     def save(self, iteration: int) -> None:
-        """Checkpoints every job that still trains, but never the base."""
+        """Checkpoints every job that still trains, but never the base.
+
+        The trainer's count follows behind them, or it would be ahead of the jobs after a kill.
+        """
         self.loop.save_active()
-        if self.loop.super_model.groups.is_writer:
-            state = {"iteration": iteration, "samples": self._args.consumed_train_samples}
-            try:
-                write_atomic(self.loop.output_dir / ITERATION_FILE, json.dumps(state))
-            except OSError as error:
-                logger.warning("%s could not be written: %s", ITERATION_FILE, error)
+        state = {"iteration": iteration, "samples": self._args.consumed_train_samples}
+        self.loop.saver.submit(partial(self._write_iteration, json.dumps(state)))
+
+    def _write_iteration(self, state: str) -> None:
+        try:
+            write_atomic(self.loop.output_dir / ITERATION_FILE, state)
+        except OSError as error:
+            logger.warning("%s could not be written: %s", ITERATION_FILE, error)
 
     def finish(self) -> dict[str, Any]:
         """Writes summary and report; returns the summary, empty but on the writer. Collective."""

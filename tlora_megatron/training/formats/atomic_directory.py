@@ -1,12 +1,16 @@
-"""Writing a whole directory so that a crash at any moment leaves the old one or the new one."""
+"""Writing a whole directory so that a crash at any moment leaves the old one or the new one.
+
+A symbolic link in the place of a directory of ours is never followed: it goes, what it leads to
+stays. Files that are not ours are never touched.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _AT_FDCWD = -100
@@ -14,7 +18,7 @@ _RENAME_EXCHANGE = 2
 
 
 @contextmanager
-def replace_directory(directory: Path) -> Iterator[Path]:
+def replace_directory(directory: Path, names: Sequence[str] = ()) -> Iterator[Path]:
     """Yields an empty sibling directory to fill, which takes the place of `directory` at the end.
 
     The files and their directory are flushed to the disk first. Where the file system can, the two
@@ -23,18 +27,26 @@ def replace_directory(directory: Path) -> Iterator[Path]:
     there after a crash between the two renames. What a crash leaves behind is removed by the next
     write. An exception inside the block, a full disk included, leaves `directory` untouched.
 
-    One writer at a time; whatever else lies in the old `directory` goes with it.
+    One writer at a time.
+
+    Args:
+        names: the files that are ours, last the one without which nobody reads the directory.
+            Whatever else lies in `directory` then stays there as it is, and the new files take
+            their places one by one: the last one is away meanwhile, unless it stays the same.
+            Without names everything in `directory` is ours.
 
     Raises:
         OSError: if the file system refuses.
     """
-    directory = Path(directory).resolve()
+    directory = _not_followed(directory)
     incoming, previous = _incoming(directory), _previous(directory)
+    if directory.exists() and not directory.is_dir():
+        raise NotADirectoryError(f"{directory} must be a directory, got a file")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    if previous.exists() and not directory.exists():
+    if _is_folder(previous) and not os.path.lexists(directory):
         previous.rename(directory)
-    _remove(incoming)
-    _remove(previous)
+    _remove(incoming, names, directory)
+    _remove(previous, names, directory)
     incoming.mkdir()
     try:
         yield incoming
@@ -43,17 +55,45 @@ def replace_directory(directory: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(incoming, ignore_errors=True)
         raise
-    _swap(incoming, directory)
+    if names and _is_folder(directory) and _others(directory, names):
+        _put_into(incoming, directory, names)
+    else:
+        _swap(incoming, directory)
     _flush(directory.parent)
-    _remove(incoming)
-    _remove(previous)
+    _remove(incoming, names, directory)
+    _remove(previous, names, directory)
 
 
 def readable_directory(directory: Path) -> Path:
     """Returns `directory`, or its predecessor if a crash came between the two renames."""
-    directory = Path(directory).resolve()
+    directory = _not_followed(directory)
     previous = _previous(directory)
-    return previous if previous.exists() and not directory.exists() else directory
+    return previous if _is_folder(previous) and not directory.exists() else directory
+
+
+def remove_directory(directory: Path, names: Sequence[str]) -> None:
+    """Removes the files `names` of a directory, the last one first, and with nothing else in it
+    the directory; of a link the link alone.
+    """
+    if directory.is_symlink():
+        directory.unlink()
+        return
+    for name in reversed(names):
+        (directory / name).unlink(missing_ok=True)
+    with suppress(OSError):  # somebody else's files are in it
+        directory.rmdir()
+
+
+def remove_leftovers(parent: Path, pattern: str, names: Sequence[str]) -> None:
+    """Removes what a crash left behind of writes to directories that match a pattern."""
+    for incoming in list(parent.glob(f".{pattern}.incoming")):
+        remove_directory(incoming, names)
+
+
+def _not_followed(directory: Path) -> Path:
+    """An absolute path; links are followed above the directory, never itself."""
+    directory = Path(os.path.abspath(directory))
+    return directory.parent.resolve() / directory.name
 
 
 def _incoming(directory: Path) -> Path:
@@ -64,13 +104,33 @@ def _previous(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.previous")
 
 
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _others(directory: Path, names: Sequence[str]) -> list[Path]:
+    return [path for path in directory.iterdir() if path.name not in names]
+
+
 def _swap(incoming: Path, directory: Path) -> None:
     """Gives `incoming` the name `directory`; the old one is then called incoming or previous."""
-    if directory.exists():
+    if os.path.lexists(directory):
         if _exchange(incoming, directory):
             return
         directory.rename(_previous(directory))
     incoming.rename(directory)
+
+
+def _put_into(incoming: Path, directory: Path, names: Sequence[str]) -> None:
+    """Moves the files into a directory beside somebody else's."""
+    mark = names[-1]
+    old, new = directory / mark, incoming / mark
+    if not (old.is_file() and old.read_bytes() == new.read_bytes()):
+        old.unlink(missing_ok=True)
+        _flush(directory)
+    for name in names:
+        os.rename(incoming / name, directory / name)
+    _flush(directory)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -91,6 +151,17 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _remove(directory: Path) -> None:
-    if directory.exists():
-        shutil.rmtree(directory)
+def _remove(path: Path, names: Sequence[str], home: Path) -> None:
+    """Removes what is left of an old or a new directory; somebody else's files go home."""
+    if not _is_folder(path):
+        path.unlink(missing_ok=True)
+        return
+    if not names:
+        shutil.rmtree(path)
+        return
+    for other in _others(path, names):
+        if os.path.lexists(home / other.name):
+            raise FileExistsError(f"{other} must be moved away, {home} holds another one")
+        home.mkdir(exist_ok=True)
+        other.rename(home / other.name)
+    remove_directory(path, names)

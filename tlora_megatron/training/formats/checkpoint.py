@@ -10,32 +10,25 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from tlora_megatron.config.job import JobSpec, LoraSpec
-from tlora_megatron.layers.linear_sites import rank_sites
-from tlora_megatron.layers.slab import (
-    check_finite,
-    factor_names,
-    factor_shape,
-    whole_tensors,
-)
-from tlora_megatron.layers.slab_layout import slab_layout
+from tlora_megatron.layers.slab import factor_names, factor_shape
 from tlora_megatron.model.backbone import Backbone
-from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.data.job_data import JobData
-from tlora_megatron.training.formats.atomic_directory import replace_directory
+from tlora_megatron.training.formats.atomic_directory import (
+    remove_directory,
+    remove_leftovers,
+    replace_directory,
+)
+from tlora_megatron.training.formats.safetensors_file import PendingTensor, write_tensors
 from tlora_megatron.training.job_state import JobState
 
 logger = logging.getLogger(__name__)
@@ -45,54 +38,12 @@ _FORMAT = 1
 _STATE_KEYS = {"format", "job", "num_sequences", "data_fingerprint", "progress"}
 _NAME = re.compile(r"step_(\d{8,})")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_FILES = ("adapter.safetensors", "optimizer.safetensors", "state.json")
+"""Last the one without which nobody reads the folder."""
 
 
-def gather_buffer(
-    buffer: str, job: JobState, spec: Backbone, groups: ParallelGroups
-) -> dict[str, torch.Tensor]:
-    """Whole canonical tensors of one slab buffer, fp32 on the CPU, on the writer; empty elsewhere.
-
-    Collective over the model-parallel ranks of replica 0, and over replicas that hold slices; every
-    rank calls it.
-    """
-    held = job.adapter.slab.whole(buffer)
-    if not groups.is_first_replica:
-        return {}
-    layout = groups.layout
-    layouts = [
-        slab_layout(rank_sites(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank), job.spec.lora)
-        for pp_rank in range(layout.pp_size)
-        for tp_rank in range(layout.tp_size)
-    ]
-    # A collective takes equal sizes only, and stages may hold different numbers of layers.
-    most = max(one.numel for one in layouts)
-    local = F.pad(held, (0, most - held.numel()))
-    if not groups.is_writer:
-        dist.gather(local, group=groups.model_group, group_dst=0)
-        return {}
-    parts = [torch.empty_like(local) for _ in layouts]
-    dist.gather(local, parts, group=groups.model_group, group_dst=0)
-    parts = [part[: one.numel] for one, part in zip(layouts, parts, strict=True)]
-    return whole_tensors(layouts, parts, spec)
-
-
-def save_checkpoint(directory: Path, job: JobState, spec: Backbone, groups: ParallelGroups) -> None:
-    """Writes `directory/step_N`; collective, the writer's rank writes.
-
-    Raises:
-        OSError: on the writer, if the disk refuses.
-        ValueError: on the writer, if a tensor is not finite; the job could not go on from it.
-            Either way the earlier checkpoints are untouched.
-    """
-    weights = gather_buffer("master", job, spec, groups)
-    moments = {
-        f"{buffer}.{name}": tensor
-        for buffer in _MOMENTS
-        for name, tensor in gather_buffer(buffer, job, spec, groups).items()
-    }
-    if not groups.is_writer:
-        return
-    check_finite(weights | moments)
+def checkpoint_state(job: JobState) -> str:
+    """Returns the text of `state.json` for a job as it is now."""
     state = {
         "format": _FORMAT,
         "job": asdict(job.spec),
@@ -100,28 +51,46 @@ def save_checkpoint(directory: Path, job: JobState, spec: Backbone, groups: Para
         "data_fingerprint": job.data.fingerprint,
         "progress": job.progress(),
     }
-    newest = directory / f"step_{job.step:08d}"
-    with replace_directory(newest) as folder:
-        _save(weights, folder / "adapter.safetensors")
-        _save(moments, folder / "optimizer.safetensors")
-        (folder / "state.json").write_text(json.dumps(state, indent=1))
+    return json.dumps(state, indent=1)
+
+
+def write_checkpoint(
+    directory: Path,
+    step: int,
+    state: str,
+    weights: Sequence[PendingTensor],
+    moments: Sequence[PendingTensor],
+) -> int:
+    """Writes `directory/step_N` and removes the oldest one; returns the number of bytes.
+
+    Args:
+        state: from `checkpoint_state`.
+        weights: the whole canonical factors.
+        moments: the same of Adam's moments, with the moment and a dot before each name.
+
+    Raises:
+        OSError: if the disk refuses.
+        ValueError: if a tensor is not finite; the job could not go on from it. Either way the
+            earlier checkpoints are untouched.
+    """
+    newest = directory / f"step_{step:08d}"
+    with replace_directory(newest, _FILES) as folder:
+        num_bytes = write_tensors(folder / _FILES[0], weights)
+        num_bytes += write_tensors(folder / _FILES[1], moments)
+        (folder / _FILES[2]).write_text(state)
     # Those beyond `newest` could not be read and are not ours to count, or it would be the oldest.
     written = [path for path in _steps(directory) if path.name <= newest.name]
     for old in sorted(written)[:-_KEEP]:
-        shutil.rmtree(old)
-
-
-def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    try:
-        save_file({name: t.contiguous() for name, t in tensors.items()}, path)
-    except SafetensorError as error:  # how safetensors reports a full disk
-        raise OSError(f"{path.name} could not be written: {error}") from error
+        remove_directory(old, _FILES)
+    remove_leftovers(directory, "step_*", _FILES)
+    return num_bytes + len(state)
 
 
 def _steps(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
-    return [path for path in directory.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
+    named = (path for path in directory.iterdir() if _NAME.fullmatch(path.name))
+    return [path for path in named if any((path / name).is_file() for name in _FILES)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -131,7 +131,8 @@ def write_megatron_checkpoint(
         OSError: if the file system refuses.
     """
     check_destination(directory, planned.size_bytes)
-    with replace_directory(directory) as incoming:
+    # A link to an empty folder was given on purpose: it is filled where it leads.
+    with replace_directory(directory.resolve()) as incoming:
         release = incoming / "release"
         release.mkdir()
         _write_tensors(spec, source, release, planned.dtype, on_bytes)

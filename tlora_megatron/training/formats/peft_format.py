@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tlora_megatron.config.job import HF_TARGETS, JobSpec, LoraSpec
@@ -23,10 +25,18 @@ from tlora_megatron.layers.slab import check_finite, factor_shape, split_name
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.formats.atomic_directory import readable_directory, replace_directory
 from tlora_megatron.training.formats.peft_config import lora_spec, peft_config, read_peft_config
+from tlora_megatron.training.formats.safetensors_file import (
+    PendingTensor,
+    Scratch,
+    holds_tensors,
+    write_tensors,
+)
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
+_OURS = (WEIGHTS_NAME, CONFIG_NAME)
+_METADATA = {"format": "pt"}
 
 _FUSED_PARTS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -64,17 +74,48 @@ def export_adapter(
     base_model: str,
     dtype: torch.dtype = torch.float32,
 ) -> None:
+    """Writes an adapter whose factors are at hand; see `write_adapter`.
+
+    Args:
+        factors: canonical whole factors, any device, all layers of all targets.
+    """
+    pending = [
+        PendingTensor(name, tuple(factor.shape), partial(_on_cpu, factor))
+        for name, factor in factors.items()
+    ]
+    write_adapter(
+        directory, lora=lora, factors=pending, model=model, base_model=base_model, dtype=dtype
+    )
+
+
+def _on_cpu(factor: Tensor, _: Scratch) -> Tensor:
+    return factor.detach().cpu().contiguous()
+
+
+def write_adapter(
+    directory: Path,
+    *,
+    lora: LoraSpec,
+    factors: Sequence[PendingTensor],
+    model: Backbone,
+    base_model: str,
+    dtype: torch.dtype = torch.float32,
+) -> int:
     """Writes an adapter that PEFT and vLLM load; fused targets become q/k/v, gate/up and so on.
 
-    A fused linear's B is cut by rows and its one A is repeated, which computes the same. The whole
-    directory is replaced in one step (see `replace_directory`), so the previous adapter survives a
-    crash or a full disk.
+    A fused linear's B is cut by rows and its one A is repeated, which computes the same. Both files
+    are replaced in one step (see `replace_directory`), so the previous adapter survives a crash or
+    a full disk. Others' files in the directory stay, and an adapter that is there already is left
+    alone, whatever name of its base somebody has put into its configuration.
 
     Args:
         directory: missing, empty, or holding an earlier adapter.
-        factors: canonical whole factors, any device, all layers of all targets.
+        factors: canonical whole factors, all layers of all targets.
         base_model: what PEFT should load as the base, a path or a hub name.
         dtype: of the stored tensors.
+
+    Returns:
+        The number of bytes written.
 
     Raises:
         ValueError: if factors are missing, not finite or of the wrong shape, if two targets hold
@@ -82,20 +123,56 @@ def export_adapter(
         OSError: if the directory cannot be written.
     """
     directory = Path(directory)
-    if directory.exists() and not _is_replaceable(directory):
-        raise ValueError(f"adapter directory must be empty or hold an adapter, got {directory}")
+    check_adapter_directory(directory)
     modules = _hf_targets(lora.target_modules)
-    _check_complete(factors, model.num_layers, lora.target_modules)
-    _check_shapes(factors, model, lora)
-    tensors = {}
-    for name, factor in _split_fused(factors, model).items():
-        tensors[_peft_key(name, model)] = factor.detach().to("cpu", dtype, copy=True).contiguous()
-    check_finite(tensors)
-    config = json.dumps(peft_config(lora, modules, base_model), indent=2, sort_keys=True)
-    with replace_directory(directory) as incoming:
-        (incoming / CONFIG_NAME).write_text(config + "\n")
-        # Not save_file: a full disk must be an OSError, as for every other file.
-        (incoming / WEIGHTS_NAME).write_bytes(save(tensors, metadata={"format": "pt"}))
+    _check_complete({factor.name for factor in factors}, model.num_layers, lora.target_modules)
+    _check_shapes({factor.name: factor.shape for factor in factors}, model, lora)
+    tensors = _peft_tensors(factors, model)
+    config = peft_config(lora, modules, base_model)
+    weights = directory / WEIGHTS_NAME
+    if _holds_config(directory, config) and holds_tensors(
+        weights, tensors, metadata=_METADATA, dtype=dtype
+    ):
+        return 0
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    with replace_directory(directory, _OURS) as incoming:
+        (incoming / CONFIG_NAME).write_text(text)
+        size_bytes = write_tensors(
+            incoming / WEIGHTS_NAME, tensors, metadata=_METADATA, dtype=dtype
+        )
+    return size_bytes + len(text)
+
+
+def check_adapter_directory(directory: Path) -> None:
+    """Refuses a directory that an adapter must not be written to.
+
+    Raises:
+        ValueError: if it is a link, or holds something but no adapter.
+    """
+    if directory.is_symlink():
+        raise ValueError(
+            f"adapter directory must be no symbolic link, got {directory} to "
+            f"{directory.readlink()}; move it away"
+        )
+    if not directory.exists():
+        return
+    is_ours = directory.is_dir() and (
+        any((directory / name).is_file() for name in _OURS) or not any(directory.iterdir())
+    )
+    if not is_ours:
+        raise ValueError(f"adapter directory must be empty or hold an adapter, got {directory}")
+
+
+def _holds_config(directory: Path, config: Mapping[str, Any]) -> bool:
+    """True if a directory's configuration says the same; its base may have got another name."""
+    try:
+        stored = json.loads((directory / CONFIG_NAME).read_text())
+    except (OSError, ValueError):
+        return False
+    names = config.keys() - {"base_model_name_or_path"}
+    return isinstance(stored, dict) and all(
+        name in stored and stored[name] == config[name] for name in names
+    )
 
 
 def load_adapter(directory: Path, *, model: Backbone) -> AdapterFile:
@@ -111,8 +188,9 @@ def load_adapter(directory: Path, *, model: Backbone) -> AdapterFile:
         factors = _read_factors(folder, model)
         present = {split_name(name)[1] for name in factors}
         lora = lora_spec(config, present, model)
-        _check_complete(factors, model.num_layers, lora.target_modules)
-        _check_shapes(factors, model, lora)
+        _check_complete(set(factors), model.num_layers, lora.target_modules)
+        shapes = {name: tuple(factor.shape) for name, factor in factors.items()}
+        _check_shapes(shapes, model, lora)
         check_finite(factors)
     except ValueError as error:
         raise ValueError(f"adapter {directory}: {error}") from error
@@ -192,17 +270,24 @@ def _hf_targets(targets: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted(modules, key=lambda module: order.get(module, len(order))))
 
 
-def _split_fused(factors: Mapping[str, Tensor], model: Backbone) -> dict[str, Tensor]:
-    """Factors of Hugging Face modules only: a fused B cut by rows, its A repeated."""
-    split = {}
-    for name, factor in factors.items():
-        layer, target, side = split_name(name)
-        parts = _FUSED_PARTS.get(target, (target,))
-        rows = [model.target_shape(part)[0] for part in parts]
-        pieces = factor.split(rows) if side == "lora_b" else [factor] * len(parts)
-        for part, piece in zip(parts, pieces, strict=True):
-            split[f"layers.{layer}.{part}.{side}"] = piece
-    return split
+def _peft_tensors(factors: Sequence[PendingTensor], model: Backbone) -> list[PendingTensor]:
+    """Tensors of Hugging Face modules only: a fused B cut by rows, its A repeated."""
+    tensors = []
+    for factor in factors:
+        layer, target, side = split_name(factor.name)
+        begin, (rows, columns) = 0, factor.shape
+        for part in _FUSED_PARTS.get(target, (target,)):
+            if side == "lora_b":
+                rows = model.target_shape(part)[0]
+            key = _peft_key(f"layers.{layer}.{part}.{side}", model)
+            read = partial(_rows, factor, slice(begin, begin + rows))
+            tensors.append(PendingTensor(key, (rows, columns), read))
+            begin += rows if side == "lora_b" else 0
+    return tensors
+
+
+def _rows(factor: PendingTensor, rows: slice, scratch: Scratch) -> Tensor:
+    return factor.read(scratch)[rows]
 
 
 def _peft_key(name: str, model: Backbone) -> str:
@@ -248,9 +333,7 @@ def _read_factors(folder: Path, model: Backbone) -> dict[str, Tensor]:
     return factors
 
 
-def _check_complete(
-    factors: Mapping[str, Tensor], num_layers: int, targets: tuple[str, ...]
-) -> None:
+def _check_complete(names: set[str], num_layers: int, targets: tuple[str, ...]) -> None:
     """Exactly an A and a B for every target of every layer."""
     expected = {
         f"layers.{layer}.{target}.{side}"
@@ -258,11 +341,11 @@ def _check_complete(
         for target in targets
         for side in ("lora_a", "lora_b")
     }
-    for name in sorted(factors.keys() - expected):
+    for name in sorted(names - expected):
         raise ValueError(
             f"factors must be of {', '.join(targets)} in layers 0 to {num_layers - 1}, got {name}"
         )
-    missing = sorted(expected - factors.keys())
+    missing = sorted(expected - names)
     if missing:
         raise ValueError(
             f"factors must cover {', '.join(targets)} in all {num_layers} layers, "
@@ -270,15 +353,8 @@ def _check_complete(
         )
 
 
-def _check_shapes(factors: Mapping[str, Tensor], model: Backbone, lora: LoraSpec) -> None:
-    for name, factor in factors.items():
-        expected = list(factor_shape(model, name, lora))
-        if list(factor.shape) != expected:
-            raise ValueError(f"{name} must have shape {expected}, got {list(factor.shape)}")
-
-
-def _is_replaceable(directory: Path) -> bool:
-    """An earlier adapter, or nothing: a folder with a user's other files is not overwritten."""
-    if not directory.is_dir():
-        return False
-    return (directory / CONFIG_NAME).is_file() or not any(directory.iterdir())
+def _check_shapes(shapes: Mapping[str, tuple[int, ...]], model: Backbone, lora: LoraSpec) -> None:
+    for name, shape in shapes.items():
+        expected = factor_shape(model, name, lora)
+        if tuple(shape) != expected:
+            raise ValueError(f"{name} must have shape {list(expected)}, got {list(shape)}")

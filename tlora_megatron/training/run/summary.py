@@ -44,6 +44,7 @@ def summarize(
             "rounds": loop.rounds,
             "nano_batches": nano_batches,
             "train_time_s": loop.train_time_s,
+            "saving": loop.saver.summary(),
             **run_times(),
             "peak_memory_bytes": peak,
             "device": torch.cuda.get_device_name() if peak is not None else platform.machine(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -381,10 +382,10 @@ def test_a_failed_export_leaves_the_previous_adapter(
 ) -> None:
     before = load_adapter(adapter_dir, model=model)
 
-    def full_disk(path: Path, data: bytes) -> int:
+    def full_disk(descriptor: int, data: bytes, offset: int) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full_disk)
+    monkeypatch.setattr(os, "pwrite", full_disk)
     other = dataclasses.replace(LORA, rank=2)
     with pytest.raises(OSError, match="No space left"):
         export(adapter_dir, other, random_factors(model, other), model)

@@ -1,0 +1,168 @@
+"""Saves jobs while they train on: a snapshot between two rounds, files written beside the next."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+
+from tlora_megatron import timeline
+from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.saving.host_memory import Arena, HostMemory, save_memory_numel
+from tlora_megatron.training.saving.snapshot import BUFFERS, Snapshot, SnapshotTaker
+from tlora_megatron.training.saving.targets import Target
+from tlora_megatron.training.saving.writer import Writer
+
+
+@dataclass(kw_only=True, slots=True)
+class SavingTimes:
+    """What saving took, on the writer."""
+
+    stops: int = 0
+    """Times that the training stood still for saves, of however many jobs."""
+    longest_stop_s: float = 0.0
+    stopped_s: float = 0.0
+    """Sum over the stops."""
+    drain_s: float = 0.0
+    """Waiting until everything is on the disk: at the end, or because somebody asked for it."""
+    writes: int = 0
+    """Checkpoints and adapters written."""
+    written_bytes: int = 0
+    writer_s: float = 0.0
+    """The writing thread's own time, beside the training."""
+
+
+class Saver:
+    """Takes snapshots of jobs and has them written. Every rank makes every call of `save`.
+
+    Only the writer's rank has memory and a thread. A job is saved again once its last save is
+    written; a job that finds no memory free waits for it.
+
+    Args:
+        jobs: all that may be saved.
+        memory_gb: `run.save_memory_gb`.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[JobState],
+        spec: Backbone,
+        groups: ParallelGroups,
+        memory_gb: float | None,
+    ) -> None:
+        self.times = SavingTimes()
+        self._taker = SnapshotTaker(spec, groups)
+        self._device = groups.device
+        self._is_writer = groups.is_writer
+        self._writer = Writer()
+        self._open: Counter[str] = Counter()
+        """Snapshots of each job that are not written yet."""
+        self._failures: list[Callable[[], None]] = []
+        self._memory: HostMemory | None = None
+        if self._is_writer:
+            sizes = [self._taker.numel(job.spec.lora) for job in jobs]
+            self._arena = Arena(save_memory_numel(sizes, memory_gb))
+            self._memory = HostMemory(self._arena.numel, groups.device)
+
+    def save(self, job: JobState, targets: Sequence[Target]) -> None:
+        """Takes a snapshot of a job and submits what is to be written of it; collective.
+
+        Raises:
+            WriterDied: on the writer, if its thread has ended.
+        """
+        buffers = [name for name in BUFFERS if any(name in target.buffers for target in targets)]
+        slab = job.adapter.slab
+        if self._memory is None:
+            self._taker.take(slab, buffers, None)
+            return
+        taken = self._writer.wait(partial(self._room, job, len(buffers)))
+        snapshot = self._taker.take(slab, buffers, self._memory.flat()[taken.start : taken.stop])
+        assert snapshot is not None, "the writer has room"
+        self._writer.submit(partial(self._write, job.name, snapshot, taken, tuple(targets)))
+
+    def submit(self, write: Callable[[], None]) -> None:
+        """Has a further file written behind all that was saved before, on the writer alone."""
+        if self._is_writer:
+            self._writer.submit(write)
+
+    def report(self) -> None:
+        """Calls `on_error` of what could not be written since the last call."""
+        with self._writer.changed:
+            failures, self._failures = self._failures, []
+        for failure in failures:
+            failure()
+
+    def drain(self) -> None:
+        """Waits until everything is on the disk, and reports what could not be written.
+
+        Raises:
+            WriterDied: if the thread has ended.
+        """
+        begin_s = time.perf_counter()
+        self._writer.drain()
+        self.times.drain_s += time.perf_counter() - begin_s
+        self.report()
+
+    def close(self) -> None:
+        """Finishes what was submitted and gives the memory back; a second call does nothing.
+
+        Raises:
+            WriterDied: if the thread has ended.
+        """
+        self._writer.close()
+        if self._memory is not None:
+            self._memory.close()
+
+    @contextmanager
+    def stop(self) -> Iterator[None]:
+        """Counts what is inside as one stop of the training."""
+        begin_s = time.perf_counter()
+        with timeline.phase("saving"):
+            yield
+        stopped_s = time.perf_counter() - begin_s
+        self.times.stops += 1
+        self.times.stopped_s += stopped_s
+        self.times.longest_stop_s = max(self.times.longest_stop_s, stopped_s)
+
+    def summary(self) -> dict[str, float]:
+        """Returns the times for a run's summary."""
+        return asdict(self.times)
+
+    def _room(self, job: JobState, num_buffers: int) -> range | None:
+        """Takes memory for a snapshot; None while there is none, or the job's last one is open."""
+        if self._open[job.name]:
+            return None
+        taken = self._arena.take(self._taker.numel(job.spec.lora, num_buffers))
+        if taken is not None:
+            self._open[job.name] += 1
+        return taken
+
+    def _write(
+        self, name: str, snapshot: Snapshot, taken: range, targets: Sequence[Target]
+    ) -> None:
+        """Writes what a snapshot was taken for, and frees its memory; on the writer's thread."""
+        begin_s = time.perf_counter()
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # or waiting might open the first GPU
+        snapshot.wait()
+        failures, num_bytes = [], 0
+        for target in targets:
+            try:
+                num_bytes += target.write(snapshot)
+            except (OSError, ValueError) as error:
+                # ValueError: values that are not finite, or a folder that holds something else.
+                failures.append(partial(target.on_error, error))
+        with self._writer.changed:
+            self._failures += failures
+            self.times.writes += len(targets) - len(failures)
+            self.times.written_bytes += num_bytes
+            self.times.writer_s += time.perf_counter() - begin_s
+            self._arena.give_back(taken)
+            self._open[name] -= 1

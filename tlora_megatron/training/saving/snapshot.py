@@ -1,0 +1,167 @@
+"""Copies of jobs' states at one step, taken while the GPU goes on.
+
+A round reads the compute copies of the adapters. Only a job's own optimizer step changes its
+masters and moments, so nothing but that step waits for the copy (`AdapterSlab.wait_for_readers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tlora_megatron.config.job import LoraSpec
+from tlora_megatron.layers.linear_sites import rank_sites
+from tlora_megatron.layers.slab import AdapterSlab, WholeTensor, find_whole_tensors
+from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
+from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.formats.safetensors_file import PendingTensor, Scratch
+
+BUFFERS = ("master", "exp_avg", "exp_avg_sq")
+"""The buffers of a checkpoint; an adapter is the first."""
+
+
+class Snapshot(NamedTuple):
+    """The whole state of one adapter at one step, in the host's memory of the writer."""
+
+    lora: LoraSpec
+    spec: Backbone
+    layouts: tuple[SlabLayout, ...]
+    """Of the model-parallel ranks."""
+    buffers: dict[str, torch.Tensor]
+    """fp32 `[ranks, elements]`, each rank's flat buffer at the begin of its row."""
+    copied: torch.cuda.Event | None
+    """None where the copy is complete."""
+
+    def wait(self) -> None:
+        """Waits until the values are there."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+    def tensors(self, buffer: str, prefix: str = "") -> list[PendingTensor]:
+        """Returns a buffer's whole canonical tensors, to be put together when they are read."""
+        rows = zip(self.layouts, self.buffers[buffer], strict=True)
+        flat = [row[: layout.numel] for layout, row in rows]
+        return [
+            PendingTensor(prefix + tensor.name, tensor.shape, _reader(tensor))
+            for tensor in find_whole_tensors(self.layouts, flat, self.spec)
+        ]
+
+
+def _reader(tensor: WholeTensor) -> Callable[[Scratch], torch.Tensor]:
+    def read(scratch: Scratch) -> torch.Tensor:
+        stored = tensor.as_stored()
+        return tensor.join(scratch.room(tensor.shape)) if stored is None else stored
+
+    return read
+
+
+class SnapshotTaker:
+    """Takes snapshots on a stream beside the training's; collectives run in program order.
+
+    Args:
+        groups: those of the super-model. A gather over `model_group` takes device memory for one
+            buffer of every model-parallel rank, one buffer at a time.
+    """
+
+    def __init__(self, spec: Backbone, groups: ParallelGroups) -> None:
+        self._spec, self._groups = spec, groups
+        on_gpu = groups.device.type == "cuda"
+        self._stream = torch.cuda.Stream(groups.device) if on_gpu else None
+        self._layouts = cache(self._make_layouts)
+
+    def numel(self, lora: LoraSpec, num_buffers: int = len(BUFFERS)) -> int:
+        """Returns the elements of a snapshot."""
+        layouts = self._layouts(lora)
+        return num_buffers * len(layouts) * _row_size(layouts)
+
+    def take(
+        self, slab: AdapterSlab, buffers: Sequence[str], room: torch.Tensor | None
+    ) -> Snapshot | None:
+        """Copies an adapter's buffers; collective over the ranks that hold parts of it.
+
+        Args:
+            room: flat, of the size that `numel` says; None on ranks that write nothing.
+
+        Returns:
+            The snapshot; None where there is no room.
+        """
+        layouts = self._layouts(slab.layout.lora)
+        rows: list[torch.Tensor | None] = [None] * len(buffers)
+        if room is not None:
+            rows = list(room.view(len(buffers), len(layouts), _row_size(layouts)))
+        with self._beside(slab, buffers) as copied:
+            for buffer, into in zip(buffers, rows, strict=True):
+                self._copy(slab, buffer, layouts, into)
+        if room is None:
+            return None
+        named = {name: row for name, row in zip(buffers, rows, strict=True) if row is not None}
+        return Snapshot(slab.layout.lora, self._spec, layouts, named, copied)
+
+    @contextmanager
+    def _beside(
+        self, slab: AdapterSlab, buffers: Sequence[str]
+    ) -> Iterator[torch.cuda.Event | None]:
+        """Runs what is inside on the side stream, behind all that the current one was given."""
+        if self._stream is None:
+            yield None
+            return
+        copied = torch.cuda.Event(blocking=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._groups.device))
+        with torch.cuda.stream(self._stream):
+            yield copied
+            copied.record(self._stream)
+        for name in buffers:
+            held = slab.buffers()[name]
+            if held.is_cuda:  # a job may leave, and its memory with it, before it is copied
+                held.record_stream(self._stream)
+        slab.read_until(copied)
+
+    def _copy(
+        self,
+        slab: AdapterSlab,
+        buffer: str,
+        layouts: tuple[SlabLayout, ...],
+        into: torch.Tensor | None,
+    ) -> None:
+        """Brings one buffer of every model-parallel rank into `[ranks, elements]`."""
+        groups, is_alone = self._groups, len(layouts) == 1
+        if is_alone and slab.placement.group is None:
+            held = slab.buffers()[buffer]  # wherever it lies
+        else:
+            held = slab.whole(buffer)
+        if not groups.is_first_replica:
+            return
+        if is_alone:
+            if into is not None:
+                into[0, : held.numel()].copy_(held, non_blocking=True)
+            return
+        # A collective takes equal sizes only, and stages may hold different numbers of layers.
+        missing = _row_size(layouts) - held.numel()
+        local = F.pad(held, (0, missing)) if missing else held
+        if into is None:
+            dist.gather(local, group=groups.model_group, group_dst=0)
+            return
+        parts = list(into) if self._stream is None else [torch.empty_like(local) for _ in into]
+        dist.gather(local, parts, group=groups.model_group, group_dst=0)
+        if self._stream is not None:
+            for row, part in zip(into, parts, strict=True):
+                row.copy_(part, non_blocking=True)
+
+    def _make_layouts(self, lora: LoraSpec) -> tuple[SlabLayout, ...]:
+        layout = self._groups.layout
+        return tuple(
+            slab_layout(rank_sites(self._spec, layout, tp_rank=tp_rank, pp_rank=pp_rank), lora)
+            for pp_rank in range(layout.pp_size)
+            for tp_rank in range(layout.tp_size)
+        )
+
+
+def _row_size(layouts: Sequence[SlabLayout]) -> int:
+    return max(layout.numel for layout in layouts)

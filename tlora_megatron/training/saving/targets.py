@@ -1,0 +1,56 @@
+"""What a snapshot of a job is written as: a checkpoint, or an adapter for PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from tlora_megatron.training.formats.checkpoint import checkpoint_state, write_checkpoint
+from tlora_megatron.training.formats.peft_format import write_adapter
+from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.saving.snapshot import BUFFERS, Snapshot
+
+
+class Target(NamedTuple):
+    """Something to be written of a snapshot."""
+
+    buffers: tuple[str, ...]
+    """The buffers that it needs."""
+    write: Callable[[Snapshot], int]
+    """Writes it and returns the number of bytes; runs on the writer's thread."""
+    on_error: Callable[[Exception], None]
+    """Called on the thread that trains if the disk refused or a value was not finite."""
+
+
+def checkpoint_target(
+    directory: Path, job: JobState, on_error: Callable[[Exception], None]
+) -> Target:
+    """Returns the checkpoint of a job as it is now, in `directory/step_N`."""
+    write = partial(_write_checkpoint, directory, job.step, checkpoint_state(job))
+    return Target(BUFFERS, write, on_error)
+
+
+def adapter_target(
+    directory: Path, base_model: str, on_error: Callable[[Exception], None]
+) -> Target:
+    """Returns the adapter of a job as a PEFT directory."""
+    return Target(BUFFERS[:1], partial(_write_adapter, directory, base_model), on_error)
+
+
+def _write_checkpoint(directory: Path, step: int, state: str, snapshot: Snapshot) -> int:
+    master, *moments = BUFFERS
+    weights = snapshot.tensors(master)
+    of_moments = [t for name in moments for t in snapshot.tensors(name, prefix=f"{name}.")]
+    return write_checkpoint(directory, step, state, weights, of_moments)
+
+
+def _write_adapter(directory: Path, base_model: str, snapshot: Snapshot) -> int:
+    return write_adapter(
+        directory,
+        lora=snapshot.lora,
+        factors=snapshot.tensors(BUFFERS[0]),
+        model=snapshot.spec,
+        base_model=base_model,
+    )
