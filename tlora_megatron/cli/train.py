@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -107,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _start_early(config: RunConfig) -> None:
     """Starts what needs neither torch nor other processes: the disk's reading, the kernels."""
-    if config.base_model.path is not None and not config.base_model.random_init:
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if config.base_model.path is not None and is_first:
         read_ahead(Path(config.base_model.path))
     if config.base_model.dtype == "bfloat16":
         build_early()
@@ -131,6 +133,7 @@ def _launch(args: argparse.Namespace, config: RunConfig) -> int:
 
 
 def _train(config: RunConfig, *, is_main: bool, stderr: bool) -> dict[str, Any]:
+    gc.disable()  # imports and the building of a model make no garbage; the loop turns it on
     quiet.install()
     from tlora_megatron.runtime.controller import train_run
     from tlora_megatron.runtime.launcher import join_agent, leave_process_group
@@ -143,6 +146,7 @@ def _train(config: RunConfig, *, is_main: bool, stderr: bool) -> dict[str, Any]:
     try:
         summary = train_run(config, show)
     finally:
+        gc.enable()
         # Also when it fails: a live display left on hides the cursor.
         show.on_finish()
     # Not when it fails: a rank that waits here for the others would keep torchrun from ending them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import sys
@@ -66,12 +67,14 @@ def _train(args: argparse.Namespace) -> int:
     is_main = global_rank() == 0
     show = RichProgress(open_console(stderr=args.json)) if is_main else SilentListener()
     try:
+        gc.disable()  # imports and the building of a model leave next to nothing to collect
         engine = initialize(
             config=args.deepspeed_config,
             overrides=args.overrides,
             output_dir=args.output_dir,
             listener=show,
         )
+        gc.enable()
         summary = engine.train()
     finally:
         show.on_finish()

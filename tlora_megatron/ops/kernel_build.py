@@ -6,7 +6,6 @@ for its library.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import hashlib
 import logging
@@ -27,9 +26,8 @@ logger = logging.getLogger(__name__)
 SOURCES = shipped_folder("csrc", "csrc", "lora_gemm.cu")
 _FLAGS = ("-O3", "-std=c++17", "-Xcompiler", "-fPIC", "-Xcompiler", "-fvisibility=hidden")
 _ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
-_HOPPER = 9
-_CAPABILITY_MAJOR = 75
-"""`CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR` of the driver."""
+_HOPPER = "9."
+"""Beginning of its compute capability."""
 _LOCK_NAME = "kernels.lock"
 _POLL_S = 0.05
 _TELL_EVERY_S = 3.0
@@ -73,20 +71,17 @@ def find_compiler() -> str | None:
 
 
 def has_hopper_gpu() -> bool:
-    """Asks the driver whether a GPU of compute capability 9 is there, without importing torch."""
+    """Asks nvidia-smi whether a GPU of compute capability 9 is there.
+
+    Neither torch nor the driver is loaded here: who trains has yet to set what CUDA reads when it
+    starts.
+    """
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
         return False
-    count, device, major = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return False
-    for ordinal in range(count.value):
-        driver.cuDeviceGet(ctypes.byref(device), ordinal)
-        driver.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, device)
-        if major.value == _HOPPER:
-            return True
-    return False
+    return any(line.startswith(_HOPPER) for line in found.stdout.splitlines())
 
 
 def build_early() -> None:

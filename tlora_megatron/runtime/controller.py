@@ -61,9 +61,11 @@ def frozen_gc() -> Iterator[None]:
 
     Tapes of nano-batches are thousands of small objects a step, each step sets the collector off,
     and it would look through a whole model's again and again (a fifth of the host's time for cuts).
+    Turns the collector on, where the start of a run went without it.
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     try:
         yield
     finally:
@@ -91,23 +93,36 @@ def _layout(config: RunConfig) -> ParallelLayout:
     )
 
 
-def _build(
-    run: TrainingRun, spec: ModelSpec, layout: ParallelLayout
-) -> tuple[ParallelGroups, Linears, Engine]:
-    """Sets up processes and backbone; returns groups, linears and engine."""
+def import_backbone() -> None:
+    """Imports Megatron-core and what is built on it.
+
+    Raises:
+        ImportError: if it is missing, or needs triton.
+    """
+    from tlora_megatron.integrations.megatron.lazy_compile import lazy_compile
+
     try:
-        with timeline.phase("imports"):
-            from tlora_megatron.integrations.megatron import model as backbone
-            from tlora_megatron.integrations.megatron import recompute
-            from tlora_megatron.integrations.megatron.engine import (
-                MegatronEngine,
-                current_groups,
-                pair_linears,
-            )
+        with timeline.phase("imports"), lazy_compile():
+            import tlora_megatron.integrations.megatron.engine
+            import tlora_megatron.integrations.megatron.recompute  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
         raise ImportError(_TRITON) from error
+
+
+def _build(
+    run: TrainingRun, spec: ModelSpec, layout: ParallelLayout
+) -> tuple[ParallelGroups, Linears, Engine]:
+    """Sets up processes and backbone; returns groups, linears and engine."""
+    import_backbone()
+    from tlora_megatron.integrations.megatron import model as backbone
+    from tlora_megatron.integrations.megatron import recompute
+    from tlora_megatron.integrations.megatron.engine import (
+        MegatronEngine,
+        current_groups,
+        pair_linears,
+    )
 
     config = run.config
     overlaps = config.run.nano_batches != 1 and layout.tp_size > 1

@@ -6,6 +6,7 @@ A batch of rows is tokenized by one call; everything that can go wrong in a row 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,15 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 """Closed, because a chat template may pass over a misspelt role without a word."""
 
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+_KNOWN_CLASSES = {
+    ("llama", "PreTrainedTokenizerFast"): "PreTrainedTokenizerFast",
+    ("llama", "TokenizersBackend"): "PreTrainedTokenizerFast",
+    ("qwen2", "Qwen2Tokenizer"): "Qwen2Tokenizer",
+    ("qwen2", "Qwen2TokenizerFast"): "Qwen2Tokenizer",
+    ("qwen3", "Qwen2Tokenizer"): "Qwen2Tokenizer",
+    ("qwen3", "Qwen2TokenizerFast"): "Qwen2Tokenizer",
+}
+"""(model type, tokenizer class as the folder says) -> class that `AutoTokenizer` then takes."""
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Span = tuple[int, int]
@@ -59,7 +69,7 @@ def load_tokenizer(base_dir: Path) -> Any:
     Raises:
         ValueError: if the directory lacks tokenizer files or they cannot be read.
     """
-    from transformers import AutoTokenizer
+    import transformers
 
     base_dir = Path(base_dir)
     # transformers builds an empty tokenizer, or asks its cache, where the files are missing.
@@ -67,13 +77,34 @@ def load_tokenizer(base_dir: Path) -> Any:
         choices = " or ".join(" with ".join(files) for files in _TOKENIZER_FILES)
         raise ValueError(f"base_model must hold a tokenizer ({choices}), got none in {base_dir}")
     try:
-        return AutoTokenizer.from_pretrained(
+        kind = _tokenizer_class(base_dir)
+        if kind is not None:
+            return getattr(transformers, kind).from_pretrained(base_dir, local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(
             base_dir, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # the tokenizers library raises plain Exception
         raise ValueError(
             f"base_model must hold a readable tokenizer, got {error} in {base_dir}"
         ) from error
+
+
+def _tokenizer_class(base_dir: Path) -> str | None:
+    """The class that `AutoTokenizer` would find, where it is known; None: ask it.
+
+    Asking imports all of transformers' models, and torch's compiler with them.
+    """
+    if not (base_dir / "tokenizer.json").is_file():
+        return None
+    model, tokenizer = (
+        json.loads((base_dir / name).read_text(encoding="utf-8"))
+        if (base_dir / name).is_file()
+        else {}
+        for name in ("config.json", "tokenizer_config.json")
+    )
+    if "auto_map" in tokenizer:
+        return None
+    return _KNOWN_CLASSES.get((model.get("model_type"), tokenizer.get("tokenizer_class")))
 
 
 def tokenize_rows(rows: Sequence[Row], tokenizer: Any) -> list[TokenSequence]:
