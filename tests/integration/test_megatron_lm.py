@@ -40,6 +40,7 @@ from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.slab import factor_names, factor_shape
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.formats.peft_format import export_adapter
+from tlora_megatron.timeline import time_line
 from tlora_megatron.training.metrics import read_metrics
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow]
@@ -143,6 +144,13 @@ def test_losses_and_weights_equal_the_oracle(layout: str, launch: Launch, root: 
     assert_equals_oracle(out, root)
     assert {job["status"] for job in summary(out)["jobs"].values()} == {"finished"}
     assert (out / "report.html").is_file()
+
+
+def test_the_line_at_the_end_says_where_the_time_went(launch: Launch) -> None:
+    out, log = launch("one process")
+    times = summary(out)["run"]["time_s"]
+    assert f"time: {time_line(summary(out)['run'])}" in log
+    assert all(times[name] > 0 for name in ("imports", "base", "data", "rounds", "evaluation"))
 
 
 def test_evaluation_is_that_of_the_files(launch: Launch) -> None:
