@@ -216,10 +216,8 @@ class TestJobs:
             )
             assert not (outcome.output_dir / "jobs" / "job0" / "adapter").exists()
             assert outcome.jobs["job1"]["status"] == "finished"
-            said = (
-                "job job0: batch_size 9 is above its 4 training sequences; 2 steps are 4.5 epochs"
-            )
-            assert said in outcome.err
+            said = "batch_size 9 is above its 4 training sequences (steps: 2, epochs: 4.5)"
+            assert f"job job0: {said}" in outcome.err
 
     def test_unknown_target(self, train: Train) -> None:
         outcome = train({"lora": {"target_modules": ["q_proj", "w_proj"]}})
@@ -389,8 +387,8 @@ class TestOutput:
         outcome = train(output_dir=output_dir)
         assert outcome.code == 2
         assert (
-            f"run.output_dir must be new or hold this run, got {output_dir} with a run over an "
-            "unknown base_model"
+            f"run.output_dir must be new or hold this run, got {output_dir} with a config.json "
+            "that is no run's"
         ) in outcome.err
         assert [path.name for path in output_dir.iterdir()] == ["config.json"]
 

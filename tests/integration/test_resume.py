@@ -336,6 +336,29 @@ class TestUnreadable:
         ):
             train_until(config, copy_of_half, SPLIT)
 
+    @pytest.mark.parametrize(
+        ("spoil", "reason"),
+        [
+            (lambda s: s["progress"].pop("tokens"), "progress in state.json must hold the keys"),
+            (lambda s: s["job"].pop("optimizer"), "job in state.json must hold the keys"),
+            (lambda s: s["progress"].update(step="3"), "progress.step in state.json must be a c"),
+        ],
+    )
+    def test_a_state_that_lacks_a_value_is_passed_over(
+        self,
+        spoil: Callable[[dict[str, Any]], object],
+        reason: str,
+        copy_of_half: Path,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        folder = checkpoints(copy_of_half, "everything")
+        newest = folder / "step_00000006" / "state.json"
+        state = json.loads(newest.read_text())
+        spoil(state)
+        newest.write_text(json.dumps(state))
+        assert find_checkpoint(folder).step == 3
+        assert reason in caplog.text
+
     def test_spoilt_ones_do_not_crowd_out_good_ones(self, config: Path, copy_of_half: Path) -> None:
         folder = checkpoints(copy_of_half, "everything")
         for step in (30, 33):

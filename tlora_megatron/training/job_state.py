@@ -106,18 +106,20 @@ class JobState:
         """
         return replace(self)
 
-    _SAVED = ("step", "updates", "tokens", "target_tokens", "nonfinite_in_a_row", "last_loss")
+    COUNTS = ("step", "updates", "tokens", "target_tokens", "nonfinite_in_a_row")
+    SAVED = (*COUNTS, "last_loss", "eval_before")
+    """What a checkpoint keeps of the progress, and which of it are counts."""
 
     def progress(self) -> dict[str, Any]:
         """Values that a checkpoint keeps; data order and dropout follow from seed and step."""
         before = self.eval_before
-        saved = {key: getattr(self, key) for key in self._SAVED}
+        saved = {key: getattr(self, key) for key in self.SAVED}
         return {**saved, "eval_before": before and [before.loss, before.exact_match]}
 
     def restore(self, progress: dict[str, Any]) -> None:
         """Sets the values that a checkpoint kept."""
-        for key in self._SAVED:
+        for key in self.SAVED:
             setattr(self, key, progress[key])
-        if progress["eval_before"] is not None:
+        if self.eval_before is not None:
             loss, exact_match = progress["eval_before"]
             self.eval_before = EvalResult(loss=loss, exact_match=exact_match)

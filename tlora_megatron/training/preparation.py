@@ -69,7 +69,7 @@ def prepare_job(
     plan = BatchPlan.for_job(job, len(data.train))
     if job.batch_size > len(data.train):
         logger.warning(
-            "job %s: batch_size %d is above its %d training sequences; %d steps are %.3g epochs",
+            "job %s: batch_size %d is above its %d training sequences (steps: %d, epochs: %.3g)",
             job.name, job.batch_size, len(data.train), plan.num_steps, plan.num_epochs,
         )  # fmt: skip
     return PreparedJob(spec=job, data=data, plan=plan, checkpoint=checkpoint, imported=imported)

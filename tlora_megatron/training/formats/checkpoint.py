@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 _KEEP = 2
 _FORMAT = 1
 _STATE_KEYS = {"format", "job", "num_sequences", "data_fingerprint", "progress"}
+_JOB_KEYS = {"lora", "optimizer", "schedule", "batch_size", "seed", "max_seq_len"}
 _NAME = re.compile(r"step_(\d{8,})")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FILES = ("adapter.safetensors", "optimizer.safetensors", "state.json")
@@ -119,7 +120,8 @@ class Checkpoint:
         pairs.append(("number of training sequences", saved_size, len(data.train)))
         pairs.append(("fingerprint of the training data", saved_data, data.fingerprint))
         for name, old, new in pairs:
-            if (list(new) if isinstance(new, tuple) else new) != old:
+            new = list(new) if isinstance(new, tuple) else new
+            if new != old:
                 raise ValueError(
                     f"job {job.name!r}: {name} must be {old} as in its checkpoint {self.path}, "
                     f"got {new}; to start afresh give another run.output_dir and no "
@@ -188,6 +190,16 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.name} must hold the keys {sorted(_STATE_KEYS)}, got {state!r:.80}")
     if state["format"] != _FORMAT:
         raise ValueError(f"format must be {_FORMAT}, got {state['format']!r}")
+    for section, keys in (("job", _JOB_KEYS), ("progress", set(JobState.SAVED))):
+        if not isinstance(state[section], dict) or not state[section].keys() >= keys:
+            raise ValueError(
+                f"{section} in {path.name} must hold the keys {sorted(keys)}, got "
+                f"{state[section]!r:.80}"
+            )
+    for key in JobState.COUNTS:
+        count = state["progress"][key]
+        if type(count) is not int or count < 0:
+            raise ValueError(f"progress.{key} in {path.name} must be a count, got {count!r:.80}")
     return state
 
 

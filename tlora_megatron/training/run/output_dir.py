@@ -55,12 +55,17 @@ def claim_output_dir(output_dir: Path, config: RunConfig) -> bool:
         earlier = _base_of_run(held)
         if earlier != config_to_dict(config)["base_model"]:
             raise ValueError(
-                f"run.output_dir must be new or hold this run, got {output_dir} with a run over "
-                f"{earlier or 'an unknown base_model'}"
+                f"run.output_dir must be new or hold this run, got {output_dir} with "
+                + (f"a run over {earlier}" if earlier else f"a {CONFIG_NAME} that is no run's")
             )
     elif resume == "always":
         raise ValueError(
             f"run.output_dir must hold a run with run.resume: always, got {output_dir}"
+        )
+    elif left := sorted(output_dir.glob("jobs/*/checkpoints/step_*")):
+        raise ValueError(
+            f"run.output_dir must be new or hold this run, got {output_dir} with {left[0]} but "
+            f"without its {CONFIG_NAME}; put that back, or move the checkpoints away"
         )
     try:
         output_dir.mkdir(parents=True, exist_ok=True)

@@ -36,10 +36,12 @@ def check_resumption(job: PreparedJob) -> None:
             f"it anew give another run.output_dir and no resume_from"
         )
     if changes := changed_settings(checkpoint.state["job"], spec):
-        logger.warning(
-            "job %s goes on from step %d with other settings: %s",
-            spec.name, done, ", ".join(changes),
-        )  # fmt: skip
+        what = (
+            "goes on from step %d with other settings"
+            if done < steps
+            else "has done its %d steps; other settings than theirs have no effect"
+        )
+        logger.warning(f"job %s {what}: %s", spec.name, done, ", ".join(changes))
 
 
 def changed_settings(saved: Mapping[str, Any], job: JobSpec) -> list[str]:

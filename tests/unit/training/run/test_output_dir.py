@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tlora_megatron.training.run.output_dir import hold_output_dir
+from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig
+from tlora_megatron.config.run import RunSpec
+from tlora_megatron.training.run.output_dir import claim_output_dir, hold_output_dir
 
 
 def test_a_directory_in_use_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:
@@ -25,3 +27,26 @@ def test_an_exception_lets_go(tmp_path: Path) -> None:
         raise RuntimeError("inside")
     with hold_output_dir(tmp_path):
         pass
+
+
+def config_for(output_dir: Path) -> RunConfig:
+    return RunConfig(
+        base_model=BaseModelSpec(path="base"),
+        parallel=ParallelSpec(),
+        run=RunSpec(output_dir=str(output_dir)),
+        jobs=(),
+    )
+
+
+def test_checkpoints_without_their_configuration_are_not_written_over(tmp_path: Path) -> None:
+    assert not claim_output_dir(tmp_path, config_for(tmp_path))
+    step = tmp_path / "jobs" / "a" / "checkpoints" / "step_00000004"
+    step.mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"got {tmp_path} with {step} but without its config.json"):
+        claim_output_dir(tmp_path, config_for(tmp_path))
+
+
+def test_a_configuration_that_cannot_be_read_is_no_run_s(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"got .* with a config.json that is no run's"):
+        claim_output_dir(tmp_path, config_for(tmp_path))

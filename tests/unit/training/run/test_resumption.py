@@ -46,6 +46,15 @@ def test_one_line_names_every_old_and_new_value(caplog: pytest.LogCaptureFixture
     )
 
 
+def test_a_job_at_its_end_is_said_to_stay_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    check_resumption(resumed(replace(SPEC, optimizer=OptimizerSpec(lr=0.5)), step=20))
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "job a has done its 20 steps; other settings than theirs have no effect: "
+        "optimizer.lr 0.5 instead of 0.0002"
+    )
+
+
 def test_nothing_is_said_of_the_same_settings_or_of_those_that_were_not_kept(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
