@@ -146,7 +146,8 @@ def _rank_cell(lora: LoraSpec) -> str:
 
 def _config_cells(job: JobSpec) -> tuple[str, ...]:
     end = f"{job.max_steps} steps" if job.max_steps is not None else f"{job.epochs} epochs"
-    warmup = f", warm-up {job.schedule.warmup_steps}" if job.schedule.warmup_steps else ""
+    length = job.schedule.warmup_steps or job.schedule.warmup_ratio
+    warmup = f", warm-up {length}" if length else ""
     data = [Path(path).name for path in (job.data.train, job.data.eval) if path]
     return (
         job.name,

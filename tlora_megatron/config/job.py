@@ -143,7 +143,17 @@ class ScheduleSpec:
         "shape of the learning rate after warm-up", default="constant"
     )
     warmup_steps: int = rule("optimizer steps of linear warm-up from 0", default=0, ge=0)
+    warmup_ratio: float = rule(
+        "warm-up as a share of the job's steps, rounded up, in the place of warmup_steps",
+        default=0.0,
+        ge=0,
+        lt=1,
+    )
     min_lr: float = rule("learning rate at the end of the decay", default=0.0, ge=0)
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Steps of warm-up of a job of `num_steps`."""
+        return self.warmup_steps or math.ceil(self.warmup_ratio * num_steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

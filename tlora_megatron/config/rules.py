@@ -61,6 +61,9 @@ def _check_steps(job: JobSpec, path: str) -> None:
     warmup = job.schedule.warmup_steps
     if job.max_steps is not None and warmup >= job.max_steps:
         raise must(f"{path}.schedule.warmup_steps", f"be below max_steps = {job.max_steps}", warmup)
+    if warmup and job.schedule.warmup_ratio:
+        told = "set at most one of warmup_steps and warmup_ratio, got both; set the other to 0"
+        raise ConfigError(f"{path}.schedule must {told}")
     if job.schedule.min_lr > job.optimizer.lr:
         raise must(
             f"{path}.schedule.min_lr",

@@ -34,6 +34,13 @@ def test_rates_equal_transformers(name: str, warmup: int, num_steps: int, peak: 
         scheduler.step()
 
 
+def test_a_warm_up_may_be_a_share_of_the_job_s_steps() -> None:
+    """Rounded up, as TrainingArguments.get_warmup_steps has it."""
+    share, steps = ScheduleSpec(warmup_ratio=0.1), ScheduleSpec(warmup_steps=3)
+    rates = [[learning_rate(spec, 0.5, step, 21) for step in range(21)] for spec in (share, steps)]
+    assert rates[0] == rates[1]
+
+
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 @given(warmup=st.integers(0, 9), length=st.integers(1, 20), floor=st.floats(0.0, 0.5))
 @fast

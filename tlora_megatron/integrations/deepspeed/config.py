@@ -9,14 +9,18 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from pydantic import ValidationError
-
 from tlora_megatron.config.load import BaseModelSpec, RunConfig, RunSpec, read_config
 from tlora_megatron.config.reader import ConfigError, must, nearest, read_spec
 from tlora_megatron.config.rules import resolve
 from tlora_megatron.config.source import apply_override, merge, read_document
 from tlora_megatron.integrations.deepspeed.job_defaults import take_job_defaults
+from tlora_megatron.integrations.deepspeed.known_keys import check_keys
+from tlora_megatron.integrations.deepspeed.trainer_values import (
+    AUTO,
+    TrainerValues,
+    hand_over,
+    refuse_autos,
+)
 
 _OWNED = {
     "gradient_accumulation_steps": "a job's batch_size may span any number of micro-batches",
@@ -25,8 +29,10 @@ _OWNED = {
     "zero_allow_untested_optimizer": "DeepSpeed gets no optimizer",
     "zero_force_ds_cpu_optimizer": "DeepSpeed gets no optimizer",
     "activation_checkpointing": "run.recompute says what is recomputed",
+    # LLaMA-Factory's files have these two, which no DeepSpeed reads.
+    **dict.fromkeys(("comms_config", "monitor_config"), "DeepSpeed does not read it"),
     **dict.fromkeys(
-        ("flops_profiler", "wall_clock_breakdown", "tensorboard", "wandb", "csv_monitor"),
+        ("flops_profiler", "wall_clock_breakdown", "tensorboard", "wandb", "csv_monitor", "comet"),
         "DeepSpeed's engine makes no steps here; every job has metrics of its own",
     ),
     **dict.fromkeys(
@@ -35,13 +41,6 @@ _OWNED = {
     ),
 }
 """Keys without a meaning here, each with the reason."""
-
-_READ = (
-    *_OWNED,
-    *("bf16", "zero_optimization", "tensor_parallel"),
-    *("optimizer", "scheduler", "gradient_clipping"),
-)
-"""Keys that have a meaning here, or are logged as having none."""
 
 _MICRO_BATCH_TOKENS = next(
     field.default for field in fields(RunSpec) if field.name == "micro_batch_tokens"
@@ -77,6 +76,12 @@ _REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 """Settings that must be off, each with the reason."""
 
+_SECTIONS = ("tlora", "tlora_config")
+"""Top-level keys of our own."""
+
+_OFF = ("amp",)
+"""Sections that are off where they are not refused, but of which some DeepSpeed takes none."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepSpeedConfig:
@@ -100,6 +105,7 @@ def load_deepspeed_config(
     *,
     output_dir: str | None = None,
     base_model: BaseModelSpec | None = None,
+    trainer: TrainerValues | None = None,
 ) -> DeepSpeedConfig:
     """Reads and checks a DeepSpeed JSON with a `tlora` section, or a `tlora_config` file.
 
@@ -110,20 +116,26 @@ def load_deepspeed_config(
         output_dir: replaces `run.output_dir`.
         base_model: describes a model that is built already; the section may then name its
             directory.
+        trainer: what "auto" means; None = this package's defaults, and no "auto" in the section.
 
     Raises:
         ConfigError: for the first thing that is wrong or refused.
     """
     document, folder = _read(source)
     section, folder = _section(document, folder)
+    defaults, asked, taken = take_job_defaults(document)
     document = _without_auto(document)
     _check_mappings(document)
     for override in overrides:
         apply_override(section, override)
     _refuse(document)
     changes = [f"{key} has no effect: {why}" for key, why in _OWNED.items() if key in document]
-    changes += _misspelt(document)
-    defaults, taken = take_job_defaults(document)
+    changes += check_keys(document, ours=_SECTIONS, without_effect=(*_OWNED, *_OFF))
+    if trainer is None:
+        refuse_autos(section)
+    else:
+        taken = hand_over(section, defaults, asked, trainer)
+        _check_bf16(document, base_model, trainer)
     _join(section, defaults)
     base_model = _agreed_base(document, section, base_model, folder)
     config = read_config(
@@ -177,6 +189,19 @@ def _agreed_base(
     return given
 
 
+def _check_bf16(
+    document: dict[str, Any], given: BaseModelSpec | None, trainer: TrainerValues
+) -> None:
+    """Checks that a trainer's `bf16`, where it is set, agrees with DeepSpeed's and the model."""
+    if not trainer.bf16:
+        return
+    if document.get("bf16", {}).get("enabled") is False:
+        raise must("bf16.enabled", "agree with TrainingArguments.bf16 true", False)
+    if given is not None and given.dtype != "bfloat16":
+        remedy = "read it with dtype=torch.bfloat16"
+        raise must("TrainingArguments.bf16", f"agree with the model's {given.dtype}", True, remedy)
+
+
 def _without_nano_batches(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Turns `auto` into 1 and refuses other numbers; returns a sentence if it changed anything."""
     asked = config.run.nano_batches
@@ -191,7 +216,7 @@ def _without_nano_batches(config: RunConfig) -> tuple[RunConfig, list[str]]:
 def _without_auto(value: Any) -> Any:
     """Leaves out values that the HF Trainer should fill in: all have defaults here."""
     if isinstance(value, dict):
-        return {key: _without_auto(item) for key, item in value.items() if item != "auto"}
+        return {key: _without_auto(item) for key, item in value.items() if item != AUTO}
     return value
 
 
@@ -205,6 +230,10 @@ def _check_mappings(document: dict[str, Any]) -> None:
         raise must("bf16.enabled", "be true or false", bf16)
     if not isinstance(zero.get("offload_optimizer", {}), dict):
         raise must("zero_optimization.offload_optimizer", "be a mapping", zero["offload_optimizer"])
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise must("zero_optimization.stage", "be 0, 1, 2 or 3", stage)
+    _tp_size(document)
 
 
 def _section(document: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path]:
@@ -212,6 +241,8 @@ def _section(document: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Pa
     section, file = document.pop("tlora", None), document.pop("tlora_config", None)
     if (section is None) == (file is None):
         got = "neither" if section is None else "both"
+        meant = (f"{key}, {nearest(key, _SECTIONS)}" for key in document if nearest(key, _SECTIONS))
+        got = next(meant, got) if section is None else got
         raise ConfigError(f"the JSON must hold exactly one of tlora and tlora_config, got {got}")
     if file is not None:
         path = folder / str(file)
@@ -232,12 +263,6 @@ def _refuse(document: dict[str, Any]) -> None:
     sequence_parallel = document.get("sequence_parallel_size", 1)
     if sequence_parallel != 1:
         raise must("sequence_parallel_size", "be 1", sequence_parallel)
-
-
-def _misspelt(document: dict[str, Any]) -> list[str]:
-    """Returns a sentence for each key that looks misspelt; DeepSpeed ignores such keys, too."""
-    remedies = ((key, nearest(key, _READ, likeness=0.85)) for key in sorted(document))
-    return [f"{key} has no effect: {to}" for key, to in remedies if to and key not in _READ]
 
 
 def _set_dtype(section: dict[str, Any], bf16: bool | None) -> None:
@@ -278,17 +303,8 @@ def _set_portions(section: dict[str, Any]) -> None:
 
 
 def _zero_section(document: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Checks the ZeRO section; returns it, and whether adapters' state lies in host memory."""
+    """Returns the ZeRO section, and whether adapters' state lies in host memory."""
     zero = dict(document.get("zero_optimization", {}))
-    stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        raise must("zero_optimization.stage", "be 0, 1, 2 or 3", stage)
-    try:
-        DeepSpeedZeroConfig(**zero)  # below stage 3, too, where DeepSpeed never sees the section
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(("zero_optimization", *map(str, first["loc"])))
-        raise must(name, "be what DeepSpeed takes", first["input"], first["msg"]) from error
     offload = zero.pop("offload_optimizer", {}).get("device", "none")
     if offload not in ("none", "cpu"):
         raise must("zero_optimization.offload_optimizer.device", "be none or cpu", offload)
@@ -310,7 +326,8 @@ def _engine_section(
     Stages 1 and 2 concern an optimizer alone, and DeepSpeed refuses them without one; so does
     `bf16` below stage 3, where it would make one.
     """
-    dropped = {*_OWNED, "optimizer", "scheduler", "gradient_clipping", "bf16", "fp16", "data_types"}
+    dropped = {*_OWNED, *_OFF, "optimizer", "scheduler", "gradient_clipping"}
+    dropped |= {"bf16", "fp16", "data_types"}
     engine = {key: value for key, value in document.items() if key not in dropped}
     engine["train_micro_batch_size_per_gpu"] = 1
     engine.setdefault("steps_per_print", 2**31)

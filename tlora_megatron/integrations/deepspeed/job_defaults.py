@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from tlora_megatron.config.reader import ConfigError, must
+from tlora_megatron.integrations.deepspeed.trainer_values import AUTO
 
 _ADAM = ("Adam", "AdamW")
 _ADAM_KEYS = {"lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
 _WITHOUT_EFFECT = ("torch_adam", "adam_w_mode", "fused")
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear"}
 _SCHEDULE_KEYS = ("warmup_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_type")
+_LR = "optimizer.lr"
 
 
-def take_job_defaults(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns job fields that a DeepSpeed config sets for all, and a sentence for each key taken.
+class JobDefaults(NamedTuple):
+    """What DeepSpeed's keys say about jobs."""
+
+    fields: dict[str, Any]
+    """Fields of a job, nested like one."""
+    asked: frozenset[str]
+    """Dotted fields that are "auto": a trainer's arguments decide them, else this package."""
+    changes: list[str]
+    """A sentence for each key taken."""
+
+
+def take_job_defaults(document: dict[str, Any]) -> JobDefaults:
+    """Returns the job fields that a DeepSpeed config sets, or leaves to a trainer, for all jobs.
 
     Raises:
         ConfigError: for an optimizer or scheduler that a job cannot have.
     """
-    optimizer: dict[str, Any] = {}
-    defaults: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     changes = []
     if "optimizer" in document:
-        optimizer |= _adam(document["optimizer"])
+        fields |= _adam(document["optimizer"])
         changes.append("optimizer is the jobs' default: each job has its own AdamW")
     if "gradient_clipping" in document:
-        optimizer["max_grad_norm"] = document["gradient_clipping"]
+        fields["optimizer.max_grad_norm"] = document["gradient_clipping"]
         changes.append(
             "gradient_clipping is the jobs' default optimizer.max_grad_norm: each is clipped by "
             "its own norm"
         )
     if "scheduler" in document:
-        defaults["schedule"] = _schedule(document["scheduler"], optimizer)
+        fields |= _schedule(document["scheduler"], fields)
         changes.append("scheduler is the jobs' default schedule: each counts its own steps")
-    if optimizer:
-        defaults["optimizer"] = optimizer
-    return defaults, changes
+    asked = frozenset(key for key, value in fields.items() if value == AUTO)
+    nested: dict[str, Any] = {}
+    for key, value in fields.items():
+        if value != AUTO:
+            group, _, name = key.partition(".")
+            nested.setdefault(group, {})[name] = value
+    return JobDefaults(nested, asked, changes)
 
 
 def _type_and_params(name: str, section: Any) -> tuple[Any, dict[str, Any]]:
@@ -61,10 +77,15 @@ def _adam(section: Any) -> dict[str, Any]:
             raise ConfigError(
                 f"optimizer.params must be among {', '.join(_ADAM_KEYS)}, got {key!r}"
             )
-    return {_ADAM_KEYS[key]: value for key, value in params.items()}
+    return {f"optimizer.{_ADAM_KEYS[key]}": value for key, value in params.items()}
 
 
-def _schedule(section: Any, optimizer: dict[str, Any]) -> dict[str, Any]:
+def _schedule(section: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields that a scheduler sets; a WarmupLR that is "auto" throughout says nothing of its own.
+
+    Without warm-up, which is what "auto" means unless a trainer says otherwise, that is a constant
+    rate.
+    """
     kind, params = _type_and_params("scheduler", section)
     if not isinstance(kind, str) or kind not in _SCHEDULES:
         raise must(
@@ -79,12 +100,27 @@ def _schedule(section: Any, optimizer: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f"scheduler.params must be among {', '.join(_SCHEDULE_KEYS)}, got {key!r}"
             )
+    if _is_left_open(params):
+        params["warmup_type"] = "linear"
     if params.get("warmup_type", "log") != "linear":
         raise must(
             "scheduler.params.warmup_type", "be linear", params.get("warmup_type", "log (default)")
         )
-    if params.get("warmup_min_lr"):
+    if params.get("warmup_min_lr", 0) not in (0, AUTO):
         raise must("scheduler.params.warmup_min_lr", "be 0", params["warmup_min_lr"])
-    if "warmup_max_lr" in params:
-        optimizer["lr"] = params["warmup_max_lr"]
-    return {"name": _SCHEDULES[kind], "warmup_steps": params.get("warmup_num_steps", 0)}
+    if "warmup_num_steps" not in params:
+        remedy = "DeepSpeed's own default is 1000"
+        raise must("scheduler.params.warmup_num_steps", "be given", None, remedy)
+    found = {"schedule.warmup_steps": params["warmup_num_steps"]}
+    if "warmup_max_lr" in params and (params["warmup_max_lr"] != AUTO or _LR not in fields):
+        found[_LR] = params["warmup_max_lr"]
+    if _SCHEDULES[kind] != "constant" or not _is_left_open(params):
+        found["schedule.name"] = _SCHEDULES[kind]
+    return found
+
+
+def _is_left_open(params: dict[str, Any]) -> bool:
+    """True if the warm-up's length is "auto", and its shape is not said to be another."""
+    return params.get("warmup_num_steps") == AUTO and params.get("warmup_type") in (
+        None, AUTO, "linear",
+    )  # fmt: skip

@@ -10,34 +10,11 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs deepspeed")
 
+from tests.helpers.deepspeed_json import load, section
 from tlora_megatron.config.load import BaseModelSpec
 from tlora_megatron.config.reader import ConfigError
-from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
+from tlora_megatron.integrations.deepspeed.config import load_deepspeed_config
 from tlora_megatron.integrations.deepspeed.guard import check_version
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Holds a base and a job's data."""
-    (tmp_path / "base").mkdir()
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    return tmp_path
-
-
-def section(**job: Any) -> dict[str, Any]:
-    """A tlora section with one job."""
-    return {
-        "base_model": {"path": "base"},
-        "run": {"output_dir": "out", "micro_batch_tokens": 4096},
-        "jobs": [{"name": "a", "data": {"train": "a.jsonl"}, "max_steps": 9} | job],
-    }
-
-
-def load(folder: Path, document: dict[str, Any], **extra: Any) -> DeepSpeedConfig:
-    """Reads a document from a file in the folder."""
-    path = folder / "ds.json"
-    path.write_text(json.dumps({"tlora": section()} | document))
-    return load_deepspeed_config(path, **extra)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -82,24 +59,74 @@ def test_owned_keys_become_defaults_of_the_jobs(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "meant"),
+    ("document", "told"),
     [
-        ("zero_optimisation", "zero_optimization"),
-        ("tensor_parralel", "tensor_parallel"),
-        ("gradient_cliping", "gradient_clipping"),
+        ({"zero_optimisation": {}}, "which would ignore it; did you mean zero_optimization?"),
+        ({"tensor_parralel": {}}, "did you mean tensor_parallel?"),
+        ({"gradient_cliping": 1.0}, "did you mean gradient_clipping?"),
+        ({"fp8": {"enabled": True}}, "fp8 is not a key of DeepSpeed .*, which would ignore it$"),
+        ({"sequence_parallel": {"size": 2}}, "did you mean sequence_parallel_size?"),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_param_persistance_threshold": 1}},
+            r"zero_optimization\.stage3_param_persistance_threshold is not .* did you mean "
+            r"stage3_param_persistence_threshold\?",
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"devise": "cpu"}}},
+            r"zero_optimization\.offload_optimizer\.devise is not .* did you mean device\?",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"bufer_size": 1}}},
+            "did you mean buffer_size?",
+        ),
+        ({"bf16": {"enabled": False, "enable": True}}, r"bf16\.enable is .*mean enabled"),
+        ({"optimizer": {"type": "AdamW", "parms": {}}}, r"optimizer\.parms is .*mean params"),
+        ({"scheduler": {"typ": "WarmupLR"}}, r"scheduler\.typ"),
+        ({"checkpoint": {"tag_validaton": "warn"}}, "did you mean tag_validation?"),
+        ({"compile": {"disable": False}}, r"compile\.disable is not a key"),
     ],
 )
-def test_a_misspelt_key_is_told(folder: Path, key: str, meant: str) -> None:
-    """DeepSpeed passes over it: ZeRO 0 in the place of 3, and nobody would know."""
-    (told,) = load(folder, {key: {}}).changes
-    assert told == f"{key} has no effect: did you mean {meant}?"
+def test_a_key_that_deepspeed_would_ignore_is_refused(
+    folder: Path, document: dict[str, Any], told: str
+) -> None:
+    """ZeRO 0 in the place of 3, and nobody would know."""
+    with pytest.raises(ConfigError, match=told):
+        load(folder, document)
+
+
+def test_a_misspelt_section_is_named(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"exactly one .* got tlroa, did you mean tlora\?"):
+        load_deepspeed_config({"tlroa": section()})
+
+
+def test_what_deepspeed_reads_no_longer_is_told(folder: Path) -> None:
+    (told,) = load(folder, {"aio": {"block_size": 262144, "thread_count": 1}}).changes
+    assert told.startswith("aio.thread_count has no effect: DeepSpeed ")
+
+
+def test_remarks_are_left_alone(folder: Path) -> None:
+    document = {"_comment": "ours", "//": 1, "checkpoint": {"_why": "x", "load_universal": False}}
+    assert load(folder, document).changes == ()
 
 
 @pytest.mark.parametrize(
-    "key", ["comms_logger", "steps_per_print", "gradient_predivide_factor", "data_types", "aio"]
+    ("key", "value"),
+    [
+        ("comms_logger", {"enabled": True, "prof_ops": []}),
+        ("steps_per_print", 2000),
+        ("gradient_predivide_factor", 2.0),
+        ("data_types", {}),
+        ("aio", {"queue_depth": 8, "overlap_events": True}),
+        ("timers", {"throughput": {"enabled": True, "synchronized": False}}),
+        ("hybrid_engine", {"enabled": False, "max_out_tokens": 512}),
+        ("torch_autocast", {"enabled": False, "dtype": "bfloat16"}),
+        ("amp", {"enabled": False, "opt_level": "O1"}),
+        ("sequence_parallel_size", 1),
+        ("communication_data_type", "fp32"),
+    ],
 )
-def test_deepspeed_s_other_keys_are_its_own(folder: Path, key: str) -> None:
-    assert load(folder, {key: {}}).changes == ()
+def test_deepspeed_s_other_keys_are_its_own(folder: Path, key: str, value: Any) -> None:
+    assert load(folder, {key: value}).changes == ()
 
 
 @pytest.mark.parametrize(
@@ -124,7 +151,7 @@ def test_deepspeed_s_other_keys_are_its_own(folder: Path, key: str) -> None:
         ({"bfloat16": {"enabled": True}}, "bfloat16 must be left out.*its name is bf16"),
         (
             {"zero_optimization": {"stage": 2, "offload_optimiser": {"device": "cpu"}}},
-            r"zero_optimization\.offload_optimiser must be what DeepSpeed takes",
+            r"zero_optimization\.offload_optimiser is not a key.*mean offload_optimizer",
         ),
         (
             {"zero_optimization": {"stage": 3, "reduce_bucket_size": "big"}},
@@ -141,6 +168,12 @@ def test_deepspeed_s_other_keys_are_its_own(folder: Path, key: str) -> None:
         ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "got 'amsgrad'"),
         ({"scheduler": {"type": "OneCycle"}}, r"scheduler\.type .*tlora\.defaults\.schedule"),
         ({"scheduler": {"type": "WarmupLR"}}, "warmup_type must be linear"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}},
+            "warmup_num_steps must be given, got null; DeepSpeed's own default is 1000",
+        ),
+        ({"tlora": section(optimizer={"lr": "auto"})}, r"jobs\.a\.optimizer\.lr .*Trainer alone"),
+        ({"tlora": section() | {"defaults": "auto"}}, r"defaults must be a value, got 'auto'"),
         ({"tlora_config": "jobs.yaml"}, "exactly one of tlora and tlora_config, got both"),
         ({"tlora": section() | {"parallel": {"tp_size": 2}}}, "must not hold parallel"),
         ({"tlora": section() | {"jbos": []}}, "jbos.*mean jobs"),
