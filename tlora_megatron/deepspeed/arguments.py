@@ -1,4 +1,4 @@
-"""Reads Hugging Face's TrainingArguments as defaults of the jobs, and says what it cannot honour."""
+"""Reads Hugging Face's TrainingArguments as defaults of the jobs; names what it cannot honour."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def without_effect(args: TrainingArguments) -> str:
     names = [name for name in defaults if name not in silent and _is_set(args, name, defaults)]
     if not names:
         return ""
-    return f"no effect on the jobs: TrainingArguments' {', '.join(names)}"
+    return f"without effect, as jobs have their own: TrainingArguments' {', '.join(names)}"
 
 
 def logs_every_round(args: TrainingArguments) -> bool:
@@ -146,7 +146,8 @@ def _job_values(
         yield _warmup(args, defaults)
     yield _end(args)
     if _plain(args.eval_strategy) == "steps":
-        yield "eval_every_steps", _steps("eval_steps", args.eval_steps, is_set=True)
+        steps = _steps("eval_steps", args.eval_steps, is_set=True)
+        yield "eval_every_steps", dataclasses.replace(steps, needs="data.eval")
 
 
 def _schedule_problem(args: TrainingArguments, kind: str) -> str:
@@ -220,7 +221,7 @@ def _run_values(
         TrainerValue(argument="report_to", value="tensorboard" in reports, is_set=bool(reports)),
     )
     # Trainer's own callback logs all jobs into one W&B run, so this counts where it is asked for.
-    project = os.environ.get("WANDB_PROJECT") or args.project
+    project = os.environ.get("WANDB_PROJECT") or getattr(args, "project", "huggingface")
     yield (
         "wandb_project",
         TrainerValue(

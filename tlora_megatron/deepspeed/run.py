@@ -22,7 +22,9 @@ from tlora_megatron.training.run.training_run import TrainingRun
 from tlora_megatron.training.super_model import StepReport
 
 if TYPE_CHECKING:
+    from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
     from tlora_megatron.integrations.deepspeed.frozen_base import FrozenBase
+    from tlora_megatron.integrations.deepspeed.trainer_values import TrainerValues
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,28 @@ def initialize(
         RuntimeError: if this DeepSpeed is not one of those supported.
     """
     timeline.begin_run()
+    settings = read_settings(model, config, overrides=overrides, output_dir=output_dir)
+    for sentence in settings.changes:
+        logger.info("%s", sentence)
+    return open_run(settings, None if isinstance(model, str | Path) else model, listener)
+
+
+def read_settings(
+    model: Any,
+    config: str | Path | dict[str, Any] | None,
+    *,
+    overrides: Sequence[str] = (),
+    output_dir: str | None = None,
+    trainer: TrainerValues | None = None,
+) -> DeepSpeedConfig:
+    """Checks DeepSpeed and reads all that a run is told, before anything is built.
+
+    Args:
+        trainer: what "auto" means.
+
+    Raises:
+        ValueError, RuntimeError: as `initialize`.
+    """
     from tlora_megatron.integrations.deepspeed.guard import check_deepspeed
 
     with timeline.phase("imports"):
@@ -58,8 +82,7 @@ def initialize(
         raise ValueError("config must be a DeepSpeed JSON with a tlora section, got None")
     with timeline.phase("imports"):
         from tlora_megatron.integrations.deepspeed.config import load_deepspeed_config
-        from tlora_megatron.integrations.deepspeed.frozen_base import base_of_model, build_base
-        from tlora_megatron.integrations.deepspeed.processes import join_processes
+        from tlora_megatron.integrations.deepspeed.frozen_base import base_of_model
 
     overrides = list(overrides)
     if isinstance(model, str | Path):
@@ -67,10 +90,21 @@ def initialize(
         overrides.append(f"base_model.path={json.dumps(str(Path(model).resolve()))}")
         model = None
     given = None if model is None else base_of_model(model)
-    settings = load_deepspeed_config(config, overrides, output_dir=output_dir, base_model=given)
-    for sentence in (*settings.changes, *ignored_settings(settings.run)):
-        logger.info("%s", sentence)
+    settings = load_deepspeed_config(
+        config, overrides, output_dir=output_dir, base_model=given, trainer=trainer
+    )
     check_deepspeed(settings.tp_size)
+    return replace(settings, changes=(*settings.changes, *ignored_settings(settings.run)))
+
+
+def open_run(
+    settings: DeepSpeedConfig, model: Any = None, listener: RunListener | None = None
+) -> DeepSpeedRun:
+    """Puts a base under DeepSpeed and the settings' jobs on it; every process must call it."""
+    with timeline.phase("imports"):
+        from tlora_megatron.integrations.deepspeed.frozen_base import build_base
+        from tlora_megatron.integrations.deepspeed.processes import join_processes
+
     join_processes()
     with timeline.phase("base"):
         base = build_base(settings, model)

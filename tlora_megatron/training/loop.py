@@ -148,6 +148,15 @@ class TrainingLoop:
             resume_step=job.step,
         )
 
+    @property
+    def saved_steps(self) -> dict[str, int]:
+        """The step of each job's last checkpoint, or the one at which it began."""
+        return dict(self._saved_step)
+
+    def evaluate_active(self) -> None:
+        """Evaluates the jobs that still train, beside what is due by their own steps."""
+        self._evaluate([job for job in self.super_model.jobs if job.is_active])
+
     def save_active(self) -> None:
         """Checkpoints every job that still trains, but none twice at the same step."""
         active = [job for job in self.super_model.jobs if job.is_active]

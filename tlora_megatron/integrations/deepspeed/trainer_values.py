@@ -30,6 +30,8 @@ class TrainerValue:
     """False for the argument's own default, which counts only where "auto" asks for it."""
     fills: bool = False
     """True if it counts wherever a job says nothing, since this package has no default."""
+    needs: str = ""
+    """The job's key without which it would mean nothing."""
     problem: str = ""
     """Why no job can have it; refused only if one would."""
 
@@ -63,9 +65,8 @@ class _Origins:
         if self.from_json:
             parts.append(f"from DeepSpeed's keys {', '.join(self.from_json)}")
         if self.ours:
-            parts.append(
-                f"this package's own {', '.join(self.ours)} (\"auto\" would take TrainingArguments')"
-            )
+            remark = '"auto" would take TrainingArguments\''
+            parts.append(f"this package's own {', '.join(self.ours)} ({remark})")
         return f"what jobs do not say: {'; '.join(parts)}" if parts else ""
 
     def _with_exceptions(self, name: str, text: str) -> str:
@@ -100,19 +101,19 @@ def hand_over(
     for entry in _jobs(section):
         asked_here = _take_autos({"job": entry}, "job", values.job)
         for key, value in values.job.items():
+            if value.needs and not (_has(entry, [value.needs]) or _has(defaults, [value.needs])):
+                continue
             keys = _alternatives(key)
-            if asked_here.isdisjoint(keys):
-                if _has(entry, keys) or _has(defaults, keys):
-                    if value.is_set:
-                        origins.own.setdefault(value.argument, []).append(_name(entry))
-                    continue
-                if _has(from_json, keys):
-                    _note(origins.from_json, key)
-                    continue
-                if not (value.is_set or value.fills or not asked_of_all.isdisjoint(keys)):
-                    _note(origins.ours, key)
-                    continue
-            _take(entry, key, value, origins)
+            is_asked = not asked_here.isdisjoint(keys)
+            if not is_asked and (_has(entry, keys) or _has(defaults, keys)):
+                if value.is_set:
+                    origins.own.setdefault(value.argument, []).append(_name(entry))
+            elif not is_asked and _has(from_json, keys):
+                _note(origins.from_json, key)
+            elif is_asked or value.is_set or value.fills or not asked_of_all.isdisjoint(keys):
+                _take(entry, key, value, origins)
+            else:
+                _note(origins.ours, key)
     _fill_run(section, values.run, origins)
     told = origins.sentence()
     return [told] if told else []
@@ -198,6 +199,8 @@ def _take_autos(
     if content == AUTO:
         holder[name] = {}
         return frozenset(values)
+    if not isinstance(content, dict):
+        return frozenset()
     taken: set[str] = set()
     for path in _paths_of_auto(content, ""):
         meant = {k for k in values for a in _alternatives(k) if f"{a}.".startswith(f"{path}.")}
