@@ -24,6 +24,7 @@ from tlora_megatron.cli.tables import print_run
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
+from tlora_megatron.runtime.ending import leave
 from tlora_megatron.runtime.launcher import is_lost_connection, join_agent
 
 if TYPE_CHECKING:
@@ -141,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _leave_the_gpu_alone()
     install()
     _run(script)
+    if "tlora_megatron.integrations.megatron_lm.session" in sys.modules:
+        leave(0)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import argparse
 import gc
 import json
 import logging
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from tlora_megatron.cli.progress import RichProgress
 from tlora_megatron.cli.tables import print_run
 from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.ops.kernel_build import build_early
+from tlora_megatron.runtime.ending import leave
 from tlora_megatron.runtime.launcher import join_agent, leave_process_group
 from tlora_megatron.training.listener import SilentListener
 
@@ -93,4 +93,4 @@ def _print_summary(summary: dict[str, Any], output_dir: str, *, as_json: bool) -
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -211,7 +211,8 @@ def test_the_wheel_says_what_it_is(built: Path) -> None:
     assert f"\nVersion: {tlora_megatron.__version__}\n" in metadata
     assert "\nRequires-Python: >=3.11\n" in metadata
     assert (
-        "tlora = tlora_megatron.cli.main:main" in archive.read(f"{info}/entry_points.txt").decode()
+        "tlora = tlora_megatron.cli.__main__:run"
+        in archive.read(f"{info}/entry_points.txt").decode()
     )
 
 
