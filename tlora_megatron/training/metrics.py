@@ -211,6 +211,7 @@ def write_summary(output_dir: Path, summary: dict[str, Any]) -> Path:
 def write_atomic(path: Path, text: str) -> None:
     """Replaces `path` by UTF-8 `text`: a kill or a full disk leaves the old file whole."""
     temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # a link would be written through
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)

@@ -31,6 +31,11 @@ class PreparedJob:
     imported: Mapping[str, torch.Tensor] | None
     """Whole factors of `init_from`."""
 
+    @property
+    def is_done(self) -> bool:
+        """True if its checkpoint has taken all its steps."""
+        return self.checkpoint is not None and self.checkpoint.step >= self.plan.num_steps
+
 
 def prepare_job(
     job: JobSpec,

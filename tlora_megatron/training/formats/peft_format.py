@@ -123,7 +123,6 @@ def write_adapter(
         OSError: if the directory cannot be written.
     """
     directory = Path(directory)
-    check_adapter_directory(directory)
     modules = _hf_targets(lora.target_modules)
     _check_complete({factor.name for factor in factors}, model.num_layers, lora.target_modules)
     _check_shapes({factor.name: factor.shape for factor in factors}, model, lora)
@@ -134,6 +133,7 @@ def write_adapter(
         weights, tensors, metadata=_METADATA, dtype=dtype
     ):
         return 0
+    check_adapter_directory(directory)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     with replace_directory(directory, _OURS) as incoming:
         (incoming / CONFIG_NAME).write_text(text)

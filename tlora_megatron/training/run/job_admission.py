@@ -18,6 +18,7 @@ from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.data.job_data import load_tokenizer
 from tlora_megatron.training.preparation import PreparedJob, prepare_job
+from tlora_megatron.training.run.job_folders import check_job_folders
 from tlora_megatron.training.run.resumption import check_resumption
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,11 @@ class JobAdmission:
                     saved=saved if resuming else None,
                 )
                 check_resumption(prepared)
+                if (
+                    prepared.checkpoint is None
+                    or prepared.checkpoint.step < prepared.plan.num_steps
+                ):
+                    check_job_folders(Path(config.run.output_dir), job.name)
                 self.prepared.append(prepared)
             except ValueError as error:
                 self._reject(job.name, error)

@@ -27,7 +27,7 @@ def hold_output_dir(output_dir: Path) -> Iterator[None]:
     Raises:
         ValueError: if another run holds it.
     """
-    with (output_dir / _LOCK_NAME).open("w") as file:
+    with (output_dir / _LOCK_NAME).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

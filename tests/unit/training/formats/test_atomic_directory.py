@@ -9,13 +9,20 @@ from pathlib import Path
 import pytest
 
 from tlora_megatron.training.formats import atomic_directory
-from tlora_megatron.training.formats.atomic_directory import readable_directory, replace_directory
+from tlora_megatron.training.formats.atomic_directory import (
+    readable_directory,
+    remove_directory,
+    remove_leftovers,
+    replace_directory,
+)
 
 STEPS = ("fsync", "rename", "mkdir", "rmdir", "unlink")
+NAMES = ("first", "second")
+"""What is ours; the second is the mark without which nobody reads the directory."""
 
 
-def write(directory: Path, text: str) -> None:
-    with replace_directory(directory) as incoming:
+def write(directory: Path, text: str, names: tuple[str, ...] = ()) -> None:
+    with replace_directory(directory, names) as incoming:
         (incoming / "first").write_text(text)
         (incoming / "second").write_text(text)
 
@@ -75,7 +82,9 @@ def test_killed_at_any_system_call(tmp_path: Path, swap: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
-def _write_killed_before(directory: Path, text: str, count: int) -> bool:
+def _write_killed_before(
+    directory: Path, text: str, count: int, names: tuple[str, ...] = ()
+) -> bool:
     """Writes in a child that dies, without any clean-up, before system call number `count`."""
     child = os.fork()
     if child == 0:
@@ -95,7 +104,7 @@ def _write_killed_before(directory: Path, text: str, count: int) -> bool:
             setattr(os, name, dying(getattr(os, name)))
         atomic_directory._exchange = dying(atomic_directory._exchange)
         try:
-            write(directory, text)
+            write(directory, text, names)
         except BaseException:
             os._exit(1)
         os._exit(0)
@@ -114,3 +123,103 @@ def test_exchange_is_used_where_it_can_be(tmp_path: Path) -> None:
     assert (second / "mark").exists() is exchanged
     assert (first / "mark").exists() is not exchanged
     assert not atomic_directory._exchange(first, tmp_path / "missing")
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A directory of ours with a user's files in it."""
+    directory = tmp_path / "adapter"
+    write(directory, "start", NAMES)
+    (directory / "README.md").write_text("mine")
+    (directory / ".git").mkdir()
+    (directory / ".git" / "HEAD").write_text("ref")
+    return directory
+
+
+def others(directory: Path) -> tuple[str, str]:
+    return (directory / "README.md").read_text(), (directory / ".git" / "HEAD").read_text()
+
+
+def test_a_users_files_are_not_touched(shared: Path, swap: str) -> None:
+    numbers = [path.stat().st_ino for path in (shared, shared / "README.md", shared / ".git")]
+    write(shared, "new", NAMES)
+    assert read(shared) == ("new", "new")
+    assert others(shared) == ("mine", "ref")
+    assert numbers == [
+        path.stat().st_ino for path in (shared, shared / "README.md", shared / ".git")
+    ]
+    assert [path.name for path in shared.parent.iterdir()] == ["adapter"]
+
+
+def test_killed_beside_a_users_files(shared: Path, swap: str) -> None:
+    """At any system call the mark is missing or goes with its file, and the others stay."""
+    last = "start"
+    for count in range(100):
+        text = f"new{count}"
+        killed = _write_killed_before(shared, text, count, NAMES)
+        assert others(shared) == ("mine", "ref")
+        if (shared / "second").exists():
+            assert read(shared) in ((last, last), (text, text)), f"call {count}"
+        last = (shared / "first").read_text()
+        if not killed:
+            break
+    assert not killed
+    assert read(shared) == (text, text)
+    assert [path.name for path in shared.parent.iterdir()] == ["adapter"]
+
+
+def test_a_users_file_in_what_a_crash_left_comes_home(tmp_path: Path, swap: str) -> None:
+    """It came into the old directory between the last look and the exchange."""
+    old = tmp_path / ".adapter.incoming"
+    old.mkdir()
+    (old / "first").write_text("old")
+    (old / "README.md").write_text("mine")
+    write(tmp_path / "adapter", "new", NAMES)
+    assert read(tmp_path / "adapter") == ("new", "new")
+    assert (tmp_path / "adapter" / "README.md").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+@pytest.mark.parametrize("names", [(), NAMES])
+@pytest.mark.parametrize("link", ["adapter", ".adapter.incoming", ".adapter.previous"])
+def test_links_are_never_followed(
+    tmp_path: Path, swap: str, link: str, names: tuple[str, ...]
+) -> None:
+    target = tmp_path / "elsewhere" / "step"
+    write(target, "precious")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / link).symlink_to(target)
+    write(folder / "adapter", "new", names)
+    assert not (folder / "adapter").is_symlink()
+    assert read(folder / "adapter") == ("new", "new")
+    assert read(target) == ("precious", "precious")
+    assert [path.name for path in folder.iterdir()] == ["adapter"]
+
+
+def test_a_link_above_the_directory_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    write(tmp_path / "out" / "adapter", "new")
+    assert read(tmp_path / "disk" / "adapter") == ("new", "new")
+
+
+def test_a_file_in_the_place_of_the_directory_stays(tmp_path: Path) -> None:
+    (tmp_path / "adapter").write_text("mine")
+    with pytest.raises(NotADirectoryError, match="must be a directory, got a file"):
+        write(tmp_path / "adapter", "new")
+    assert (tmp_path / "adapter").read_text() == "mine"
+
+
+def test_removing_takes_what_is_ours_and_no_link(tmp_path: Path) -> None:
+    for name in ("ours", "shared", "target", ".step_1.incoming"):
+        write(tmp_path / name, "text")
+    (tmp_path / "shared" / "notes").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    (tmp_path / ".step_2.incoming").symlink_to(tmp_path / "target")
+    for name in ("ours", "shared", "link"):
+        remove_directory(tmp_path / name, NAMES)
+    remove_leftovers(tmp_path, "step_*", NAMES)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["shared", "target"]
+    assert [path.name for path in (tmp_path / "shared").iterdir()] == ["notes"]
+    assert read(tmp_path / "target") == ("text", "text")
