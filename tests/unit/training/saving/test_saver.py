@@ -1,0 +1,286 @@
+"""Saving beside training: what is written is what the job was, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+from tests.helpers.launch import HANG_S
+from tests.helpers.saver_case import (
+    BUFFERS,
+    SPEC,
+    adapter,
+    checkpoint,
+    make_job,
+    make_saver,
+    whole_values,
+)
+from tlora_megatron.training.formats.checkpoint import find_checkpoint
+from tlora_megatron.training.formats.peft_format import load_adapter
+from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.saving import targets
+from tlora_megatron.training.saving.saver import Saver
+from tlora_megatron.training.saving.writer import WriterDied
+
+
+class Gate:
+    """Holds the writer before each of its checkpoints until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.snapshots_open: list[int] = []
+        self.saver: Saver | None = None
+        write = targets.write_checkpoint
+
+        def held(*args: object) -> int:
+            assert self.open.wait(HANG_S)
+            if self.saver is not None:
+                self.snapshots_open.append(sum(self.saver._open.values()))
+            return write(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(targets, "write_checkpoint", held)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(monkeypatch)
+    yield made
+    made.open.set()
+
+
+def saved(folder: Path, job: JobState, step: int) -> dict[str, torch.Tensor]:
+    path = folder / job.name / "checkpoints" / f"step_{step:08d}"
+    return load_file(path / "adapter.safetensors") | load_file(path / "optimizer.safetensors")
+
+
+def state(job: JobState) -> dict[str, torch.Tensor]:
+    """What a checkpoint of the job as it is now must hold."""
+    moments = {f"{b}.{n}": t for b in BUFFERS[1:] for n, t in whole_values(job, b).items()}
+    return whole_values(job, "master") | moments
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def change(job: JobState) -> None:
+    """What an optimizer step does."""
+    for buffer in job.adapter.slab.buffers().values():
+        buffer.add_(1)
+    job.step += 1
+
+
+def test_files_are_those_of_safetensors_and_can_be_read(tmp_path: Path) -> None:
+    job = make_job("a")
+    job.step = 3
+    saver = make_saver(job)
+    saver.save(job, [checkpoint(tmp_path, job), adapter(tmp_path, job)])
+    saver.close()
+    folder = tmp_path / "a" / "checkpoints" / "step_00000003"
+    weights = {name: t.contiguous() for name, t in whole_values(job, "master").items()}
+    assert (folder / "adapter.safetensors").read_bytes() == save(weights)
+    assert_same(saved(tmp_path, job, 3), state(job))
+    found = find_checkpoint(folder.parent)
+    assert found is not None
+    again = make_job("a")
+    for buffer in again.adapter.slab.buffers().values():
+        buffer.zero_()
+    found.restore(again)
+    assert again.step == 3
+    assert_same(state(again), state(job))
+    assert_same(load_adapter(tmp_path / "a" / "adapter", model=SPEC).factors, weights)
+    assert json.loads((folder / "state.json").read_text())["progress"]["step"] == 3
+
+
+def test_a_step_and_the_end_of_the_job_change_nothing_saved(tmp_path: Path, gate: Gate) -> None:
+    job, saver = make_job("a"), None
+    saver = make_saver(job)
+    expected = state(job)
+    saver.save(job, [checkpoint(tmp_path, job)])
+    change(job)
+    job.adapter.slab.master.fill_(torch.nan)  # its memory is somebody else's now
+    gate.open.set()
+    saver.close()
+    assert_same(saved(tmp_path, job, 0), expected)
+
+
+def test_memory_for_one_is_enough_for_three(tmp_path: Path, gate: Gate) -> None:
+    jobs = [make_job(name, rank=rank) for name, rank in (("a", 4), ("b", 3), ("c", 2))]
+    saver = gate.saver = make_saver(*jobs, memory_gb=1e-9)
+    gate.open.set()
+    expected = {}
+    for _ in range(4):
+        for job in jobs:
+            saver.save(job, [checkpoint(tmp_path, job)])
+            expected[job.name] = state(job)
+        for job in jobs:
+            change(job)
+    saver.close()
+    assert gate.snapshots_open == [1] * 12
+    for job in jobs:
+        assert_same(saved(tmp_path, job, 3), expected[job.name])
+
+
+def test_with_memory_for_all_nobody_waits(tmp_path: Path, gate: Gate) -> None:
+    jobs = [make_job(name) for name in "abc"]
+    saver = gate.saver = make_saver(*jobs)
+    for job in jobs:
+        saver.save(job, [checkpoint(tmp_path, job)])  # the gate is closed
+    gate.open.set()
+    saver.close()
+    assert gate.snapshots_open == [3, 2, 1]
+
+
+def test_a_job_due_again_waits_for_its_last_save(tmp_path: Path, gate: Gate) -> None:
+    job, other = make_job("a"), make_job("b")
+    saver = gate.saver = make_saver(job, other)
+    first = state(job)
+    saver.save(job, [checkpoint(tmp_path, job)])
+    change(job)
+    opened = threading.Timer(0.05, gate.open.set)
+    opened.start()
+    saver.save(job, [checkpoint(tmp_path, job)])
+    assert gate.open.is_set()
+    saver.close()
+    assert gate.snapshots_open == [1, 1]
+    assert_same(saved(tmp_path, job, 0), first)
+    assert_same(saved(tmp_path, job, 1), state(job))
+
+
+def test_what_comes_behind_the_saves_is_written_behind_them(tmp_path: Path, gate: Gate) -> None:
+    """As Megatron-LM's iteration.json: a trainer must not count ahead of its jobs."""
+    jobs = [make_job(name) for name in "abc"]
+    saver = make_saver(*jobs)
+    there: list[bool] = []
+    for job in jobs:
+        saver.save(job, [checkpoint(tmp_path, job)])
+    saver.submit(
+        lambda: there.extend(
+            (tmp_path / job.name / "checkpoints" / "step_00000000").is_dir() for job in jobs
+        )
+    )
+    assert not there
+    gate.open.set()
+    saver.close()
+    assert there == [True] * 3
+
+
+def test_a_full_disk_costs_the_save_and_is_told_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, errors = make_job("a"), list[Exception]()
+    saver = make_saver(job)
+    saver.save(job, [checkpoint(tmp_path, job, errors)])
+    saver.drain()
+    change(job)
+    left, pwrite = 5000, os.pwrite
+
+    def filling(descriptor: int, data: memoryview, offset: int) -> int:
+        nonlocal left
+        if left <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        left -= len(data)
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", filling)
+    saver.save(job, [checkpoint(tmp_path, job, errors), adapter(tmp_path, job, errors)])
+    saver._writer.drain()
+    assert not errors  # told between rounds, not by the thread
+    saver.report()
+    assert ["No space left" in str(error) for error in errors] == [True, True]
+    folder = tmp_path / "a" / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["step_00000000"]
+    assert not (tmp_path / "a" / "adapter").exists()
+    monkeypatch.undo()
+    saver.save(job, [checkpoint(tmp_path, job, errors)])
+    saver.close()
+    assert len(errors) == 2
+    assert_same(saved(tmp_path, job, 1), state(job))
+    assert (saver.times.writes, saver.times.written_bytes > 0) == (2, True)
+
+
+def test_what_is_not_finite_is_not_saved(tmp_path: Path) -> None:
+    job, errors = make_job("a"), list[Exception]()
+    saver = make_saver(job)
+    job.adapter.slab.exp_avg[5] = torch.inf
+    saver.save(job, [checkpoint(tmp_path, job, errors)])
+    saver.drain()
+    assert str(errors[0]).startswith("exp_avg.layers.0.")
+    assert "must be finite" in str(errors[0])
+    saver.close()
+
+
+def test_a_dead_writer_ends_the_next_save(tmp_path: Path) -> None:
+    job = make_job("a")
+    saver = make_saver(job)
+
+    def broken() -> None:
+        raise ArithmeticError("a bug")
+
+    saver.submit(broken)
+    with pytest.raises(WriterDied, match="the writer of checkpoints has ended: a bug"):
+        saver.drain()
+    with pytest.raises(WriterDied) as error:
+        saver.save(job, [checkpoint(tmp_path, job)])
+    assert isinstance(error.value.__cause__, ArithmeticError)
+    with pytest.raises(WriterDied):
+        saver.close()
+
+
+def test_an_adapter_that_has_not_changed_stays(tmp_path: Path) -> None:
+    job, errors = make_job("a"), list[Exception]()
+    saver = make_saver(job)
+    saver.save(job, [adapter(tmp_path, job, errors)])
+    saver.drain()
+    folder = tmp_path / "a" / "adapter"
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "hub/name"
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "README.md").write_text("mine")
+    before = {path.name: path.stat() for path in folder.iterdir()}
+    saver.save(job, [adapter(tmp_path, job, errors)])
+    saver.drain()
+    assert {path.name: path.stat() for path in folder.iterdir()} == before
+    change(job)
+    saver.save(job, [adapter(tmp_path, job, errors)])
+    saver.close()
+    assert not errors
+    assert (folder / "README.md").read_text() == "mine"
+    assert_same(load_adapter(folder, model=SPEC).factors, whole_values(job, "master"))
+    assert json.loads((folder / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == "base"  # fmt: skip
+
+
+def test_old_checkpoints_go_and_links_stay_unfollowed(tmp_path: Path) -> None:
+    job, errors = make_job("a"), list[Exception]()
+    saver, folder = make_saver(job), tmp_path / "a" / "checkpoints"
+    for _ in range(2):
+        saver.save(job, [checkpoint(tmp_path, job, errors)])
+        change(job)
+    saver.drain()
+    moved = tmp_path / "elsewhere"
+    (folder / "step_00000000").rename(moved)
+    (folder / "step_00000000").symlink_to(moved)
+    (folder / "step_00000001" / "notes").write_text("mine")
+    for _ in range(2):
+        saver.save(job, [checkpoint(tmp_path, job, errors)])
+        change(job)
+    saver.close()
+    assert not errors
+    assert len(list(moved.iterdir())) == 3
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["step_00000001", "step_00000002", "step_00000003"]
+    assert [path.name for path in (folder / "step_00000001").iterdir()] == ["notes"]
+    found = find_checkpoint(folder)
+    assert found is not None
+    assert found.step == 3
