@@ -1,0 +1,103 @@
+"""SIGKILL at random moments of asynchronous saves: the run ends with the bits of one without.
+
+`TLORA_KILLS=30` kills each run so many times, and takes some minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.killed_worker import Killed, outlive
+from tests.helpers.scenario import JOBS, make_scenario
+from tests.helpers.standing_world import forked, world
+from tlora_megatron.training.metrics import read_metrics
+
+WORKER = Path(__file__).parents[1] / "helpers" / "killed_worker.py"
+NAMES = tuple(job["name"] for job in JOBS)
+KILLS = int(os.environ.get("TLORA_KILLS", "0"))
+PORTIONS = ["run.micro_batch_tokens=512", "run.portion_tokens=256"]
+"""A resumed job meets other neighbours; its own sequences are cut the same nevertheless."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scenario's four jobs with checkpoints every two steps."""
+    path = make_scenario(tmp_path_factory.mktemp("killed saves"))
+    document = json.loads(path.read_text())
+    document["run"]["checkpoint_every_steps"] = 2
+    for job in document["jobs"]:
+        job["max_steps"] = 8
+        if job["name"] == "everything":
+            job["lora"]["dropout"] = 0.2
+    path.write_text(json.dumps(document))
+    return path
+
+
+def life_of(config: Path, name: str, *overrides: str, seed: int | None = 0) -> dict[str, Any]:
+    """A life in `config`'s folder, see the worker."""
+    return {
+        "config": str(config), "set": [*PORTIONS, *overrides], "seed": seed,
+        "output_dir": str(config.parent / name),
+    }  # fmt: skip
+
+
+def written(path: Path, life: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(life))
+    return path
+
+
+def assert_same_bits(output_dir: Path, whole: Path) -> None:
+    """Metrics but times, checkpoints and adapters, byte by byte."""
+    for name in NAMES:
+        ours, theirs = (
+            [
+                {key: value for key, value in line.items() if key != "time_s"}
+                for line in read_metrics(folder / "jobs" / name / "metrics.jsonl")
+            ]
+            for folder in (output_dir, whole)
+        )
+        assert ours == theirs, f"{output_dir}: {name}"
+        files = sorted((whole / "jobs" / name).rglob("*.safetensors"))
+        assert len(files) == 5
+        for file in files:
+            mine = output_dir / file.relative_to(whole)
+            assert mine.read_bytes() == file.read_bytes(), mine
+        assert not [path for path in (output_dir / "jobs" / name).rglob(".*") if path.is_dir()]
+
+
+def finished(config: Path, name: str) -> list[Path]:
+    """The runs that reached their end."""
+    return sorted(config.parent.glob(f"{name}[0-9]*"))
+
+
+def test_one_process(config: Path) -> None:
+    whole = life_of(config, "whole")
+    forked(WORKER, "drive", written(config.with_name("w.json"), whole), 0)
+    killed = life_of(config, "killed", seed=1000)
+    log = forked(WORKER, "drive", written(config.with_name("k.json"), killed), KILLS or 6)
+    assert log.count("kill ") == (KILLS or 6)
+    for output_dir in finished(config, "killed"):
+        assert_same_bits(output_dir, config.parent / "whole0")
+
+
+@pytest.mark.parametrize("layout", ["TP2", "DP2"])
+def test_two_processes(config: Path, layout: str) -> None:
+    overrides = ("parallel.tp_size=2",) if layout == "TP2" else ()
+
+    def run(life: dict[str, Any]) -> None:
+        try:
+            world(WORKER, 2, written(config.with_name(f"{layout}.json"), life))
+        except AssertionError as error:
+            if life["seed"] is None or "SIGKILL" not in str(error):
+                raise
+            raise Killed from error
+
+    outlive(run, life_of(config, f"whole {layout}", *overrides), 0)
+    outlive(run, life_of(config, f"killed {layout}", *overrides, seed=2000), KILLS or 2)
+    for output_dir in finished(config, f"killed {layout}"):
+        assert_same_bits(output_dir, config.parent / f"whole {layout}0")
