@@ -18,9 +18,11 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from tests.helpers.launch import python
 from tests.helpers.megatron_lm import (
     COMMON,
     NUM_STEPS,
+    RUNNER,
     SIZES,
     checkout,
     convert,
@@ -338,6 +340,31 @@ def test_a_job_gone_wrong_leaves_its_neighbours_their_bits(launch: Launch, root:
         assert_same_bits(healthy, ill, name)
 
 
+WITHOUT_EFFECT = (
+    "--lr 3e-3 --min-lr 1 --lr-decay-style cosine --clip-grad 0.5 --weight-decay 0.3 --adam-beta1 "
+    "0.5 --optimizer-cpu-offload --data-path nowhere --sft --async-save --eval-iters 7 "
+    "--use-persistent-ckpt-worker --attention-backend flash --no-save-optim --reset-position-ids "
+    "--ckpt-format torch"
+)
+
+
+def test_flags_without_effect_have_none_and_are_named_in_one_line(launch: Launch) -> None:
+    together, _ = launch("together", WIDE)
+    out, log = launch("without effect", f"{WIDE} {WITHOUT_EFFECT}")
+    for name in NAMES:
+        assert_same_bits(together, out, name)
+    (line,) = [line for line in log.splitlines() if "without effect beside" in line]
+    assert all(word in line for word in WITHOUT_EFFECT.split() if word.startswith("--"))
+
+
+def test_one_process_needs_no_torchrun(root: Path) -> None:
+    out = root / "runs" / "no_torchrun"
+    words = [str(word) for word in arguments(root, out)]
+    script = str(checkout() / "pretrain_gpt.py")
+    python(RUNNER, script, *words, "--train-iters", "2")
+    assert summary(out)["run"]["rounds"] == 2
+
+
 def test_a_job_whose_file_is_missing_is_left_out(launch: Launch, root: Path) -> None:
     missing = {"mlp": {"data": {"train": "nowhere.jsonl"}}}
     config = variant(root, "missing", changes=missing, run={"on_job_error": "skip"})
@@ -402,6 +429,10 @@ REFUSED = {
     "missing base": ("--load {out}/none", "must hold a Megatron checkpoint of the base"),
     "contradiction": ("--seq-length 128", "run.micro_batch_tokens must agree with --seq-length"),
     "another model": ("--rotary-base 20000", "rope_theta must be 10000.0, got 20000.0"),
+    "switch": ("--use-megatron-fsdp", "--use-megatron-fsdp must be off"),
+    "positions": ("--seq-length 512", "--max-position-embeddings must be at least --seq-length"),
+    "experts": ("--num-experts 4", "got no decoder.layers.mlp.router.weight in it"),
+    "own check": ("--lr-warmup-iters 1 --rampup-batch-size 1", "must pass its own check"),
 }
 
 

@@ -101,8 +101,8 @@ def _check_implementation(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--transformer-impl must be local where Transformer Engine cannot be imported, got "
             f"transformer_engine, Megatron's default ({error}); local wants "
-            f"--no-persist-layer-norm --no-gradient-accumulation-fusion "
-            f"--no-masked-softmax-fusion --no-rope-fusion beside it"
+            f"--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion "
+            f"beside it where apex is missing, too"
         ) from error
 
 
