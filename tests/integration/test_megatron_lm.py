@@ -432,7 +432,7 @@ REFUSED = {
     "switch": ("--use-megatron-fsdp", "--use-megatron-fsdp must be off"),
     "positions": ("--seq-length 512", "--max-position-embeddings must be at least --seq-length"),
     "experts": ("--num-experts 4", "got no decoder.layers.mlp.router.weight in it"),
-    "own check": ("--lr-warmup-iters 1 --rampup-batch-size 1", "must pass its own check"),
+    "own check": ("--num-virtual-stages-per-pipeline-rank 2", "must pass its own check"),
 }
 
 

@@ -65,24 +65,23 @@ UNUSED = (
     ),
 )
 
-_SWITCHED_OFF = {
-    "optimizer_cpu_offload": False,
-    "use_precision_aware_optimizer": False,
-    "async_save": False,
-    "use_persistent_ckpt_worker": False,
-    "non_persistent_save_interval": None,
-    "non_persistent_ckpt_type": None,
-    "save_retain_interval": None,
-    "sft": False,
-    "full_validation": False,
-    "reset_position_ids": False,
-    "reset_attention_mask": False,
-    "eod_mask_loss": False,
-    "lr_warmup_fraction": None,
-    "lr_warmup_iters": 0,
-    "lr_warmup_samples": 0,
-    "min_lr": 0.0,
-    "eval_iters": 0,
+_SWITCHES = (
+    *("optimizer_cpu_offload", "use_precision_aware_optimizer", "async_save", "sft", "fim_data"),
+    *("use_persistent_ckpt_worker", "full_validation", "eod_mask_loss", "reset_position_ids"),
+    "reset_attention_mask",
+)
+_VALUES = (
+    *("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path"),
+    *("per_split_data_args_path", "non_persistent_save_interval", "non_persistent_ckpt_type"),
+    *("save_retain_interval", "lr_decay_iters", "lr_decay_samples", "lr_warmup_fraction"),
+    *("decoupled_lr", "decoupled_min_lr", "start_weight_decay", "end_weight_decay"),
+)
+_NUMBERS = ("lr_warmup_iters", "lr_warmup_samples", "min_lr", "eval_iters")
+_SWITCHED_OFF: dict[str, object] = {
+    **dict.fromkeys(_SWITCHES, False),
+    **dict.fromkeys(_VALUES),
+    **dict.fromkeys(_NUMBERS, 0),
+    "weight_decay_incr_style": "constant",
 }
 """Values under which Megatron's own checks find nothing to say about flags that are not used."""
 
