@@ -99,9 +99,9 @@ def import_backbone() -> None:
     Raises:
         ImportError: if it is missing, or needs triton.
     """
-    from tlora_megatron.integrations.megatron.lazy_compile import lazy_compile
-
     try:
+        from tlora_megatron.integrations.megatron.lazy_compile import lazy_compile
+
         with timeline.phase("imports"), lazy_compile():
             import tlora_megatron.integrations.megatron.engine
             import tlora_megatron.integrations.megatron.recompute  # noqa: F401
