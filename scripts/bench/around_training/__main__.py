@@ -10,7 +10,8 @@ in the page cache; every job steps in every round. `before` is another checkout 
 which takes turns with this one.
 
 `first_step_s` runs from the start of the command to the end of its first round, `end_s` from the
-last round to the end of the command. `round_ms` is the median time between two rounds, `longest_ms`
+last round to the end of the command; `disk_s` is what this disk takes for as many bytes as the
+command left behind, written and flushed by one thread. `round_ms` is the median time between two rounds, `longest_ms`
 the longest: what a save holds up shows there. `time_s` are the phases of `summary.json`, and
 `stood_still_ms` the longest that rounds waited for a save, where the package says so.
 """
@@ -29,6 +30,7 @@ from pathlib import Path
 from scripts.bench.around_training.base import shapes, warm_page_cache, write_base
 from scripts.bench.around_training.cases import CASES, TEXTS, Case, write_jobs
 from scripts.bench.around_training.command import Watched, watch
+from scripts.bench.around_training.disk import folder_bytes, write_s
 from scripts.bench.harness.arguments import REPO, bench_parser
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
 
@@ -47,6 +49,8 @@ class Row:
     rounds_s: float
     """From the first round's end to the last one's."""
     end_s: float
+    written_bytes: int
+    disk_s: float
     round_ms: float
     longest_ms: float
     trained_s: float
@@ -83,16 +87,18 @@ def _run(args: argparse.Namespace, case: Case, commit: str, tree: Path, work: Pa
     if case.cold:
         shutil.rmtree(caches, ignore_errors=True)
     watched = watch(tree, config, output_dir, caches=caches, log=work / "log.txt", nproc=args.nproc)
-    row = _row(case, commit, size, watched)
+    written = folder_bytes(output_dir)
+    disk_s = write_s(written, work / "disk")
+    row = _row(case, commit, size, watched, written, disk_s)
     print(_show(row), flush=True)
     if args.csv is not None:
         append_rows(args.csv, [asdict(row)])
 
 
-def _row(case: Case, commit: str, size: int, watched: Watched) -> Row:
+def _row(case: Case, commit: str, size: int, watched: Watched, written: int, disk_s: float) -> Row:
     run = watched.summary["run"]
     saving = run.get("saving") or {}
-    longest_s = saving.get("longest_wait_s")
+    longest_s = saving.get("longest_stop_s")
     return Row(
         gpu=gpu_name(),
         versions=versions("megatron-core"),
@@ -103,6 +109,8 @@ def _row(case: Case, commit: str, size: int, watched: Watched) -> Row:
         first_step_s=round(watched.first_step_s, 2),
         rounds_s=round(watched.last_step_s - watched.first_step_s, 2),
         end_s=round(watched.wall_s - watched.last_step_s, 2),
+        written_bytes=written,
+        disk_s=round(disk_s, 2),
         round_ms=round(watched.round_s * 1e3, 1),
         longest_ms=round(watched.longest_s * 1e3, 1),
         trained_s=round(run["train_time_s"], 2),
@@ -114,7 +122,8 @@ def _row(case: Case, commit: str, size: int, watched: Watched) -> Row:
 def _show(row: Row) -> str:
     return (
         f"{row.commit:10} {row.case:24} {row.wall_s:7.1f} s = {row.first_step_s:6.1f} to the first "
-        f"step, {row.rounds_s:6.1f} of rounds, {row.end_s:6.1f} behind them; a round "
+        f"step, {row.rounds_s:6.1f} of rounds, {row.end_s:6.1f} behind them "
+        f"({row.written_bytes / 1e9:.1f} GB: the disk's own {row.disk_s:.1f}); a round "
         f"{row.round_ms:7.1f} ms, the longest {row.longest_ms:8.1f}; {row.time_s} "
         f"{row.stood_still_ms}"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.around_training import base, cases, command
+from scripts.bench.around_training import base, cases, command, disk
 from tlora_megatron.config.load import load_config
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
@@ -62,3 +62,13 @@ def test_steps_are_counted_while_the_command_runs(tmp_path: Path) -> None:
         patch.setattr(command.time, "sleep", end_when_seen)
         assert len(command._rounds(process, metrics, begin_s=0.0)) == 2
     assert seen
+
+
+def test_the_disk_s_floor_is_of_the_bytes_that_a_run_left(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "jobs").mkdir(parents=True)
+    (out / "a").write_bytes(b"x" * 1000)
+    (out / "jobs" / "b").write_bytes(b"x" * 234)
+    assert disk.folder_bytes(out) == 1234
+    assert disk.write_s(1234, tmp_path / "disk") >= 0
+    assert not (tmp_path / "disk").exists()
