@@ -11,9 +11,10 @@ which takes turns with this one.
 
 `first_step_s` runs from the start of the command to the end of its first round, `end_s` from the
 last round to the end of the command; `disk_s` is what this disk takes for as many bytes as the
-command left behind, written and flushed by one thread. `round_ms` is the median time between two rounds, `longest_ms`
-the longest: what a save holds up shows there. `time_s` are the phases of `summary.json`, and
-`stood_still_ms` the longest that rounds waited for a save, where the package says so.
+command left behind, written and flushed by one thread. `round_ms` is the median time between two
+rounds, `longest_ms` the longest: what a save holds up shows there. `time_s` are the phases of
+`summary.json`, and `stood_still_ms` the longest that rounds waited for a save, where the package
+says so.
 """
 
 from __future__ import annotations
