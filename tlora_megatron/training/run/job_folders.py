@@ -6,10 +6,11 @@ import tempfile
 from pathlib import Path
 
 from tlora_megatron.training.formats.peft_format import check_adapter_directory
+from tlora_megatron.training.metrics import METRICS_FILE
 
 
 def check_job_folders(output_dir: Path, name: str) -> None:
-    """Refuses a job whose checkpoints or adapter could not be written.
+    """Refuses a job whose checkpoints, adapter or metrics could not be written.
 
     Raises:
         ValueError: naming the job and the folder.
@@ -18,6 +19,9 @@ def check_job_folders(output_dir: Path, name: str) -> None:
     folders = (output_dir / "jobs", job, job / "checkpoints", job / "adapter")
     for folder in folders:
         _require_own_folder(name, folder)
+    _require_folder(name, job / "tensorboard")
+    if (job / METRICS_FILE).is_dir():
+        raise ValueError(f"job {name!r}: {job / METRICS_FILE} must be a file, got a folder")
     try:
         check_adapter_directory(job / "adapter")
     except ValueError as error:
@@ -34,6 +38,10 @@ def _require_own_folder(name: str, folder: Path) -> None:
             f"job {name!r}: {folder} must be a folder of its own, got a symbolic link to "
             f"{folder.readlink()}; remove the link, or let run.output_dir lead there"
         )
+    _require_folder(name, folder)
+
+
+def _require_folder(name: str, folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"job {name!r}: {folder} must be a folder, got a file; move it away")
 

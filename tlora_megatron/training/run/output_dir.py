@@ -52,11 +52,9 @@ def claim_output_dir(output_dir: Path, config: RunConfig) -> bool:
             raise ValueError(
                 f"run.output_dir must not hold a run with run.resume: never, got {output_dir}"
             )
-        earlier = _base_of_run(held)
-        if earlier != config_to_dict(config)["base_model"]:
+        if other := _other_base(held, config_to_dict(config)["base_model"]):
             raise ValueError(
-                f"run.output_dir must be new or hold this run, got {output_dir} with "
-                + (f"a run over {earlier}" if earlier else f"a {CONFIG_NAME} that is no run's")
+                f"run.output_dir must be new or hold this run, got {output_dir} with {other}"
             )
     elif resume == "always":
         raise ValueError(
@@ -77,10 +75,12 @@ def claim_output_dir(output_dir: Path, config: RunConfig) -> bool:
     return held.is_file()
 
 
-def _base_of_run(held: Path) -> Any:
-    """Returns `base_model` of a run's config.json; None for another file, such as a model's."""
+def _other_base(held: Path, ours: dict[str, Any]) -> str:
+    """Says what a config.json that is there holds instead of our `base_model`; empty for ours."""
     try:
-        document = json.loads(held.read_text())
-    except ValueError:
-        return None
-    return document.get("base_model") if isinstance(document, dict) else None
+        theirs = dict(json.loads(held.read_text())["base_model"])
+    except (ValueError, TypeError, KeyError):  # such as a model's
+        return f"a {CONFIG_NAME} that is no run's"
+    keys = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
+    differences = (f"{key} {theirs.get(key)} instead of {ours.get(key)}" for key in keys)
+    return f"a run over another base_model: {', '.join(differences)}" if keys else ""

@@ -32,10 +32,18 @@ def test_nothing_there_an_empty_one_and_an_earlier_adapter_are_fine(job: Path) -
     check(job)
 
 
-@pytest.mark.parametrize("name", ["adapter", "checkpoints"])
+@pytest.mark.parametrize("name", ["adapter", "checkpoints", "tensorboard"])
 def test_a_file_in_the_place_of_a_folder(job: Path, name: str) -> None:
     (job / name).touch()
     with pytest.raises(ValueError, match=rf"^job 'a': .*/{name} must be a folder, got a file"):
+        check(job)
+
+
+def test_a_folder_in_the_place_of_the_metrics(job: Path) -> None:
+    (job / "metrics.jsonl").mkdir()
+    with pytest.raises(
+        ValueError, match=r"^job 'a': .*/metrics.jsonl must be a file, got a folder"
+    ):
         check(job)
 
 

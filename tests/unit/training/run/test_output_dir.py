@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig
+from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig, config_to_dict
 from tlora_megatron.config.run import RunSpec
 from tlora_megatron.training.run.output_dir import claim_output_dir, hold_output_dir
 
@@ -49,4 +50,12 @@ def test_checkpoints_without_their_configuration_are_not_written_over(tmp_path: 
 def test_a_configuration_that_cannot_be_read_is_no_run_s(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"got .* with a config.json that is no run's"):
+        claim_output_dir(tmp_path, config_for(tmp_path))
+
+
+def test_another_base_is_named_by_what_differs(tmp_path: Path) -> None:
+    base = {**config_to_dict(config_for(tmp_path))["base_model"], "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps({"base_model": base}))
+    said = "with a run over another base_model: dtype float32 instead of bfloat16$"
+    with pytest.raises(ValueError, match=said):
         claim_output_dir(tmp_path, config_for(tmp_path))
