@@ -48,8 +48,6 @@ class Timeline:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._open = [first]
         self._since_s = begin_s
-        self.beside_s = 0.0
-        """Seconds that writers spent on saving while the main thread trained."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -137,11 +135,6 @@ def phase(name: str) -> Iterator[None]:
         yield
 
 
-def add_beside(seconds: float) -> None:
-    """Counts seconds that a writer spent on saving while the main thread trained."""
-    _process.beside_s += seconds
-
-
 def time_line(run: Mapping[str, Any]) -> str:
     """Returns a run's times as one line of text, empty if it has none.
 
@@ -154,6 +147,8 @@ def time_line(run: Mapping[str, Any]) -> str:
     total_s = sum(times.values())
     form = "{:,.0f}" if total_s >= 100 else "{:.1f}"
     parts = ", ".join(f"{name} {form.format(seconds)}" for name, seconds in times.items())
-    beside_s = run.get("saving_beside_rounds_s") or 0.0
-    beside = f"; {form.format(beside_s)} s of saving ran beside the rounds" if beside_s else ""
+    saving = run.get("saving") or {"writer_s": 0.0, "drain_s": 0.0}
+    # The writing thread's time but for that in which the main thread waited for its end.
+    beside_s = form.format(max(0.0, saving["writer_s"] - saving["drain_s"]))
+    beside = f"; {beside_s} s of saving ran beside the rounds" if beside_s.strip("0.") else ""
     return f"{form.format(total_s)} s = {parts}{beside}"

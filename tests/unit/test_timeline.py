@@ -93,12 +93,10 @@ def test_a_first_run_began_with_its_process_and_a_further_one_begins_anew(fresh)
         "imports": 10.0,
         "rest": 3.0,
     }
-    timeline.add_beside(2.5)
     timeline.begin_run()
     fresh.sleep(1)
     assert timeline.process_timeline().begin_s == 103.0
     assert timeline.process_timeline().seconds() == dict.fromkeys(PHASES, 0.0) | {"rest": 1.0}
-    assert timeline.process_timeline().beside_s == 0.0
 
 
 def test_a_run_that_is_started_at_a_prompt_begins_there(fresh, monkeypatch):
@@ -109,7 +107,7 @@ def test_a_run_that_is_started_at_a_prompt_begins_there(fresh, monkeypatch):
 
 def test_the_line_names_every_phase_and_what_ran_beside():
     times = dict.fromkeys(PHASES, 0.0) | {"rounds": 110.25, "imports": 6.0}
-    assert timeline.time_line({"time_s": times, "saving_beside_rounds_s": 12.0}) == (
+    assert timeline.time_line({"time_s": times, "saving": {"writer_s": 15.5, "drain_s": 3.5}}) == (
         "116 s = imports 6, kernels 0, base 0, data 0, rounds 110, evaluation 0, saving 0, "
         "export 0, rest 0; 12 s of saving ran beside the rounds"
     )

@@ -56,13 +56,8 @@ def summarize(
 
 def run_times() -> dict[str, Any]:
     """Returns the seconds since the user's command began, in all and by what they were spent on."""
-    line = timeline.process_timeline()
-    times = line.seconds()
-    return {
-        "wall_time_s": sum(times.values()),
-        "time_s": times,
-        "saving_beside_rounds_s": line.beside_s,
-    }
+    times = timeline.process_timeline().seconds()
+    return {"wall_time_s": sum(times.values()), "time_s": times}
 
 
 def summarize_nano_batches(loop: TrainingLoop) -> dict[str, Any] | None:
