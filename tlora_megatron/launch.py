@@ -8,9 +8,11 @@ a script that imports it first. `--cpu` before the script runs it without a GPU,
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import runpy
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -48,6 +50,8 @@ class Launcher:
 
     def fail(self, error: Exception) -> NoReturn:
         """Ends with exit code 2, like `tlora`, for input that the user can correct."""
+        # Megatron prints a stack at SIGTERM, with which torchrun ends the other ranks meanwhile.
+        faulthandler.unregister(signal.SIGTERM)
         show_error(error)
         raise SystemExit(2) from error
 
@@ -56,9 +60,7 @@ def install() -> None:
     """Hooks the Megatron-LM on `sys.path`."""
     from tlora_megatron.integrations.megatron_lm import hooks
 
-    configure_logging(logging.INFO if global_rank() == 0 else logging.ERROR)
-    # Megatron sets up the root logger, which would show each line once more.
-    logging.getLogger("tlora_megatron").propagate = False
+    _log_once()
     if hooks.flag_on_command_line():
         build_early()
         _meet_alone()
@@ -66,6 +68,12 @@ def install() -> None:
         join_agent()
         sys.excepthook = _explain
     hooks.install(Launcher())
+
+
+def _log_once() -> None:
+    configure_logging(logging.INFO if global_rank() == 0 else logging.ERROR)
+    # Megatron sets up the root logger, which would show each line once more.
+    logging.getLogger("tlora_megatron").propagate = False
 
 
 def _meet_alone() -> None:
@@ -105,8 +113,11 @@ def _run(script: Path) -> None:
 
 def _leave_the_gpu_alone() -> None:
     """Has the trainer run on the CPU; its flags that need a GPU are overruled."""
+    from tlora_megatron.integrations.megatron import quiet
     from tlora_megatron.integrations.megatron_lm import cpu
 
+    _log_once()
+    quiet.install()
     try:
         cpu.install()
     except ImportError as error:
@@ -147,4 +158,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as ending:
+        if ending.__cause__ is None:
+            raise
+        leave(2)  # at once, so that torchrun ends the other ranks before they say the same

@@ -16,7 +16,7 @@ from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.config.load import ConfigError
 from tlora_megatron.runtime.launcher import describe_failure
 
-_OTHER_RANKS_WAIT_S = 2.0
+_OTHER_RANKS_WAIT_S = 5.0
 _EPILOG = """\
 examples:
   tlora train configs/quickstart.yaml --nproc 2

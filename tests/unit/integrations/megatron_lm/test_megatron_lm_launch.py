@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -81,6 +83,24 @@ def test_one_process_needs_no_torchrun(script: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RANK", "1")
     launch.main([str(script), "--tlora-config", "jobs.yaml"])
     assert "MASTER_PORT" not in os.environ
+
+
+def test_a_rank_that_is_ended_while_it_waits_prints_no_stack(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launch, "show_error", lambda error: os.kill(os.getpid(), signal.SIGTERM))
+    ended: list[int] = []
+    monkeypatch.setattr(signal, "SIGTERM", signal.SIGUSR2)
+    before = signal.signal(signal.SIGUSR2, lambda signum, frame: ended.append(signum))
+    try:
+        with (tmp_path / "stacks").open("w") as file:
+            faulthandler.register(signal.SIGUSR2, file, all_threads=False, chain=True)
+            with pytest.raises(SystemExit, match=r"^2$"):
+                launch.Launcher().fail(ValueError("x"))
+        assert (tmp_path / "stacks").read_text() == ""
+        assert ended == [signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_each_line_is_shown_once(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
