@@ -197,7 +197,6 @@ class TrainingLoop:
         try:
             with timeline.phase("saving"):
                 self.saver.close()
-            self.saver.report()
         except WriterDied as error:  # `drain` raises it; an error on its way here counts more
             logger.error("%s", error)
         finally:

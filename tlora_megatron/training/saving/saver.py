@@ -106,16 +106,19 @@ class Saver:
             WriterDied: if the thread has ended.
         """
         begin_s = time.perf_counter()
-        self._writer.drain()
-        self.times.drain_s += time.perf_counter() - begin_s
+        try:
+            self._writer.drain()
+        finally:
+            self.times.drain_s += time.perf_counter() - begin_s
         self.report()
 
     def close(self) -> None:
-        """Finishes what was submitted and gives the memory back; a second call does nothing.
+        """Drains, ends the thread and gives the memory back; a second call does nothing.
 
         Raises:
             WriterDied: if the thread has ended.
         """
+        self.drain()
         self._writer.close()
         if self._memory is not None:
             self._memory.close()
