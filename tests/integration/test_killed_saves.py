@@ -1,6 +1,6 @@
 """SIGKILL at random moments of asynchronous saves: the run ends with the bits of one without.
 
-`TLORA_KILLS=30` kills each run so many times, and takes some minutes.
+`TLORA_KILLS=30` kills each run so many times, in one layout more, and takes three minutes.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ def test_one_process(config: Path) -> None:
     whole = life_of(config, "whole")
     forked(WORKER, "drive", written(config.with_name("w.json"), whole), 0)
     killed = life_of(config, "killed", seed=1000)
-    log = forked(WORKER, "drive", written(config.with_name("k.json"), killed), KILLS or 6)
-    assert log.count("kill ") == (KILLS or 6)
+    log = forked(WORKER, "drive", written(config.with_name("k.json"), killed), KILLS or 4)
+    assert log.count("kill ") == (KILLS or 4)
     for output_dir in finished(config, "killed"):
         assert_same_bits(output_dir, config.parent / "whole0")
 
 
-@pytest.mark.parametrize("layout", ["TP2", "DP2"])
+@pytest.mark.parametrize("layout", ["TP2", "DP2"] if KILLS else ["TP2"])
 def test_two_processes(config: Path, layout: str) -> None:
     overrides = ("parallel.tp_size=2",) if layout == "TP2" else ()
 

@@ -57,6 +57,7 @@ class MemoryUse:
     logits: float
     """Logits that exist at a time on the last stage, as far as they exceed the workspace."""
     collectives: float
+    """NCCL's buffers, and what the first rank receives of an adapter that is saved."""
     fragmentation: float
     reserved: float
     """Memory of driver and libraries."""
@@ -191,6 +192,9 @@ class MemoryModel:
         workspace = max(local_rows * layer.workspace_bytes, refresh)
         head = _head_bytes(spec, plan, local_rows, size) if is_last else 0.0
         groups = sum(n > 1 for n in (plan.tp_size, plan.pp_size, plan.cp_size, plan.dp_size))
+        # A save gathers one fp32 buffer of one adapter at a time, while the next round runs.
+        parts = plan.tp_size * plan.pp_size
+        gathered = layers * layer.largest_slab * 4 * parts if is_first and parts > 1 else 0.0
         return MemoryUse(
             base_weights=_base_elements(spec, plan, is_first=is_first, is_last=is_last) * size,
             adapter_weights=layers * layer.copies * size,
@@ -199,7 +203,7 @@ class MemoryModel:
             activations=activations + places,
             workspace=workspace,
             logits=max(0.0, head - workspace),
-            collectives=groups * COMMUNICATOR_BYTES,
+            collectives=groups * COMMUNICATOR_BYTES + gathered,
             fragmentation=FRAGMENTATION * (activations + max(workspace, head)),
             reserved=self.hardware.reserved_bytes,
             stage=stage,
