@@ -128,12 +128,12 @@ def _build(
     overlaps = config.run.nano_batches != 1 and layout.tp_size > 1
     backbone.initialize_parallel(layout, overlaps=overlaps)
     groups = current_groups(layout)
-    run.check_agreement()
     dtype = DTYPES[config.base_model.dtype]
     with timeline.phase("base"):
         model = backbone.build_backbone(spec, layout, dtype=dtype, recompute=config.run.recompute)
         weights = None if config.base_model.random_init else _model_dir(config)
         backbone.load_backbone(model, spec, weights, layout, seed=config.base_model.seed)
+    run.check_agreement()
     recompute.install()
     sites = stage_sites(spec, layout, tp_rank=groups.tp_rank, pp_rank=groups.pp_rank)
     nano = nano_settings(config.run, spec, dtype)

@@ -45,24 +45,28 @@ def prepare_job(
     base_model: str,
     micro_batch_tokens: int,
     saved: Path | None,
+    data: JobData | None = None,
 ) -> PreparedJob:
     """Reads everything a job starts from and checks that it fits.
 
     Args:
         base_model: name or path of the base; an adapter of another name is warned about.
         saved: this run's checkpoint directory of the job; None = start afresh.
+        data: of another process of this node, which has looked at the checkpoint's values, too;
+            None = read them with the tokenizer.
 
     Raises:
         ValueError: naming the job.
     """
     _check_targets(job, spec)
-    data = load_job_data(job, tokenizer, spec.vocab_size)
+    is_first = data is None
+    data = data or load_job_data(job, tokenizer, spec.vocab_size)
     _check_lengths(job, spec, data, micro_batch_tokens)
     checkpoint = find_checkpoint(saved) if saved is not None else None
     if checkpoint is None and job.resume_from is not None:
         checkpoint = _foreign_checkpoint(job, Path(job.resume_from))
     if checkpoint is not None:
-        checkpoint.check_fits(job, data, spec)
+        checkpoint.check_fits(job, data, spec, values=is_first)
     imported = None
     if checkpoint is None and job.init_from is not None:
         try:

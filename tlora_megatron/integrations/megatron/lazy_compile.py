@@ -18,7 +18,7 @@ import torch
 def lazy_compile() -> Iterator[None]:
     """Lets what is decorated inside with `torch.compile` be compiled at its first call."""
     whole = torch.compile
-    torch.compile = functools.partial(_decorate, whole)  # type: ignore[assignment]
+    torch.compile = functools.partial(_decorate, whole)
     try:
         yield
     finally:

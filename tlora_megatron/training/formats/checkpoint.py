@@ -28,6 +28,7 @@ from tlora_megatron.training.formats.atomic_directory import (
     remove_leftovers,
     replace_directory,
 )
+from tlora_megatron.training.formats.hf_checkpoint import all_finite
 from tlora_megatron.training.formats.safetensors_file import PendingTensor, write_tensors
 from tlora_megatron.training.job_state import JobState
 
@@ -106,8 +107,13 @@ class Checkpoint:
         """Optimizer steps done."""
         return int(self.state["progress"]["step"])
 
-    def check_fits(self, job: JobSpec, data: JobData, spec: Backbone) -> None:
+    def check_fits(
+        self, job: JobSpec, data: JobData, spec: Backbone, *, values: bool = True
+    ) -> None:
         """Refuses a job whose adapter, data or data order is not the saved one.
+
+        Args:
+            values: read all tensors, and refuse NaN and infinity.
 
         Raises:
             ValueError: naming the job and the value or tensor that differs.
@@ -127,9 +133,9 @@ class Checkpoint:
                     f"got {new}; to start afresh give another run.output_dir and no "
                     f"resume_from"
                 )
-        self._check_tensors(job, spec)
+        self._check_tensors(job, spec, values)
 
-    def _check_tensors(self, job: JobSpec, spec: Backbone) -> None:
+    def _check_tensors(self, job: JobSpec, spec: Backbone, values: bool) -> None:
         """Before training, when one job may still be left out."""
         for file, prefixes in _PREFIXES.items():
             with safe_open(self.path / file, "pt") as tensors:
@@ -144,7 +150,7 @@ class Checkpoint:
                                 f"checkpoint {self.path}, got {shape or 'no such tensor'}; "
                                 f"it was trained on another base model"
                             )
-                        if not bool(tensors.get_tensor(key).isfinite().all()):
+                        if values and not all_finite(tensors.get_tensor(key)):
                             raise ValueError(
                                 f"job {job.name!r}: {key} must be finite in its checkpoint "
                                 f"{self.path}, got NaN or inf; take up an earlier one by "

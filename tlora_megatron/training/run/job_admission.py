@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import JobError, RunConfig
 from tlora_megatron.layers.attach import check_blocks_fit
 from tlora_megatron.layers.sites import Site, check_targets
@@ -16,20 +21,29 @@ from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.block_sizes import check_block_sizes
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.training.data.job_data import load_tokenizer
+from tlora_megatron.training.data.job_data import JobData, load_tokenizer
 from tlora_megatron.training.preparation import PreparedJob, prepare_job
 from tlora_megatron.training.run.job_folders import check_job_folders
+from tlora_megatron.training.run.reading import (
+    Background,
+    Failed,
+    StillReading,
+    reads_here,
+    share,
+)
 from tlora_megatron.training.run.resumption import check_resumption
 
 logger = logging.getLogger(__name__)
 
+_SMALL_DATA_S = 0.3
+"""So long a run of one process waits at once: a mistake in small data shows before the imports."""
+_Outcomes = list[PreparedJob | ValueError]
+
 
 class JobAdmission:
-    """The jobs of a run that can start, and those that cannot.
+    """The jobs of a run that can start, and those that cannot, known once `settle` has been called.
 
-    Raises:
-        ValueError: with `run.on_job_error: stop`, for the first job that cannot start; else if none
-            can.
+    The first process of a node reads the data, on a thread that begins with this object.
     """
 
     def __init__(
@@ -42,33 +56,91 @@ class JobAdmission:
         resuming: bool,
     ) -> None:
         self.rejected: list[JobError] = list(config.job_errors)
+        self.prepared: list[PreparedJob] = []
+        self._config = config
         self._spec = spec
+        self._base_model = base_model
+        self._resuming = resuming
         self._stops = config.run.on_job_error == "stop"
-        tokenizer = load_tokenizer(tokenizer_dir)
+        self._reading = self._start_reading(tokenizer_dir) if reads_here() else None
+        if self._reading is not None and os.environ.get("WORLD_SIZE", "1") == "1":
+            with suppress(StillReading):
+                self._take(self._reading.result(_SMALL_DATA_S))
+
+    def settle(self) -> None:
+        """Waits for the data and sorts the jobs; collective over the world, once there is a group.
+
+        Raises:
+            ValueError: with `run.on_job_error: stop`, for the first job that cannot start; else if
+                none can; and if the tokenizer cannot be read.
+        """
+        if self.prepared:
+            return
+        own = None if self._reading is None else self._reading.result()
+        shared = share(own if own is None or isinstance(own, Failed) else _data_of(own))
+        if own is None:
+            assert shared is not None, "the first process reads"
+            own = shared if isinstance(shared, Failed) else self._prepare_all(shared)
+        self._take(own)
+
+    def _start_reading(self, tokenizer_dir: Path) -> Background[_Outcomes | Failed]:
+        try:
+            # Here: threads that import at once can meet half a module.
+            tokenizer = load_tokenizer(tokenizer_dir)
+        except ValueError as error:
+            failed = Failed(str(error))
+            return Background(lambda: failed)
+        return Background(lambda: self._prepare_all(tokenizer=tokenizer))
+
+    def _prepare_all(
+        self, readings: Sequence[JobData | Failed] = (), *, tokenizer: Any = None
+    ) -> _Outcomes:
+        """Prepares one job after the other, up to the first error that stops the run.
+
+        Args:
+            readings: what another process has read, job by job.
+            tokenizer: reads the data here, if there are no readings.
+        """
+        outcomes: _Outcomes = []
+        for job, read in zip_longest(self._config.jobs, readings):
+            try:
+                outcomes.append(self._prepare(job, tokenizer, read))
+            except ValueError as error:
+                outcomes.append(error)
+                if self._stops:
+                    break
+        return outcomes
+
+    def _prepare(self, job: JobSpec, tokenizer: Any, read: JobData | Failed | None) -> PreparedJob:
+        if isinstance(read, Failed):
+            raise ValueError(read.message)
+        config, spec = self._config, self._spec
         # How other models' linears are divided shows when they are built: checked then.
         tp_size = config.parallel.tp_size if isinstance(spec, ModelSpec) else 1
-        self.prepared: list[PreparedJob] = []
-        for job in config.jobs:
-            try:
-                check_block_sizes(job.name, job.lora, spec, tp_size)
-                saved = Path(config.run.output_dir) / "jobs" / job.name / "checkpoints"
-                prepared = prepare_job(
-                    replace(job, seed=job.seed + config.run.seed),
-                    spec,
-                    tokenizer,
-                    base_model=base_model,
-                    micro_batch_tokens=config.run.micro_batch_tokens,
-                    saved=saved if resuming else None,
-                )
-                check_resumption(prepared)
-                if (
-                    prepared.checkpoint is None
-                    or prepared.checkpoint.step < prepared.plan.num_steps
-                ):
-                    check_job_folders(Path(config.run.output_dir), job.name)
-                self.prepared.append(prepared)
-            except ValueError as error:
-                self._reject(job.name, error)
+        check_block_sizes(job.name, job.lora, spec, tp_size)
+        saved = Path(config.run.output_dir) / "jobs" / job.name / "checkpoints"
+        prepared = prepare_job(
+            replace(job, seed=job.seed + config.run.seed),
+            spec,
+            tokenizer,
+            base_model=self._base_model,
+            micro_batch_tokens=config.run.micro_batch_tokens,
+            saved=saved if self._resuming else None,
+            data=read,
+        )
+        check_resumption(prepared)
+        if prepared.checkpoint is None or prepared.checkpoint.step < prepared.plan.num_steps:
+            check_job_folders(Path(config.run.output_dir), job.name)
+        return prepared
+
+    def _take(self, outcomes: _Outcomes | Failed) -> None:
+        if isinstance(outcomes, Failed):
+            raise ValueError(outcomes.message)
+        for job, outcome in zip(self._config.jobs, outcomes, strict=False):
+            if isinstance(outcome, ValueError):
+                self._reject(job.name, outcome)
+            else:
+                self.prepared.append(outcome)
         self._require_any()
 
     def check_sites(
@@ -102,3 +174,7 @@ class JobAdmission:
         if not self.prepared:
             reasons = "; ".join(error.message for error in self.rejected)
             raise ValueError(f"jobs must hold at least one that can start, got {reasons}")
+
+
+def _data_of(outcomes: _Outcomes) -> list[JobData | Failed]:
+    return [one.data if isinstance(one, PreparedJob) else Failed(str(one)) for one in outcomes]

@@ -114,7 +114,15 @@ class TrainingRun:
         self._open.close()
 
     def check_agreement(self) -> None:
-        """Refuses processes that have read different files; collective over the world."""
+        """Waits for the jobs' data; refuses processes that have read different files.
+
+        Collective over the world.
+
+        Raises:
+            ValueError: if the data, or a job, cannot be used.
+        """
+        with timeline.phase("data"):
+            self._jobs.settle()
         check_agreement(self.config, self._jobs.prepared)
 
     def start(

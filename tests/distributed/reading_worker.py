@@ -1,0 +1,46 @@
+"""Worker: ranks admit the jobs of a configuration; only the first may load the tokenizer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tlora_megatron.config.load import load_config
+from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.training.run import job_admission
+from tlora_megatron.training.run.agreement import check_agreement, content_digest
+
+
+def main(path: str, *overrides: str) -> None:
+    """Says what this rank has prepared and rejected, or the error."""
+    config = load_config(path, overrides, None)
+    base = Path(str(config.base_model.path))
+    spec = read_model_spec(base / "config.json")
+    dist.init_process_group("gloo")
+    if dist.get_rank() > 0:
+        job_admission.load_tokenizer = _refuse
+    try:
+        jobs = job_admission.JobAdmission(
+            config, spec, tokenizer_dir=base, base_model="base", resuming=False
+        )
+        jobs.settle()
+        check_agreement(config, jobs.prepared)
+        names = [job.spec.name for job in jobs.prepared]
+        said = f"{names} {jobs.rejected} {content_digest(config, jobs.prepared)}"
+    except ValueError as error:
+        said = f"refused: {error}"
+    # One line at once: the processes share an output.
+    sys.stdout.write(f"<{said}>\n")
+    sys.stdout.flush()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _refuse(*_: object) -> None:
+    raise AssertionError("only the first process of a node reads")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,122 @@
+"""Reads the jobs' data once a node, on a thread, and hands them to the node's other processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as StillReading
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch.distributed as dist
+
+from tlora_megatron.training.data.job_data import JobData
+from tlora_megatron.training.data.tokenize import TokenSequence
+
+__all__ = ["Background", "Failed", "StillReading", "reads_here", "share"]
+
+
+class Failed(NamedTuple):
+    """What a job, or everything, cannot be read for."""
+
+    message: str
+
+
+Readings = Sequence[JobData | Failed] | Failed
+"""Data of one job after the other, up to the first that stops the run; or why there is none."""
+
+
+class _Packed(NamedTuple):
+    """Sequences end to end: a million of small arrays would take long to send."""
+
+    tokens: np.ndarray
+    is_target: np.ndarray
+    lengths: list[int]
+
+
+def reads_here() -> bool:
+    """True on the first process of each node, and where processes cannot tell."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+_T = TypeVar("_T")
+
+
+class Background(Generic[_T]):
+    """The result of work on a thread that does not keep the process from ending."""
+
+    def __init__(self, work: Callable[[], _T]) -> None:
+        self._future: Future[_T] = Future()
+        threading.Thread(target=self._run, args=(work,), name="data", daemon=True).start()
+
+    def result(self, timeout_s: float | None = None) -> _T:
+        """Waits for the result, or the error that the work has raised.
+
+        Raises:
+            StillReading: if it takes longer than `timeout_s`.
+        """
+        return self._future.result(timeout_s)
+
+    def _run(self, work: Callable[[], _T]) -> None:
+        try:
+            self._future.set_result(work())
+        except BaseException as error:
+            self._future.set_exception(error)
+
+
+def share(mine: Readings | None) -> Readings | None:
+    """Gives the first process's readings to those that have none; collective over the world.
+
+    Returns:
+        None where nothing was missing.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        assert mine is not None, "a process without a group reads its data itself"
+        return None
+    missing: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(missing, mine is None)
+    if not any(missing):
+        return None
+    message = [_pack(mine) if dist.get_rank() == 0 and mine is not None else None]
+    dist.broadcast_object_list(message, src=0)
+    return _unpack(message[0]) if mine is None else None
+
+
+def _pack(readings: Readings) -> Any:
+    if isinstance(readings, Failed):
+        return readings
+    return [one if isinstance(one, Failed) else _pack_job(one) for one in readings]
+
+
+def _unpack(message: Any) -> Readings:
+    if isinstance(message, Failed):
+        return message
+    return [one if isinstance(one, Failed) else _unpack_job(*one) for one in message]
+
+
+def _pack_job(data: JobData) -> tuple[_Packed, _Packed, int, int]:
+    return _join(data.train), _join(data.eval), data.num_truncated, data.num_dropped
+
+
+def _unpack_job(train: _Packed, evaluation: _Packed, truncated: int, dropped: int) -> JobData:
+    return JobData(
+        train=_cut(train), eval=_cut(evaluation), num_truncated=truncated, num_dropped=dropped
+    )
+
+
+def _join(sequences: Sequence[TokenSequence]) -> _Packed:
+    tokens = [np.empty(0, np.int32), *(sequence.tokens for sequence in sequences)]
+    targets = [np.empty(0, bool), *(sequence.is_target for sequence in sequences)]
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    return _Packed(np.concatenate(tokens), np.concatenate(targets), lengths)
+
+
+def _cut(packed: _Packed) -> tuple[TokenSequence, ...]:
+    ends = np.cumsum(packed.lengths).tolist()
+    begins = [0, *ends[:-1]]
+    return tuple(
+        TokenSequence(packed.tokens[begin:end], packed.is_target[begin:end])
+        for begin, end in zip(begins, ends, strict=False)
+    )
