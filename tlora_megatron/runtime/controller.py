@@ -15,7 +15,9 @@ from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.parallel.nano.hardware_queues import set_queues
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
+from tlora_megatron.runtime.wake import wake_device
 from tlora_megatron.training.formats.hf_convert import check_layout
 from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.run.nano_setup import nano_settings
@@ -41,6 +43,8 @@ def train_run(config: RunConfig, listener: RunListener) -> dict[str, Any]:
     spec = read_model_spec(_model_config(config))
     layout = _layout(config)
     check_layout(spec, layout)
+    set_queues(overlaps=_overlaps(config, layout))
+    wake_device()
     with TrainingRun(
         config,
         spec,
@@ -93,6 +97,11 @@ def _layout(config: RunConfig) -> ParallelLayout:
     )
 
 
+def _overlaps(config: RunConfig, layout: ParallelLayout) -> bool:
+    """True if nano-batches are going to hide each other's communication."""
+    return config.run.nano_batches != 1 and layout.tp_size > 1
+
+
 def import_backbone() -> None:
     """Imports Megatron-core and what is built on it.
 
@@ -125,8 +134,7 @@ def _build(
     )
 
     config = run.config
-    overlaps = config.run.nano_batches != 1 and layout.tp_size > 1
-    backbone.initialize_parallel(layout, overlaps=overlaps)
+    backbone.initialize_parallel(layout, overlaps=_overlaps(config, layout))
     groups = current_groups(layout)
     dtype = DTYPES[config.base_model.dtype]
     with timeline.phase("base"):
