@@ -149,7 +149,7 @@ class MultiLoRATrainer(Trainer):
         self.is_in_train = True
         try:
             self._train_rounds(engine)
-            engine.save()
+            self._save_jobs(engine)
             summary = engine.finish()
         finally:
             self.is_in_train, self._has_trained = False, True
@@ -229,6 +229,16 @@ class MultiLoRATrainer(Trainer):
                 else:
                     logger.warning("job %s has no adapter: %s", job.name, job.reason)
 
+    def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: the jobs of one section are the trials.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "hyperparameter_search must be left out: give each trial a job of its own in tlora.jobs"
+        )
+
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: there is an adapter for each job.
 
@@ -277,6 +287,7 @@ class MultiLoRATrainer(Trainer):
         self._call("on_train_begin")
         evaluated = last_results(engine.loop.jobs)
         engine.loop.start()
+        self.state.epoch = epoch_of(engine.loop.jobs)
         self._tell_new_results(engine, evaluated)
         while not engine.is_over and not self.control.should_training_stop:
             self._call("on_epoch_begin")
@@ -313,13 +324,18 @@ class MultiLoRATrainer(Trainer):
             self.log(logs)
 
     def _evaluate_and_save(self, engine: DeepSpeedRun, *, has_saved: bool = False) -> None:
-        """Does what the callbacks have asked for; tells them of checkpoints."""
-        if self.control.should_evaluate:
+        """Does what the callbacks have asked for; jobs that have ended have done it themselves."""
+        if self.control.should_evaluate and not engine.is_over:
             self.evaluate()
-        if self.control.should_save:
-            engine.save()
-            has_saved = True
-        if has_saved:
+        if self.control.should_save and not engine.is_over:
+            self._save_jobs(engine)
+        elif has_saved:
+            self._call("on_save")
+
+    def _save_jobs(self, engine: DeepSpeedRun) -> None:
+        before = engine.loop.saved_steps
+        engine.save()
+        if engine.loop.saved_steps != before or self.control.should_save:
             self._call("on_save")
 
     def _tell_new_results(self, engine: DeepSpeedRun, before: Mapping[str, Any]) -> None:

@@ -129,7 +129,7 @@ def load_deepspeed_config(
     for override in overrides:
         apply_override(section, override)
     _refuse(document)
-    changes = [f"{key} has no effect: {why}" for key, why in _OWNED.items() if key in document]
+    changes = [f"{k} has no effect: {why}" for k, why in _OWNED.items() if _is_on(document.get(k))]
     changes += check_keys(document, ours=_SECTIONS, without_effect=(*_OWNED, *_OFF))
     if trainer is None:
         refuse_autos(section)
@@ -263,6 +263,13 @@ def _refuse(document: dict[str, Any]) -> None:
     sequence_parallel = document.get("sequence_parallel_size", 1)
     if sequence_parallel != 1:
         raise must("sequence_parallel_size", "be 1", sequence_parallel)
+
+
+def _is_on(value: Any) -> bool:
+    """False for a key that is absent, or for a section that is turned off."""
+    return value not in (None, False) and not (
+        isinstance(value, dict) and not value.get("enabled", True)
+    )
 
 
 def _set_dtype(section: dict[str, Any], bf16: bool | None) -> None:

@@ -1,0 +1,131 @@
+"""Hugging Face's own JSON files run under MultiLoRATrainer, and it behaves as a Trainer does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("deepspeed", reason="needs deepspeed")
+pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+
+from tests.helpers.deepspeed_cases import may_abort_behind
+from tests.helpers.deepspeed_files import FILES
+from tests.helpers.scenario import make_scenario
+from tests.helpers.standing_world import world
+from tlora_megatron.training.metrics import read_metrics
+
+WORKER = Path(__file__).parents[1] / "helpers" / "deepspeed_trainer_files_worker.py"
+NAMES = ("attention", "mlp")
+OWN_RATE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds both runs and what was seen of them."""
+    root = tmp_path_factory.mktemp("trainer_files")
+    section = json.loads(make_scenario(root, num_layers=1).read_text())
+    jobs = [job for job in section["jobs"] if job["name"] in NAMES]
+    for job, size in zip(jobs, (3, 6), strict=True):
+        del job["optimizer"], job["schedule"], job["max_steps"]
+        job["batch_size"] = size
+    jobs[1]["optimizer"] = {"lr": OWN_RATE}
+    tlora = {"run": {"micro_batch_tokens": 2048, "tensorboard": False}, "jobs": jobs}
+    for stage in (2, 3):
+        document = FILES[f"Hugging Face, ds_config_zero{stage}.json"] | {"tlora": tlora}
+        (root / f"stage{stage}.json").write_text(json.dumps(document))
+    with may_abort_behind(root / "seen.json"):
+        world(WORKER, 1, root)
+    return root
+
+
+@pytest.fixture
+def seen(root: Path) -> dict[str, Any]:
+    """What the worker saw."""
+    found: dict[str, Any] = json.loads((root / "seen.json").read_text())
+    return found
+
+
+def jobs_of(root: Path, name: str) -> list[dict[str, Any]]:
+    """The jobs as the run has read them."""
+    document = json.loads((root / name / "config.json").read_text())
+    return list(document["jobs"])
+
+
+def rounds_of(events: list[list[Any]], name: str) -> list[int]:
+    """The rounds after which callbacks heard of an event."""
+    return [event[1] for event in events if event[0] == name]
+
+
+def test_arguments_are_the_jobs_defaults(root: Path) -> None:
+    attention, mlp = jobs_of(root, "stage3")
+    assert (attention["optimizer"]["lr"], mlp["optimizer"]["lr"]) == (4e-3, OWN_RATE)
+    for job in (attention, mlp):
+        assert job["optimizer"]["weight_decay"] == 0.1
+        assert (job["schedule"]["name"], job["schedule"]["warmup_ratio"]) == ("cosine", 0.25)
+        assert (job["epochs"], job["seed"]) == (2, 5)
+    rates = [
+        line["lr"] for line in read_metrics(root / "stage3/jobs/mlp/metrics.jsonl") if "lr" in line
+    ]
+    assert rates[:3] == [0.0, OWN_RATE / 2, OWN_RATE], "a quarter of six steps, rounded up"
+
+
+def test_callbacks_hear_of_epochs_checkpoints_and_evaluations(seen: dict[str, Any]) -> None:
+    """18 rows in batches of 3 and 6: the slower job makes 6 rounds an epoch, 12 in all."""
+    events, rounds = seen["stage3"]["events"], seen["stage3"]["rounds"]
+    assert rounds == 12
+    assert rounds_of(events, "epoch_begin")[:2] == [0, 6]
+    assert rounds_of(events, "epoch_end")[:2] == [6, 12]
+    assert rounds_of(events, "save")[:1] == [2], "asked for by a callback"
+    assert 12 in rounds_of(events, "save"), "at the last job's end"
+    assert rounds_of(events, "evaluate")[:2] == [0, 0], "asked for, then before training"
+    assert {6, 12} <= set(rounds_of(events, "evaluate")), "each epoch and the jobs' ends"
+    steps = [event for event in events if event[0] == "step_end"]
+    assert [event[2] for event in steps] == sorted(event[2] for event in steps)
+    assert (steps[-1][2], steps[-1][3]) == (2.0, rounds)
+
+
+def test_evaluation_equals_the_job_s_own(root: Path, seen: dict[str, Any]) -> None:
+    before, after = seen["stage3"]["before"], seen["stage3"]["after"]
+    for name in NAMES:
+        lines = read_metrics(root / f"stage3/jobs/{name}/metrics.jsonl")
+        losses = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+        assert losses[max(losses)] == after[f"eval_loss/{name}"]
+        assert before[f"eval_loss/{name}"] != after[f"eval_loss/{name}"]
+    assert after["eval_loss"] == sum(after[f"eval_loss/{name}"] for name in NAMES) / 2
+
+
+def test_adapters_are_saved_where_they_are_asked_for(root: Path) -> None:
+    for name in NAMES:
+        file = "adapter_model.safetensors"
+        own, saved = (
+            load_file(root / d / file) for d in (f"stage3/jobs/{name}/adapter", f"saved/{name}")
+        )
+        assert own.keys() == saved.keys()
+        assert all(torch.equal(own[key], value) for key, value in saved.items())
+        assert (root / "stopped" / name / file).is_file(), "of a job under way"
+
+
+def test_a_run_that_has_ended_has_nothing_left_to_do(root: Path, seen: dict[str, Any]) -> None:
+    assert seen["stage3"]["again"] == 0
+    metrics = json.loads((root / "stage3" / "train_results.json").read_text())
+    assert metrics["train_loss"] == seen["stage3"]["metrics"]["train_loss"]
+    assert (root / "stage3" / "trainer_state.json").is_file()
+
+
+def test_early_stopping_stops_and_saves(seen: dict[str, Any]) -> None:
+    stopped = seen["stage2"]
+    assert stopped["rounds"] == 3, "the first evaluation behind the one before training"
+    assert rounds_of(stopped["events"], "evaluate")[:2] == [0, 3]
+    assert 3 in rounds_of(stopped["events"], "save")
+    history = stopped["history"]
+    assert [entry["step"] for entry in history if "eval_loss" in entry][:2] == [0, 3]
+    assert stopped["best"] == min(entry["eval_loss"] for entry in history if "eval_loss" in entry)
+    logged = [entry for entry in history if "loss" in entry]
+    assert [entry["step"] for entry in logged] == [2]
+    assert {"loss/mlp", "learning_rate/mlp", "grad_norm/mlp", "epoch"} <= logged[0].keys()
+    assert stopped["after"].keys() >= {"eval_loss", "eval_loss/mlp", "eval_exact_match/mlp"}

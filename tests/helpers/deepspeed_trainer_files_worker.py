@@ -1,0 +1,131 @@
+"""Trains through the Trainer as its users do: `deepspeed_trainer_files_worker.py ROOT`.
+
+ROOT holds `stage3.json` and `stage2.json`. The first is trained to its end and handled like a
+Hugging Face example script does; the second is stopped by Hugging Face's own callback.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import (
+    AutoModelForCausalLM,
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from tlora_megatron.deepspeed.trainer import MultiLoRATrainer
+
+
+class Events(TrainerCallback):
+    """Keeps the name of each event with the state at that time."""
+
+    def __init__(self) -> None:
+        self.heard: list[list[Any]] = []
+
+    def _note(self, event: str, state: Any) -> None:
+        self.heard.append([event, state.global_step, state.epoch, state.max_steps])
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Noted."""
+        self._note("epoch_begin", state)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Noted."""
+        self._note("epoch_end", state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Noted; asks for a checkpoint once."""
+        self._note("step_end", state)
+        control.should_save |= state.global_step == 2
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Noted."""
+        self._note("save", state)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
+        """Noted with its loss."""
+        self._note("evaluate", state)
+        self.heard[-1].append(metrics["eval_loss"])
+
+
+def main() -> None:
+    """Every process runs it; the first writes what it saw."""
+    root = Path(sys.argv[1])
+    seen = {"stage3": _whole(root), "stage2": _stopped(root)}
+    if dist.get_rank() == 0:
+        (root / "seen.json").write_text(json.dumps(seen))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _trainer(root: Path, name: str, callbacks: list[Any], **given: Any) -> MultiLoRATrainer:
+    args = TrainingArguments(
+        str(root / name),
+        deepspeed=str(root / f"{name}.json"),
+        use_cpu=True,
+        learning_rate=4e-3,
+        weight_decay=0.1,
+        lr_scheduler_type="cosine",
+        seed=5,
+        logging_steps=2,
+        **given,
+    )
+    model = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
+    return MultiLoRATrainer(model=model, args=args, callbacks=callbacks)
+
+
+def _whole(root: Path) -> dict[str, Any]:
+    events = Events()
+    trainer = _trainer(
+        root, "stage3", [events], num_train_epochs=2, warmup_steps=0.25, eval_strategy="epoch"
+    )
+    before = trainer.evaluate()
+    result = trainer.train()
+    trainer.save_model()
+    trainer.save_model(str(root / "saved"))
+    trainer.save_metrics("train", result.metrics)
+    trainer.save_state()
+    again = trainer.train(resume_from_checkpoint=True)
+    return {
+        "before": before,
+        "events": events.heard,
+        "metrics": result.metrics,
+        "rounds": result.global_step,
+        "after": trainer.evaluate(),
+        "again": again.global_step,
+    }
+
+
+def _stopped(root: Path) -> dict[str, Any]:
+    events, never_better = Events(), EarlyStoppingCallback(1, early_stopping_threshold=100.0)
+    trainer = _trainer(
+        root,
+        "stage2",
+        [events, never_better],
+        max_steps=12,
+        save_strategy="epoch",
+        eval_strategy="steps",
+        eval_steps=3,
+        metric_for_best_model="eval_loss",
+    )
+    rounds = trainer.train().global_step
+    trainer.save_model(str(root / "stopped"))
+    return {
+        "rounds": rounds,
+        "events": events.heard,
+        "best": trainer.state.best_metric,
+        "history": trainer.state.log_history,
+        "after": trainer.evaluate(),
+    }
+
+
+if __name__ == "__main__":
+    main()
