@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 from transformers import DefaultFlowCallback, Trainer, TrainerControl, TrainerState
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from tlora_megatron import timeline
@@ -36,30 +36,16 @@ from tlora_megatron.deepspeed.progress import (
     last_results,
     planned_epochs,
 )
+from tlora_megatron.deepspeed.refusals import (
+    NOT_TAKEN,
+    check_evaluation,
+    refuse_what_is_not_taken,
+)
 from tlora_megatron.deepspeed.run import DeepSpeedRun, open_run, read_settings
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.run.output_dir import CONFIG_NAME
 
 logger = logging.getLogger(__name__)
-
-_NOT_TAKEN = {
-    "train_dataset": "each job has data.train",
-    "eval_dataset": "each job has data.eval",
-    "data_collator": "each job's rows are tokenized and packed here",
-    "model_init": "there is one frozen model; give it as model",
-    "compute_loss_func": "each job's loss is cross entropy over its targets",
-    "compute_metrics": "each job is evaluated by loss and exact match",
-    "preprocess_logits_for_metrics": "each job is evaluated by loss and exact match",
-    "optimizers": "each job has its own AdamW and schedule",
-    "optimizer_cls_and_kwargs": "each job has its own AdamW",
-}
-"""Trainer's arguments for one model, each with the reason why it cannot be honoured."""
-_NEVER_CALLED = (
-    *("compute_loss", "training_step", "prediction_step", "evaluation_loop"),
-    *("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler"),
-    *("get_train_dataloader", "get_eval_dataloader", "get_batch_samples"),
-)
-"""Methods that a subclass would override in vain."""
 
 
 class MultiLoRATrainer(Trainer):
@@ -87,14 +73,14 @@ class MultiLoRATrainer(Trainer):
         if not hasattr(args, "output_dir"):
             raise must("args", "be TrainingArguments with deepspeed", args)
         source = deepspeed_source(args)
-        _refuse_what_is_not_taken(type(self), kwargs)
+        refuse_what_is_not_taken(type(self), kwargs)
         if not isinstance(model, nn.Module):
             remedy = "read it with AutoModelForCausalLM.from_pretrained"
             raise must("model", "be a causal model of transformers", model, remedy)
         self._settings = read_settings(
             model, source, output_dir=str(args.output_dir), trainer=trainer_values(args)
         )
-        _check_evaluation(args.eval_strategy, self._settings.run.jobs)
+        check_evaluation(args.eval_strategy, self._settings.run.jobs)
         # Trainer wants a data set for eval_strategy.
         super().__init__(model=model, args=args, **{**kwargs, "eval_dataset": []})
         self.eval_dataset = None
@@ -181,7 +167,7 @@ class MultiLoRATrainer(Trainer):
             ValueError: if no job has data to evaluate on.
         """
         if eval_dataset is not None:
-            raise must("eval_dataset", "be left out", eval_dataset, _NOT_TAKEN["eval_dataset"])
+            raise must("eval_dataset", "be left out", eval_dataset, NOT_TAKEN["eval_dataset"])
         engine = self._opened()
         begin_s = time.perf_counter()
         if self.is_in_train:
@@ -217,6 +203,7 @@ class MultiLoRATrainer(Trainer):
             ValueError: if such a folder holds something else.
         """
         engine = self._opened()
+        engine.loop.drain()
         own = output_dir is None or _is_same(output_dir, self.args.output_dir)
         for job in engine.loop.jobs:
             written = engine.loop.job_dir(job) / "adapter"
@@ -330,13 +317,20 @@ class MultiLoRATrainer(Trainer):
         if self.control.should_save and not engine.is_over:
             self._save_jobs(engine)
         elif has_saved:
-            self._call("on_save")
+            self._tell_saved(engine)
 
     def _save_jobs(self, engine: DeepSpeedRun) -> None:
         before = engine.loop.saved_steps
         engine.save()
         if engine.loop.saved_steps != before or self.control.should_save:
             self._call("on_save")
+
+    def _tell_saved(self, engine: DeepSpeedRun) -> None:
+        """Tells callbacks of checkpoints; whoever listens finds the files, so training waits."""
+        callbacks = self.callback_handler.callbacks
+        if any(type(callback).on_save is not TrainerCallback.on_save for callback in callbacks):
+            engine.loop.drain()
+        self._call("on_save")
 
     def _tell_new_results(self, engine: DeepSpeedRun, before: Mapping[str, Any]) -> None:
         """Tells callbacks of evaluations that the jobs' own steps have brought."""
@@ -367,25 +361,6 @@ class MultiLoRATrainer(Trainer):
     def _call(self, event: str) -> None:
         notify = getattr(self.callback_handler, event)
         self.control = notify(self.args, self.state, self.control)
-
-
-def _refuse_what_is_not_taken(kind: type[Trainer], given: Mapping[str, Any]) -> None:
-    for name, reason in _NOT_TAKEN.items():
-        value = given.get(name)
-        if value is not None and value != (None, None):
-            raise ConfigError(
-                f"{name} must be left out, got a {type(value).__name__}: {reason} (tlora.jobs)"
-            )
-    for name in _NEVER_CALLED:
-        if getattr(kind, name, None) is not getattr(Trainer, name, None):
-            raise NotImplementedError(
-                f"{kind.__name__}.{name} must not be overridden: rounds of many jobs never call it"
-            )
-
-
-def _check_evaluation(strategy: Any, jobs: Any) -> None:
-    if strategy != "no" and not any(job.data.eval for job in jobs):
-        raise must("args.eval_strategy", "be no without data.eval in any job", strategy.value)
 
 
 def _is_same(path: str | Path, other: str | Path) -> bool:
