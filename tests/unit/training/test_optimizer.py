@@ -22,6 +22,7 @@ from tests.helpers.optimizer_case import (
     state,
     unmoved,
 )
+from tlora_megatron.layers.slab import AdapterSlab
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.optimizer import StepOutcome, step_adapters
@@ -194,6 +195,25 @@ def test_a_rate_of_zero_moves_moments_only(groups: ParallelGroups) -> None:
     assert torch.equal(slab.master, before)
     assert slab.exp_avg.any()
     assert slab.exp_avg_sq.any()
+
+
+def test_whoever_moves_waits_for_copies_of_its_state(
+    groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save copies beside the rounds; masters and moments must not change under it."""
+    bank, waited = make_bank(), list[AdapterSlab]()
+    before = [adapter.slab.master.clone() for adapter in bank.adapters]
+
+    def wait(slab: AdapterSlab) -> None:
+        place = [adapter.slab for adapter in bank.adapters].index(slab)
+        assert torch.equal(slab.master, before[place])
+        waited.append(slab)
+
+    monkeypatch.setattr(AdapterSlab, "wait_for_readers", wait)
+    accumulate(bank, 1, random_gradient(bank, 1, 0, 1.0))
+    step_adapters(bank, groups, [request(1, 0)])
+    assert waited == [bank.adapters[1].slab]
+    assert not torch.equal(waited[0].master, before[1])
 
 
 def test_nobody_asked_nothing_done(groups: ParallelGroups) -> None:

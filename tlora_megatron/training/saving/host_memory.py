@@ -18,6 +18,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+_locked: set[HostMemory] = set()
+"""Kept alive until they are closed: pages must not go back to the system while they are locked."""
 _ALIGNMENT = 64
 """Elements: a range begins on 256 bytes."""
 
@@ -87,6 +89,7 @@ class HostMemory:
         if self._is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self._flat.data_ptr())
             self._is_pinned = False
+            _locked.discard(self)
 
     def _pin(self) -> None:
         """Locks the pages; a host that refuses makes saves slower, which is told once."""
@@ -98,7 +101,9 @@ class HostMemory:
             torch.cuda.cudart().cudaHostRegister(self._flat.data_ptr(), size_bytes, portable)
         )
         self._is_pinned = error == 0
-        if error:
+        if not error:
+            _locked.add(self)
+        else:
             logger.warning(
                 "%.1f GB of host memory could not be locked (CUDA error %d): rounds stand still "
                 "while a job is copied for saving; a smaller run.save_memory_gb may help",
@@ -124,8 +129,10 @@ def _free_bytes() -> int:
     with suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().split("MemAvailable:")
         free = int(lines[1].split()[0]) * 1024
-    with suppress(OSError, ValueError):  # no limit reads "max"
+    with suppress(OSError, ValueError, KeyError):  # no limit reads "max"
         group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text())
-        free = min(free, limit - int((group / "memory.current").read_text()))
+        lines = (group / "memory.stat").read_text().splitlines()
+        cached = int(dict(line.split() for line in lines)["inactive_file"])
+        free = min(free, limit - int((group / "memory.current").read_text()) + cached)
     return max(free, 0)
