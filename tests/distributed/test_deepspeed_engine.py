@@ -71,7 +71,7 @@ def test_wrong_jobs_are_refused_and_the_present_ones_stay(root: Path) -> None:
 
 def test_jobs_that_do_not_fit_the_base_leave_none(root: Path) -> None:
     seen = json.loads((root / "api" / "seen.json").read_text())
-    assert "lora.rank of job 'everything' must be at most" in seen["refused"][2]
+    assert "job 'everything': lora.rank must be 8 as in its checkpoint" in seen["refused"][2]
     assert seen["left"] == []
 
 

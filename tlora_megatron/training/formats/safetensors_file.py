@@ -24,6 +24,11 @@ from tlora_megatron.layers.slab import check_finite
 
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _NOT_THERE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_AHEAD_BYTES = 32 << 20
+"""The disk is asked to begin with as much, or it would be idle until the file is flushed."""
+_BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Scratch:
@@ -72,11 +77,14 @@ def write_tensors(
     file, scratch = _plan(tensors, metadata, dtype), Scratch()
     with path.open("wb", buffering=0) as opened:
         _reserve(opened.fileno(), file.size_bytes)
-        offset = _write(opened.fileno(), np.frombuffer(file.header, np.uint8), 0)
+        offset, begun = _write(opened.fileno(), np.frombuffer(file.header, np.uint8), 0), 0
         for tensor in file.tensors:
             values = tensor.read(scratch).to(dtype)
             check_finite({tensor.name: values})
             offset = _write(opened.fileno(), _raw(values), offset)
+            if offset - begun >= _AHEAD_BYTES:
+                _begin_writing(opened.fileno(), begun, offset)
+                begun = offset
     return file.size_bytes
 
 
@@ -138,13 +146,19 @@ def _reserve(descriptor: int, size_bytes: int) -> None:
 
     Not `os.posix_fallocate`: where the file system cannot, that writes every block.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "fallocate") or ctypes.sizeof(ctypes.c_long) < 8:
+    if not hasattr(_libc, "fallocate") or ctypes.sizeof(ctypes.c_long) < 8:
         return
-    if libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)):
+    if _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)):
         number = ctypes.get_errno()
         if number not in _NOT_THERE:
             raise OSError(number, os.strerror(number))
+
+
+def _begin_writing(descriptor: int, begin: int, end: int) -> None:
+    """Has the disk begin with a part of a file, without waiting; a system that cannot need not."""
+    if hasattr(_libc, "sync_file_range") and ctypes.sizeof(ctypes.c_long) == 8:
+        place = ctypes.c_int64(begin), ctypes.c_int64(end - begin)
+        _libc.sync_file_range(descriptor, *place, _BEGIN_WRITING)
 
 
 def _write(descriptor: int, raw: np.ndarray, offset: int) -> int:

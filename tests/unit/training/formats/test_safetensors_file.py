@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from tlora_megatron.training.formats import safetensors_file
 from tlora_megatron.training.formats.safetensors_file import (
     PendingTensor,
     Scratch,
@@ -46,6 +48,17 @@ def test_bytes_are_those_of_safetensors(
     assert path.read_bytes() == expected
     assert size == len(expected)
     assert holds_tensors(path, pending(content), metadata=metadata, dtype=dtype)
+
+
+def test_the_disk_begins_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = list[tuple[int, int]]()
+    monkeypatch.setattr(safetensors_file, "_AHEAD_BYTES", 300)
+    monkeypatch.setattr(safetensors_file, "_begin_writing", lambda _, *part: begun.append(part))
+    size = write_tensors(tmp_path / "file", pending(tensors()))
+    assert len(begun) > 1
+    assert begun[0][0] == 0
+    assert begun[-1][1] <= size
+    assert all(first[1] == second[0] for first, second in itertools.pairwise(begun))
 
 
 def test_another_value_name_or_length_is_another_file(tmp_path: Path) -> None:
