@@ -122,6 +122,7 @@ def _leave_the_gpu_alone() -> None:
         cpu.install()
     except ImportError as error:
         Launcher().fail(error)
+    _meet_alone()
     sys.argv += cpu.FLAGS
 
 

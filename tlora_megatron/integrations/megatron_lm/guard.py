@@ -71,13 +71,23 @@ class _Rule:
     def check(self, args: Any) -> None:
         """Raises ValueError for a wrong value; an argument that this version lacks is fine."""
         value = getattr(args, self.argument, self.allowed[0])
-        if value not in self.allowed:
-            flag = "--" + self.argument.replace("_", "-")
-            raise ValueError(
-                f"{flag} must be {_show(self.allowed[0])} with {FLAG}, got {_show(value)}; "
-                f"{self.why}"
-            )
+        if value in self.allowed:
+            return
+        wanted = self.allowed[0]
+        if self.argument in _NEGATED:
+            wanted, value = not wanted, not value
+        raise ValueError(
+            f"{self.flag} must be {_show(wanted)} with {FLAG}, got {_show(value)}; {self.why}"
+        )
 
+    @property
+    def flag(self) -> str:
+        """The flag that sets the argument."""
+        return _NEGATED.get(self.argument, "--" + self.argument.replace("_", "-"))
+
+
+_NEGATED = {"add_bias_linear": "--disable-bias-linear"}
+"""Arguments whose flags say the contrary."""
 
 _NO_GRAPHS = "jobs join and leave between iterations, which captured CUDA graphs do not see"
 _NO_EXPERT_OVERLAP = "it calls parts of layers past the model, without the micro-batch's routing"

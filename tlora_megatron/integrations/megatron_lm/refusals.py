@@ -66,6 +66,11 @@ def check_parsed(args: argparse.Namespace) -> None:
     Raises:
         ValueError: naming the flag, its value and what to change.
     """
+    if args.hidden_size is None:
+        raise ValueError(
+            f"the model's flags must be given with {FLAG}, got no --hidden-size; `tlora convert` "
+            f"writes them to model_flags.txt beside the checkpoint"
+        )
     for rule in RULES:
         # Switches alone: the values of other arguments may still follow from the validation.
         if getattr(args, rule.argument, None) is True and False in rule.allowed:

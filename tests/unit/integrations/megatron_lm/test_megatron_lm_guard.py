@@ -20,6 +20,7 @@ FINE: dict[str, Any] = {
     "micro_batch_size": 1,
     "save": "out",
     "save_interval": 10,
+    "hidden_size": 32,
     "seq_length": 64,
     "max_position_embeddings": 64,
     "transformer_impl": "local",
@@ -93,11 +94,17 @@ def test_usual_settings_pass() -> None:
     guard.check_arguments(argparse.Namespace(**FINE))
 
 
-@pytest.mark.parametrize("argument", [rule.argument for rule in guard.RULES])
-def test_each_setting_is_refused_by_its_flag(argument: str) -> None:
-    args = argparse.Namespace(**(FINE | {argument: BAD[argument]}))
-    flag = "--" + argument.replace("_", "-")
-    with pytest.raises(ValueError, match=rf"^{flag} must be .* with --tlora-config, got .*; \S"):
+@pytest.mark.parametrize("rule", guard.RULES, ids=lambda rule: rule.argument)
+def test_each_setting_is_refused_by_its_flag(rule: Any) -> None:
+    args = argparse.Namespace(**(FINE | {rule.argument: BAD[rule.argument]}))
+    message = rf"^{rule.flag} must be .* with --tlora-config, got .*; \S"
+    with pytest.raises(ValueError, match=message):
+        guard.check_arguments(args)
+
+
+def test_a_flag_that_negates_its_argument_is_named_as_it_is_typed() -> None:
+    args = argparse.Namespace(**(FINE | {"add_bias_linear": True}))
+    with pytest.raises(ValueError, match=r"^--disable-bias-linear must be on with .*, got off; "):
         guard.check_arguments(args)
 
 

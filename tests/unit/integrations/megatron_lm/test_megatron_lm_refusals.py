@@ -14,6 +14,7 @@ from tlora_megatron.integrations.megatron_lm import hooks, refusals
 PARSED: dict[str, Any] = {
     "save": "out",
     "save_interval": 10,
+    "hidden_size": 32,
     "seq_length": 64,
     "max_position_embeddings": 64,
     "transformer_impl": "local",
@@ -60,6 +61,7 @@ def test_usual_arguments_pass_before_validation() -> None:
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2 must be off"),
         ({"perform_rl_step": True}, "--perform-rl-step must be off"),
         ({"hybrid_override_pattern": "M-*-"}, "--hybrid-layer-pattern must have .*got M-"),
+        ({"hidden_size": None}, "the model's flags must be given .*model_flags.txt"),
         ({"save_interval": None}, "--save-interval must be given with --tlora-config, got none"),
         (
             {"seq_length": 128},

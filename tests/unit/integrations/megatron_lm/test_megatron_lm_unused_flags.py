@@ -61,7 +61,8 @@ def test_one_line_is_logged(caplog: pytest.LogCaptureFixture, tmp_path: Path) ->
     def settled(words: str) -> list[str]:
         caplog.clear()
         args = argparse.Namespace(
-            save="out", save_interval=1, seq_length=8, max_position_embeddings=8, lr=0.1,
+            save="out", save_interval=1, hidden_size=32, seq_length=8, max_position_embeddings=8,
+            lr=0.1,
             transformer_impl="local", load=str(tmp_path), pretrained_checkpoint=None,
             ckpt_format="torch" if "torch" in words else "torch_dist",
         )  # fmt: skip
