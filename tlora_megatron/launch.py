@@ -12,10 +12,10 @@ import faulthandler
 import logging
 import os
 import runpy
-import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,6 +28,7 @@ from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
 from tlora_megatron.runtime.ending import leave
 from tlora_megatron.runtime.launcher import is_lost_connection, join_agent
+from tlora_megatron.training.stopping.signals import STOP_SIGNALS, StopSignals
 
 if TYPE_CHECKING:
     from tlora_megatron.training.run.training_run import ShardingResolver
@@ -37,6 +38,14 @@ _USAGE = "usage: python -m tlora_megatron.launch [--cpu] SCRIPT [ARGS] --tlora-c
 
 class Launcher:
     """`integrations.megatron_lm.hooks.LauncherCallbacks` on this process's console."""
+
+    def __init__(self) -> None:
+        self.signals = StopSignals(speaks=global_rank() == 0)
+        self._open = ExitStack()
+
+    def take_signals(self) -> None:
+        """Takes the signals that stop a run, until the end of the process."""
+        self._open.enter_context(self.signals.install())
 
     def sharding_resolver(self) -> ShardingResolver:
         """Returns the function with which `tlora train` chooses a run's LoRA sharding, too."""
@@ -50,8 +59,7 @@ class Launcher:
 
     def fail(self, error: Exception) -> NoReturn:
         """Ends with exit code 2, like `tlora`, for input that the user can correct."""
-        # Megatron prints a stack at SIGTERM, with which torchrun ends the other ranks meanwhile.
-        faulthandler.unregister(signal.SIGTERM)
+        _print_no_stacks()
         show_error(error)
         raise SystemExit(2) from error
 
@@ -61,13 +69,23 @@ def install() -> None:
     from tlora_megatron.integrations.megatron_lm import hooks
 
     _log_once()
+    launcher = Launcher()
     if hooks.flag_on_command_line():
         build_early()
         _meet_alone()
         set_queues(overlaps=hooks.overlaps_by_command_line())
         join_agent()
+        launcher.take_signals()
         sys.excepthook = _explain
-    hooks.install(Launcher())
+    hooks.install(launcher)
+    if hooks.flag_on_command_line():
+        _print_no_stacks()
+
+
+def _print_no_stacks() -> None:
+    """Undoes what Megatron's import does: each rank would print a stack when it is to end."""
+    for number in STOP_SIGNALS:
+        faulthandler.unregister(number)
 
 
 def _log_once() -> None:

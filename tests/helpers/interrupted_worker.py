@@ -1,9 +1,11 @@
 """Trains configurations one after another, some of which are stopped or killed on their way.
 
 `interrupted_worker.py CASES.json` with `[{"config": PATH, "output_dir": DIR, "set": [...],
-"stop": [JOB, STEP] | null, "kill": [MOMENT, COUNT] | null}]`. Stopped is an error raised in the
-loop, after which the next case runs; killed is SIGKILL. In one process every case runs in a fork
-and a kill ends that alone; under torchrun it ends everything, so it stands last.
+"stop": [JOB, STEP] | null, "kill": [MOMENT, COUNT] | null,
+"signal": [NUMBER, RANK, COUNT] | null}]`. Stopped is an error raised in the loop, after which the
+next case runs; killed is SIGKILL; signalled is one process at its COUNTth step of a job, by which
+all must stop. In one process every case runs in a fork and a kill ends that alone; under torchrun
+it ends everything, so it stands last.
 
 Each life of a run adds the steps its jobs started at to `DIR/starts.jsonl`.
 """
@@ -28,6 +30,7 @@ from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.listener import JobStart, SilentListener
 from tlora_megatron.training.saving.saver import Saver
 from tlora_megatron.training.saving.targets import Target
+from tlora_megatron.training.stopping.signals import StopSignals
 
 MOMENTS = ("step", "write", "flush", "remove", "export")
 """A job's step; tensors of a checkpoint about to be written; a file or folder of a checkpoint or
@@ -114,11 +117,30 @@ def _run(case: dict[str, Any]) -> None:
     output_dir = Path(case["output_dir"])
     stop = tuple(case["stop"]) if case.get("stop") else None
     on_step = _arm(*case["kill"]) if case.get("kill") else lambda: None
+    number, rank, count = case.get("signal") or (0, 0, 0)
+    if number and rank == int(os.environ.get("RANK", "0")):
+        on_step = _at(count, lambda: os.kill(os.getpid(), number))
     config = load_config(case["config"], case["set"], case["output_dir"])
-    try:
-        train_run(config, Recorder(output_dir, stop=stop, on_step=on_step))
-    except Stop:
-        return
+    signals = StopSignals(speaks=False)
+    with signals.install():
+        try:
+            train_run(config, Recorder(output_dir, stop=stop, on_step=on_step), signals)
+        except Stop:
+            return
+    assert signals.stopped_by == number, f"stopped by {signals.stopped_by}"
+
+
+def _at(count: int, act: Callable[[], None]) -> Callable[[], None]:
+    """Returns what acts when it is called the `count`th time."""
+    left = count
+
+    def tick() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            act()
+
+    return tick
 
 
 def wait_for_saves() -> None:

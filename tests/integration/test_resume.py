@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.interrupted_worker import Recorder, starts, train_until, wait_for_saves
 from tests.helpers.scenario import JOBS, exported, losses, make_scenario, write_rows
+from tests.helpers.scenario_worlds import run_cases
 from tests.helpers.standing_world import forked, world
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
@@ -131,6 +132,37 @@ def assert_same_job(
     )
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=rel), f"{name} step {other['step']}"
+
+
+class TestSignalled:
+    """SIGTERM, SIGINT or SIGUSR1: the round ends, everything is saved, the same command goes on."""
+
+    @pytest.mark.parametrize(
+        ("nproc", "rank"), [pytest.param(1, 0, id="one"), pytest.param(2, 1, id="two")]
+    )
+    def test_nothing_is_lost_and_nothing_is_done_twice(
+        self, config: Path, whole: Path, nproc: int, rank: int
+    ) -> None:
+        out = config.parent / f"signalled {nproc}"
+        out.mkdir()
+        case = {"config": str(config), "output_dir": str(out / "run"), "set": [SPLIT]}
+        # Only one of the processes gets it.
+        lives = [{**case, "signal": (number, rank, 7)} for number in (15, 10)]
+        run_cases(nproc, lives, out / "cases.json", worker=WORKER)
+        summary = json.loads((out / "run" / "summary.json").read_text())
+        assert summary["run"]["stopped"] == "SIGUSR1"
+        said = f"stopped by SIGUSR1 after round {summary['run']['rounds']}; all 4 jobs are saved"
+        assert summary["run"]["stop_sentence"] == f"{said}; the same command continues"
+        assert {job["status"] for job in summary["jobs"].values()} == {"running"}
+        steps = {name: job["steps"] for name, job in summary["jobs"].items()}
+        assert saved_steps(out / "run") == steps == {
+            name: max(line["step"] for line in records(out / "run", name)) for name in NAMES
+        }  # fmt: skip
+        run_cases(nproc, [case], out / "cases.json", worker=WORKER)
+        for name in NAMES:
+            assert_same_job(out / "run", whole, name, rel=1e-5)
+        summary = json.loads((out / "run" / "summary.json").read_text())
+        assert summary["run"]["stopped"] is None
 
 
 class TestKilled:

@@ -41,6 +41,8 @@ def print_run(console: Console, summary: dict[str, Any], output_dir: str) -> Non
     report = Path(output_dir) / "report.html"
     if report.is_file():
         console.print(f"report: {report}")
+    if sentence := summary.get("run", {}).get("stop_sentence"):
+        console.print(sentence, style="bold")
 
 
 def print_config(console: Console, config: RunConfig) -> None:

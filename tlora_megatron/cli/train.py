@@ -25,6 +25,7 @@ from tlora_megatron.model.weight_files import read_ahead
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.runtime.ranks import cli_command, run_ranks, threads_per_rank
 from tlora_megatron.training.listener import SilentListener
+from tlora_megatron.training.stopping.signals import StopSignals, exit_code
 
 _EPILOG = """\
 examples:
@@ -33,7 +34,8 @@ examples:
   tlora train run.yaml --set jobs.gsm8k.lora.rank=8 --set run.seed=1 --output-dir runs/rank8
   torchrun --nnodes 2 --nproc-per-node 8 ... -m tlora_megatron.cli train run.yaml
 
-exit code: 0 all jobs finished, 1 a job or the run failed, 2 a mistake in the input
+exit code: 0 all jobs finished, 1 a job or the run failed, 2 a mistake in the input,
+128 + n stopped by signal n (SIGTERM, SIGINT, SIGUSR1): all jobs are saved, run it again to continue
 """
 
 _DECISIONS = (
@@ -98,12 +100,23 @@ def run(args: argparse.Namespace) -> int:
     is_main = global_rank() == 0
     if is_main:
         _print_warnings(config)
-    summary = _train(config, is_main=is_main, stderr=args.json)
-    if not summary:
-        return 0
-    if is_main:
-        _print_summary(summary, config, as_json=args.json)
-    return int(any(job["status"] != "finished" for job in summary["jobs"].values()))
+    signals = StopSignals(speaks=is_main)
+    with signals.install():
+        summary = _train(config, signals, is_main=is_main, stderr=args.json)
+        if is_main and summary:
+            _print_summary(summary, config, as_json=args.json)
+    return run_exit_code(summary, signals)
+
+
+def run_exit_code(summary: dict[str, Any], signals: StopSignals) -> int:
+    """Returns the exit code of a run that has ended by itself or was stopped by a signal.
+
+    Args:
+        summary: empty on processes other than the writer.
+    """
+    if signals.stopped_by:
+        return exit_code(signals.stopped_by)
+    return int(any(job["status"] != "finished" for job in summary.get("jobs", {}).values()))
 
 
 def _start_early(config: RunConfig) -> None:
@@ -132,7 +145,9 @@ def _launch(args: argparse.Namespace, config: RunConfig) -> int:
     return run_ranks(cli_command(argv), args.nproc, stop_timeout_s=config.run.stop_timeout_s)
 
 
-def _train(config: RunConfig, *, is_main: bool, stderr: bool) -> dict[str, Any]:
+def _train(
+    config: RunConfig, signals: StopSignals, *, is_main: bool, stderr: bool
+) -> dict[str, Any]:
     gc.disable()  # imports and the building of a model make no garbage; the loop turns it on
     quiet.install()
     from tlora_megatron.runtime.controller import train_run
@@ -144,7 +159,7 @@ def _train(config: RunConfig, *, is_main: bool, stderr: bool) -> dict[str, Any]:
             logging.getLogger(name).setLevel(logging.INFO)
     show = RichProgress(open_console(stderr=stderr)) if is_main else SilentListener()
     try:
-        summary = train_run(config, show)
+        summary = train_run(config, show, signals)
     finally:
         gc.enable()
         # Also when it fails: a live display left on hides the cursor.

@@ -13,11 +13,12 @@ from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.cli.main import configure_logging, show_error
 from tlora_megatron.cli.progress import RichProgress
 from tlora_megatron.cli.tables import print_run
-from tlora_megatron.cli.train import add_config_arguments
+from tlora_megatron.cli.train import add_config_arguments, run_exit_code
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.runtime.ending import leave
 from tlora_megatron.runtime.launcher import join_agent, leave_process_group
 from tlora_megatron.training.listener import SilentListener
+from tlora_megatron.training.stopping.signals import StopSignals
 
 _FILE = "DeepSpeed's JSON, with a section tlora or a tlora_config"
 _EPILOG = """\
@@ -26,7 +27,8 @@ examples:
   torchrun --nproc-per-node 8 -m tlora_megatron.deepspeed --deepspeed_config ds.json \\
       --set jobs.chat.lora.rank=32
 
-exit code: 0 all jobs finished, 1 a job or the run failed, 2 something to correct in the input
+exit code: 0 all jobs finished, 1 a job or the run failed, 2 something to correct in the input,
+128 + n stopped by signal n (SIGTERM, SIGINT, SIGUSR1): all jobs are saved, run it again to continue
 """
 
 
@@ -66,23 +68,27 @@ def _train(args: argparse.Namespace) -> int:
     join_agent()
     is_main = global_rank() == 0
     show = RichProgress(open_console(stderr=args.json)) if is_main else SilentListener()
-    try:
-        gc.disable()  # imports and the building of a model leave next to nothing to collect
-        engine = initialize(
-            config=args.deepspeed_config,
-            overrides=args.overrides,
-            output_dir=args.output_dir,
-            listener=show,
-        )
-        gc.enable()
-        summary = engine.train()
-    finally:
-        show.on_finish()
-    # Not when it fails: a rank that waits here for the others would keep torchrun from ending them.
-    leave_process_group()
-    if is_main:
-        _print_summary(summary, str(engine.loop.output_dir), as_json=args.json)
-    return int(any(job["status"] != "finished" for job in summary.get("jobs", {}).values()))
+    signals = StopSignals(speaks=is_main)
+    with signals.install():
+        try:
+            gc.disable()  # imports and the building of a model leave next to nothing to collect
+            engine = initialize(
+                config=args.deepspeed_config,
+                overrides=args.overrides,
+                output_dir=args.output_dir,
+                listener=show,
+                signals=signals,
+            )
+            gc.enable()
+            summary = engine.train()
+        finally:
+            show.on_finish()
+        # Not when it fails: a rank that waits here for the others would keep torchrun from ending
+        # them.
+        leave_process_group()
+        if is_main:
+            _print_summary(summary, str(engine.loop.output_dir), as_json=args.json)
+    return run_exit_code(summary, signals)
 
 
 def _print_summary(summary: dict[str, Any], output_dir: str, *, as_json: bool) -> None:

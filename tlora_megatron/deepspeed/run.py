@@ -19,6 +19,7 @@ from tlora_megatron.training.job_state import EvalResult
 from tlora_megatron.training.listener import RunListener, SilentListener
 from tlora_megatron.training.loop import TrainingLoop
 from tlora_megatron.training.run.training_run import TrainingRun
+from tlora_megatron.training.stopping.signals import StopSignals
 from tlora_megatron.training.super_model import StepReport
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def initialize(
     overrides: Sequence[str] = (),
     output_dir: str | None = None,
     listener: RunListener | None = None,
+    signals: StopSignals | None = None,
 ) -> DeepSpeedRun:
     """Puts a model under DeepSpeed and the configured jobs on it; every process must call it.
 
@@ -46,6 +48,8 @@ def initialize(
         output_dir: replaces `run.output_dir`.
         listener: is told what happens; None = nobody is. Ranks other than the first should leave it
             silent.
+        signals: installed by the caller; they stop the run behind a round with all jobs saved. None
+            = handlers of signals are left alone. Given on every process or on none.
 
     Raises:
         ValueError: for input that cannot be used, before any training.
@@ -55,7 +59,8 @@ def initialize(
     settings = read_settings(model, config, overrides=overrides, output_dir=output_dir)
     for sentence in settings.changes:
         logger.info("%s", sentence)
-    return open_run(settings, None if isinstance(model, str | Path) else model, listener)
+    given = None if isinstance(model, str | Path) else model
+    return open_run(settings, given, listener, signals)
 
 
 def read_settings(
@@ -98,7 +103,10 @@ def read_settings(
 
 
 def open_run(
-    settings: DeepSpeedConfig, model: Any = None, listener: RunListener | None = None
+    settings: DeepSpeedConfig,
+    model: Any = None,
+    listener: RunListener | None = None,
+    signals: StopSignals | None = None,
 ) -> DeepSpeedRun:
     """Puts a base under DeepSpeed and the settings' jobs on it; every process must call it."""
     with timeline.phase("imports"):
@@ -108,7 +116,7 @@ def open_run(
     join_processes()
     with timeline.phase("base"):
         base = build_base(settings, model)
-    return DeepSpeedRun(base, settings.run, listener or SilentListener())
+    return DeepSpeedRun(base, settings.run, listener or SilentListener(), signals)
 
 
 class DeepSpeedRun:
@@ -118,9 +126,16 @@ class DeepSpeedRun:
     their own. `install_jobs` puts a new set of jobs on the same base.
     """
 
-    def __init__(self, base: FrozenBase, config: RunConfig, listener: RunListener) -> None:
+    def __init__(
+        self,
+        base: FrozenBase,
+        config: RunConfig,
+        listener: RunListener,
+        signals: StopSignals | None = None,
+    ) -> None:
         self.base = base
         self._listener = listener
+        self._signals = signals
         self._run = self._open_run(config)
 
     def _open_run(self, config: RunConfig) -> TrainingRun:
@@ -132,6 +147,7 @@ class DeepSpeedRun:
             base_model=path,
             listener=self._listener,
             resolve_sharding=resolve_lora_sharding,
+            signals=self._signals,
         )
         try:
             run.check_agreement()
@@ -150,11 +166,11 @@ class DeepSpeedRun:
 
     @property
     def is_over(self) -> bool:
-        """True once every job has finished or failed."""
-        return self.loop.is_over
+        """True once every job has finished or failed, or a signal has stopped the run."""
+        return self.loop.has_ended
 
     def train(self) -> dict[str, Any]:
-        """Trains every job to its end.
+        """Trains every job to its end, or until a signal stops the run.
 
         Returns:
             The content of `OUT/summary.json`; empty on every process but the first.

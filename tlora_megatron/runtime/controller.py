@@ -22,6 +22,7 @@ from tlora_megatron.training.formats.hf_convert import check_layout
 from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.run.nano_setup import nano_settings
 from tlora_megatron.training.run.training_run import DTYPES, Linears, TrainingRun
+from tlora_megatron.training.stopping.signals import StopSignals
 from tlora_megatron.training.super_model import Engine
 
 _TRITON = (
@@ -30,8 +31,13 @@ _TRITON = (
 )
 
 
-def train_run(config: RunConfig, listener: RunListener) -> dict[str, Any]:
+def train_run(
+    config: RunConfig, listener: RunListener, signals: StopSignals | None = None
+) -> dict[str, Any]:
     """Trains all jobs of a run; called by every process of it.
+
+    Args:
+        signals: stop it behind a round; given on every process or on none.
 
     Returns:
         The content of `OUT/summary.json`; empty on every process but the writer.
@@ -52,6 +58,7 @@ def train_run(config: RunConfig, listener: RunListener) -> dict[str, Any]:
         base_model=config.base_model.path or str(_model_dir(config)),
         listener=listener,
         resolve_sharding=resolve_lora_sharding,
+        signals=signals,
     ) as run:
         loop = run.start(*_build(run, spec, layout))
         with frozen_gc():

@@ -22,6 +22,7 @@ from tlora_megatron import timeline
 from tlora_megatron.training.stopping.signals import (
     STOP_SIGNALS,
     SignalCounter,
+    SignalPipe,
     exit_code,
     is_stop_code,
     signal_pipe,
@@ -69,14 +70,14 @@ class _Ranks:
 
     def run(self, command: Sequence[str]) -> int:
         """Starts all ranks and waits for their end; returns the run's exit code."""
-        with signal_pipe((*STOP_SIGNALS, signal.SIGCHLD)) as reading:
+        with signal_pipe((*STOP_SIGNALS, signal.SIGCHLD)) as pipe:
             try:
                 self._start(command)
                 while self._living:
-                    self._wait(reading)
+                    self._wait(pipe)
             finally:
                 self._send(signal.SIGKILL)
-                os.close(reading)
+                os.close(pipe.reading)
         return self._failure or self._stopped
 
     def _start(self, command: Sequence[str]) -> None:
@@ -90,15 +91,15 @@ class _Ranks:
                 start_new_session=True,
             )
 
-    def _wait(self, reading: int) -> None:
+    def _wait(self, pipe: SignalPipe) -> None:
         """Waits until a rank ends, a signal comes or time is up, and does what is due."""
         left_s = self._kill_at_s - time.monotonic()
         ready, _, _ = select.select(
-            [reading], [], [], None if left_s == math.inf else max(0, left_s)
+            [pipe.reading], [], [], None if left_s == math.inf else max(0, left_s)
         )
         if not ready:
             self._kill_late_ranks()
-        for number in os.read(reading, 64) if ready else b"":
+        for number in pipe.read() or () if ready else ():
             if number != signal.SIGCHLD:
                 self._pass_on(number)
         self._collect()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -57,10 +57,13 @@ class Evaluation:
         self._totals = torch.zeros(2, sum(map(len, rows)), dtype=torch.float64, device=device)
         """Loss and number of wrong first choices of every sequence."""
 
-    def run(self, scorer: Scorer, *, first_slot: int) -> list[EvalResult | None]:
+    def run(
+        self, scorer: Scorer, *, first_slot: int, on_part: Callable[[], None]
+    ) -> list[EvalResult | None]:
         """Scores all rows; None for a job that has none. Collective over the world."""
         queues = self._queues
         while any(queues):
+            on_part()
             # A round's worth of each at a time: sorting all of them every round would not pay.
             counts = [self._packer.most_of_a_round(queue) for queue in queues]
             portions = [q[:n] for q, n in zip(queues, counts, strict=True)]

@@ -18,6 +18,8 @@ from tlora_megatron.training.nano.rounds import NanoRounds
 from tlora_megatron.training.saving.saver import Saver
 from tlora_megatron.training.saving.targets import Target, adapter_target, checkpoint_target
 from tlora_megatron.training.saving.writer import WriterDied
+from tlora_megatron.training.stopping.run_watch import RunWatch
+from tlora_megatron.training.stopping.signals import stop_sentence
 from tlora_megatron.training.super_model import StepReport, SuperModel
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ class TrainingLoop:
         run: the run's settings; its output folder must be writable.
         base_model: name or path that exported adapters give as their base.
         nano_rounds: chooses the number of nano-batches; None = it stays as it is.
+        watch: is told of the rounds, and stops the loop at a signal; None = nobody is told.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class TrainingLoop:
         *,
         base_model: str,
         nano_rounds: NanoRounds | None = None,
+        watch: RunWatch | None = None,
     ) -> None:
         self.super_model = super_model
         self.backbone = backbone
@@ -51,12 +55,16 @@ class TrainingLoop:
         self.listener = listener
         self.base_model = base_model
         self.nano_rounds = nano_rounds
+        self.watch = watch or RunWatch()
         self.output_dir = Path(run.output_dir)
         self.jobs = super_model.jobs
         self.rounds = 0
         self.tokens = 0
         self.train_time_s = 0.0
         self.saver = Saver(self.jobs, backbone, super_model.groups, run.save_memory_gb)
+        self.stopped_by = 0
+        """Number of the signal that has stopped the loop; 0 = none."""
+        self.stop_sentence: str | None = None
         self._has_started = False
         self._saved_step = {job.name: job.step for job in self.jobs}
         self._failed_writes: list[str] = []
@@ -75,11 +83,17 @@ class TrainingLoop:
         """True once every job has finished or failed; never before the start."""
         return self._has_started and not any(job.is_active for job in self.super_model.jobs)
 
+    @property
+    def has_ended(self) -> bool:
+        """True once no more rounds follow: every job has ended, or a signal has stopped the run."""
+        return self.is_over or self.stopped_by != 0
+
     def run(self) -> None:
-        """Trains until every job has finished or failed."""
+        """Trains until every job has finished or failed, or a signal stops the run."""
         try:
-            while not self.is_over:
-                self.step()
+            with self.watch.watching():
+                while not self.has_ended:
+                    self.step()
         finally:
             self.close()
 
@@ -108,15 +122,20 @@ class TrainingLoop:
                 `end_round`, whose reports it returns.
 
         Returns:
-            One report for each job that made a step; none once all jobs have ended.
+            One report for each job that made a step; none once the loop has ended.
         """
-        self.start()
-        if self.is_over:
-            return []
-        begin_s = time.perf_counter()
-        with timeline.phase("rounds"):
-            reports = (run_round or self.super_model.train_round)()
-        self._after_round(reports, time.perf_counter() - begin_s)
+        with self.watch.watching():
+            self.start()
+            if self.has_ended:
+                return []
+            self.watch.begin_round(self.rounds + 1)
+            begin_s = time.perf_counter()
+            with timeline.phase("rounds"):
+                reports = (run_round or self.super_model.train_round)()
+            self._after_round(reports, time.perf_counter() - begin_s)
+            number = self.watch.end_round()
+            if number and not self.is_over:
+                self._stop(number)
         return reports
 
     def _after_round(self, reports: Sequence[StepReport], round_s: float) -> None:
@@ -138,6 +157,14 @@ class TrainingLoop:
         self._retire(ended)
         self.saver.report()
         self.listener.on_round(self.tokens_per_s)
+
+    def _stop(self, number: int) -> None:
+        """Ends the loop with everything saved, because a signal asked for it."""
+        self.stopped_by = number
+        self.watch.stop(number)
+        left = [job.name for job in self.super_model.jobs if job.is_active]
+        self.save_active()
+        self.stop_sentence = stop_sentence(number, self.rounds, left, self.drain())
 
     def _open_metrics(self, job: JobState) -> JobMetrics:
         return JobMetrics(
@@ -263,7 +290,7 @@ class TrainingLoop:
         if not any(job.data.eval for job in jobs):
             return
         with timeline.phase("evaluation"):
-            results = self.super_model.evaluate(jobs)
+            results = self.super_model.evaluate(jobs, lambda: self.watch.tick("an evaluation"))
         for job, result in zip(jobs, results, strict=True):
             if result is None:
                 continue
@@ -280,6 +307,7 @@ class TrainingLoop:
             return
         with self.saver.stop():
             for job in jobs:
+                self.watch.tick("a save")
                 self._saved_step[job.name] = job.step
                 targets = [self._checkpoint(job)]
                 if job.is_done:

@@ -137,10 +137,16 @@ class SuperModel(Generic[EngineT]):
             job.batch_time_s += round_s
         return [self._report(self.jobs[s], o) for s, o in zip(complete, outcomes, strict=True)]
 
-    def evaluate(self, jobs: Sequence[JobState]) -> list[EvalResult | None]:
-        """Evaluates adapters on their jobs' evaluation rows, packed together; None without any."""
+    def evaluate(
+        self, jobs: Sequence[JobState], on_part: Callable[[], None] = lambda: None
+    ) -> list[EvalResult | None]:
+        """Evaluates adapters on their jobs' evaluation rows, packed together; None without any.
+
+        Args:
+            on_part: called before each round's worth of rows.
+        """
         evaluation = Evaluation(self.jobs, jobs, self._packer(()))
-        return evaluation.run(self.engine, first_slot=self._rounds)
+        return evaluation.run(self.engine, first_slot=self._rounds, on_part=on_part)
 
     def _packer(self, dropout_keys: Sequence[int]) -> RoundPacker:
         switch = self.engine.nano_batches

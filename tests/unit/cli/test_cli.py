@@ -251,7 +251,7 @@ class TestTrain:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        def train_run(config: Any, show: Any) -> dict[str, Any]:
+        def train_run(config: Any, show: Any, signals: Any) -> dict[str, Any]:
             show.on_start([("one", 0, config.jobs[0].max_steps)])
             show.on_step("one", 5, 0.5, 1e-3)
             return {"run": RUN_RESULT, "jobs": {"one": JOB_RESULT}}
@@ -282,7 +282,7 @@ class TestTrain:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        def train_run(_: Any, show: Any) -> dict[str, Any]:
+        def train_run(_: Any, show: Any, signals: Any) -> dict[str, Any]:
             show.on_start([("one", 0, 5)])
             return {"run": RUN_RESULT, "jobs": {"one": JOB_RESULT}}
 
@@ -348,7 +348,7 @@ class TestTrain:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        def train_run(_: Any, show: Any) -> dict[str, Any]:
+        def train_run(_: Any, show: Any, signals: Any) -> dict[str, Any]:
             show.on_start([("one", 0, 5)])
             show.on_event("one", "saved")
             return {"run": RUN_RESULT, "jobs": {"one": JOB_RESULT}}

@@ -10,6 +10,8 @@ import torch
 from tlora_megatron.config.run import RunSpec
 from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.loop import TrainingLoop
+from tlora_megatron.training.stopping.run_watch import RunWatch
+from tlora_megatron.training.stopping.signals import StopSignals
 
 
 class Told(SilentListener):
@@ -23,14 +25,14 @@ class Told(SilentListener):
         self.calls.append("round")
 
 
-def loop_over(job: SimpleNamespace, told: Told) -> TrainingLoop:
+def loop_over(job: SimpleNamespace, told: Told, watch: RunWatch | None = None) -> TrainingLoop:
     super_model: Any = SimpleNamespace(
         jobs=(job,), groups=SimpleNamespace(is_writer=False, device=torch.device("cpu")),
         bins=None, train_round=lambda: [],
     )  # fmt: skip
     backbone: Any = None
     run = RunSpec(output_dir="unused")
-    return TrainingLoop(super_model, backbone, run, told, base_model="base")
+    return TrainingLoop(super_model, backbone, run, told, base_model="base", watch=watch)
 
 
 def running_job() -> SimpleNamespace:
@@ -71,3 +73,44 @@ def test_another_may_run_the_round() -> None:
     assert loop.step(run_round) == []
     assert ran == ["elsewhere"]
     assert loop.train_time_s > 0
+
+
+class StopBehind(RunWatch):
+    """All ranks have agreed to stop behind a round."""
+
+    def __init__(self, round_number: int) -> None:
+        self.signals = StopSignals(speaks=False)
+        super().__init__(self.signals)
+        self._round_number = round_number
+        self.calls: list[object] = []
+
+    def begin_round(self, number: int) -> None:
+        self.calls.append(number)
+
+    def end_round(self) -> int:
+        return 15 if self.calls[-1] == self._round_number else 0
+
+
+def test_a_signal_ends_the_loop_behind_its_round_with_everything_saved() -> None:
+    watch = StopBehind(2)
+    loop = loop_over(running_job(), Told(), watch)
+    loop.save_active = lambda: watch.calls.append("save")  # type: ignore[method-assign]
+    loop.drain = lambda: watch.calls.append("drain") or ("a",)  # type: ignore
+    loop.run()
+    assert watch.calls == [1, 2, "save", "drain"]
+    assert (loop.stopped_by, watch.signals.stopped_by, loop.is_over) == (15, 15, False)
+    assert loop.stop_sentence is not None
+    assert "0 of 1 jobs are saved, but not a" in loop.stop_sentence
+    assert loop.step() == []
+
+
+def test_a_signal_in_the_last_round_changes_nothing() -> None:
+    job, watch = running_job(), StopBehind(1)
+    loop = loop_over(job, Told(), watch)
+
+    def run_round() -> list[Any]:
+        job.is_active = False
+        return []
+
+    loop.step(run_round)
+    assert (loop.is_over, loop.stopped_by, watch.signals.stopped_by) == (True, 0, 0)

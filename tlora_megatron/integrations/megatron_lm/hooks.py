@@ -25,6 +25,7 @@ from tlora_megatron.integrations.megatron_lm.guard import (
     missing_package,
 )
 from tlora_megatron.parallel.nano.hardware_queues import shown_in_order
+from tlora_megatron.training.stopping.signals import StopSignals, exit_code
 
 if TYPE_CHECKING:
     from tlora_megatron.integrations.megatron_lm.session import Session
@@ -41,6 +42,9 @@ class LauncherCallbacks(Protocol):
     def sharding_resolver(self) -> ShardingResolver:
         """Returns the function that chooses a run's LoRA sharding."""
         ...
+
+    signals: StopSignals
+    """What this process does with signals that ask it to stop."""
 
     def show_summary(self, summary: dict[str, Any], output_dir: Path) -> None:
         """Shows how a run ended; on the writer."""
@@ -261,15 +265,20 @@ class _Hooks:
             try:
                 result = original(*args, **kwargs)
             except SystemExit as leaving:  # how the trainer ends at --exit-interval and the like
-                if not leaving.code:
-                    self._finish()
-                raise
+                if leaving.code:
+                    raise
+                self._finish()
+                # With --exit-signal-handler the trainer itself has stopped by the signal.
+                number = self.callbacks.signals.received
+                raise SystemExit(exit_code(number) if number else leaving.code) from None
             except ImportError as error:  # what a model or a layout needs beyond the trainer
                 if self.session is None:
                     raise
                 is_absent = isinstance(error, ModuleNotFoundError)
                 self.callbacks.fail(missing_package(error) if is_absent else error)
             self._finish()
+            if number := self.callbacks.signals.stopped_by:
+                raise SystemExit(exit_code(number))
             return result
         finally:
             if self.session is not None:
@@ -325,7 +334,7 @@ def _open_session(megatron_args: Any, callbacks: LauncherCallbacks) -> Session:
             f"{FLAG}, got {sources[0]} and {sources[1]}; `tlora convert` writes one, and "
             f"base_model.random_init: true trains over random weights"
         )
-    return Session(megatron_args, settings, callbacks.sharding_resolver())
+    return Session(megatron_args, settings, callbacks.sharding_resolver(), callbacks.signals)
 
 
 def _wrap(module: ModuleType, name: str, wrapper: Callable[..., Any], *others: ModuleType) -> None:

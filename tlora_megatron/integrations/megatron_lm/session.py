@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tlora_megatron.training.metrics import write_atomic
 from tlora_megatron.training.packing.packing import PackedBatch, RoundShape
 from tlora_megatron.training.run.nano_setup import nano_settings
 from tlora_megatron.training.run.training_run import DTYPES, ShardingResolver, TrainingRun
+from tlora_megatron.training.stopping.signals import StopSignals
 from tlora_megatron.training.super_model import StepReport
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class Session:
     Args:
         args: Megatron's, validated; `train_iters` is set when all jobs have ended.
         resolve_sharding: chooses the LoRA sharding.
+        signals: stop the run behind a round.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Session:
         args: argparse.Namespace,
         settings: LaunchSettings,
         resolve_sharding: ShardingResolver,
+        signals: StopSignals,
     ) -> None:
         self._args = args
         self._settings = settings
@@ -59,6 +63,8 @@ class Session:
         self._reports: list[StepReport] = []
         """Jobs that stepped in the round that the trainer ran last."""
         self._interval = IntervalLosses()
+        self._watched = ExitStack()
+        """Watches for hangs from the start to the end, between the iterations too."""
         recompute.install()
         self._run = TrainingRun(
             settings.config,
@@ -67,6 +73,7 @@ class Session:
             base_model=settings.base_model,
             listener=SilentListener(),  # the console is the trainer's
             resolve_sharding=resolve_sharding,
+            signals=signals,
         )
         self._run.check_agreement()
 
@@ -111,6 +118,7 @@ class Session:
         shape = RoundShape(num_micro_batches=get_num_microbatches, fills_budget=True)
         self._run.start(groups, linears, self._engine, round_shape=shape)
         self._resume_iteration()
+        self._watched.enter_context(self.loop.watch.watching())
         self.loop.start()
         if self.loop.is_over:
             self._args.train_iters = self._args.iteration
@@ -143,7 +151,7 @@ class Session:
             return self._reports
 
         reports = self.loop.step(run_round)
-        if self.loop.is_over:
+        if self.loop.has_ended:
             self._args.train_iters = self._args.curr_iteration + 1
         losses = self._interval.add(reports)
         device = self.loop.super_model.groups.device
@@ -177,10 +185,11 @@ class Session:
         if self._run.loop is None:
             return {}
         left = [job.name for job in self.loop.super_model.jobs if job.is_active]
+        self._watched.close()
         summary = self._run.finish()
         # All leave together: Megatron's scripts exit with the process group still standing.
         dist.barrier()
-        if summary and left:
+        if summary and left and not self.loop.stopped_by:
             logger.warning(
                 "%d jobs have steps left (%s); run again, with a larger --train-iters if that is "
                 "what ended it, and they go on from their checkpoints",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -42,6 +43,8 @@ def summarize(
             "world_size": dist.get_world_size(),
             "layout": sizes,
             "rounds": loop.rounds,
+            "stopped": signal.Signals(loop.stopped_by).name if loop.stopped_by else None,
+            "stop_sentence": loop.stop_sentence,
             "nano_batches": nano_batches,
             "train_time_s": loop.train_time_s,
             "saving": loop.saver.summary(),

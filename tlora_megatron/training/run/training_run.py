@@ -41,6 +41,8 @@ from tlora_megatron.training.run.job_admission import JobAdmission
 from tlora_megatron.training.run.nano_setup import start_nano_batches
 from tlora_megatron.training.run.output_dir import CONFIG_NAME, claim_output_dir, hold_output_dir
 from tlora_megatron.training.run.summary import run_times, summarize, summarize_nano_batches
+from tlora_megatron.training.stopping.run_watch import RunWatch
+from tlora_megatron.training.stopping.signals import StopSignals
 from tlora_megatron.training.super_model import SuperModel
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class TrainingRun:
         base_model: what exported adapters call their base.
         listener: is told what happens; silent on all ranks but the first.
         resolve_sharding: chooses the LoRA sharding.
+        signals: stop the loop; given on every process or on none.
 
     Raises:
         ValueError: for input that cannot be used.
@@ -84,6 +87,7 @@ class TrainingRun:
         base_model: str,
         listener: RunListener,
         resolve_sharding: ShardingResolver,
+        signals: StopSignals | None = None,
     ) -> None:
         self.config = config
         self.spec = spec
@@ -92,6 +96,7 @@ class TrainingRun:
         self.output_dir = Path(config.run.output_dir)
         self.loop: TrainingLoop | None = None
         self._resolve_sharding = resolve_sharding
+        self._signals = signals
         self._open = ExitStack()
         self._resuming = claim_output_dir(self.output_dir, config)
         with timeline.phase("data"):
@@ -153,6 +158,8 @@ class TrainingRun:
             document = json.dumps(config_to_dict(self.config), indent=2)
             write_atomic(self.output_dir / CONFIG_NAME, document)
         _allow_open_files(len(self._jobs.prepared))
+        watch = RunWatch.open(self._signals, self.config.run.hang_timeout_s)
+        self._open.callback(watch.close)
         self.loop = TrainingLoop(
             super_model,
             self.spec,
@@ -160,6 +167,7 @@ class TrainingRun:
             self.listener,
             base_model=self.base_model,
             nano_rounds=start_nano_batches(self.config.run, super_model, resuming=self._resuming),
+            watch=watch,
         )
         self._open.callback(self.loop.close)
         return self.loop
@@ -171,19 +179,26 @@ class TrainingRun:
             The content of `OUT/summary.json`; empty on every process but the writer.
         """
         assert self.loop is not None, "start comes before finish"
-        super_model = self.loop.super_model
+        summary = self._write_results(self.loop)
+        if self.loop.stopped_by:
+            # An agent takes the first exit code that is not 0 for a failure, and ends the others.
+            self.loop.watch.wait_for_all()
+        return summary
+
+    def _write_results(self, loop: TrainingLoop) -> dict[str, Any]:
+        super_model = loop.super_model
         report = Report(self.output_dir)
         if super_model.groups.is_writer:
             report.draw_beside()
-        self.loop.drain()  # a job whose adapter cannot be written has failed
-        nano_batches = summarize_nano_batches(self.loop)
+        loop.drain()  # a job whose adapter cannot be written has failed
+        nano_batches = summarize_nano_batches(loop)
         if super_model.engine.nano_batches is not None:
             # Not in `close`: after a failure the others may never come.
             super_model.engine.nano_batches.close()
         groups = super_model.groups
         if not groups.is_writer:
             return {}
-        summary = summarize(self.loop, groups.layout, self._jobs.rejected, nano_batches)
+        summary = summarize(loop, groups.layout, self._jobs.rejected, nano_batches)
         write_summary(self.output_dir, summary)
         self._try_report(report)
         # The user has waited for the report, too.

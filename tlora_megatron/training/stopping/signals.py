@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import NamedTuple
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What schedulers, terminals and SLURM's `--signal` send."""
@@ -55,14 +56,16 @@ class StopSignals:
     first one is kept in `received` for the loop, which ends behind the round under way, and a
     second one ends the process at once.
 
-    A thread takes the signals, so that a process ends that waits in C for others. Signals that the
-    process ignores (`nohup`, a shell's background) stay ignored.
+    A thread takes the signals, so that a process ends that waits in C for others. Signals that are
+    ignored (`nohup`, a shell's background) stay so, and handlers that a script has set stay.
 
     Args:
         speaks: says on stderr what a signal does; on one process of the run.
     """
 
     def __init__(self, *, speaks: bool) -> None:
+        self.stopped_by = 0
+        """Number of the signal by which the run has stopped, whichever process got it; 0 = none."""
         self._speaks = speaks
         self._counter = SignalCounter()
         self._holds = False
@@ -78,8 +81,8 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        with signal_pipe(STOP_SIGNALS) as reading:
-            listener = threading.Thread(target=self._listen, args=(reading,), daemon=True)
+        with signal_pipe(STOP_SIGNALS) as pipe:
+            listener = threading.Thread(target=self._listen, args=(pipe,), daemon=True)
             listener.start()
             yield
         # The pipe's writing end is closed: the listener reads the end of the file.
@@ -89,11 +92,11 @@ class StopSignals:
         """Has the first signal wait for the end of a round from now on."""
         self._holds = True
 
-    def _listen(self, reading: int) -> None:
-        while numbers := os.read(reading, 16):
+    def _listen(self, pipe: SignalPipe) -> None:
+        while (numbers := pipe.read()) is not None:
             for number in numbers:
                 self._take(number)
-        os.close(reading)
+        os.close(pipe.reading)
 
     def _take(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -114,25 +117,54 @@ class StopSignals:
             os.write(2, cursor + f"{sentence}\n".encode())
 
 
-@contextmanager
-def signal_pipe(numbers: Sequence[signal.Signals]) -> Iterator[int]:
-    """Yields a pipe's reading end that gets the number of each signal, as a byte.
+def stop_sentence(number: int, rounds: int, jobs: Sequence[str], unsaved: Sequence[str]) -> str:
+    """Says how a run has stopped.
 
-    The C handler writes it, whatever the main thread does. Handlers are put back at the end, and
-    the writing end is closed; the reading end is the caller's to close.
+    Args:
+        rounds: those that this start of the run has done.
+        jobs: the jobs that were not at their ends.
+        unsaved: those of them that could not be written.
+    """
+    saved = f"all {len(jobs)} jobs are saved" if len(jobs) > 1 else f"job {jobs[0]} is saved"
+    if unsaved:
+        names = ", ".join(unsaved)
+        saved = f"{len(jobs) - len(unsaved)} of {len(jobs)} jobs are saved, but not {names}"
+    name = signal.Signals(number).name
+    return f"stopped by {name} after round {rounds}; {saved}; the same command continues"
+
+
+class SignalPipe(NamedTuple):
+    """The reading end of a pipe that gets the number of each signal, as a byte."""
+
+    reading: int
+    taken: frozenset[int]
+
+    def read(self) -> list[int] | None:
+        """Waits for signals and returns those that were taken; None at the end."""
+        numbers = os.read(self.reading, 64)
+        # Signals that somebody else handles in Python are written, too.
+        return [number for number in numbers if number in self.taken] if numbers else None
+
+
+@contextmanager
+def signal_pipe(numbers: Sequence[signal.Signals]) -> Iterator[SignalPipe]:
+    """Yields a pipe that gets signals at once, whatever the main thread does.
+
+    Only signals with their default handler are taken. At the end they get it back, and the writing
+    end is closed; the reading end is the caller's to close.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    before = {n: signal.getsignal(n) for n in numbers}
-    taken = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    taken = {n: handler for n in numbers if (handler := signal.getsignal(n)) in defaults}
     earlier = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     for number in taken:
         signal.signal(number, _nothing)
     try:
-        yield reading
+        yield SignalPipe(reading, frozenset(map(int, taken)))
     finally:
         for number, handler in taken.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, handler)
         signal.set_wakeup_fd(earlier)
         os.close(writing)
 

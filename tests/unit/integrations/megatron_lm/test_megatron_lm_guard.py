@@ -15,6 +15,7 @@ import pytest
 
 from tlora_megatron import launch
 from tlora_megatron.integrations.megatron_lm import guard, hooks
+from tlora_megatron.training.stopping.signals import StopSignals
 
 FINE: dict[str, Any] = {
     "micro_batch_size": 1,
@@ -278,6 +279,8 @@ def test_without_a_checkout_the_remedy_is_named() -> None:
 
 class RecordingHost:
     """A host that raises what it is told."""
+
+    signals = StopSignals(speaks=False)
 
     def open_run(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("no run without the flag")

@@ -88,9 +88,9 @@ def test_one_process_needs_no_torchrun(script: Path, monkeypatch: pytest.MonkeyP
 def test_a_rank_that_is_ended_while_it_waits_prints_no_stack(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(launch, "show_error", lambda error: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(launch, "show_error", lambda error: os.kill(os.getpid(), signal.SIGUSR2))
     ended: list[int] = []
-    monkeypatch.setattr(signal, "SIGTERM", signal.SIGUSR2)
+    monkeypatch.setattr(launch, "STOP_SIGNALS", (signal.SIGUSR2,))
     before = signal.signal(signal.SIGUSR2, lambda signum, frame: ended.append(signum))
     try:
         with (tmp_path / "stacks").open("w") as file:
