@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tlora_megatron.training.formats.hf_checkpoint import all_finite
+
 
 def language_models(chunks: Sequence[nn.Module]) -> list[Any]:
     """Returns the GPTModel or HybridModel inside each chunk, out of DDP, Float16Module and so on.
@@ -43,7 +45,7 @@ def freeze(chunks: Sequence[nn.Module]) -> None:
 
 
 def require_whole_weights(chunks: Sequence[nn.Module]) -> None:
-    """Makes loading a state dict that does not fit raise ValueError, whoever loads it.
+    """Makes loading a state dict that does not fit, or is not finite, raise ValueError.
 
     Megatron's loader answers `strict` by loading once more without it, for states of Transformer
     Engine that come and go (those are ignored here too), and would train over random weights.
@@ -63,6 +65,14 @@ def _check_loaded(module: nn.Module, keys: Any) -> None:
             f"{len(missing)} missing ({', '.join(missing[:3])}) and {len(unexpected)} unexpected "
             f"({', '.join(unexpected[:3])})"
         )
+    for name, parameter in module.named_parameters():
+        values = parameter.data
+        # Transformer Engine's FP8 weights are tensors of another kind, without this function.
+        if type(values) is Tensor and values.numel() and not all_finite(values):
+            raise ValueError(
+                f"{name} of the checkpoint must be finite, got NaN or infinity: the base is "
+                "damaged; convert it anew"
+            )
 
 
 def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:

@@ -159,6 +159,10 @@ def test_weights_that_do_not_fit_are_refused_even_where_the_loader_is_not_strict
         chunk.load_state_dict(lacking, strict=False)
     with pytest.raises(ValueError, match=r"0 missing \(\) and 1 unexpected \(bias\)"):
         chunk.load_state_dict(weights | {"bias": torch.zeros(1)}, strict=False)
+    spoilt = weights[norm].clone()
+    spoilt[1] = float("nan")
+    with pytest.raises(ValueError, match=f"^{norm} of the checkpoint must be finite"):
+        chunk.load_state_dict(weights | {norm: spoilt}, strict=False)
 
 
 def test_of_experts_the_shared_one_is_found_if_the_spec_has_it(groups: ParallelGroups) -> None:
