@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,10 @@ from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.slab_layout import Factor, SlabLayout
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.parallel.collectives import all_gather_rows
+from tlora_megatron.parallel.host_threads import host_threads
 
+_LOADING_THREADS = 8
+"""Fresh factors are drawn on one thread each: of eight jobs on 8B shapes, seconds of a start."""
 _SLICE_MULTIPLE = 64
 """Slices begin on 256 bytes: vector instructions then meet the same elements as in the whole."""
 
@@ -109,10 +113,20 @@ class AdapterSlab:
             self._read_until = None
 
     def load(self, whole: Callable[[str], torch.Tensor], buffer: str = "master") -> None:
-        """Fills a buffer from whole canonical tensors, looked up by canonical name."""
+        """Fills a buffer from whole canonical tensors.
+
+        Args:
+            whole: finds or makes a tensor by its canonical name; called on several threads.
+        """
         flat = torch.empty(self.layout.numel)
-        for factor, view in zip(self.layout.factors, self.layout.views(flat), strict=True):
+
+        def fill(place: tuple[Factor, torch.Tensor]) -> None:
+            factor, view = place
             view.copy_(factor.shard_of(whole(factor.name)))
+
+        places = zip(self.layout.factors, self.layout.views(flat), strict=True)
+        with ThreadPoolExecutor(host_threads(_LOADING_THREADS)) as pool:
+            list(pool.map(fill, places))  # raises what was raised there
         self.buffers()[buffer].copy_(flat[self.held])
 
     def whole(self, buffer: str) -> torch.Tensor:

@@ -305,7 +305,8 @@ class TrainingLoop:
         """Takes the jobs' states to be written beside the next rounds, and ended ones' adapters."""
         if not jobs:
             return
-        with self.saver.stop():
+        goes_on = any(job.is_active and not job.is_done for job in self.super_model.jobs)
+        with self.saver.stop() if goes_on else timeline.phase("saving"):
             for job in jobs:
                 self.watch.tick("a save")
                 self._saved_step[job.name] = job.step

@@ -12,9 +12,10 @@ which takes turns with this one.
 `first_step_s` runs from the start of the command to the end of its first round, `end_s` from the
 last round to the end of the command; `disk_s` is what this disk takes for as many bytes as the
 command left behind, written and flushed by one thread. `round_ms` is the median time between two
-rounds, `longest_ms` the longest: what a save holds up shows there. `time_s` are the phases of
-`summary.json`, and `stood_still_ms` the longest that rounds waited for a save, where the package
-says so.
+rounds, `longest_ms` the longest: what a save holds up shows there. `behind_save_ms` and
+`before_save_ms` are the means of the first and the second half of the rounds between two saves:
+writing goes on beside the first. `time_s` are the phases of `summary.json`, and `stood_still_ms`
+the longest that rounds waited for a save, where the package says so.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pathlib import Path
 
 from scripts.bench.around_training.base import shapes, warm_page_cache, write_base
 from scripts.bench.around_training.cases import CASES, TEXTS, Case, write_jobs
-from scripts.bench.around_training.command import Watched, watch
+from scripts.bench.around_training.command import Watched, beside_saves, watch
 from scripts.bench.around_training.disk import folder_bytes, write_s
 from scripts.bench.harness.arguments import REPO, bench_parser
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
@@ -54,6 +55,8 @@ class Row:
     disk_s: float
     round_ms: float
     longest_ms: float
+    behind_save_ms: float | str
+    before_save_ms: float | str
     trained_s: float
     """What the run itself counts as training."""
     time_s: str
@@ -100,6 +103,7 @@ def _row(case: Case, commit: str, size: int, watched: Watched, written: int, dis
     run = watched.summary["run"]
     saving = run.get("saving") or {}
     longest_s = saving.get("longest_stop_s")
+    halves = beside_saves(watched.gaps_s, case.save_every)
     return Row(
         gpu=gpu_name(),
         versions=versions("megatron-core"),
@@ -114,6 +118,8 @@ def _row(case: Case, commit: str, size: int, watched: Watched, written: int, dis
         disk_s=round(disk_s, 2),
         round_ms=round(watched.round_s * 1e3, 1),
         longest_ms=round(watched.longest_s * 1e3, 1),
+        behind_save_ms="" if halves is None else round(halves[0] * 1e3, 1),
+        before_save_ms="" if halves is None else round(halves[1] * 1e3, 1),
         trained_s=round(run["train_time_s"], 2),
         time_s=json.dumps({k: round(v, 2) for k, v in run.get("time_s", {}).items()}),
         stood_still_ms="" if longest_s is None else round(longest_s * 1e3, 2),
@@ -125,8 +131,9 @@ def _show(row: Row) -> str:
         f"{row.commit:10} {row.case:24} {row.wall_s:7.1f} s = {row.first_step_s:6.1f} to the first "
         f"step, {row.rounds_s:6.1f} of rounds, {row.end_s:6.1f} behind them "
         f"({row.written_bytes / 1e9:.1f} GB: the disk's own {row.disk_s:.1f}); a round "
-        f"{row.round_ms:7.1f} ms, the longest {row.longest_ms:8.1f}; {row.time_s} "
-        f"{row.stood_still_ms}"
+        f"{row.round_ms:7.1f} ms, the longest {row.longest_ms:8.1f}, "
+        f"behind and before saves {row.behind_save_ms} and {row.before_save_ms}; {row.time_s}; "
+        f"stood still {row.stood_still_ms}"
     )
 
 

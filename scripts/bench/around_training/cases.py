@@ -37,6 +37,7 @@ CASES = (
     Case(name="8b, 60 rounds", shape="8b", rounds=60, save_every=50),
     Case(name="8b, saves every 50", shape="8b", rounds=110, save_every=50),
     Case(name="8b, saves at the end", shape="8b", rounds=110, save_every=0),
+    Case(name="8b, 300 rounds", shape="8b", rounds=300, save_every=50),
     Case(name="six layers, first time", shape="six layers", rounds=25, save_every=0, cold=True),
     Case(name="six layers", shape="six layers", rounds=25, save_every=0),
     Case(name="toy", shape="toy", rounds=6, save_every=2, jobs=3, tokens=384),

@@ -28,6 +28,8 @@ class Watched:
     """Median time between two rounds."""
     longest_s: float
     """Longest time between two rounds."""
+    gaps_s: tuple[float, ...]
+    """All times between two rounds."""
     summary: dict[str, Any]
 
 
@@ -65,8 +67,28 @@ def watch(
         last_step_s=rounds_s[-1],
         round_s=statistics.median(gaps),
         longest_s=max(gaps),
+        gaps_s=tuple(gaps),
         summary=json.loads((output_dir / "summary.json").read_text()),
     )
+
+
+def beside_saves(gaps_s: Sequence[float], every: int) -> tuple[float, float] | None:
+    """Returns the mean round of the halves behind and before a save; None where no round is saved.
+
+    A save holds up the rounds of the first half of its interval, if any; the last interval, which
+    ends with the run, does not count.
+
+    Args:
+        gaps_s: times between two rounds, the first one behind round 1.
+        every: rounds between two saves.
+    """
+    half, last = every // 2, len(gaps_s) + 1
+    saves = range(every, last - every + 1, every) if half else ()
+    if not saves:
+        return None
+    behind = [gap for save in saves for gap in gaps_s[save - 1 : save - 1 + half]]
+    before = [gap for save in saves for gap in gaps_s[save - 1 + every - half : save - 1 + every]]
+    return statistics.mean(behind), statistics.mean(before)
 
 
 def _rounds(process: subprocess.Popen[bytes], metrics: Path, begin_s: float) -> Sequence[float]:

@@ -72,3 +72,11 @@ def test_the_disk_s_floor_is_of_the_bytes_that_a_run_left(tmp_path: Path) -> Non
     assert disk.folder_bytes(out) == 1234
     assert disk.write_s(1234, tmp_path / "disk") >= 0
     assert not (tmp_path / "disk").exists()
+
+
+def test_rounds_behind_a_save_are_held_against_those_before_the_next() -> None:
+    rounds = [(2.0 if (number % 4) in (1, 2) else 1.0) for number in range(1, 15)]
+    gaps = rounds[1:]  # between rounds 1 and 14
+    assert command.beside_saves(gaps, every=4) == (2.0, 1.0)
+    assert command.beside_saves(gaps, every=0) is None
+    assert command.beside_saves(gaps, every=8) is None

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tlora_megatron.parallel.host_threads import host_threads
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, StoredTensor, all_finite
 from tlora_megatron.training.formats.rank_tensors import Piece, RankTensor
 
@@ -65,7 +66,10 @@ def read_base(
         with lock:
             return next(todo, None)
 
-    lanes = [_Lane(device, block_bytes) for _ in range(min(_num_threads(device), len(runs)))]
+    lanes = [
+        _Lane(device, block_bytes)
+        for _ in range(min(host_threads(_MAX_THREADS[device.type]), len(runs)))
+    ]
     with ThreadPoolExecutor(len(lanes)) as pool:
         spoilt = [name for names in pool.map(lambda lane: lane.work(take), lanes) for name in names]
     if spoilt:
@@ -159,9 +163,3 @@ def _num_bytes(run: _Run) -> int:
 
 def _row_bytes(stored: StoredTensor) -> int:
     return math.prod(stored.shape[1:]) * stored.dtype.itemsize
-
-
-def _num_threads(device: torch.device) -> int:
-    """Threads of one rank, with the others of its node in mind."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(_MAX_THREADS[device.type], len(os.sched_getaffinity(0)) // ranks))
