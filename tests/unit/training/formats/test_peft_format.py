@@ -398,6 +398,28 @@ def test_a_failed_export_leaves_the_previous_adapter(
     assert [path.name for path in adapter_dir.parent.iterdir()] == [adapter_dir.name]
 
 
+def test_an_export_never_follows_a_link(
+    adapter_dir: Path, model: ModelSpec, tmp_path: Path
+) -> None:
+    link, factors = tmp_path / "link", random_factors(model, LORA)
+    link.symlink_to(adapter_dir)
+    before = {path.name: path.read_bytes() for path in adapter_dir.iterdir()}
+    export(link, LORA, factors, model)  # the same again: nothing to be written
+    with pytest.raises(ValueError, match=r"adapter directory must be no symbolic link, got"):
+        export(link, LORA, {name: factor + 1 for name, factor in factors.items()}, model)
+    assert {path.name: path.read_bytes() for path in adapter_dir.iterdir()} == before
+
+
+def test_another_job_in_a_users_folder(adapter_dir: Path, model: ModelSpec) -> None:
+    """Both files change; what is not ours stays."""
+    (adapter_dir / "README.md").write_text("mine")
+    other = dataclasses.replace(LORA, rank=2)
+    export(adapter_dir, other, random_factors(model, other), model)
+    assert load_adapter(adapter_dir, model=model).lora == other
+    assert (adapter_dir / "README.md").read_text() == "mine"
+    assert [path.name for path in adapter_dir.parent.iterdir()] == [adapter_dir.name]
+
+
 def job(lora: LoraSpec) -> JobSpec:
     return JobSpec(name="gsm8k", data=DataSpec(train="unused.jsonl"), lora=lora)
 
