@@ -61,7 +61,10 @@ class TrainingLoop:
         self.rounds = 0
         self.tokens = 0
         self.train_time_s = 0.0
-        self.saver = Saver(self.jobs, backbone, super_model.groups, run.save_memory_gb)
+        waits = partial(self.watch.tick, "a wait for the disk")
+        self.saver = Saver(
+            self.jobs, backbone, super_model.groups, run.save_memory_gb, on_wait=waits
+        )
         self.stopped_by = 0
         """Number of the signal that has stopped the loop; 0 = none."""
         self.stop_sentence: str | None = None
@@ -177,7 +180,7 @@ class TrainingLoop:
 
     @property
     def saved_steps(self) -> dict[str, int]:
-        """The step of each job's last checkpoint, or the one at which it began."""
+        """The step of each job's last save, or at which it began; `drain` has it on the disk."""
         return dict(self._saved_step)
 
     def evaluate_active(self) -> None:

@@ -48,6 +48,8 @@ class Saver:
     Args:
         jobs: all that may be saved.
         memory_gb: `run.save_memory_gb`.
+        on_wait: called before a wait for memory, and whenever something was written meanwhile: a
+            slow disk is no run that hangs.
     """
 
     def __init__(
@@ -56,12 +58,15 @@ class Saver:
         spec: Backbone,
         groups: ParallelGroups,
         memory_gb: float | None,
+        *,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self.times = SavingTimes()
         self._taker = SnapshotTaker(spec, groups)
         self._device = groups.device
         self._is_writer = groups.is_writer
         self._writer = Writer()
+        self._on_wait = on_wait
         self._open: Counter[str] = Counter()
         """Snapshots of each job that are not written yet."""
         self._failures: list[Callable[[], None]] = []
@@ -140,10 +145,12 @@ class Saver:
 
     def _room(self, job: JobState, num_buffers: int) -> range | None:
         """Takes memory for a snapshot; None while there is none, or the job's last one is open."""
-        if self._open[job.name]:
-            return None
-        taken = self._arena.take(self._taker.numel(job.spec.lora, num_buffers))
-        if taken is not None:
+        taken = None
+        if not self._open[job.name]:
+            taken = self._arena.take(self._taker.numel(job.spec.lora, num_buffers))
+        if taken is None:
+            self._on_wait()
+        else:
             self._open[job.name] += 1
         return taken
 

@@ -116,6 +116,8 @@ def test_a_step_and_the_end_of_the_job_change_nothing_saved(tmp_path: Path, gate
 def test_memory_for_one_is_enough_for_three(tmp_path: Path, gate: Gate) -> None:
     jobs = [make_job(name, rank=rank) for name, rank in (("a", 4), ("b", 3), ("c", 2))]
     saver = gate.saver = make_saver(*jobs, memory_gb=1e-9)
+    waits = list[None]()
+    saver._on_wait = lambda: waits.append(None)
     gate.open.set()
     expected = {}
     for _ in range(4):
@@ -126,6 +128,7 @@ def test_memory_for_one_is_enough_for_three(tmp_path: Path, gate: Gate) -> None:
             change(job)
     saver.close()
     assert gate.snapshots_open == [1] * 12
+    assert len(waits) > 5  # those who watch for hangs are told
     for job in jobs:
         assert_same(saved(tmp_path, job, 3), expected[job.name])
 
