@@ -12,6 +12,7 @@ import faulthandler
 import logging
 import os
 import runpy
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -85,7 +86,10 @@ def install() -> None:
 def _print_no_stacks() -> None:
     """Undoes what Megatron's import does: each rank would print a stack when it is to end."""
     for number in STOP_SIGNALS:
-        faulthandler.unregister(number)
+        handler = signal.getsignal(number)
+        if faulthandler.unregister(number) and handler is not None:
+            # It has put back what was there when it was registered.
+            signal.signal(number, handler)
 
 
 def _log_once() -> None:

@@ -34,6 +34,10 @@ checkpoint=${CHECKPOINT:-checkpoints/$name} jobs=${JOBS:-configs/megatron/jobs.y
 tp=${TP:-1} pp=${PP:-1} cp=${CP:-1} nnodes=${NNODES:-1} node_rank=${NODE_RANK:-${SLURM_NODEID:-0}}
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+# torchrun passes SIGUSR1 on (SLURM's --signal), waits until the jobs are saved (torch 2.12 and later; 30 s before), and
+# leaves no empty folders in /tmp.
+export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240} PET_LOG_DIR=${PET_LOG_DIR:-/dev/null}
 # Megatron-LM asks for it with TP or CP over 1; with nano-batches the launcher takes 32 in its place.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 

@@ -103,6 +103,37 @@ def test_a_rank_that_is_ended_while_it_waits_prints_no_stack(
         signal.signal(signal.SIGUSR2, before)
 
 
+def test_a_signal_that_was_taken_since_megatron_s_import_stays_taken(tmp_path: Path) -> None:
+    taken: list[int] = []
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with (tmp_path / "stacks").open("w") as file:
+            faulthandler.register(signal.SIGTERM, file, all_threads=False, chain=True)
+            signal.signal(signal.SIGTERM, lambda signum, frame: taken.append(signum))
+            launch._print_no_stacks()
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert (tmp_path / "stacks").read_text() == ""
+        assert taken == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["returns", "exits"])
+def test_a_stopped_trainer_ends_with_the_signal_s_exit_code(leaves: bool) -> None:
+    callbacks = launch.Launcher()
+    callbacks.signals.stopped_by = signal.SIGUSR1
+    if leaves:
+        callbacks.signals._counter.count(signal.SIGUSR1)
+
+    def pretrain() -> None:
+        if leaves:  # as with --exit-signal-handler
+            raise SystemExit(0)
+
+    with pytest.raises(SystemExit) as caught:
+        hooks._Hooks(callbacks)._pretrain(pretrain)
+    assert caught.value.code == 138
+
+
 def test_each_line_is_shown_once(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = logging.getLogger()
     handler = logging.StreamHandler(sys.stderr)  # as Megatron sets it up
