@@ -336,7 +336,9 @@ class MultiLoRATrainer(Trainer):
         """Tells callbacks of evaluations that the jobs' own steps have brought."""
         results = last_results(engine.loop.jobs)
         if any(before.get(name) is not result for name, result in results.items()):
+            is_asked = self.control.should_evaluate  # of all jobs; the event takes it for done
             self._tell_evaluated(eval_metrics(results, "eval"))
+            self.control.should_evaluate |= is_asked
 
     def _tell_evaluated(self, metrics: dict[str, float]) -> None:
         self.log(metrics)

@@ -123,6 +123,7 @@ def load_deepspeed_config(
     """
     document, folder = _read(source)
     section, folder = _section(document, folder)
+    _refuse_open_layout(document)
     defaults, asked, taken = take_job_defaults(document)
     document = _without_auto(document)
     _check_mappings(document)
@@ -211,6 +212,14 @@ def _without_nano_batches(config: RunConfig) -> tuple[RunConfig, list[str]]:
         raise must("run.nano_batches", "be 1 or auto under DeepSpeed", asked)
     config = replace(config, run=replace(config.run, nano_batches=1))
     return config, ["run.nano_batches has no effect: DeepSpeed's engine runs batches whole"]
+
+
+def _refuse_open_layout(document: dict[str, Any]) -> None:
+    """Refuses "auto" where no trainer's argument says it; DeepSpeed would take its default."""
+    for section, key in (("zero_optimization", "stage"), ("tensor_parallel", "autotp_size")):
+        value = document.get(section)
+        if isinstance(value, dict) and value.get(key) == AUTO:
+            raise must(f"{section}.{key}", "be a number", AUTO, "no argument says it")
 
 
 def _without_auto(value: Any) -> Any:

@@ -227,7 +227,15 @@ def _find(content: Any, key: str) -> Any:
 
 
 def _has(content: Any, keys: Iterable[str]) -> bool:
-    return any(_find(content, key) is not None for key in keys)
+    """True if one of the keys is given; null is a value but for the two ends of a job."""
+    for key in keys:
+        group, _, last = key.rpartition(".")
+        inner = _find(content, group) if group else content
+        if isinstance(inner, Mapping) and last in inner:
+            is_no_end = inner[last] is None and key in _ALTERNATIVES[0]
+            if not is_no_end:
+                return True
+    return False
 
 
 def _set(content: dict[str, Any], key: str, value: Any) -> None:

@@ -173,6 +173,8 @@ def test_deepspeed_s_other_keys_are_its_own(folder: Path, key: str, value: Any) 
             "warmup_num_steps must be given, got null; DeepSpeed's own default is 1000",
         ),
         ({"tlora": section(optimizer={"lr": "auto"})}, r"jobs\.a\.optimizer\.lr .*Trainer alone"),
+        ({"zero_optimization": {"stage": "auto"}}, r"stage must be a number, got 'auto'"),
+        ({"tensor_parallel": {"autotp_size": "auto"}}, "autotp_size must be a number"),
         ({"tlora": section() | {"defaults": "auto"}}, r"defaults must be a value, got 'auto'"),
         ({"tlora_config": "jobs.yaml"}, "exactly one of tlora and tlora_config, got both"),
         ({"tlora": section() | {"parallel": {"tp_size": 2}}}, "must not hold parallel"),

@@ -207,6 +207,9 @@ def test_evaluation_and_recomputation(folder: Path) -> None:
     with_eval = section(data={"train": "a.jsonl", "eval": "e.jsonl"})
     job, _, _ = read(folder, {"tlora": with_eval}, **given)
     assert job.eval_every_steps == 5
+    with_eval["jobs"][0]["eval_every_steps"] = None
+    job, _, _ = read(folder, {"tlora": with_eval}, **given)
+    assert job.eval_every_steps is None, "its own, which is null"
 
 
 def test_arguments_without_effect_are_told() -> None:
