@@ -24,7 +24,7 @@ _Style = dict[str, Any]
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1, 2)))
 _LOG_ABOVE = 30
 """A log axis is used if the largest value is more than this many times the smallest."""
-_SMALL, _LARGE, _WIDE, _NARROW = (3.1, 1.95), (6.2, 2.8), (12.6, 3.5), (4.4, 2.7)
+_SMALL, _LARGE, _WIDE, _NARROW = (3.1, 1.95), (5.0, 2.4), (12.6, 3.5), (4.4, 2.7)
 """Sizes of drawings in inches."""
 _DOT: _Style = {"marker": "o", "markeredgecolor": CARD, "clip_on": False, "zorder": 5}
 """The dot of an evaluation."""
