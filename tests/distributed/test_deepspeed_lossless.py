@@ -17,7 +17,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
 from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import JOBS, assert_equals_oracle, make_scenario
+from tests.helpers.scenario import JOBS, assert_equals_oracle, make_scenario, take_fingerprint
 
 NAMES = tuple(job["name"] for job in JOBS)
 TP2: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2}}
@@ -69,7 +69,9 @@ CASES = [
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config file of the scenario."""
-    return make_scenario(tmp_path_factory.mktemp("deepspeed"))
+    path = make_scenario(tmp_path_factory.mktemp("deepspeed"))
+    take_fingerprint(path.parent / "base")  # every layout is held to it
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import JOBS, NUM_STEPS, assert_equals_oracle, make_scenario
+from tests.helpers.scenario import (
+    JOBS,
+    NUM_STEPS,
+    assert_equals_oracle,
+    make_scenario,
+    take_fingerprint,
+)
 from tests.helpers.scenario_worlds import Case, World, worlds
 
 NAMES = tuple(job["name"] for job in JOBS)
@@ -52,7 +58,9 @@ CASES = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config file of the scenario."""
-    return make_scenario(tmp_path_factory.mktemp("lossless"), num_layers=4)
+    path = make_scenario(tmp_path_factory.mktemp("lossless"), num_layers=4)
+    take_fingerprint(path.parent / "base")  # every layout is held to it
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -68,6 +69,13 @@ def convert(base: Path, out: Path) -> None:
     """`tlora convert`."""
     command = [sys.executable, "-m", "tlora_megatron.cli", "convert", str(base), str(out)]
     subprocess.run(command, check=True, cwd=REPO, capture_output=True, timeout=HANG_S)
+
+
+def tokenizer_alone(root: Path) -> Path:
+    """A copy of the scenario's tokenizer without the base's config.json, which is then unknown."""
+    ignored = shutil.ignore_patterns("config.json", "*.safetensors")
+    copied = shutil.copytree(root / "base", root / "tokenizer", ignore=ignored, dirs_exist_ok=True)
+    return Path(copied)
 
 
 def model_flags(checkpoint: Path) -> list[str]:

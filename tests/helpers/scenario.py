@@ -18,6 +18,9 @@ from tlora_megatron.config.load import RunConfig, load_config
 from tlora_megatron.layers.slab import initial_factors
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.data.job_data import BatchPlan, load_job_data, load_tokenizer
+from tlora_megatron.training.fingerprint.reference import make_fingerprint
+from tlora_megatron.training.formats.fingerprint_file import write_fingerprint
+from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
 from tlora_megatron.training.formats.peft_format import load_adapter
 from tlora_megatron.training.metrics import read_metrics
 
@@ -86,6 +89,13 @@ def make_scenario(
     path = root / "config.json"
     path.write_text(json.dumps(config))
     return path
+
+
+def take_fingerprint(base: Path) -> None:
+    """Writes a base's fingerprint beside it, as `tlora convert --fingerprint-only` does."""
+    spec, cpu = read_model_spec(base / "config.json"), torch.device("cpu")
+    fingerprint = make_fingerprint(spec, HFCheckpoint(base), dtype=torch.float32, device=cpu)
+    write_fingerprint(base, fingerprint)
 
 
 def write_rows(path: Path, count: int, *, seed: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.scenario import take_fingerprint
 from tests.helpers.tiny_models import make_tiny_model, random_factors
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.cli.main import main
@@ -370,6 +371,17 @@ class TestBase:
         bare = make_tiny_model(tmp_path / "bare", "llama", num_hidden_layers=2)
         outcome = train(overrides=(f"base_model.path={bare}",))
         assert_refused(outcome, "base_model must hold a tokenizer (", f"got none in {bare}")
+
+    def test_another_model_than_the_fingerprint_s(
+        self, train: Train, inputs: Path, tmp_path: Path
+    ) -> None:
+        base = Path(shutil.copytree(inputs / "base", tmp_path / "checked"))
+        take_fingerprint(base)
+        config = json.loads((base / "config.json").read_text())
+        config["rms_norm_eps"] = 1e-3
+        (base / "config.json").write_text(json.dumps(config))
+        outcome = train(overrides=(f"base_model.path={base}",))
+        assert_refused(outcome, f"the model must give the text of {base}/base_fingerprint.json")
 
 
 class TestOutput:

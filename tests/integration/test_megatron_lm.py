@@ -33,6 +33,7 @@ from tests.helpers.megatron_lm import (
     oracle,
     run,
     start,
+    tokenizer_alone,
     words,
     write_jobs,
 )
@@ -428,10 +429,11 @@ REFUSED = {
     "fp16": ("--fp16", "--fp16 must be off"),
     "missing base": ("--load {out}/none", "must hold a Megatron checkpoint of the base"),
     "contradiction": ("--seq-length 128", "run.micro_batch_tokens must agree with --seq-length"),
-    "another model": ("--rotary-base 20000", "rope_theta must be 10000.0, got 20000.0"),
+    "another model": ("--rotary-base 1000000", "--rotary-base must be 10000 as in"),
+    "another norm": ("--apply-layernorm-1p", "--apply-layernorm-1p must be off as in"),
     "switch": ("--use-megatron-fsdp", "--use-megatron-fsdp must be off"),
     "positions": ("--seq-length 512", "--max-position-embeddings must be at least --seq-length"),
-    "experts": ("--num-experts 4", "got no decoder.layers.mlp.router.weight in it"),
+    "experts": ("--num-experts 4", "--num-experts must be absent as in"),
     "own check": ("--num-virtual-stages-per-pipeline-rank 2", "must pass its own check"),
 }
 
@@ -455,11 +457,33 @@ def test_what_cannot_be_trained_ends_with_a_sentence(case: str, root: Path) -> N
 def test_the_base_is_loaded_strictly(root: Path) -> None:
     document = json.loads((root / "config.json").read_text())
     config = write_jobs(root / "no_base.json", document, base_model={"path": None})
-    args = [*arguments(root, root / "strict", config=config.name), "--qk-layernorm"]
+    args = [
+        *arguments(root, root / "strict", config=config.name),
+        "--tokenizer-model",
+        tokenizer_alone(root),
+        "--qk-layernorm",
+    ]
     code, output = finish(start(checkout() / "pretrain_gpt.py", args))
     assert code != 0
     assert "q_layernorm.weight" in output
     assert not (root / "strict" / "jobs" / "mlp" / "metrics.jsonl").exists()
+
+
+def test_another_model_is_refused_where_no_config_is_known(root: Path) -> None:
+    document = json.loads((root / "config.json").read_text())
+    config = write_jobs(root / "unknown.json", document, base_model={"path": None})
+    args = [
+        *arguments(root, root / "unknown", config=config.name),
+        "--tokenizer-model",
+        tokenizer_alone(root),
+    ]
+    flags = words("--rotary-base 1000000 --tensor-model-parallel-size 2 --sequence-parallel")
+    code, output = finish(start(checkout() / "pretrain_gpt.py", [*args, *flags], nproc=2))
+    assert code != 0
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "the model must give the text of" in errors[0]
+    assert not (root / "unknown" / "jobs" / "mlp" / "metrics.jsonl").exists()
 
 
 def test_a_checkpoint_of_megatron_s_old_format_is_loaded_strictly_too(
@@ -473,7 +497,9 @@ def test_a_checkpoint_of_megatron_s_old_format_is_loaded_strictly_too(
     config = write_jobs(root / "old_format.json", document, base_model={"path": None})
     sources = ["--load", base, "--save", tmp_path / "out", "--tlora-config", config]
     args = [*flags, *SIZES, *sources, "--train-iters", "2"]
-    code, output = finish(start(script, [*args, "--qk-layernorm"]))
+    code, output = finish(
+        start(script, [*args, "--tokenizer-model", tokenizer_alone(root), "--qk-layernorm"])
+    )
     assert code != 0
     assert "must hold the weights of this model and no others, got 8 missing" in output
     assert "q_layernorm.weight" in output

@@ -9,12 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from tlora_megatron.cli.console import open_console
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 
 if TYPE_CHECKING:
+    import torch
+
+    from tlora_megatron.training.formats.fingerprint_file import Fingerprint
     from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
     from tlora_megatron.training.formats.megatron_checkpoint import MegatronCheckpoint
 
@@ -50,6 +60,17 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="dtype to write (default: as stored)")
     parser.add_argument(
+        "--no-fingerprint",
+        action="store_true",
+        help="leave out the forward in float32 by which a run recognises this base",
+    )
+    parser.add_argument(
+        "--fingerprint-only",
+        action="store_true",
+        help="write only the fingerprint, into OUT, which may be HF_DIR: for tlora train and "
+        "DeepSpeed",
+    )
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="check everything and print the flags, but write nothing",
@@ -60,6 +81,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Converts, and prints the Megatron-LM flags that belong to the checkpoint."""
+    if args.fingerprint_only:
+        return _run_fingerprint(args)
     model, out = Path(args.model), Path(args.out)
     spec = read_model_spec(model / "config.json")
 
@@ -73,10 +96,11 @@ def run(args: argparse.Namespace) -> int:
     dtype = getattr(torch, args.dtype) if args.dtype else None
     planned = megatron_checkpoint.plan_megatron_checkpoint(spec, source, dtype)
     extra = _tokenizer_flags(model)
-    if args.dry_run:
-        megatron_checkpoint.check_destination(out, planned.size_bytes)
-    else:
-        _write(spec, source, out, planned, extra, open_console(stderr=True))
+    megatron_checkpoint.check_destination(out, planned.size_bytes)
+    if not args.dry_run:
+        console = open_console(stderr=True)
+        taken = None if args.no_fingerprint else _fingerprint(spec, source, planned.dtype, console)
+        _write(spec, source, out, planned, extra, taken, console)
     result = {
         "checkpoint": str(out.resolve()),
         "written": not args.dry_run,
@@ -96,6 +120,7 @@ def _write(
     out: Path,
     planned: MegatronCheckpoint,
     extra: list[str],
+    fingerprint: Fingerprint | None,
     console: Console,
 ) -> None:
     from tlora_megatron.training.formats.megatron_checkpoint import write_megatron_checkpoint
@@ -112,8 +137,56 @@ def _write(
             out,
             planned,
             extra_flags=extra,
+            fingerprint=fingerprint,
             on_bytes=lambda count: progress.advance(bar, count),
         )
+
+
+def _fingerprint(
+    spec: ModelSpec, source: HFCheckpoint, dtype: torch.dtype, console: Console
+) -> Fingerprint:
+    """Scores the fingerprint's text, on a GPU if there is one."""
+    import torch
+
+    from tlora_megatron.training.fingerprint.reference import make_fingerprint
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    columns = (TextColumn("fingerprint"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    if not console.is_terminal:
+        console.print(f"computing the fingerprint on {device.type}")
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=spec.num_layers)
+        return make_fingerprint(
+            spec, source, dtype=dtype, device=device, on_layer=lambda _: progress.advance(bar)
+        )
+
+
+def _run_fingerprint(args: argparse.Namespace) -> int:
+    model, out = Path(args.model), Path(args.out)
+    spec = read_model_spec(model / "config.json")
+
+    import torch
+
+    from tlora_megatron.training.formats.fingerprint_file import FILE_NAME, write_fingerprint
+    from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
+    from tlora_megatron.training.formats.hf_convert import check_weights
+
+    if not out.is_dir():
+        raise ValueError(f"OUT must be an existing directory with --fingerprint-only, got {out}")
+    source = HFCheckpoint(model)
+    check_weights(spec, source)
+    console = open_console(stderr=True)
+    # Runs read the weights as they are stored, whatever type that is.
+    fingerprint = _fingerprint(spec, source, torch.float32, console)
+    if not args.dry_run:
+        write_fingerprint(out, fingerprint)
+    result = {"fingerprint": str((out / FILE_NAME).resolve()), "written": not args.dry_run}
+    if args.json:
+        print(json.dumps(result, indent=2))
+    else:
+        verb = "wrote" if result["written"] else "would write"
+        open_console().print(f"{verb} {result['fingerprint']}", style="bold")
+    return 0
 
 
 def _tokenizer_flags(model: Path) -> list[str]:

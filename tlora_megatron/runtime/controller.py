@@ -18,6 +18,7 @@ from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.wake import wake_device
+from tlora_megatron.training.fingerprint.check import check_base_of_run
 from tlora_megatron.training.formats.hf_convert import check_layout
 from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.run.nano_setup import nano_settings
@@ -60,7 +61,10 @@ def train_run(
         resolve_sharding=resolve_lora_sharding,
         signals=signals,
     ) as run:
-        loop = run.start(*_build(run, spec, layout))
+        groups, linears, engine = _build(run, spec, layout)
+        with timeline.phase("base"):
+            check_base_of_run(engine, groups, config)
+        loop = run.start(groups, linears, engine)
         with frozen_gc():
             loop.run()
         return run.finish()

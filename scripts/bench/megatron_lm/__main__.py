@@ -33,7 +33,13 @@ from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.rows import gpu_name, versions
 from scripts.bench.megatron_lm.cases import LAYOUTS, Layout, Place
 from scripts.bench.megatron_lm.rows import Oracle, Row, compare, verdicts, write
-from tests.helpers.megatron_lm import convert, make_launch_scenario, oracle, write_jobs
+from tests.helpers.megatron_lm import (
+    convert,
+    make_launch_scenario,
+    oracle,
+    tokenizer_alone,
+    write_jobs,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +121,7 @@ def prepare(root: Path) -> Path:
     convert(root / "base", root / "megatron")
     document = json.loads((root / "config.json").read_text())
     write_jobs(root / "jobs_any_base.json", document, base_model={"path": None})
+    tokenizer_alone(root)
     alone = {name: result.losses for name, result in oracle(root).items()}
     (root / "oracle.json").write_text(json.dumps(alone))
     return root

@@ -107,7 +107,7 @@ class Place:
         worker = RUNNER if self.on_cpu else WORKER
         script = self.checkout / "pretrain_gpt.py"
         sources = {
-            "--tokenizer-model": self.scenario / "base",
+            "--tokenizer-model": self.scenario / ("tokenizer" if layout.refusal else "base"),
             "--load": self.scenario / "megatron",
             "--save": self.out / layout.folder,
             "--tlora-config": self.scenario / jobs_file(layout),

@@ -20,6 +20,7 @@ from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.slab import StatePlacement
 from tlora_megatron.model.backbone import LinearsSpec
 from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.fingerprint.check import check_base_of_run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +64,7 @@ def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
             f"tensor_parallel.autotp_size must divide the {dist.get_world_size()} processes, "
             f"got {tp_size}"
         )
+    is_given = model is not None
     if model is None:
         model = models.load_model(config.run.base_model, config.engine, tp_size=tp_size)
     models.refuse_adapters(model)
@@ -77,6 +79,8 @@ def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
     models.use_packed_attention(model)
     prepare_output_layer(model, spec.vocab_size, groups)
     check_packing(model, spec, groups, plain)
+    if not is_given:  # a program's own model may differ from its folder
+        check_base_of_run(DeepSpeedEngine(model, groups), groups, config.run)
     if config.run.run.recompute == "full":
         models.recompute_layers(model)
     linears = tuple(discover.pair_linears(model, spec, groups))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,10 @@ from tlora_megatron.config.reader import read_spec, show
 from tlora_megatron.config.rules import resolve
 from tlora_megatron.config.source import read_document
 from tlora_megatron.integrations.megatron_lm.guard import FLAG
+from tlora_megatron.integrations.megatron_lm.same_model import (
+    check_described,
+    check_transformer_config,
+)
 from tlora_megatron.integrations.megatron_lm.unused_flags import switch_off
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
@@ -27,22 +31,6 @@ from tlora_megatron.model.spec import ModelSpec, read_model_spec
 _ORIGINAL_POSITIONS = 8192
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR = 1.0, 4.0
 """Constants of Megatron-core's `RotaryEmbedding._apply_scaling`; only the factor is an argument."""
-
-_COMPARED = (
-    "num_layers",
-    "hidden_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "ffn_size",
-    "norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "tied_embeddings",
-    "qkv_bias",
-    "qk_norm",
-)
-"""Fields of `ModelSpec` that arguments and a Hugging Face config.json both fix."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +43,9 @@ class LaunchSettings:
     tokenizer_dir: Path
     base_model: str
     """Name or path that exported adapters give as their base."""
+    config_json: Path | None
+    """The Hugging Face file that the arguments agree with; None: none is known, or the weights are
+    random."""
 
 
 def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -104,14 +95,20 @@ def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchS
     # Models may have more rows than their tokenizer has entries (Qwen): `tlora convert` says so.
     vocab_size = args.vocab_size or tokenizer_size
     spec = spec_from_arguments(args, vocab_size=min(args.padded_vocab_size, vocab_size))
-    if is_named:
-        spec = _agreed(spec, read_model_spec(tokenizer_dir / "config.json"), args, tokenizer_dir)
+    config_json = tokenizer_dir / "config.json"
+    known = None
+    if is_named or not base_model.random_init:
+        known = _known_spec(config_json, must=is_named)
+    if known is not None:
+        check_described(spec, known, config_json, padded_vocab_size=args.padded_vocab_size)
+        check_transformer_config(args, known, config_json)
     return LaunchSettings(
         config=config,
-        spec=spec,
+        spec=known or spec,
         layout=_layout(args),
         tokenizer_dir=tokenizer_dir,
         base_model=str(base_model.path),
+        config_json=None if known is None else config_json,
     )
 
 
@@ -241,20 +238,15 @@ def _base_model(args: argparse.Namespace, raw: Any, folder: Path) -> tuple[BaseM
     return replace(base, path=str(directory)), directory
 
 
-def _agreed(
-    ours: ModelSpec, theirs: ModelSpec, args: argparse.Namespace, directory: Path
-) -> ModelSpec:
-    """Returns the Hugging Face config's spec; refuses arguments that describe another model."""
-    described, expected = asdict(ours), asdict(theirs)
-    for name in _COMPARED:
-        if described[name] != expected[name]:
-            raise ValueError(
-                f"Megatron's arguments must describe the model of base_model.path {directory}: "
-                f"{name} must be {expected[name]}, got {described[name]}"
-            )
-    if theirs.vocab_size > args.padded_vocab_size:
-        raise ValueError(
-            f"Megatron's vocabulary must hold the {theirs.vocab_size} entries of base_model.path "
-            f"{directory}, got {args.padded_vocab_size}; give --padded-vocab-size or --vocab-size"
-        )
-    return theirs
+def _known_spec(config_json: Path, *, must: bool) -> ModelSpec | None:
+    """Reads the file that describes the base; None if there is none, or for another architecture.
+
+    Args:
+        must: a file that cannot be read is an error.
+    """
+    try:
+        return read_model_spec(config_json)
+    except ValueError:
+        if must:
+            raise
+        return None  # the arguments alone describe the base

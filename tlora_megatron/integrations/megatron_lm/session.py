@@ -17,15 +17,30 @@ import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch import Tensor, nn
 
+from tlora_megatron import timeline
 from tlora_megatron.integrations.megatron import recompute
-from tlora_megatron.integrations.megatron.built_model import freeze, require_whole_weights
+from tlora_megatron.integrations.megatron.built_model import (
+    freeze,
+    language_models,
+    require_whole_weights,
+)
 from tlora_megatron.integrations.megatron.discover import discover, record_stages
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron_lm.arguments import LaunchSettings
 from tlora_megatron.integrations.megatron_lm.engine import MegatronLmEngine, MicroBatchFeed
+from tlora_megatron.integrations.megatron_lm.fingerprint import (
+    checkpoint_of_convert,
+    precision_of,
+    without_quantization,
+)
 from tlora_megatron.integrations.megatron_lm.interval_losses import IntervalLosses
 from tlora_megatron.integrations.megatron_lm.job_optimizer import JobOptimizer
+from tlora_megatron.integrations.megatron_lm.rotary import set_rotary_frequencies
+from tlora_megatron.integrations.megatron_lm.same_model import check_transformer_config
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.fingerprint.check import check_base
+from tlora_megatron.training.formats.fingerprint_file import read_fingerprint
 from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.loop import TrainingLoop
 from tlora_megatron.training.metrics import write_atomic
@@ -76,6 +91,11 @@ class Session:
             signals=signals,
         )
         self._run.check_agreement()
+        # Before Megatron loads: it renames the folders that it was given.
+        self._checkpoint = checkpoint_of_convert(args)
+        self._fingerprint = None
+        if self._checkpoint is not None and not settings.config.base_model.random_init:
+            self._fingerprint = read_fingerprint(self._checkpoint)
 
     @property
     def loop(self) -> TrainingLoop:
@@ -92,7 +112,15 @@ class Session:
         """Freezes the built base and replaces its attention, before the trainer wraps it in DDP.
 
         DDP keeps a table of the modules that it finds.
+
+        Raises:
+            ValueError: if it is another model than the one that the settings describe.
         """
+        settings = self._settings
+        for model in language_models(chunks):
+            if settings.config_json is not None:
+                check_transformer_config(model.config, settings.spec, settings.config_json)
+            set_rotary_frequencies(model, settings.spec)
         freeze(chunks)
         require_whole_weights(chunks)
         install_packed_attention(chunks)
@@ -115,6 +143,7 @@ class Session:
             seq_length=self._args.seq_length,
             nano=nano_settings(config.run, spec, DTYPES[config.base_model.dtype]),
         )
+        self._check_base(chunks, groups)
         shape = RoundShape(num_micro_batches=get_num_microbatches, fills_budget=True)
         self._run.start(groups, linears, self._engine, round_shape=shape)
         self._resume_iteration()
@@ -122,6 +151,21 @@ class Session:
         self.loop.start()
         if self.loop.is_over:
             self._args.train_iters = self._args.iteration
+
+    def _check_base(self, chunks: Sequence[nn.Module], groups: ParallelGroups) -> None:
+        """Refuses a model that is not the one of the checkpoint's fingerprint, if it has one."""
+        if self._fingerprint is None:
+            return
+        with timeline.phase("base"), without_quantization(chunks):
+            check_base(
+                self._engine,
+                groups,
+                self._fingerprint,
+                where=str(self._checkpoint),
+                precision=precision_of(self._args),
+                micro_batch_tokens=self._args.seq_length,
+                fills_budget=True,
+            )
 
     def reader(self) -> Iterator[PackedBatch]:
         """A training data iterator."""

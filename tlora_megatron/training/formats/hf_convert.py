@@ -33,11 +33,12 @@ def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
-        shapes |= {prefix + name: shape for name, shape in _layer_shapes(spec).items()}
+        shapes |= {prefix + name: shape for name, shape in layer_shapes(spec).items()}
     return shapes
 
 
-def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a layer under its name in it, with its shape."""
     shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (spec.hidden_size,),
         "post_attention_layernorm.weight": (spec.hidden_size,),

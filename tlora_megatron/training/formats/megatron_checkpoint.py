@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats.atomic_directory import replace_directory
+from tlora_megatron.training.formats.fingerprint_file import Fingerprint, write_fingerprint
 from tlora_megatron.training.formats.hf_checkpoint import WeightSource
 from tlora_megatron.training.formats.hf_convert import check_weights, hf_shapes
 from tlora_megatron.training.formats.megatron_flags import megatron_arguments, megatron_flags
@@ -116,6 +117,7 @@ def write_megatron_checkpoint(
     planned: MegatronCheckpoint,
     *,
     extra_flags: Sequence[str] = (),
+    fingerprint: Fingerprint | None = None,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Writes the checkpoint, with one layer in memory; a failure leaves `directory` as it was.
@@ -124,6 +126,7 @@ def write_megatron_checkpoint(
         directory: new or empty; filled under another name, which it takes at the end.
         planned: from `plan_megatron_checkpoint`.
         extra_flags: words that go to the file of flags behind the architecture's.
+        fingerprint: of the base, to be written beside the weights.
         on_bytes: called with the size of every part once it is on the disk.
 
     Raises:
@@ -140,6 +143,8 @@ def write_megatron_checkpoint(
         (release / "metadata.json").write_text(json.dumps(_FORMAT))
         words = [*planned.flags, *extra_flags]
         (incoming / FLAGS_NAME).write_text("".join(f"{word}\n" for word in words))
+        if fingerprint is not None:
+            write_fingerprint(incoming, fingerprint)
         (incoming / "latest_checkpointed_iteration.txt").write_text("release")
 
 

@@ -98,6 +98,7 @@ def test_a_shared_expert_has_a_size_of_its_own(spec: ModelSpec) -> None:
 def test_the_vocabulary_is_that_of_the_arguments_before_the_tokenizer_s(
     tmp_path: Path, spec: ModelSpec, given: int | None, expected: int
 ) -> None:
+    (tmp_path / "base/config.json").unlink()
     fields = {"vocab_size": given, "padded_vocab_size": 128, "tokenizer_model": tmp_path / "base"}
     path = write_config(tmp_path, base_model=None)
     settings = launch_settings(arguments(spec, tlora_config=path, **fields), tokenizer_size=100)
@@ -135,13 +136,27 @@ def test_settings_join_file_and_arguments(tmp_path: Path, spec: ModelSpec) -> No
 def test_without_a_base_model_the_tokenizer_s_folder_stands_for_it(
     tmp_path: Path, spec: ModelSpec, section: dict[str, Any] | None
 ) -> None:
-    path = write_config(tmp_path, base_model=section)
-    args = arguments(
-        replace(spec, norm_eps=0.5), tlora_config=path, tokenizer_model=str(tmp_path / "base")
-    )
+    path, base = write_config(tmp_path, base_model=section), tmp_path / "base"
+    args = arguments(spec, tlora_config=path, tokenizer_model=str(base))
     settings = launch_settings(args, tokenizer_size=100)
-    assert settings.base_model == str(tmp_path / "base")
+    assert settings.base_model == str(base)
+    assert settings.config_json == base / "config.json"
+
+
+@pytest.mark.parametrize("folder", ["tokenizer alone", "another architecture", "random weights"])
+def test_arguments_alone_describe_a_base_without_a_file(
+    tmp_path: Path, spec: ModelSpec, folder: str
+) -> None:
+    section = {"random_init": True} if folder == "random weights" else None
+    path, base = write_config(tmp_path, base_model=section), tmp_path / "base"
+    if folder == "tokenizer alone":
+        (base / "config.json").unlink()
+    if folder == "another architecture":
+        (base / "config.json").write_text('{"model_type": "qwen2_moe"}')
+    args = arguments(replace(spec, norm_eps=0.5), tlora_config=path, tokenizer_model=str(base))
+    settings = launch_settings(args, tokenizer_size=100)
     assert settings.spec.norm_eps == 0.5
+    assert settings.config_json is None
 
 
 @pytest.mark.parametrize(
@@ -181,26 +196,56 @@ def test_what_agrees_may_be_said_twice(tmp_path: Path, spec: ModelSpec) -> None:
     assert launch_settings(args, tokenizer_size=100).config.run.seed == 7
 
 
+ANOTHER_MODEL = {
+    "--num-layers must be 4": {"num_layers": 3},
+    "--kv-channels must be 8": {"kv_channels": 4},
+    "--num-query-groups must be 4": {"num_query_groups": 2},
+    "--ffn-hidden-size must be 96": {"ffn_hidden_size": 8},
+    "--norm-epsilon must be 1e-05": {"layernorm_epsilon": 1e-3},
+    "--rotary-base must be 10000": {"rotary_base": 1000000},
+    "--use-rope-scaling must be off": {"use_rope_scaling": True, "rope_scaling_factor": 8.0},
+    "--untie-embeddings-and-output-weights must be on": {
+        "untie_embeddings_and_output_weights": False
+    },
+    "--add-qkv-bias must be off": {"add_qkv_bias": True},
+    "--qk-layernorm must be off": {"qk_layernorm": True},
+    "--apply-layernorm-1p must be off": {"layernorm_zero_centered_gamma": True},
+    "--glu-linear-offset must be 0": {"glu_linear_offset": 1.0},
+    "--use-mup must be off": {"use_mup": True},
+    "--softmax-scale must be absent or": {"softmax_scale": 0.5},
+    "--activation-func-clamp-value must be absent": {"activation_func_clamp_value": 7.0},
+}
+
+
+@pytest.mark.parametrize("message", ANOTHER_MODEL)
+@pytest.mark.parametrize("named", [True, False])
+def test_arguments_of_another_model_are_refused(
+    tmp_path: Path, spec: ModelSpec, message: str, named: bool
+) -> None:
+    path = write_config(tmp_path, base_model={"path": "base"} if named else None)
+    fields = ANOTHER_MODEL[message] | {"tokenizer_model": str(tmp_path / "base")}
+    args = arguments(spec, tlora_config=path, **fields)
+    with pytest.raises(ValueError, match=rf"{message}.* as in .*config.json, got "):
+        launch_settings(args, tokenizer_size=100)
+
+
 @pytest.mark.parametrize(
-    ("argument", "value", "name"),
+    ("fields", "message"),
     [
-        ("num_layers", 3, "num_layers"),
-        ("kv_channels", 4, "head_dim"),
-        ("num_query_groups", 2, "num_kv_heads"),
-        ("ffn_hidden_size", 8, "ffn_size"),
-        ("layernorm_epsilon", 1e-3, "norm_eps"),
-        ("rotary_base", 5, "rope_theta"),
-        ("untie_embeddings_and_output_weights", False, "tied_embeddings"),
-        ("add_qkv_bias", True, "qkv_bias"),
-        ("qk_layernorm", True, "qk_norm"),
+        ({"use_rope_scaling": False}, "--use-rope-scaling must be on as in"),
+        ({"rope_scaling_factor": 32.0}, "--rope-scaling-factor must be 8 as in .* got 32"),
     ],
 )
-def test_arguments_of_another_model_are_refused(
-    tmp_path: Path, spec: ModelSpec, argument: str, value: Any, name: str
+def test_another_rope_scaling_is_refused(
+    tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
-    args = arguments(spec, tlora_config=write_config(tmp_path), **{argument: value})
-    with pytest.raises(ValueError, match=f"base_model.path .*: {name} must be .*, got"):
-        launch_settings(args, tokenizer_size=100)
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "original_max_position_embeddings": 8192}
+    rope |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    spec = spec_of(tmp_path / "base", rope_parameters=rope)
+    args = arguments(spec, tlora_config=write_config(tmp_path))
+    assert launch_settings(args, tokenizer_size=100).spec == spec
+    with pytest.raises(ValueError, match=message):
+        launch_settings(argparse.Namespace(**(vars(args) | fields)), tokenizer_size=100)
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path, spec: ModelSpec) -> None:

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.helpers.tiny_models import make_tiny_model
 from tlora_megatron.cli.main import main
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.training.fingerprint.check import relative_error
+from tlora_megatron.training.formats.fingerprint_file import read_fingerprint
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
 from tlora_megatron.training.formats.megatron_checkpoint import (
     plan_megatron_checkpoint,
@@ -157,6 +159,29 @@ class TestFiles:
         assert (result["dtype"], result["written"]) == ("float32", True)
         assert result["flags"][-2:] == ["--tokenizer-model", str(model)]
         assert (out / "model_flags.txt").read_text().splitlines() == result["flags"]
+
+    def test_the_base_s_fingerprint(self, tiny: Path, tmp_path: Path) -> None:
+        out, without = tmp_path / "out", tmp_path / "without"
+        assert main(["convert", str(tiny), str(out), "--dtype", "bfloat16"]) == 0
+        assert main(["convert", str(tiny), str(without), "--no-fingerprint"]) == 0
+        assert read_fingerprint(without) is None
+        model = shutil.copytree(tiny, tmp_path / "model")
+        assert main(["convert", str(model), str(model), "--fingerprint-only"]) == 0
+        written, exact = read_fingerprint(out), read_fingerprint(model)
+        assert written is not None
+        assert exact is not None
+        # Of the weights as they were written: in bfloat16.
+        assert 1e-4 < relative_error(exact, written.log_probs) < 0.1
+
+    def test_a_fingerprint_alone_needs_its_folder(
+        self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        arguments = ["convert", str(tiny), str(tmp_path / "none"), "--fingerprint-only"]
+        assert main(arguments) == 2
+        assert "OUT must be an existing directory with --fingerprint" in capsys.readouterr().err
+        assert main(["convert", str(tiny), str(tmp_path), *arguments[3:], "--dry-run"]) == 0
+        assert "would write" in capsys.readouterr().out
+        assert list(tmp_path.iterdir()) == []
 
     def test_a_dry_run_writes_nothing(
         self, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -6,7 +6,6 @@ Shapes: T local rows, N heads, D head dimension.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 
 import torch
@@ -14,31 +13,9 @@ from torch import Tensor
 
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.frozen.qkv_rotary import rotate_halves
+from tlora_megatron.ops.frozen.rope import inverse_frequencies
 from tlora_megatron.ops.routing.host_copy import to_device
 from tlora_megatron.ops.routing.segments import MicroBatchView
-
-
-def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """Returns the rotation per position of each pair of head dimensions.
-
-    fp32 `[head_dim / 2]` on the CPU.
-
-    The arithmetic is Hugging Face's to the bit, llama3 scaling included: low frequencies are
-    divided by `factor`, high ones kept, those between interpolated.
-    """
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float) / spec.head_dim
-    freqs = 1.0 / (spec.rope_theta**exponents)
-    scaling = spec.rope_scaling
-    if scaling is None:
-        return freqs
-    factor, low, high = (scaling[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
-    original = scaling["original_max_position_embeddings"]
-    wavelength = 2 * math.pi / freqs
-    scaled = torch.where(wavelength > original / low, freqs / factor, freqs)
-    smooth = (original / wavelength - low) / (high - low)
-    smoothed = (1 - smooth) * scaled / factor + smooth * scaled
-    between = (wavelength >= original / high) & (wavelength <= original / low)
-    return torch.where(between, smoothed, scaled)
 
 
 class PackedRotaryEmbedding:

@@ -14,11 +14,9 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from tests.helpers.layout_sites import SPEC
-from tlora_megatron.integrations.megatron.layer.rotary import (
-    PackedRotaryEmbedding,
-    inverse_frequencies,
-)
+from tlora_megatron.integrations.megatron.layer.rotary import PackedRotaryEmbedding
 from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.ops.frozen.rope import inverse_frequencies
 from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
 
 LLAMA_31: dict[str, Any] = {

@@ -1,0 +1,165 @@
+"""Every field of Megatron's configuration is judged, and built models are held to config.json."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from tests.helpers.tiny_models import tiny_config
+from tlora_megatron.integrations.megatron_lm.guard import RULES
+from tlora_megatron.integrations.megatron_lm.rotary import set_rotary_frequencies
+from tlora_megatron.integrations.megatron_lm.same_model import (
+    COMPARED,
+    ONE_VALUE,
+    check_transformer_config,
+    is_judged,
+)
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.ops.frozen.rope import inverse_frequencies
+
+BUILDER_ARGUMENTS = {
+    "compared": {
+        *("padded_vocab_size", "rotary_base", "untie_embeddings_and_output_weights"),
+        "use_rope_scaling",
+    },
+    "chooses a specification, whose linears `discover` checks": {"spec", "transformer_impl"},
+    "a TransformerConfig by another way, checked when the model stands": {"yaml_cfg"},
+    "rope has no end": {"max_position_embeddings"},
+    "the mean of losses that are not the jobs'": {"fp16_lm_cross_entropy", "logit_dtype"},
+    "how many rows fill the vocabulary up": {"make_vocab_size_divisible_by", "vocab_size"},
+    "num_moe_experts of TransformerConfig": {"num_experts"},
+}
+"""Arguments that Megatron-LM's builders read beside the fields of TransformerConfig."""
+BUILDERS = ("gpt_builders.py", "megatron/training/argument_utils.py")
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ModelSpec:
+    tiny_config("llama").save_pretrained(tmp_path)
+    return read_model_spec(tmp_path / "config.json")
+
+
+def config_of(spec: ModelSpec, **fields: Any) -> TransformerConfig:
+    """The configuration of a built model."""
+    shape: dict[str, Any] = {
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "num_attention_heads": spec.num_heads,
+        "activation_func": F.silu,
+        "gated_linear_unit": True,
+    }
+    return TransformerConfig(**(shape | fields))
+
+
+def test_every_field_of_the_configuration_is_judged() -> None:
+    unknown = [f.name for f in dataclasses.fields(TransformerConfig) if not is_judged(f.name)]
+    assert unknown == [], "say in same_model.py what each of them does to the model"
+
+
+def test_only_what_enters_the_forward_is_compared() -> None:
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert set(COMPARED) <= fields
+    assert len(fields & set(ONE_VALUE)) > 10
+
+
+@pytest.mark.megatron_lm
+def test_every_argument_of_the_builder_is_judged() -> None:
+    files = [Path(os.environ["MEGATRON_LM_PATH"], name) for name in BUILDERS]
+    functions = [
+        function
+        for file in files
+        if file.is_file()
+        for function in ast.walk(ast.parse(file.read_text()))
+        if getattr(function, "name", "") in ("gpt_builder", "gpt_config_from_args")
+    ]
+    read = {
+        node.attr
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "args"
+    }
+    assert "rotary_base" in read
+    judged = {*{rule.argument for rule in RULES}}.union(*BUILDER_ARGUMENTS.values())
+    assert {name for name in read if name not in judged and not is_judged(name)} == set()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, None),
+        ({"softmax_scale": 8**-0.5}, None),
+        ({"softmax_scale": 1.0}, "--softmax-scale must be absent or 0.35"),
+        ({"activation_func": F.gelu}, "activation of the MLP .* must be silu as in .* got gelu"),
+        ({"gated_linear_unit": False}, "--swiglu must be on"),
+        ({"glu_linear_offset": 1.0}, "--glu-linear-offset must be 0 as in c.json, got 1"),
+        ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p must be off"),
+        ({"num_moe_experts": 4}, "--num-experts must be absent as in c.json, got 4"),
+    ],
+)
+def test_a_built_model_is_held_to_the_file(
+    spec: ModelSpec, fields: dict[str, Any], message: str | None
+) -> None:
+    config = config_of(spec, **fields)
+    if message is None:
+        check_transformer_config(config, spec, Path("c.json"))
+        return
+    with pytest.raises(ValueError, match=message):
+        check_transformer_config(config, spec, Path("c.json"))
+
+
+def test_a_field_of_a_newer_version_is_told_once_it_is_set(
+    spec: ModelSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    newer = dataclasses.make_dataclass("Newer", [("logit_soft_cap", float, 0.0)])
+    check_transformer_config(newer(), spec, Path("c.json"))
+    assert not caplog.text
+    check_transformer_config(newer(30.0), spec, Path("c.json"))
+    assert "logit_soft_cap=30.0" in caplog.text
+
+
+SCALING = {
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def built(frequencies: torch.Tensor) -> Any:
+    """A model with a rotary embedding."""
+    rotary = SimpleNamespace(inv_freq=frequencies)
+    return SimpleNamespace(rotary_pos_emb=rotary, position_embedding_type="rope")
+
+
+@pytest.mark.parametrize("left_out", [{**SCALING, "factor": 8.0}, None])
+def test_rope_scaling_that_the_script_left_out_is_set(
+    spec: ModelSpec, left_out: dict[str, Any] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = replace(spec, head_dim=64, rope_theta=500000.0, rope_scaling=SCALING)
+    model = built(inverse_frequencies(replace(wanted, rope_scaling=left_out)))
+    set_rotary_frequencies(model, wanted)
+    assert torch.equal(model.rotary_pos_emb.inv_freq, inverse_frequencies(wanted))
+    assert "--rope-scaling-factor 32 is set" in caplog.text
+
+
+def test_frequencies_that_are_right_are_left_as_they_are(spec: ModelSpec) -> None:
+    own = inverse_frequencies(spec) * (1 + 1e-7)
+    model = built(own)
+    set_rotary_frequencies(model, spec)
+    assert model.rotary_pos_emb.inv_freq is own
+
+
+def test_frequencies_that_nobody_asked_for_are_refused(spec: ModelSpec) -> None:
+    model = built(inverse_frequencies(replace(spec, rope_theta=1e6)))
+    with pytest.raises(ValueError, match="must be those of --rotary-base 10000"):
+        set_rotary_frequencies(model, spec)

@@ -1,0 +1,253 @@
+"""Refuses arguments that would build another model than a Hugging Face config.json describes.
+
+Every argument that enters the forward is compared with the file (`_FLAGS`), has one value in all
+models that such a file can describe (`ONE_VALUE`), is fixed by a rule of `guard`, or is listed as
+having no effect on values (`NO_EFFECT`). A field of `TransformerConfig` that is in none of them is
+a newer Megatron's: it is told when it is set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from tlora_megatron.integrations.megatron_lm.guard import RULES
+from tlora_megatron.model.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+_FLAGS = {
+    "num_layers": "--num-layers",
+    "hidden_size": "--hidden-size",
+    "num_heads": "--num-attention-heads",
+    "num_kv_heads": "--num-query-groups",
+    "head_dim": "--kv-channels",
+    "ffn_size": "--ffn-hidden-size",
+    "norm_eps": "--norm-epsilon",
+    "rope_theta": "--rotary-base",
+    "rope_scaling": "--use-rope-scaling",
+    "tied_embeddings": "--untie-embeddings-and-output-weights",
+    "qkv_bias": "--add-qkv-bias",
+    "qk_norm": "--qk-layernorm",
+}
+"""Fields of `ModelSpec` that arguments and a config.json both fix, and the argument's flag."""
+
+COMPARED = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "layernorm_epsilon",
+    "add_qkv_bias",
+    "qk_layernorm",
+)
+"""Fields of TransformerConfig behind those of `_FLAGS`; the others are arguments of GPTModel."""
+
+ONE_VALUE: Mapping[str, tuple[Any, str]] = {
+    "gated_linear_unit": (True, "--swiglu"),
+    "glu_linear_offset": (0.0, "--glu-linear-offset"),
+    "activation_func_clamp_value": (None, "--activation-func-clamp-value"),
+    "layernorm_zero_centered_gamma": (False, "--apply-layernorm-1p"),
+    "softmax_type": ("vanilla", "--softmax-type"),
+    "qk_l2_norm": (False, "--qk-l2-norm"),
+    "attention_output_gate": (False, "--attention-output-gate"),
+    "head_wise_attn_gate": (False, "--head-wise-attn-gate"),
+    "use_mup": (False, "--use-mup"),
+    "num_moe_experts": (None, "--num-experts"),
+    "mrope_section": (None, "--mrope-section"),
+    "rotary_base_per_layer": (None, "--rotary-base-per-layer"),
+    "linear_attention_freq": (None, "--linear-attention-freq"),
+    "heterogeneous_block_specs": (False, "--heterogeneous-layers-config-path"),
+    "enable_hyper_connections": (False, "--enable-hyper-connections"),
+    "enable_mhc_connections": (False, "--enable-mhc-connections"),
+}
+"""Fields of TransformerConfig that have one value in every model that a config.json can describe:
+the value and the flag. A version may lack some. `softmax_scale` and `activation_func` beside
+them have rules of their own."""
+
+_OWN_RULES = ("softmax_scale", "activation_func")
+
+NO_EFFECT: Mapping[str, tuple[str, ...]] = {
+    "how the model is cut over processes, and what they say to each other": (
+        *("tensor_model_parallel_size", "pipeline_model_parallel_*", "sequence_parallel"),
+        *("virtual_pipeline_model_parallel_size", "context_parallel_size", "cp_comm_type"),
+        *("hierarchical_context_parallel_sizes", "max_seqlen_per_dp_cp_rank", "cp_partition_mode"),
+        *("min_dynamic_context_parallel_size", "sequence_packing_scheduler"),
+        *("pad_packed_seq_alignment", "thd_tail_padding_policy"),
+        *("expert_*", "num_layers_in_*_pipeline_stage", "account_for_*_in_pipeline_split"),
+        *("tp_comm_*", "tp_only_amax_red", "*p2p*", "microbatch_group_size_per_vp_stage"),
+        *("async_tensor_model_parallel_allreduce", "gtp_*", "tensor_parallel_num_weight_shards"),
+        *("high_priority_a2a_comm_stream", "symmetric_ar_type", "linear_cp_mode"),
+        *("clone_scatter_output_in_embedding", "create_attention_mask_in_dataloader"),
+        *("variable_seq_lengths", "thd_max_packed_sequences", "hetereogenous_dist_checkpoint"),
+    ),
+    "which kernels compute it": (
+        *("attention_backend", "flash_attention_version", "transformer_impl"),
+        *(
+            "apply_rope_fusion",
+            "bias_*_fusion",
+            "masked_softmax_fusion",
+            "cross_entropy_loss_fusion",
+        ),
+        *("gradient_accumulation_fusion",),
+        *("fused_single_qkv_rope", "fused_residual_rmsnorm", "use_fused_*", "enable_autocast"),
+        *("use_transformer_engine_op_fuser", "use_te_activation_func", "use_te_rng_tracker"),
+        *("use_grouped_gemm_for_*", "dense_grouped_gemm", "cross_entropy_fusion_impl"),
+        *("persist_layer_norm", "memory_efficient_layer_norm", "deterministic_mode"),
+        *("batch_invariant_*", "fallback_to_eager_attn", "disable_parameter_transpose_cache"),
+        *("cuda_graph_*", "enable_cuda_graph", "external_cuda_graph", "test_mode"),
+        *("overlap_*", "delay_wgrad_compute", "ep_overlap_early_attn_memory_release"),
+    ),
+    "how precisely it is computed": (
+        *("fp16", "bf16", "fp8", "fp8_*", "fp4", "fp4_*", "params_dtype", "pipeline_dtype"),
+        *("autocast_dtype", "first_last_layers_bf16", "num_layers_at_*_in_bf16"),
+        *("fp32_residual_connection", "attention_softmax_in_fp32", "quant_recipe"),
+        *("disable_bf16_reduced_precision_matmul", "activation_func_fp8_input_store"),
+        *("use_kitchen", "use_kitchen_attention", "kitchen_attention_backend"),
+    ),
+    "what is kept for the backward pass": (
+        *("recompute_*", "distribute_saved_activations", "mhc_recompute_layer_num"),
+        *("cpu_offloading*", "_cpu_offloading_context", "deallocate_pipeline_outputs"),
+        *("num_microbatches_with_partial_activation_checkpoints", "activation_offload_fraction"),
+        *("fine_grained_*", "offload_modules", "min_offloaded_tensor_size", "delay_offload_*"),
+        *("delta_offload_*", "defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
+    ),
+    "losses and gradients of a base that trains": (
+        *("calculate_per_token_loss", "finalize_model_grads_func", "*_scale_func"),
+        *("*_sync_func", "qk_clip*", "log_*", "mtp_*"),
+    ),
+    "weights before they are loaded": (
+        *("*init_method*", "init_model_with_meta_device", "perform_initialization"),
+        *("use_cpu_initialization",),
+    ),
+    "what core models never read, or what attention here leaves out": (
+        *("apply_residual_connection_post_layernorm", "apply_query_key_layer_scaling"),
+    ),
+    "inference and logging": (
+        *("inference_*", "use_inference_optimized_layers", "nccl_all_reduce_for_prefill"),
+        *("flash_decode", "mlp_chunks_for_*", "config_logger_dir", "timers"),
+        *("barrier_with_L1_time",),
+    ),
+    "parts that a field of ONE_VALUE or a rule of the guard switches on": (
+        *("mup_*", "moe_*", "mhc_*", "num_residual_streams", "actual_vocab_size"),
+        *("mamba_*", "use_mamba_mem_eff_path", "gdp_*", "gdn_*", "is_hybrid_model"),
+        *("dsa_*", "csa_*", "apply_dsa_kernel_fusion", "linear_attention_type"),
+        *("linear_*_dim", "linear_num_*_heads"),
+        *("experimental_attention_variant_loss_scale_func", "window_attn_skip_freq"),
+        *("mrope_interleaved",),
+    ),
+}
+"""Why -> fields of TransformerConfig that do not change what a dense model computes."""
+
+
+def check_described(
+    ours: ModelSpec, theirs: ModelSpec, config_json: Path, *, padded_vocab_size: int
+) -> None:
+    """Refuses arguments that describe another model than a config.json.
+
+    Args:
+        ours: what the arguments describe.
+        theirs: what the file describes.
+
+    Raises:
+        ValueError: naming the flag, the file's value and the argument's.
+    """
+    described, expected = asdict(ours), asdict(theirs)
+    for name, flag in _FLAGS.items():
+        if described[name] == expected[name]:
+            continue
+        if name == "rope_scaling":
+            _refuse_scaling(theirs.rope_scaling, ours.rope_scaling, config_json)
+        pair = (expected[name], described[name])
+        if name == "tied_embeddings":
+            pair = (not pair[0], not pair[1])  # the flag says the opposite
+        raise _another(flag, *pair, config_json)
+    if theirs.vocab_size > padded_vocab_size:
+        raise ValueError(
+            f"Megatron's vocabulary must hold the {theirs.vocab_size} entries of {config_json}, "
+            f"got {padded_vocab_size}; give --padded-vocab-size or --vocab-size"
+        )
+
+
+def check_transformer_config(config: Any, theirs: ModelSpec, config_json: Path) -> None:
+    """Refuses a TransformerConfig of another model than a config.json describes.
+
+    Logs a warning for fields that nobody has judged and that differ from their default.
+
+    Args:
+        config: of a built model; or Megatron's arguments, which have most of its fields.
+
+    Raises:
+        ValueError: naming the flag, the value that it must have and its own.
+    """
+    for name, (value, flag) in ONE_VALUE.items():
+        found = getattr(config, name, value)
+        if found != value:
+            raise _another(flag, value, found, config_json)
+    activation = getattr(config, "activation_func", None)
+    if getattr(activation, "__name__", "silu") != "silu":
+        raise _another("the activation of the MLP (--swiglu)", "silu", activation, config_json)
+    scale, usual = getattr(config, "softmax_scale", None), theirs.head_dim**-0.5
+    if scale is not None and abs(scale - usual) > 1e-6 * usual:
+        raise _another("--softmax-scale", f"absent or {usual}", scale, config_json)
+    for name, value in _unjudged(config).items():
+        logger.warning(
+            "nobody has judged whether %s=%r changes the model: this Megatron-LM is newer than "
+            "what was compared with %s", name, value, config_json,
+        )  # fmt: skip
+
+
+@functools.cache
+def is_judged(name: str) -> bool:
+    """True if a field of TransformerConfig is compared, fixed, or known to have no effect."""
+    fixed = {*COMPARED, *ONE_VALUE, *_OWN_RULES, *(rule.argument for rule in RULES)}
+    patterns = (pattern for group in NO_EFFECT.values() for pattern in group)
+    return name in fixed or any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _unjudged(config: Any) -> dict[str, Any]:
+    """Fields that differ from their default and that no table names."""
+    if not dataclasses.is_dataclass(config):
+        return {}
+    found = {}
+    for field in dataclasses.fields(config):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        value = getattr(config, field.name, default)
+        if not is_judged(field.name) and value != default:
+            found[field.name] = value
+    return found
+
+
+def _refuse_scaling(expected: Any, found: Any, config_json: Path) -> None:
+    """Raises ValueError for llama3 rope scaling that one side lacks or that differs."""
+    if expected is None or found is None:
+        raise _another("--use-rope-scaling", expected is not None, found is not None, config_json)
+    for name, value in expected.items():
+        flag = "--rope-scaling-factor" if name == "factor" else f"{name} of --use-rope-scaling"
+        if value != found[name]:
+            raise _another(flag, value, found[name], config_json)
+
+
+def _another(flag: str, expected: Any, found: Any, config_json: Path) -> ValueError:
+    return ValueError(
+        f"{flag} must be {_show(expected)} as in {config_json}, got {_show(found)}; these "
+        f"arguments build another model"
+    )
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return "absent" if value is None else str(getattr(value, "__name__", value))

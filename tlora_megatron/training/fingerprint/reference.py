@@ -1,0 +1,174 @@
+"""Scores tokens with Hugging Face weights in fp32, with one layer in memory.
+
+The arithmetic is that of transformers' Llama, Mistral, Qwen2 and Qwen3, written down once more, so
+that it shares no code with the trainers whose models it is held against.
+
+Shapes: T tokens, H hidden features, N heads, G key-value heads, D head dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.ops.frozen.qkv_rotary import rotate_halves
+from tlora_megatron.ops.frozen.rms_norm import rms_norm_reference
+from tlora_megatron.ops.frozen.rope import inverse_frequencies
+from tlora_megatron.training.formats.fingerprint_file import Fingerprint, fingerprint_tokens
+from tlora_megatron.training.formats.hf_checkpoint import WeightSource
+from tlora_megatron.training.formats.hf_convert import layer_shapes
+
+_ROUNDED_TOKENS = 128
+"""The error of bfloat16 is measured on so many tokens: as good as on all, at a quarter of it."""
+_VOCABULARY_ROWS = 16384
+"""Rows of the output layer in memory."""
+
+Round = Callable[[Tensor], Tensor]
+
+
+class _Pass(NamedTuple):
+    """The forward of the same text in one precision."""
+
+    round: Round
+    hidden_TH: Tensor
+
+
+def make_fingerprint(
+    spec: ModelSpec,
+    source: WeightSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_layer: Callable[[int], None] = lambda _: None,
+) -> Fingerprint:
+    """Computes a base's fingerprint.
+
+    Args:
+        dtype: weights are rounded to it first: the type in which the base is stored.
+        on_layer: called with each layer's number once it has run.
+
+    Raises:
+        ValueError: if the base gives a token no probability that is a number.
+    """
+    tokens = fingerprint_tokens(spec.vocab_size, spec.max_positions, spec.sliding_window)
+    exact, rounded = _log_probs(spec, _Weights(source, dtype, device), tokens, on_layer)
+    if not exact.isfinite().all():
+        raise ValueError("the base must give finite log-probabilities, got nan or inf in float32")
+    fingerprint = Fingerprint(
+        vocab_size=spec.vocab_size,
+        tokens=tokens,
+        log_probs=tuple(exact.tolist()),
+        bf16_error=0.0,
+    )
+    difference = (rounded - exact[: len(rounded)]).square().mean().sqrt()
+    return replace(fingerprint, bf16_error=float(difference) / fingerprint.spread)
+
+
+class _Weights:
+    """Weights under Hugging Face's names as fp32 tensors on a device."""
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+        self._source, self._dtype, self.device = source, dtype, device
+
+    def rows(self, name: str, rows: slice | list[slice] | None = None) -> Tensor:
+        """A tensor, or some of its rows."""
+        return self._source.read(name, rows).to(self.device).to(self._dtype).float()
+
+    def layer(self, spec: ModelSpec, index: int) -> dict[str, Tensor]:
+        """All tensors of a layer by their names in it."""
+        return {name: self.rows(f"model.layers.{index}.{name}") for name in layer_shapes(spec)}
+
+
+@torch.no_grad()
+def _log_probs(
+    spec: ModelSpec, weights: _Weights, tokens: Sequence[int], on_layer: Callable[[int], None]
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of all tokens but the first, fp64: exact, and the first in bfloat16."""
+    embedded_TH = weights.rows("model.embed_tokens.weight", [slice(t, t + 1) for t in tokens[:-1]])
+    passes = [_Pass(_keep, embedded_TH), _Pass(_to_bf16, _to_bf16(embedded_TH[:_ROUNDED_TOKENS]))]
+    positions_T = torch.arange(len(tokens) - 1, device=weights.device)
+    half = positions_T[:, None].float() * inverse_frequencies(spec).to(weights.device)
+    angles_TD = torch.cat([half, half], dim=-1)
+    for index in range(spec.num_layers):
+        layer = weights.layer(spec, index)
+        passes = [p._replace(hidden_TH=_run_layer(spec, layer, p, angles_TD)) for p in passes]
+        on_layer(index)
+    norm_H = weights.rows("model.norm.weight")
+    passes = [
+        p._replace(hidden_TH=p.round(rms_norm_reference(p.hidden_TH, norm_H, spec.norm_eps)))
+        for p in passes
+    ]
+    exact, rounded = _score(spec, weights, passes, torch.tensor(tokens[1:], device=weights.device))
+    return exact, rounded
+
+
+def _run_layer(
+    spec: ModelSpec, layer: Mapping[str, Tensor], now: _Pass, angles_TD: Tensor
+) -> Tensor:
+    """The residual stream behind a layer, `[T, H]`."""
+    run, hidden_TH = now
+    if run is not _keep:
+        layer = {name: run(weight) for name, weight in layer.items()}
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return run(rms_norm_reference(x, layer[f"{name}.weight"], spec.norm_eps))
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return run(F.linear(x, layer[f"{name}.weight"], layer.get(f"{name}.bias")))
+
+    normed_TH = norm(hidden_TH, "input_layernorm")
+    q, k, v = (
+        linear(normed_TH, f"self_attn.{name}_proj").unflatten(-1, (-1, spec.head_dim))
+        for name in "qkv"
+    )
+    if spec.qk_norm:
+        q, k = norm(q, "self_attn.q_norm"), norm(k, "self_attn.k_norm")
+    cos_TD, sin_TD = (run(part[: len(q)]) for part in (angles_TD.cos(), angles_TD.sin()))
+    q, k = (run(rotate_halves(x[:, None], cos_TD, sin_TD)).squeeze(1) for x in (q, k))
+    attended_TH = run(_attend(q, k, v).flatten(1))
+    hidden_TH = run(hidden_TH + linear(attended_TH, "self_attn.o_proj"))
+    normed_TH = norm(hidden_TH, "post_attention_layernorm")
+    gate, up = (linear(normed_TH, f"mlp.{name}_proj") for name in ("gate", "up"))
+    return run(hidden_TH + linear(run(F.silu(gate) * up), "mlp.down_proj"))
+
+
+def _attend(q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_TND, k_TGD, v_TGD))
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return attended[0].transpose(0, 1)
+
+
+def _score(
+    spec: ModelSpec, weights: _Weights, passes: Sequence[_Pass], labels_T: Tensor
+) -> list[Tensor]:
+    """Log-probabilities of the labels for each pass, reading the output layer in parts."""
+    head = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
+    normalizers: list[list[Tensor]] = [[] for _ in passes]
+    chosen = [p.hidden_TH.new_zeros(len(p.hidden_TH)) for p in passes]
+    for begin in range(0, spec.vocab_size, _VOCABULARY_ROWS):
+        end = min(begin + _VOCABULARY_ROWS, spec.vocab_size)
+        rows_VH = weights.rows(head, slice(begin, end))
+        for (run, hidden_TH), parts, picked in zip(passes, normalizers, chosen, strict=True):
+            logits_TV = run(hidden_TH @ run(rows_VH).T)
+            parts.append(logits_TV.logsumexp(-1))
+            places = labels_T[: len(hidden_TH)] - begin
+            held = (places >= 0) & (places < end - begin)
+            picked[held] = logits_TV[held, places[held]]
+    return [
+        (picked - torch.stack(parts).logsumexp(0)).double().cpu()
+        for picked, parts in zip(chosen, normalizers, strict=True)
+    ]
+
+
+def _keep(x: Tensor) -> Tensor:
+    return x
+
+
+def _to_bf16(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
