@@ -80,6 +80,9 @@ def test_rounds_go_on_before_the_copy_is_done(tmp_path: Path) -> None:
     """Only the job's own step waits: work of the training stream does not."""
     job = make_job("a", device=GPU)
     saver = make_saver(job)
+    assert saver._memory is not None
+    saver._memory.flat()  # both take longer the first time than the copies are held
+    torch.ones(1000, device=GPU).sum().item()
     hold_copies(saver)
     saver.save(job, [checkpoint(tmp_path, job)])
     torch.ones(1000, device=GPU).sum().item()  # waits for the training stream
