@@ -94,9 +94,9 @@ def test_evaluation_equals_the_job_s_own(root: Path, seen: dict[str, Any]) -> No
     for name in NAMES:
         lines = read_metrics(root / f"stage3/jobs/{name}/metrics.jsonl")
         losses = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
-        assert losses[max(losses)] == after[f"eval_loss/{name}"]
-        assert before[f"eval_loss/{name}"] != after[f"eval_loss/{name}"]
-    assert after["eval_loss"] == sum(after[f"eval_loss/{name}"] for name in NAMES) / 2
+        assert losses[max(losses)] == after[f"eval_{name}_loss"]
+        assert before[f"eval_{name}_loss"] != after[f"eval_{name}_loss"]
+    assert after["eval_loss"] == sum(after[f"eval_{name}_loss"] for name in NAMES) / 2
 
 
 def test_adapters_are_saved_where_they_are_asked_for(root: Path) -> None:
@@ -124,8 +124,9 @@ def test_early_stopping_stops_and_saves(seen: dict[str, Any]) -> None:
     assert 3 in rounds_of(stopped["events"], "save")
     history = stopped["history"]
     assert [entry["step"] for entry in history if "eval_loss" in entry][:2] == [0, 3]
-    assert stopped["best"] == min(entry["eval_loss"] for entry in history if "eval_loss" in entry)
+    losses = [entry["eval_mlp_loss"] for entry in history if "eval_mlp_loss" in entry]
+    assert stopped["best"] == min(losses), "less is better, by the metric's name"
     logged = [entry for entry in history if "loss" in entry]
     assert [entry["step"] for entry in logged] == [2]
     assert {"loss/mlp", "learning_rate/mlp", "grad_norm/mlp", "epoch"} <= logged[0].keys()
-    assert stopped["after"].keys() >= {"eval_loss", "eval_loss/mlp", "eval_exact_match/mlp"}
+    assert stopped["after"].keys() >= {"eval_loss", "eval_mlp_loss", "eval_mlp_exact_match"}

@@ -114,7 +114,7 @@ def _stopped(root: Path) -> dict[str, Any]:
         save_strategy="epoch",
         eval_strategy="steps",
         eval_steps=3,
-        metric_for_best_model="eval_loss",
+        metric_for_best_model="eval_mlp_loss",
     )
     rounds = trainer.train().global_step
     trainer.save_model(str(root / "stopped"))

@@ -79,12 +79,15 @@ class LogSums:
 
 
 def eval_metrics(results: Mapping[str, EvalResult], prefix: str) -> dict[str, float]:
-    """Evaluations by Trainer's names: `eval_loss` over the jobs, `eval_loss/NAME` of each."""
+    """Evaluations by Trainer's names for several sets: `eval_loss`, `eval_NAME_loss` of each.
+
+    So TrainingArguments see by `metric_for_best_model` whether less is better.
+    """
     metrics = {}
     for field in ("loss", "exact_match"):
         each = {name: float(getattr(result, field)) for name, result in results.items()}
         metrics[f"{prefix}_{field}"] = fmean(each.values())
-        metrics |= {f"{prefix}_{field}/{name}": value for name, value in each.items()}
+        metrics |= {f"{prefix}_{name}_{field}": value for name, value in each.items()}
     return metrics
 
 

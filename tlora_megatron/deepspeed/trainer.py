@@ -55,7 +55,7 @@ class MultiLoRATrainer(Trainer):
     from `args`: rate, betas, decay, clipping, schedule, warm-up, end, evaluation, seed; also how
     often to save. One line says what came from where. A step of Trainer is a round of all jobs.
     Logs hold `loss/NAME`, `grad_norm/NAME` and `learning_rate/NAME` of every job, evaluations
-    `eval_loss/NAME`. Callbacks may log, evaluate, save or stop, as in Trainer.
+    `eval_NAME_loss`. Callbacks may log, evaluate, save or stop, as in Trainer.
 
     Args:
         model: a causal model of transformers.
@@ -120,8 +120,8 @@ class MultiLoRATrainer(Trainer):
             ignore_keys_for_eval: has no effect.
 
         Returns:
-            The number of rounds, the mean of the jobs' last losses, and as metrics `loss/NAME` of
-            each, `train_loss` and `train_runtime`.
+            The number of rounds, the mean of the last losses of jobs that did not fail, and as
+            metrics `loss/NAME` of each, `train_loss` and `train_runtime`.
 
         Raises:
             ValueError: if there is nothing to resume, or a job's files cannot be used.
@@ -160,8 +160,8 @@ class MultiLoRATrainer(Trainer):
             metric_key_prefix: what the names below begin with.
 
         Returns:
-            `eval_loss` and `eval_exact_match`, means over the jobs, and `eval_loss/NAME` and
-            `eval_exact_match/NAME` of each.
+            `eval_loss` and `eval_exact_match`, means over the jobs, and `eval_NAME_loss` and
+            `eval_NAME_exact_match` of each.
 
         Raises:
             ValueError: if no job has data to evaluate on.
@@ -352,7 +352,8 @@ class MultiLoRATrainer(Trainer):
     def _output(self, jobs: tuple[JobState, ...], time_s: float) -> TrainOutput:
         """Logs the end and says which jobs failed; the result of `train`."""
         last = {f"loss/{j.name}": j.last_loss for j in jobs if j.last_loss is not None}
-        mean = sum(last.values()) / len(last) if last else 0.0
+        sound = [j.last_loss for j in jobs if j.last_loss is not None and j.status != "failed"]
+        mean = sum(sound) / len(sound) if sound else 0.0
         metrics = {"train_runtime": time_s, "train_loss": mean}
         self.log(dict(metrics))
         for job in jobs:
