@@ -15,6 +15,8 @@ from typing import NamedTuple, NoReturn, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from tlora_megatron.training.stopping.signals import StopSignals
+
 logger = logging.getLogger(__name__)
 
 _FIRST_S = 600.0
@@ -59,6 +61,8 @@ class HangWatch:
     Args:
         limit_s: seconds.
         store: of this run alone; None = nothing is watched.
+        signals: once one has come, a rank that does not answer ends the process at once: torchrun
+            sends it also when another rank has died, and no round can end without that one.
         end: is told why the run has ended; None = ends the process with exit code 1.
     """
 
@@ -68,9 +72,12 @@ class HangWatch:
         store: dist.Store | None,
         rank: int,
         world_size: int,
+        *,
+        signals: StopSignals | None = None,
         end: Callable[[str], None] | None = None,
     ) -> None:
         self._limit_s = limit_s
+        self._signals = signals
         self._store = store
         self._rank, self._world_size = rank, world_size
         self._end = end or self._end_process
@@ -86,7 +93,7 @@ class HangWatch:
             self._thread.start()
 
     @classmethod
-    def of_world(cls, limit_s: float) -> HangWatch:
+    def of_world(cls, limit_s: float, signals: StopSignals | None = None) -> HangWatch:
         """Watches the ranks of the process group; every one of them makes its own."""
         global _watches
         _watches += 1
@@ -96,7 +103,7 @@ class HangWatch:
             # A connection of its own: the main thread may wait for an answer on the other one.
             own = _get_default_store().clone()  # type: ignore[attr-defined]
             store = dist.PrefixStore(f"tlora/beat/{_watches}", own)
-        return cls(limit_s, store, rank, world_size)
+        return cls(limit_s, store, rank, world_size, signals=signals)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -148,15 +155,16 @@ class HangWatch:
                 ticks, still_s, before = self._ticks, 0.0, None
             count += 1
             self._publish(Beat(count, still_s if self._depth else -1.0, self._host, self._place))
-            if still_s < self._patience_s - self._look_s:
+            hurries = self._signals is not None and self._signals.received != 0
+            if still_s < self._patience_s - self._look_s and not hurries:
                 continue
             if before is None:
                 before, before_s = self._look(), now_s
             elif now_s - before_s >= self._look_s:
                 sentence = self._judge(before, self._look())
                 if sentence:
-                    return self._end(sentence)
-                before, still_s = None, 0.0
+                    return self._end(self._describe(sentence, still_s))
+                before, still_s = None, still_s if hurries else 0.0
 
     def _judge(self, before: Sequence[Beat], after: Sequence[Beat]) -> str:
         """What hinders the run, from two looks at all ranks' beats; empty if one gets on."""
@@ -178,6 +186,12 @@ class HangWatch:
             places.setdefault(beat.place, []).append(rank)
         named = "; ".join(f"ranks {numbers} in {place}" for place, numbers in places.items())
         return f"every rank answers, but none gets on: {named}"
+
+    def _describe(self, sentence: str, still_s: float) -> str:
+        if still_s < self._patience_s - self._look_s:
+            return f"the run cannot stop behind its round, in {self._place}: {sentence}"
+        limit = f"{self._patience_s:g} s (run.hang_timeout_s)"
+        return f"the run has stood still for {limit}, in {self._place}: {sentence}"
 
     def _find_keeper(self) -> None:
         """Learns the host of the store, which is that of rank 0, while it answers."""
@@ -210,10 +224,7 @@ class HangWatch:
         store = self._store
         turn = None if store is None else _within(self._look_s, lambda: store.add("told", 1))
         if turn in (None, 1):
-            logger.error(
-                "the run has stood still for %g s (run.hang_timeout_s), in %s: %s; %s",
-                self._patience_s, self._place, sentence, _CONTINUES,
-            )  # fmt: skip
+            logger.error("%s; %s", sentence, _CONTINUES)
         else:
             time.sleep(_SPEAKER_S)
         sys.stdout.flush()

@@ -34,7 +34,7 @@ class RunWatch:
             hang_timeout_s: see `RunSpec.hang_timeout_s`.
         """
         agreement = None if signals is None else StopAgreement(signals)
-        return cls(signals, agreement, HangWatch.of_world(hang_timeout_s))
+        return cls(signals, agreement, HangWatch.of_world(hang_timeout_s, signals))
 
     def watching(self) -> AbstractContextManager[None]:
         """Watches for hangs inside."""

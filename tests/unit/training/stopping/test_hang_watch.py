@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.helpers.launch import HANG_S
 from tlora_megatron.training.stopping import hang_watch
 from tlora_megatron.training.stopping.hang_watch import Beat, HangWatch
+from tlora_megatron.training.stopping.signals import StopSignals
 
 LIMIT_S = 0.4
 
@@ -30,7 +31,8 @@ class Run:
         self.has_ended = threading.Event()
         self.reason = ""
         self.set_other(Beat(7, 0.0, "far", "round 3"))
-        self.watch = HangWatch(LIMIT_S, self.store, 0, 2, end=self._end)
+        self.signals = StopSignals(speaks=False)
+        self.watch = HangWatch(LIMIT_S, self.store, 0, 2, signals=self.signals, end=self._end)
 
     def set_other(self, beat: Beat) -> None:
         self.store.set("1", beat.line())
@@ -49,8 +51,22 @@ def run() -> Iterator[Run]:
 
 def test_a_rank_that_has_stopped_is_named(run: Run) -> None:
     with run.watch.watching():
+        run.watch.tick("round 4")
         assert run.has_ended.wait(HANG_S)
-    assert run.reason == "rank 1 on host far does not answer"
+    found = f"the run has stood still for {LIMIT_S} s (run.hang_timeout_s), in round 4"
+    assert run.reason == f"{found}: rank 1 on host far does not answer"
+
+
+def test_a_signal_does_not_wait_for_a_rank_that_has_died(
+    monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.setattr(hang_watch, "_FIRST_ROUNDS", 1)  # there is patience for 600 s
+    with run.watch.watching():
+        run.watch.tick("round 4")
+        assert not run.has_ended.wait(2 * LIMIT_S)
+        run.signals._counter.count(15)
+        assert run.has_ended.wait(HANG_S)
+    assert run.reason.startswith("the run cannot stop behind its round, in round 4: rank 1 on")
 
 
 def test_who_gets_on_or_is_outside_of_the_loop_is_left_alone(run: Run) -> None:
@@ -66,7 +82,7 @@ def test_a_store_that_has_gone_is_told(monkeypatch: pytest.MonkeyPatch, run: Run
     monkeypatch.setattr(run.watch, "_store", Gone())
     with run.watch.watching():
         assert run.has_ended.wait(HANG_S)
-    assert run.reason.startswith("rank 0 on host")
+    assert ": rank 0 on host" in run.reason
     assert run.reason.endswith(", which keeps the run's store, does not answer")
 
 
