@@ -87,7 +87,8 @@ def _print_no_stacks() -> None:
     """Undoes what Megatron's import does: each rank would print a stack when it is to end."""
     for number in STOP_SIGNALS:
         handler = signal.getsignal(number)
-        if faulthandler.unregister(number) and handler is not None:
+        faulthandler.unregister(number)
+        if handler is not None:
             # It has put back what was there when it was registered.
             signal.signal(number, handler)
 
