@@ -49,6 +49,20 @@ def _change_trainer() -> None:
         training.setup_model_and_optimizer = build
     if kill_at := int(os.environ.get("TLORA_KILL_AT") or 0):
         training.train_step = _until(kill_at, training.train_step)
+        _wait_for_saves()
+
+
+def _wait_for_saves() -> None:
+    """Has the trainer's saves be on the disk when it goes on: what a kill leaves then repeats."""
+    from tlora_megatron.integrations.megatron_lm.session import Session
+
+    save = Session.save
+
+    def save_and_wait(session: Session, iteration: int) -> None:
+        save(session, iteration)
+        session.loop.drain()
+
+    Session.save = save_and_wait
 
 
 def _with_named_weights(set_up: Any) -> Any:
