@@ -64,7 +64,8 @@ MakeOps = Callable[..., "LinearOps"]
 def make_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MakeOps:
     """Makes Triton's ops, or CUDA's with GEMM tiles so wide at sizes they are not for."""
     name, _, width = request.param.partition(" ")
-    if problem := problem_of(name, torch.device("cuda"), torch.bfloat16):
+    dtype = request.node.callspec.params.get("dtype", torch.bfloat16)
+    if problem := problem_of(name, torch.device("cuda"), dtype):
         pytest.skip(problem)
     from tlora_megatron.ops.lora.cuda import ops as cuda_ops
     from tlora_megatron.ops.lora.triton.ops import TritonOps  # needs triton
