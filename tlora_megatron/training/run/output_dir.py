@@ -7,10 +7,11 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.config.load import RunConfig, config_to_dict
+from tlora_megatron.config.load import BaseModelSpec, RunConfig, config_to_dict
 
 CONFIG_NAME = "config.json"
 """The resolved configuration: a directory with one holds a run."""
@@ -78,7 +79,8 @@ def claim_output_dir(output_dir: Path, config: RunConfig) -> bool:
 def _other_base(held: Path, ours: dict[str, Any]) -> str:
     """Says what a config.json that is there holds instead of our `base_model`; empty for ours."""
     try:
-        theirs = dict(json.loads(held.read_text())["base_model"])
+        # A key that came with a later version had its default's effect before.
+        theirs = asdict(BaseModelSpec()) | dict(json.loads(held.read_text())["base_model"])
     except (ValueError, TypeError, KeyError):  # such as a model's
         return f"a {CONFIG_NAME} that is no run's"
     keys = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]

@@ -59,3 +59,10 @@ def test_another_base_is_named_by_what_differs(tmp_path: Path) -> None:
     said = "with a run over another base_model: dtype float32 instead of bfloat16$"
     with pytest.raises(ValueError, match=said):
         claim_output_dir(tmp_path, config_for(tmp_path))
+
+
+def test_a_run_of_a_version_that_lacked_a_key_goes_on(tmp_path: Path) -> None:
+    base = config_to_dict(config_for(tmp_path))["base_model"]
+    del base["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps({"base_model": base}))
+    assert claim_output_dir(tmp_path, config_for(tmp_path))
