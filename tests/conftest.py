@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -58,6 +59,9 @@ def _reason_to_skip(mark: str) -> str | None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Prepares what the workers of one session share."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts background commands so, and what the tests start would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # An example takes as long as the machine needs.
     hypothesis.settings.register_profile("patient", deadline=None)
     hypothesis.settings.load_profile("patient")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 
 from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.ops.cpu_products import keep_rows_apart
 from tlora_megatron.parallel.groups import ParallelGroups
 
 
@@ -20,6 +21,7 @@ def join_processes() -> None:
     NCCL where there is CUDA, else gloo. A process group that is there already is kept.
     """
     if not torch.cuda.is_available():
+        keep_rows_apart()
         # Compiled in the first process group on every CPU, for inference alone.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:

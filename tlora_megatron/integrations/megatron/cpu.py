@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlora_megatron.ops.cpu_products import keep_rows_apart
+
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
@@ -29,6 +31,7 @@ def install() -> None:
     if _installed or torch.cuda.is_available():
         return
     _installed = True
+    keep_rows_apart()
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
 
