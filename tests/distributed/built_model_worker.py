@@ -4,7 +4,8 @@ same model untouched, document by document, in one process.
 Arguments: file of the reference, then variants such as `rope=scaled,tp=2,sp=1,recompute=full` or
 `pp=2,vp=2,first=1`, `cp=2`, with `linears=te` (the stand-in of Transformer Engine's) or
 `linears=around` (Megatron's own as black boxes), `nano=2` (nano-batches, of which none may be made
-with `whole=1`); `rope=hybrid` is HybridModel, `rope=moe` has experts, a shared one among them. A
+with `whole=1`); `own=4` has our kernels compute what they can, which is so many of the layers, and
+target rows alone where the head is plain; `rope=hybrid` is HybridModel, `rope=moe` has experts, a shared one among them. A
 variant `reference=plain+yarn` writes the file.
 """
 
@@ -14,7 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ from tlora_megatron.integrations.megatron.discover import discover, record_stage
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
+from tlora_megatron.integrations.megatron.own_compute import OwnCompute, use_own_compute
 from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
@@ -108,8 +110,17 @@ def config_options(options: dict[str, str], layout: ParallelLayout) -> dict[str,
     return fields
 
 
-def build(options: dict[str, str], layout: ParallelLayout) -> tuple[list[Any], Any, AdapterBank]:
-    """The chunks with adapters, the groups, the bank."""
+class Built(NamedTuple):
+    """A model with adapters."""
+
+    chunks: list[Any]
+    groups: Any
+    bank: AdapterBank
+    compute: OwnCompute | None
+
+
+def build(options: dict[str, str], layout: ParallelLayout) -> Built:
+    """The chunks with adapters; with `own=` computed by our kernels."""
     initialize_parallel(layout)
     if "vp" in options:
         parallel_state.set_virtual_pipeline_model_parallel_world_size(int(options["vp"]))
@@ -127,10 +138,14 @@ def build(options: dict[str, str], layout: ParallelLayout) -> tuple[list[Any], A
     groups = record_stages(groups, linears)
     for lora in loras:
         check_targets(spec, groups.layout, "a job", lora.target_modules)
+    compute = None
+    if "own" in options:
+        install_packed_attention(chunks)
+        compute = use_own_compute(chunks, linears, groups, SPEC.vocab_size)
     bank = AdapterBank([s for s, _ in linears], loras, dtype=torch.float32, device=groups.device)
     attach(linears, bank, black_box=linear_kind == "around")
     fill_bank(bank, spec, loras)
-    return chunks, groups, bank
+    return Built(chunks, groups, bank, compute)
 
 
 def adapted(kind: str) -> tuple[ModelSpec, Sequence[LoraSpec]]:
@@ -142,14 +157,14 @@ def reference(ropes: list[str]) -> dict[str, Any]:
     """Losses and gradients of the untouched model by kind of rotary embedding."""
     found = {}
     for rope in ropes:
-        chunks, groups, bank = build({"rope": rope}, ParallelLayout())
+        chunks, groups, bank, _ = build({"rope": rope}, ParallelLayout())
         found[rope] = (run_documents_alone(chunks), whole_gradients(bank, groups, adapted(rope)[0]))
     return found
 
 
 def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> None:
     """Compares one variant."""
-    chunks, groups, bank = build(options, layout_of(options))
+    chunks, groups, bank, compute = build(options, layout_of(options))
     install_packed_attention(chunks)
     num_nano = int(options.get("nano", 1))
     if num_nano > 1:
@@ -157,7 +172,9 @@ def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> 
         nano_batches.set_count(num_nano)
         num_nano = nano_batches.count
         assert num_nano == (1 if "whole" in options else int(options["nano"])), num_nano
-    losses = run_packed(chunks, groups, num_nano)
+    losses = run_packed(chunks, groups, num_nano, targets_alone=compute is not None)
+    if compute is not None:
+        check_compute(compute, int(options["own"]))
     kind = options.get("rope", "plain")
     spec, _ = adapted(kind)
     expected_losses, expected = references[kind]
@@ -172,6 +189,14 @@ def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> 
         print(f"{variant}: gradients off by {error:.1e} at most ({name})")
     assert error < 1e-5, f"{variant}: {name} is off by {error}"
     parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
+
+
+def check_compute(compute: OwnCompute, num_own: int) -> None:
+    """So many layers, and the head of a GPTModel, were computed by our kernels throughout."""
+    assert compute.num_own == num_own, compute.line
+    assert compute.num_own + compute.num_modules == SPEC.num_layers, compute.line
+    assert not compute.late.found, compute.late.found
+    assert compute.has_own_head, compute.line
 
 
 def check_gathered(bank: AdapterBank, groups: ParallelGroups, spec: ModelSpec) -> None:

@@ -38,6 +38,20 @@ TWO_PROCESSES = (
     "rope=hybrid,tp=2,sp=1,nano=2,whole=1",
     "rope=moe,tp=2,sp=1,nano=2,whole=1",
 )
+OWN = (
+    "rope=scaled,tp=2,own=4",
+    "rope=scaled,tp=2,sp=1,own=4,recompute=full",
+    "rope=scaled,cp=2,own=4",
+    "rope=scaled,pp=2,first=1,own=4,recompute=mlp",
+    "rope=scaled,pp=2,vp=2,own=4,recompute=full",
+    "rope=scaled,pp=2,vp=2,own=4,recompute=core_attn",
+    "rope=scaled,tp=2,sp=1,own=4,linears=te",
+    "rope=scaled,tp=2,own=4,linears=te,recompute=mlp",
+    "rope=scaled,tp=2,sp=1,own=4,nano=2",
+    "rope=scaled,tp=2,own=4,nano=3,recompute=mlp",
+    "rope=scaled,pp=2,vp=2,own=4,nano=2",
+    "rope=yarn,tp=2,own=0",
+)
 """`first=3` of HybridModel cuts between a layer's attention and its MLP. `whole=1`: the model
 runs whole although nano-batches are asked for."""
 
@@ -63,6 +77,10 @@ def test_one_process(reference: Path) -> None:
 
 def test_two_processes(reference: Path) -> None:
     assert "all equal" in world(WORKER, 2, reference, *TWO_PROCESSES)
+
+
+def test_our_kernels_in_two_processes(reference: Path) -> None:
+    assert "all equal" in world(WORKER, 2, reference, *OWN)
 
 
 @pytest.mark.megatron_lm

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import SPEC
 from tlora_megatron.config.job import LoraSpec
+from tlora_megatron.integrations.megatron.built_head import Targets, use_targets
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import whole_tensors
@@ -130,8 +132,18 @@ def fill_bank(bank: AdapterBank, spec: ModelSpec = SPEC, loras: Sequence[LoraSpe
     bank.install(adapters)
 
 
-def run_packed(chunks: Sequence[Any], groups: ParallelGroups, num_nano: int = 1) -> list[Tensor]:
-    """Losses of all rows in packed order, on the last stage; fills gradients."""
+def run_packed(
+    chunks: Sequence[Any],
+    groups: ParallelGroups,
+    num_nano: int = 1,
+    *,
+    targets_alone: bool = False,
+) -> list[Tensor]:
+    """Losses of all rows in packed order, on the last stage; fills gradients.
+
+    Args:
+        targets_alone: rows that weigh nothing have no loss, where the head can do without them.
+    """
     layout = groups.layout
     batches = [packed_batch(i, groups.cp_rank, layout.cp_size) for i in range(len(PACKINGS))]
     if num_nano > 1:
@@ -140,7 +152,9 @@ def run_packed(chunks: Sequence[Any], groups: ParallelGroups, num_nano: int = 1)
 
     def step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
         batch = next(iterator)
-        with use_micro_batch(batch.view):
+        targets = Targets(batch.weights.nonzero().flatten(), batch.labels, scores=False)
+        bound = use_targets(targets) if targets_alone else nullcontext()
+        with use_micro_batch(batch.view), bound:
             output = model(batch.tokens[None], None, None, labels=batch.labels[None])
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

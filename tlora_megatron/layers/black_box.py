@@ -30,6 +30,7 @@ from tlora_megatron.layers.linear import Computed, with_vjp
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.frozen.rms_norm import NormWeight, rms_norm_once_reference
 from tlora_megatron.ops.lora.factors import SiteFactors
 from tlora_megatron.ops.lora.linear_ops import BoundLinear
 from tlora_megatron.ops.routing.segments import MicroBatchView
@@ -49,13 +50,13 @@ class InputNorm(NamedTuple):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalises `[..., K]` in fp32, which is then rounded once."""
         weight_K, bias_K, wide = self.weight_K, self.bias_K, x
+        if self.is_rms:
+            return rms_norm_once_reference(x, NormWeight(weight_K, self.eps, self.zero_centered))
         if self.zero_centered or weight_K.dtype != x.dtype:
             # torch's norms of one dtype are fp32 inside, in a pass; 1 + weight would be rounded.
             weight_K = weight_K.float() + self.zero_centered
             bias_K = None if bias_K is None else bias_K.float()
             wide = x.float()
-        if self.is_rms:
-            return F.rms_norm(wide, weight_K.shape, weight_K, self.eps).to(x.dtype)
         return F.layer_norm(wide, weight_K.shape, weight_K, bias_K, self.eps).to(x.dtype)
 
 

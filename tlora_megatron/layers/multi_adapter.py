@@ -42,6 +42,20 @@ class LinearAdapters:
     """Added to what the linear returns."""
 
 
+def product_adapters(bank: AdapterBank, site: Site, layout: LinearLayout) -> LinearAdapters:
+    """Returns the adapters of a linear whose GEMM is ours, as the run's sharding has them."""
+    if site.lora_sharding == "s_lora":
+        return LinearAdapters(site=site, gemm=SLoraStrategy(bank, site, layout))
+    if site.lora_sharding == "fold":
+        return LinearAdapters(site=site, gemm=FoldStrategy(bank, site, layout))
+    # Block-diagonal adapters exchange nothing: they stay in the linear's GEMM.
+    return LinearAdapters(
+        site=site,
+        gemm=FoldStrategy(bank, site, layout, block_diagonal_only=True),
+        output=BlackBoxStrategy(bank, site, layout),
+    )
+
+
 class MultiAdapter:
     """Base of all multi-adapter linears."""
 
@@ -80,16 +94,7 @@ class MegatronLinearMixin(MultiAdapter):
         )
 
     def _make_adapters(self, bank: AdapterBank, site: Site, layout: LinearLayout) -> LinearAdapters:
-        if site.lora_sharding == "s_lora":
-            return LinearAdapters(site=site, gemm=SLoraStrategy(bank, site, layout))
-        if site.lora_sharding == "fold":
-            return LinearAdapters(site=site, gemm=FoldStrategy(bank, site, layout))
-        # Block-diagonal adapters exchange nothing: they stay in the linear's GEMM.
-        return LinearAdapters(
-            site=site,
-            gemm=FoldStrategy(bank, site, layout, block_diagonal_only=True),
-            output=BlackBoxStrategy(bank, site, layout),
-        )
+        return product_adapters(bank, site, layout)
 
     def _forward_impl(
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
@@ -124,16 +129,31 @@ class MegatronLinearMixin(MultiAdapter):
         linear has no bias. A lane, which has gathered x, reduces y and dx.
         """
         linear: Any = self
-        gemm, output = self.tlora_adapters.gemm, self.tlora_adapters.output
-        assert gemm is not None, "Megatron's linears compute their own product"
-        layout = gemm.layout
-        if layout.kind == "column":
-            product = multi_lora_linear_vjp(x, linear.weight, linear.bias, gemm, view, lane)
-        else:
-            product = multi_lora_linear_vjp(x, linear.weight, None, gemm, view, lane)
-            if lane is None:
-                product = _reduced(*product, layout)
-        return product if output is None else black_box_vjp(x, product, output, view)
+        return product_vjp(linear.weight, linear.bias, self.tlora_adapters, x, view, lane)
+
+
+def product_vjp(
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    adapters: LinearAdapters,
+    x: torch.Tensor,
+    view: MicroBatchView,
+    lane: Lane | None,
+) -> tuple[torch.Tensor, Vjp]:
+    """Returns the product of a parallel linear and its adapters, and the way back.
+
+    Args:
+        bias_N: of a column-parallel linear; a row-parallel one has none.
+        adapters: with a strategy for the GEMM.
+        x: `[T, K]`, gathered where there is a lane, which then also reduces y and dx.
+    """
+    gemm, output = adapters.gemm, adapters.output
+    assert gemm is not None, "the GEMM is somebody else's"
+    is_row = gemm.layout.kind == "row"
+    product = multi_lora_linear_vjp(x, weight_NK, None if is_row else bias_N, gemm, view, lane)
+    if is_row and lane is None:
+        product = _reduced(*product, gemm.layout)
+    return product if output is None else black_box_vjp(x, product, output, view)
 
 
 def _reduced(y: torch.Tensor, vjp: Vjp, layout: LinearLayout) -> tuple[torch.Tensor, Vjp]:

@@ -53,10 +53,13 @@ class VocabularyHead:
 
     Every GEMM has the same number of rows whatever the number of targets, so that a row's bits do
     not depend on how many other rows have one.
+
+    Args:
+        output_layer: its `weight` is read at every use, so that it may be replaced.
     """
 
     def __init__(self, output_layer: Any, vocab_size: int, groups: ParallelGroups) -> None:
-        self.weight_VH: Tensor = output_layer.weight
+        self._output_layer = output_layer
         self.tp_group = groups.tp_group
         self.tp_size = groups.layout.tp_size
         self.is_split = self.tp_size > 1
@@ -65,6 +68,11 @@ class VocabularyHead:
         self.first_column = groups.tp_rank * columns
         self.valid = max(0, min(columns, vocab_size - self.first_column))
         self.shard = VocabularyShard(self.tp_group, self.is_split, self.first_column)
+
+    @property
+    def weight_VH(self) -> Tensor:
+        """This rank's rows of the weight."""
+        return self._output_layer.weight
 
     def losses(self, hidden: Tensor, rows_n: Tensor, labels_T: Tensor) -> Tensor:
         """Returns losses of the rows with a target, zero for the others, fp32 `[T]`.

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from tlora_megatron.integrations.megatron.built_model import language_models
-from tlora_megatron.integrations.megatron.layer.frozen_layer import FrozenTransformerLayer
+from tlora_megatron.integrations.megatron.layer.mixing import built_class
 from tlora_megatron.integrations.megatron.staggered import stagger
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin, MultiAdapter
 from tlora_megatron.parallel.groups import ParallelGroups
@@ -161,10 +161,8 @@ def _why_not_layers(models: Sequence[Any]) -> str | None:
 
 
 def _why_not_layer(layer: Any) -> str | None:
-    if not isinstance(layer, FrozenTransformerLayer):
-        names = {c.__name__ for c in type(layer).__mro__ if issubclass(c, TransformerLayer)}
-        if not names <= {"StaggeredLayer", "StaggeredLayerTransformerLayer", "TransformerLayer"}:
-            return f"it is a {type(layer).__name__}"
+    if built_class(layer) is not TransformerLayer:
+        return f"it is a {type(layer).__name__}"
     if not isinstance(layer.self_attention, SelfAttention) or not isinstance(layer.mlp, MLP):
         return "it must be self-attention and an MLP"
     attention, mlp = layer.self_attention, layer.mlp

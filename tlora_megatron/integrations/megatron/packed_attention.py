@@ -82,6 +82,10 @@ class DocumentRotaryEmbedding(RotaryEmbedding):
         view = current_micro_batch()
         if view is None:
             return super().forward(max_seq_len, *args, **kwargs)
+        return self.of_view(view)
+
+    def of_view(self, view: MicroBatchView) -> Any:
+        """Returns what `forward` does for a micro-batch, the same object at every call."""
         # The module is kept beside the result, so its id is not given to another one.
         key = f"angles of {id(self)}"
         return view.cached(key, lambda: (self, self._of_documents(view)))[1]

@@ -6,7 +6,6 @@ nano-batches. The layers' own code runs; this module decides where it is cut, an
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +16,11 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from tlora_megatron.integrations.megatron.layer.built_parts import built_norm
 from tlora_megatron.integrations.megatron.layer.frozen_layer import FrozenTransformerLayer
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import FrozenSublayer, run_in_lane
+from tlora_megatron.integrations.megatron.layer.mixing import mix
 from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
-from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
 from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch, use_micro_batch
 from tlora_megatron.parallel.nano.lane_tape import AutogradTape, VjpTape
 from tlora_megatron.parallel.nano.lanes import Lane, current_lane
@@ -123,20 +123,10 @@ def stagger(block: Any) -> None:
     """Turns a decoder with a `tlora_overlap`, and its layers, into staggered ones, in place."""
     if isinstance(block, StaggeredBlock):
         return
-    _mix(StaggeredBlock, block)
+    mix(StaggeredBlock, block)
     for layer in block.layers:
         if not isinstance(layer, FrozenTransformerLayer):
-            _mix(StaggeredLayer, layer)
-
-
-def _mix(mixin: Any, module: Any) -> None:
-    base: Any = type(module)
-    module.__class__ = _mixed(mixin, base)
-
-
-@functools.cache
-def _mixed(mixin: Any, base: Any) -> Any:
-    return type(f"{mixin.__name__}{base.__name__}", (mixin, base), {"__module__": __name__})
+            mix(StaggeredLayer, layer)
 
 
 class _Run:
@@ -150,7 +140,7 @@ class _Run:
         self._arguments = _split_arguments(arguments, rows)
         num_shards = config.tensor_model_parallel_size if gathers else 1
         self._local_rows = [count // num_shards for count in rows]
-        self._stretches = list(_stretches(block))
+        self._stretches = list(_stretches(block, view, arguments.get("rotary_pos_emb")))
         self._kept: list[Any] = []
         """For each stretch and lane its input if it is recomputed, otherwise its tape."""
         self._records = False
@@ -244,22 +234,34 @@ class _Run:
         return [tape for _, tape in outs]
 
 
-def _stretches(block: Any) -> Iterator[_Stretch]:
+def _stretches(block: Any, view: MicroBatchView, angles: Tensor | None) -> Iterator[_Stretch]:
     """Groups layers as Megatron's block does for recompute; without recompute all are one."""
     stretches = _recompute_stretches(block)
-    if not _runs_sublayers(block):
+    if not _runs_sublayers(block, view, angles):
         return stretches
     return (
-        replace(s, sublayers=tuple(part for layer in s.layers for part in layer.tlora_sublayers))
+        replace(
+            s,
+            sublayers=tuple(part for layer in s.layers for part in layer.tlora_sublayers),
+            final_norm=None if s.final_norm is None else built_norm(s.final_norm),
+        )
         for s in stretches
     )
 
 
-def _runs_sublayers(block: Any) -> bool:
+def _runs_sublayers(block: Any, view: MicroBatchView, angles: Tensor | None) -> bool:
     norm = block.final_layernorm
-    if norm is not None and (not isinstance(norm, RMSNorm) or does_more(norm)):
+    if norm is not None and (built_norm(norm) is None or does_more(norm)):
         return False
-    return all(isinstance(x, FrozenTransformerLayer) and x.direct_sublayers for x in block.layers)
+    return all(_has_sublayers(layer, view, angles) for layer in block.layers)
+
+
+def _has_sublayers(layer: Any, view: MicroBatchView, angles: Tensor | None) -> bool:
+    """Whether a layer may run by sublayers now, which take no argument but the hidden states."""
+    rotary = getattr(layer, "tlora_rotary", None)
+    if rotary is not None and not rotary.gives(angles, view):
+        return False
+    return bool(getattr(layer, "direct_sublayers", ()))
 
 
 def _recompute_stretches(block: Any) -> Iterator[_Stretch]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from tlora_megatron.integrations.megatron.built_head import BuiltHead, Targets, use_targets
 from tlora_megatron.integrations.megatron.built_model import language_models
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.vocabulary_head import VocabularyShard, vocab_parallel_argmax
@@ -67,6 +69,7 @@ class MegatronLmEngine:
         vocab_size: number of tokens; further columns of the logits are padding.
         seq_length: rows of a micro-batch over its context-parallel ranks.
         nano: how nano-batches exchange their tensors.
+        head: computes target rows alone; None = the model's own head computes all rows.
     """
 
     def __init__(
@@ -77,11 +80,13 @@ class MegatronLmEngine:
         vocab_size: int,
         seq_length: int,
         nano: NanoSettings = NanoSettings(),  # noqa: B008 - frozen
+        head: BuiltHead | None = None,
     ) -> None:
         self.chunks = list(chunks)
         self.groups = groups
         self.vocab_size = vocab_size
         self.seq_length = seq_length
+        self._head = head
         self._losses: list[Tensor] = []
         self._models = language_models(chunks)
         self.nano_batches = NanoBatches(chunks, groups, nano)
@@ -96,7 +101,8 @@ class MegatronLmEngine:
     ) -> tuple[Tensor, Callable[..., Any]]:
         """Megatron's forward step of one micro-batch, in training."""
         batch = next(batches)
-        return self._call(batch, model, labels=batch.labels), partial(self._weighted, batch)
+        output = self._call(batch, model, self._targets(batch, scores=False), batch.labels)
+        return output, partial(self._weighted, batch)
 
     def take_losses(self) -> list[Tensor]:
         """Returns weighted losses `[T]` of the micro-batches since the last call.
@@ -126,9 +132,20 @@ class MegatronLmEngine:
             config.timers = timers
         return [(out["losses"], out["right"]) for out in outs]
 
-    def _call(self, batch: PackedBatch, model: nn.Module, labels: Tensor | None) -> Tensor:
+    def _targets(self, batch: PackedBatch, *, scores: bool) -> Targets | None:
+        """What the head is to compute; None where the model's own computes all rows."""
+        if self._head is None or not self._head.runs:
+            return None
+        return Targets(batch.target_rows, batch.labels[0], scores)
+
+    def _call(
+        self, batch: PackedBatch, model: nn.Module, targets: Targets | None, labels: Tensor | None
+    ) -> Tensor:
         positions = batch.positions(self.groups.device)
-        with use_micro_batch(batch.view):
+        with (
+            use_micro_batch(batch.view),
+            nullcontext() if targets is None else use_targets(targets),
+        ):
             return model(batch.tokens, positions, None, labels=labels)
 
     def _weighted(self, batch: PackedBatch, losses: Tensor) -> tuple[Any, ...]:
@@ -140,7 +157,9 @@ class MegatronLmEngine:
         self, batches: Iterator[PackedBatch], model: nn.Module, *_: Any
     ) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches)
-        return self._call(batch, model, labels=None), partial(self._score, batch)
+        targets = self._targets(batch, scores=True)
+        output = self._call(batch, model, targets, None)
+        return output, partial(self._score if targets is None else _scored, batch)
 
     def _score(self, batch: PackedBatch, logits: Tensor) -> tuple[Any, ...]:
         """Computes losses and right first choices from logits `[1, T, V / tp]`."""
@@ -166,6 +185,12 @@ class MegatronLmEngine:
         valid = max(0, min(columns, self.vocab_size - self.groups.tp_rank * columns))
         if valid < columns:
             logits[..., valid:].fill_(torch.finfo(logits.dtype).min)
+
+
+def _scored(batch: PackedBatch, scores: Tensor) -> tuple[Any, ...]:
+    """Takes losses and right first choices from what a head has returned, `[2, T]`."""
+    losses_T, right_T = scores[0] * batch.weights, scores[1] > 0
+    return losses_T.sum(), _ONE, {"losses": losses_T, "right": right_T}
 
 
 _ONE = torch.tensor(1, dtype=torch.int)

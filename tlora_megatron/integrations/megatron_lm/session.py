@@ -26,6 +26,7 @@ from tlora_megatron.integrations.megatron.built_model import (
 )
 from tlora_megatron.integrations.megatron.discover import discover, record_stages
 from tlora_megatron.integrations.megatron.engine import current_groups
+from tlora_megatron.integrations.megatron.own_compute import use_own_compute
 from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron_lm.arguments import LaunchSettings
 from tlora_megatron.integrations.megatron_lm.engine import MegatronLmEngine, MicroBatchFeed
@@ -136,12 +137,14 @@ class Session:
         linears = discover(chunks, spec, groups)
         groups = record_stages(groups, linears)
         config = settings.config
+        self._compute = use_own_compute(chunks, linears, groups, spec.vocab_size)
         self._engine = MegatronLmEngine(
             chunks,
             groups,
             vocab_size=spec.vocab_size,
             seq_length=self._args.seq_length,
             nano=nano_settings(config.run, spec, DTYPES[config.base_model.dtype]),
+            head=self._compute.head,
         )
         self._check_base(chunks, groups)
         shape = RoundShape(num_micro_batches=get_num_microbatches, fills_budget=True)
@@ -230,6 +233,7 @@ class Session:
             return {}
         left = [job.name for job in self.loop.super_model.jobs if job.is_active]
         self._watched.close()
+        self._run.facts["compute"] = self._compute.summary()
         summary = self._run.finish()
         # All leave together: Megatron's scripts exit with the process group still standing.
         dist.barrier()

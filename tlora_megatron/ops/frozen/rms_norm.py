@@ -1,7 +1,8 @@
 """RMSNorm with a frozen weight, together with the residual stream around it.
 
 Semantics, as Hugging Face's Llama: `y = round(x / rms(x)) * weight`, statistics in fp32, `round` to
-the dtype of x. A block reads the residual stream twice, as it is and normalised; both gradients
+the dtype of x. The norms of torch and of Transformer Engine round once, behind the weight, which
+may be held less 1 (`NormWeight`). A block reads the residual stream twice, as it is and normalised; both gradients
 come back to the same tensor. So `fork` and `add` give both outputs from one function, whose
 backward adds the two gradients in the pass that computes one of them. No gradient of the weight.
 
@@ -10,7 +11,8 @@ Shapes: H features in the last dimension.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,24 @@ from tlora_megatron.ops.frozen.frozen_parts import Vjp, runs_triton, vjp_by_auto
 def rms_norm_reference(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
     """The definition, differentiable."""
     return F.rms_norm(x, (x.shape[-1],), eps=eps) * weight_H
+
+
+class NormWeight(NamedTuple):
+    """The frozen weight of a norm that rounds once."""
+
+    weight_H: torch.Tensor
+    eps: float
+    zero_centered: bool = False
+    """The weight is held less 1."""
+
+
+def rms_norm_once_reference(x: torch.Tensor, weight: NormWeight) -> torch.Tensor:
+    """The definition of a norm that rounds once, differentiable in x."""
+    weight_H, eps, zero_centered = weight
+    if not zero_centered and weight_H.dtype == x.dtype:
+        return F.rms_norm(x, weight_H.shape, weight_H, eps)  # fp32 inside, in a pass
+    # 1 + weight would be rounded in the weight's own dtype.
+    return F.rms_norm(x.float(), weight_H.shape, weight_H.float() + zero_centered, eps).to(x.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
@@ -58,17 +78,46 @@ def add_rms_norm_vjp(
     that of x, which is also the residual's.
     """
     if not runs_triton(x):
-        total = x if residual is None else residual + x
-        both, vjp = vjp_by_autograd(lambda t: (t, rms_norm_reference(t, weight_H, eps)), total)
-        return *both, vjp
+        return _add_vjp_by_autograd(x, residual, lambda t: rms_norm_reference(t, weight_H, eps))
+    return _add_vjp_by_triton(x, residual, NormWeight(weight_H, eps), rounds_once=False)
+
+
+def add_rms_norm_once_vjp(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight
+) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
+    """Does what `add_rms_norm_vjp` does, by a norm that rounds once."""
+    if not runs_triton(x):
+        return _add_vjp_by_autograd(x, residual, lambda t: rms_norm_once_reference(t, weight))
+    return _add_vjp_by_triton(x, residual, weight, rounds_once=True)
+
+
+def _add_vjp_by_autograd(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
+    total = x if residual is None else residual + x
+    both, vjp = vjp_by_autograd(lambda t: (t, norm(t)), total)
+    return *both, vjp
+
+
+def _add_vjp_by_triton(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight, *, rounds_once: bool
+) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
     from tlora_megatron.ops.frozen.triton_rms_norm import launch_backward, launch_forward
 
+    weight_H, eps, zero_centered = weight
     residual = None if residual is None else residual.contiguous()
-    total, out, rstd = launch_forward(x.contiguous(), residual, weight_H, eps)
+    total, out, rstd = launch_forward(
+        x.contiguous(), residual, weight_H, eps,
+        rounds_once=rounds_once, zero_centered=zero_centered,
+    )  # fmt: skip
 
     def back(dtotal: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor:
         dtotal = None if dtotal is None else dtotal.contiguous()
-        return launch_backward(dy.contiguous(), dtotal, total, weight_H, rstd)
+        return launch_backward(
+            dy.contiguous(), dtotal, total, weight_H, rstd, zero_centered=zero_centered
+        )
 
     return total, out, back
 

@@ -28,6 +28,8 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    ROUNDS_ONCE: tl.constexpr,  # behind the weight only
+    ZERO_CENTERED: tl.constexpr,  # the weight is held less 1
 ) -> None:
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
@@ -41,8 +43,12 @@ def _forward_kernel(
         value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=1) / WIDTH + eps)
     tl.store(rstd + rows, scale, mask=rows < num_rows)
-    normed = (value * scale[:, None]).to(out.dtype.element_ty).to(tl.float32)
+    normed = value * scale[:, None]
+    if not ROUNDS_ONCE:
+        normed = normed.to(out.dtype.element_ty).to(tl.float32)
     factor = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        factor += 1.0
     tl.store(out + at, (normed * factor[None, :]).to(out.dtype.element_ty), mask=inside)
 
 
@@ -59,12 +65,15 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_DTOTAL: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
 ) -> None:
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
     at = rows[:, None] * WIDTH + columns[None, :]
     factor = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        factor += 1.0
     grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * factor[None, :]
     scale = tl.load(rstd + rows, mask=rows < num_rows, other=0.0)[:, None]
     normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
@@ -88,12 +97,20 @@ def _tile(width: int) -> tuple[int, int, int]:
 
 
 def launch_forward(
-    x: torch.Tensor, residual: torch.Tensor | None, weight_H: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight_H: torch.Tensor,
+    eps: float,
+    *,
+    rounds_once: bool = False,
+    zero_centered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns `x + residual` (x itself without one), its norm, and fp32 `1 / rms` of its rows.
 
     Args:
         x: `[..., H]`, contiguous, as `residual`.
+        rounds_once: behind the weight, and not before it too.
+        zero_centered: the weight is held less 1.
     """
     width = x.shape[-1]
     num_rows = x.numel() // width
@@ -105,7 +122,7 @@ def launch_forward(
         -(-num_rows // rows),
         (x, x if residual is None else residual, weight_H, total, out, rstd),
         (num_rows, eps),
-        (width, rows, columns, residual is not None),
+        (width, rows, columns, residual is not None, rounds_once, zero_centered),
         num_warps=warps,
     )
     return total, out, rstd
@@ -117,11 +134,14 @@ def launch_backward(
     x: torch.Tensor,
     weight_H: torch.Tensor,
     rstd: torch.Tensor,
+    *,
+    zero_centered: bool = False,
 ) -> torch.Tensor:
     """Returns the gradient of what was normalised, `dtotal` added.
 
     Args:
         dy: `[..., H]`, contiguous, as `dtotal` and x.
+        zero_centered: the weight is held less 1.
     """
     width = x.shape[-1]
     num_rows = x.numel() // width
@@ -131,7 +151,7 @@ def launch_backward(
         -(-num_rows // rows),
         (dy, dy if dtotal is None else dtotal, x, weight_H, rstd, dx),
         (num_rows,),
-        (width, rows, columns, dtotal is not None),
+        (width, rows, columns, dtotal is not None, zero_centered),
         num_warps=warps,
     )
     return dx

@@ -95,6 +95,8 @@ class TrainingRun:
         self.listener = listener
         self.output_dir = Path(config.run.output_dir)
         self.loop: TrainingLoop | None = None
+        self.facts: dict[str, Any] = {}
+        """What whoever drives the backbone adds to the summary's `run`."""
         self._resolve_sharding = resolve_sharding
         self._signals = signals
         self._open = ExitStack()
@@ -199,6 +201,7 @@ class TrainingRun:
         if not groups.is_writer:
             return {}
         summary = summarize(loop, groups.layout, self._jobs.rejected, nano_batches)
+        summary["run"] |= self.facts
         write_summary(self.output_dir, summary)
         self._try_report(report)
         # The user has waited for the report, too.

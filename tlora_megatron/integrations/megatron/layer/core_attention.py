@@ -6,7 +6,7 @@ Shapes: T local rows, K gathered key rows, N query heads, G key-value heads, D h
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -17,11 +17,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from tlora_megatron.integrations.megatron.layer.rotary import PackedRotaryEmbedding
-from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.frozen.packed_attention import attend_documents, attend_documents_vjp
 from tlora_megatron.ops.frozen.qkv_rotary import unpack_qkv, unpack_qkv_vjp
 from tlora_megatron.ops.routing.host_copy import to_device
 from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
+
+
+class Rotary(Protocol):
+    """The rotation of heads in a projection."""
+
+    def cos_sin(self, like: Tensor, micro_batch: MicroBatchView) -> tuple[Tensor, Tensor]:
+        """Returns cosine and sine of the local rows, `[T, D]`."""
+        ...
 
 
 class PackedCoreAttention(MegatronModule):
@@ -97,34 +105,47 @@ class PackedCoreAttention(MegatronModule):
         q_TND, k_TGD, v_TGD = (x.squeeze(1) for x in (query, key, value))
         return self._attend(q_TND, k_TGD, v_TGD, micro_batch)
 
-    def attend_projection(self, mixed: Tensor, groups: int) -> Tensor:
+    def attend_projection(self, mixed: Tensor, groups: int, rotary: Rotary | None = None) -> Tensor:
         """Attends within documents, straight from Megatron's fused projection.
 
         Args:
             mixed: `[T, 1, G (N / G + 2) D]`: of each group its queries, its key, its value.
             groups: G on this rank.
+            rotary: None = the core's own.
 
         Returns:
             `[T, 1, N * D]`.
         """
-        assert self.rotary is not None, "heads that were rotated are not in a projection"
+        rotary = rotary or self.rotary
+        assert rotary is not None, "heads that were rotated are not in a projection"
         micro_batch = _bound_micro_batch()
         mixed_TGMD = mixed.view(len(mixed), groups, -1, self.config.kv_channels)
-        cos_TD, sin_TD = self.rotary.cos_sin(mixed, micro_batch)
+        cos_TD, sin_TD = rotary.cos_sin(mixed, micro_batch)
         return self._attend(*unpack_qkv(mixed_TGMD, cos_TD, sin_TD), micro_batch)
 
     def attend_projection_vjp(
-        self, mixed: Tensor, groups: int, micro_batch: MicroBatchView
+        self,
+        mixed: Tensor,
+        groups: int,
+        micro_batch: MicroBatchView,
+        rotary: Rotary | None = None,
     ) -> tuple[Tensor, Vjp]:
-        """Does what `attend_projection` does, without autograd and context parallelism.
+        """Does what `attend_projection` does, for callers without autograd.
+
+        Under context parallelism keys are gathered by autograd's functions, and so the vjp is a
+        graph of its own.
 
         Returns:
             `[T, N * D]` of `[T, G (N / G + 2) D]`, and its vjp.
         """
-        assert self.rotary is not None, "heads that were rotated are not in a projection"
-        assert self.cp_group is None, "keys are gathered by autograd's functions"
+        rotary = rotary or self.rotary
+        assert rotary is not None, "heads that were rotated are not in a projection"
+        if self.cp_group is not None:
+            return vjp_by_autograd(
+                lambda x: self.attend_projection(x, groups, rotary).squeeze(1), mixed
+            )
         shape = mixed.shape
-        cos_TD, sin_TD = self.rotary.cos_sin(mixed, micro_batch)
+        cos_TD, sin_TD = rotary.cos_sin(mixed, micro_batch)
         mixed_TGMD = mixed.view(shape[0], groups, -1, self.config.kv_channels)
         qkv, unpack_back = unpack_qkv_vjp(mixed_TGMD, cos_TD, sin_TD)
         out_TND, attend_back = attend_documents_vjp(*qkv, micro_batch, self.scale)

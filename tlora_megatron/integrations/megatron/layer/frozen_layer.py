@@ -90,7 +90,8 @@ class FrozenTransformerLayer(TransformerLayer):
     def direct_sublayers(self) -> Sequence[FrozenSublayer]:
         """The layer's sublayers if it may run by them now, otherwise none."""
         attention = self.self_attention
-        modules = (self, attention, attention.core_attention, self.mlp)
+        norms = (self.input_layernorm, self.pre_mlp_layernorm)
+        modules = (self, *norms, attention, attention.core_attention, self.mlp)
         sublayers = self.tlora_sublayers
         return sublayers if sublayers and runs_direct(modules, sublayers) else ()
 

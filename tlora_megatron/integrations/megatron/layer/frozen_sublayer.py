@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from tlora_megatron.integrations.megatron.layer.module_hooks import (
     hangs_on_all,
     packs_saved_tensors,
 )
-from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.nano.lane_tape import VjpSublayer, VjpTape
@@ -33,11 +32,20 @@ from tlora_megatron.parallel.nano.lanes import Lane
 Inner = Callable[[Tensor, MicroBatchView, Lane | None], tuple[Tensor, Vjp]]
 
 
+class Norm(Protocol):
+    """A norm with a frozen weight, without autograd."""
+
+    def add_vjp(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Vjp]:
+        """Returns the residual stream with x added, its norm, and the way back from both; see
+        `add_rms_norm_vjp`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FrozenSublayer:
     """Attention or an MLP of a frozen layer, and the norm before it."""
 
-    norm: RMSNorm
+    norm: Norm
     column: Any
     inner: Inner
     """The part between the linears."""
@@ -95,14 +103,14 @@ def runs_direct(modules: Sequence[nn.Module], sublayers: Sequence[FrozenSublayer
     is then not called, nor on tensors that autograd would save.
 
     Args:
-        modules: those that are asked in addition to the sublayers' own.
+        modules: those that are asked in addition to the sublayers' linears.
     """
     if hangs_on_all() or packs_saved_tensors():
         return False
     for sublayer in sublayers:
         if not (hasattr(sublayer.column, "product_vjp") and hasattr(sublayer.row, "product_vjp")):
             return False
-        if hangs_on(sublayer.norm) or hangs_on(sublayer.column) or hangs_on(sublayer.row):
+        if hangs_on(sublayer.column) or hangs_on(sublayer.row):
             return False
     return not any(map(hangs_on, modules))
 

@@ -1,0 +1,91 @@
+"""Norms and rotary embeddings of a model that someone else built, as our kernels take them.
+
+They own nothing: weights and angles are read at every call, so that loading, moving and quantising
+the model need nothing from here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tlora_megatron.integrations.megatron.layer.mixing import built_class
+from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
+from tlora_megatron.ops.frozen.frozen_parts import Vjp, runs_triton
+from tlora_megatron.ops.frozen.rms_norm import NormWeight, add_rms_norm_once_vjp
+from tlora_megatron.ops.routing.segments import MicroBatchView
+
+_MAKERS = ("torch", "transformer_engine")
+"""Packages with a class RMSNorm that rounds once."""
+
+
+class BuiltNorm(NamedTuple):
+    """The RMSNorm of a module: all of it, or what a linear of Transformer Engine begins with."""
+
+    owner: nn.Module
+    attribute: str
+    """The weight's name in the owner."""
+
+    def add_vjp(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Vjp]:
+        """Does what `RMSNorm.add_vjp` does; rounds once, as torch and Transformer Engine do."""
+        owner: Any = self.owner
+        weight_H = getattr(owner, self.attribute)
+        zero_centered = getattr(owner, "zero_centered_gamma", False)
+        return add_rms_norm_once_vjp(x, residual, NormWeight(weight_H, owner.eps, zero_centered))
+
+
+def built_norm(module: Any) -> BuiltNorm | RMSNorm | None:
+    """Returns a norm module as our kernels take it; None for what they do not compute."""
+    if isinstance(module, RMSNorm):
+        return module
+    weight, eps = getattr(module, "weight", None), getattr(module, "eps", None)
+    kind = built_class(module)
+    is_known = kind.__name__ == "RMSNorm" and kind.__module__.partition(".")[0] in _MAKERS
+    return BuiltNorm(module, "weight") if is_known and None not in (weight, eps) else None
+
+
+class AnglesOfDocuments(Protocol):
+    """`packed_attention.DocumentRotaryEmbedding`."""
+
+    def of_view(self, view: MicroBatchView) -> Tensor:
+        """Returns angles `[T, 1, 1, D]` of this rank's rows, the same tensor at every call."""
+        ...
+
+
+class BuiltRotary:
+    """Cosine and sine of the model's own angles: its base, and its scaling of frequencies.
+
+    Args:
+        embedding: the model's, whose positions restart at every document.
+    """
+
+    def __init__(self, embedding: AnglesOfDocuments) -> None:
+        self._embedding = embedding
+
+    def cos_sin(self, like: Tensor, micro_batch: MicroBatchView) -> tuple[Tensor, Tensor]:
+        """Returns cosine and sine of the local rows, `[T, D]`.
+
+        In fp32 for kernels, which rotate in fp32; otherwise in the dtype of `like`.
+        """
+        dtype = torch.float32 if runs_triton(like) else like.dtype
+
+        def make() -> tuple[BuiltRotary, Tensor, Tensor]:
+            angles_TD = self._embedding.of_view(micro_batch).flatten(1).float()
+            # Kept with what it is of: an id is given again.
+            return self, angles_TD.cos().to(dtype), angles_TD.sin().to(dtype)
+
+        return micro_batch.cached(f"cosines of {id(self)}: {dtype}", make)[1:]
+
+    def gives(self, angles: Tensor | None, micro_batch: MicroBatchView) -> bool:
+        """True if a layer's argument is what the embedding gives for the micro-batch."""
+        own = self._embedding.of_view(micro_batch)
+        if angles is own:
+            return True
+        # A recomputed layer gets its arguments detached.
+        return (
+            isinstance(angles, Tensor)
+            and angles.data_ptr() == own.data_ptr()
+            and angles.shape == own.shape
+        )

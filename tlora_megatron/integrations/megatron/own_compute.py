@@ -1,0 +1,223 @@
+"""Which parts of a built model our kernels compute, decided before training and told once.
+
+Modules stay the owners of weights, names and checkpoints. What is not plain runs by them, with a
+reason: in the log, in `summary.json` and so in `tlora inspect RUN`. `TLORA_FLAG_COMPUTE=modules`
+has all run by them, to compare and as a way out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from tlora_megatron.integrations.megatron.built_head import BuiltHead, why_not_head
+from tlora_megatron.integrations.megatron.built_model import language_models
+from tlora_megatron.integrations.megatron.layer.built_parts import BuiltRotary
+from tlora_megatron.integrations.megatron.layer.conditions import LAYER, why_not_config
+from tlora_megatron.integrations.megatron.layer.plain_layer import (
+    LateReasons,
+    make_plain,
+    why_not_plain,
+)
+from tlora_megatron.integrations.megatron.packed_attention import DocumentRotaryEmbedding
+from tlora_megatron.layers.attach import make_multi_adapter
+from tlora_megatron.layers.sites import Site
+from tlora_megatron.layers.te_linear import TEProductMixin, is_te_linear
+from tlora_megatron.parallel.groups import ParallelGroups
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "TLORA_FLAG_COMPUTE"
+_ASKED = ("own", "modules")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhyNot:
+    """Why parts of the model run by Megatron's modules."""
+
+    layers: tuple[int, ...]
+    """Numbers of decoder layers; empty for the head."""
+    reason: str
+    times_step: float | None
+    """Estimated step time over that by our kernels, if all layers (the head) run so; None where
+    nothing is known."""
+
+    def __str__(self) -> str:
+        part = f"layers {_spans(self.layers)}" if self.layers else "head"
+        cost = "" if self.times_step is None else f", about {self.times_step:.2f}x the step"
+        return f"{part} by Megatron's modules{cost}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnCompute:
+    """What of the whole model our kernels compute."""
+
+    num_own: int
+    """Of the decoder's layers."""
+    reasons: tuple[WhyNot, ...]
+    head: BuiltHead | None
+    """Of this process; None where its chunks have none, or the model's own runs."""
+    late: LateReasons
+    """Of this process."""
+
+    @property
+    def num_modules(self) -> int:
+        """Number of layers that run by Megatron's modules."""
+        return sum(len(why.layers) for why in self.reasons)
+
+    @property
+    def has_own_head(self) -> bool:
+        """True if our kernels compute the head, on whichever stage it is."""
+        return all(why.layers for why in self.reasons)
+
+    @property
+    def line(self) -> str:
+        """One line for the log."""
+        head = "ours" if self.has_own_head else "Megatron's"
+        total = self.num_own + self.num_modules
+        line = f"base: {self.num_own} of {total} layers by our kernels, head by {head}"
+        return "; ".join([line, *map(str, self.reasons)])
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values for `summary.json`."""
+        return {
+            "layers": {"own": self.num_own, "modules": self.num_modules},
+            "head": "own" if self.has_own_head else "modules",
+            "reasons": [*map(str, self.reasons), *self.late.found],
+        }
+
+
+def use_own_compute(
+    chunks: Sequence[nn.Module],
+    linears: Sequence[tuple[Site, nn.Module]],
+    groups: ParallelGroups,
+    vocab_size: int,
+) -> OwnCompute:
+    """Has our kernels compute what of a built, frozen model they can, in place.
+
+    Call it behind `install_packed_attention` and before the linears get adapters. Collective over
+    the world.
+
+    Args:
+        vocab_size: number of tokens; further columns of the logits are padding.
+
+    Raises:
+        ValueError: if `TLORA_FLAG_COMPUTE` is neither own nor modules.
+    """
+    asked = os.environ.get(VARIABLE) or "own"
+    if asked not in _ASKED:
+        raise ValueError(f"{VARIABLE} must be own or modules, got {asked}")
+    forced = f"{VARIABLE} is modules" if asked == "modules" else None
+    models = language_models(chunks)
+    late = LateReasons(logger.warning)
+    num_own, reasons = 0, []
+    if forced is None:
+        _prepare_te_linears(models[0].config, linears)
+    for model in models:
+        found = _use_in_layers(model, forced, late)
+        num_own += len(model.decoder.layers) - sum(len(why.layers) for why in found)
+        reasons += found
+    head, why_not = _use_head(models[-1], forced, vocab_size, groups)
+    reasons += why_not
+    compute = OwnCompute(num_own=num_own, reasons=tuple(reasons), head=head, late=late)
+    compute = _whole_model(compute, groups)
+    if groups.is_writer:
+        logger.info("%s", compute.line)
+    return compute
+
+
+def _prepare_te_linears(config: Any, linears: Sequence[tuple[Site, nn.Module]]) -> None:
+    """Gives Transformer Engine's linears a product of ours, beside the one that they compute."""
+    if why_not_config(config, LAYER) is None:
+        for _, linear in linears:
+            if is_te_linear(linear):
+                make_multi_adapter(linear, TEProductMixin)
+
+
+def _use_in_layers(model: Any, forced: str | None, late: LateReasons) -> list[WhyNot]:
+    obstacle = forced or why_not_config(model.config, LAYER) or _why_not_rotary(model)
+    rotary = None if obstacle else BuiltRotary(model.rotary_pos_emb)
+    by_reason: dict[str, list[int]] = {}
+    for layer in model.decoder.layers:
+        reason = obstacle or why_not_plain(layer)
+        if reason is not None:
+            by_reason.setdefault(reason, []).append(layer.layer_number - 1)
+        elif rotary is not None:
+            make_plain(layer, rotary, late)
+    times = _times_of_layers(model)
+    return [
+        WhyNot(layers=tuple(numbers), reason=reason, times_step=times)
+        for reason, numbers in by_reason.items()
+    ]
+
+
+def _why_not_rotary(model: Any) -> str | None:
+    kind = model.position_embedding_type
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if kind != "rope" or not isinstance(rotary, DocumentRotaryEmbedding):
+        return f"position_embedding_type is {kind}"
+    if 2 * rotary.inv_freq.numel() != model.config.kv_channels:
+        return "heads are rotated in part"
+    return None
+
+
+def _use_head(
+    model: Any, forced: str | None, vocab_size: int, groups: ParallelGroups
+) -> tuple[BuiltHead | None, list[WhyNot]]:
+    if not model.post_process:
+        return None, []
+    reason = forced or why_not_head(model)
+    if reason is None:
+        return BuiltHead(model, vocab_size, groups), []
+    # Logits, their fp32 copies and the loss of all rows: 12 to 25 ms of 445 on an H200 (8B).
+    return None, [WhyNot(layers=(), reason=reason, times_step=1.04)]
+
+
+def _times_of_layers(model: Any) -> float | None:
+    """Estimates from the kernels that modules launch beside ours: 8B shapes, H200, bf16."""
+    config = model.config
+    if config.fp8 or config.params_dtype.itemsize != 2:
+        return None
+    linear = getattr(model.decoder.layers[0].self_attention, "linear_qkv", None)
+    times = 1.08 if hasattr(linear, "layer_norm_weight") else 1.02
+    if not config.bias_activation_fusion:
+        times += 0.08
+    return times if config.apply_rope_fusion else times + 0.04
+
+
+def _whole_model(compute: OwnCompute, groups: ParallelGroups) -> OwnCompute:
+    """Adds up the stages; collective over the world."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (groups.pp_rank, compute.num_own, compute.reasons))
+    stages = {stage: parts for stage, *parts in reversed(found)}
+    by_reason: dict[tuple[bool, str], WhyNot] = {}
+    for _, reasons in (stages[stage] for stage in sorted(stages)):
+        for why in reasons:
+            key = (bool(why.layers), why.reason)
+            layers = (*by_reason[key].layers, *why.layers) if key in by_reason else why.layers
+            by_reason[key] = WhyNot(
+                layers=tuple(sorted(layers)), reason=why.reason, times_step=why.times_step
+            )
+    return OwnCompute(
+        num_own=sum(num_own for num_own, _ in stages.values()),
+        reasons=tuple(by_reason.values()),
+        head=compute.head,
+        late=compute.late,
+    )
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers as `0-3, 7`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
