@@ -5,8 +5,8 @@ Arguments: file of the reference, then variants such as `rope=scaled,tp=2,sp=1,r
 `pp=2,vp=2,first=1`, `cp=2`, with `linears=te` (the stand-in of Transformer Engine's) or
 `linears=around` (Megatron's own as black boxes), `nano=2` (nano-batches, of which none may be made
 with `whole=1`); `own=4` has our kernels compute what they can, which is so many of the layers, and
-target rows alone where the head is plain; `rope=hybrid` is HybridModel, `rope=moe` has experts, a shared one among them. A
-variant `reference=plain+yarn` writes the file.
+target rows alone where the head is plain; `rope=hybrid` is HybridModel, `rope=moe` has experts, a
+shared one among them. A variant `reference=plain+yarn` writes the file.
 """
 
 from __future__ import annotations

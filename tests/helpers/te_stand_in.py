@@ -117,7 +117,8 @@ class _TELinear(nn.Module):
         dtype = config.params_dtype
         self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=dtype))
         self.weight.partition_dim = 0 if parallel_mode == "column" else 1
-        self.bias = nn.Parameter(torch.zeros(output_size, dtype=dtype)) if bias else None
+        self.use_bias = bias
+        self.bias = nn.Parameter(torch.zeros(output_size, dtype=dtype)) if bias else torch.Tensor()
 
     @property
     def fp8(self) -> bool:
@@ -141,7 +142,7 @@ class _TELinear(nn.Module):
                 self.workspace = quantised(self.weight.detach())
                 self.num_quantisations += 1
             weight = self.workspace
-        bias = None if self.te_return_bias else self.bias
+        bias = self.bias if self.use_bias and not self.te_return_bias else None
         out = _Linear.apply(x, weight, bias, self)
         self.is_first_microbatch = False
         return out, self.bias if self.te_return_bias else None

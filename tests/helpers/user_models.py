@@ -106,11 +106,14 @@ def user_config(**options: Any) -> TransformerConfig:
     return TransformerConfig(**(fields | options))
 
 
-def build_user_gpt(rope: str = "plain", *, te: bool = False, **options: Any) -> list[GPTModel]:
+def build_user_gpt(
+    rope: str = "plain", *, te: bool = False, torch_norms: bool = False, **options: Any
+) -> list[GPTModel]:
     """This rank's chunks of a GPTModel; weights depend on their names only.
 
     Args:
         te: linears as in Megatron's Transformer Engine spec, norms inside (`te_stand_in`).
+        torch_norms: those of the local spec, which refuse sequence parallelism.
     """
     arguments = dict(ROPE.get(rope, {}))
     fields = {key: arguments[key] for key in _CONFIG_FIELDS if key in arguments}
@@ -127,20 +130,21 @@ def build_user_gpt(rope: str = "plain", *, te: bool = False, **options: Any) -> 
             setattr(config, name, value)
     vp_size = config.virtual_pipeline_model_parallel_size
     stages = [None] if vp_size is None else list(range(vp_size))
-    chunks = [_gpt_chunk(config, stage, arguments, te) for stage in stages]
+    chunks = [_gpt_chunk(config, stage, arguments, te, torch_norms) for stage in stages]
     for chunk in chunks:
         set_weights(chunk)
     return chunks
 
 
 def _gpt_chunk(
-    config: Any, vp_stage: int | None, arguments: Mapping[str, Any], te: bool
+    config: Any, vp_stage: int | None, arguments: Mapping[str, Any], te: bool, torch_norms: bool
 ) -> GPTModel:
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm"
     )
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if not torch_norms:
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     if te:
         te_stand_in.use_in(layer)
     if config.context_parallel_size > 1:

@@ -81,13 +81,22 @@ def launch(root: Path) -> Launch:
     """Runs pretrain_gpt.py over the scenario, once a name; gives the output folder and the log."""
     done: dict[str, tuple[Path, str]] = {}
 
-    def launch(name: str, flags: str = "", *, config: str = "jobs.json") -> tuple[Path, str]:
+    def launch(
+        name: str,
+        flags: str = "",
+        *,
+        config: str = "jobs.json",
+        environment: Mapping[str, str] = {},
+    ) -> tuple[Path, str]:
         if name not in done:
             out = root / "runs" / name.replace(" ", "_")
             given = flags.format(out=out).split()
             nproc = 1 if not given or "--single" in given else 2
             args = [*arguments(root, out, config=config), *(w for w in given if w != "--single")]
-            done[name] = out, run(checkout() / "pretrain_gpt.py", args, nproc=nproc)
+            done[name] = (
+                out,
+                run(checkout() / "pretrain_gpt.py", args, nproc=nproc, environment=environment),
+            )
         return done[name]
 
     return launch
@@ -147,6 +156,19 @@ def test_losses_and_weights_equal_the_oracle(layout: str, launch: Launch, root: 
     assert_equals_oracle(out, root)
     assert {job["status"] for job in summary(out)["jobs"].values()} == {"finished"}
     assert (out / "report.html").is_file()
+    compute = {"layers": {"own": 4, "modules": 0}, "head": "own", "reasons": []}
+    assert summary(out)["run"]["compute"] == compute
+
+
+@pytest.mark.parametrize("layout", ["TP2+SP full recompute", "VPP2"])
+def test_modules_train_as_our_kernels_do(layout: str, launch: Launch) -> None:
+    out, _ = launch(layout, LAYOUTS[layout])
+    forced = {"TLORA_FLAG_COMPUTE": "modules"}
+    other, log = launch(f"{layout} by modules", LAYOUTS[layout], environment=forced)
+    for name in NAMES:
+        assert losses(other, name) == pytest.approx(losses(out, name), rel=3e-6), name
+    assert "base: 0 of 4 layers by our kernels, head by Megatron's; layers 0-3 by" in log
+    assert summary(other)["run"]["compute"]["layers"] == {"own": 0, "modules": 4}
 
 
 def test_the_line_at_the_end_says_where_the_time_went(launch: Launch) -> None:

@@ -127,6 +127,16 @@ def _print_speed(console: Console, run: dict[str, Any]) -> None:
     nano = run.get("nano_batches")
     if nano and nano.get("asked") != 1:
         console.print(f"nano-batches: {_nano_batches(nano)}")
+    if run.get("compute"):
+        console.print(f"base: {_compute(run['compute'])}", soft_wrap=True)
+
+
+def _compute(compute: dict[str, Any]) -> str:
+    """Describes who computed the base of a run under another trainer, and why not our kernels."""
+    layers, head = compute["layers"], "ours" if compute["head"] == "own" else "Megatron's"
+    total = layers["own"] + layers["modules"]
+    line = f"{layers['own']} of {total} layers by our kernels, head by {head}"
+    return "; ".join([line, *compute["reasons"]])
 
 
 def _nano_batches(nano: dict[str, Any]) -> str:

@@ -97,6 +97,31 @@ def test_rms_norm(
 
 
 @RUNS
+@DTYPES
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_rms_norm_that_rounds_once(
+    has_residual: bool, zero_centered: bool, dtype: torch.dtype, fused: Callable[[bool], None]
+) -> None:
+    shape = (5, 63)
+    x, residual = (draw(*shape, dtype=dtype, scale=3.0).roll(i, 0) for i in range(2))
+    given = residual if has_residual else None
+    weight_H = draw(shape[-1], dtype=dtype, scale=0.2) + (0 if zero_centered else 1)
+    weight = rms_norm.NormWeight(weight_H, 1e-5, zero_centered)
+    fused(True)
+    total, normed, back = rms_norm.add_rms_norm_once_vjp(x, given, weight)
+    grads = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype).flip(0)
+    leaf = total.float().requires_grad_()
+    wide = rms_norm.rms_norm_once_reference(leaf, weight._replace(weight_H=weight_H.float()))
+    torch.autograd.backward((leaf * 1, wide), tuple(grad.float() for grad in grads))
+    assert leaf.grad is not None
+    actual = {"total": total, "normed": normed, "dx": back(*grads)}
+    summed = x if given is None else x + given
+    expected = {"total": summed, "normed": wide.to(dtype), "dx": leaf.grad.to(dtype)}
+    assert_equal(actual, expected)
+
+
+@RUNS
 def test_rms_norm_of_one_output_only(fused: Callable[[bool], None]) -> None:
     """The other output's gradient is then absent, not zero."""
     fused(True)
@@ -154,6 +179,9 @@ def test_unpack_qkv(
         fused(on)
         results.append(run(qkv_rotary.unpack_qkv, tensors, *cos_sin))
     assert_equal(*results)
+    fused(True)  # the kernel takes the rotation in fp32 too
+    wide = run(qkv_rotary.unpack_qkv, tensors, angles.cos(), angles.sin())
+    assert_equal(wide, results[1])
 
 
 @RUNS

@@ -1,0 +1,331 @@
+"""Built models by our kernels beside the same by Megatron's modules, and why they fall back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor, nn
+
+from tests.helpers.built_model import (
+    LORAS,
+    PACKINGS,
+    fill_bank,
+    largest_error,
+    packed_batch,
+    run_packed,
+    whole_gradients,
+)
+from tests.helpers.user_models import SPEC, build_user_gpt
+from tlora_megatron.integrations.megatron.built_head import Targets, use_targets
+from tlora_megatron.integrations.megatron.built_model import freeze
+from tlora_megatron.integrations.megatron.discover import discover
+from tlora_megatron.integrations.megatron.engine import current_groups
+from tlora_megatron.integrations.megatron.layer import module_hooks, plain_layer
+from tlora_megatron.integrations.megatron.layer.mixing import built_class
+from tlora_megatron.integrations.megatron.layer.module_hooks import foreign_hook
+from tlora_megatron.integrations.megatron.model import initialize_parallel
+from tlora_megatron.integrations.megatron.own_compute import OwnCompute, _spans, use_own_compute
+from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
+from tlora_megatron.layers.adapter_bank import AdapterBank
+from tlora_megatron.layers.attach import attach
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.ops.routing.segments import use_micro_batch
+from tlora_megatron.parallel.groups import ParallelGroups
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")
+NUM_LAYERS = SPEC.num_layers
+Results = tuple[list[Tensor], list[dict[str, Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ParallelGroups]:
+    layout = ParallelLayout()
+    initialize_parallel(layout)
+    yield current_groups(layout)
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+class Case:
+    """A built model with adapters.
+
+    Args:
+        change: is given the model before anything is decided.
+    """
+
+    def __init__(
+        self,
+        groups: ParallelGroups,
+        *,
+        own: bool = True,
+        change: Callable[[Any], Any] = lambda model: None,
+        **options: Any,
+    ) -> None:
+        self.groups = groups
+        self.chunks = build_user_gpt(torch_norms=True, **options)
+        self.model: Any = self.chunks[0]
+        freeze(self.chunks)
+        install_packed_attention(self.chunks)
+        linears = discover(self.chunks, SPEC, groups)
+        change(self.model)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TLORA_FLAG_COMPUTE", "own" if own else "modules")
+            self.compute: OwnCompute = use_own_compute(
+                self.chunks, linears, groups, SPEC.vocab_size
+            )
+        sites = [site for site, _ in linears]
+        self.bank = AdapterBank(sites, LORAS, dtype=torch.float32, device=groups.device)
+        attach(linears, self.bank)
+        fill_bank(self.bank)
+
+    def results(self) -> Results:
+        """Losses of all rows with a target, and all gradients."""
+        losses = run_packed(self.chunks, self.groups, targets_alone=True)
+        gradients = whole_gradients(self.bank, self.groups)
+        for adapter in self.bank.adapters:
+            adapter.slab.zero_grad()
+        used = [packed_batch(i).weights > 0 for i in range(len(losses))]
+        return [x[rows] for x, rows in zip(losses, used, strict=True)], gradients
+
+
+def close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=3e-6, atol=3e-6)
+
+
+def assert_same(actual: Results, expected: Results) -> None:
+    close(actual[0], expected[0])
+    error, name = largest_error(actual[1], expected[1])
+    assert error < 1e-5, name
+
+
+@pytest.fixture
+def num_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each layer that ran by our kernels."""
+    runs: list[int] = []
+    run = plain_layer.run_layer
+
+    def counted(*args: Any) -> Tensor:
+        runs.append(1)
+        return run(*args)
+
+    monkeypatch.setattr(plain_layer, "run_layer", counted)
+    return runs
+
+
+@pytest.mark.parametrize("te", [False, True], ids=["local", "Transformer Engine"])
+def test_kernels_compute_what_modules_do(
+    te: bool, groups: ParallelGroups, num_run: list[int]
+) -> None:
+    options = {"te": te, "add_qkv_bias": True}
+    modules = Case(groups, own=False, **options).results()
+    assert not num_run
+    case = Case(groups, **options)
+    assert_same(case.results(), modules)
+    assert len(num_run) == NUM_LAYERS * len(PACKINGS)
+    assert case.compute.line == "base: 4 of 4 layers by our kernels, head by ours"
+    assert case.compute.summary() == {
+        "layers": {"own": 4, "modules": 0},
+        "head": "own",
+        "reasons": [],
+    }
+
+
+def test_norms_whose_weight_is_held_less_one(groups: ParallelGroups) -> None:
+    options = {"te": True, "layernorm_zero_centered_gamma": True}
+    assert_same(Case(groups, **options).results(), Case(groups, own=False, **options).results())
+
+
+def test_the_model_s_names_and_shards_stay(groups: ParallelGroups) -> None:
+    def described(model: Any) -> Any:
+        sharded = model.sharded_state_dict()
+        return (
+            [(name, tuple(x.shape)) for name, x in model.named_parameters()],
+            [name for name, _ in model.named_modules()],
+            list(model.state_dict()),
+            {name: getattr(x, "global_shape", None) for name, x in sharded.items()},
+        )
+
+    modules, own = Case(groups, own=False).model, Case(groups).model
+    assert described(own) == described(modules)
+    assert isinstance(own.decoder.layers[0], built_class(modules.decoder.layers[0]))
+
+
+def test_weights_that_are_loaded_later_are_used(groups: ParallelGroups) -> None:
+    modules, own = Case(groups, own=False), Case(groups)
+    state = {key: x * 1.1 for key, x in own.model.state_dict().items() if x is not None}
+    modules.model.load_state_dict(state, strict=False)
+    own.model.load_state_dict(state, strict=False, assign=True)
+    assert_same(own.results(), modules.results())
+
+
+def test_what_is_not_plain_runs_by_its_modules(groups: ParallelGroups, num_run: list[int]) -> None:
+    def change(model: Any) -> None:
+        for index in (0, 1, 3):
+            mlp = model.decoder.layers[index].mlp
+            mlp.__class__ = type("OtherMLP", (type(mlp),), {"__module__": __name__})
+
+    case = Case(groups, change=change)
+    assert case.compute.line == (
+        "base: 1 of 4 layers by our kernels, head by ours; layers 0-1, 3 by Megatron's modules: "
+        "a OtherMLP is no MLP"
+    )
+    assert_same(case.results(), Case(groups, own=False).results())
+    assert len(num_run) == len(PACKINGS)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"qk_layernorm": True}, "qk_layernorm is True: our kernels do not compute it yet"),
+        ({"fp32_residual_connection": True}, "fp32_residual_connection is True"),
+        ({"rope": "yarn"}, "position_embedding_type is yarn"),
+        ({"rope": "interleaved"}, "rotary_interleaved is True"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+            "recompute_input_layernorm is True",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_that_keep_the_modules(
+    options: dict[str, Any], reason: str, groups: ParallelGroups
+) -> None:
+    if "qk_layernorm" in options:
+        # The spec decides what is built; the setting alone is enough for the reason.
+        options = {}
+
+        def change(model: Any) -> None:
+            model.config.qk_layernorm = True
+    else:
+
+        def change(model: Any) -> None:
+            pass
+
+    case = Case(groups, change=change, **options)
+    assert case.compute.num_own == 0
+    assert reason in case.compute.line
+
+
+def test_a_hook_that_comes_later_is_called_and_told_once(
+    groups: ParallelGroups, num_run: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    case, seen = Case(groups), []
+    expected = case.results()
+    num_batches = len(PACKINGS)
+
+    def hook_of_a_user(*_: Any) -> None:
+        seen.append(1)
+
+    num_run.clear()
+    with caplog.at_level(logging.WARNING):
+        handle = case.model.decoder.layers[2].mlp.linear_fc1.register_forward_hook(hook_of_a_user)
+        assert_same(case.results(), expected)
+        assert_same(case.results(), expected)
+    assert len(seen) == 2 * num_batches
+    assert len(num_run) == 2 * num_batches * (NUM_LAYERS - 1)
+    (record,) = caplog.records
+    assert record.message.startswith("layer 2 runs by Megatron's modules: the hook test_a_hook")
+    assert record.message.endswith("hook_of_a_user waits for ColumnParallelLinear")
+    assert case.compute.summary()["reasons"] == [record.message.partition("modules: ")[2]]
+    handle.remove()
+    num_run.clear()
+    assert_same(case.results(), expected)
+    assert len(num_run) == num_batches * NUM_LAYERS
+
+
+def test_the_hooks_of_megatron_s_ddp_do_not_count(groups: ParallelGroups) -> None:
+    """It puts one on every module under `--overlap-param-gather`."""
+
+    case, theirs = Case(groups), object.__new__(DistributedDataParallel)
+    nn.Module.__init__(theirs)
+    theirs.use_forward_hook = True
+    hook = theirs._make_forward_pre_hook()
+    for module in case.model.modules():
+        module.register_forward_pre_hook(hook, prepend=True)
+        assert module_hooks.hangs_on(module) == (foreign_hook(module._forward_hooks) is not None)
+    assert foreign_hook({0: hook}) is None
+    assert foreign_hook({0: hook, 1: print}) is print
+    with use_micro_batch(packed_batch(0).view):
+        assert all(layer.direct_sublayers for layer in case.model.decoder.layers)
+
+
+def test_another_argument_runs_the_modules(groups: ParallelGroups, num_run: list[int]) -> None:
+    case = Case(groups)
+    layer, batch = case.model.decoder.layers[0], packed_batch(0)
+    with use_micro_batch(batch.view), torch.no_grad():
+        angles = case.model.rotary_pos_emb(32)
+        hidden = torch.randn(32, 1, SPEC.hidden_size)
+        own = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles)[0]
+        assert len(num_run) == 1
+        other = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles * 1)[0]
+    assert len(num_run) == 1
+    close(own, other)
+    assert case.compute.late.found == ["it is given other rotary_pos_emb than the micro-batch's"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("num_targets", [0, 5])
+def test_the_head_alone(num_targets: int, tied: bool, groups: ParallelGroups) -> None:
+    case = Case(groups)
+    if tied:
+        case.model.share_embeddings_and_output_weights = True
+        case.model.output_layer.weight = None
+    batch = packed_batch(0)
+    rows = torch.arange(num_targets) * 3
+    args = (batch.tokens[None], None, None)
+    with use_micro_batch(batch.view), torch.no_grad():
+        logits = case.model(*args)[0]
+        expected = nn.functional.cross_entropy(logits[rows], batch.labels[rows], reduction="none")
+        with use_targets(Targets(rows, batch.labels, scores=True)):
+            losses, right = case.model(*args)
+        with use_targets(Targets(rows, batch.labels, scores=False)):
+            (same,) = case.model(*args, labels=batch.labels[None])
+    close(losses[rows], expected)
+    close(same, losses)
+    assert torch.equal(right[rows] > 0, logits[rows].argmax(-1) == batch.labels[rows])
+    assert losses.count_nonzero() == num_targets
+
+
+def test_a_head_that_is_not_plain(groups: ParallelGroups) -> None:
+    def change(model: Any) -> None:
+        model.fp16_lm_cross_entropy = True
+
+    case = Case(groups, change=change)
+    assert case.compute.head is None
+    assert "head by Megatron's; head by Megatron's modules" in case.compute.line
+    assert "fp16_lm_cross_entropy is True" in case.compute.line
+    assert case.compute.summary()["head"] == "modules"
+
+
+def test_a_hook_on_the_output_layer_is_called(groups: ParallelGroups) -> None:
+    case = Case(groups)
+    assert case.compute.head is not None
+    assert case.compute.head.runs
+    handle = case.model.output_layer.register_forward_hook(lambda *_: None)
+    assert not case.compute.head.runs
+    handle.remove()
+    assert case.compute.head.runs
+
+
+def test_another_choice_is_refused(groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TLORA_FLAG_COMPUTE", "ours")
+    with pytest.raises(ValueError, match="TLORA_FLAG_COMPUTE must be own or modules, got ours"):
+        use_own_compute([], [], groups, SPEC.vocab_size)
+
+
+def test_spans_of_layers() -> None:
+    assert _spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+def test_identities_are_no_obstacle() -> None:
+    assert plain_layer.built_norm(IdentityOp()) is None
+    assert plain_layer.built_norm(nn.RMSNorm(4)) is None, "without eps torch takes the dtype's"
+    assert plain_layer.built_norm(nn.RMSNorm(4, eps=1e-5)) is not None
