@@ -92,4 +92,4 @@ def test_the_checkout_named_by_the_environment(
     monkeypatch.setenv("PYTHONPATH", path)
     reference = tmp_path / "reference.pt"
     forked(WORKER, reference, "reference=scaled+interleaved+yarn+hybrid+moe")
-    assert "all equal" in world(WORKER, 2, reference, *TWO_PROCESSES)
+    assert "all equal" in world(WORKER, 2, reference, *TWO_PROCESSES, *OWN)

@@ -8,7 +8,6 @@ import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import megatron.core
 import pytest
@@ -62,10 +61,10 @@ def test_every_field_is_one_of_the_checkout() -> None:
         for item in node.body
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
     }
-    info: dict[str, Any] = {}
-    exec((core / "package_info.py").read_text(), info)
+    info = (core / "package_info.py").read_text()
+    version = ".".join(re.findall(r"^(?:MAJOR|MINOR) = (\d+)", info, re.MULTILINE))
     for condition in ALL:
-        expected = is_expected(condition, info["__version__"])
+        expected = is_expected(condition, version)
         assert (condition.field in fields) == expected, condition
 
 

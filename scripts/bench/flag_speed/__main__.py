@@ -1,0 +1,135 @@
+"""Times iterations of an unmodified `pretrain_gpt.py` with `--tlora-config` beside our own trainer.
+
+    python -m scripts.bench.flag_speed --megatron-lm CHECKOUT --csv rows.csv
+    python -m scripts.bench.flag_speed --megatron-lm CHECKOUT --impl transformer_engine --tp 2
+    python -m scripts.bench.flag_speed --megatron-lm CHECKOUT --model toy --tokens 256   # on a CPU
+
+One life of the script for each implementation. Inside it the modes take turns, block by block, so
+that all see the same clock:
+
+- `flag`: iterations of the trainer, the base by our kernels where it is plain.
+- `flag_modules`: the same iterations, the base by Megatron's modules (`TLORA_FLAG_COMPUTE`).
+- `own`: rounds of our own trainer: a second base of the same shape, the same jobs and data.
+- `floor`: forward and input gradients of Megatron's modules without any adapter, over the
+  micro-batches that the trainer ran.
+
+An iteration is all between two of the trainer's `train_step`s: packing, forward, backward, steps of
+jobs, logging. Eight jobs of ranks 4 to 64 on real texts fill every micro-batch. `--kernels FILE`
+writes what each mode launches in one iteration, by kind of kernel and by name. Weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from scripts.bench.flag_speed.cases import IMPLS, MODELS, PRECISIONS, Case, Place
+from scripts.bench.flag_speed.rows import Row, show, verdicts
+from scripts.bench.harness.arguments import bench_parser
+from scripts.bench.harness.rows import append_rows
+
+_BESIDE = ("flag_modules", "own", "floor")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 1 if a life of the script failed."""
+    options = arguments(argv)
+    rows: list[Row] = []
+    failed = []
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Place(
+            checkout=options.megatron_lm.resolve(),
+            work=Path(scratch),
+            on_cpu=not torch.cuda.is_available(),
+        )
+        for impl in options.impl:
+            case = Case(
+                impl=impl,
+                precision=options.precision,
+                model=options.model,
+                layers=options.layers,
+                tp=options.tp,
+                tokens=options.tokens,
+                rounds=options.rounds,
+                turns=options.turns,
+                commit=options.commit,
+                kernels=options.kernels and options.kernels.resolve(),
+                modes=tuple(options.modes),
+            )
+            found = run(case, place, options.timeout)
+            failed += [] if found else [impl]
+            rows += found
+            if options.csv:
+                append_rows(options.csv, found)
+    for line in (*map(show, rows), *verdicts(rows)):
+        print(line)
+    return 1 if failed else 0
+
+
+def run(case: Case, place: Place, timeout_s: float) -> list[Row]:
+    """One life of the script; no rows if it failed."""
+    rows_file, log = place.prepare(case)
+    begin = time.monotonic()
+    with log.open("w") as sink:
+        try:
+            code: int | None = subprocess.run(
+                place.command(case),
+                env=place.environment(case, rows_file),
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                timeout=timeout_s,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+    print(f"{case.impl} {case.precision}: {time.monotonic() - begin:.0f} s, exit {code}")
+    output = log.read_text(errors="replace")
+    for line in output.splitlines():
+        if "base: " in line or "by Megatron's modules" in line:
+            print(f"  {line.strip()}")
+    if code != 0 or not rows_file.is_file():
+        print(output[-6000:])
+        return []
+    return json.loads(rows_file.read_text())
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the command line; ends with a usage error where it cannot be run."""
+    parser = bench_parser(__doc__)
+    checkout = os.environ.get("MEGATRON_LM_PATH")
+    add = parser.add_argument
+    add("--megatron-lm", type=Path, default=checkout and Path(checkout))
+    add("--impl", nargs="+", choices=list(IMPLS), help="all that are installed")
+    add("--precision", choices=list(PRECISIONS), default="bf16")
+    add("--modes", nargs="+", choices=_BESIDE, default=list(_BESIDE), help="beside the flag")
+    add("--model", choices=list(MODELS), default="8b")
+    add("--layers", type=int, help="fewer layers than the model has, to try out")
+    add("--tp", type=int, default=1, help="tensor-parallel size, with sequence parallelism")
+    add("--tokens", type=int, default=8192, help="rows of a micro-batch")
+    add("--rounds", type=int, default=8, help="timed iterations of a mode in a turn")
+    add("--turns", type=int, default=2, help="how often each mode has its turn")
+    add("--kernels", type=Path, help="write tables of kernels to this file")
+    add("--timeout", type=float, default=400.0, help="seconds that a life of the script may take")
+    options = parser.parse_args(argv)
+    if not ((options.megatron_lm or Path("nowhere")) / "pretrain_gpt.py").is_file():
+        parser.error("--megatron-lm (or MEGATRON_LM_PATH) must name a Megatron-LM checkout")
+    if options.impl is None:
+        on_gpu = torch.cuda.is_available()
+        options.impl = ["local", "transformer_engine"] if on_gpu else ["local_unfused"]
+    if not torch.cuda.is_available():
+        options.precision = "fp32"
+    if options.kernels:
+        options.kernels.unlink(missing_ok=True)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

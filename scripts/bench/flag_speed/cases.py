@@ -1,0 +1,189 @@
+"""What is measured, and the command that starts it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scripts.bench.around_training.base import TOKENIZER, shapes
+from scripts.bench.harness.arguments import REPO
+from tests.helpers.megatron_lm import COMMON, CPU, words
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.training.formats.megatron_flags import megatron_flags
+
+IMPLS = {
+    "local": "--transformer-impl local --no-persist-layer-norm",
+    "local_unfused": "--transformer-impl local --no-persist-layer-norm --no-bias-swiglu-fusion "
+    "--no-rope-fusion",
+    "transformer_engine": "--transformer-impl transformer_engine",
+    "transformer_engine_unfused": "--transformer-impl transformer_engine --no-bias-swiglu-fusion",
+}
+"""What builds the base; unfused: SwiGLU (and rotation) as torch's own kernels."""
+PRECISIONS = {
+    "bf16": "--bf16",
+    "fp8": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
+    "fp8_blockwise": "--bf16 --fp8-format e4m3 --fp8-recipe blockwise",
+    "fp32": "",
+}
+MODELS = {"8b": "8b", "six_layers": "six layers", "toy": "toy"}
+RANKS = (4, 8, 16, 16, 24, 32, 64, 64)
+WORKER = Path(__file__).with_name("worker.py")
+TEXTS = REPO / "configs" / "quickstart" / "data"
+WARMUP = 3
+"""Iterations of a mode before those that count, in each turn."""
+_RECORDS = 48
+"""Of a job's data, which is repeated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One life of the script."""
+
+    impl: str
+    precision: str
+    model: str
+    layers: int | None
+    tp: int
+    tokens: int
+    rounds: int
+    turns: int
+    commit: str
+    kernels: Path | None
+    modes: tuple[str, ...]
+
+    @property
+    def layout(self) -> str:
+        """The layout's name in the rows."""
+        return "TP1" if self.tp == 1 else f"TP{self.tp}+SP"
+
+    @property
+    def iterations(self) -> int:
+        """Of the trainer: own and modules take turns, and each is looked at once more."""
+        num_modes = 1 + ("flag_modules" in self.modes)
+        return self.turns * num_modes * (WARMUP + self.rounds) + num_modes * bool(self.kernels)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Folders and device of all lives."""
+
+    checkout: Path
+    work: Path
+    on_cpu: bool
+
+    def prepare(self, case: Case) -> tuple[Path, Path]:
+        """Writes base, texts and jobs; returns the files of the rows and of the log."""
+        base = self.work / "base"
+        base.mkdir(parents=True, exist_ok=True)
+        config = shapes()[MODELS[case.model]].config
+        config = config | {"num_hidden_layers": case.layers or config["num_hidden_layers"]}
+        kind = {"architectures": ["LlamaForCausalLM"]}
+        (base / "config.json").write_text(json.dumps(config | kind))
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (base / file).write_bytes((TOKENIZER / file).read_bytes())
+        write_jobs(case, self.spec(), self.work)
+        (self.work / "case.json").write_text(json.dumps(asdict(case), default=str))
+        return self.work / f"{case.impl}.json", self.work / f"{case.impl}.log"
+
+    def command(self, case: Case) -> list[str]:
+        """torchrun's command line."""
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        backend = words("--no-masked-softmax-fusion --no-gradient-accumulation-fusion")
+        parallel = f"--tensor-model-parallel-size {case.tp} --sequence-parallel"
+        files = {
+            "--tokenizer-type": "HuggingFaceTokenizer",
+            "--tokenizer-model": self.work / "base",
+            "--save": self.work / f"out_{case.impl}",
+            "--tlora-config": self.work / "jobs.json",
+        }
+        numbers = {
+            "--seq-length": case.tokens,
+            "--global-batch-size": 1,
+            "--train-iters": case.iterations,
+            "--log-interval": case.rounds,
+            "--save-interval": 10**6,
+        }
+        return [
+            *(sys.executable, *launcher, str(case.tp), str(WORKER)),
+            str(self.checkout / "pretrain_gpt.py"),
+            *megatron_flags(self.spec()),
+            *(CPU if self.on_cpu else [*backend, *words(IMPLS[case.impl])]),
+            *COMMON,
+            *words("" if self.on_cpu else PRECISIONS[case.precision]),
+            *words(parallel if case.tp > 1 else ""),
+            *(str(word) for pair in (*files.items(), *numbers.items()) for word in pair),
+        ]
+
+    def spec(self) -> ModelSpec:
+        """The base's shape."""
+        return read_model_spec(self.work / "base" / "config.json")
+
+    def environment(self, case: Case, rows: Path) -> dict[str, str]:
+        """For the processes of one life."""
+        inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        # The repository first: a checkout has packages `tests` and `scripts` of its own.
+        paths = [str(REPO), str(self.checkout), os.environ.get("PYTHONPATH")]
+        return inherited | {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "MEGATRON_LM_PATH": str(self.checkout),
+            "TLORA_FLAG_CASE": str(self.work / "case.json"),
+            "TLORA_FLAG_ROWS": str(rows),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+
+def write_jobs(case: Case, spec: ModelSpec, folder: Path) -> None:
+    """Writes eight jobs over real texts, whose batches are larger than a micro-batch's share."""
+    draw = np.random.default_rng(0)
+    sources = sorted(path for path in TEXTS.glob("*_train.jsonl"))
+    jobs = []
+    for number, (rank, source) in enumerate(zip(RANKS, itertools.cycle(sources), strict=False)):
+        texts = _texts(source, draw, longest=case.tokens // 8)
+        records = [json.dumps(next(texts)) for _ in range(_RECORDS)]
+        file = folder / f"job{number}.jsonl"
+        file.write_text("\n".join(records) + "\n")
+        rank = min(rank, spec.kv_size)
+        lora: dict[str, Any] = {"rank": rank, "alpha": 2 * rank}
+        if number % 3 == 2:
+            lora |= {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+        jobs.append(
+            {
+                "name": f"job{number}",
+                "data": {"train": str(file)},
+                "lora": lora,
+                "batch_size": 16,
+                "max_seq_len": max(32, case.tokens // 4),
+                "max_steps": 10**6,
+                "optimizer": {"lr": 1e-5},
+            }
+        )
+    document = {
+        "base_model": {"path": str(folder / "base"), "random_init": True},
+        "run": {"tensorboard": False, "resume": "never"},
+        "jobs": jobs,
+    }
+    (folder / "jobs.json").write_text(json.dumps(document))
+
+
+def _texts(source: Path, draw: np.random.Generator, *, longest: int) -> Iterator[dict[str, str]]:
+    """Records of a file put together until they have a drawn length; half is completion."""
+    lines = itertools.cycle([json.loads(line) for line in source.read_text().splitlines()])
+    while True:
+        # About two characters a token, of prompt and completion each.
+        wanted = int(draw.integers(longest // 4, longest))
+        parts: list[str] = []
+        while sum(map(len, parts)) < 2 * wanted:
+            record = next(lines)
+            parts.append(record["prompt"] + record["completion"])
+        half = len(parts) // 2
+        yield {"prompt": "\n".join(parts[:half]), "completion": "\n".join(parts[half:])}

@@ -1,0 +1,61 @@
+"""The kernels of one iteration, by kind and by name."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+KINDS = (
+    ("rank-extended GEMM", r"lora_gemm|rank_rows|rank_sums"),
+    ("attention", r"flash|fmha|attention|cudnn.*sdpa"),
+    ("norm", r"rms_?norm|layer_?norm|_forward_kernel|_backward_kernel"),
+    ("cross-entropy", r"cross_entropy|softmax"),
+    ("SwiGLU", r"swiglu|silu"),
+    ("rotation, sorting of heads", r"rotate|rope|rotary"),
+    ("quantisation", r"quantize|cast_transpose|amax|fp8"),
+    ("GEMM", r"gemm|cutlass|nvjet|cublas|sm90_xmma"),
+    ("collective", r"nccl"),
+    ("optimizer", r"adam"),
+    ("copy, fill", r"memcpy|memset|copy|fill|cat|index"),
+    ("elementwise, reduction", r"elementwise|reduce|vectorized|triton_"),
+)
+"""A kernel is of the first kind whose pattern its name matches."""
+_SHOWN = 40
+
+
+def kernel_table(run: Callable[[], object], title: str, file: Path) -> None:
+    """Appends what a call launches on the device, its sums first, to a file."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as trace:
+        run()
+        torch.cuda.synchronize()
+    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    kernels = []
+    for event in trace.key_averages():
+        spent_us = event.self_device_time_total
+        if not spent_us:
+            continue
+        kernels.append((spent_us, event.count, event.key))
+        total = totals[kind_of(event.key)]
+        total[0] += spent_us
+        total[1] += event.count
+    lines = [f"== {title}: {sum(k[0] for k in kernels) / 1e3:.1f} ms on the device"]
+    for kind, (spent_us, count) in sorted(totals.items(), key=lambda item: -item[1][0]):
+        lines.append(f"{spent_us / 1e3:9.2f} ms {count:6.0f}  {kind}")
+    lines.append("-- by name")
+    for spent_us, count, name in sorted(kernels, reverse=True)[:_SHOWN]:
+        lines.append(f"{spent_us / 1e3:9.2f} ms {count:6d}  {name[:150]}")
+    with file.open("a") as sink:
+        sink.write("\n".join(lines) + "\n\n")
+
+
+def kind_of(name: str) -> str:
+    """The kind of a kernel."""
+    for kind, pattern in KINDS:
+        if re.search(pattern, name, re.IGNORECASE):
+            return kind
+    return "other"

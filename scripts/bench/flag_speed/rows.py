@@ -1,0 +1,61 @@
+"""Rows of `flag_speed.csv`, and what they say together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+"""One mode of one life; the keys are the CSV's columns."""
+
+LIMITS = {"bf16": 1.05, "fp32": 1.05}
+"""Largest ratio of the flag's iteration to our own trainer's, TP 1."""
+
+
+def make_row(case: Any, mode: str, common: Mapping[str, Any], measured: Mapping[str, Any]) -> Row:
+    """Puts a row together.
+
+    Args:
+        common: `gpu`, `megatron_lm`, `floor_ms`, which a life's rows share.
+        measured: `step_ms`, `tokens`, `peak_bytes`.
+    """
+    return {
+        "gpu": common["gpu"],
+        "world": case.tp,
+        "commit": case.commit,
+        "megatron_lm": common["megatron_lm"],
+        "impl": case.impl,
+        "precision": case.precision,
+        "layout": case.layout,
+        "mode": mode,
+        "rows": case.tokens,
+        "tokens": measured["tokens"],
+        "step_ms": measured["step_ms"],
+        "floor_ms": common["floor_ms"],
+        "peak_bytes": measured["peak_bytes"],
+    }
+
+
+def show(row: Row) -> str:
+    """A row as a line."""
+    over = f", {row['step_ms'] / row['floor_ms']:.3f}x floor" if row["floor_ms"] else ""
+    return (
+        f"{row['impl']:20} {row['layout']:6} {row['mode']:13} {row['step_ms']:8.1f} ms{over}, "
+        f"{row['tokens']} tokens, {row['peak_bytes'] / 2**30:.1f} GiB"
+    )
+
+
+def verdicts(rows: Sequence[Row]) -> Iterator[str]:
+    """The flag's iteration over our own trainer's, for each life."""
+    for row in rows:
+        own = [r for r in rows if r["impl"] == row["impl"] and r["mode"] == "own"]
+        if not row["mode"].startswith("flag") or not own:
+            continue
+        ratio = row["step_ms"] / own[0]["step_ms"]
+        limit = LIMITS.get(row["precision"])
+        said = (
+            ""
+            if limit is None or row["mode"] != "flag"
+            else (", reached" if ratio <= limit else f", must be {limit}")
+        )
+        yield f"{row['impl']} {row['mode']}: {ratio:.3f} of our own trainer's{said}"

@@ -1,0 +1,291 @@
+"""Modes that take turns inside one life of the trainer, block of iterations by block."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from scripts.bench.flag_speed.cases import WARMUP, Case
+from scripts.bench.flag_speed.kernels import kernel_table
+from scripts.bench.flag_speed.rows import make_row
+from scripts.bench.harness.clock import Marks, peak_bytes, wait_for_all
+from scripts.bench.harness.rows import gpu_name, versions
+from scripts.bench.harness.training_jobs import fresh_job
+from scripts.bench.harness.world import is_main, largest
+from tlora_megatron.integrations.megatron.built_head import BuiltHead
+from tlora_megatron.integrations.megatron.built_model import language_models
+from tlora_megatron.integrations.megatron.layer.plain_layer import PlainLayer
+from tlora_megatron.layers.adapter_bank import AdapterBank
+from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.multi_adapter import MultiAdapter
+from tlora_megatron.profiling.synthetic_run import SyntheticRun
+from tlora_megatron.training.packing.packing import PackedBatch, RoundShape
+from tlora_megatron.training.super_model import SuperModel
+
+T = TypeVar("T")
+
+
+class _Block(NamedTuple):
+    """Iterations of one mode, one after another."""
+
+    seconds: list[float]
+    tokens: int
+    peak_bytes: int
+
+
+class Turns:
+    """Counts the trainer's iterations, and measures between them.
+
+    The trainer's iterations are those of `flag`, then of `flag_modules`; then come `own` and
+    `floor`, and all again.
+    """
+
+    def __init__(self) -> None:
+        self.case = _read_case()
+        self._count = 0
+        self._mode = ""
+        self._marks: Marks | None = None
+        self._blocks: dict[str, list[_Block]] = defaultdict(list)
+        self._batches: list[PackedBatch] = []
+        self._tokens = 0
+        self._own: _OwnTrainer | None = None
+        self._own_bytes = self._other_bytes = 0
+        modes = ["flag", *(["flag_modules"] if "flag_modules" in self.case.modes else [])]
+        size = WARMUP + self.case.rounds
+        self._plan = [mode for _ in range(self.case.turns) for mode in modes for _ in range(size)]
+        self._looks = modes if self.case.kernels else []
+
+    def iteration(self, session: Any, run: Callable[[], Any]) -> Any:
+        """Runs one of the trainer's iterations; a mark at its beginning ends the one before."""
+        if self._count == 0:
+            self._start(session)
+        index, size = self._count, WARMUP + self.case.rounds
+        self._count += 1
+        if index >= len(self._plan):
+            return self._look(session, run, index - len(self._plan))
+        if index % size == 0:
+            self._begin(self._plan[index])
+        if index % size >= WARMUP:
+            self._mark(index % size == WARMUP)
+        answer = run()
+        self._tokens += real_tokens(self._batches)
+        if index % size == size - 1:
+            # The last iteration of a block ends here, without the trainer's log.
+            self._mark(False)
+            self._end()
+            if self._plan[index + 1 : index + 2] != ["flag_modules"]:
+                self._measure_rest(session)
+        if index == len(self._plan) - 1:
+            self._finish()
+        return answer
+
+    def _begin(self, mode: str) -> None:
+        self._mode = mode
+        _compute_by_modules(mode == "flag_modules")
+        wait_for_all()
+
+    def _mark(self, is_first: bool) -> None:
+        if is_first:
+            wait_for_all()
+            _reset_peak()
+            self._tokens = 0
+            self._marks = Marks(on_gpu=torch.cuda.is_available())
+        assert self._marks is not None, "a block has a first mark"
+        self._marks.set()
+
+    def _end(self) -> None:
+        assert self._marks is not None, "a block has marks"
+        peak = peak_bytes() - self._own_bytes
+        self._blocks[self._mode].append(_Block(self._marks.seconds(), self._tokens, peak))
+
+    def _measure_rest(self, session: Any) -> None:
+        _compute_by_modules(False)
+        if self._own is not None:
+            self._blocks["own"].append(self._own.block(self.case, self._other_bytes))
+        if "floor" in self.case.modes:
+            self._blocks["floor"].append(self._floor_block(session))
+        wait_for_all()
+
+    def _look(self, session: Any, run: Callable[[], Any], number: int) -> Any:
+        """Lists the kernels of one more iteration, and of the other modes behind the last."""
+        mode, file, answers = self._looks[number], self.case.kernels, []
+        assert file is not None, "somebody asked for kernels"
+        _compute_by_modules(mode == "flag_modules")
+        self._table(mode, lambda: answers.append(run()))
+        if number == len(self._looks) - 1:
+            if self._own is not None:
+                self._table("own", self._own.round)
+            if "floor" in self.case.modes:
+                self._table("floor", lambda: self._without_adapters(session, self._floor(session)))
+        return answers[0]
+
+    def _table(self, mode: str, run: Callable[[], object]) -> None:
+        assert self.case.kernels is not None, "somebody asked for kernels"
+        if is_main() and torch.cuda.is_available():
+            kernel_table(run, f"{self.case.impl} {self.case.layout} {mode}", self.case.kernels)
+        else:
+            run()
+
+    def _start(self, session: Any) -> None:
+        """Watches which micro-batches the trainer gets, and makes our own trainer beside it."""
+        feed = session._feed
+        fill = feed.fill
+
+        def watched(batches: Sequence[PackedBatch]) -> None:
+            self._batches = list(batches)
+            fill(batches)
+
+        feed.fill = watched
+        if "own" in self.case.modes:
+            before = self._other_bytes = _allocated()
+            self._own = _OwnTrainer(session, self.case)
+            self._own_bytes = _allocated() - before
+
+    def _floor_block(self, session: Any) -> _Block:
+        run, tokens = self._floor(session), real_tokens(self._batches)
+        block = self._without_adapters(
+            session, lambda: _timed(run, self.case.rounds, lambda: tokens)
+        )
+        return block._replace(peak_bytes=block.peak_bytes - self._own_bytes)
+
+    def _without_adapters(self, session: Any, run: Callable[[], T]) -> T:
+        """Runs the trainer's modules alone; the adapters are attached again behind it."""
+        bank = session.loop.super_model.bank
+        linears = [
+            (module.tlora_adapters.site, module)
+            for model in language_models(session._engine.chunks)
+            for module in model.modules()
+            if isinstance(module, MultiAdapter)
+        ]
+        attach(linears, AdapterBank(bank.sites, [], dtype=bank.dtype, device=bank.device))
+        _compute_by_modules(True)
+        result = run()
+        attach(linears, bank)
+        _compute_by_modules(False)
+        return result
+
+    def _floor(self, session: Any) -> Callable[[], None]:
+        """Forward and input gradients of the trainer's model, on micro-batches that it has run."""
+        engine, batches = session._engine, list(self._batches)
+        config = language_models(engine.chunks)[0].config
+
+        def run() -> None:
+            timers, config.timers = config.timers, None
+            get_forward_backward_func()(
+                forward_step_func=engine.forward_step,
+                data_iterator=iter(batches),
+                model=engine.chunks,
+                num_microbatches=len(batches),
+                seq_length=engine.seq_length,
+                micro_batch_size=1,
+                forward_only=False,
+            )
+            engine.take_losses()
+            config.timers = timers
+
+        return run
+
+    def _finish(self) -> None:
+        """Writes the rows: medians over all iterations of a mode, of the slowest process."""
+        medians = {}
+        for mode, blocks in self._blocks.items():
+            seconds = sorted(s for block in blocks for s in block.seconds)
+            medians[mode] = largest([seconds[len(seconds) // 2]])[0]
+        floor = medians.get("floor")
+        common = {
+            "gpu": gpu_name(),
+            "megatron_lm": versions("megatron-core", "transformer-engine"),
+            "floor_ms": "" if floor is None else round(floor * 1e3, 2),
+        }
+        rows = []
+        for mode, blocks in self._blocks.items():
+            measured = {
+                "step_ms": round(medians[mode] * 1e3, 2),
+                "tokens": round(sum(b.tokens for b in blocks) / len(blocks) / self.case.rounds),
+                "peak_bytes": round(largest([float(max(b.peak_bytes for b in blocks))])[0]),
+            }
+            rows.append(make_row(self.case, mode, common, measured))
+        if is_main():
+            Path(os.environ["TLORA_FLAG_ROWS"]).write_text(json.dumps(rows))
+
+
+class _OwnTrainer:
+    """Our own trainer in the same processes: a base of its own, the same jobs and data."""
+
+    def __init__(self, session: Any, case: Case) -> None:
+        theirs: SuperModel = session.loop.super_model
+        spec, groups = session._run.spec, theirs.groups
+        run = SyntheticRun(spec, groups.layout, dtype=theirs.bank.dtype)
+        loras = [job.spec.lora for job in theirs.jobs]
+        bank = AdapterBank(run.sites, loras, dtype=run.dtype, device=groups.device)
+        attach(run.linears, bank)
+        jobs = [fresh_job(job.spec, job.data.train, bank, spec) for job in theirs.jobs]
+        shape = RoundShape(num_micro_batches=lambda: 1, fills_budget=True)
+        self._ran: list[PackedBatch] = []
+        self._model: Any = SuperModel(
+            run.engine, bank, run.groups, jobs, micro_batch_tokens=case.tokens, round_shape=shape
+        )
+
+    def round(self) -> None:
+        """One round: packing, forward, backward, steps of jobs."""
+        model = self._model
+        self._ran = model.begin_round()
+        model.end_round(model.engine.forward_backward(self._ran))
+
+    def block(self, case: Case, other_bytes: int) -> _Block:
+        """Times a block of rounds."""
+        block = _timed(self.round, case.rounds, lambda: real_tokens(self._ran))
+        return block._replace(peak_bytes=block.peak_bytes - other_bytes)
+
+
+def real_tokens(batches: Sequence[PackedBatch]) -> int:
+    """Rows of documents, padding not counted."""
+    return sum(document.length for batch in batches for document in batch.view.documents)
+
+
+def _timed(run: Callable[[], object], rounds: int, tokens: Callable[[], int]) -> _Block:
+    for _ in range(WARMUP):
+        run()
+    wait_for_all()
+    _reset_peak()
+    marks, total = Marks(on_gpu=torch.cuda.is_available()), 0
+    marks.set()
+    for _ in range(rounds):
+        run()
+        total += tokens()
+        marks.set()
+    return _Block(marks.seconds(), total, peak_bytes())
+
+
+def _compute_by_modules(on: bool) -> None:
+    """Has plain layers and the head run by Megatron's modules, as `TLORA_FLAG_COMPUTE` does."""
+    PlainLayer.direct_sublayers = _NONE if on else _DIRECT  # type: ignore[assignment]
+    BuiltHead.runs = property(lambda self: False) if on else _RUNS  # type: ignore[method-assign]
+
+
+_NONE = property(lambda self: ())
+_DIRECT, _RUNS = PlainLayer.direct_sublayers, BuiltHead.runs
+
+
+def _allocated() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def _reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _read_case() -> Case:
+    document = json.loads(Path(os.environ["TLORA_FLAG_CASE"]).read_text())
+    document["modes"] = tuple(document["modes"])
+    document["kernels"] = Path(document["kernels"]) if document["kernels"] else None
+    return Case(**{field.name: document[field.name] for field in fields(Case)})
