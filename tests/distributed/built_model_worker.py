@@ -5,8 +5,9 @@ Arguments: file of the reference, then variants such as `rope=scaled,tp=2,sp=1,r
 `pp=2,vp=2,first=1`, `cp=2`, with `linears=te` (the stand-in of Transformer Engine's) or
 `linears=around` (Megatron's own as black boxes), `nano=2` (nano-batches, of which none may be made
 with `whole=1`); `own=4` has our kernels compute what they can, which is so many of the layers, and
-target rows alone where the head is plain; `rope=hybrid` is HybridModel, `rope=moe` has experts, a
-shared one among them. A variant `reference=plain+yarn` writes the file.
+target rows alone where the head is plain; `share=` is a LoRA sharding; `rope=hybrid` is
+HybridModel, `rope=moe` has experts, a shared one among them. A variant `reference=plain+yarn`
+writes the file.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,6 +140,10 @@ def build(options: dict[str, str], layout: ParallelLayout) -> Built:
     groups = record_stages(groups, linears)
     for lora in loras:
         check_targets(spec, groups.layout, "a job", lora.target_modules)
+    if "share" in options:
+        sharding: Any = options["share"]
+        groups = replace(groups, layout=replace(groups.layout, lora_sharding=sharding))
+        linears = [(replace(site, lora_sharding=sharding), linear) for site, linear in linears]
     compute = None
     if "own" in options:
         install_packed_attention(chunks)

@@ -46,11 +46,14 @@ OWN = (
     "rope=scaled,pp=2,vp=2,own=4,recompute=full",
     "rope=scaled,pp=2,vp=2,own=4,recompute=core_attn",
     "rope=scaled,tp=2,sp=1,own=4,linears=te",
+    "rope=scaled,tp=2,sp=1,own=4,linears=te,share=rank_exchange,recompute=full",
+    "rope=scaled,tp=2,own=4,linears=te,share=rank_exchange",
     "rope=scaled,tp=2,own=4,linears=te,recompute=mlp",
     "rope=scaled,tp=2,sp=1,own=4,nano=2",
     "rope=scaled,tp=2,own=4,nano=3,recompute=mlp",
     "rope=scaled,pp=2,vp=2,own=4,nano=2",
     "rope=yarn,tp=2,own=0",
+    "rope=moe,tp=2,sp=1,own=0",
 )
 """`first=3` of HybridModel cuts between a layer's attention and its MLP. `whole=1`: the model
 runs whole although nano-batches are asked for."""

@@ -63,7 +63,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    modes = ["local", "local-black-box", "te", "te-fused-rope", "te-fp8", "te-fp8-delayed"]
+    modes = [mode for mode in MODES if mode != "fp32"]
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=modes)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=1024)

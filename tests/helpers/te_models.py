@@ -22,6 +22,7 @@ from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron.built_model import freeze
 from tlora_megatron.integrations.megatron.discover import discover, record_stages
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
+from tlora_megatron.integrations.megatron.own_compute import use_own_compute
 from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
@@ -42,6 +43,8 @@ class Mode(NamedTuple):
     te: bool = False
     black_box: bool = False
     """Adapters go around Megatron's own linears as they go around Transformer Engine's."""
+    own: bool = False
+    """Our kernels compute the layers."""
     fused_rope: bool = False
     fp8_recipe: str | None = None
     dtype: torch.dtype = torch.bfloat16
@@ -51,7 +54,9 @@ MODES = {
     "fp32": Mode(dtype=torch.float32),
     "local": Mode(),
     "local-black-box": Mode(black_box=True),
+    "local-own": Mode(own=True),
     "te": Mode(te=True),
+    "te-own": Mode(te=True, own=True),
     "te-fused-rope": Mode(te=True, fused_rope=True),
     "te-fp8": Mode(te=True, fused_rope=True, fp8_recipe="tensorwise"),
     "te-fp8-delayed": Mode(te=True, fused_rope=True, fp8_recipe="delayed"),
@@ -107,6 +112,9 @@ def build(mode: Mode, spec: ModelSpec, groups: ParallelGroups, source: Any = Non
     install_packed_attention([model])
     linears = discover([model], spec, groups)
     groups = record_stages(groups, linears)
+    if mode.own:
+        compute = use_own_compute([model], linears, groups, spec.vocab_size)
+        assert compute.num_own == spec.num_layers, compute.line
     bank = AdapterBank([s for s, _ in linears], LORAS, dtype=mode.dtype, device=groups.device)
     attach(linears, bank, black_box=mode.black_box)
     return Subject(model=model.train(), groups=groups, bank=bank, spec=spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from tests.helpers.te_models import LORAS, Subject
+from tlora_megatron.integrations.megatron.built_head import Targets, use_targets
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import whole_tensors
 from tlora_megatron.layers.slab_layout import slab_layout
@@ -67,16 +69,21 @@ def make_batch(step: int, num_tokens: int, spec: ModelSpec, device: torch.device
     )
 
 
-def run(subject: Subject, batches: Sequence[Batch]) -> list[Tensor]:
+def run(subject: Subject, batches: Sequence[Batch], *, targets_alone: bool = False) -> list[Tensor]:
     """One forward and backward of all micro-batches; each job's loss, summed over them, on TP 0.
 
     Gradients are left in the slabs.
+
+    Args:
+        targets_alone: padding has no loss, where the head can do without it.
     """
     losses = [torch.zeros((), device=subject.groups.device) for _ in LORAS]
 
     def step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
         batch = next(iterator)
-        with use_micro_batch(batch.view):
+        targets = Targets(batch.weights.nonzero().flatten(), batch.labels, scores=False)
+        bound = use_targets(targets) if targets_alone else nullcontext()
+        with use_micro_batch(batch.view), bound:
             output = model(batch.tokens[None], None, None, labels=batch.labels[None])
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -108,12 +108,9 @@ def use_own_compute(
         vocab_size: number of tokens; further columns of the logits are padding.
 
     Raises:
-        ValueError: if `TLORA_FLAG_COMPUTE` is neither own nor modules.
+        ValueError: if `TLORA_FLAG_COMPUTE` is neither own nor modules, or not the same everywhere.
     """
-    asked = os.environ.get(VARIABLE) or "own"
-    if asked not in _ASKED:
-        raise ValueError(f"{VARIABLE} must be own or modules, got {asked}")
-    forced = f"{VARIABLE} is modules" if asked == "modules" else None
+    forced = f"{VARIABLE} is modules" if _agreed_choice() == "modules" else None
     models = language_models(chunks)
     late = LateReasons(logger.warning)
     num_own, reasons = 0, []
@@ -130,6 +127,18 @@ def use_own_compute(
     if groups.is_writer:
         logger.info("%s", compute.line)
     return compute
+
+
+def _agreed_choice() -> str:
+    """What the environment asks for; collective over the world: ranks of a head work together."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, os.environ.get(VARIABLE) or "own")
+    for asked in found:
+        if asked not in _ASKED:
+            raise ValueError(f"{VARIABLE} must be own or modules, got {asked}")
+    if len(set(found)) > 1:
+        raise ValueError(f"{VARIABLE} must be the same on all processes, got own and modules")
+    return found[0]
 
 
 def _prepare_te_linears(config: Any, linears: Sequence[tuple[Site, nn.Module]]) -> None:
@@ -184,8 +193,8 @@ def _times_of_layers(model: Any) -> float | None:
     config = model.config
     if config.fp8 or config.params_dtype.itemsize != 2:
         return None
-    linear = getattr(model.decoder.layers[0].self_attention, "linear_qkv", None)
-    times = 1.08 if hasattr(linear, "layer_norm_weight") else 1.02
+    linears = {is_te_linear(module) for module in model.decoder.modules()}
+    times = 1.08 if True in linears else 1.02
     if not config.bias_activation_fusion:
         times += 0.08
     return times if config.apply_rope_fusion else times + 0.04

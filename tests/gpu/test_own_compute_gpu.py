@@ -1,0 +1,76 @@
+"""Built models by our kernels beside Megatron's modules: launches, memory and losses on a GPU.
+
+Gradients against fp32 are in `test_transformer_engine_gpu.py` (`local-own`, `te-own`).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from tests.helpers.te_models import MODES, Subject, build, install_adapters, small_spec
+from tests.helpers.te_steps import Batch, make_batch, run
+from tlora_megatron.integrations.megatron.engine import current_groups
+from tlora_megatron.integrations.megatron.model import initialize_parallel
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.parallel.groups import ParallelGroups
+
+pytestmark = pytest.mark.gpu
+SPEC = small_spec(num_layers=4, hidden_size=1024)
+TOKENS = 2048
+HAS_TE = importlib.util.find_spec("transformer_engine") is not None
+NEEDS_TE = pytest.mark.skipif(not HAS_TE, reason="needs transformer_engine")
+
+
+class Found(NamedTuple):
+    """What one step of a mode gave and took."""
+
+    losses: list[float]
+    launches: int
+    peak_bytes: int
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ParallelGroups]:
+    layout = ParallelLayout()
+    initialize_parallel(layout)
+    yield current_groups(layout)
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def measure(mode: str, groups: ParallelGroups) -> Found:
+    gc.collect()
+    torch.cuda.empty_cache()
+    subject = build(MODES[mode], SPEC, groups)
+    install_adapters(subject, b_std=0.02)
+    batch = make_batch(0, TOKENS, SPEC, groups.device)
+    losses = [float(loss) for loss in _run(subject, batch)]
+    torch.cuda.reset_peak_memory_stats()
+    begin = torch.cuda.memory_allocated()
+    activities: Any = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as trace:
+        _run(subject, batch)
+        torch.cuda.synchronize()
+    launches = sum(event.count for event in trace.key_averages() if event.self_device_time_total)
+    return Found(losses, launches, torch.cuda.max_memory_allocated() - begin)
+
+
+def _run(subject: Subject, batch: Batch) -> list[torch.Tensor]:
+    return run(subject, [batch], targets_alone=True)
+
+
+@pytest.mark.parametrize("spec", ["local", pytest.param("te", marks=NEEDS_TE)])
+def test_fewer_launches_no_more_memory_the_same_losses(spec: str, groups: ParallelGroups) -> None:
+    modules, own = measure(spec, groups), measure(f"{spec}-own", groups)
+    print(modules, own)
+    assert own.losses == pytest.approx(modules.losses, rel=1e-2)
+    assert own.launches < 0.8 * modules.launches
+    assert own.peak_bytes <= modules.peak_bytes
