@@ -15,7 +15,6 @@ import numpy as np
 
 from scripts.bench.around_training.base import TOKENIZER, shapes
 from scripts.bench.harness.arguments import REPO
-from tests.helpers.megatron_lm import COMMON, CPU, words
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.training.formats.megatron_flags import megatron_flags
 
@@ -35,6 +34,11 @@ PRECISIONS = {
 }
 MODELS = {"8b": "8b", "six_layers": "six layers", "toy": "toy"}
 RANKS = (4, 8, 16, 16, 24, 32, 64, 64)
+_COMMON = (
+    "--micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --eval-interval 100 --eval-iters 0 "
+    "--num-workers 0 --seed 1 --mock-data --no-create-attention-mask-in-dataloader "
+    "--save-interval 1000000"
+)
 WORKER = Path(__file__).with_name("worker.py")
 TEXTS = REPO / "configs" / "quickstart" / "data"
 WARMUP = 3
@@ -96,7 +100,7 @@ class Place:
     def command(self, case: Case) -> list[str]:
         """torchrun's command line."""
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        backend = words("--no-masked-softmax-fusion --no-gradient-accumulation-fusion")
+        backend = ["--no-masked-softmax-fusion", "--no-gradient-accumulation-fusion"]
         parallel = f"--tensor-model-parallel-size {case.tp} --sequence-parallel"
         files = {
             "--tokenizer-type": "HuggingFaceTokenizer",
@@ -106,19 +110,17 @@ class Place:
         }
         numbers = {
             "--seq-length": case.tokens,
-            "--global-batch-size": 1,
             "--train-iters": case.iterations,
             "--log-interval": case.rounds,
-            "--save-interval": 10**6,
         }
         return [
             *(sys.executable, *launcher, str(case.tp), str(WORKER)),
             str(self.checkout / "pretrain_gpt.py"),
             *megatron_flags(self.spec()),
-            *(CPU if self.on_cpu else [*backend, *words(IMPLS[case.impl])]),
-            *COMMON,
-            *words("" if self.on_cpu else PRECISIONS[case.precision]),
-            *words(parallel if case.tp > 1 else ""),
+            *([] if self.on_cpu else [*backend, *IMPLS[case.impl].split()]),
+            *_COMMON.split(),
+            *("" if self.on_cpu else PRECISIONS[case.precision]).split(),
+            *(parallel if case.tp > 1 else "").split(),
             *(str(word) for pair in (*files.items(), *numbers.items()) for word in pair),
         ]
 

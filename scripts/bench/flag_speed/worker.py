@@ -7,23 +7,21 @@ and measures. Nothing is compiled in the checkout.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
+import typing
 from typing import Any
 
+import torch
 
-def _start_on_cpu() -> None:
-    from tests.helpers import megatron_lm_cpu
-
-    sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
-    megatron_lm_cpu.install()
+import scripts.bench.flag_speed.cases  # noqa: F401 - a checkout has a folder `scripts` too
+from tlora_megatron import launch
 
 
 def _install() -> None:
+    _install_hooks()
     from scripts.bench.flag_speed.turns import Turns
     from tlora_megatron.integrations.megatron_lm.session import Session
 
-    _install_hooks()
     initialize: Any = importlib.import_module("megatron.training.initialize")
     initialize._compile_dependencies = lambda *_: None
     turns = Turns()
@@ -35,13 +33,10 @@ def _install() -> None:
     Session.train_step = measured  # type: ignore[method-assign]
 
 
+_install_hooks = launch.install
+
 if __name__ == "__main__":
-    import torch
-
-    if not torch.cuda.is_available():
-        _start_on_cpu()
-    from tlora_megatron import launch
-
-    _install_hooks = launch.install
+    if not hasattr(typing, "override"):  # from Python 3.12 on, which newer checkouts ask for
+        typing.override = lambda method: method
     launch.install = _install
-    launch.main()
+    launch.main([*([] if torch.cuda.is_available() else ["--cpu"]), *sys.argv[1:]])
