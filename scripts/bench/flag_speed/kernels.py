@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 
 KINDS = (
-    ("rank-extended GEMM", r"lora_gemm|rank_rows|rank_sums"),
-    ("attention", r"flash|fmha|attention|cudnn.*sdpa"),
-    ("norm", r"rms_?norm|layer_?norm|_forward_kernel|_backward_kernel"),
-    ("cross-entropy", r"cross_entropy|softmax"),
+    ("rank-extended GEMM, rows and sums of ranks", r"lora_gemm|rank_rows|rank_sums"),
+    ("attention", r"flash|fmha|attention|sdpa"),
+    ("our norm and SwiGLU", r"^_(forward|backward)_kernel"),
+    ("cross-entropy", r"cross_entropy|softmax|_statistics_kernel|_gradient_kernel"),
+    ("norm", r"rms_?norm|layer_?norm"),
     ("SwiGLU", r"swiglu|silu"),
     ("rotation, sorting of heads", r"rotate|rope|rotary"),
-    ("quantisation", r"quantize|cast_transpose|amax|fp8"),
+    ("quantisation", r"quantize|cast_transpose|amax"),
     ("GEMM", r"gemm|cutlass|nvjet|cublas|sm90_xmma"),
     ("collective", r"nccl"),
     ("optimizer", r"adam"),

@@ -1,0 +1,91 @@
+"""The bench of the flag's speed: how it starts the script, and what its rows say."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.bench.flag_speed.cases import Case, Place
+from scripts.bench.flag_speed.kernels import kind_of
+from scripts.bench.flag_speed.rows import make_row, verdicts
+from tests.helpers.launch import python
+
+COLUMNS = (
+    "gpu,world,commit,megatron_lm,impl,precision,layout,mode,rows,tokens,step_ms,floor_ms,"
+    "peak_bytes"
+)
+
+
+def make_case(**changes: Any) -> Case:
+    fields: dict[str, Any] = {
+        "impl": "local",
+        "precision": "bf16",
+        "model": "toy",
+        "layers": None,
+        "tp": 2,
+        "tokens": 256,
+        "rounds": 8,
+        "turns": 2,
+        "commit": "abc",
+        "kernels": None,
+        "modes": ("flag_modules", "own", "floor"),
+    }
+    return Case(**(fields | changes))
+
+
+def test_the_command_of_a_life(tmp_path: Path) -> None:
+    case, place = make_case(), Place(checkout=tmp_path, work=tmp_path / "work", on_cpu=False)
+    place.prepare(case)
+    words = place.command(case)
+    assert words[words.index("--nproc-per-node") + 1] == "2"
+    assert words[words.index("--train-iters") + 1] == str(2 * 2 * (3 + 8))
+    for flag in ("--sequence-parallel", "--bf16", "--swiglu", "--tlora-config"):
+        assert flag in words
+    assert {path.name for path in (tmp_path / "work").iterdir()} >= {"jobs.json", "job7.jsonl"}
+
+
+def test_rows_have_the_columns_of_the_table() -> None:
+    common = {"gpu": "GPU", "megatron_lm": "core", "floor_ms": 10.0}
+    rows = [
+        make_row(make_case(), mode, common, {"step_ms": ms, "tokens": 250, "peak_bytes": 2**30})
+        for mode, ms in (("flag", 12.0), ("flag_modules", 15.0), ("own", 11.0), ("floor", 10.0))
+    ]
+    assert ",".join(rows[0]) == COLUMNS
+    assert list(verdicts(rows)) == [
+        "local flag: 1.091 of our own trainer's, must be 1.05",
+        "local flag_modules: 1.364 of our own trainer's",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("_forward_kernel", "our norm and SwiGLU"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "GEMM"),
+        ("void lora_gemm<...>", "rank-extended GEMM, rows and sums of ranks"),
+        ("void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel", "norm"),
+        ("triton_poi_fused_add_mul_silu_0", "SwiGLU"),
+        ("something", "other"),
+    ],
+)
+def test_kinds_of_kernels(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+@pytest.mark.slow
+@pytest.mark.megatron_lm
+def test_a_life_over_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    file = tmp_path / "rows.csv"
+    size = ("--model", "toy", "--tokens", 256, "--rounds", 1, "--turns", 1)
+    options = ("--megatron-lm", os.environ["MEGATRON_LM_PATH"], "--csv", file)
+    output = python("-m", "scripts.bench.flag_speed", *size, *options)
+    assert "base: 2 of 2 layers by our kernels, head by ours" in output
+    with file.open() as rows:
+        assert [row["mode"] for row in csv.DictReader(rows)] == [
+            "flag", "flag_modules", "own", "floor",
+        ]  # fmt: skip
