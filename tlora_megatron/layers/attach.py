@@ -79,7 +79,8 @@ def check_blocks_fit(job: str, lora: LoraSpec, linears: Iterable[tuple[Site, nn.
         targeted = any(shard.target in lora.target_modules for shard in site.targets)
         if not (lora.is_block_diagonal and targeted and site.tp_size > 1):
             continue
-        if not isinstance(module, MultiAdapter) and not hasattr(module, "_forward_impl"):
+        is_prepared = isinstance(module, MultiAdapter) and not isinstance(module, BlackBoxMixin)
+        if not is_prepared and not hasattr(module, "_forward_impl"):
             raise ValueError(_uncut(f"lora.parametrization of job {job!r}", module))
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.layers.linear_sites import PlainSite
+from tlora_megatron.layers.te_linear import TEProductMixin
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import ModelSpec
@@ -59,12 +60,17 @@ def _agreed_choice(
     linears: Linears,
     jobs: Sequence[PreparedJob],
 ) -> ShardingChoice:
-    foreign = {type(m).__name__ for _, m in linears if not hasattr(m, "_forward_impl")}
+    others = [module for _, module in linears if not hasattr(module, "_forward_impl")]
+    foreign = {type(module).__name__ for module in others if not isinstance(module, TEProductMixin)}
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, sorted(foreign))
-    black_box = next((name for names in found for name in names), None)
+    dist.all_gather_object(found, (sorted(foreign), bool(others)))
+    black_box = next((name for names, _ in found for name in names), None)
     asked = config.parallel.lora_sharding
-    times, source = _predict(config, spec, groups, jobs) if asked == "auto" else ({}, "")
+    times: dict[LoraSharding, float] = {}
+    # What our kernels can compute is computed around the base, by fold too, where they do not.
+    source = "of what works around Transformer Engine's linears too, fold exchanges least"
+    if asked == "auto" and not any(has_others for _, has_others in found):
+        times, source = _predict(config, spec, groups, jobs)
     choice = choose_lora_sharding(
         asked,
         tp_size=groups.layout.tp_size,

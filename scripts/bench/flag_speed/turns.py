@@ -26,6 +26,7 @@ from tlora_megatron.integrations.megatron.layer.plain_layer import PlainLayer
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.multi_adapter import MultiAdapter
+from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.packing.packing import PackedBatch, RoundShape
 from tlora_megatron.training.super_model import SuperModel
@@ -223,7 +224,9 @@ class _OwnTrainer:
     def __init__(self, session: Any, case: Case) -> None:
         theirs: SuperModel = session.loop.super_model
         spec, groups = session._run.spec, theirs.groups
-        run = SyntheticRun(spec, groups.layout, dtype=theirs.bank.dtype)
+        tp_size = groups.layout.tp_size
+        layout = ParallelLayout(tp_size=tp_size, sequence_parallel=tp_size > 1)
+        run = SyntheticRun(spec, layout, dtype=theirs.bank.dtype)
         loras = [job.spec.lora for job in theirs.jobs]
         bank = AdapterBank(run.sites, loras, dtype=run.dtype, device=groups.device)
         attach(run.linears, bank)
