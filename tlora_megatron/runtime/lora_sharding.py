@@ -60,12 +60,16 @@ def _agreed_choice(
     linears: Linears,
     jobs: Sequence[PreparedJob],
 ) -> ShardingChoice:
+    asked = config.parallel.lora_sharding
     others = [module for _, module in linears if not hasattr(module, "_forward_impl")]
-    foreign = {type(module).__name__ for module in others if not isinstance(module, TEProductMixin)}
+    foreign = {
+        type(module).__name__.removeprefix("MultiLoRA")
+        for module in others
+        if asked == "s_lora" or not isinstance(module, TEProductMixin)
+    }
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (sorted(foreign), bool(others)))
     black_box = next((name for names, _ in found for name in names), None)
-    asked = config.parallel.lora_sharding
     times: dict[LoraSharding, float] = {}
     # What our kernels can compute is computed around the base, by fold too, where they do not.
     source = "of what works around Transformer Engine's linears too, fold exchanges least"
