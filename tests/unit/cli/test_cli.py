@@ -209,6 +209,19 @@ class TestInspect:
         lines = capsys.readouterr().out.splitlines()
         assert [x for x in lines if x.startswith("nano-batches")] == ([line] if line else [])
 
+    def test_run_says_who_computed_the_base(
+        self, run_dir: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = run_dir / "summary.json"
+        summary = json.loads(path.read_text())
+        reasons = ["layers 0-1 by Megatron's modules: fp8 is hybrid"]
+        layers = {"own": 2, "modules": 2}
+        summary["run"]["compute"] = {"layers": layers, "head": "own", "reasons": reasons}
+        path.write_text(json.dumps(summary))
+        assert main(["inspect", str(run_dir)]) == 0
+        line = f"base: 2 of 4 layers by our kernels, head by ours; {reasons[0]}\n"
+        assert line in capsys.readouterr().out
+
     def test_run_json(self, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["inspect", str(run_dir), "--json"]) == 0
         content = json.loads(capsys.readouterr().out)
