@@ -1,8 +1,8 @@
 """Which parts of a built model our kernels compute, decided before training and told once.
 
 Modules stay the owners of weights, names and checkpoints. What is not plain runs by them, with a
-reason: in the log, in `summary.json` and so in `tlora inspect RUN`. `TLORA_FLAG_COMPUTE=modules`
-has all run by them, to compare and as a way out.
+reason: in the log, in `summary.json` and so in `tlora inspect RUN`. It takes
+`TLORA_FLAG_COMPUTE=own`: all runs by the modules as long as the kernels have not been measured so.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def use_own_compute(
     Raises:
         ValueError: if `TLORA_FLAG_COMPUTE` is neither own nor modules, or not the same everywhere.
     """
-    forced = f"{VARIABLE} is modules" if _agreed_choice() == "modules" else None
+    forced = f"{VARIABLE}=own asks for our kernels" if _agreed_choice() == "modules" else None
     models = language_models(chunks)
     late = LateReasons(logger.warning)
     num_own, reasons = 0, []
@@ -132,7 +132,7 @@ def use_own_compute(
 def _agreed_choice() -> str:
     """What the environment asks for; collective over the world: ranks of a head work together."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, os.environ.get(VARIABLE) or "own")
+    dist.all_gather_object(found, os.environ.get(VARIABLE) or "modules")
     for asked in found:
         if asked not in _ASKED:
             raise ValueError(f"{VARIABLE} must be own or modules, got {asked}")

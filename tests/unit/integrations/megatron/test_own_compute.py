@@ -32,7 +32,12 @@ from tlora_megatron.integrations.megatron.layer import module_hooks, plain_layer
 from tlora_megatron.integrations.megatron.layer.mixing import built_class
 from tlora_megatron.integrations.megatron.layer.module_hooks import foreign_hook
 from tlora_megatron.integrations.megatron.model import initialize_parallel
-from tlora_megatron.integrations.megatron.own_compute import OwnCompute, _spans, use_own_compute
+from tlora_megatron.integrations.megatron.own_compute import (
+    OwnCompute,
+    _agreed_choice,
+    _spans,
+    use_own_compute,
+)
 from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
@@ -319,6 +324,13 @@ def test_another_choice_is_refused(groups: ParallelGroups, monkeypatch: pytest.M
     monkeypatch.setenv("TLORA_FLAG_COMPUTE", "ours")
     with pytest.raises(ValueError, match="TLORA_FLAG_COMPUTE must be own or modules, got ours"):
         use_own_compute([], [], groups, SPEC.vocab_size)
+
+
+def test_modules_compute_unless_asked_otherwise(
+    groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TLORA_FLAG_COMPUTE")
+    assert _agreed_choice() == "modules"
 
 
 def test_spans_of_layers() -> None:
