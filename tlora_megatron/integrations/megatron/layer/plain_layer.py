@@ -75,7 +75,9 @@ class PlainLayer(TransformerLayer):
         """The layer's sublayers if it may run by them now, otherwise none."""
         if runs_direct(self.tlora_modules, self.tlora_sublayers):
             return self.tlora_sublayers
-        self.tlora_late.add(self, _why_not_now(self.tlora_modules))
+        reason = _why_not_now(self.tlora_modules)
+        if reason is not None:
+            self.tlora_late.add(self, reason)
         return ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,10 +214,14 @@ def _swiglu_vjp(x: Tensor, view: MicroBatchView, lane: Lane | None) -> tuple[Ten
     return swiglu_vjp(x)
 
 
-def _why_not_now(modules: Sequence[nn.Module]) -> str:
+def _why_not_now(modules: Sequence[nn.Module]) -> str | None:
+    """Returns what has come since the layer was found plain.
+
+    None where its linears have no adapters yet: the base is scored before they get any.
+    """
     if hangs_on_all():
         return "a hook waits for all modules"
     if packs_saved_tensors():
         return "tensors that autograd saves go through hooks"
     reasons = filter(None, map(what_hangs_on, modules))
-    return next(reasons, "a linear has no product of its own")
+    return next(reasons, None)
