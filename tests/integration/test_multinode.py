@@ -119,8 +119,11 @@ class Training:
 
     @property
     def has_saved(self) -> bool:
-        """Whether all jobs have stepped behind their first checkpoint."""
-        return all(len(self.steps(name)) > CHECKPOINT_EVERY for name in NAMES)
+        """Whether all jobs have stepped behind their first checkpoint, which is on the disk."""
+        stepped = all(len(self.steps(name)) > CHECKPOINT_EVERY for name in NAMES)
+        return stepped and all(
+            any((self.job(name) / "checkpoints").glob("step_*")) for name in NAMES
+        )
 
     def saved_steps(self) -> dict[str, int]:
         """The step of every job's newest checkpoint."""
