@@ -46,7 +46,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def heard(path: Path) -> dict[str, Any]:
-    """What the callbacks heard."""
+    """Returns the events that the callbacks heard."""
     return json.loads(path.read_text())
 
 

@@ -45,7 +45,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def seen(root: Path) -> dict[str, Any]:
-    """What the worker saw."""
+    """Returns the worker's record of a run."""
     found: dict[str, Any] = json.loads((root / "seen.json").read_text())
     return found
 

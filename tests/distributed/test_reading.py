@@ -40,7 +40,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def said(config: Path, *overrides: str) -> str:
-    """What both ranks say alike."""
+    """Returns the answer that both ranks give."""
     lines = re.findall(r"^<(.*)>$", world(WORKER, 2, config, *overrides), re.MULTILINE)
     assert len(lines) == 2
     assert lines[0] == lines[1]

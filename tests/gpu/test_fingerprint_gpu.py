@@ -47,7 +47,7 @@ WIDE = {
 
 
 def cases() -> list[str]:
-    """What this machine can run."""
+    """Returns the cases that this machine can run."""
     te = importlib.util.find_spec("transformer_engine") is not None
     return [*LOCAL, *(TE if te else []), WRONG]
 

@@ -12,14 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 
+from tests.helpers.one_process import one_process_groups
 from tests.helpers.te_models import MODES, Subject, build, install_adapters, small_spec
 from tests.helpers.te_steps import Batch, make_batch, run
-from tlora_megatron.integrations.megatron.engine import current_groups
-from tlora_megatron.integrations.megatron.model import initialize_parallel
-from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +26,7 @@ NEEDS_TE = pytest.mark.skipif(not HAS_TE, reason="needs transformer_engine")
 
 
 class Found(NamedTuple):
-    """What one step of a mode gave and took."""
+    """Losses, launches and memory of one step of a mode."""
 
     losses: list[float]
     launches: int
@@ -39,11 +35,8 @@ class Found(NamedTuple):
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[ParallelGroups]:
-    layout = ParallelLayout()
-    initialize_parallel(layout)
-    yield current_groups(layout)
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    with one_process_groups() as groups:
+        yield groups
 
 
 def measure(mode: str, groups: ParallelGroups) -> Found:

@@ -36,12 +36,12 @@ class Incident(NamedTuple):
 
     @property
     def never_moves(self) -> bool:
-        """Whether none of its updates can be applied."""
+        """True if none of its updates can be applied."""
         return self.bad_steps == NUM_STEPS
 
     @property
     def fails(self) -> bool:
-        """Whether it ends before its time, or without having been trained."""
+        """True if it ends before its time, or without having been trained."""
         return self.steps < NUM_STEPS or self.never_moves
 
     def case(self, **sections: Any) -> Case:

@@ -119,7 +119,7 @@ class Training:
 
     @property
     def has_saved(self) -> bool:
-        """Whether all jobs have stepped behind their first checkpoint, which is on the disk."""
+        """True once all jobs have stepped behind their first checkpoint, which is on the disk."""
         stepped = all(len(self.steps(name)) > CHECKPOINT_EVERY for name in NAMES)
         return stepped and all(
             any((self.job(name) / "checkpoints").glob("step_*")) for name in NAMES

@@ -26,5 +26,6 @@ def test_the_phases_of_a_process_add_up_to_what_its_user_waits(tmp_path: Path) -
     assert 0 < run["wall_time_s"] < waited_s + 0.02
     for name in ("imports", "base", "data", "rounds", "evaluation"):
         assert times[name] > 0, name
-    assert times["rounds"] == pytest.approx(run["train_time_s"], rel=0.02)
+    # The other clock is read around this one: what a busy machine does between them is in it alone.
+    assert times["rounds"] <= run["train_time_s"]
     assert f"time: {time_line(run)}" in output

@@ -92,6 +92,6 @@ def _are_aligned(addresses: list[int]) -> bool:
 
 
 def _is_watched() -> bool:
-    """Whether a launch hook is set, as by Triton's profiler."""
+    """Returns True if a launch hook is set, as by Triton's profiler."""
     hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)

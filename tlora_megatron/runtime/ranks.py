@@ -166,7 +166,7 @@ def _describe_death(rank: int, number: int) -> str:
 
 
 def rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank of `nproc` on one machine; rank 0 opens the store at `port`."""
+    """Returns torchrun's variables for one rank of this machine; rank 0's store is at `port`."""
     values: dict[str, object] = {
         "RANK": rank,
         "LOCAL_RANK": rank,

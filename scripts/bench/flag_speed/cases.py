@@ -1,4 +1,4 @@
-"""What is measured, and the command that starts it."""
+"""The cases of the benchmark, and the command that starts each."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def iterations(self) -> int:
-        """Of the trainer: own and modules take turns, and each is looked at once more."""
+        """The number of trainer iterations: both ways take turns, then each is profiled."""
         num_modes = 1 + ("flag_modules" in self.modes)
         return self.turns * num_modes * (WARMUP + self.rounds) + num_modes * bool(self.kernels)
 

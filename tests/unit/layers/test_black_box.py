@@ -7,25 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from tests.helpers.built_model import LORAS, fill_bank
+from tests.helpers.one_process import one_process_groups
 from tests.helpers.te_stand_in import (
     TEColumnParallelLinear,
     TELayerNormColumnParallelLinear,
     TERowParallelLinear,
 )
 from tests.helpers.user_models import SPEC, user_config
-from tlora_megatron.integrations.megatron.engine import current_groups
-from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.black_box import InputNorm
 from tlora_megatron.layers.multi_adapter import BlackBoxMixin, MegatronLinearMixin
 from tlora_megatron.layers.sites import Site, make_site
-from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.routing.segments import Document, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
@@ -38,11 +34,8 @@ VIEW = pack_micro_batch(
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[ParallelGroups]:
-    layout = ParallelLayout()
-    initialize_parallel(layout)
-    yield current_groups(layout)
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    with one_process_groups() as groups:
+        yield groups
 
 
 def make(groups: ParallelGroups, kind: Any, linear: str, **fields: Any) -> tuple[Any, Site]:

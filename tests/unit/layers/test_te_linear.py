@@ -15,7 +15,7 @@ from tlora_megatron.layers.te_linear import TEProductMixin, is_te_linear, why_no
 
 
 class _Wrapper(nn.Module):
-    """What of Megatron's wrappers is read, as Transformer Engine 2.17.1 has it."""
+    """The attributes of Megatron's wrappers that are read, as with Transformer Engine 2.17.1."""
 
     def __init__(self, parallel_mode: str = "row", bias: bool = False) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ _LR = "optimizer.lr"
 
 
 class JobDefaults(NamedTuple):
-    """What DeepSpeed's keys say about jobs."""
+    """The values for jobs that DeepSpeed's own keys give."""
 
     fields: dict[str, Any]
     """Fields of a job, nested like one."""

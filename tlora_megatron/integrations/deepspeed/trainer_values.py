@@ -22,7 +22,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerValue:
-    """What one argument of a trainer says about a key of the job file."""
+    """A value for a key of the job file, from one argument of a trainer."""
 
     argument: str
     value: Any

@@ -26,7 +26,7 @@ from tlora_megatron.parallel.groups import ParallelGroups
 
 
 class Targets(NamedTuple):
-    """What a call of the model is to compute in the place of logits."""
+    """The work that a call of the model does in the place of logits."""
 
     rows_n: Tensor
     """Rows with a target, int64, ascending."""

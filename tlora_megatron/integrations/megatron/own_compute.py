@@ -56,7 +56,7 @@ class WhyNot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnCompute:
-    """What of the whole model our kernels compute."""
+    """The parts of the whole model that our kernels compute."""
 
     num_own: int
     """Of the decoder's layers."""
@@ -130,7 +130,7 @@ def use_own_compute(
 
 
 def _agreed_choice() -> str:
-    """What the environment asks for; collective over the world: ranks of a head work together."""
+    """Returns the environment's choice; collective over the world, for ranks share a head."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, os.environ.get(VARIABLE) or "modules")
     for asked in found:

@@ -257,7 +257,7 @@ def _runs_sublayers(block: Any, view: MicroBatchView, angles: Tensor | None) -> 
 
 
 def _has_sublayers(layer: Any, view: MicroBatchView, angles: Tensor | None) -> bool:
-    """Whether a layer may run by sublayers now, which take no argument but the hidden states."""
+    """Returns True if a layer may run by sublayers now, which take the hidden states alone."""
     rotary = getattr(layer, "tlora_rotary", None)
     if rotary is not None and not rotary.gives(angles, view):
         return False

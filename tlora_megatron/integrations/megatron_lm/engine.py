@@ -133,7 +133,7 @@ class MegatronLmEngine:
         return [(out["losses"], out["right"]) for out in outs]
 
     def _targets(self, batch: PackedBatch, *, scores: bool) -> Targets | None:
-        """What the head is to compute; None where the model's own computes all rows."""
+        """Returns the head's work; None where the model's own head computes all rows."""
         if self._head is None or not self._head.runs:
             return None
         return Targets(batch.target_rows, batch.labels[0], scores)

@@ -84,7 +84,7 @@ def pair_factors(columns: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def keep_mask(hash_M: tl.tensor, columns: tl.tensor, below: tl.tensor) -> tl.tensor:
-    """Whether each element is kept; `columns` broadcasts against `hash_M`, as does `below`."""
+    """Returns True for kept elements; `columns` and `below` broadcast against `hash_M`."""
     seeds = (hash_M ^ seed_steps(columns)) * _SEED_FACTOR
     seeds = seeds ^ (seeds >> 16)
     bits = (seeds * pair_factors(columns)) >> ((columns & 1) << 4).to(tl.uint32)

@@ -24,7 +24,7 @@ End = torch.Tensor | GradientEdge
 
 
 def runs_triton(x: torch.Tensor) -> bool:
-    """Whether a tensor gets the Triton kernels: on GPUs, unless `TLORA_KERNELS=torch`."""
+    """Returns True if a tensor gets the Triton kernels: on GPUs, unless `TLORA_KERNELS=torch`."""
     return x.is_cuda and _device_runs_triton(x.device, forced_kernels() == "torch")
 
 

@@ -54,7 +54,7 @@ def attend_documents_vjp(
 
 
 def runs_flash(q_TND: torch.Tensor) -> bool:
-    """Whether flash attention takes such heads."""
+    """Returns True if flash attention takes such heads."""
     return q_TND.is_cuda and q_TND.dtype != torch.float32 and q_TND.shape[-1] % 8 == 0
 
 

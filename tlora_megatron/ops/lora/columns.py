@@ -27,7 +27,7 @@ class OutputColumns:
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all columns, in order."""
+        """True if these are all columns, in order."""
         return self.width == self.stride
 
     def view(self, y_TN: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ class SiteFactors:
         return self.columns[0].groups * self.columns[0].stride
 
     def uses_dropout(self, rows: RowGroups) -> bool:
-        """Whether any element of these rows may be dropped; evaluation has no keys."""
+        """True if any element of these rows may be dropped; evaluation has no keys."""
         return self.has_dropout and bool(rows.dropout_keys)
 
     def cached(self, build: Callable[[SiteFactors], T]) -> T:
@@ -80,6 +80,6 @@ class SiteFactors:
 
 
 def are_aligned(grads: Gradients) -> bool:
-    """Whether every row of the gradients lies at 16 bytes."""
+    """True if every row of the gradients lies at 16 bytes."""
     given = [grad for slot in grads for grad in slot if grad is not None]
     return not any(g.data_ptr() % 16 or g.stride(0) * g.element_size() % 16 for g in given)

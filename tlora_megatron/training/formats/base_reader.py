@@ -77,7 +77,7 @@ def read_base(
 
 
 class _Lane:
-    """What one thread works with: its blocks of memory and its stream."""
+    """One reading thread's blocks of memory and its stream."""
 
     def __init__(self, device: torch.device, block_bytes: int) -> None:
         gpu = device.type == "cuda"

@@ -23,7 +23,7 @@ _LEAST_SPREAD = 1e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """What a base says of a text of no meaning."""
+    """A base model's log-probabilities of a fixed sequence of tokens."""
 
     vocab_size: int
     tokens: tuple[int, ...]

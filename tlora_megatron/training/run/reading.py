@@ -19,7 +19,7 @@ __all__ = ["Background", "Failed", "StillReading", "reads_here", "share"]
 
 
 class Failed(NamedTuple):
-    """What a job, or everything, cannot be read for."""
+    """The reason for which a job, or the whole run, cannot be read."""
 
     message: str
 

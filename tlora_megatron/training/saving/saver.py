@@ -23,7 +23,7 @@ from tlora_megatron.training.saving.writer import Writer
 
 @dataclass(kw_only=True, slots=True)
 class SavingTimes:
-    """What saving took, on the writer."""
+    """Counts and seconds of a run's saves, on the writer."""
 
     stops: int = 0
     """Times that the training stood still for saves, of however many jobs."""

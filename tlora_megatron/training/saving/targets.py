@@ -1,4 +1,4 @@
-"""What a snapshot of a job is written as: a checkpoint, or an adapter for PEFT."""
+"""The files that a job's snapshot is written to: a checkpoint, or an adapter for PEFT."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Beat(NamedTuple):
-    """What a rank has last said of itself."""
+    """A rank's last sign of life."""
 
     number: int
     still_s: float
@@ -167,7 +167,7 @@ class HangWatch:
                 before, still_s = None, still_s if hurries else 0.0
 
     def _judge(self, before: Sequence[Beat], after: Sequence[Beat]) -> str:
-        """What hinders the run, from two looks at all ranks' beats; empty if one gets on."""
+        """Says what hinders the run, from two looks at all ranks' beats; empty if one gets on."""
         if not before or not after:
             keeper = "torchrun's agent" if _agent_keeps_store() else "rank 0"
             return f"{keeper} on host {self._keeper}, which keeps the run's store, does not answer"

@@ -1,4 +1,4 @@
-"""What a loop tells of its rounds: the run may be asked to stop, and must not stand still."""
+"""Watches a loop's rounds: the run may be asked to stop, and must not stand still."""
 
 from __future__ import annotations
 

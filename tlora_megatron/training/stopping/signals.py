@@ -50,7 +50,7 @@ class SignalCounter:
 
 
 class StopSignals:
-    """What a process of a run does with `STOP_SIGNALS`.
+    """Takes `STOP_SIGNALS` for a process of a run: the first is noted, the second ends it.
 
     From `install` on, a signal ends the process at once with exit code 128 + n. From `hold` on, the
     first one is kept in `received` for the loop, which ends behind the round under way, and a

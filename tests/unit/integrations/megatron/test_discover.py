@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.helpers.one_process import one_process_groups
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import MOE_SPEC, SPEC, build_user_gpt
 from tlora_megatron.config.job import SHARED_EXPERT_TARGETS, LoraSpec
@@ -24,9 +23,7 @@ from tlora_megatron.integrations.megatron.built_model import (
     require_whole_weights,
 )
 from tlora_megatron.integrations.megatron.discover import discover, record_stages
-from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
-from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.integrations.megatron.packed_attention import (
     DocumentRotaryEmbedding,
     install_packed_attention,
@@ -49,11 +46,8 @@ class Wrapped(nn.Module):
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[ParallelGroups]:
-    layout = ParallelLayout()
-    initialize_parallel(layout)
-    yield current_groups(layout)
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    with one_process_groups() as groups:
+        yield groups
 
 
 @pytest.fixture

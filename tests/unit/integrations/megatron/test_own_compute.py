@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
@@ -23,15 +21,14 @@ from tests.helpers.built_model import (
     run_packed,
     whole_gradients,
 )
+from tests.helpers.one_process import one_process_groups
 from tests.helpers.user_models import SPEC, build_user_gpt
 from tlora_megatron.integrations.megatron.built_head import Targets, use_targets
 from tlora_megatron.integrations.megatron.built_model import freeze
 from tlora_megatron.integrations.megatron.discover import discover
-from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.layer import module_hooks, plain_layer
 from tlora_megatron.integrations.megatron.layer.mixing import built_class
 from tlora_megatron.integrations.megatron.layer.module_hooks import foreign_hook
-from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.integrations.megatron.own_compute import (
     OwnCompute,
     _agreed_choice,
@@ -41,7 +38,6 @@ from tlora_megatron.integrations.megatron.own_compute import (
 from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
-from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.routing.segments import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
@@ -52,11 +48,8 @@ Results = tuple[list[Tensor], list[dict[str, Tensor]]]
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[ParallelGroups]:
-    layout = ParallelLayout()
-    initialize_parallel(layout)
-    yield current_groups(layout)
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    with one_process_groups() as groups:
+        yield groups
 
 
 class Case:

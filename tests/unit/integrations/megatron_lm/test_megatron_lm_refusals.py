@@ -111,7 +111,7 @@ def test_other_formats_stay_as_given(tmp_path: Path) -> None:
 
 
 def fail_without_a_word(value: object) -> None:
-    """What a bare assertion does; pytest would put its own words into one."""
+    """Raises as a bare assertion does; pytest would put its own words into one."""
     raise AssertionError
 
 

@@ -1,4 +1,4 @@
-"""What could not be written at the end of a job is refused before it trains, by name."""
+"""A folder that could not be written at a job's end is refused before it trains, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says of itself."""
+"""The contents of a run's summary."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def saved(folder: Path, job: JobState, step: int) -> dict[str, torch.Tensor]:
 
 
 def state(job: JobState) -> dict[str, torch.Tensor]:
-    """What a checkpoint of the job as it is now must hold."""
+    """Returns the tensors that a checkpoint of the job as it is now must hold."""
     moments = {f"{b}.{n}": t for b in BUFFERS[1:] for n, t in whole_values(job, b).items()}
     return whole_values(job, "master") | moments
 
@@ -73,7 +73,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def change(job: JobState) -> None:
-    """What an optimizer step does."""
+    """Changes a job's weights and moments, as an optimizer step does."""
     for buffer in job.adapter.slab.buffers().values():
         buffer.add_(1)
     job.step += 1
@@ -156,7 +156,7 @@ def test_a_job_due_again_waits_for_its_last_save(tmp_path: Path, gate: Gate) -> 
 
 
 def test_what_comes_behind_the_saves_is_written_behind_them(tmp_path: Path, gate: Gate) -> None:
-    """As Megatron-LM's iteration.json: a trainer must not count ahead of its jobs."""
+    """A file behind the saves waits for them: a trainer must not count ahead of its jobs."""
     jobs = [make_job(name) for name in "abc"]
     saver = make_saver(*jobs)
     there: list[bool] = []

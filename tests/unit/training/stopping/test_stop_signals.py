@@ -1,4 +1,4 @@
-"""What a process does with the signals that stop a run; each case in a process of its own."""
+"""Signals that stop a run end its process as they should; each case has a process."""
 
 from __future__ import annotations
 

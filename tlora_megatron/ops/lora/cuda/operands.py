@@ -117,7 +117,7 @@ class CudaSite:
 
 
 def is_supported(factors: SiteFactors) -> bool:
-    """Whether the kernels can compute a linear: a function of the linear, not of a micro-batch.
+    """Returns True if the kernels can compute a linear, whatever the micro-batch.
 
     They need rows of whole 16 bytes, gradients at 16 bytes (bulk copies fault elsewhere, and an odd
     size of one linear shifts others' gradients in the slabs), fused columns in 64s, and shards of x

@@ -12,7 +12,7 @@ from tlora_megatron.ops.routing.row_groups import RowGroups
 
 
 def pairs_of_columns(values: torch.Tensor, first_column: int) -> bool:
-    """Whether the dropout mask may work on registers of two values (`dropout.triton.drop_zero`)."""
+    """Returns True if dropout may work on registers of two values (`dropout.triton.drop_zero`)."""
     interpreted: bool = triton.knobs.runtime.interpret
     return not interpreted and values.element_size() == 2 and first_column % 2 == 0
 
