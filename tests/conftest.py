@@ -65,8 +65,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # An example takes as long as the machine needs.
     hypothesis.settings.register_profile("patient", deadline=None)
     hypothesis.settings.load_profile("patient")
-    # What is compared with Megatron's modules; those who ask for them say so.
-    os.environ.setdefault("TLORA_FLAG_COMPUTE", "own")
     session_address()
     if cache := getattr(config, "cache", None):
         os.environ.setdefault(ORACLE_CACHE, str(cache.mkdir("oracle")))

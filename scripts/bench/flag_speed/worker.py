@@ -7,7 +7,6 @@ and measures. Nothing is compiled in the checkout.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import typing
 from typing import Any
@@ -37,7 +36,6 @@ def _install() -> None:
 _install_hooks = launch.install
 
 if __name__ == "__main__":
-    os.environ["TLORA_FLAG_COMPUTE"] = "own"
     if not hasattr(typing, "override"):  # from Python 3.12 on, which newer checkouts ask for
         typing.override = lambda method: method
     launch.install = _install

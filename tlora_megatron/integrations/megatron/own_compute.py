@@ -1,8 +1,8 @@
 """Which parts of a built model our kernels compute, decided before training and told once.
 
 Modules stay the owners of weights, names and checkpoints. What is not plain runs by them, with a
-reason: in the log, in `summary.json` and so in `tlora inspect RUN`. It takes
-`TLORA_FLAG_COMPUTE=own`: all runs by the modules as long as the kernels have not been measured so.
+reason: in the log, in `summary.json` and so in `tlora inspect RUN`. With
+`TLORA_FLAG_COMPUTE=modules` all runs by the modules.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def use_own_compute(
     Raises:
         ValueError: if `TLORA_FLAG_COMPUTE` is neither own nor modules, or not the same everywhere.
     """
-    forced = f"{VARIABLE}=own asks for our kernels" if _agreed_choice() == "modules" else None
+    forced = f"{VARIABLE} is modules" if _agreed_choice() == "modules" else None
     models = language_models(chunks)
     late = LateReasons(logger.warning)
     num_own, reasons = 0, []
@@ -132,7 +132,7 @@ def use_own_compute(
 def _agreed_choice() -> str:
     """Returns the environment's choice; collective over the world, for ranks share a head."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, os.environ.get(VARIABLE) or "modules")
+    dist.all_gather_object(found, os.environ.get(VARIABLE) or "own")
     for asked in found:
         if asked not in _ASKED:
             raise ValueError(f"{VARIABLE} must be own or modules, got {asked}")

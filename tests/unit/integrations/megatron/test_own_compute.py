@@ -319,11 +319,11 @@ def test_another_choice_is_refused(groups: ParallelGroups, monkeypatch: pytest.M
         use_own_compute([], [], groups, SPEC.vocab_size)
 
 
-def test_modules_compute_unless_asked_otherwise(
+def test_our_kernels_compute_unless_asked_otherwise(
     groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("TLORA_FLAG_COMPUTE")
-    assert _agreed_choice() == "modules"
+    monkeypatch.delenv("TLORA_FLAG_COMPUTE", raising=False)
+    assert _agreed_choice() == "own"
 
 
 def test_spans_of_layers() -> None:
