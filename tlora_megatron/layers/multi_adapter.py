@@ -224,6 +224,8 @@ class BlackBoxMixin(MultiAdapter):
         """Returns `[W, 1, N]` of `[W, 1, K]`, and the bias that the caller adds, or None."""
         _keep_quantised_weight(self)
         y, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        if not hasattr(self, "tlora_adapters"):
+            return y, bias  # prepared, and the base is scored before it has adapters
         return _add_branch(self.tlora_adapters.output, x, y, _input_norm(self)), bias
 
 

@@ -136,6 +136,21 @@ def test_kernels_compute_what_modules_do(
     }
 
 
+def test_a_base_that_is_scored_before_it_has_adapters(
+    groups: ParallelGroups, num_run: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the check of a fingerprint does."""
+    chunks = build_user_gpt(torch_norms=True, te=True)
+    install_packed_attention(chunks)
+    batch, linears = packed_batch(0), discover(chunks, SPEC, groups)
+    args = (batch.tokens[None], None, None)
+    with use_micro_batch(batch.view), torch.no_grad():
+        expected = chunks[0](*args)
+        compute = use_own_compute(chunks, linears, groups, SPEC.vocab_size)
+        assert torch.equal(chunks[0](*args), expected)
+    assert (compute.num_own, num_run, compute.late.found, caplog.records) == (4, [], [], [])
+
+
 def test_norms_whose_weight_is_held_less_one(groups: ParallelGroups) -> None:
     options = {"te": True, "layernorm_zero_centered_gamma": True}
     assert_same(Case(groups, **options).results(), Case(groups, own=False, **options).results())

@@ -108,11 +108,16 @@ def runs_direct(modules: Sequence[nn.Module], sublayers: Sequence[FrozenSublayer
     if hangs_on_all() or packs_saved_tensors():
         return False
     for sublayer in sublayers:
-        if not (hasattr(sublayer.column, "product_vjp") and hasattr(sublayer.row, "product_vjp")):
+        if not (gives_product(sublayer.column) and gives_product(sublayer.row)):
             return False
         if hangs_on(sublayer.column) or hangs_on(sublayer.row):
             return False
     return not any(map(hangs_on, modules))
+
+
+def gives_product(linear: Any) -> bool:
+    """True for a linear that has adapters, and gives its product without autograd."""
+    return hasattr(linear, "product_vjp") and hasattr(linear, "tlora_adapters")
 
 
 def run_layer(sublayers: Sequence[FrozenSublayer], hidden: Tensor, view: MicroBatchView) -> Tensor:
