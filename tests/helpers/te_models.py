@@ -7,6 +7,7 @@ dropout masks and core attention, so that what differs is rounding.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,7 +60,11 @@ MODES = {
     "te-own": Mode(te=True, own=True),
     "te-fused-rope": Mode(te=True, fused_rope=True),
     "te-fp8": Mode(te=True, fused_rope=True, fp8_recipe="tensorwise"),
+    "te-fp8-own": Mode(te=True, own=True, fp8_recipe="tensorwise"),
     "te-fp8-delayed": Mode(te=True, fused_rope=True, fp8_recipe="delayed"),
+    "te-fp8-delayed-own": Mode(te=True, own=True, fp8_recipe="delayed"),
+    "te-fp8-blockwise": Mode(te=True, fused_rope=True, fp8_recipe="blockwise"),
+    "te-fp8-blockwise-own": Mode(te=True, own=True, fp8_recipe="blockwise"),
 }
 
 
@@ -123,7 +128,8 @@ def build(mode: Mode, spec: ModelSpec, groups: ParallelGroups, source: Any = Non
 def _config(mode: Mode, spec: ModelSpec, groups: ParallelGroups) -> TransformerConfig:
     fp8: dict[str, Any] = {}
     if mode.fp8_recipe is not None:
-        fp8 = {"fp8": "hybrid", "fp8_recipe": mode.fp8_recipe}
+        kind = "e4m3" if mode.fp8_recipe == "blockwise" else "hybrid"
+        fp8 = {"fp8": kind, "fp8_recipe": mode.fp8_recipe}
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -202,15 +208,22 @@ def _generator(name: str) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
 
-def install_adapters(subject: Subject, *, b_std: float) -> None:
-    """Puts one adapter a LoraSpec into the bank; `b_std=0` gives fresh ones."""
+def install_adapters(
+    subject: Subject, *, b_std: float, loudness: Sequence[float] = (1.0, 1.0, 1.0)
+) -> None:
+    """Puts one adapter a LoraSpec into the bank; `b_std=0` gives fresh ones.
+
+    Args:
+        loudness: multiplies each one's `lora_b`.
+    """
     adapters = []
     for slot, lora in enumerate(LORAS):
 
         def whole(name: str, slot: int = slot, lora: LoraSpec = lora) -> Tensor:
             factor = initial_factor(subject.spec, name, lora, slot)
             if name.endswith("lora_b"):
-                factor = torch.randn(factor.shape, generator=_generator(f"{slot}{name}")) * b_std
+                factor = torch.randn(factor.shape, generator=_generator(f"{slot}{name}"))
+                factor *= b_std * loudness[slot]
             return factor
 
         slab = subject.bank.new_slab(lora)

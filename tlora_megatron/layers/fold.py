@@ -23,7 +23,7 @@ from tlora_megatron.layers.linear import Computed
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.linear_ops import BoundLinear
+from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear
 from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.collectives import Pending, all_reduce
 from tlora_megatron.parallel.nano.lanes import Lane
@@ -59,7 +59,7 @@ class FoldStrategy:
     def forward(
         self,
         x_TK: torch.Tensor,
-        weight_NK: torch.Tensor,
+        base: Base,
         bias_N: torch.Tensor | None,
         view: MicroBatchView,
         lane: Lane | None,
@@ -69,13 +69,13 @@ class FoldStrategy:
         assert factors is not None, f"site {self._index} must have factors, got none"
         bound = self._ops.bind(factors, view.rows)
         full_TK = self.layout.gather_input(x_TK) if lane is None else x_TK
-        y_TN, s = bound.forward(full_TK, weight_NK, bias_N)
+        y_TN, s = bound.forward(full_TK, base, bias_N)
         local = x_TK if lane is None else lane.take_local()
         saved, sums_ds = full_TK, False
         if self._sums_ds and local is not None:
             saved, sums_ds = local.flatten(0, -2), True
         backward = FoldBackward(bound, self.layout, lane, sums_ds)
-        return Computed(y_TN, (saved, s, weight_NK), backward.run)
+        return Computed(y_TN, (saved, s, base), backward.run)
 
 
 class FoldBackward(NamedTuple):
@@ -92,7 +92,7 @@ class FoldBackward(NamedTuple):
         dy_TN: torch.Tensor,
         x_TK: torch.Tensor,
         s: torch.Tensor,
-        weight_NK: torch.Tensor,
+        base: Base,
         *,
         needs_dx: bool = True,
     ) -> torch.Tensor | None:
@@ -109,7 +109,7 @@ class FoldBackward(NamedTuple):
             bound.backward_down(x_TK, dy_TN, s, summed, window)
 
         if lane is not None:
-            dx_TK = bound.dgrad(dy_TN, ds, weight_NK)
+            dx_TK = bound.product_dgrad(dy_TN, ds, base)
             if sums_ds:
                 lane.exchange(ds, add_factor_gradients)
             else:
@@ -118,6 +118,6 @@ class FoldBackward(NamedTuple):
         summed = all_reduce(ds.clone(), layout.group) if sums_ds else Pending(ds, None)
         pending = None
         if needs_dx:
-            pending = layout.reduce_dgrad(bound.dgrad(dy_TN, ds, weight_NK))
+            pending = layout.reduce_dgrad(bound.product_dgrad(dy_TN, ds, base))
         add_factor_gradients(summed.wait())
         return None if pending is None else pending.wait()

@@ -25,6 +25,7 @@ import torch
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.lora.factors import SiteFactors
+from tlora_megatron.ops.lora.linear_ops import Base, base_dgrad, base_product
 from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.nano.lanes import Lane
 
@@ -37,8 +38,8 @@ class Computed(NamedTuple):
     """The forward result of a strategy."""
 
     y_TN: torch.Tensor
-    saved: tuple[torch.Tensor | None, ...]
-    """Tensors that backward takes beside dy."""
+    saved: tuple[Base | None, ...]
+    """Tensors that backward takes beside dy, and a base that is no tensor."""
     backward: Backward
 
 
@@ -55,7 +56,7 @@ class GemmStrategy(Protocol):
     def forward(
         self,
         x_TK: torch.Tensor,
-        weight_NK: torch.Tensor,
+        base: Base,
         bias_N: torch.Tensor | None,
         view: MicroBatchView,
         lane: Lane | None,
@@ -122,7 +123,7 @@ def multi_lora_linear(
 
 def multi_lora_linear_vjp(
     x_TK: torch.Tensor,
-    weight_NK: torch.Tensor,
+    base: Base,
     bias_N: torch.Tensor | None,
     strategy: GemmStrategy,
     view: MicroBatchView,
@@ -130,8 +131,8 @@ def multi_lora_linear_vjp(
 ) -> tuple[torch.Tensor, Vjp]:
     """Returns y `[T, N]` and the way back as a function; without factors it is the base alone."""
     if strategy.factors is None:
-        return with_vjp(_frozen_forward(x_TK, weight_NK, bias_N, strategy.layout, lane))
-    return with_vjp(strategy.forward(x_TK, weight_NK, bias_N, view, lane))
+        return with_vjp(_frozen_forward(x_TK, base, bias_N, strategy.layout, lane))
+    return with_vjp(strategy.forward(x_TK, base, bias_N, view, lane))
 
 
 def with_vjp(computed: Computed) -> tuple[torch.Tensor, Vjp]:
@@ -142,7 +143,7 @@ def with_vjp(computed: Computed) -> tuple[torch.Tensor, Vjp]:
 
 def _frozen_forward(
     x_TK: torch.Tensor,
-    weight_NK: torch.Tensor,
+    base: Base,
     bias_N: torch.Tensor | None,
     layout: LinearLayout,
     lane: Lane | None,
@@ -152,12 +153,10 @@ def _frozen_forward(
         x_TK = layout.gather_input(x_TK)
     else:
         lane.take_local()  # nobody needs it
-    y_TN = torch.matmul(x_TK, weight_NK.t())
-    if bias_N is not None:
-        y_TN = y_TN + bias_N
+    y_TN = base_product(base, x_TK, bias_N)
 
     def backward(dy_TN: torch.Tensor) -> torch.Tensor:
-        dx_TK = dy_TN.matmul(weight_NK)
+        dx_TK = base_dgrad(base, dy_TN)
         return dx_TK if lane is not None else layout.reduce_dgrad(dx_TK).wait()
 
     return Computed(y_TN, (), backward)

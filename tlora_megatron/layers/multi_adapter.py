@@ -26,6 +26,7 @@ from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.s_lora import SLoraStrategy
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.lora.linear_ops import Base
 from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
 from tlora_megatron.parallel.nano.lanes import Lane, current_lane
@@ -133,7 +134,7 @@ class MegatronLinearMixin(MultiAdapter):
 
 
 def product_vjp(
-    weight_NK: torch.Tensor,
+    base: Base,
     bias_N: torch.Tensor | None,
     adapters: LinearAdapters,
     x: torch.Tensor,
@@ -150,7 +151,7 @@ def product_vjp(
     gemm, output = adapters.gemm, adapters.output
     assert gemm is not None, "the GEMM is somebody else's"
     is_row = gemm.layout.kind == "row"
-    product = multi_lora_linear_vjp(x, weight_NK, None if is_row else bias_N, gemm, view, lane)
+    product = multi_lora_linear_vjp(x, base, None if is_row else bias_N, gemm, view, lane)
     if is_row and lane is None:
         product = _reduced(*product, gemm.layout)
     return product if output is None else black_box_vjp(x, product, output, view)

@@ -27,7 +27,7 @@ from tlora_megatron.layers.linear import Computed
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.linear_ops import BoundLinear
+from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear
 from tlora_megatron.ops.lora.rank_places import RankPlaces
 from tlora_megatron.ops.routing.row_groups import RowGroups
 from tlora_megatron.ops.routing.segments import MicroBatchView
@@ -60,7 +60,7 @@ class SLoraStrategy:
     def forward(
         self,
         x_TK: torch.Tensor,
-        weight_NK: torch.Tensor,
+        base: Base,
         bias_N: torch.Tensor | None,
         view: MicroBatchView,
         lane: Lane | None,
@@ -74,12 +74,12 @@ class SLoraStrategy:
         local = local_s = None
         local_factors = bank.block_diagonal_factors.get(self._index)
         if local_factors is None:
-            y_TN = exchange.whole.linear(x_TK, weight_NK, bias_N, s)
+            y_TN = exchange.whole.product(x_TK, base, bias_N, s)
         else:
             local = bank.ops.bind(local_factors, rows)
-            base_TN, local_s = local.forward(x_TK, weight_NK, bias_N)
+            base_TN, local_s = local.forward(x_TK, base, bias_N)
             y_TN = exchange.whole.up(s, base_TN, (0, len(x_TK)))
-        saved = (x_TK, s, local_s, weight_NK)
+        saved = (x_TK, s, local_s, base)
         return Computed(y_TN, saved, SLoraBackward(exchange, local, self.layout).run)
 
     def _exchange(self, rows: RowGroups) -> _RankExchange:
@@ -145,7 +145,7 @@ class SLoraBackward(NamedTuple):
         x_TK: torch.Tensor,
         s: torch.Tensor,
         local_s: torch.Tensor | None,
-        weight_NK: torch.Tensor,
+        base: Base,
         *,
         needs_dx: bool = True,
     ) -> torch.Tensor | None:
@@ -160,9 +160,9 @@ class SLoraBackward(NamedTuple):
         pending = None
         if needs_dx:
             if local is None or local_ds is None:
-                dx_TK = own.dgrad(dy_TN, ds, weight_NK)
+                dx_TK = own.product_dgrad(dy_TN, ds, base)
             else:
-                dx_TK = local.dgrad(dy_TN, local_ds, weight_NK)
+                dx_TK = local.product_dgrad(dy_TN, local_ds, base)
                 dx_TK.add_(own.branch_dgrad(ds, window))
             pending = layout.reduce_dgrad(dx_TK)
         own.backward_down(x_TK, dy_TN, s, ds, window, None if whole is own else whole)

@@ -21,6 +21,7 @@ from tlora_megatron.layers.multi_adapter import (
     product_vjp,
 )
 from tlora_megatron.layers.sites import Site
+from tlora_megatron.layers.te_fp8 import Fp8Base, computes_fp8
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.nano.lanes import Lane
@@ -37,8 +38,9 @@ _CLASSES = {
 class TEProductMixin(BlackBoxMixin):
     """Adds the product without autograd to what `BlackBoxMixin` does.
 
-    Relies on what `why_not_te_product` has seen: weights of the activations' dtype, no FP8, and no
-    communication inside Transformer Engine's GEMMs.
+    Inside an autocast to FP8 the base's GEMMs are Transformer Engine's (`layers.te_fp8`), otherwise
+    ours. Relies on what `why_not_te_product` has seen: weights of the activations' dtype, and no
+    communication inside the GEMMs.
     """
 
     tlora_product: LinearAdapters
@@ -61,7 +63,9 @@ class TEProductMixin(BlackBoxMixin):
     ) -> tuple[torch.Tensor, Vjp]:
         """Returns the product of `[T, K]` behind the norm, in two dimensions, and the way back."""
         linear: Any = self
-        return product_vjp(linear.weight, _bias(linear), self.tlora_product, x, view, lane)
+        in_fp8 = bool(linear.config.fp8) and computes_fp8()
+        base = Fp8Base(linear) if in_fp8 else linear.weight
+        return product_vjp(base, _bias(linear), self.tlora_product, x, view, lane)
 
 
 def is_te_linear(linear: Any) -> bool:

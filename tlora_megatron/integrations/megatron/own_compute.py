@@ -19,7 +19,7 @@ from torch import nn
 from tlora_megatron.integrations.megatron.built_head import BuiltHead, why_not_head
 from tlora_megatron.integrations.megatron.built_model import language_models
 from tlora_megatron.integrations.megatron.layer.built_parts import BuiltRotary
-from tlora_megatron.integrations.megatron.layer.conditions import LAYER, why_not_config
+from tlora_megatron.integrations.megatron.layer.conditions import FP8, LAYER, why_not_config
 from tlora_megatron.integrations.megatron.layer.plain_layer import (
     LateReasons,
     make_plain,
@@ -28,6 +28,7 @@ from tlora_megatron.integrations.megatron.layer.plain_layer import (
 from tlora_megatron.integrations.megatron.packed_attention import DocumentRotaryEmbedding
 from tlora_megatron.layers.attach import make_multi_adapter
 from tlora_megatron.layers.sites import Site
+from tlora_megatron.layers.te_fp8 import why_not_fp8
 from tlora_megatron.layers.te_linear import TEProductMixin, is_te_linear
 from tlora_megatron.parallel.groups import ParallelGroups
 
@@ -126,6 +127,7 @@ def use_own_compute(
     compute = _whole_model(compute, groups)
     if groups.is_writer:
         logger.info("%s", compute.line)
+        _tell_of_scales(models[0].config)
     return compute
 
 
@@ -150,7 +152,9 @@ def _prepare_te_linears(config: Any, linears: Sequence[tuple[Site, nn.Module]]) 
 
 
 def _use_in_layers(model: Any, forced: str | None, late: LateReasons) -> list[WhyNot]:
-    obstacle = forced or why_not_config(model.config, LAYER) or _why_not_rotary(model)
+    config = model.config
+    obstacle = forced or why_not_config(config, LAYER) or why_not_fp8_layers(config)
+    obstacle = obstacle or _why_not_rotary(model)
     rotary = None if obstacle else BuiltRotary(model.rotary_pos_emb)
     by_reason: dict[str, list[int]] = {}
     for layer in model.decoder.layers:
@@ -164,6 +168,35 @@ def _use_in_layers(model: Any, forced: str | None, late: LateReasons) -> list[Wh
         WhyNot(layers=tuple(numbers), reason=reason, times_step=times)
         for reason, numbers in by_reason.items()
     ]
+
+
+def why_not_fp8_layers(config: Any) -> str | None:
+    """Returns why layers in FP8 must run by their modules; None if they need not, or are not."""
+    if not config.fp8:
+        return None
+    if config.recompute_granularity == "selective" and "mlp" in (config.recompute_modules or ()):
+        return "an MLP in FP8 is recomputed by Transformer Engine"
+    return why_not_config(config, FP8) or why_not_fp8(_recipe(config))
+
+
+def _recipe(config: Any) -> str:
+    return getattr(config.fp8_recipe, "value", config.fp8_recipe)
+
+
+def _tell_of_scales(config: Any) -> None:
+    """Says whose values decide how a job's rows are rounded to FP8."""
+    if not config.fp8:
+        return
+    recipe = _recipe(config)
+    if recipe in ("tensorwise", "delayed"):
+        logger.info(
+            "--fp8-recipe %s scales all rows by the largest value among them: a job's neighbours "
+            "change how its own values are rounded. --fp8-recipe blockwise scales each row by "
+            "itself",
+            recipe,
+        )
+    else:
+        logger.info("--fp8-recipe %s: no job changes how another's values are rounded", recipe)
 
 
 def _why_not_rotary(model: Any) -> str | None:

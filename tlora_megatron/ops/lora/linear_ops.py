@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from tlora_megatron.ops.lora.factors import SiteFactors
 from tlora_megatron.ops.lora.rank_places import RankPlaces
@@ -42,6 +43,36 @@ class LinearOps(Protocol):
         ...
 
 
+class FrozenBase(Protocol):
+    """A frozen linear without bias whose products another library computes."""
+
+    num_columns: int
+    """N."""
+
+    def forward(self, x_TK: Tensor, onto_TN: Tensor | None) -> Tensor:
+        """Returns `x W^T` `[T, N]`; added to `onto_TN`, in place, where there is one."""
+        ...
+
+    def dgrad(self, dy_TN: Tensor, onto_TK: Tensor | None) -> Tensor:
+        """Returns `dy W` `[T, K]`; added to `onto_TK`, in place, where there is one."""
+        ...
+
+
+Base = Tensor | FrozenBase
+"""The base of a linear: its weight `[N, K]`, or what computes with it."""
+
+
+def base_product(base: Base, x_TK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """Returns `x W^T + b` `[T, N]`, without adapters."""
+    y_TN = x_TK.matmul(base.t()) if isinstance(base, Tensor) else base.forward(x_TK, None)
+    return y_TN if bias_N is None else y_TN + bias_N
+
+
+def base_dgrad(base: Base, dy_TN: Tensor) -> Tensor:
+    """Returns `dy W` `[T, K]`, without adapters."""
+    return dy_TN.matmul(base) if isinstance(base, Tensor) else base.dgrad(dy_TN, None)
+
+
 class BoundLinear(ABC):
     """One multi-adapter linear over the rows of one micro-batch.
 
@@ -55,11 +86,28 @@ class BoundLinear(ABC):
         self.rows = rows
 
     def forward(
-        self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
+        self, x_TK: torch.Tensor, base: Base, bias_N: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns y `[T, N]` and s."""
         s = self.down(x_TK)
-        return self.linear(x_TK, weight_NK, bias_N, s), s
+        return self.product(x_TK, base, bias_N, s), s
+
+    def product(
+        self, x_TK: torch.Tensor, base: Base, bias_N: torch.Tensor | None, s: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns y `[T, N]` from s, of any base."""
+        if isinstance(base, Tensor):
+            return self.linear(x_TK, base, bias_N, s)
+        if not s.numel():
+            return base_product(base, x_TK, bias_N)
+        return base.forward(x_TK, self.rank_part(s, bias_N, base.num_columns))
+
+    def product_dgrad(self, dy_TN: torch.Tensor, ds: torch.Tensor, base: Base) -> torch.Tensor:
+        """Returns dx `[T, K]`, of any base."""
+        if isinstance(base, Tensor):
+            return self.dgrad(dy_TN, ds, base)
+        onto_TK = self.branch_dgrad(ds, (0, len(dy_TN))) if ds.numel() else None
+        return base.dgrad(dy_TN, onto_TK)
 
     @abstractmethod
     def down(self, x_TK: torch.Tensor) -> torch.Tensor:
@@ -73,7 +121,13 @@ class BoundLinear(ABC):
         bias_N: torch.Tensor | None,
         s: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns y `[T, N]` from s: what `forward` does after `down`."""
+        """Returns y `[T, N]` from s: what `forward` does after `down`, of a base's weight."""
+
+    @abstractmethod
+    def rank_part(
+        self, s: torch.Tensor, bias_N: torch.Tensor | None, num_columns: int
+    ) -> torch.Tensor:
+        """Returns `b + s B^T` `[T, N]`, for a base that adds its product to it."""
 
     @abstractmethod
     def up(self, s: torch.Tensor, base_WN: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:

@@ -97,6 +97,12 @@ class TorchLinear(BoundLinear):
     ) -> torch.Tensor:
         return self._add_up(F.linear(x_TK, weight_NK, bias_N), s)
 
+    def rank_part(
+        self, s: torch.Tensor, bias_N: torch.Tensor | None, num_columns: int
+    ) -> torch.Tensor:
+        y_TN = s.new_zeros(self.rows.ends[-1], num_columns)
+        return self._add_up(y_TN if bias_N is None else y_TN + bias_N, s)
+
     def up(self, s: torch.Tensor, base_WN: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
         branch_TN = s.new_zeros(self.rows.ends[-1], base_WN.shape[1])
         self._add_up(branch_TN, s)

@@ -28,7 +28,6 @@ class Condition(NamedTuple):
 
 
 LAYER: tuple[Condition, ...] = (
-    Condition("fp8", (None,), "FP8 is computed by Transformer Engine"),
     Condition("fp4", (None,), "FP4 is computed by Transformer Engine"),
     Condition("quant_recipe", (None,), _TE_INSIDE),
     Condition("tp_comm_overlap", (False,), "it overlaps inside Transformer Engine's linears"),
@@ -72,6 +71,12 @@ LAYER: tuple[Condition, ...] = (
     Condition("fine_grained_activation_offloading", (False,), _OFFLOADING),
 )
 """Of decoder layers; the first that does not hold is the reason that the log gives."""
+
+FP8: tuple[Condition, ...] = (
+    Condition("disable_parameter_transpose_cache", (False,), "FP8 weights are kept by columns too"),
+    Condition("fp8_quantizer_factory", (None,), "its quantisers are not known", (0, 18)),
+)
+"""Of decoder layers with FP8, beside those of all."""
 
 HEAD: tuple[Condition, ...] = (
     Condition("fp8_output_proj", (False,), "the output layer is in FP8", (0, 18)),

@@ -1,9 +1,9 @@
 """The multi-adapter linear with the CUDA kernels of `csrc/`, for Hopper GPUs.
 
-Launches: forward s and the rank-extended GEMM; backward dS, the GEMM again, dA with dB. `up` and
-`branch_dgrad`, for a base that is computed elsewhere, are Triton's kernels. Linears that the
-kernels do not support (sizes that are no multiple of 8, fused outputs that are not laid out in 64s)
-go to another implementation.
+Launches: forward s and the rank-extended GEMM; backward dS, the GEMM again, dA with dB. `up`,
+`rank_part` and `branch_dgrad`, for a base that is computed elsewhere, are Triton's kernels. Linears
+that the kernels do not support (sizes that are no multiple of 8, fused outputs that are not laid
+out in 64s) go to another implementation.
 
 Tiles, runs and parts decide orders of summation. They follow from the run's budget of rows and the
 linear's sizes, so that a job's bits do not depend on what else is packed. For the same reason no
@@ -32,11 +32,11 @@ from tlora_megatron.ops.lora.cuda.rank_form import form_places, rank_form
 from tlora_megatron.ops.lora.cuda.work_items import DOWN, UP, row_bounds, row_items, row_parts
 from tlora_megatron.ops.lora.factors import SiteFactors
 from tlora_megatron.ops.lora.kernel_linear import KernelLinear
-from tlora_megatron.ops.lora.linear_ops import BoundLinear, LinearOps
+from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear, LinearOps
 from tlora_megatron.ops.lora.rank_places import RankPlaces, cached_places
 from tlora_megatron.ops.lora.triton.config import UpConfig
 from tlora_megatron.ops.lora.triton.gather import gather
-from tlora_megatron.ops.lora.triton.up import up_dropped, up_onto
+from tlora_megatron.ops.lora.triton.up import up, up_dropped, up_onto
 from tlora_megatron.ops.routing.row_groups import RowGroups
 
 _BLOCKS = 2
@@ -116,10 +116,12 @@ class CudaLinear(KernelLinear):
         )
 
     def forward(
-        self, x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
+        self, x_TK: torch.Tensor, base: Base, bias_N: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Copies must come before the kernel of s: the GEMM overlaps the kernel before it.
-        return super().forward(x_TK.contiguous(), weight_NK.contiguous(), bias_N)
+        if isinstance(base, torch.Tensor):
+            base = base.contiguous()
+        return super().forward(x_TK.contiguous(), base, bias_N)
 
     def down(self, x_TK: torch.Tensor) -> torch.Tensor:
         return self._rank_rows(x_TK.contiguous(), self._site.a, masked=True)
@@ -146,6 +148,11 @@ class CudaLinear(KernelLinear):
             rank=self._rank_part(s, self._site.b, "chunk_b", None),
         )
         return y_TN
+
+    def rank_part(
+        self, s: torch.Tensor, bias_N: torch.Tensor | None, num_columns: int
+    ) -> torch.Tensor:
+        return up(s, bias_N, num_columns, self, self._up_config)
 
     def up(self, s: torch.Tensor, base_WN: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
         return up_onto(s, base_WN.contiguous(), window, self, self._up_config)

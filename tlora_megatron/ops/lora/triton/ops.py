@@ -69,6 +69,11 @@ class TritonLinear(KernelLinear):
         # The base GEMM adds onto the rank part: a pass over [T, N] less than the reverse.
         return y_TN.addmm_(x_TK, weight_NK.t())
 
+    def rank_part(
+        self, s: torch.Tensor, bias_N: torch.Tensor | None, num_columns: int
+    ) -> torch.Tensor:
+        return up(s, bias_N, num_columns, self, self.config.up)
+
     def up(self, s: torch.Tensor, base_WN: torch.Tensor, window: tuple[int, int]) -> torch.Tensor:
         return up_onto(s, base_WN.contiguous(), window, self, self.config.up)
 
