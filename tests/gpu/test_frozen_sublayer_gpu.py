@@ -70,6 +70,13 @@ def test_ranks_are_shared_as_modules_do(sharding: LoraSharding, recompute: Recom
     check(Case(recompute, spec=WIDE, dtype=DTYPE, sharding=sharding), whole())
 
 
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_heads_are_normed_as_modules_do(num_parts: int) -> None:
+    spec = replace(WIDE, model_type="qwen3", qkv_bias=False, qk_norm=True)
+    case = Case(spec=spec, dtype=DTYPE)
+    check(case, whole() if num_parts == 1 else case.split())
+
+
 def check(case: Case, view: MicroBatchView) -> None:
     assert all(layer.direct_sublayers for layer in case.decoder.layers)
     actual = [in_flight(case, view) for _ in range(3)][-1]  # the last by warm launches

@@ -22,6 +22,12 @@ def test_one_gpu() -> None:
     assert "all modes passed" in python(SCRIPT)
 
 
+@pytest.mark.gpu
+def test_normed_heads() -> None:
+    modes = ("local", "local-own", "te", "te-own")
+    assert "all modes passed" in python(SCRIPT, "--qk-norm", "--modes", *modes)
+
+
 @pytest.mark.multigpu
 def test_two_gpus_with_sequence_parallelism() -> None:
     assert "all modes passed" in torchrun(SCRIPT, 2)

@@ -18,11 +18,11 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from torch import Tensor
 
 from tests.helpers import te_models, te_stand_in
@@ -69,6 +69,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=2048, help="of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--qk-norm", action="store_true", help="queries and keys are normed")
     parser.add_argument("--stand-in", action="store_true", help="for Transformer Engine")
     return parser.parse_args()
 
@@ -80,9 +81,9 @@ def use_stand_in() -> None:
         MODES[name] = mode._replace(fused_rope=False)
 
 
-def stand_in_layer() -> tuple[Any, Any]:
+def stand_in_layer(qk_norm: bool) -> tuple[Any, Any]:
     """The stand-in's layer and final norm, as `te_models.te_layer` returns them."""
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer = te_models.local_layer(qk_norm)
     te_stand_in.use_in(layer)
     return layer, RMSNorm
 
@@ -103,7 +104,7 @@ def say(groups: ParallelGroups, text: str) -> None:
 
 def check(options: argparse.Namespace, groups: ParallelGroups) -> int:
     """Compares gradients, a mode after the other."""
-    spec = small_spec(options.layers, options.hidden)
+    spec = replace(small_spec(options.layers, options.hidden), qk_norm=options.qk_norm)
     batches = [
         make_batch(i, options.tokens, spec, groups.device) for i in range(options.micro_batches)
     ]

@@ -142,6 +142,7 @@ def _config(mode: Mode, spec: ModelSpec, groups: ParallelGroups) -> TransformerC
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
+        qk_layernorm=spec.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=groups.layout.tp_size,
@@ -162,14 +163,24 @@ def _config(mode: Mode, spec: ModelSpec, groups: ParallelGroups) -> TransformerC
 
 def _block(mode: Mode, config: TransformerConfig) -> TransformerBlockSubmodules:
     if mode.te:
-        layer, norm = te_layer()
+        layer, norm = te_layer(config.qk_layernorm)
     else:
-        layer, norm = get_gpt_layer_local_spec(normalization="RMSNorm"), RMSNorm
+        layer, norm = local_layer(config.qk_layernorm), RMSNorm
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=norm)
 
 
-def te_layer() -> tuple[Any, Any]:
+def local_layer(qk_norm: bool) -> Any:
+    """Megatron's local spec of a layer; heads, if they are normed, by a norm that all modes share
+    but for its rounding."""
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_norm)
+    if qk_norm:
+        heads = layer.submodules.self_attention.submodules
+        heads.q_layernorm = heads.k_layernorm = RMSNorm
+    return layer
+
+
+def te_layer(qk_norm: bool) -> tuple[Any, Any]:
     """Megatron's spec of a Transformer Engine layer, and the class of the final norm.
 
     Raises:
@@ -180,7 +191,8 @@ def te_layer() -> tuple[Any, Any]:
 
     if not getattr(transformer_engine, "HAVE_TE", True):
         raise ImportError("transformer_engine must be installed for the modes te*")
-    return get_gpt_layer_with_transformer_engine_spec(), transformer_engine.TENorm
+    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+    return layer, transformer_engine.TENorm
 
 
 _NORMS = {

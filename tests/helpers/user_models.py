@@ -140,11 +140,18 @@ def _gpt_chunk(
     config: Any, vp_stage: int | None, arguments: Mapping[str, Any], te: bool, torch_norms: bool
 ) -> GPTModel:
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm"
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        normalization="RMSNorm",
+        qk_layernorm=config.qk_layernorm,
+        qk_l2_norm=config.qk_l2_norm,
     )
     parts = layer.submodules
     if not torch_norms:
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        if config.qk_layernorm:
+            heads = parts.self_attention.submodules
+            heads.q_layernorm = heads.k_layernorm = RMSNorm
     if te:
         te_stand_in.use_in(layer)
     if config.context_parallel_size > 1:

@@ -1,8 +1,9 @@
-"""Queries, keys and values out of Megatron's fused projection, rotated on the way.
+"""Queries, keys and values out of Megatron's fused projection, normed and rotated on the way.
 
 Megatron lays the projection out group by group: the queries of a group, its key, its value. So
 queries have no single stride and attention needs them moved; here that is the same pass as the
-rotation, and the way back is one pass too, instead of copies, rotations and a concatenation.
+rotation, and the way back is one pass too, instead of copies, rotations and a concatenation. Where
+a model norms single heads (Qwen3), that is done in the same pass; the weights are frozen.
 
 Shapes: T rows, G groups (key-value heads), R query heads a group, N = G R, D head dimension.
 """
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from tlora_megatron.ops.frozen.frozen_parts import Vjp, runs_triton, vjp_by_autograd
+from tlora_megatron.ops.frozen.rms_norm import HeadNorms, norm_reference
 
 
 def rotate_halves(x_T1ND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
@@ -24,64 +26,89 @@ def rotate_halves(x_T1ND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tens
 
 
 def unpack_qkv_reference(
-    mixed_TGMD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
+    mixed_TGMD: torch.Tensor,
+    cos_TD: torch.Tensor,
+    sin_TD: torch.Tensor,
+    norms: HeadNorms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The definition, differentiable."""
     rows, groups, members, dim = mixed_TGMD.shape
     query, key, value = mixed_TGMD.split([members - 2, 1, 1], dim=2)
     query = query.reshape(rows, 1, groups * (members - 2), dim)
-    query, key = (rotate_halves(x, cos_TD, sin_TD) for x in (query, key.transpose(1, 2)))
+    key = key.transpose(1, 2)
+    if norms is not None:
+        query, key = (norm_reference(x, n) for x, n in zip((query, key), norms, strict=True))
+    query, key = (rotate_halves(x, cos_TD, sin_TD) for x in (query, key))
     return query.squeeze(1), key.squeeze(1), value.squeeze(2)
 
 
 def unpack_qkv(
-    mixed_TGMD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
+    mixed_TGMD: torch.Tensor,
+    cos_TD: torch.Tensor,
+    sin_TD: torch.Tensor,
+    norms: HeadNorms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Splits and rotates the fused projection; on GPUs in fp32, rounded once.
 
     Args:
         mixed_TGMD: `[T, G, R + 2, D]`: of each group its queries, its key, its value.
         cos_TD: in the dtype of the projection, both halves of D the same, as `sin_TD`.
+        norms: of each query and key before it turns, rounded as by the norm's own kernel.
 
     Returns:
         Queries `[T, N, D]` and keys `[T, G, D]`, rotated, and values `[T, G, D]`.
     """
     if not runs_triton(mixed_TGMD):
-        return unpack_qkv_reference(mixed_TGMD, cos_TD, sin_TD)
-    return _UnpackQKV.apply(mixed_TGMD, cos_TD, sin_TD)
+        return unpack_qkv_reference(mixed_TGMD, cos_TD, sin_TD, norms)
+    return _UnpackQKV.apply(mixed_TGMD, cos_TD, sin_TD, norms)
 
 
 def unpack_qkv_vjp(
-    mixed_TGMD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
+    mixed_TGMD: torch.Tensor,
+    cos_TD: torch.Tensor,
+    sin_TD: torch.Tensor,
+    norms: HeadNorms | None = None,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Vjp]:
-    """Returns `unpack_qkv` and its vector-Jacobian product, which holds the rotation only."""
+    """Returns `unpack_qkv` and its vector-Jacobian product.
+
+    The product holds the rotation, and the projection if heads are normed.
+    """
     if not runs_triton(mixed_TGMD):
-        return vjp_by_autograd(lambda x: unpack_qkv_reference(x, cos_TD, sin_TD), mixed_TGMD)
+        return vjp_by_autograd(lambda x: unpack_qkv_reference(x, cos_TD, sin_TD, norms), mixed_TGMD)
     from tlora_megatron.ops.frozen.triton_rotary import launch_pack, launch_unpack
+
+    mixed = mixed_TGMD.contiguous()
+    before = None if norms is None else mixed
 
     def vjp(*grads: torch.Tensor) -> torch.Tensor:
         dq, dk, dv = (grad.contiguous() for grad in grads)
-        return launch_pack(dq, dk, dv, cos_TD, sin_TD)
+        return launch_pack(dq, dk, dv, cos_TD, sin_TD, before, norms)
 
-    return launch_unpack(mixed_TGMD.contiguous(), cos_TD, sin_TD), vjp
+    return launch_unpack(mixed, cos_TD, sin_TD, norms), vjp
 
 
 class _UnpackQKV(torch.autograd.Function):
-    """Saves the rotation only: the way back does not need the projection."""
+    """Saves the rotation, and the projection if heads are normed: only then is it read again."""
 
     @staticmethod
     def forward(
-        ctx: Any, mixed_TGMD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
+        ctx: Any,
+        mixed_TGMD: torch.Tensor,
+        cos_TD: torch.Tensor,
+        sin_TD: torch.Tensor,
+        norms: HeadNorms | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # Not at the top: triton is only there on machines with a GPU.
         from tlora_megatron.ops.frozen.triton_rotary import launch_unpack
 
-        ctx.save_for_backward(cos_TD, sin_TD)
-        return launch_unpack(mixed_TGMD.contiguous(), cos_TD, sin_TD)
+        mixed = mixed_TGMD.contiguous()
+        ctx.save_for_backward(cos_TD, sin_TD, None if norms is None else mixed)
+        ctx.norms = norms
+        return launch_unpack(mixed, cos_TD, sin_TD, norms)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         from tlora_megatron.ops.frozen.triton_rotary import launch_pack
 
         dq, dk, dv = (grad.contiguous() for grad in grads)
-        return launch_pack(dq, dk, dv, *ctx.saved_tensors), None, None
+        return launch_pack(dq, dk, dv, *ctx.saved_tensors, ctx.norms), None, None, None

@@ -12,7 +12,6 @@ Shapes: H features in the last dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,21 +26,37 @@ def rms_norm_reference(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> t
 
 
 class NormWeight(NamedTuple):
-    """The frozen weight of a norm that rounds once."""
+    """The frozen weight of a norm, and how the norm rounds."""
 
     weight_H: torch.Tensor
     eps: float
     zero_centered: bool = False
-    """The weight is held less 1."""
+    """The weight is held less 1; such a norm rounds once."""
+    rounds_once: bool = True
+    """Behind the weight, and not before it too."""
+
+
+class HeadNorms(NamedTuple):
+    """Norms of single heads of queries and keys, which are equal but for the weights `[D]`."""
+
+    query: NormWeight
+    key: NormWeight
 
 
 def rms_norm_once_reference(x: torch.Tensor, weight: NormWeight) -> torch.Tensor:
     """The definition of a norm that rounds once, differentiable in x."""
-    weight_H, eps, zero_centered = weight
+    weight_H, eps, zero_centered, _ = weight
     if not zero_centered and weight_H.dtype == x.dtype:
         return F.rms_norm(x, weight_H.shape, weight_H, eps)  # fp32 inside, in a pass
     # 1 + weight would be rounded in the weight's own dtype.
     return F.rms_norm(x.float(), weight_H.shape, weight_H.float() + zero_centered, eps).to(x.dtype)
+
+
+def norm_reference(x: torch.Tensor, weight: NormWeight) -> torch.Tensor:
+    """The definition of either norm, differentiable in x."""
+    if weight.rounds_once:
+        return rms_norm_once_reference(x, weight)
+    return rms_norm_reference(x, weight.weight_H, weight.eps)
 
 
 def rms_norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
@@ -71,7 +86,7 @@ def add_rms_norm(
 
 
 def add_rms_norm_vjp(
-    x: torch.Tensor, residual: torch.Tensor | None, weight_H: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight
 ) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
     """Returns `add_rms_norm` (`fork_rms_norm` without a residual) and its vector-Jacobian product.
 
@@ -79,35 +94,24 @@ def add_rms_norm_vjp(
     that of x, which is also the residual's.
     """
     if not runs_triton(x):
-        return _add_vjp_by_autograd(x, residual, lambda t: rms_norm_reference(t, weight_H, eps))
-    return _add_vjp_by_triton(x, residual, NormWeight(weight_H, eps), rounds_once=False)
-
-
-def add_rms_norm_once_vjp(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight
-) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
-    """Does what `add_rms_norm_vjp` does, by a norm that rounds once."""
-    if not runs_triton(x):
-        return _add_vjp_by_autograd(x, residual, lambda t: rms_norm_once_reference(t, weight))
-    return _add_vjp_by_triton(x, residual, weight, rounds_once=True)
+        return _add_vjp_by_autograd(x, residual, weight)
+    return _add_vjp_by_triton(x, residual, weight)
 
 
 def _add_vjp_by_autograd(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    norm: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight
 ) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
     total = x if residual is None else residual + x
-    both, vjp = vjp_by_autograd(lambda t: (t, norm(t)), total)
+    both, vjp = vjp_by_autograd(lambda t: (t, norm_reference(t, weight)), total)
     return *both, vjp
 
 
 def _add_vjp_by_triton(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight, *, rounds_once: bool
+    x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight
 ) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
     from tlora_megatron.ops.frozen.triton_rms_norm import launch_backward, launch_forward
 
-    weight_H, eps, zero_centered = weight
+    weight_H, eps, zero_centered, rounds_once = weight
     residual = None if residual is None else residual.contiguous()
     total, out, rstd = launch_forward(
         x.contiguous(), residual, weight_H, eps,

@@ -1,5 +1,5 @@
 """Kernel of `ops.frozen.qkv_rotary`: heads move between Megatron's interleaved layout and tensors
-of their own, and queries and keys turn on the way."""
+of their own; queries and keys are normed, if the model norms them, and turn on the way."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tlora_megatron.ops.frozen.rms_norm import HeadNorms
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
 _ROWS = 32
@@ -17,11 +18,72 @@ _WARPS = 4
 
 
 @triton.jit
+def _load_weight(
+    weight: tl.tensor, columns: tl.tensor, HALF: tl.constexpr, ZERO_CENTERED: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    first = tl.load(weight + columns, mask=columns < HALF, other=0.0).to(tl.float32)
+    second = tl.load(weight + HALF + columns, mask=columns < HALF, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        first += 1.0
+        second += 1.0
+    return first[None, :], second[None, :]
+
+
+@triton.jit
+def _one_over_rms(x1: tl.tensor, x2: tl.tensor, eps: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
+    return tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF) + eps)[:, None]
+
+
+@triton.jit
+def _norm(
+    x1: tl.tensor,
+    x2: tl.tensor,
+    w1: tl.tensor,
+    w2: tl.tensor,
+    eps: tl.tensor,
+    dtype: tl.constexpr,
+    HALF: tl.constexpr,
+    ROUNDS_ONCE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    scale = _one_over_rms(x1, x2, eps, HALF)
+    x1 *= scale
+    x2 *= scale
+    if not ROUNDS_ONCE:
+        x1 = x1.to(dtype).to(tl.float32)
+        x2 = x2.to(dtype).to(tl.float32)
+    # What the model's own norm hands to the rotation.
+    return (x1 * w1).to(dtype).to(tl.float32), (x2 * w2).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _norm_back(
+    d1: tl.tensor,
+    d2: tl.tensor,
+    x1: tl.tensor,
+    x2: tl.tensor,
+    w1: tl.tensor,
+    w2: tl.tensor,
+    eps: tl.tensor,
+    HALF: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    scale = _one_over_rms(x1, x2, eps, HALF)
+    d1 *= w1
+    d2 *= w2
+    x1 *= scale
+    x2 *= scale
+    share = (tl.sum(d1 * x1 + d2 * x2, axis=1) / (2 * HALF))[:, None]
+    return (d1 - x1 * share) * scale, (d2 - x2 * share) * scale
+
+
+@triton.jit
 def _move_head(
     mixed: tl.tensor,
     apart: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
+    before: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
     rows: tl.tensor,
     inside: tl.tensor,
     columns: tl.tensor,
@@ -30,6 +92,9 @@ def _move_head(
     HALF: tl.constexpr,
     ROTATE: tl.constexpr,
     BACKWARD: tl.constexpr,
+    NORMED: tl.constexpr,
+    ROUNDS_ONCE: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
 ) -> None:
     source = mixed + rows[:, None] * MIXED_WIDTH + columns[None, :]
     target = apart + rows[:, None] * APART_WIDTH + columns[None, :]
@@ -45,8 +110,19 @@ def _move_head(
             s = -s
         x1 = first.to(tl.float32)
         x2 = second.to(tl.float32)
-        first = (x1 * c - x2 * s).to(first.dtype)
-        second = (x2 * c + x1 * s).to(second.dtype)
+        if NORMED:
+            w1, w2 = _load_weight(weight, columns, HALF, ZERO_CENTERED)
+            if not BACKWARD:
+                x1, x2 = _norm(x1, x2, w1, w2, eps, first.dtype, HALF, ROUNDS_ONCE)
+        y1 = x1 * c - x2 * s
+        y2 = x2 * c + x1 * s
+        if NORMED and BACKWARD:
+            at = before + rows[:, None] * MIXED_WIDTH + columns[None, :]
+            b1 = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            b2 = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+            y1, y2 = _norm_back(y1, y2, b1, b2, w1, w2, eps, HALF)
+        first = y1.to(first.dtype)
+        second = y2.to(second.dtype)
     tl.store(target, first, mask=inside)
     tl.store(target + HALF, second, mask=inside)
 
@@ -59,13 +135,20 @@ def _rotate_heads_kernel(
     value: tl.tensor,  # as key
     cos: tl.tensor,  # [T, 2 * HALF], both halves the same
     sin: tl.tensor,  # as cos
+    before: tl.tensor,  # as mixed: what forward was given, with NORMED and BACKWARD
+    query_weight: tl.tensor,  # [2 * HALF], with NORMED
+    key_weight: tl.tensor,  # as query_weight
     num_rows: tl.tensor,
+    eps: tl.tensor,
     GROUPS: tl.constexpr,
     PER_GROUP: tl.constexpr,
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BACKWARD: tl.constexpr,
+    NORMED: tl.constexpr,
+    ROUNDS_ONCE: tl.constexpr,  # behind the weight only
+    ZERO_CENTERED: tl.constexpr,  # weights are held less 1
 ) -> None:
     heads: tl.constexpr = GROUPS * (PER_GROUP + 2)
     dim: tl.constexpr = 2 * HALF
@@ -82,6 +165,9 @@ def _rotate_heads_kernel(
             query + (group * PER_GROUP + member) * dim,
             cos,
             sin,
+            before + head * dim,
+            query_weight,
+            eps,
             rows,
             inside,
             columns,
@@ -90,6 +176,9 @@ def _rotate_heads_kernel(
             HALF=HALF,
             ROTATE=True,
             BACKWARD=BACKWARD,
+            NORMED=NORMED,
+            ROUNDS_ONCE=ROUNDS_ONCE,
+            ZERO_CENTERED=ZERO_CENTERED,
         )
     elif member == PER_GROUP:
         _move_head(
@@ -97,6 +186,9 @@ def _rotate_heads_kernel(
             key + group * dim,
             cos,
             sin,
+            before + head * dim,
+            key_weight,
+            eps,
             rows,
             inside,
             columns,
@@ -105,6 +197,9 @@ def _rotate_heads_kernel(
             HALF=HALF,
             ROTATE=True,
             BACKWARD=BACKWARD,
+            NORMED=NORMED,
+            ROUNDS_ONCE=ROUNDS_ONCE,
+            ZERO_CENTERED=ZERO_CENTERED,
         )
     else:
         _move_head(
@@ -112,6 +207,9 @@ def _rotate_heads_kernel(
             value + group * dim,
             cos,
             sin,
+            before + head * dim,
+            key_weight,
+            eps,
             rows,
             inside,
             columns,
@@ -120,6 +218,9 @@ def _rotate_heads_kernel(
             HALF=HALF,
             ROTATE=False,
             BACKWARD=BACKWARD,
+            NORMED=NORMED,
+            ROUNDS_ONCE=ROUNDS_ONCE,
+            ZERO_CENTERED=ZERO_CENTERED,
         )
 
 
@@ -127,13 +228,16 @@ _rotate_heads = WarmKernel(_rotate_heads_kernel)
 
 
 def launch_unpack(
-    mixed: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
+    mixed: torch.Tensor,
+    cos_TD: torch.Tensor,
+    sin_TD: torch.Tensor,
+    norms: HeadNorms | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotated queries and keys, and values, of contiguous `[T, G, R + 2, D]`."""
     rows, groups, members, dim = mixed.shape
     query = mixed.new_empty(rows, groups * (members - 2), dim)
     key, value = (mixed.new_empty(rows, groups, dim) for _ in range(2))
-    _launch(mixed, (query, key, value), cos_TD, sin_TD, backward=False)
+    _launch(mixed, (query, key, value), cos_TD, sin_TD, mixed, norms, backward=False)
     return query, key, value
 
 
@@ -143,11 +247,18 @@ def launch_pack(
     dv_TGD: torch.Tensor,
     cos_TD: torch.Tensor,
     sin_TD: torch.Tensor,
+    mixed: torch.Tensor | None = None,
+    norms: HeadNorms | None = None,
 ) -> torch.Tensor:
-    """Gradient of `launch_unpack`'s input from contiguous ones of its outputs."""
+    """Gradient of `launch_unpack`'s input from contiguous ones of its outputs.
+
+    Args:
+        mixed: that input; read where heads are normed.
+    """
     rows, groups, dim = dk_TGD.shape
     dmixed = dq_TND.new_empty(rows, groups, dq_TND.shape[1] // groups + 2, dim)
-    _launch(dmixed, (dq_TND, dk_TGD, dv_TGD), cos_TD, sin_TD, backward=True)
+    before = dmixed if mixed is None else mixed
+    _launch(dmixed, (dq_TND, dk_TGD, dv_TGD), cos_TD, sin_TD, before, norms, backward=True)
     return dmixed
 
 
@@ -156,15 +267,21 @@ def _launch(
     parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     cos_TD: torch.Tensor,
     sin_TD: torch.Tensor,
+    before: torch.Tensor,
+    norms: HeadNorms | None,
     *,
     backward: bool,
 ) -> None:
     num_rows, groups, members, dim = mixed.shape
+    weights, eps, flags = (cos_TD, cos_TD), 0.0, (False, False, False)
+    if norms is not None:
+        weights, eps = (norms.query.weight_H, norms.key.weight_H), norms.query.eps
+        flags = (True, norms.query.rounds_once, norms.query.zero_centered)
     _rotate_heads.launch(
         groups * members * -(-num_rows // _ROWS),
-        (mixed, *parts, cos_TD, sin_TD),
-        (num_rows,),
-        (groups, members - 2, dim // 2, _ROWS, _columns(dim // 2), backward),
+        (mixed, *parts, cos_TD, sin_TD, before, *weights),
+        (num_rows, eps),
+        (groups, members - 2, dim // 2, _ROWS, _columns(dim // 2), backward, *flags),
         num_warps=_WARPS,
     )
 

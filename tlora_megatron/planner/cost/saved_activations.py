@@ -53,8 +53,9 @@ def kept_bytes(
     """Bytes of activations that a layer keeps until backward, per row of the micro-batch.
 
     Without recompute: the residual stream in front of both norms, rotated queries, keys and values,
-    attention's output and log-sums, gate and up; of linears with adapters also the input (attention
-    keeps that of `linear_proj` already) and the rank-sized s.
+    attention's output and log-sums, gate and up, and if heads are normed the projection; of linears
+    with adapters also the input (attention keeps that of `linear_proj` already) and the rank-sized
+    s.
 
     Args:
         part: `all` of what the plan keeps; `mlp` or `layer`, what these keep when they run again.
@@ -64,6 +65,8 @@ def kept_bytes(
         return hidden * size / shard
     stream = 2 * hidden * size / shard + 8
     attention = (2 * spec.q_size + 2 * spec.kv_size) * size / tp + 4 * spec.num_heads / tp
+    if spec.qk_norm:
+        attention += (spec.q_size + 2 * spec.kv_size) * size / tp
     attention += (ranks["linear_qkv"] > 0) * hidden * size / saved.shards("linear_qkv", shard)
     attention += (ranks["linear_qkv"] + ranks["linear_proj"]) * size
     mlp = 2 * spec.ffn_size * size / tp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,10 @@ from tlora_megatron.integrations.megatron.built_head import Targets, use_targets
 from tlora_megatron.integrations.megatron.built_model import freeze
 from tlora_megatron.integrations.megatron.discover import discover
 from tlora_megatron.integrations.megatron.layer import module_hooks, plain_layer
+from tlora_megatron.integrations.megatron.layer.built_parts import (
+    built_head_norms,
+    why_not_head_norms,
+)
 from tlora_megatron.integrations.megatron.layer.mixing import built_class
 from tlora_megatron.integrations.megatron.layer.module_hooks import foreign_hook
 from tlora_megatron.integrations.megatron.own_compute import (
@@ -118,11 +123,14 @@ def num_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return runs
 
 
-@pytest.mark.parametrize("te", [False, True], ids=["local", "Transformer Engine"])
+@pytest.mark.parametrize(
+    "options",
+    [{"add_qkv_bias": True}, {"te": True, "add_qkv_bias": True}, {"qk_layernorm": True}],
+    ids=["local", "Transformer Engine", "normed heads"],
+)
 def test_kernels_compute_what_modules_do(
-    te: bool, groups: ParallelGroups, num_run: list[int]
+    options: dict[str, Any], groups: ParallelGroups, num_run: list[int]
 ) -> None:
-    options = {"te": te, "add_qkv_bias": True}
     modules = Case(groups, own=False, **options).results()
     assert not num_run
     case = Case(groups, **options)
@@ -197,7 +205,7 @@ def test_what_is_not_plain_runs_by_its_modules(groups: ParallelGroups, num_run: 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"qk_layernorm": True}, "qk_layernorm is True: our kernels do not compute it yet"),
+        ({"qk_l2_norm": True}, "qk_l2_norm is True: our kernels do not compute it yet"),
         ({"fp32_residual_connection": True}, "fp32_residual_connection is True"),
         ({"rope": "yarn"}, "position_embedding_type is yarn"),
         ({"rope": "interleaved"}, "rotary_interleaved is True"),
@@ -211,18 +219,7 @@ def test_what_is_not_plain_runs_by_its_modules(groups: ParallelGroups, num_run: 
 def test_settings_that_keep_the_modules(
     options: dict[str, Any], reason: str, groups: ParallelGroups
 ) -> None:
-    if "qk_layernorm" in options:
-        # The spec decides what is built; the setting alone is enough for the reason.
-        options = {}
-
-        def change(model: Any) -> None:
-            model.config.qk_layernorm = True
-    else:
-
-        def change(model: Any) -> None:
-            pass
-
-    case = Case(groups, change=change, **options)
+    case = Case(groups, **options)
     assert case.compute.num_own == 0
     assert reason in case.compute.line
 
@@ -343,6 +340,47 @@ def test_our_kernels_compute_unless_asked_otherwise(
 
 def test_spans_of_layers() -> None:
     assert _spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+class Heads(nn.Module):
+    """Norms of queries and keys, as an attention has them."""
+
+    def __init__(self, query: nn.Module, key: nn.Module) -> None:
+        super().__init__()
+        self.q_layernorm, self.k_layernorm = query, key
+        self.config = SimpleNamespace(kv_channels=4)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "reason"),
+    [
+        (nn.RMSNorm(4, 1e-5), nn.RMSNorm(4, 1e-5), None),
+        (IdentityOp(), IdentityOp(), None),
+        (nn.RMSNorm(4, 1e-5), nn.RMSNorm(4, 1e-6), "queries and keys are normed in two ways"),
+        (nn.RMSNorm(8, 1e-5), nn.RMSNorm(8, 1e-5), "not normed head by head"),
+        (nn.LayerNorm(4), nn.LayerNorm(4), "queries and keys are normed by LayerNorm"),
+        (nn.RMSNorm(4, 1e-5), IdentityOp(), "queries and keys are normed by RMSNorm and Ident"),
+    ],
+    ids=str,
+)
+def test_norms_of_heads(query: nn.Module, key: nn.Module, reason: str | None) -> None:
+    heads = Heads(query, key)
+    found = why_not_head_norms(heads)
+    assert (found is None) if reason is None else (reason in str(found))
+    if found is None:
+        assert (built_head_norms(heads) is None) == isinstance(query, IdentityOp)
+
+
+def test_weights_of_head_norms_are_read_at_every_call() -> None:
+    norms = built_head_norms(Heads(nn.RMSNorm(4, 1e-5), nn.RMSNorm(4, 1e-5)))
+    assert norms is not None
+    other: Any = norms.query
+    other.owner.weight = nn.Parameter(torch.zeros(4))
+    other.owner.zero_centered_gamma = True
+    query, key = norms.weights()
+    assert not query.weight_H.any()
+    assert query.zero_centered
+    assert key.weight_H.all()
 
 
 def test_identities_are_no_obstacle() -> None:

@@ -109,7 +109,7 @@ def test_rms_norm_that_rounds_once(
     weight_H = draw(shape[-1], dtype=dtype, scale=0.2) + (0 if zero_centered else 1)
     weight = rms_norm.NormWeight(weight_H, 1e-5, zero_centered)
     fused(True)
-    total, normed, back = rms_norm.add_rms_norm_once_vjp(x, given, weight)
+    total, normed, back = rms_norm.add_rms_norm_vjp(x, given, weight)
     grads = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype).flip(0)
     leaf = total.float().requires_grad_()
     wide = rms_norm.rms_norm_once_reference(leaf, weight._replace(weight_H=weight_H.float()))
@@ -184,6 +184,86 @@ def test_unpack_qkv(
     assert_equal(wide, results[1])
 
 
+KINDS = {"twice": (False, False), "once": (False, True), "zero-centred": (True, True)}
+"""A norm's `zero_centered` and `rounds_once`."""
+
+
+def head_norms(kind: str, dim: int, dtype: torch.dtype, eps: float = 1e-5) -> rms_norm.HeadNorms:
+    """Weights far from 1, one of them zero."""
+    zero_centered, rounds_once = KINDS[kind]
+    weight = draw(2, dim, dtype=dtype, scale=0.5) + (0 if zero_centered else 1)
+    weight[0, 0] = -1 if zero_centered else 0
+    query, key = (rms_norm.NormWeight(row, eps, zero_centered, rounds_once) for row in weight)
+    return rms_norm.HeadNorms(query, key)
+
+
+def wide_norms(norms: rms_norm.HeadNorms, dtype: torch.dtype) -> rms_norm.HeadNorms:
+    """The same values in another dtype."""
+    return rms_norm.HeadNorms(*(norm._replace(weight_H=norm.weight_H.to(dtype)) for norm in norms))
+
+
+@RUNS
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shape"),
+    [
+        ("twice", torch.float32, (1, 1, 1, 8)),
+        ("once", torch.float32, (35, 2, 2, 16)),
+        ("zero-centred", torch.float32, (33, 1, 1, 20)),
+        ("twice", torch.float16, (34, 1, 2, 20)),
+        ("once", torch.bfloat16, (34, 2, 1, 16)),
+    ],
+    ids=str,
+)
+def test_unpack_qkv_of_normed_heads(
+    kind: str, dtype: torch.dtype, shape: tuple[int, ...], fused: Callable[[bool], None]
+) -> None:
+    rows, groups, per_group, dim = shape
+    tensors = {"mixed": draw(rows, groups, per_group + 2, dim, dtype=dtype, scale=2.0)}
+    norms = head_norms(kind, dim, dtype)
+    angles = draw(rows, dim // 2, dtype=torch.float32, scale=3.0).repeat(1, 2)
+    fused(True)
+    actual = run(qkv_rotary.unpack_qkv, tensors, angles.cos(), angles.sin(), norms)
+    fused(False)  # in fp32: in half precision the reference itself is an ulp off
+    wide = run(
+        qkv_rotary.unpack_qkv,
+        {"mixed": tensors["mixed"].float()},
+        angles.cos(),
+        angles.sin(),
+        wide_norms(norms, torch.float32),
+    )
+    assert_equal(actual, {name: value.to(dtype) for name, value in wide.items()})
+    fused(True)
+    outs, back = qkv_rotary.unpack_qkv_vjp(tensors["mixed"], angles.cos(), angles.sin(), norms)
+    grads = [draw(*out.shape, dtype=dtype) for out in outs]
+    assert torch.equal(back(*grads), actual["dmixed"])
+    assert all(torch.equal(out, actual[f"output {i}"]) for i, out in enumerate(outs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_normed_heads_by_differences(kind: str) -> None:
+    """The definition, in fp64 on the CPU: both ways of calling it, and finite differences."""
+    generator = torch.Generator().manual_seed(0)
+    mixed = torch.randn(3, 2, 4, 6, generator=generator, dtype=torch.float64)
+    angles = torch.randn(3, 3, generator=generator, dtype=torch.float64).repeat(1, 2)
+    norms = head_norms(kind, 6, torch.float64)
+    norms = rms_norm.HeadNorms(*(norm._replace(weight_H=norm.weight_H.cpu()) for norm in norms))
+    rest = angles.cos(), angles.sin(), norms
+    if not norms.query.zero_centered:  # that form computes in fp32
+        leaf = mixed.clone().requires_grad_()
+        assert torch.autograd.gradcheck(lambda x: qkv_rotary.unpack_qkv(x, *rest), leaf)
+    outs, back = qkv_rotary.unpack_qkv_vjp(mixed, *rest)
+    leaf = mixed.clone().requires_grad_()
+    by_autograd = qkv_rotary.unpack_qkv(leaf, *rest)
+    grads = [torch.randn(out.shape, generator=generator, dtype=out.dtype) for out in outs]
+    torch.autograd.backward(by_autograd, grads)
+    assert torch.equal(back(*grads), leaf.grad)
+    query = mixed[:, :, :2].reshape(3, 1, 4, 6)
+    gamma = norms.query.weight_H + norms.query.zero_centered
+    normed = query / (query.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gamma
+    turned = qkv_rotary.rotate_halves(normed, *rest[:2])
+    torch.testing.assert_close(outs[0], turned.squeeze(1), rtol=1e-6, atol=1e-6)
+
+
 @RUNS
 @DTYPES
 @pytest.mark.parametrize(("width", "valid"), [(50, 50), (8192, 8190), (20000, 20000)])
@@ -248,7 +328,9 @@ def _launches() -> list[tuple[str, str, dict[str, str], dict[str, int]]]:
     forward |= {"rstd": fp32, "num_rows": "i32", "eps": "fp32"}
     backward = dict.fromkeys(("dy", "dtotal", "x", "weight", "dx"), bf16)
     backward |= {"rstd": fp32, "num_rows": "i32"}
-    parts = dict.fromkeys(("mixed", "query", "key", "value", "cos", "sin"), bf16)
+    heads_of = ("mixed", "query", "key", "value", "cos", "sin", "before")
+    parts = dict.fromkeys((*heads_of, "query_weight", "key_weight"), bf16)
+    parts |= {"num_rows": "i32", "eps": "fp32"}
     rows = {"logits": bf16, "labels": "*i64", "lse": fp32}
     statistics = {"logits": bf16, "labels": "*i64", "statistics": fp32, "num_rows": "i32"}
     block = {"WIDTH": 14336, "BLOCK": 1024}
@@ -261,12 +343,8 @@ def _launches() -> list[tuple[str, str, dict[str, str], dict[str, int]]]:
         launches += [
             ("rms_norm", "_forward_kernel", forward, norm | {"HAS_RESIDUAL": flag}),
             ("rms_norm", "_backward_kernel", backward, norm | {"HAS_DTOTAL": flag}),
-            (
-                "rotary",
-                "_rotate_heads_kernel",
-                parts | {"num_rows": "i32"},
-                heads | {"BACKWARD": flag},
-            ),
+            ("rotary", "_rotate_heads_kernel", parts, heads | {"BACKWARD": flag}),
+            ("rotary", "_rotate_heads_kernel", parts, heads | {"BACKWARD": flag, "NORMED": 1}),
             ("cross_entropy", "_statistics_kernel", statistics, vocabulary | {"GRADIENT": flag}),
         ]
     return launches

@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.layer.mixing import built_class
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
 from tlora_megatron.ops.frozen.frozen_parts import Vjp, runs_triton
-from tlora_megatron.ops.frozen.rms_norm import NormWeight, add_rms_norm_once_vjp
+from tlora_megatron.ops.frozen.rms_norm import HeadNorms, NormWeight, add_rms_norm_vjp
 from tlora_megatron.ops.routing.segments import MicroBatchView
 
 _MAKERS = ("torch", "transformer_engine")
@@ -28,12 +29,16 @@ class BuiltNorm(NamedTuple):
     attribute: str
     """The weight's name in the owner."""
 
-    def add_vjp(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Vjp]:
-        """Does what `RMSNorm.add_vjp` does; rounds once, as torch and Transformer Engine do."""
+    @property
+    def norm_weight(self) -> NormWeight:
+        """The weight, read now; rounds once, as torch and Transformer Engine do."""
         owner: Any = self.owner
-        weight_H = getattr(owner, self.attribute)
         zero_centered = getattr(owner, "zero_centered_gamma", False)
-        return add_rms_norm_once_vjp(x, residual, NormWeight(weight_H, owner.eps, zero_centered))
+        return NormWeight(getattr(owner, self.attribute), owner.eps, zero_centered)
+
+    def add_vjp(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Vjp]:
+        """Does what `RMSNorm.add_vjp` does."""
+        return add_rms_norm_vjp(x, residual, self.norm_weight)
 
 
 def built_norm(module: Any) -> BuiltNorm | RMSNorm | None:
@@ -44,6 +49,44 @@ def built_norm(module: Any) -> BuiltNorm | RMSNorm | None:
     kind = built_class(module)
     is_known = kind.__name__ == "RMSNorm" and kind.__module__.partition(".")[0] in _MAKERS
     return BuiltNorm(module, "weight") if is_known and None not in (weight, eps) else None
+
+
+class BuiltHeadNorms(NamedTuple):
+    """Norms of single query and key heads, which differ in their weights alone."""
+
+    query: BuiltNorm | RMSNorm
+    key: BuiltNorm | RMSNorm
+
+    def weights(self) -> HeadNorms:
+        """Returns the weights as they are now."""
+        return HeadNorms(self.query.norm_weight, self.key.norm_weight)
+
+
+def built_head_norms(attention: Any) -> BuiltHeadNorms | None:
+    """Returns the norms of an attention for which `why_not_head_norms` gives None, if any."""
+    query, key = map(built_norm, head_norm_modules(attention))
+    return None if query is None or key is None else BuiltHeadNorms(query, key)
+
+
+def why_not_head_norms(attention: Any) -> str | None:
+    """Returns why the norms of queries and keys must be called; None if our kernels do them."""
+    modules = head_norm_modules(attention)
+    if all(isinstance(module, IdentityOp | None) for module in modules):
+        return None
+    norms = built_head_norms(attention)
+    if norms is None:
+        kinds = " and ".join({built_class(module).__name__: 0 for module in modules})
+        return f"queries and keys are normed by {kinds}"
+    shapes = {tuple(weight.weight_H.shape) for weight in norms.weights()}
+    if shapes != {(attention.config.kv_channels,)}:
+        return "queries and keys are not normed head by head"
+    kinds_of = {weight._replace(weight_H=None) for weight in norms.weights()}
+    return "queries and keys are normed in two ways" if len(kinds_of) > 1 else None
+
+
+def head_norm_modules(attention: Any) -> tuple[Any, Any]:
+    """Returns the modules behind queries and keys: norms, identities or None by the release."""
+    return attention.q_layernorm, attention.k_layernorm
 
 
 class AnglesOfDocuments(Protocol):

@@ -20,6 +20,7 @@ from tlora_megatron.integrations.megatron.layer.rotary import PackedRotaryEmbedd
 from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.frozen.packed_attention import attend_documents, attend_documents_vjp
 from tlora_megatron.ops.frozen.qkv_rotary import unpack_qkv, unpack_qkv_vjp
+from tlora_megatron.ops.frozen.rms_norm import HeadNorms
 from tlora_megatron.ops.routing.host_copy import to_device
 from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
 
@@ -105,13 +106,20 @@ class PackedCoreAttention(MegatronModule):
         q_TND, k_TGD, v_TGD = (x.squeeze(1) for x in (query, key, value))
         return self._attend(q_TND, k_TGD, v_TGD, micro_batch)
 
-    def attend_projection(self, mixed: Tensor, groups: int, rotary: Rotary | None = None) -> Tensor:
+    def attend_projection(
+        self,
+        mixed: Tensor,
+        groups: int,
+        rotary: Rotary | None = None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
         """Attends within documents, straight from Megatron's fused projection.
 
         Args:
             mixed: `[T, 1, G (N / G + 2) D]`: of each group its queries, its key, its value.
             groups: G on this rank.
             rotary: None = the core's own.
+            norms: of queries and keys, before they turn.
 
         Returns:
             `[T, 1, N * D]`.
@@ -121,7 +129,7 @@ class PackedCoreAttention(MegatronModule):
         micro_batch = _bound_micro_batch()
         mixed_TGMD = mixed.view(len(mixed), groups, -1, self.config.kv_channels)
         cos_TD, sin_TD = rotary.cos_sin(mixed, micro_batch)
-        return self._attend(*unpack_qkv(mixed_TGMD, cos_TD, sin_TD), micro_batch)
+        return self._attend(*unpack_qkv(mixed_TGMD, cos_TD, sin_TD, norms), micro_batch)
 
     def attend_projection_vjp(
         self,
@@ -129,6 +137,7 @@ class PackedCoreAttention(MegatronModule):
         groups: int,
         micro_batch: MicroBatchView,
         rotary: Rotary | None = None,
+        norms: HeadNorms | None = None,
     ) -> tuple[Tensor, Vjp]:
         """Does what `attend_projection` does, for callers without autograd.
 
@@ -142,12 +151,12 @@ class PackedCoreAttention(MegatronModule):
         assert rotary is not None, "heads that were rotated are not in a projection"
         if self.cp_group is not None:
             return vjp_by_autograd(
-                lambda x: self.attend_projection(x, groups, rotary).squeeze(1), mixed
+                lambda x: self.attend_projection(x, groups, rotary, norms).squeeze(1), mixed
             )
         shape = mixed.shape
         cos_TD, sin_TD = rotary.cos_sin(mixed, micro_batch)
         mixed_TGMD = mixed.view(shape[0], groups, -1, self.config.kv_channels)
-        qkv, unpack_back = unpack_qkv_vjp(mixed_TGMD, cos_TD, sin_TD)
+        qkv, unpack_back = unpack_qkv_vjp(mixed_TGMD, cos_TD, sin_TD, norms)
         out_TND, attend_back = attend_documents_vjp(*qkv, micro_batch, self.scale)
         heads = out_TND.shape
 

@@ -2,8 +2,8 @@
 
 What a GPU spends on a frozen layer besides GEMMs and attention is reading and writing `[T, hidden]`
 and `[T, 2 ffn]`. So the norm comes together with the residual sum before it and both gradients of
-the residual stream are added where one is computed; heads turn while they are sorted; SwiGLU is one
-pass each way; no weight of a norm gets a gradient.
+the residual stream are added where one is computed; heads are normed and turn while they are
+sorted; SwiGLU is one pass each way; no weight of a norm gets a gradient.
 
 A layer is re-classed in place: parameters, state-dict keys and `isinstance` answers stay. Where all
 linears give their product without autograd it runs as two `FrozenSublayer`s, else by its modules'
@@ -17,11 +17,11 @@ from typing import Any
 
 from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor
+from torch import Tensor, nn
 
+from tlora_megatron.integrations.megatron.layer.built_parts import head_norm_modules
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import (
     FrozenSublayer,
     run_layer,
@@ -30,35 +30,44 @@ from tlora_megatron.integrations.megatron.layer.frozen_sublayer import (
 from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.frozen.rms_norm import HeadNorms
 from tlora_megatron.ops.frozen.swiglu import swiglu, swiglu_vjp
 from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.nano.lanes import Lane, current_lane
 
 
 class FrozenSelfAttention(SelfAttention):
-    """Self-attention whose core sorts and rotates the heads of the fused projection itself.
+    """Self-attention whose core sorts, norms and rotates the heads of the fused projection itself.
 
-    Where queries and keys are normed one by one, a group of heads lies on several ranks, or a hook
-    waits for the core's call, Megatron's own way stays.
+    Where a group of heads lies on several ranks, or a hook waits for the call of the core or of a
+    norm, Megatron's own way stays.
     """
 
     @property
     def is_fused(self) -> bool:
-        """True if the core takes the projection.
-
-        Where nothing is normed, megatron-core before 0.19 has an identity in the norm's place.
-        """
+        """True if the core takes the projection."""
         config = self.config
-        return isinstance(self.q_layernorm, IdentityOp | None) and (
-            config.num_query_groups >= config.tensor_model_parallel_size
-        )
+        return config.num_query_groups >= config.tensor_model_parallel_size
+
+    @property
+    def inner_modules(self) -> tuple[nn.Module, ...]:
+        """The modules between the linears, which are not called where the core is fused."""
+        modules = (self.core_attention, *head_norm_modules(self))
+        return tuple(module for module in modules if module is not None)
+
+    @property
+    def head_norms(self) -> HeadNorms | None:
+        """The norms of queries and keys; None where heads are not normed."""
+        query, key = head_norm_modules(self)
+        return HeadNorms(query.norm_weight, key.norm_weight) if self.config.qk_layernorm else None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """`[T, 1, H]` to the same; Megatron's arguments beside it are all None here."""
-        if not self.is_fused or does_more(self.core_attention):
+        if not self.is_fused or any(map(does_more, self.inner_modules)):
             return super().forward(hidden_states, *args, **kwargs)
         mixed, _ = self.linear_qkv(hidden_states)
-        context = self.core_attention.attend_projection(mixed, self.num_query_groups_per_partition)
+        groups = self.num_query_groups_per_partition
+        context = self.core_attention.attend_projection(mixed, groups, norms=self.head_norms)
         return self.linear_proj(context)
 
     def attend_vjp(
@@ -66,7 +75,7 @@ class FrozenSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Vjp]:
         """Attends, which is all between the linears; returns the context and its vjp."""
         groups = self.num_query_groups_per_partition
-        return self.core_attention.attend_projection_vjp(mixed, groups, view)
+        return self.core_attention.attend_projection_vjp(mixed, groups, view, norms=self.head_norms)
 
 
 class FrozenMLP(MLP):
@@ -91,7 +100,7 @@ class FrozenTransformerLayer(TransformerLayer):
         """The layer's sublayers if it may run by them now, otherwise none."""
         attention = self.self_attention
         norms = (self.input_layernorm, self.pre_mlp_layernorm)
-        modules = (self, *norms, attention, attention.core_attention, self.mlp)
+        modules = (self, *norms, attention, *attention.inner_modules, self.mlp)
         sublayers = self.tlora_sublayers
         return sublayers if sublayers and runs_direct(modules, sublayers) else ()
 

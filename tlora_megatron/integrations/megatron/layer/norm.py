@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.frozen.rms_norm import (
+    NormWeight,
     add_rms_norm,
     add_rms_norm_vjp,
     fork_rms_norm,
@@ -40,6 +41,11 @@ class RMSNorm(nn.Module):
         # Megatron adds up gradients of parameters marked so over the tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    @property
+    def norm_weight(self) -> NormWeight:
+        """The weight, read now."""
+        return NormWeight(self.weight, self.eps, rounds_once=False)
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalises `[..., hidden_size]`."""
         return rms_norm(x, self.weight, self.eps)
@@ -59,4 +65,4 @@ class RMSNorm(nn.Module):
 
     def add_vjp(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Vjp]:
         """Does what `add` does, or `fork` without a residual; see `add_rms_norm_vjp`."""
-        return add_rms_norm_vjp(x, residual, self.weight, self.eps)
+        return add_rms_norm_vjp(x, residual, self.norm_weight)

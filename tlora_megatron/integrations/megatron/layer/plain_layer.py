@@ -19,9 +19,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.layer.built_parts import (
+    BuiltHeadNorms,
     BuiltNorm,
     BuiltRotary,
+    built_head_norms,
     built_norm,
+    why_not_head_norms,
 )
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import (
@@ -138,12 +141,9 @@ def why_not_plain(layer: Any) -> str | None:
 def _why_not_attention(attention: Any) -> str | None:
     if not isinstance(attention.core_attention, PackedCoreAttention):
         return f"its core attention is a {type(attention.core_attention).__name__}"
-    for name in ("q_layernorm", "k_layernorm"):
-        if not isinstance(getattr(attention, name, None), IdentityOp | None):
-            return "queries and keys are normed"
     if attention.config.kv_channels % 8:
         return f"heads must be of a multiple of 8, got {attention.config.kv_channels}"
-    return None
+    return why_not_head_norms(attention)
 
 
 def _why_not_linears(layer: Any) -> str | None:
@@ -190,7 +190,8 @@ def _norm_before(module: Any, linear: Any) -> BuiltNorm | RMSNorm | None:
 
 
 def _sublayers(layer: Any, rotary: BuiltRotary) -> tuple[FrozenSublayer, FrozenSublayer]:
-    attend = functools.partial(_attend_vjp, layer.self_attention, rotary)
+    attention = layer.self_attention
+    attend = functools.partial(_attend_vjp, attention, rotary, built_head_norms(attention))
     norm, column, row = _attention_parts(layer)
     mlp_norm, mlp_column, mlp_row = _mlp_parts(layer)
     assert norm is not None, "a plain layer has norms"
@@ -204,10 +205,16 @@ def _sublayers(layer: Any, rotary: BuiltRotary) -> tuple[FrozenSublayer, FrozenS
 
 
 def _attend_vjp(
-    attention: Any, rotary: BuiltRotary, mixed: Tensor, view: MicroBatchView, lane: Lane | None
+    attention: Any,
+    rotary: BuiltRotary,
+    norms: BuiltHeadNorms | None,
+    mixed: Tensor,
+    view: MicroBatchView,
+    lane: Lane | None,
 ) -> tuple[Tensor, Vjp]:
     groups = attention.num_query_groups_per_partition
-    return attention.core_attention.attend_projection_vjp(mixed, groups, view, rotary)
+    weights = None if norms is None else norms.weights()
+    return attention.core_attention.attend_projection_vjp(mixed, groups, view, rotary, weights)
 
 
 def _swiglu_vjp(x: Tensor, view: MicroBatchView, lane: Lane | None) -> tuple[Tensor, Vjp]:

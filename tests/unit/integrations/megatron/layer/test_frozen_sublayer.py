@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tlora_megatron.integrations.megatron.layer.built_parts import head_norm_modules
 from tlora_megatron.integrations.megatron.layer.frozen_layer import FrozenTransformerLayer
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
@@ -43,6 +44,8 @@ SPEC = ModelSpec(
     rope_theta=1e4,
     qkv_bias=True,
 )
+
+NORMED = replace(SPEC, model_type="qwen3", qkv_bias=False, qk_norm=True)
 
 
 class Case:
@@ -177,6 +180,23 @@ def test_halves_compute_what_modules_do_in_lanes(recompute: Recompute) -> None:
     actual = case.results(case.split())
     use_modules(case.decoder)
     assert equal(actual, case.results(case.split()))
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_halves_norm_heads_as_modules_do(num_parts: int) -> None:
+    case = Case(spec=NORMED)
+    view = whole() if num_parts == 1 else case.split()
+    with torch.no_grad():
+        for layer in case.decoder.layers:
+            for norm in head_norm_modules(layer.self_attention):
+                norm.weight.uniform_(0.5, 2.0)
+    assert all(layer.direct_sublayers for layer in case.decoder.layers)
+    actual, seen = case.results(view), []
+    for layer in case.decoder.layers:
+        layer.self_attention.q_layernorm.register_forward_hook(lambda *_: seen.append(1))
+    assert not any(layer.direct_sublayers for layer in case.decoder.layers)
+    assert equal(actual, case.results(view))
+    assert len(seen) == 2 * NORMED.num_layers * num_parts, "its way with a graph, and without"
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
