@@ -111,4 +111,5 @@ class _UnpackQKV(torch.autograd.Function):
         from tlora_megatron.ops.frozen.triton_rotary import launch_pack
 
         dq, dk, dv = (grad.contiguous() for grad in grads)
-        return launch_pack(dq, dk, dv, *ctx.saved_tensors, ctx.norms), None, None, None
+        cos_TD, sin_TD, mixed = ctx.saved_tensors
+        return launch_pack(dq, dk, dv, cos_TD, sin_TD, mixed, ctx.norms), None, None, None
