@@ -58,6 +58,8 @@ class ItemMachine:
         self.tile_sizes: list[tuple[int, int]] = []
         """Rows and columns that tiles were chosen for."""
         self.launches: list[str] = []
+        self.masked_gemms: list[bool] = []
+        """Whether each GEMM got the arguments of dropout."""
         self._multiprocessors = multiprocessors
         self._random = np.random.default_rng(seed)
         grads = [g for table in (factors.grad_a, factors.grad_b) for slot in table for g in slot]
@@ -220,6 +222,7 @@ class ItemMachine:
     ) -> None:
         """lora_gemm.cuh."""
         self.launches.append("gemm")
+        self.masked_gemms.append(rank is not None and rank.dropout is not None)
         out = out_TN.numpy()
         base = (x_TK @ (weight.t() if transposed else weight)).numpy()
         if bias_N is not None:

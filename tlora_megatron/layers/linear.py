@@ -23,9 +23,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tlora_megatron.layers.linear_layout import LinearLayout
+from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.frozen.products import frozen_dgrad, frozen_product
 from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.linear_ops import Base, base_dgrad, base_product
+from tlora_megatron.ops.lora.linear_ops import Base
 from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.nano.lanes import Lane
 
@@ -105,6 +107,15 @@ class MultiLoRALinear(torch.autograd.Function):
         return dx, dy if ctx.has_base else None, None
 
 
+def computes_base(strategy: GemmStrategy, view: MicroBatchView) -> bool:
+    """True if the host's own linear must not run.
+
+    Whether a linear has factors follows from the jobs beside one: where a job's bits must not
+    depend on them, its GEMM is the same with and without.
+    """
+    return strategy.factors is not None or view.exactness is not None
+
+
 def multi_lora_linear(
     x: torch.Tensor,
     weight_NK: torch.Tensor,
@@ -113,9 +124,12 @@ def multi_lora_linear(
     view: MicroBatchView,
     lane: Lane | None = None,
 ) -> torch.Tensor:
-    """Returns `[..., N]` of x `[..., K]`, differentiable in x; there must be factors."""
+    """Returns `[..., N]` of x `[..., K]`, differentiable in x; without factors the base alone."""
 
     def compute(x_TK: torch.Tensor) -> Computed:
+        if strategy.factors is None:
+            frozen = _FrozenLinear(strategy.layout, lane, view.exactness)
+            return frozen.forward(x_TK, weight_NK, bias_N)
         return strategy.forward(x_TK, weight_NK, bias_N, view, lane)
 
     return MultiLoRALinear.apply(x, None, compute)
@@ -131,7 +145,8 @@ def multi_lora_linear_vjp(
 ) -> tuple[torch.Tensor, Vjp]:
     """Returns y `[T, N]` and the way back as a function; without factors it is the base alone."""
     if strategy.factors is None:
-        return with_vjp(_frozen_forward(x_TK, base, bias_N, strategy.layout, lane))
+        frozen = _FrozenLinear(strategy.layout, lane, view.exactness)
+        return with_vjp(frozen.forward(x_TK, base, bias_N))
     return with_vjp(strategy.forward(x_TK, base, bias_N, view, lane))
 
 
@@ -141,22 +156,26 @@ def with_vjp(computed: Computed) -> tuple[torch.Tensor, Vjp]:
     return y_TN, lambda dy_TN: backward(dy_TN, *saved)
 
 
-def _frozen_forward(
-    x_TK: torch.Tensor,
-    base: Base,
-    bias_N: torch.Tensor | None,
-    layout: LinearLayout,
-    lane: Lane | None,
-) -> Computed:
-    """Computes what Megatron's linear with a frozen weight does; saves nothing."""
-    if lane is None:
-        x_TK = layout.gather_input(x_TK)
-    else:
-        lane.take_local()  # nobody needs it
-    y_TN = base_product(base, x_TK, bias_N)
+class _FrozenLinear(NamedTuple):
+    """A linear of Megatron's with a frozen weight and no adapters; saves nothing."""
 
-    def backward(dy_TN: torch.Tensor) -> torch.Tensor:
-        dx_TK = base_dgrad(base, dy_TN)
-        return dx_TK if lane is not None else layout.reduce_dgrad(dx_TK).wait()
+    layout: LinearLayout
+    lane: Lane | None
+    exactness: Exactness | None
 
-    return Computed(y_TN, (), backward)
+    def forward(self, x_TK: torch.Tensor, base: Base, bias_N: torch.Tensor | None) -> Computed:
+        """Returns y `[T, N]`; see `GemmStrategy.forward`."""
+        layout, lane, exactness = self
+        if lane is None:
+            x_TK = layout.gather_input(x_TK)
+        else:
+            lane.take_local()  # nobody needs it
+        y_TN = frozen_product(x_TK, base, bias_N, exactness)
+
+        def backward(dy_TN: torch.Tensor, *, needs_dx: bool = True) -> torch.Tensor | None:
+            if not needs_dx:
+                return None
+            dx_TK = frozen_dgrad(dy_TN, base, exactness)
+            return dx_TK if lane is not None else layout.reduce_dgrad(dx_TK).wait()
+
+        return Computed(y_TN, (), backward)

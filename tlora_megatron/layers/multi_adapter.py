@@ -19,6 +19,7 @@ from tlora_megatron.layers.linear import (
     Computed,
     GemmStrategy,
     MultiLoRALinear,
+    computes_base,
     multi_lora_linear,
     multi_lora_linear_vjp,
 )
@@ -107,7 +108,7 @@ class MegatronLinearMixin(MultiAdapter):
                 input = lane.begin_compute(input)
                 kwargs |= _ONE_RANK
         gemm = adapters.gemm
-        if view is None or gemm is None or gemm.factors is None:
+        if view is None or gemm is None or not computes_base(gemm, view):
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
         return multi_lora_linear(input, weight, kwargs.get("bias"), gemm, view, lane)
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.frozen.cross_entropy import (
     cross_entropy_,
     merge_statistics,
@@ -74,7 +75,9 @@ class VocabularyHead:
         """This rank's rows of the weight."""
         return self._output_layer.weight
 
-    def losses(self, hidden: Tensor, rows_n: Tensor, labels_T: Tensor) -> Tensor:
+    def losses(
+        self, hidden: Tensor, rows_n: Tensor, labels_T: Tensor, exactness: Exactness | None = None
+    ) -> Tensor:
         """Returns losses of the rows with a target, zero for the others, fp32 `[T]`.
 
         Layout in: hidden `[T, 1, H]`, or `[T / tp, 1, H]` under sequence parallelism. Layout out:
@@ -85,15 +88,19 @@ class VocabularyHead:
         Args:
             rows_n: rows with a target, int64, ascending.
             labels_T: int64.
+            exactness: of the micro-batch; None = GEMMs are no higher than it.
         """
-        return _HeadLosses.apply(hidden, self, rows_n, labels_T)
+        return _HeadLosses.apply(hidden, self, rows_n, labels_T, exactness)
 
-    def score(self, hidden: Tensor, rows_n: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+    def score(
+        self, hidden: Tensor, rows_n: Tensor, labels_T: Tensor, exactness: Exactness | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Returns losses, and if the label is the first choice, bool `[T]`; no gradients."""
         hidden_TH = self.gathered(hidden)
         losses_T = torch.zeros_like(labels_T, dtype=torch.float32)
         right_T = torch.zeros_like(labels_T, dtype=torch.bool)
-        for chunk in self.chunks(hidden_TH, rows_n, labels_T):
+        height = self.height(hidden_TH, exactness)
+        for chunk in self.chunks(hidden_TH, rows_n, labels_T, height):
             rows, size = rows_n[chunk.begin : chunk.end], chunk.end - chunk.begin
             first_n = vocab_parallel_argmax(chunk.logits_nV[:, : self.valid], self.shard)
             right_T[rows] = (first_n == chunk.labels_n)[:size]
@@ -105,13 +112,18 @@ class VocabularyHead:
         hidden_TH = hidden.flatten(0, -2)
         return all_gather_rows(hidden_TH, self.tp_group) if self.gathers else hidden_TH
 
-    def height(self, hidden_TH: Tensor) -> int:
-        """Returns the number of rows of logits that exist at a time."""
-        return min(ROWS_AT_ONCE, len(hidden_TH))
+    def height(self, hidden_TH: Tensor, exactness: Exactness | None) -> int:
+        """Returns the number of rows of logits that exist at a time.
 
-    def chunks(self, hidden_TH: Tensor, rows_n: Tensor, labels_T: Tensor) -> Iterator[_Chunk]:
+        It is one for all micro-batches where bits must not depend on theirs: cuBLAS divides the sum
+        over the vocabulary by the height.
+        """
+        return min(ROWS_AT_ONCE, len(hidden_TH)) if exactness is None else exactness.head_rows
+
+    def chunks(
+        self, hidden_TH: Tensor, rows_n: Tensor, labels_T: Tensor, height: int
+    ) -> Iterator[_Chunk]:
         """Yields logits of the rows with a target, run by run in the same memory; zero-padded."""
-        height = self.height(hidden_TH)
         hidden_nH = hidden_TH.new_empty(height, hidden_TH.shape[1])
         logits_nV = hidden_TH.new_empty(height, len(self.weight_VH))
         labels_n = labels_T.new_empty(height)
@@ -144,16 +156,21 @@ class _HeadLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: VocabularyHead, rows_n: Tensor, labels_T: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        head: VocabularyHead,
+        rows_n: Tensor,
+        labels_T: Tensor,
+        exactness: Exactness | None,
     ) -> Tensor:
         hidden_TH = head.gathered(hidden)
         losses_T = torch.zeros_like(labels_T, dtype=torch.float32)
         gradient = ctx.needs_input_grad[0]
-        height, count = head.height(hidden_TH), len(rows_n)
+        height, count = head.height(hidden_TH, exactness), len(rows_n)
         grads_nH = hidden_TH.new_empty(
             -(-count // height) * height if gradient else 0, hidden_TH.shape[1]
         )
-        for chunk in head.chunks(hidden_TH, rows_n, labels_T):
+        for chunk in head.chunks(hidden_TH, rows_n, labels_T, height):
             losses_n = head.chunk_losses(chunk, gradient=gradient)
             losses_T[rows_n[chunk.begin : chunk.end]] = losses_n[: chunk.end - chunk.begin]
             if gradient:
@@ -175,7 +192,7 @@ class _HeadLosses(torch.autograd.Function):
         dhidden_TH[rows_n] = scaled_nH
         if head.gathers:
             dhidden_TH = reduce_scatter_rows(dhidden_TH, head.tp_group).wait()
-        return dhidden_TH.view(ctx.shape), None, None, None
+        return dhidden_TH.view(ctx.shape), None, None, None, None
 
 
 def vocab_parallel_argmax(logits_nV: Tensor, shard: VocabularyShard) -> Tensor:

@@ -172,9 +172,10 @@ class SuperModel(Generic[EngineT]):
         """Adds a micro-batch's losses to its jobs' batches."""
         if not self.groups.counts_losses:
             return
-        rows = micro_batch.packed.view.rows
+        view = micro_batch.packed.view
+        rows, exact = view.rows, view.exactness is not None
         lengths = to_device(torch.tensor(rows.lengths), losses_T.device)
-        sums_S = segment_sums(micro_batch.restore_order(losses_T), lengths)
+        sums_S = segment_sums(micro_batch.restore_order(losses_T), lengths, exact=exact)
         for slot in rows.present_slots:
             loss = self.jobs[slot].loss
             assert loss is not None, f"job {self.jobs[slot].name} has rows but no batch"

@@ -13,6 +13,7 @@ from torch import Tensor
 from tlora_megatron.layers import vocabulary_head as head_module
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.parallel.groups import ParallelGroups
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -106,3 +107,17 @@ def test_a_nan_row_stays_alone() -> None:
     alone = torch.arange(ROWS, device=DEVICE) == 7
     assert torch.equal(losses.isnan(), alone)
     assert torch.equal(case.hidden.grad.isnan().any(-1)[:, 0], alone)
+
+
+def test_gemms_have_one_height_whatever_the_micro_batch_has() -> None:
+    """cuBLAS divides the sum over the vocabulary by the height, which is a row's own otherwise."""
+    case, exactness = Case(torch.float32, 33), Exactness(head_rows=40)
+    for rows in (8, ROWS):
+        hidden, labels = case.hidden.detach()[:rows, 0], case.labels[:rows]
+        chosen = case.rows[case.rows < rows]
+        height = case.head.height(hidden, exactness)
+        heights = [len(c.logits_nV) for c in case.head.chunks(hidden, chosen, labels, height)]
+        assert heights == [40]
+    plain = case.head.losses(case.hidden, case.rows, case.labels)
+    fixed = case.head.losses(case.hidden, case.rows, case.labels, exactness)
+    torch.testing.assert_close(plain, fixed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 
 from tests.helpers.linear_case import JOBS, TOLERANCE, WORKLOADS, Case, error
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.layers.linear import multi_lora_linear
+from tlora_megatron.layers.linear import computes_base, multi_lora_linear
 from tlora_megatron.ops.dropout.masks import dropout
+from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.lora.torch_ops import TorchLinear
 from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
 
@@ -198,3 +200,21 @@ def test_an_adapter_that_joins_brings_no_gradient() -> None:
     case.bank.install([*rest, first])
     assert not first.slab.grad.any()
     assert all(adapter.slab.grad.all() for adapter in rest)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_that_no_job_adapts_is_computed_here_where_bits_are_a_jobs_own(bias: bool) -> None:
+    """Whether it has factors follows from the neighbours: the host's own GEMM must not run."""
+    case = Case("linear_fc1", torch.float64, loras=())
+    plain = pack_micro_batch([], num_slots=0, num_tokens=16)
+    exact = replace(plain, exactness=Exactness())
+    assert not computes_base(case.strategy, plain)
+    assert computes_base(case.strategy, exact)
+    x = case.draw(16, 1, case.site.in_size).requires_grad_()
+    dy = case.draw(16, 1, case.site.out_size)
+    bias_N = case.draw(case.site.out_size) if bias else None
+    y = multi_lora_linear(x, case.weight, bias_N, case.strategy, exact)
+    expected = torch.nn.functional.linear(x, case.weight, bias_N)
+    torch.testing.assert_close(y, expected)
+    grads = [torch.autograd.grad(out, x, dy)[0] for out in (y, expected)]
+    torch.testing.assert_close(*grads)

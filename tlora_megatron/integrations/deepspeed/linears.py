@@ -16,7 +16,7 @@ from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from torch import nn
 
 from tlora_megatron.layers.attach import make_multi_adapter
-from tlora_megatron.layers.linear import multi_lora_linear
+from tlora_megatron.layers.linear import computes_base, multi_lora_linear
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.multi_adapter import MultiAdapter
 from tlora_megatron.layers.sites import Site
@@ -35,7 +35,7 @@ class _LinearMixin(MultiAdapter):
         if view is None:
             return None
         gemm = self.tlora_adapters.gemm
-        if gemm is None or gemm.factors is None:
+        if gemm is None or not computes_base(gemm, view):
             return None
         return multi_lora_linear(x, self.weight, bias, gemm, view)
 

@@ -58,8 +58,8 @@ class ScoringMixin:
         head = VocabularyHead(self, self.tlora_vocab_size, self.tlora_groups)
         rows_n, labels_T = batch.target_rows, batch.labels[0]
         if not predict:
-            return head.losses(hidden, rows_n, labels_T)[None]
-        losses_T, right_T = head.score(hidden, rows_n, labels_T)
+            return head.losses(hidden, rows_n, labels_T, batch.view.exactness)[None]
+        losses_T, right_T = head.score(hidden, rows_n, labels_T, batch.view.exactness)
         return torch.stack([losses_T, right_T.float()])[None]
 
 

@@ -22,6 +22,7 @@ from tlora_megatron.integrations.megatron.layer.conditions import HEAD, why_not_
 from tlora_megatron.integrations.megatron.layer.mixing import built_class, mix
 from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
+from tlora_megatron.ops.routing.segments import current_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
 
@@ -58,9 +59,11 @@ class TargetRowsModel(GPTModel):
         if targets is None:
             return super()._postprocess(hidden_states, *args, **kwargs)
         rows_n, labels_T, scores = targets
+        view = current_micro_batch()
+        exactness = None if view is None else view.exactness
         if not scores:
-            return self.tlora_head.losses(hidden_states, rows_n, labels_T)[None]
-        losses_T, right_T = self.tlora_head.score(hidden_states, rows_n, labels_T)
+            return self.tlora_head.losses(hidden_states, rows_n, labels_T, exactness)[None]
+        losses_T, right_T = self.tlora_head.score(hidden_states, rows_n, labels_T, exactness)
         return torch.stack([losses_T, right_T.float()])
 
 

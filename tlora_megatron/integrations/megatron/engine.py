@@ -113,7 +113,8 @@ class MegatronEngine:
         batch = next(batches)
         out = self._hidden(batch)
         if self._head is not None:
-            out = self._head.losses(out, batch.target_rows, batch.labels[0])
+            rows_n, labels_T = batch.target_rows, batch.labels[0]
+            out = self._head.losses(out, rows_n, labels_T, batch.view.exactness)
         return out, partial(_weighted_loss, batch)
 
     def _predict_step(
@@ -124,7 +125,8 @@ class MegatronEngine:
 
     def _score(self, batch: PackedBatch, hidden: torch.Tensor) -> tuple[Any, ...]:
         assert self._head is not None, "only the last stage scores"
-        losses_T, right_T = self._head.score(hidden, batch.target_rows, batch.labels[0])
+        rows_n, labels_T = batch.target_rows, batch.labels[0]
+        losses_T, right_T = self._head.score(hidden, rows_n, labels_T, batch.view.exactness)
         losses_T = losses_T * batch.weights
         return losses_T.sum(), _ONE, {"losses": losses_T, "right": right_T}
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tlora_megatron.ops.exactness import Exactness
+from tlora_megatron.ops.frozen.exact_attention import DocumentRun, backward_calls, document_runs
 from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.frozen.varlen_attention import (
     CumulativeLengths,
@@ -104,16 +106,33 @@ def attend_varlen(
     return varlen_attention(q_TND, k_KGD, v_KGD, _lengths(micro_batch, q_TND), scale)
 
 
-def _lengths(micro_batch: MicroBatchView, like: torch.Tensor) -> CumulativeLengths:
+def _lengths(micro_batch: MicroBatchView, q_TND: torch.Tensor) -> CumulativeLengths:
+    heads, device = q_TND.shape[1], q_TND.device
     return micro_batch.cached(
-        "attention.cumulative", lambda: _cumulative_lengths(micro_batch, like.device)
+        f"attention.cumulative of {heads}", lambda: _cumulative_lengths(micro_batch, heads, device)
     )
 
 
-def _cumulative_lengths(micro_batch: MicroBatchView, device: torch.device) -> CumulativeLengths:
+def _cumulative_lengths(
+    micro_batch: MicroBatchView, heads: int, device: torch.device
+) -> CumulativeLengths:
     spans = micro_batch.attention
     queries, keys = (
         to_device(torch.tensor((0, *lens)).cumsum(0).to(torch.int32), device)
         for lens in (spans.q_lens, spans.k_lens)
     )
-    return CumulativeLengths(queries, keys, max(spans.q_lens), max(spans.k_lens))
+    lengths = CumulativeLengths(queries, keys, max(spans.q_lens), max(spans.k_lens))
+    exactness = micro_batch.exactness
+    if exactness is None:
+        return lengths
+    assert micro_batch.cp_size == 1, "context parallelism cuts documents by row number"
+    calls = backward_calls(_runs(micro_batch, exactness), heads, exactness.long_document, device)
+    # Where all documents have one token the kernel would turn groups of heads into rows.
+    longest = max(2, lengths.max_queries)
+    return CumulativeLengths(queries, keys, longest, longest, calls)
+
+
+def _runs(micro_batch: MicroBatchView, exactness: Exactness) -> tuple[DocumentRun, ...]:
+    documents = [piece.document for piece in micro_batch.pieces]
+    is_padding = [document.slot == micro_batch.num_slots for document in documents]
+    return document_runs([d.length for d in documents], is_padding, exactness.long_document)

@@ -8,10 +8,13 @@ Shapes: T query rows, K key rows, N query heads, G key-value heads, D head dimen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from tlora_megatron.ops.frozen.exact_attention import BackwardCall, backward_in_calls
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 
 
@@ -22,6 +25,8 @@ class CumulativeLengths(NamedTuple):
     keys: torch.Tensor
     max_queries: int
     max_keys: int
+    backward_calls: tuple[BackwardCall, ...] | None = None
+    """None = one call for all spans, in the fastest way."""
 
 
 def varlen_attention(
@@ -34,8 +39,9 @@ def varlen_attention(
     """Returns attention `[T, N, D]`; a span's last query sees all keys, the one before all but one.
 
     bf16 or fp16 on CUDA, D a multiple of 8. The queries' gradients are added up by atomics, unless
-    `torch.use_deterministic_algorithms(True)` asks for the same bits every time: on ragged packed
-    rows that costs the backward 1.7x (H200, docs/measurements, frozen_parts).
+    the lengths have calls of `exact_attention`, or `torch.use_deterministic_algorithms(True)` asks
+    for the same bits every time: on ragged packed rows that costs the backward 1.7x (H200,
+    docs/measurements, frozen_parts).
     """
     return _VarlenAttention.apply(q_TND, k_KGD, v_KGD, lengths, scale)
 
@@ -90,7 +96,7 @@ def _forward(
         q_TND,
         k_KGD,
         v_KGD,
-        *lengths,
+        *lengths[:4],
         0.0,  # dropout
         True,  # causal
         False,  # return_debug_mask
@@ -106,13 +112,46 @@ def _backward(
     scale: float,
 ) -> tuple[torch.Tensor, ...]:
     *tensors, seed, offset = saved
+    kernel = partial(_backward_kernel, random_state=(seed, offset), scale=scale)
+    if lengths.backward_calls is not None:
+        return backward_in_calls(dout_TND, tensors, lengths.backward_calls, partial(_alike, kernel))
+    return kernel(dout_TND, tensors, *lengths[:4])
+
+
+def _alike(
+    kernel: Any,
+    dout_TND: torch.Tensor,
+    saved: Sequence[torch.Tensor],
+    cumulative: torch.Tensor,
+    longest: int,
+) -> tuple[torch.Tensor, ...]:
+    """Runs the kernel where queries and keys are the same rows."""
+    result: tuple[torch.Tensor, ...] = kernel(
+        dout_TND, saved, cumulative, cumulative, longest, longest
+    )
+    return result
+
+
+def _backward_kernel(
+    dout_TND: torch.Tensor,
+    saved: Sequence[torch.Tensor],
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    max_queries: int,
+    max_keys: int,
+    *,
+    random_state: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+) -> tuple[torch.Tensor, ...]:
     return torch.ops.aten._flash_attention_backward(
         dout_TND,
-        *tensors,
-        *lengths,
+        *saved,
+        queries,
+        keys,
+        max_queries,
+        max_keys,
         0.0,  # dropout
         True,  # causal
-        seed,
-        offset,
+        *random_state,
         scale=scale,
     )

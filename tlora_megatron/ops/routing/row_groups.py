@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from tlora_megatron.ops.dropout.masks import mix32
+from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.routing.host_copy import to_device
 
 T = TypeVar("T")
@@ -34,6 +35,8 @@ class RowGroups:
     Sizes that decide the order of a sum follow from this, never from the number of rows: otherwise
     a job's bits would depend on what else is packed beside it.
     """
+    exactness: Exactness | None = None
+    """None = the fastest kernels."""
     _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.routing.host_copy import to_device
 from tlora_megatron.ops.routing.row_groups import RowGroups
 
@@ -85,6 +86,8 @@ class MicroBatchView:
     """The value for `RowGroups.row_budget`."""
     nano_views: tuple[MicroBatchView, ...] = ()
     """Views of the nano-batches that it runs in, if it does: their rows are this one's in order."""
+    exactness: Exactness | None = None
+    """Asks all ops for bits that depend on a row's own document and portion; None = on nothing."""
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def cached(self, key: str, build: Callable[[], T]) -> T:
@@ -155,6 +158,7 @@ def pack_micro_batch(
     cp_size: int = 1,
     token_budget: int | None = None,
     num_parts: int = 1,
+    exactness: Exactness | None = None,
 ) -> MicroBatchView:
     """Lays documents out adapter by adapter, pads to `num_tokens`, and returns one CP rank's view.
 
@@ -165,6 +169,7 @@ def pack_micro_batch(
         dropout_keys: one a slot; empty turns dropout off (evaluation).
         token_budget: the most `num_tokens` of the run (`RowGroups.row_budget`); None = these.
         num_parts: the most nano-batches that the run divides a micro-batch into.
+        exactness: brings a budget of rows of its own.
 
     Raises:
         ValueError: if the documents are not in slot order or do not fit.
@@ -188,7 +193,8 @@ def pack_micro_batch(
         cp_size=cp_size,
         dropout_keys=tuple(dropout_keys),
         pieces=pieces,
-        row_budget=-(-budget // (cp_size * num_parts)),
+        row_budget=exactness.row_budget if exactness else -(-budget // (cp_size * num_parts)),
+        exactness=exactness,
     )
 
 
@@ -240,6 +246,7 @@ def _group_rows(view: MicroBatchView) -> RowGroups:
         token_index=torch.cat(tokens),
         dropout_keys=view.dropout_keys,
         row_budget=view.row_budget,
+        exactness=view.exactness,
     )
 
 

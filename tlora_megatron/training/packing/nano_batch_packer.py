@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.routing.host_copy import to_device
 from tlora_megatron.ops.routing.segments import join_nano_batches, pack_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
@@ -50,6 +51,7 @@ class NanoBatchPacker:
     dropout_keys: Sequence[int]
     groups: ParallelGroups
     cut: CutDocuments = cut_by_length
+    exactness: Exactness | None = None
 
     def pack(
         self, bins: Sequence[Sequence[Placed]], is_run: Callable[[Placed], bool]
@@ -100,6 +102,7 @@ class NanoBatchPacker:
                 dropout_keys=self.dropout_keys,
                 token_budget=self.token_budget,
                 num_parts=self.num_nano_batches,
+                exactness=self.exactness,
             )
             for part, count in zip(contents, filled, strict=True)
         ]

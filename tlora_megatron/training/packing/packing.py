@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.routing.host_copy import to_device
 from tlora_megatron.ops.routing.segments import Document, MicroBatchView, pack_micro_batch
 from tlora_megatron.training.data.job_data import TokenSequence
@@ -90,6 +91,8 @@ class RoundShape:
     portion_tokens: int | None = None
     """Tokens of a training round's portion of a job, see `training.packing.portions`; None = jobs
     share the room fairly."""
+    exactness: Exactness | None = None
+    """For every micro-batch, those of evaluations too."""
 
     def asked_micro_batches(self) -> int | None:
         """The number that the driver wants in the next round; None = any."""
@@ -240,11 +243,12 @@ def pack(
     device: torch.device,
     token_budget: int | None = None,
     num_parts: int = 1,
+    exactness: Exactness | None = None,
 ) -> PackedBatch:
     """Builds one rank's micro-batch of `num_tokens` rows (over all CP ranks) from placed items.
 
     Args:
-        token_budget, num_parts: see `pack_micro_batch`.
+        token_budget, num_parts, exactness: see `pack_micro_batch`.
     """
     view = pack_micro_batch(
         documents_of(placed),
@@ -255,6 +259,7 @@ def pack(
         cp_size=cp_size,
         token_budget=token_budget,
         num_parts=num_parts,
+        exactness=exactness,
     )
     return on_device(view, fill_rows(placed, num_tokens), view.local_rows(), device)
 

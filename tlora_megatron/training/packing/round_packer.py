@@ -139,6 +139,7 @@ class RoundPacker:
             device=self.groups.device,
             token_budget=self._row_budget,
             num_parts=self.num_nano_batches,
+            exactness=self.shape.exactness,
         )
 
     def _nano_batch_packer(self) -> NanoBatchPacker:
@@ -151,6 +152,7 @@ class RoundPacker:
             dropout_keys=self.dropout_keys,
             groups=self.groups,
             cut=self.cut,
+            exactness=self.shape.exactness,
         )
 
     def _num_rows(self, contents: Sequence[Sequence[Placed]]) -> int:
@@ -168,10 +170,11 @@ class RoundPacker:
 def row_multiple(groups: ParallelGroups) -> int:
     """Rows of a micro-batch come in multiples of this: whole GEMM tiles on every CP rank.
 
-    GEMM libraries give a row the same bits whatever the number of rows once that is a multiple of
-    their tile (16 on CPUs, 128 on GPUs; one single row is another kernel): so neighbours that come
-    and go do not touch a job's rounding. A CP rank's rows are two chunks, or whole
-    sequence-parallel shards.
+    Our GEMM gives a row the same bits whatever the number of rows. So do libraries on CPUs, once it
+    is a multiple of 16 (one single row is another kernel). cuBLAS divides long sums by the number
+    of rows where that is small, below 768 of an 8B model on an H200: where a job's bits must not
+    depend on its neighbours it computes nothing (`ops.exactness`). A CP rank's rows are two chunks,
+    or whole sequence-parallel shards.
     """
     tile = 128 if groups.device.type == "cuda" else 16
     return math.lcm(tile, groups.layout.tp_size, 2) * groups.layout.cp_size

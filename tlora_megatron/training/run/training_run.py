@@ -145,7 +145,7 @@ class TrainingRun:
 
         Args:
             engine: runs the backbone; a `super_model.Engine` unless a trainer runs the rounds.
-            round_shape: the driver's demands; `portion_tokens` comes from the configuration.
+            round_shape: the driver's demands; portions and exactness come from the configuration.
             placement: where the adapters' master weights and moments lie.
         """
         self._jobs.check_sites(groups.layout, linears)

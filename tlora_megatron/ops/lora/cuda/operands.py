@@ -124,10 +124,14 @@ def is_supported(factors: SiteFactors) -> bool:
     that begin where a block of the dropout mask does.
     """
     columns, size_in, size_out = factors.columns, factors.size_in, factors.size_out
-    aligned = not (size_in % 8 or size_out % 8 or factors.first_column % SEED_COLUMNS)
+    aligned = factors.is_aligned and not factors.first_column % SEED_COLUMNS
     fused = all(c.is_whole or not (c.begin % 64 or c.width % 64 or c.stride % 64) for c in columns)
-    fits = len(columns) <= MAX_TARGETS and max(size_in, size_out) <= _MAX_COLUMNS
-    return factors.is_aligned and aligned and fused and fits
+    return aligned and fused and len(columns) <= MAX_TARGETS and fit_gemm(size_in, size_out)
+
+
+def fit_gemm(*sizes: int) -> bool:
+    """True if the GEMM takes a weight of these sizes."""
+    return not any(size % 8 or size > _MAX_COLUMNS for size in sizes)
 
 
 @functools.cache

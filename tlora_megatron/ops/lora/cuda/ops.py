@@ -89,7 +89,7 @@ class CudaLinear(KernelLinear):
     than masks.
     """
 
-    __slots__ = ("_dropout", "_form", "_site", "_up_config")
+    __slots__ = ("_dgrad_dropout", "_dropout", "_form", "_site", "_up_config")
 
     def __init__(
         self,
@@ -104,6 +104,11 @@ class CudaLinear(KernelLinear):
         self._site = site
         self._form = rank_form(self.plan)
         self._dropout = self._mask() if factors.uses_dropout(rows) else None
+        self._dgrad_dropout = self._dropout
+        if rows.exactness is not None and rows.dropout_keys:
+            # With masks the GEMM adds the rank part before the base, without them behind it: a
+            # neighbour's dropout must not decide.
+            self._dgrad_dropout = self._mask()
         self._up_config = up_config
 
     def _mask(self) -> Dropout:
@@ -181,7 +186,7 @@ class CudaLinear(KernelLinear):
             self._gemm_tile(dx_TK),
             transposed=False,
             overlaps_previous_kernel=overlaps,
-            rank=self._rank_part(ds, self._site.a, "chunk_a", self._dropout),
+            rank=self._rank_part(ds, self._site.a, "chunk_a", self._dgrad_dropout),
         )
         return dx_TK
 
@@ -202,6 +207,11 @@ class CudaLinear(KernelLinear):
         # What is not read must have the factors' form all the same.
         self._sum(x_TK, dy_TN, ds, ds, window, (DOWN,))
         up._sum(x_TK, dy_TN, s, s, window, (UP,))
+
+    def _divided_for(self, device: torch.device) -> int:
+        """Returns the multiprocessors that sums are divided for."""
+        exactness = self.rows.exactness
+        return multiprocessors(device) if exactness is None else exactness.multiprocessors
 
     def _gemm_tile(self, out_TN: torch.Tensor) -> GemmTile:
         clusters = multiprocessors(out_TN.device) // 2
@@ -241,7 +251,7 @@ class CudaLinear(KernelLinear):
             work,
             chunks=self.plan["chunks"],
             scaling=self.factors.scaling,
-            parts=row_parts(self.rows.row_budget, multiprocessors(in_TK.device)),
+            parts=row_parts(self.rows.row_budget, self._divided_for(in_TK.device)),
             dropout=self._dropout,
             masked=masked,
         )
@@ -257,8 +267,9 @@ class CudaLinear(KernelLinear):
         kinds: tuple[int, ...],
     ) -> None:
         """Accumulates dA, dB or both."""
-        multi = multiprocessors(dy_TN.device)
-        work = sums_of(self.plan, self._site.sizes, self.rows.row_budget, window, multi, kinds)
+        sizes, device = self._site.sizes, dy_TN.device
+        divided_for = self._divided_for(device)
+        work = sums_of(self.plan, sizes, self.rows.row_budget, window, divided_for, kinds)
         if not work.count:
             return
         rank_sums(
@@ -266,7 +277,7 @@ class CudaLinear(KernelLinear):
             self._form,
             work,
             self.tables,
-            blocks=min(work.count, _BLOCKS * multi),
+            blocks=min(work.count, _BLOCKS * multiprocessors(device)),
             # dS was computed since dy and s were written. A copy made here is not.
             overlaps_previous_kernel=dy_TN.is_contiguous(),
             dropout=self._dropout,

@@ -63,7 +63,7 @@ class TritonLinear(KernelLinear):
         bias_N: torch.Tensor | None,
         s: torch.Tensor,
     ) -> torch.Tensor:
-        if not self.plan.num_chunks:
+        if not self.plan.num_chunks and self.rows.exactness is None:
             return F.linear(x_TK, weight_NK, bias_N)
         y_TN = up(s, bias_N, len(weight_NK), self, self.config.up)
         # The base GEMM adds onto the rank part: a pass over [T, N] less than the reverse.
@@ -91,7 +91,7 @@ class TritonLinear(KernelLinear):
         return backward_up(dy_TN, s, self, self.config.backward_up)
 
     def dgrad(self, dy_TN: torch.Tensor, ds: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-        if not len(ds):
+        if not len(ds) and self.rows.exactness is None:
             return dy_TN @ weight_NK
         return self.branch_dgrad(ds, (0, len(dy_TN))).addmm_(dy_TN, weight_NK)
 

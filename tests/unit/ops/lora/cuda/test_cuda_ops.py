@@ -16,10 +16,12 @@ from tests.helpers.cuda_cases import CASES, WHOLE, rank_rows_by_definition
 from tests.helpers.item_machine import ItemMachine
 from tests.helpers.kernel_case import KernelCase, gradients, make_case, make_rows, reference
 from tests.helpers.linear_case import error
+from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.lora.factors import are_aligned
 from tlora_megatron.ops.lora.plan_tensors import update_plans
 from tlora_megatron.ops.lora.torch_ops import TorchLinear, TorchOps
 from tlora_megatron.ops.routing.row_groups import RowGroups
+from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
 
 CPU = torch.device("cpu")
 IN_SIZE = 136
@@ -209,6 +211,35 @@ def test_a_jobs_bits_do_not_depend_on_how_full_the_micro_batch_is(
         assert torch.equal(found[0][name], found[1][name]), name
     for name in ("y", "dx"):
         assert torch.equal(found[0][name][:700], found[1][name][:700]), name
+
+
+def test_with_exactness_neither_the_gpu_nor_the_budget_decides(run: type) -> None:
+    """On 8 and on 40 multiprocessors, cut for 900 rows and for 2304."""
+    case = make_case([(24,), (60,)], WHOLE, IN_SIZE, dtype=torch.float64)
+    x, dy = operands(case, 900)
+    found, tiles = [], []
+    for multiprocessors, budget in ((8, 900), (40, 2304)):
+        view = pack_micro_batch(
+            [Document(slot=0, length=700), Document(slot=1, length=200)],
+            num_slots=2, num_tokens=900, token_budget=budget, exactness=Exactness(),
+        )  # fmt: skip
+        bench = run(case, multiprocessors=multiprocessors)
+        found.append(bench(x, dy, view.rows))
+        tiles.append(bench.machine.tile_sizes)
+    assert tiles[0] == tiles[1] == [(8192, case.out_size), (8192, IN_SIZE)]
+    for name in found[0].keys() - {"s", "ds"}:
+        assert torch.equal(found[0][name], found[1][name]), name
+
+
+@pytest.mark.parametrize("neighbour", [0.0, 0.5])
+def test_with_exactness_a_neighbours_dropout_chooses_no_kernel(neighbour: float, run: type) -> None:
+    """A GEMM with masks adds the rank part first: it must have them whoever is there."""
+    case = make_case([(16,), (8,)], WHOLE, IN_SIZE, dtype=torch.float64, dropout=(0.0, neighbour))
+    rows = replace(make_rows((60, 40), 28), exactness=Exactness())
+    x, dy = operands(case, rows.ends[-1])
+    bench = run(case)
+    check(bench(x, dy, rows), definition(case, x, dy, rows))
+    assert bench.machine.masked_gemms == [False, True]
 
 
 def test_rows_without_adapters_go_through_the_same_gemm(run: type) -> None:

@@ -1,0 +1,29 @@
+"""Constants that make a row's bits depend on the row, its document and its job's portion alone.
+
+The value travels with the micro-batch, as the routing does (`ops.routing.segments`); where there is
+none, every op takes its fastest path. docs/determinism.md lists what each constant is for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exactness:
+    """Sizes that decide the order of a sum, equal for all runs: a job that moves keeps its bits."""
+
+    row_budget: int = 8192
+    """In the place of the run's own (`RowGroups.row_budget`)."""
+    multiprocessors: int = 132
+    """That sums over rows are divided for, whatever the GPU has: those of an H100 and an H200."""
+    head_rows: int = 1024
+    """Rows of logits that are computed at a time, whatever the micro-batch has."""
+    long_document: int = 2048
+    """Documents of more tokens have a backward call of attention to themselves, in which key blocks
+    are divided among all multiprocessors; in the calls of the others they are not divided."""
+
+
+def exactness_of(deterministic: bool) -> Exactness | None:
+    """Returns the value for a run; None where nothing is promised and nothing is paid."""
+    return Exactness() if deterministic else None
