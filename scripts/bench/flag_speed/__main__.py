@@ -12,6 +12,11 @@ that all see the same clock:
 - `own`: rounds of our own trainer: a second base of the same shape, the same jobs and data.
 - `floor`: forward and input gradients of Megatron's modules without any adapter, over the
   micro-batches that the trainer ran.
+- `stock_peft`: one adapter of rank 16 trained on those micro-batches as Megatron-Bridge does, by
+  the adapters of a checkout of it (`--bridge`) and the settings of its recipe for Llama 3.1 8B.
+  `stock_fused_loss` adds Transformer Engine's fused cross-entropy, `stock_op_fuser` its fused
+  operations, `stock_in_turn` instead has each job step on its own rows, one after another.
+  `--jobs one` has the flag train that very adapter, and holds the losses together.
 
 An iteration is all between two of the trainer's `train_step`s: packing, forward, backward, steps of
 jobs, logging. Eight jobs of ranks 4 to 64 on real texts fill every micro-batch. `--kernels FILE`
@@ -32,7 +37,7 @@ from pathlib import Path
 
 import torch
 
-from scripts.bench.flag_speed.cases import IMPLS, MODELS, PRECISIONS, Case, Place
+from scripts.bench.flag_speed.cases import IMPLS, JOBS, MODELS, PRECISIONS, STOCK, Case, Place
 from scripts.bench.flag_speed.rows import Row, show, verdicts
 from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.rows import append_rows
@@ -64,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 commit=options.commit,
                 kernels=options.kernels and options.kernels.resolve(),
                 modes=tuple(options.modes),
+                jobs=options.jobs,
+                bridge=options.bridge and options.bridge.resolve(),
             )
             found = run(case, place, options.timeout)
             failed += [] if found else [impl]
@@ -93,7 +100,7 @@ def run(case: Case, place: Place, timeout_s: float) -> list[Row]:
     print(f"{case.impl} {case.precision}: {time.monotonic() - begin:.0f} s, exit {code}")
     output = log.read_text(errors="replace")
     for line in output.splitlines():
-        if "base: " in line or "by Megatron's modules" in line:
+        if any(words in line for words in ("base: ", "by Megatron's modules", "stock: ")):
             print(f"  {line.strip()}")
     if code != 0 or not rows_file.is_file():
         print(output[-6000:])
@@ -109,7 +116,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--megatron-lm", type=Path, default=checkout and Path(checkout))
     add("--impl", nargs="+", choices=list(IMPLS), help="all that are installed")
     add("--precision", choices=list(PRECISIONS), default="bf16")
-    add("--modes", nargs="+", choices=_BESIDE, default=list(_BESIDE), help="beside the flag")
+    add(
+        "--modes",
+        nargs="+",
+        choices=(*_BESIDE, *STOCK),
+        default=list(_BESIDE),
+        help="beside the flag",
+    )
+    add("--jobs", choices=JOBS, default="eight", help="that the flag trains")
+    add("--bridge", type=Path, help="src folder of a Megatron-Bridge checkout, for stock modes")
     add("--model", choices=list(MODELS), default="8b")
     add("--layers", type=int, help="fewer layers than the model has, to try out")
     add("--tp", type=int, default=1, help="tensor-parallel size, with sequence parallelism")
@@ -121,6 +136,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if not ((options.megatron_lm or Path("nowhere")) / "pretrain_gpt.py").is_file():
         parser.error("--megatron-lm (or MEGATRON_LM_PATH) must name a Megatron-LM checkout")
+    package = (options.bridge or Path("nowhere")) / "megatron" / "bridge" / "peft"
+    if not {*STOCK}.isdisjoint(options.modes) and not package.is_dir():
+        parser.error(f"--bridge must be the src folder of a Megatron-Bridge checkout for {STOCK}")
     if options.impl is None:
         on_gpu = torch.cuda.is_available()
         options.impl = ["local", "transformer_engine"] if on_gpu else ["local_unfused"]

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 
 from scripts.bench.around_training.base import TOKENIZER, shapes
 from scripts.bench.harness.arguments import REPO
+from tlora_megatron.config.job import MEGATRON_TARGETS
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.training.formats.megatron_flags import megatron_flags
 
@@ -34,6 +35,12 @@ PRECISIONS = {
 }
 MODELS = {"8b": "8b", "six_layers": "six layers", "toy": "toy"}
 RANKS = (4, 8, 16, 16, 24, 32, 64, 64)
+ONE_JOB = "one"
+JOBS = ("eight", ONE_JOB)
+STOCK = ("stock_peft", "stock_fused_loss", "stock_op_fuser", "stock_in_turn")
+"""Modes that train one adapter as Megatron-Bridge does, see `stock.py`."""
+ONE_LORA = {"rank": 16, "alpha": 32, "target_modules": MEGATRON_TARGETS}
+"""The one job's adapter: Megatron-Bridge's, parameter by parameter."""
 _COMMON = (
     "--micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --eval-interval 100 --eval-iters 0 "
     "--num-workers 0 --seed 1 --mock-data --no-create-attention-mask-in-dataloader "
@@ -62,11 +69,15 @@ class Case:
     commit: str
     kernels: Path | None
     modes: tuple[str, ...]
+    jobs: str = "eight"
+    bridge: Path | None = None
+    """Folder with Megatron-Bridge's `megatron` package, for the stock modes."""
 
     @property
     def layout(self) -> str:
         """The layout's name in the rows."""
-        return "TP1" if self.tp == 1 else f"TP{self.tp}+SP"
+        layout = "TP1" if self.tp == 1 else f"TP{self.tp}+SP"
+        return f"{layout} one job" if self.jobs == ONE_JOB else layout
 
     @property
     def iterations(self) -> int:
@@ -93,7 +104,8 @@ class Place:
         (base / "config.json").write_text(json.dumps(config | kind))
         for file in ("tokenizer.json", "tokenizer_config.json"):
             (base / file).write_bytes((TOKENIZER / file).read_bytes())
-        write_jobs(case, self.spec(), self.work)
+        write = write_one_job if case.jobs == ONE_JOB else write_jobs
+        write(case, self.spec(), self.work)
         (self.work / "case.json").write_text(json.dumps(asdict(case), default=str))
         return self.work / f"{case.impl}.json", self.work / f"{case.impl}.log"
 
@@ -169,6 +181,42 @@ def write_jobs(case: Case, spec: ModelSpec, folder: Path) -> None:
                 "optimizer": {"lr": 1e-5},
             }
         )
+    _write_document(jobs, folder)
+
+
+def write_one_job(case: Case, spec: ModelSpec, folder: Path) -> None:
+    """Writes a job whose batch is one full micro-batch: eight sequences of an eighth each.
+
+    It steps in every iteration, as a trainer of one job does.
+    """
+    del spec
+    length = case.tokens // 8
+    sources = sorted(path for path in TEXTS.glob("*_train.jsonl"))
+    text = "\n".join(
+        record["prompt"] + record["completion"]
+        for source in sources
+        for record in map(json.loads, source.read_text().splitlines())
+    )
+    # Characters that are more than `length` tokens: every sequence is cut to as many rows.
+    size, prompt = 16 * length, length // 2
+    pieces = [text[i % len(text) :][:size] for i in range(0, _RECORDS * size, size)]
+    pieces = [(piece + text)[:size] for piece in pieces]
+    records = [{"prompt": piece[:prompt], "completion": piece[prompt:]} for piece in pieces]
+    file = folder / "job0.jsonl"
+    file.write_text("\n".join(map(json.dumps, records)) + "\n")
+    job = {
+        "name": "job0",
+        "data": {"train": str(file)},
+        "lora": ONE_LORA,
+        "batch_size": 8,
+        "max_seq_len": length + 1,
+        "max_steps": 10**6,
+        "optimizer": {"lr": 1e-3},
+    }
+    _write_document([job], folder)
+
+
+def _write_document(jobs: Sequence[Mapping[str, Any]], folder: Path) -> None:
     document = {
         "base_model": {"path": str(folder / "base"), "random_init": True},
         "run": {"tensorboard": False, "resume": "never"},

@@ -10,6 +10,8 @@ Row = Mapping[str, Any]
 
 LIMITS = {"bf16": 1.05, "fp32": 1.05}
 """Largest ratio of the flag's iteration to our own trainer's, TP 1."""
+STOCK_GOAL = 1.3
+"""Ratio of stock LoRA's iteration to the flag's."""
 
 
 def make_row(case: Any, mode: str, common: Mapping[str, Any], measured: Mapping[str, Any]) -> Row:
@@ -40,14 +42,16 @@ def show(row: Row) -> str:
     """A row as a line."""
     over = f", {row['step_ms'] / row['floor_ms']:.3f}x floor" if row["floor_ms"] else ""
     return (
-        f"{row['impl']:20} {row['layout']:6} {row['mode']:13} {row['step_ms']:8.1f} ms{over}, "
+        f"{row['impl']:20} {row['layout']:14} {row['mode']:16} {row['step_ms']:8.1f} ms{over}, "
         f"{row['tokens']} tokens, {row['peak_bytes'] / 2**30:.1f} GiB"
     )
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[str]:
-    """The flag's iteration over our own trainer's, for each life."""
+    """The flag's iteration over our own trainer's, and stock's over it, for each life."""
     for row in rows:
+        if row["mode"].startswith("stock"):
+            yield _beside_stock(row, rows)
         own = [r for r in rows if r["impl"] == row["impl"] and r["mode"] == "own"]
         if not row["mode"].startswith("flag") or not own:
             continue
@@ -59,3 +63,14 @@ def verdicts(rows: Sequence[Row]) -> Iterator[str]:
             else (", reached" if ratio <= limit else f", must be {limit}")
         )
         yield f"{row['impl']} {row['mode']}: {ratio:.3f} of our own trainer's{said}"
+
+
+def _beside_stock(row: Row, rows: Sequence[Row]) -> str:
+    flag = next(r for r in rows if r["impl"] == row["impl"] and r["mode"] == "flag")
+    ratio = row["step_ms"] / flag["step_ms"]
+    speeds = [1e3 * r["tokens"] / r["step_ms"] for r in (flag, row)]
+    said = "" if ratio >= STOCK_GOAL else f", goal {STOCK_GOAL}"
+    return (
+        f"{row['impl']} {row['layout']} {row['mode']}: {ratio:.2f} of the flag's{said}; "
+        f"tokens/s: flag {speeds[0]:.0f}, {row['mode']} {speeds[1]:.0f}"
+    )

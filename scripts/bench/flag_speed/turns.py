@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from scripts.bench.flag_speed.cases import WARMUP, Case
+from scripts.bench.flag_speed.cases import STOCK, WARMUP, Case
 from scripts.bench.flag_speed.kernels import kernel_table
 from scripts.bench.flag_speed.rows import make_row
-from scripts.bench.harness.clock import Marks, peak_bytes, wait_for_all
+from scripts.bench.flag_speed.stock import StockModes
+from scripts.bench.harness.clock import Marks, allocated, peak_bytes, wait_for_all
 from scripts.bench.harness.rows import gpu_name, versions
 from scripts.bench.harness.training_jobs import fresh_job
 from scripts.bench.harness.world import is_main, largest
@@ -58,6 +60,7 @@ class Turns:
         self._batches: list[PackedBatch] = []
         self._tokens = 0
         self._own: _OwnTrainer | None = None
+        self._stock: StockModes | None = None
         self._own_bytes = self._other_bytes = 0
         modes = ["flag", *(["flag_modules"] if "flag_modules" in self.case.modes else [])]
         size = WARMUP + self.case.rounds
@@ -104,16 +107,29 @@ class Turns:
 
     def _end(self) -> None:
         assert self._marks is not None, "a block has marks"
-        peak = peak_bytes() - self._own_bytes
+        peak = peak_bytes() - self._own_bytes - self._stock_bytes()
         self._blocks[self._mode].append(_Block(self._marks.seconds(), self._tokens, peak))
 
     def _measure_rest(self, session: Any) -> None:
         _compute_by_modules(False)
         if self._own is not None:
-            self._blocks["own"].append(self._own.block(self.case, self._other_bytes))
+            self._blocks["own"].append(
+                self._own.block(self.case, self._other_bytes + self._stock_bytes())
+            )
         if "floor" in self.case.modes:
             self._blocks["floor"].append(self._floor_block(session))
+        for mode, step in self._stock_steps():
+            tokens = real_tokens(self._batches)
+            block = _timed(step, self.case.rounds, partial(int, tokens))
+            peak = block.peak_bytes - self._own_bytes - self._stock_bytes(besides=mode)
+            self._blocks[mode].append(block._replace(peak_bytes=peak))
         wait_for_all()
+
+    def _stock_steps(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        return iter(()) if self._stock is None else self._stock.steps(list(self._batches))
+
+    def _stock_bytes(self, besides: str = "") -> int:
+        return 0 if self._stock is None else self._stock.held_bytes(besides)
 
     def _look(self, session: Any, run: Callable[[], Any], number: int) -> Any:
         """Lists the kernels of one more iteration, and of the other modes behind the last."""
@@ -126,6 +142,8 @@ class Turns:
                 self._table("own", self._own.round)
             if "floor" in self.case.modes:
                 self._table("floor", lambda: self._without_adapters(session, self._floor(session)))
+            for stock, step in self._stock_steps():
+                self._table(stock, step)
         return answers[0]
 
     def _table(self, mode: str, run: Callable[[], object]) -> None:
@@ -146,16 +164,19 @@ class Turns:
 
         feed.fill = watched
         if "own" in self.case.modes:
-            before = self._other_bytes = _allocated()
+            before = self._other_bytes = allocated()
             self._own = _OwnTrainer(session, self.case)
-            self._own_bytes = _allocated() - before
+            self._own_bytes = allocated() - before
+        if not {*STOCK}.isdisjoint(self.case.modes):
+            self._stock = StockModes(session, self.case, lambda: self._batches)
 
     def _floor_block(self, session: Any) -> _Block:
         run, tokens = self._floor(session), real_tokens(self._batches)
         block = self._without_adapters(
             session, lambda: _timed(run, self.case.rounds, lambda: tokens)
         )
-        return block._replace(peak_bytes=block.peak_bytes - self._own_bytes)
+        beside = self._own_bytes + self._stock_bytes()
+        return block._replace(peak_bytes=block.peak_bytes - beside)
 
     def _without_adapters(self, session: Any, run: Callable[[], T]) -> T:
         """Runs the trainer's modules alone; the adapters are attached again behind it."""
@@ -213,7 +234,11 @@ class Turns:
                 "tokens": round(sum(b.tokens for b in blocks) / len(blocks) / self.case.rounds),
                 "peak_bytes": round(largest([float(max(b.peak_bytes for b in blocks))])[0]),
             }
-            rows.append(make_row(self.case, mode, common, measured))
+            theirs = ""
+            if self._stock is not None and mode in STOCK:
+                theirs = f", Megatron-Bridge {self._stock.version}"
+            shared = common | {"megatron_lm": common["megatron_lm"] + theirs}
+            rows.append(make_row(self.case, mode, shared, measured))
         if is_main():
             Path(os.environ["TLORA_FLAG_ROWS"]).write_text(json.dumps(rows))
 
@@ -251,7 +276,12 @@ class _OwnTrainer:
 
 def real_tokens(batches: Sequence[PackedBatch]) -> int:
     """Rows of documents, padding not counted."""
-    return sum(document.length for batch in batches for document in batch.view.documents)
+    return sum(
+        document.length
+        for batch in batches
+        for document in batch.view.documents
+        if document.slot < batch.view.num_slots
+    )
 
 
 def _timed(run: Callable[[], object], rounds: int, tokens: Callable[[], int]) -> _Block:
@@ -278,10 +308,6 @@ _NONE = property(lambda self: ())
 _DIRECT, _RUNS = PlainLayer.direct_sublayers, BuiltHead.runs
 
 
-def _allocated() -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-
-
 def _reset_peak() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -290,5 +316,6 @@ def _reset_peak() -> None:
 def _read_case() -> Case:
     document = json.loads(Path(os.environ["TLORA_FLAG_CASE"]).read_text())
     document["modes"] = tuple(document["modes"])
-    document["kernels"] = Path(document["kernels"]) if document["kernels"] else None
+    for name in ("kernels", "bridge"):
+        document[name] = Path(document[name]) if document[name] else None
     return Case(**{field.name: document[field.name] for field in fields(Case)})

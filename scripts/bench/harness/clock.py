@@ -115,3 +115,8 @@ def wait_for_all() -> None:
 def peak_bytes() -> int:
     """The most memory that this process's tensors took since the peak was reset; 0 without CUDA."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def allocated() -> int:
+    """The memory that this process's tensors take now; 0 without CUDA."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0

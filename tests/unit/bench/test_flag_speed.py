@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from scripts.bench.flag_speed.cases import Case, Place
+from scripts.bench.flag_speed.cut import cut_by_job
 from scripts.bench.flag_speed.kernels import kind_of
 from scripts.bench.flag_speed.rows import make_row, verdicts
 from tests.helpers.launch import python
+from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
+from tlora_megatron.training.packing.packing import PackedBatch
 
 COLUMNS = (
     "gpu,world,commit,megatron_lm,impl,precision,layout,mode,rows,tokens,step_ms,floor_ms,"
@@ -59,6 +64,40 @@ def test_rows_have_the_columns_of_the_table() -> None:
         "local flag: 1.091 of our own trainer's, must be 1.05",
         "local flag_modules: 1.364 of our own trainer's",
     ]
+
+
+def test_one_job_fills_the_micro_batch_and_is_held_against_stock_lora(tmp_path: Path) -> None:
+    case = make_case(jobs="one", tp=1)
+    Place(checkout=tmp_path, work=tmp_path / "work", on_cpu=False).prepare(case)
+    (job,) = json.loads((tmp_path / "work" / "jobs.json").read_text())["jobs"]
+    # A sequence takes a row less than it has tokens.
+    assert job["batch_size"] * (job["max_seq_len"] - 1) == case.tokens
+    common = {"gpu": "GPU", "megatron_lm": "core", "floor_ms": ""}
+    rows = [
+        make_row(case, mode, common, {"step_ms": ms, "tokens": 256, "peak_bytes": 2**30})
+        for mode, ms in (("flag", 10.0), ("stock_peft", 12.5))
+    ]
+    assert list(verdicts(rows)) == [
+        "local TP1 one job stock_peft: 1.25 of the flag's, goal 1.3; "
+        "tokens/s: flag 25600, stock_peft 20480",
+    ]
+
+
+def test_a_micro_batch_is_cut_into_one_for_each_job() -> None:
+    documents = [Document(slot=0, length=3), Document(slot=2, length=2), Document(slot=2, length=4)]
+    rows = torch.arange(12)
+    batch = PackedBatch(
+        view=pack_micro_batch(documents, num_slots=3, num_tokens=12),
+        tokens=rows[None],
+        labels=rows[None] + 1,
+        weights=(rows % 2).float(),
+        target_rows=torch.arange(1, 12, 2),
+    )
+    first, second = cut_by_job(batch, multiple=4)
+    assert first.tokens.tolist() == [[0, 1, 2, 0]]
+    assert second.tokens.tolist() == [[3, 4, 5, 6, 7, 8, 0, 0]]
+    assert second.labels[0, second.target_rows].tolist() == [4, 6, 8]
+    assert second.view.positions(rows.device)[:6].tolist() == [0, 1, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
