@@ -48,6 +48,9 @@ class Mode(NamedTuple):
     """Our kernels compute the layers."""
     fused_rope: bool = False
     fp8_recipe: str | None = None
+    holds_fp8: bool = False
+    """Weights are held in FP8 alone."""
+    recomputes_mlp: bool = False
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -61,6 +64,8 @@ MODES = {
     "te-fused-rope": Mode(te=True, fused_rope=True),
     "te-fp8": Mode(te=True, fused_rope=True, fp8_recipe="tensorwise"),
     "te-fp8-own": Mode(te=True, own=True, fp8_recipe="tensorwise"),
+    "te-fp8-held-own": Mode(te=True, own=True, fp8_recipe="tensorwise", holds_fp8=True),
+    "te-fp8-repeated-own": Mode(te=True, own=True, fp8_recipe="tensorwise", recomputes_mlp=True),
     "te-fp8-delayed": Mode(te=True, fused_rope=True, fp8_recipe="delayed"),
     "te-fp8-delayed-own": Mode(te=True, own=True, fp8_recipe="delayed"),
     "te-fp8-blockwise": Mode(te=True, fused_rope=True, fp8_recipe="blockwise"),
@@ -129,7 +134,9 @@ def _config(mode: Mode, spec: ModelSpec, groups: ParallelGroups) -> TransformerC
     fp8: dict[str, Any] = {}
     if mode.fp8_recipe is not None:
         kind = "e4m3" if mode.fp8_recipe == "blockwise" else "hybrid"
-        fp8 = {"fp8": kind, "fp8_recipe": mode.fp8_recipe}
+        fp8 = {"fp8": kind, "fp8_recipe": mode.fp8_recipe, "fp8_param": mode.holds_fp8}
+    if mode.recomputes_mlp:
+        fp8 |= {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,

@@ -257,4 +257,5 @@ def _keep_quantised_weight(module: Any) -> None:
         return
     if "tlora_quantised" in module.__dict__:
         module.is_first_microbatch = False
-    object.__setattr__(module, "tlora_quantised", True)
+    else:
+        object.__setattr__(module, "tlora_quantised", True)

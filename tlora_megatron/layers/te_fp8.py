@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tlora_megatron.ops.lora.linear_ops import Base
 
 RECIPES = ("delayed", "tensorwise", "blockwise")
 """Values of Megatron's `fp8_recipe` that are computed here."""
@@ -58,6 +61,39 @@ def _engine() -> _TransformerEngine:
 def computes_fp8() -> bool:
     """Returns True inside Transformer Engine's autocast to FP8."""
     return bool(_engine().state.is_fp8_enabled())
+
+
+def replay_autocast() -> Callable[[], AbstractContextManager[None]]:
+    """Returns what enters the present autocast again, for a forward that backward repeats.
+
+    Not for delayed scaling, whose scales may have moved since.
+    """
+    state = _engine().state
+    inside = state.get_autocast_state()
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        outside = state.get_autocast_state()
+        state.set_autocast_state(inside)
+        try:
+            yield
+        finally:
+            state.set_autocast_state(outside)
+
+    return enter
+
+
+def te_base(linear: Any) -> Base:
+    """Returns the base of a linear as it is to be computed now: in FP8 inside an autocast to it."""
+    if linear.config.fp8 and computes_fp8():
+        return Fp8Base(linear)
+    weight = linear.weight
+    return weight if is_plain(weight) else weight.dequantize()
+
+
+def is_plain(weight: Tensor) -> bool:
+    """True unless a weight is held in FP8."""
+    return type(weight) in (torch.nn.Parameter, Tensor)
 
 
 class Fp8Base:
@@ -118,8 +154,7 @@ class Fp8Base:
 def _quantized_weight(linear: Any, quantizer: Any, recipe: Any) -> Any:
     """Returns the weight in FP8, by rows and by columns; the linear's cache has it from then on."""
     weight, cache = linear.weight, linear._fp8_workspaces
-    is_held_in_fp8 = not _is_plain(weight)
-    if is_held_in_fp8:
+    if not is_plain(weight):
         quantizer = weight._quantizer
     quantizer.set_usage(rowwise=True, columnwise=True)
     version = (weight.data_ptr(), weight._version)
@@ -138,10 +173,6 @@ def _quantized_weight(linear: Any, quantizer: Any, recipe: Any) -> Any:
     linear.is_first_microbatch = False
     quantized.update_usage(rowwise_usage=True)
     return quantized
-
-
-def _is_plain(weight: Tensor) -> bool:
-    return type(weight) in (torch.nn.Parameter, Tensor)
 
 
 def _alone(quantizer: Any) -> Any:
@@ -212,6 +243,7 @@ def _probe(recipe: str) -> str | None:
     made = getattr(formats, kinds[recipe])()
     if getattr(made, "backward_override", None) is not None:
         return f"NVTE_BACKWARD_OVERRIDE is {made.backward_override}"
+    autocast = functools.partial(te.autocast, enabled=True, recipe=made)
     rows, size_in, size_out = _PROBE
     with torch.random.fork_rng(devices=[torch.cuda.current_device()]):
         linear = te.Linear(size_in, size_out, bias=False, params_dtype=torch.bfloat16)
@@ -223,13 +255,13 @@ def _probe(recipe: str) -> str | None:
         )
     leaf = x.clone().requires_grad_()
     # One context each: delayed scales move behind it.
-    with te.fp8_autocast(enabled=True, fp8_recipe=made):
+    with autocast():
         y = linear(leaf, is_first_microbatch=None)
     fresh = te.Linear(size_in, size_out, bias=False, params_dtype=torch.bfloat16)
     fresh.weight.requires_grad_(False).copy_(linear.weight)
     fresh.is_first_microbatch = True
     base = Fp8Base(fresh)
-    with torch.no_grad(), te.fp8_autocast(enabled=True, fp8_recipe=made):
+    with torch.no_grad(), autocast():
         ours = base.forward(x, None)
     y.backward(dy)
     with torch.no_grad():

@@ -21,7 +21,7 @@ from tlora_megatron.layers.multi_adapter import (
     product_vjp,
 )
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.layers.te_fp8 import Fp8Base, computes_fp8
+from tlora_megatron.layers.te_fp8 import is_plain, te_base
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.nano.lanes import Lane
@@ -63,9 +63,7 @@ class TEProductMixin(BlackBoxMixin):
     ) -> tuple[torch.Tensor, Vjp]:
         """Returns the product of `[T, K]` behind the norm, in two dimensions, and the way back."""
         linear: Any = self
-        in_fp8 = bool(linear.config.fp8) and computes_fp8()
-        base = Fp8Base(linear) if in_fp8 else linear.weight
-        return product_vjp(base, _bias(linear), self.tlora_product, x, view, lane)
+        return product_vjp(te_base(linear), _bias(linear), self.tlora_product, x, view, lane)
 
 
 def is_te_linear(linear: Any) -> bool:
@@ -80,12 +78,11 @@ def why_not_te_product(linear: Any) -> str | None:
         return f"a {type(linear).__name__} is a linear of another kind"
     if linear.parallel_mode != _CLASSES[name]:
         return f"a {name} has parallel_mode {linear.parallel_mode}"
-    if type(linear.weight) not in (torch.nn.Parameter, torch.Tensor):
-        return f"weights are held as {type(linear.weight).__name__}"
     if getattr(linear, "te_quant_params", None) is not None:
         return "a linear has quantisation settings of its own"
-    if getattr(linear, "primary_weights_in_fp8", False):
-        return "weights are held in FP8"
+    in_fp8 = getattr(linear, "primary_weights_in_fp8", False) and linear.config.fp8
+    if not (is_plain(linear.weight) or in_fp8):
+        return f"weights are held as {type(linear.weight).__name__}"
     if linear.parallel_mode == "row" and _bias(linear) is not None:
         return "a row-parallel linear has a bias"
     if linear.te_return_bias:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -34,6 +34,11 @@ def kernel_table(run: Callable[[], object], title: str, file: Path) -> None:
     with torch.profiler.profile(activities=activities) as trace:
         run()
         torch.cuda.synchronize()
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in trace.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     kernels = []
     for event in trace.key_averages():
@@ -44,7 +49,8 @@ def kernel_table(run: Callable[[], object], title: str, file: Path) -> None:
         total = totals[kind_of(event.key)]
         total[0] += spent_us
         total[1] += event.count
-    lines = [f"== {title}: {sum(k[0] for k in kernels) / 1e3:.1f} ms on the device"]
+    spent_ms = sum(k[0] for k in kernels) / 1e3
+    lines = [f"== {title}: {spent_ms:.1f} ms on the device, {idle_us(spans) / 1e3:.1f} ms idle"]
     for kind, (spent_us, count) in sorted(totals.items(), key=lambda item: -item[1][0]):
         lines.append(f"{spent_us / 1e3:9.2f} ms {count:6.0f}  {kind}")
     lines.append("-- by name")
@@ -52,6 +58,16 @@ def kernel_table(run: Callable[[], object], title: str, file: Path) -> None:
         lines.append(f"{spent_us / 1e3:9.2f} ms {count:6d}  {name[:150]}")
     with file.open("a") as sink:
         sink.write("\n".join(lines) + "\n\n")
+
+
+def idle_us(spans: Sequence[tuple[float, float]]) -> float:
+    """Time between the first span's begin and the last one's end in which none runs."""
+    idle, reached = 0.0, None
+    for begin, end in sorted(spans):
+        if reached is not None:
+            idle += max(0.0, begin - reached)
+        reached = end if reached is None else max(reached, end)
+    return idle
 
 
 def kind_of(name: str) -> str:

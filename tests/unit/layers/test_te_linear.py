@@ -25,6 +25,7 @@ class _Wrapper(nn.Module):
         self.te_return_bias = False
         self.te_quant_params = None
         self.primary_weights_in_fp8 = False
+        self.config = SimpleNamespace(fp8=None)
 
 
 class TERowParallelLinear(_Wrapper):
@@ -53,7 +54,15 @@ class Quantised(nn.Parameter):
         (TERowParallelLinear(bias=True), {}, "a row-parallel linear has a bias"),
         (TERowParallelLinear(), {"te_return_bias": True}, "a bias is left to the caller"),
         (TERowParallelLinear(), {"te_quant_params": 1}, "quantisation settings of its own"),
-        (TERowParallelLinear(), {"primary_weights_in_fp8": True}, "weights are held in FP8"),
+        (
+            TERowParallelLinear(),
+            {
+                "weight": Quantised(torch.zeros(4, 4)),
+                "primary_weights_in_fp8": True,
+                "config": SimpleNamespace(fp8="hybrid"),
+            },
+            None,
+        ),
         (
             TERowParallelLinear(),
             {"weight": Quantised(torch.zeros(4, 4))},

@@ -174,8 +174,9 @@ def why_not_fp8_layers(config: Any) -> str | None:
     """Returns why layers in FP8 must run by their modules; None if they need not, or are not."""
     if not config.fp8:
         return None
-    if config.recompute_granularity == "selective" and "mlp" in (config.recompute_modules or ()):
-        return "an MLP in FP8 is recomputed by Transformer Engine"
+    repeats_mlp = config.recompute_granularity == "selective" and "mlp" in config.recompute_modules
+    if repeats_mlp and _recipe(config) == "delayed":
+        return "recompute of mlp with fp8_recipe delayed, whose scales Transformer Engine keeps"
     return why_not_config(config, FP8) or why_not_fp8(_recipe(config))
 
 

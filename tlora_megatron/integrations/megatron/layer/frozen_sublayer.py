@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,6 +42,11 @@ class Norm(Protocol):
         ...
 
 
+def no_replay() -> Callable[[], AbstractContextManager[None]]:
+    """A repeated forward needs nothing around it."""
+    return nullcontext
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FrozenSublayer:
     """Attention or an MLP of a frozen layer, and the norm before it."""
@@ -52,6 +58,8 @@ class FrozenSublayer:
     row: Any
     recomputes: bool
     """Forward keeps the input only; backward computes the rest again."""
+    replay: Callable[[], Callable[[], AbstractContextManager[None]]] = no_replay
+    """Called in forward, returns what the repetition of it in backward enters."""
 
     def compute(
         self, x: Tensor, view: MicroBatchView, lane: Lane | None, *, keeps: bool
@@ -82,8 +90,11 @@ class FrozenSublayer:
         return x, functools.partial(_walk_back, backs)
 
     def _recomputing(self, x: Tensor, view: MicroBatchView, lane: Lane | None) -> Vjp:
+        surroundings = self.replay()
+
         def vjp(dy: Tensor) -> Tensor:
-            _, back = self._chain(x, view, lane, keeps=True)
+            with surroundings():
+                _, back = self._chain(x, view, lane, keeps=True)
             return back(dy)
 
         return vjp

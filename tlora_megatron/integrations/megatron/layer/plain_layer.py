@@ -29,6 +29,7 @@ from tlora_megatron.integrations.megatron.layer.built_parts import (
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import (
     FrozenSublayer,
+    no_replay,
     run_layer,
     runs_direct,
 )
@@ -39,6 +40,7 @@ from tlora_megatron.integrations.megatron.layer.module_hooks import (
     what_hangs_on,
 )
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
+from tlora_megatron.layers.te_fp8 import replay_autocast
 from tlora_megatron.layers.te_linear import TEProductMixin, why_not_te_product
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.frozen.swiglu import swiglu_vjp
@@ -199,7 +201,12 @@ def _sublayers(layer: Any, rotary: BuiltRotary) -> tuple[FrozenSublayer, FrozenS
     return (
         FrozenSublayer(norm, column, attend, row, recomputes=False),
         FrozenSublayer(
-            mlp_norm, mlp_column, _swiglu_vjp, mlp_row, recomputes=bool(layer.recompute_mlp)
+            mlp_norm,
+            mlp_column,
+            _swiglu_vjp,
+            mlp_row,
+            recomputes=bool(layer.recompute_mlp),
+            replay=replay_autocast if layer.config.fp8 else no_replay,
         ),
     )
 

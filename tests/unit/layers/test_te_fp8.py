@@ -1,0 +1,223 @@
+"""FP8 bases: how the multi-adapter linear uses them, and what is asked of Transformer Engine.
+
+The library itself is asked on GPUs (`tests/gpu/test_fp8_gpu.py`); here its functions are stand-ins
+whose quantised values are the values.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers.linear_case import WORKLOADS, Case, error
+from tlora_megatron.layers import te_fp8
+from tlora_megatron.layers.linear import multi_lora_linear_vjp
+from tlora_megatron.layers.te_fp8 import Fp8Base, te_base, why_not_fp8
+
+
+class PlainBase:
+    """A `FrozenBase` that computes with its weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight, self.num_columns = weight, len(weight)
+
+    def forward(self, x: Tensor, onto: Tensor | None) -> Tensor:
+        y = x @ self.weight.t()
+        return y if onto is None else onto.add_(y)
+
+    def dgrad(self, dy: Tensor, onto: Tensor | None) -> Tensor:
+        dx = dy @ self.weight
+        return dx if onto is None else onto.add_(dx)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("linear", ["linear_qkv", "linear_fc2"])
+def test_a_base_that_computes_is_as_good_as_its_weight(linear: str, workload: str) -> None:
+    case = Case(linear, torch.float32)
+    lengths = WORKLOADS[workload]
+    view = case.view(lengths, num_tokens=sum(lengths) + 6, training=True)
+    x = case.draw(sum(lengths) + 6, case.site.in_size)
+    dy = case.draw(sum(lengths) + 6, case.site.out_size)
+    bias = case.draw(case.site.out_size) if linear == "linear_qkv" else None
+    found = []
+    for base in (case.weight, PlainBase(case.weight)):
+        y, back = multi_lora_linear_vjp(x, base, bias, case.strategy, view)
+        found.append({"y": y, "dx": back(dy)} | case.gradients())
+    by_weight, by_base = found
+    assert by_weight.keys() == by_base.keys()
+    for name, value in by_weight.items():
+        assert error(by_base[name], value) < 2e-6, name
+
+
+class Engine:
+    """Transformer Engine's functions as far as `te_fp8` calls them; counts what is quantised."""
+
+    def __init__(self, *, delayed: bool = False) -> None:
+        self.weights_quantised = self.steps_ended = 0
+        self.on = True
+        self.recipe = SimpleNamespace(delayed=lambda: delayed)
+        self.state = self
+        self.general_gemm = _gemm
+        self._is_first = True
+
+    def is_fp8_enabled(self) -> bool:
+        return self.on
+
+    def get_fp8_recipe(self) -> Any:
+        return self.recipe
+
+    def get_autocast_state(self) -> bool:
+        return self.on
+
+    def set_autocast_state(self, on: bool) -> None:
+        self.on = on
+
+    def is_first_module(self) -> bool:
+        is_first, self._is_first = self._is_first, False
+        return is_first
+
+    def reduce_and_update_fp8_tensors(self, *, forward: bool) -> None:
+        assert not forward
+        self.steps_ended += 1
+
+    def quantize_weight(self, *, tensor: Tensor, workspace: Any, **given: Any) -> Any:
+        if workspace is None or given["update_workspace"]:
+            self.weights_quantised += 1
+        if workspace is None:
+            workspace = Quantised(tensor)
+            return workspace, workspace
+        workspace.values = tensor
+        return workspace, None
+
+
+class Quantised:
+    """A tensor in FP8."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def update_usage(self, **_: bool) -> None:
+        pass
+
+
+class Quantizer:
+    """A quantiser that asks other ranks for their maximum."""
+
+    with_amax_reduction = True
+
+    def copy(self) -> Quantizer:
+        return Quantizer()
+
+    def set_usage(self, *, rowwise: bool, columnwise: bool) -> None:
+        assert rowwise
+
+    def __call__(self, x: Tensor) -> Quantised:
+        assert not self.with_amax_reduction, "all ranks have the same rows"
+        return Quantised(x)
+
+
+def _gemm(
+    weight: Quantised, x: Quantised, *, out: Tensor | None, accumulate: bool, layout: str, **_: Any
+) -> tuple[Tensor]:
+    product = x.values @ (weight.values if layout == "NN" else weight.values.t())
+    assert accumulate == (out is not None)
+    return (product if out is None else out.add_(product),)
+
+
+class Linear(nn.Module):
+    """The attributes of Transformer Engine's linears that are read, as in 2.17.1."""
+
+    activation_dtype = torch.float32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4), requires_grad=False)
+        self.config = SimpleNamespace(fp8="hybrid")
+        self.is_first_microbatch = True
+        self._fp8_workspaces: dict[str, Any] = {}
+        self.open = 0
+
+    def prepare_forward(self, x: Tensor) -> Tensor:
+        self.open += 1
+        return x
+
+    def end_forward(self) -> None:
+        self.open -= 1
+
+    def _get_quantizers(self, *_: bool) -> list[Any]:
+        return [Quantizer() for _ in range(6)]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    engine = Engine()
+    monkeypatch.setattr(te_fp8, "_engine", lambda: engine)
+    return engine
+
+
+def test_products_and_a_weight_that_is_quantised_once(engine: Engine) -> None:
+    linear, x, dy = Linear(), torch.randn(5, 4), torch.randn(5, 3)
+    for _ in range(3):
+        linear.is_first_microbatch = True  # Megatron sets it at every step
+        base, onto = Fp8Base(linear), torch.ones(5, 3)
+        y = base.forward(x, onto)
+        assert y is onto
+        torch.testing.assert_close(y, 1 + x @ linear.weight.t())
+        torch.testing.assert_close(base.dgrad(dy, None), dy @ linear.weight)
+    assert linear.open == 0
+    assert engine.weights_quantised == 1
+    assert engine.steps_ended == 0
+
+
+def test_other_weights_are_quantised_anew(engine: Engine) -> None:
+    linear, x = Linear(), torch.randn(5, 4)
+    Fp8Base(linear).forward(x, None)
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    y = Fp8Base(linear).forward(x, None)
+    torch.testing.assert_close(y, x @ linear.weight.t())
+    assert engine.weights_quantised == 2
+
+
+def test_delayed_scales_move_once_a_step(engine: Engine) -> None:
+    engine.recipe = SimpleNamespace(delayed=lambda: True)
+    linears, x, dy = (Linear(), Linear()), torch.randn(5, 4), torch.randn(5, 3)
+    bases = [Fp8Base(linear) for linear in linears]
+    for base in bases:
+        base.forward(x, None)
+    for base in reversed(bases):
+        assert engine.steps_ended == 0
+        base.dgrad(dy, None)
+    assert engine.steps_ended == 1, "behind the first linear's backward, the last of all"
+    for linear in linears:
+        linear.is_first_microbatch = True
+        Fp8Base(linear).forward(x, None)
+    assert engine.weights_quantised == 4
+
+
+def test_the_base_is_the_weight_outside_of_fp8(engine: Engine) -> None:
+    linear = Linear()
+    assert isinstance(te_base(linear), Fp8Base)
+    engine.on = False
+    assert te_base(linear) is linear.weight
+    linear.config.fp8 = None
+    engine.on = True
+    assert te_base(linear) is linear.weight
+
+
+def test_a_repeated_forward_is_in_fp8_too(engine: Engine) -> None:
+    surroundings = te_fp8.replay_autocast()
+    engine.on = False
+    with surroundings():
+        assert isinstance(te_base(Linear()), Fp8Base)
+    assert not engine.on
+
+
+def test_recipes_and_libraries_that_stay_with_the_modules() -> None:
+    assert "fp8_recipe is mxfp8" in (why_not_fp8("mxfp8") or "")
+    if not torch.cuda.is_available():
+        assert "another than its FP8 was written for" in (why_not_fp8("blockwise") or "")
