@@ -98,6 +98,10 @@ def test_four_processes(models: Path) -> None:
     assert "all equal" in world(WORKER, 4, models, "llama_tied,qwen3,drawn", *variants)
 
 
+def test_halves_compute_what_modules_do_under_context_parallelism() -> None:
+    assert "all equal" in world(WORKER.with_name("context_halves_worker.py"), 2)
+
+
 def test_a_world_of_another_size_than_the_layout_is_refused() -> None:
     code = (
         "from tlora_megatron.integrations.megatron.model import initialize_parallel\n"

@@ -137,7 +137,7 @@ def freeze_layer(layer: TransformerLayer) -> None:
 
 def _sublayers(layer: Any) -> tuple[FrozenSublayer, ...]:
     attention, mlp = layer.self_attention, layer.mlp
-    if not attention.is_fused or attention.core_attention.cp_group is not None:
+    if not attention.is_fused:
         return ()
     return (
         FrozenSublayer(
