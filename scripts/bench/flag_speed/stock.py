@@ -45,6 +45,8 @@ _CHECKED = 3
 """Steps whose losses are held against the flag's; the flag's first blocks have them."""
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Of those losses, relative, by the base's dtype."""
+_ROWS = 16
+"""Divides the rows of a job alone: what FP8's GEMMs and sequence parallelism ask for."""
 _ENGINE = importlib.util.find_spec("transformer_engine") is not None
 _FUSED_LOSS: dict[str, Any] = {
     "cross_entropy_loss_fusion": True,
@@ -86,7 +88,6 @@ class StockModes:
         self.version = load_bridge(case.bridge)
         self._make = partial(StockTrainer, session)
         self._takes_steps = case.jobs == ONE_JOB
-        self._multiple = case.tp
         engine = session._engine
         take = engine.take_losses
 
@@ -107,7 +108,7 @@ class StockModes:
                 continue
             step = self._trainers[mode].step
             if mode == "stock_in_turn":
-                parts = [cut_by_job(batch, multiple=self._multiple) for batch in batches]
+                parts = [cut_by_job(batch, multiple=_ROWS) for batch in batches]
                 yield mode, partial(_run_each, step, parts)
             else:
                 yield mode, partial(step, batches)
