@@ -54,25 +54,34 @@ class Run:
 
 
 class Devices:
-    """GPUs (processes' worth of CPU without CUDA) that runs take and give back."""
+    """GPUs (processes' worth of CPU without CUDA) that runs take and give back.
 
-    def __init__(self, count: int) -> None:
-        self._free = set(range(count))
+    Args:
+        share: runs that may have a GPU at the same time.
+    """
+
+    def __init__(self, count: int, share: int = 1) -> None:
+        self._places = [share] * count
         self._changed = threading.Condition()
 
     @contextmanager
     def take(self, count: int) -> Iterator[tuple[int, ...]]:
-        """Waits for so many."""
+        """Waits for so many, all different."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._free) >= count)
-            taken = tuple(sorted(self._free)[:count])
-            self._free.difference_update(taken)
+            self._changed.wait_for(lambda: sum(map(bool, self._places)) >= count)
+            emptiest = sorted(range(len(self._places)), key=lambda i: -self._places[i])
+            taken = tuple(sorted(emptiest[:count]))
+            self._add(taken, -1)
         try:
             yield taken
         finally:
             with self._changed:
-                self._free.update(taken)
+                self._add(taken, 1)
                 self._changed.notify_all()
+
+    def _add(self, devices: tuple[int, ...], places: int) -> None:
+        for device in devices:
+            self._places[device] += places
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,6 +110,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prepared", type=Path, help="its folder; made anew where not given")
     parser.add_argument("--layouts", help="comma-separated; all that fit where not given")
     parser.add_argument("--devices", type=int, help="GPUs to use; 2 processes without CUDA")
+    parser.add_argument("--share", type=int, default=1, help="runs that a GPU has at a time")
     parser.add_argument("--timeout", type=float, default=150.0, help="seconds a run may take")
     parser.add_argument("--out", type=Path, help="keep logs and adapters in this folder")
     options = parser.parse_args(arguments)
@@ -136,7 +146,7 @@ def measure(options: argparse.Namespace, place: Place) -> int:
     rows: list[Row] = []
     failures: list[str] = []
     print(" | ".join(common.values()))
-    for run in side_by_side(layouts, place, Devices(num_devices), options.timeout):
+    for run in side_by_side(layouts, place, Devices(num_devices, options.share), options.timeout):
         print(f"{run.layout.name}: {run.seconds:.0f} s")
         if sentence := failure(run):
             failures.append(sentence)

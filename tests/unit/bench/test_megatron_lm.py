@@ -109,3 +109,14 @@ def test_no_gpu_has_two_runs_at_once() -> None:
     for thread in threads:
         thread.join(timeout=HANG_S)
     assert most == [1] * 6
+
+
+def test_runs_that_share_gpus_have_different_ones_each() -> None:
+    devices = layouts.Devices(2, share=2)
+    with devices.take(2) as first, devices.take(1) as second, devices.take(1) as third:
+        assert first == (0, 1)
+        assert {*second, *third} == {0, 1}
+
+
+def test_what_the_command_starts_is_there() -> None:
+    assert cases.WORKER.is_file()
