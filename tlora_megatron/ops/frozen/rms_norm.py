@@ -98,6 +98,20 @@ def add_rms_norm_vjp(
     return _add_vjp_by_triton(x, residual, weight)
 
 
+def norm_into(out: torch.Tensor, x: torch.Tensor, weight: NormWeight) -> None:
+    """Writes the norm of x to memory that is there, to the bit what `add_rms_norm_vjp` gave."""
+    if not runs_triton(x):
+        out.copy_(norm_reference(x, weight))
+        return
+    from tlora_megatron.ops.frozen.triton_rms_norm import launch_forward
+
+    weight_H, eps, zero_centered, rounds_once = weight
+    launch_forward(
+        x.contiguous(), None, weight_H, eps,
+        rounds_once=rounds_once, zero_centered=zero_centered, out=out,
+    )  # fmt: skip
+
+
 def _add_vjp_by_autograd(
     x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight
 ) -> tuple[torch.Tensor, torch.Tensor, Vjp]:

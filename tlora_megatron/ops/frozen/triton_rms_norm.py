@@ -104,6 +104,7 @@ def launch_forward(
     *,
     rounds_once: bool = False,
     zero_centered: bool = False,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns `x + residual` (x itself without one), its norm, and fp32 `1 / rms` of its rows.
 
@@ -111,11 +112,12 @@ def launch_forward(
         x: `[..., H]`, contiguous, as `residual`.
         rounds_once: behind the weight, and not before it too.
         zero_centered: the weight is held less 1.
+        out: takes the norm; None = memory of its own.
     """
     width = x.shape[-1]
     num_rows = x.numel() // width
     total = x if residual is None else torch.empty_like(x)
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
     rstd = x.new_empty(num_rows, dtype=torch.float32)
     rows, columns, warps = _tile(width)
     _forward.launch(

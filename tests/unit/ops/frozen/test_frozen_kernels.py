@@ -116,6 +116,9 @@ def test_rms_norm_that_rounds_once(
     torch.autograd.backward((leaf * 1, wide), tuple(grad.float() for grad in grads))
     assert leaf.grad is not None
     actual = {"total": total, "normed": normed, "dx": back(*grads)}
+    again = torch.full_like(normed, torch.nan)
+    rms_norm.norm_into(again, total, weight)
+    assert torch.equal(again, normed)
     summed = x if given is None else x + given
     expected = {"total": summed, "normed": wide.to(dtype), "dx": leaf.grad.to(dtype)}
     assert_equal(actual, expected)

@@ -26,15 +26,22 @@ from tlora_megatron.integrations.megatron.layer.module_hooks import (
     packs_saved_tensors,
 )
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.frozen.rms_norm import NormWeight, norm_into
 from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.nano.lane_tape import VjpSublayer, VjpTape
 from tlora_megatron.parallel.nano.lanes import Lane
 
 Inner = Callable[[Tensor, MicroBatchView, Lane | None], tuple[Tensor, Vjp]]
+Restore = Callable[[], None]
 
 
 class Norm(Protocol):
     """A norm with a frozen weight, without autograd."""
+
+    @property
+    def norm_weight(self) -> NormWeight:
+        """The weight, read now."""
+        ...
 
     def add_vjp(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Vjp]:
         """Returns the residual stream with x added, its norm, and the way back from both; see
@@ -60,26 +67,41 @@ class FrozenSublayer:
     """Forward keeps the input only; backward computes the rest again."""
     replay: Callable[[], Callable[[], AbstractContextManager[None]]] = no_replay
     """Called in forward, returns what the repetition of it in backward enters."""
+    recomputes_norm: bool = False
+    """Forward lets go of the norm's output, and backward computes it again; not in lanes."""
 
     def compute(
-        self, x: Tensor, view: MicroBatchView, lane: Lane | None, *, keeps: bool
+        self,
+        x: Tensor,
+        view: MicroBatchView,
+        lane: Lane | None,
+        *,
+        keeps: bool,
+        restore: Restore | None = None,
     ) -> tuple[Tensor, Vjp]:
         """Computes the row-parallel linear's output from the norm's.
 
         Args:
             x: `[T, H]`; gathered where there is a lane, which also reduces what is returned.
             keeps: record the backward pass; if False, the returned vjp must not be called.
+            restore: called in backward before x is read; the caller lets go of its values.
 
         Returns:
             The output and its vjp.
         """
         if keeps and self.recomputes:
             y, _ = self._chain(x, view, lane, keeps=False)
-            return y, self._recomputing(x, view, lane)
-        return self._chain(x, view, lane, keeps=keeps)
+            return y, _restoring(restore, self._recomputing(x, view, lane))
+        return self._chain(x, view, lane, keeps=keeps, restore=restore)
 
     def _chain(
-        self, x: Tensor, view: MicroBatchView, lane: Lane | None, *, keeps: bool
+        self,
+        x: Tensor,
+        view: MicroBatchView,
+        lane: Lane | None,
+        *,
+        keeps: bool,
+        restore: Restore | None = None,
     ) -> tuple[Tensor, Vjp]:
         backs: list[Vjp] = []
         for run in (self.column.product_vjp, self.inner, self.row.product_vjp):
@@ -87,6 +109,8 @@ class FrozenSublayer:
             if keeps:
                 backs.append(back)
             del back  # what it holds goes with it
+        if backs:
+            backs[0] = _restoring(restore, backs[0])  # the linear that reads x
         return x, functools.partial(_walk_back, backs)
 
     def _recomputing(self, x: Tensor, view: MicroBatchView, lane: Lane | None) -> Vjp:
@@ -98,6 +122,17 @@ class FrozenSublayer:
             return back(dy)
 
         return vjp
+
+
+def _restoring(restore: Restore | None, vjp: Vjp) -> Vjp:
+    if restore is None:
+        return vjp
+
+    def restored(dy: Tensor) -> Tensor:
+        restore()
+        return vjp(dy)
+
+    return restored
 
 
 def _walk_back(backs: list[Vjp], grad: Tensor) -> Tensor:
@@ -144,13 +179,24 @@ def _run_whole(
     x, residual = hidden.flatten(0, -2), None
     for sublayer in sublayers:
         residual, normed, norm_back = sublayer.norm.add_vjp(x, residual)
-        x, compute_back = sublayer.compute(normed, view, None, keeps=tape is not None)
+        keeps, restore = tape is not None, None
+        if keeps and sublayer.recomputes_norm:
+            restore = functools.partial(_norm_again, sublayer.norm, residual, normed)
+        x, compute_back = sublayer.compute(normed, view, None, keeps=keeps, restore=restore)
+        if restore is not None:
+            normed.untyped_storage().resize_(0)  # whatever the linear saved is this memory
         if tape is not None:
             tape.sublayers.append(VjpSublayer(compute_back, norm_back))
         del norm_back, compute_back
     assert residual is not None, "a layer has sublayers"
     # No view of the sum: Megatron's pipeline frees what a stage has sent.
     return residual.view(hidden.shape) + x.view(hidden.shape)
+
+
+def _norm_again(norm: Norm, total: Tensor, normed: Tensor) -> None:
+    """Computes a norm's output, whose memory was given back, into its place."""
+    normed.untyped_storage().resize_(normed.nbytes)
+    norm_into(normed, total, norm.norm_weight)
 
 
 class _Layer(torch.autograd.Function):

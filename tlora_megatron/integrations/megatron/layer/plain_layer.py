@@ -47,8 +47,6 @@ from tlora_megatron.ops.frozen.swiglu import swiglu_vjp
 from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.nano.lanes import Lane, current_lane
 
-_OFF = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm")
-"""Attributes of a layer that must be false: the kernels keep a norm's output."""
 _RESIDUAL = ("_input_layernorm_returns_residual", "_pre_mlp_layernorm_returns_residual")
 
 
@@ -134,7 +132,7 @@ def why_not_plain(layer: Any) -> str | None:
     for name in ("cross_attention", "pre_cross_attn_layernorm"):
         if not isinstance(getattr(layer, name, None), IdentityOp | None):
             return f"it has {name}"
-    for name in (*_OFF, *_RESIDUAL):
+    for name in _RESIDUAL:
         if getattr(layer, name, False):
             return f"{name.lstrip('_')} is True"
     return _why_not_attention(layer.self_attention) or _why_not_linears(layer)
@@ -199,13 +197,21 @@ def _sublayers(layer: Any, rotary: BuiltRotary) -> tuple[FrozenSublayer, FrozenS
     assert norm is not None, "a plain layer has norms"
     assert mlp_norm is not None, "a plain layer has norms"
     return (
-        FrozenSublayer(norm, column, attend, row, recomputes=False),
+        FrozenSublayer(
+            norm,
+            column,
+            attend,
+            row,
+            recomputes=False,
+            recomputes_norm=bool(layer.recompute_input_layernorm),
+        ),
         FrozenSublayer(
             mlp_norm,
             mlp_column,
             _swiglu_vjp,
             mlp_row,
             recomputes=bool(layer.recompute_mlp),
+            recomputes_norm=bool(layer.recompute_pre_mlp_layernorm),
             replay=replay_autocast if layer.config.fp8 else no_replay,
         ),
     )
