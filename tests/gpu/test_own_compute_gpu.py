@@ -75,3 +75,12 @@ def test_fewer_launches_no_more_memory_the_same_losses(
     assert own.losses == pytest.approx(modules.losses, rel=1e-2)
     assert own.launches < 0.8 * modules.launches
     assert own.peak_bytes <= modules.peak_bytes
+
+
+def test_norms_that_run_again_need_less_memory(weights: Any, groups: ParallelGroups) -> None:
+    once = measure("local-own", weights, groups)
+    again = measure("local-own-norms-again", weights, groups)
+    print(once, again)
+    assert again.losses == once.losses
+    two_norms = 2 * TOKENS * SPEC.hidden_size * 2
+    assert again.peak_bytes <= once.peak_bytes - (SPEC.num_layers - 1) * two_norms

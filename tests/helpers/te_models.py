@@ -52,6 +52,7 @@ class Mode(NamedTuple):
     """Weights are held in FP8 alone."""
     recomputes_mlp: bool = False
     dtype: torch.dtype = torch.bfloat16
+    recompute_modules: tuple[str, ...] = ()
 
 
 MODES = {
@@ -59,6 +60,7 @@ MODES = {
     "local": Mode(),
     "local-black-box": Mode(black_box=True),
     "local-own": Mode(own=True),
+    "local-own-norms-again": Mode(own=True, recompute_modules=("layernorm",)),
     "te": Mode(te=True),
     "te-own": Mode(te=True, own=True),
     "te-fused-rope": Mode(te=True, fused_rope=True),
@@ -164,6 +166,8 @@ def _config(mode: Mode, spec: ModelSpec, groups: ParallelGroups) -> TransformerC
         apply_rope_fusion=mode.fused_rope,
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=False,
+        recompute_granularity="selective" if mode.recompute_modules else None,
+        recompute_modules=list(mode.recompute_modules) or None,
         **fp8,
     )
 
