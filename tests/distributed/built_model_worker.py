@@ -5,16 +5,17 @@ Arguments: file of the reference, then variants such as `rope=scaled,tp=2,sp=1,r
 `pp=2,vp=2,first=1`, `cp=2`, with `linears=te` (the stand-in of Transformer Engine's) or
 `linears=around` (Megatron's own as black boxes), `nano=2` (nano-batches, of which none may be made
 with `whole=1`); `own=4` has our kernels compute what they can, which is so many of the layers, and
-target rows alone where the head is plain; `share=` is a LoRA sharding; `rope=hybrid` is
-HybridModel, `rope=moe` has experts, a shared one among them. A variant `reference=plain+yarn`
-writes the file.
+target rows alone where the head is plain; with `late=NAME` a hook on that module of the last rank
+comes when all is decided; `share=` is a LoRA sharding; `rope=hybrid` is HybridModel, `rope=moe` has
+experts, a shared one among them. A variant `reference=plain+yarn` writes the file.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +28,10 @@ from torch import Tensor
 from tests.helpers.built_model import (
     LORAS,
     MOE_LORAS,
+    PACKINGS,
     fill_bank,
     largest_error,
+    nano_batch,
     run_documents_alone,
     run_packed,
     whole_gradients,
@@ -36,7 +39,7 @@ from tests.helpers.built_model import (
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import MOE_SPEC, SPEC, build_user_gpt, build_user_hybrid
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.integrations.megatron import recompute
+from tlora_megatron.integrations.megatron import recompute, staggered
 from tlora_megatron.integrations.megatron.built_model import freeze
 from tlora_megatron.integrations.megatron.discover import discover, record_stages
 from tlora_megatron.integrations.megatron.engine import current_groups
@@ -178,9 +181,14 @@ def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> 
         nano_batches.set_count(num_nano)
         num_nano = nano_batches.count
         assert num_nano == (1 if "whole" in options else int(options["nano"])), num_nano
-    losses = run_packed(chunks, groups, num_nano, targets_alone=compute is not None)
+    calls = hook_later(chunks, options.get("late"))
+    with counted_sublayers() as num_sublayers:
+        losses = run_packed(chunks, groups, num_nano, compute=compute)
     if compute is not None:
-        check_compute(compute, int(options["own"]))
+        check_compute(compute, int(options["own"]), options)
+    if num_nano > 1:
+        check_sublayers(num_sublayers, options, chunks)
+    assert bool(calls) == ("late" in options and is_last_rank()), f"{len(calls)} calls"
     kind = options.get("rope", "plain")
     spec, _ = adapted(kind)
     expected_losses, expected = references[kind]
@@ -197,11 +205,63 @@ def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> 
     parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
 
 
-def check_compute(compute: OwnCompute, num_own: int) -> None:
-    """So many layers, and the head of a GPTModel, were computed by our kernels throughout."""
+def is_last_rank() -> bool:
+    """True on the rank that gets hooks."""
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def hears_of_hook(options: dict[str, str]) -> bool:
+    """True on the rank that gets a hook, and on those that agree with it."""
+    return "late" in options and (is_last_rank() or "tp" in options)
+
+
+def hook_later(chunks: Sequence[Any], name: str | None) -> list[int]:
+    """Puts a hook on a module of the last rank's last chunk; returns what its calls are added to.
+
+    Ranks that did not agree on the way would wait for each other for ever.
+    """
+    calls: list[int] = []
+    if name is not None and is_last_rank():
+        chunks[-1].get_submodule(name).register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@contextmanager
+def counted_sublayers() -> Iterator[list[int]]:
+    """Yields a list that gets the number of sublayers of every run in a lane."""
+    counts, run = [], staggered.run_in_lane
+
+    def counted(sublayers: Sequence[Any], *args: Any) -> Any:
+        counts.append(len(sublayers))
+        return run(sublayers, *args)
+
+    staggered.run_in_lane = counted
+    try:
+        yield counts
+    finally:
+        staggered.run_in_lane = run
+
+
+def check_sublayers(counts: list[int], options: dict[str, str], chunks: Sequence[Any]) -> None:
+    """All nano-batches went through all sublayers without modules, or none did."""
+    batches = [nano_batch(i, int(options["nano"]), 1) for i in range(len(PACKINGS))]
+    num_lanes = sum(len(batch.view.nano_views) for batch in batches)
+    layers = sum(len(chunk.decoder.layers) for chunk in chunks)
+    runs = 2 if options.get("recompute") == "full" else 1
+    direct = options.get("own") == str(SPEC.num_layers)
+    if "layers" in options.get("late", "") and hears_of_hook(options):
+        direct = False
+    assert sum(counts) == (2 * layers * num_lanes * runs if direct else 0), counts
+
+
+def check_compute(compute: OwnCompute, num_own: int, options: dict[str, str]) -> None:
+    """So many layers, and the head of a GPTModel, were to be computed by our kernels, and were if
+    there was no hook."""
     assert compute.num_own == num_own, compute.line
     assert compute.num_own + compute.num_modules == SPEC.num_layers, compute.line
-    assert not compute.late.found, compute.late.found
+    where = "the hook" if is_last_rank() else "on another tensor-parallel rank"
+    assert len(compute.late.found) == hears_of_hook(options), compute.late.found
+    assert all(where in reason for reason in compute.late.found), compute.late.found
     assert compute.has_own_head, compute.line
 
 

@@ -21,6 +21,7 @@ from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import SPEC
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron.built_head import Targets, use_targets
+from tlora_megatron.integrations.megatron.own_compute import OwnCompute
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import whole_tensors
@@ -137,12 +138,12 @@ def run_packed(
     groups: ParallelGroups,
     num_nano: int = 1,
     *,
-    targets_alone: bool = False,
+    compute: OwnCompute | None = None,
 ) -> list[Tensor]:
     """Losses of all rows in packed order, on the last stage; fills gradients.
 
     Args:
-        targets_alone: rows that weigh nothing have no loss, where the head can do without them.
+        compute: rows that weigh nothing have no loss, where the head can do without them.
     """
     layout = groups.layout
     batches = [packed_batch(i, groups.cp_rank, layout.cp_size) for i in range(len(PACKINGS))]
@@ -153,7 +154,8 @@ def run_packed(
     def step(iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
         batch = next(iterator)
         targets = Targets(batch.weights.nonzero().flatten(), batch.labels, scores=False)
-        bound = use_targets(targets) if targets_alone else nullcontext()
+        head = compute and compute.head
+        bound = use_targets(targets) if head and head.runs else nullcontext()
         with use_micro_batch(batch.view), bound:
             output = model(batch.tokens[None], None, None, labels=batch.labels[None])
 
@@ -163,6 +165,9 @@ def run_packed(
 
         return output, loss
 
+    if compute is not None:
+        compute.parts.begin()
+        compute.parts.end()
     outs = get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),

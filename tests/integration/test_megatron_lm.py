@@ -319,12 +319,17 @@ def variant(
     return write_jobs(root / f"{name}.json", document, run=run).name
 
 
-@pytest.mark.parametrize("flags", ["--sequence-parallel", FULL], ids=["SP", "full recompute"])
-def test_micro_batches_run_in_nano_batches(flags: str, launch: Launch, root: Path) -> None:
-    config = variant(root, "nano", run={"nano_batches": 3})
-    flags = f"--tensor-model-parallel-size 2 {flags}"
-    out, log = launch(f"nano {flags}", flags, config=config)
+@pytest.mark.parametrize(
+    ("flags", "count"), [("--sequence-parallel", 3), (FULL, "auto")], ids=["SP", "full recompute"]
+)
+def test_micro_batches_run_in_nano_batches(
+    flags: str, count: int | str, launch: Launch, root: Path
+) -> None:
+    config = variant(root, f"nano {count}", run={"nano_batches": count})
+    out, log = launch(f"nano {count}", f"--tensor-model-parallel-size 2 {flags}", config=config)
     assert "nano-batches run staggered" in log
+    assert "base: 4 of 4 layers by our kernels, head by ours" in log
+    assert not summary(out)["run"]["compute"]["reasons"]
     assert_equals_oracle(out, root)
 
 

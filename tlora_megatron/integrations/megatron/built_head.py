@@ -7,7 +7,7 @@ read at every call, so that loading and tying stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -20,7 +20,11 @@ from torch import Tensor
 
 from tlora_megatron.integrations.megatron.layer.conditions import HEAD, why_not_config
 from tlora_megatron.integrations.megatron.layer.mixing import built_class, mix
-from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
+from tlora_megatron.integrations.megatron.layer.module_hooks import (
+    does_more,
+    hangs_on_all,
+    what_hangs_on,
+)
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.ops.routing.segments import current_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
@@ -73,18 +77,38 @@ class BuiltHead:
     Args:
         model: a GPTModel for which `why_not_head` gives None.
         vocab_size: number of tokens; further columns of the logits are padding.
+        tell: is told why the head has run by the modules after all.
     """
 
-    def __init__(self, model: Any, vocab_size: int, groups: ParallelGroups) -> None:
+    def __init__(
+        self, model: Any, vocab_size: int, groups: ParallelGroups, tell: Callable[[str], None]
+    ) -> None:
+        self.agreed: bool | None = None
+        """What the tensor-parallel ranks have agreed on (`AgreedParts`); None = this one
+        decides."""
         self._model = model
+        self._tell = tell
         head = VocabularyHead(_OutputWeight(model), vocab_size, groups)
         object.__setattr__(model, "tlora_head", head)
         mix(TargetRowsModel, model)
 
     @property
-    def runs(self) -> bool:
-        """True unless something waits for the output layer's call now."""
+    def may_run(self) -> bool:
+        """True unless something on this rank waits for the output layer's call now."""
         return not does_more(self._model.output_layer)
+
+    @property
+    def runs(self) -> bool:
+        """True if the head may run by our kernels now; tells why it may not."""
+        runs = self.may_run if self.agreed is None else self.agreed
+        if not runs:
+            what = (
+                "a hook waits for all modules"
+                if hangs_on_all()
+                else what_hangs_on(self._model.output_layer)
+            )
+            self._tell(what or "something waits for it on another tensor-parallel rank")
+        return runs
 
 
 class _OutputWeight:

@@ -15,6 +15,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from tlora_megatron.integrations.megatron.built_model import language_models
+from tlora_megatron.integrations.megatron.layer.built_parts import built_norm
+from tlora_megatron.integrations.megatron.layer.frozen_sublayer import gives_product
 from tlora_megatron.integrations.megatron.layer.mixing import built_class
 from tlora_megatron.integrations.megatron.staggered import stagger
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin, MultiAdapter
@@ -110,8 +112,7 @@ class NanoBatches:
         overlap = Overlap(1, collectives, self._groups.device)
         logger.info("nano-batches run staggered, collectives by %s", collectives.name)
         for model in self._models:
-            object.__setattr__(model.decoder, "tlora_overlap", overlap)
-            stagger(model.decoder)
+            stagger(model.decoder, overlap)
         return overlap
 
 
@@ -133,12 +134,26 @@ def _obstacle(models: Sequence[Any], groups: ParallelGroups) -> str | None:
     """Why this process's layers cannot run nano-batches in turns; None if they can."""
     if groups.layout.cp_size > 1:
         return "context parallelism cuts documents over ranks"
-    return _why_not_linears(models) or _why_not_layers(models)
+    reasons = (_why_not_config(m) or _why_not_linears(m) or _why_not_layers(m) for m in models)
+    return next(filter(None, reasons), None)
 
 
-def _why_not_linears(models: Sequence[Any]) -> str | None:
-    for name, module in _linears(models):
-        if not isinstance(module, MegatronLinearMixin):
+def _why_not_config(model: Any) -> str | None:
+    config = getattr(model, "config", None)
+    if getattr(config, "tp_comm_overlap", False):
+        return (
+            "--tp-comm-overlap is on, by which Transformer Engine's linears overlap their own "
+            "communication; leave it out to have nano-batches"
+        )
+    if getattr(config, "fp8", None) or getattr(config, "cpu_offloading", False):
+        return "FP8 and CPU offloading wrap whole layers"
+    return None
+
+
+def _why_not_linears(model: Any) -> str | None:
+    direct = {id(part) for layer in _direct_layers(model) for part in layer.modules()}
+    for name, module in _linears(model):
+        if not isinstance(module, MegatronLinearMixin) and id(module) not in direct:
             return f"{name} is a {type(module).__name__}, which does its own communication"
         sharding = module.tlora_adapters.site.lora_sharding
         if sharding != "fold":
@@ -146,18 +161,30 @@ def _why_not_linears(models: Sequence[Any]) -> str | None:
     return None
 
 
-def _why_not_layers(models: Sequence[Any]) -> str | None:
-    for model in models:
-        if not isinstance(model.decoder, TransformerBlock):
-            return f"the decoder is a {type(model.decoder).__name__}"
-        config = model.config
-        if getattr(config, "fp8", None) or getattr(config, "cpu_offloading", False):
-            return "FP8 and CPU offloading wrap whole layers"
-        for layer in model.decoder.layers:
-            reason = _why_not_layer(layer)
-            if reason is not None:
-                return f"layer {layer.layer_number - 1}: {reason}"
+def _why_not_layers(model: Any) -> str | None:
+    decoder = model.decoder
+    if not isinstance(decoder, TransformerBlock):
+        return f"the decoder is a {type(decoder).__name__}"
+    direct = _direct_layers(model)
+    for layer in decoder.layers:
+        reason = None if layer in direct else _why_not_layer(layer)
+        if reason is not None:
+            return f"layer {layer.layer_number - 1}: {reason}"
+    norm = decoder.final_layernorm
+    needs_norm = not all(isinstance(x, MegatronLinearMixin) for _, x in _linears(model))
+    if needs_norm and norm is not None and built_norm(norm) is None:
+        return f"the final norm is a {type(norm).__name__}"
     return None
+
+
+def _direct_layers(model: Any) -> list[Any]:
+    """Returns the layers of sublayers, which run in lanes whatever their linears are."""
+    return [layer for layer in model.decoder.layers if _is_direct(layer)]
+
+
+def _is_direct(layer: Any) -> bool:
+    linears = [x for part in getattr(layer, "tlora_sublayers", ()) for x in (part.column, part.row)]
+    return len(linears) == 4 and all(map(gives_product, linears))
 
 
 def _why_not_layer(layer: Any) -> str | None:
@@ -177,8 +204,7 @@ def _why_not_layer(layer: Any) -> str | None:
     return None
 
 
-def _linears(models: Sequence[Any]) -> Iterator[tuple[str, MultiAdapter]]:
-    for model in models:
-        for name, module in model.decoder.named_modules():
-            if isinstance(module, MultiAdapter):
-                yield f"decoder.{name}", module
+def _linears(model: Any) -> Iterator[tuple[str, MultiAdapter]]:
+    for name, module in model.decoder.named_modules():
+        if isinstance(module, MultiAdapter):
+            yield f"decoder.{name}", module

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from tlora_megatron.integrations.megatron.agreed_parts import AgreedParts
 from tlora_megatron.integrations.megatron.built_head import BuiltHead, why_not_head
 from tlora_megatron.integrations.megatron.built_model import language_models
 from tlora_megatron.integrations.megatron.layer.built_parts import BuiltRotary
@@ -66,6 +67,8 @@ class OwnCompute:
     """Of this process; None where its chunks have none, or the model's own runs."""
     late: LateReasons
     """Of this process."""
+    parts: AgreedParts
+    """Those that tensor-parallel ranks agree on, round by round."""
 
     @property
     def num_modules(self) -> int:
@@ -121,9 +124,13 @@ def use_own_compute(
         found = _use_in_layers(model, forced, late)
         num_own += len(model.decoder.layers) - sum(len(why.layers) for why in found)
         reasons += found
-    head, why_not = _use_head(models[-1], forced, vocab_size, groups)
+    why_not = _why_not_head(models[-1], forced)
     reasons += why_not
-    compute = OwnCompute(num_own=num_own, reasons=tuple(reasons), head=head, late=late)
+    head = None
+    if models[-1].post_process and not why_not:
+        head = BuiltHead(models[-1], vocab_size, groups, late.add_head)
+    parts = AgreedParts(models, head, groups)
+    compute = OwnCompute(num_own=num_own, reasons=tuple(reasons), head=head, late=late, parts=parts)
     compute = _whole_model(compute, groups)
     if groups.is_writer:
         logger.info("%s", compute.line)
@@ -210,16 +217,10 @@ def _why_not_rotary(model: Any) -> str | None:
     return None
 
 
-def _use_head(
-    model: Any, forced: str | None, vocab_size: int, groups: ParallelGroups
-) -> tuple[BuiltHead | None, list[WhyNot]]:
-    if not model.post_process:
-        return None, []
-    reason = forced or why_not_head(model)
-    if reason is None:
-        return BuiltHead(model, vocab_size, groups), []
+def _why_not_head(model: Any, forced: str | None) -> list[WhyNot]:
+    reason = (forced or why_not_head(model)) if model.post_process else None
     # Logits, their fp32 copies and the loss of all rows: 12 to 25 ms of 445 on an H200 (8B).
-    return None, [WhyNot(layers=(), reason=reason, times_step=1.04)]
+    return [] if reason is None else [WhyNot(layers=(), reason=reason, times_step=1.04)]
 
 
 def _times_of_layers(model: Any) -> float | None:
@@ -247,12 +248,8 @@ def _whole_model(compute: OwnCompute, groups: ParallelGroups) -> OwnCompute:
             by_reason[key] = WhyNot(
                 layers=tuple(sorted(layers)), reason=why.reason, times_step=why.times_step
             )
-    return OwnCompute(
-        num_own=sum(num_own for num_own, _ in stages.values()),
-        reasons=tuple(by_reason.values()),
-        head=compute.head,
-        late=compute.late,
-    )
+    num_own = sum(num_own for num_own, _ in stages.values())
+    return replace(compute, num_own=num_own, reasons=tuple(by_reason.values()))
 
 
 def _spans(numbers: Sequence[int]) -> str:

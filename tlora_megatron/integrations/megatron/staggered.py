@@ -1,7 +1,9 @@
 """A decoder whose nano-batches take turns through its layers (`parallel.nano.lanes`).
 
 Blocks and layers are re-classed in place and run as they were wherever the bound micro-batch has no
-nano-batches. The layers' own code runs; this module decides where it is cut, and recomputes.
+nano-batches. Layers that have `direct_sublayers` run by those; for all others the layers' own code
+runs, and this module decides where it is cut, and recomputes. Transformer Engine's linears cannot
+be cut: where a layer of theirs must run by its modules, nano-batches run one after another.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from tlora_megatron.integrations.megatron.agreed_parts import norm_runs
 from tlora_megatron.integrations.megatron.layer.built_parts import built_norm
 from tlora_megatron.integrations.megatron.layer.frozen_layer import FrozenTransformerLayer
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import FrozenSublayer, run_in_lane
 from tlora_megatron.integrations.megatron.layer.mixing import mix
-from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
+from tlora_megatron.layers.multi_adapter import MegatronLinearMixin, MultiAdapter
 from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch, use_micro_batch
 from tlora_megatron.parallel.nano.lane_tape import AutogradTape, VjpTape
 from tlora_megatron.parallel.nano.lanes import Lane, current_lane
@@ -53,6 +56,8 @@ class StaggeredBlock(TransformerBlock):
     """Mixin of a decoder that runs its layers on the nano-batches of the bound micro-batch."""
 
     tlora_overlap: Overlap
+    tlora_cuts_modules: bool
+    """All linears are Megatron's own, which lanes can cut; else only sublayers run staggered."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Does what `TransformerBlock.forward` does; staggered where there are nano-batches."""
@@ -63,11 +68,29 @@ class StaggeredBlock(TransformerBlock):
         given = {name: value for name, value in bound.arguments.items() if value is not None}
         del given["self"]
         hidden = given.pop("hidden_states", None)
-        run = _Run(self, view, given)
         hidden = hidden if self.pre_process else self.input_tensor
+        if not (self.tlora_cuts_modules or runs_sublayers(self, view, given)):
+            return self._one_by_one(hidden, view, given)
+        run = _Run(self, view, given)
         if not torch.is_grad_enabled():
             return run.forward(hidden, records=False)
         return _Staggered.apply(hidden, run)
+
+    def _one_by_one(self, hidden: Tensor, view: MicroBatchView, given: dict[str, Any]) -> Tensor:
+        """Runs nano-batches one after another by the modules, which reduce by themselves."""
+        parts = zip(
+            view.nano_views,
+            hidden.split(_local_rows(self.config, view)),
+            _arguments_alone(self, view, given),
+            strict=True,
+        )
+        outs = []
+        for nano, part, arguments in parts:
+            self.input_tensor = part
+            with use_micro_batch(nano):
+                outs.append(super().forward(part, **arguments))
+        # No view: Megatron's pipeline frees what a stage has sent.
+        return torch.cat(outs)
 
 
 class _PerLane:
@@ -119,10 +142,15 @@ class StaggeredLayer(TransformerLayer):
         return super()._forward_mlp(hidden_states, *args, **kwargs)
 
 
-def stagger(block: Any) -> None:
-    """Turns a decoder with a `tlora_overlap`, and its layers, into staggered ones, in place."""
+def stagger(block: Any, overlap: Overlap) -> None:
+    """Turns a decoder and its layers into staggered ones, in place."""
+    # No attributes that torch would register.
+    object.__setattr__(block, "tlora_overlap", overlap)
     if isinstance(block, StaggeredBlock):
         return
+    linears = [module for module in block.modules() if isinstance(module, MultiAdapter)]
+    cuts_modules = all(isinstance(linear, MegatronLinearMixin) for linear in linears)
+    object.__setattr__(block, "tlora_cuts_modules", cuts_modules)
     mix(StaggeredBlock, block)
     for layer in block.layers:
         if not isinstance(layer, FrozenTransformerLayer):
@@ -133,14 +161,12 @@ class _Run:
     """One micro-batch's way through a decoder's layers and back."""
 
     def __init__(self, block: Any, view: MicroBatchView, arguments: dict[str, Any]) -> None:
-        config, rows = block.config, [nano.num_tokens for nano in view.nano_views]
-        gathers = config.sequence_parallel
+        gathers = block.config.sequence_parallel
         self._view = view
         self._lanes = block.tlora_overlap.lanes(view.nano_views, gathers=gathers)
-        self._arguments = _split_arguments(arguments, rows)
-        num_shards = config.tensor_model_parallel_size if gathers else 1
-        self._local_rows = [count // num_shards for count in rows]
-        self._stretches = list(_stretches(block, view, arguments.get("rotary_pos_emb")))
+        self._arguments = _split_arguments(arguments, view)
+        self._local_rows = _local_rows(block.config, view)
+        self._stretches = list(_stretches(block, view, arguments))
         self._kept: list[Any] = []
         """For each stretch and lane its input if it is recomputed, otherwise its tape."""
         self._records = False
@@ -234,10 +260,10 @@ class _Run:
         return [tape for _, tape in outs]
 
 
-def _stretches(block: Any, view: MicroBatchView, angles: Tensor | None) -> Iterator[_Stretch]:
+def _stretches(block: Any, view: MicroBatchView, arguments: dict[str, Any]) -> Iterator[_Stretch]:
     """Groups layers as Megatron's block does for recompute; without recompute all are one."""
     stretches = _recompute_stretches(block)
-    if not _runs_sublayers(block, view, angles):
+    if not runs_sublayers(block, view, arguments):
         return stretches
     return (
         replace(
@@ -249,9 +275,10 @@ def _stretches(block: Any, view: MicroBatchView, angles: Tensor | None) -> Itera
     )
 
 
-def _runs_sublayers(block: Any, view: MicroBatchView, angles: Tensor | None) -> bool:
-    norm = block.final_layernorm
-    if norm is not None and (built_norm(norm) is None or does_more(norm)):
+def runs_sublayers(block: Any, view: MicroBatchView, arguments: dict[str, Any]) -> bool:
+    """Returns True if all layers of a block and its norm may run without their modules now."""
+    norm, angles = block.final_layernorm, arguments.get("rotary_pos_emb")
+    if norm is not None and (built_norm(norm) is None or not norm_runs(block)):
         return False
     return all(_has_sublayers(layer, view, angles) for layer in block.layers)
 
@@ -277,13 +304,32 @@ def _recompute_stretches(block: Any) -> Iterator[_Stretch]:
         yield _Stretch(layers, recompute=False, final_norm=block.final_layernorm)
 
 
-def _split_arguments(arguments: dict[str, Any], rows: Sequence[int]) -> list[dict[str, Any]]:
+def _local_rows(config: Any, view: MicroBatchView) -> list[int]:
+    """Returns the rows of each nano-batch that this rank holds between sublayers."""
+    num_shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return [nano.num_tokens // num_shards for nano in view.nano_views]
+
+
+def _arguments_alone(
+    block: Any, view: MicroBatchView, arguments: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Returns the block's arguments for each nano-batch as a micro-batch of its own."""
+    split, angles = _split_arguments(arguments, view), arguments.get("rotary_pos_emb")
+    for rotary in {x.tlora_rotary for x in block.layers if hasattr(x, "tlora_rotary")}:
+        if rotary.gives(angles, view):
+            for nano, own in zip(view.nano_views, split, strict=True):
+                own["rotary_pos_emb"] = rotary.angles(nano)
+    return split
+
+
+def _split_arguments(arguments: dict[str, Any], view: MicroBatchView) -> list[dict[str, Any]]:
     """Returns the block's arguments for each nano-batch; only rotary angles have rows."""
+    rows = [nano.num_tokens for nano in view.nano_views]
     unknown = arguments.keys() - {"rotary_pos_emb"}
     assert not unknown, f"{', '.join(sorted(unknown))} must be None"
     if "rotary_pos_emb" not in arguments:
         return [{"attention_mask": None} for _ in rows]
-    angles = arguments["rotary_pos_emb"].split(list(rows))
+    angles = arguments["rotary_pos_emb"].split(rows)
     return [{"attention_mask": None, "rotary_pos_emb": part} for part in angles]
 
 

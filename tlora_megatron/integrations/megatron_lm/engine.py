@@ -12,6 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from tlora_megatron.integrations.megatron.agreed_parts import AgreedParts
 from tlora_megatron.integrations.megatron.built_head import BuiltHead, Targets, use_targets
 from tlora_megatron.integrations.megatron.built_model import language_models
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
@@ -70,6 +71,8 @@ class MegatronLmEngine:
         seq_length: rows of a micro-batch over its context-parallel ranks.
         nano: how nano-batches exchange their tensors.
         head: computes target rows alone; None = the model's own head computes all rows.
+        parts: those that tensor-parallel ranks agree on before each evaluation; before each
+            training round whoever runs it asks them. None = nobody is asked.
     """
 
     def __init__(
@@ -81,12 +84,14 @@ class MegatronLmEngine:
         seq_length: int,
         nano: NanoSettings = NanoSettings(),  # noqa: B008 - frozen
         head: BuiltHead | None = None,
+        parts: AgreedParts | None = None,
     ) -> None:
         self.chunks = list(chunks)
         self.groups = groups
         self.vocab_size = vocab_size
         self.seq_length = seq_length
         self._head = head
+        self._parts = parts
         self._losses: list[Tensor] = []
         self._models = language_models(chunks)
         self.nano_batches = NanoBatches(chunks, groups, nano)
@@ -114,6 +119,9 @@ class MegatronLmEngine:
 
     def predict(self, batches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
         """Scores the batches without gradients; see `Scorer`."""
+        if self._parts is not None:
+            self._parts.begin()
+            self._parts.end()
         iterators = [iter(batches) for _ in self.chunks]
         config = self._models[0].config
         timers, config.timers = config.timers, None

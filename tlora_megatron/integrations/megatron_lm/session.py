@@ -145,6 +145,7 @@ class Session:
             seq_length=self._args.seq_length,
             nano=nano_settings(config.run, spec, DTYPES[config.base_model.dtype]),
             head=self._compute.head,
+            parts=self._compute.parts,
         )
         self._check_base(chunks, groups)
         shape = RoundShape(num_micro_batches=get_num_microbatches, fills_budget=True)
@@ -193,7 +194,9 @@ class Session:
         def run_round() -> list[StepReport]:
             nonlocal answer
             self._reports = []
+            self._compute.parts.begin()
             self._feed.fill(self.loop.super_model.begin_round())
+            self._compute.parts.end()
             answer = run_step()
             return self._reports
 
@@ -235,6 +238,7 @@ class Session:
         self._watched.close()
         self._run.facts["compute"] = self._compute.summary()
         summary = self._run.finish()
+        self._compute.parts.close()
         # All leave together: Megatron's scripts exit with the process group still standing.
         dist.barrier()
         if summary and left and not self.loop.stopped_by:

@@ -23,12 +23,13 @@ class _Foreign(BlackBoxMixin, nn.Linear):
     pass
 
 
-def _nano_batches(linear_class: Any, sharding: str) -> NanoBatches:
+def _nano_batches(linear_class: Any, sharding: str, **config: Any) -> NanoBatches:
     """Of a model whose decoder is one layer, of one linear."""
     linear = linear_class(2, 2)
     adapters = SimpleNamespace(site=SimpleNamespace(lora_sharding=sharding))
     object.__setattr__(linear, "tlora_adapters", adapters)
     model: Any = nn.Module()
+    model.config = SimpleNamespace(**config)
     model.decoder = nn.Module()
     model.decoder.layers = nn.ModuleList([linear])
     layout = SimpleNamespace(cp_size=1, pp_size=1)
@@ -66,3 +67,13 @@ def test_the_log_names_what_keeps_micro_batches_whole(
     assert [record.message for record in caplog.records] == [
         f"run.nano_batches has no effect, micro-batches run whole: {reason}"
     ]
+
+
+def test_userbuffers_stay_on_where_both_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    """They were set up with the model, and nano-batches come later."""
+    nano_batches = _nano_batches(_Foreign, "fold", tp_comm_overlap=True)
+    nano_batches.set_count(2)
+    assert nano_batches.count == 1
+    (record,) = caplog.records
+    assert "micro-batches run whole: --tp-comm-overlap is on" in record.message
+    assert "leave it out to have nano-batches" in record.message

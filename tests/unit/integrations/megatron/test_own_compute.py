@@ -91,7 +91,7 @@ class Case:
 
     def results(self) -> Results:
         """Losses of all rows with a target, and all gradients."""
-        losses = run_packed(self.chunks, self.groups, targets_alone=True)
+        losses = run_packed(self.chunks, self.groups, compute=self.compute)
         gradients = whole_gradients(self.bank, self.groups)
         for adapter in self.bank.adapters:
             adapter.slab.zero_grad()

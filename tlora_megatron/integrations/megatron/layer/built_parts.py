@@ -115,15 +115,19 @@ class BuiltRotary:
         dtype = torch.float32 if runs_triton(like) else like.dtype
 
         def make() -> tuple[BuiltRotary, Tensor, Tensor]:
-            angles_TD = self._embedding.of_view(micro_batch).flatten(1).float()
+            angles_TD = self.angles(micro_batch).flatten(1).float()
             # Kept with what it is of: an id is given again.
             return self, angles_TD.cos().to(dtype), angles_TD.sin().to(dtype)
 
         return micro_batch.cached(f"cosines of {id(self)}: {dtype}", make)[1:]
 
+    def angles(self, micro_batch: MicroBatchView) -> Tensor:
+        """Returns what the embedding gives for the micro-batch, the same tensor at every call."""
+        return self._embedding.of_view(micro_batch)
+
     def gives(self, angles: Tensor | None, micro_batch: MicroBatchView) -> bool:
         """True if a layer's argument is what the embedding gives for the micro-batch."""
-        own = self._embedding.of_view(micro_batch)
+        own = self.angles(micro_batch)
         if angles is own:
             return True
         # A recomputed layer gets its arguments detached.

@@ -63,6 +63,12 @@ class LateReasons:
             self.found.append(reason)
             self._tell(f"layer {layer.layer_number - 1} runs by Megatron's modules: {reason}")
 
+    def add_head(self, reason: str) -> None:
+        """Notes a reason of the head."""
+        if f"head: {reason}" not in self.found:
+            self.found.append(f"head: {reason}")
+            self._tell(f"the head runs by Megatron's modules: {reason}")
+
 
 class PlainLayer(TransformerLayer):
     """Mixin of a layer that `why_not_plain` has found nothing against."""
@@ -72,13 +78,23 @@ class PlainLayer(TransformerLayer):
     """Those whose forward is not called."""
     tlora_rotary: BuiltRotary
     tlora_late: LateReasons
+    tlora_agreed: bool | None = None
+    """What the tensor-parallel ranks have agreed on (`AgreedParts`); None = this one decides."""
+
+    @property
+    def may_run_direct(self) -> bool:
+        """True if nothing on this rank keeps the layer from running by its sublayers now."""
+        return runs_direct(self.tlora_modules, self.tlora_sublayers)
 
     @property
     def direct_sublayers(self) -> Sequence[FrozenSublayer]:
         """The layer's sublayers if it may run by them now, otherwise none."""
-        if runs_direct(self.tlora_modules, self.tlora_sublayers):
+        agreed = self.tlora_agreed
+        if self.may_run_direct if agreed is None else agreed and not packs_saved_tensors():
             return self.tlora_sublayers
         reason = _why_not_now(self.tlora_modules)
+        if reason is None and self.may_run_direct:
+            reason = "something waits for its modules on another tensor-parallel rank"
         if reason is not None:
             self.tlora_late.add(self, reason)
         return ()
