@@ -2,9 +2,10 @@
 //
 // Semantics, for rank row j of the item's chunks and feature f of its 128:
 //   grad[j, f] += sum_t rows[t, j] mask(in[t, f])   over the rows t of the item's run
-// `in` and `rows` are x and dS, which holds 1 / (1 - p), or dy and s without a mask. Runs are cut from the segment's own
+// `in` and `rows` are x and dS, which holds 1 / (1 - p), or dy and s without a mask. Runs are cut from the portion's own
 // first row, and the runs of a segment are added in order by the block that comes last: bits do not depend on
-// neighbours, on the place in the packing, or on timing.
+// neighbours, on the place in the packing, or on timing. The gradient takes the sums of a segment's portions one after
+// the other, `(grad + first) + second`, as from micro-batches that hold one each.
 //
 // Blocks are persistent: the copying warp is ahead of the multiplying ones, beyond the end of an item, so that memory
 // never waits. Where one run is all of a segment, the gradient comes and goes through the same ring.
@@ -27,6 +28,9 @@ enum Kind { kDown, kUp, kKinds };  // DOWN and UP of ops/lora/cuda/work_items.py
 struct Problem {
   CUtensorMap in[kKinds], rows[kKinds];
   const int* items;
+  // Counter by counter, where the borders of its segment begin and end in this very table: the first part of every
+  // portion but the segment's first. Null: no segment has several portions.
+  const int* borders;
   int num_items, item_fields;
   const int64_t* grads[kKinds];  // address of each arena row's gradient, fp32, over features; 0: beyond the rank
   int first_row;                 // row of the micro-batch that is row 0 of x
@@ -170,8 +174,9 @@ __device__ void add(const Item& item, const float (&sums)[N / 2], const RankRing
   }
 }
 
-// The sums of all runs of a segment, by the block that comes last; false in the others.
-template <int N>
+// The sums of all runs of a segment's last portion, by the block that comes last; false in the others. The portions
+// before it have been added to the gradient.
+template <int N, bool kPortions>
 __device__ bool gather(const Problem& p, const Item& item, float (&sums)[N / 2], RankRing& ring, int thread) {
   constexpr int size = N / 2 * kMultipliers;
   float* parts = p.workspace + static_cast<int64_t>(item.workspace) * kMultipliers;
@@ -191,7 +196,15 @@ __device__ bool gather(const Problem& p, const Item& item, float (&sums)[N / 2],
   __threadfence();
 #pragma unroll
   for (float& s : sums) s = 0.f;
+  int border = kPortions ? p.borders[2 * item.counter] : 0;
+  const int no_border = kPortions ? p.borders[2 * item.counter + 1] : 0;
   for (int part = 0; part < item.parts; ++part) {
+    if (kPortions && border < no_border && part == p.borders[border]) {
+      add<N>(item, sums, ring, thread);
+#pragma unroll
+      for (float& s : sums) s = 0.f;
+      ++border;
+    }
 #pragma unroll
     for (int i = 0; i < N / 2; ++i)
       sums[i] += __ldcg(parts + static_cast<int64_t>(part) * size + i * kMultipliers + thread);
@@ -199,7 +212,7 @@ __device__ bool gather(const Problem& p, const Item& item, float (&sums)[N / 2],
   return true;
 }
 
-template <int N, bool kDropout>
+template <int N, bool kDropout, bool kPortions>
 __device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Place& place, int thread) {
   constexpr int panels = N > 64 ? 2 : 1;
   const int warpgroup = thread / 128;
@@ -253,11 +266,11 @@ __device__ void multiply(const Problem& p, const Item& item, RankRing& ring, Pla
         thread < item.count * kChunk ? reinterpret_cast<float*>(p.grads[item.kind][item.arena_row + thread])
                                       : nullptr;
   multipliers_sync();
-  if (gather<N>(p, item, sums, ring, thread)) add<N>(item, sums, ring, thread);
+  if (gather<N, kPortions>(p, item, sums, ring, thread)) add<N>(item, sums, ring, thread);
   multipliers_sync();  // the rows' addresses and the flag have been read
 }
 
-template <bool kDropout>
+template <bool kDropout, bool kPortions>
 __global__ void __launch_bounds__(kRankThreads, 2) rank_sums(const __grid_constant__ Problem p) {
   RankRing& ring = rank_ring();
   init_ring(ring);
@@ -266,10 +279,10 @@ __global__ void __launch_bounds__(kRankThreads, 2) rank_sums(const __grid_consta
   if (thread < kMultipliers) {
     for_items(p, [&](const Item& item) {
       switch (kernel_width(item.count)) {
-        case 16: multiply<16, kDropout>(p, item, ring, place, thread); break;
-        case 32: multiply<32, kDropout>(p, item, ring, place, thread); break;
-        case 64: multiply<64, kDropout>(p, item, ring, place, thread); break;
-        default: multiply<128, kDropout>(p, item, ring, place, thread);
+        case 16: multiply<16, kDropout, kPortions>(p, item, ring, place, thread); break;
+        case 32: multiply<32, kDropout, kPortions>(p, item, ring, place, thread); break;
+        case 64: multiply<64, kDropout, kPortions>(p, item, ring, place, thread); break;
+        default: multiply<128, kDropout, kPortions>(p, item, ring, place, thread);
       }
     });
     if (thread < 32) store_wait_all();
@@ -280,9 +293,9 @@ __global__ void __launch_bounds__(kRankThreads, 2) rank_sums(const __grid_consta
   wait_for_previous();
 }
 
-template <bool kDropout>
+template <bool kDropout, bool kPortions>
 int launch(const Problem& problem, int blocks, cudaStream_t stream) {
-  return launch_kernel<rank_sums<kDropout>>(problem, blocks, kRankThreads, sizeof(RankRing) + 1024, 0, stream);
+  return launch_kernel<rank_sums<kDropout, kPortions>>(problem, blocks, kRankThreads, sizeof(RankRing) + 1024, 0, stream);
 }
 
 }  // namespace
@@ -290,7 +303,7 @@ int launch(const Problem& problem, int blocks, cudaStream_t stream) {
 // What the caller passes: `SumsArguments` of ops/lora/cuda/arguments.py, field by field.
 struct TloraSums {
   const void *x, *ds, *dy, *s;
-  const int* items;
+  const int *items, *borders;
   const int64_t *grad_a, *grad_b;
   float* workspace;
   int* counters;
@@ -315,6 +328,7 @@ TLORA_EXPORT int tlora_sums(const TloraSums* arguments, cudaStream_t stream) {
       !make_map(&p.rows[kUp], g.s, g.num_rows, g.row_width, 64))
     return fail("tensor map", "an operand must be 16-byte aligned in address and row");
   p.items = g.items;
+  p.borders = g.borders;
   p.num_items = g.num_items;
   p.item_fields = g.item_fields;
   p.grads[kDown] = g.grad_a;
@@ -327,5 +341,8 @@ TLORA_EXPORT int tlora_sums(const TloraSums* arguments, cudaStream_t stream) {
   p.dropout_key = g.dropout_key;
   p.first_column = g.first_column;
   p.overlaps_previous_kernel = g.overlaps_previous_kernel;
-  return g.dropout ? launch<true>(p, g.blocks, stream) : launch<false>(p, g.blocks, stream);
+  // Kernels of their own: what portions need would cost registers where there are none.
+  const bool portions = g.borders != nullptr;
+  if (g.dropout) return portions ? launch<true, true>(p, g.blocks, stream) : launch<true, false>(p, g.blocks, stream);
+  return portions ? launch<false, true>(p, g.blocks, stream) : launch<false, false>(p, g.blocks, stream);
 }

@@ -19,6 +19,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "TP2 fold": (*TP2, "parallel.lora_sharding=fold"),
     "TP2 rank_exchange": (*TP2, "parallel.lora_sharding=rank_exchange", "run.recompute=full"),
     "TP2+SP s_lora": (*TP2, "parallel.sequence_parallel=true", "parallel.lora_sharding=s_lora"),
+    "TP2 nano-batches": (*TP2, "parallel.lora_sharding=fold", "run.nano_batches=2"),
     "PP2": ("parallel.pp_size=2",),
     "DP2": (),
 }

@@ -14,6 +14,7 @@ from tests.helpers.kernel_case import (
     make_case,
     make_rows,
     poisoned_memory,
+    portions_and_one_by_one,
     reference,
     run,
 )
@@ -149,6 +150,27 @@ def test_gradients_are_bitwise_those_of_the_job_in_other_company(
     for name in (n for n in found[0] if n[2:].startswith("[1]")):
         for other in found[1:]:
             assert torch.equal(found[0][name], other[name]), name
+
+
+@pytest.mark.parametrize("dropout", [(), DROPOUT], ids=["no dropout", "dropout"])
+@pytest.mark.parametrize("linear", CASES)
+def test_portions_leave_the_bits_of_micro_batches_one_after_another(
+    linear: str, dropout: tuple[float, ...], make_ops: MakeOps
+) -> None:
+    """Portions of one run and of several, a short one, and a job with a single portion."""
+    case = gpu_case(linear, dropout=dropout)
+    cuts = (1000, 1024, 2048, 3300, 4700)
+    rows = make_rows((2900, 700, 0, 3300), padding=77, budget=8192, cuts=cuts)
+    uncut = make_rows((2900, 700, 0, 3300), padding=77, budget=8192)
+    x, dy = draw(case, rows.ends[-1])
+    ops = make_ops()
+    compare(run(ops, case, x, dy, rows), reference(case, x, dy, rows))
+    for _ in range(3):
+        together, alone = portions_and_one_by_one(ops, case, x, dy, rows)
+        for name, grad in alone.items():
+            assert torch.equal(together[name], grad), name
+    whole, _ = portions_and_one_by_one(ops, case, x, dy, uncut)
+    assert not torch.equal(whole["dA[0][0]"], alone["dA[0][0]"]), "the order must matter here"
 
 
 def test_launches_in_a_row_add_to_the_same_gradients(make_ops: MakeOps) -> None:

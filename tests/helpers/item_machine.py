@@ -8,6 +8,8 @@ arrival. Buffers come poisoned with NaN; what is written twice is refused.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -164,13 +166,10 @@ class ItemMachine:
         for item in self._random.permutation(item_table(work.items, work.count)):
             values, rows, addresses, first = kinds[item[14]]
             feature, width, count, arena_row = item[4], item[5], item[6], item[8]
-            sums = self._run(values, rows, item, first)
+            portions = [self._run(values, rows, item, first)]
             if item[11] > 1:
-                gathered = self._gather(item, sums, parts, counters)
-                if gathered is None:
-                    continue
-                sums = gathered
-            for rank in range(count * CHUNK):
+                portions = self._gather(item, portions[0], parts, counters, work.borders.numpy())
+            for sums, rank in itertools.product(portions, range(count * CHUNK)):
                 address = int(addresses[arena_row + rank])
                 if address:
                     grad = self._gradient_rows[address]
@@ -191,12 +190,18 @@ class ItemMachine:
             wide[end - row :], narrow[end - row :] = 0.0, 0.0
             with np.errstate(invalid="ignore"):
                 sums += wide.T @ narrow[:, : kernel_width(count)]
-        return sums
+        # Accumulators are fp32: a run alone must leave what it leaves through the workspace.
+        return sums.astype(np.float32)
 
     def _gather(
-        self, item: np.ndarray, sums: Array, workspace: Array, counters: torch.Tensor
-    ) -> Array | None:
-        """The sums of all runs for the part that arrives last."""
+        self,
+        item: np.ndarray,
+        sums: Array,
+        workspace: Array,
+        counters: torch.Tensor,
+        borders: np.ndarray,
+    ) -> list[Array]:
+        """The sums of each portion's runs for the part that arrives last; none for the others."""
         part, parts, begin, counter = (int(v) for v in item[10:14])
         share = sums.size
         room = workspace[begin * UNIT : begin * UNIT + share * parts].reshape(parts, *sums.shape)
@@ -204,9 +209,11 @@ class ItemMachine:
         write_once(room[part], np.nan_to_num(sums))
         counters[counter] += 1
         if counters[counter] < parts:
-            return None
+            return []
         counters[counter] = 0
-        return sum(room[i].astype(np.float64) for i in range(parts))
+        inner = borders[slice(*borders[2 * counter : 2 * counter + 2])] if len(borders) else ()
+        cuts = itertools.pairwise((0, *map(int, inner), parts))
+        return [sum(room[i] for i in range(*cut)) for cut in cuts]
 
     def gemm(
         self,

@@ -5,6 +5,7 @@ Unlike `linear_case` this builds `SiteFactors` directly, with any ranks and colu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -147,27 +148,81 @@ def own_factors(whole: SiteFactors, part: int, parts: int) -> SiteFactors:
     )
 
 
-def make_rows(lengths: Sequence[int], padding: int = 0, budget: int = 0) -> RowGroups:
-    """Segments of so many rows, then rows without an adapter; cut for these or for `budget`."""
+def make_rows(
+    lengths: Sequence[int], padding: int = 0, budget: int = 0, cuts: Sequence[int] = ()
+) -> RowGroups:
+    """Segments of so many rows, then rows without an adapter; cut for these or for `budget`.
+
+    Args:
+        cuts: rows at which another portion of a segment's job begins.
+    """
     ends, total = [], 0
     for n in (*lengths, padding):
         total += n
         ends.append(total)
     index = torch.cat([torch.arange(n) + 5 for n in (*lengths, padding)])
     keys = tuple(mix_ints(slot, 3) for slot in range(len(lengths)))
-    return RowGroups(tuple(ends), index, keys, budget or total)
+    return RowGroups(tuple(ends), index, keys, budget or total, cuts=tuple(cuts))
+
+
+def one_by_one(rows: RowGroups) -> list[tuple[torch.Tensor, RowGroups]]:
+    """Micro-batches with a portion of each slot at most: their rows here, and their groups."""
+    begins = [0, *itertools.accumulate(n for _, n in rows.portions)]
+    spans = [
+        (slot, torch.arange(begin, begin + n))
+        for (slot, n), begin in zip(rows.portions, begins, strict=False)
+    ]
+    by_slot = [[span for owner, span in spans if owner == slot] for slot in range(len(rows.ends))]
+    found = []
+    for turn in range(max(map(len, by_slot))):
+        # The first one's padding and slots without rows are those of all.
+        held = [own[turn] if turn < len(own) else own[0][:0] for own in by_slot]
+        index = torch.cat(held)
+        ends = tuple(itertools.accumulate(map(len, held)))
+        groups = replace(rows, ends=ends, token_index=rows.token_index[index], cuts=(), _cache={})
+        found.append((index, groups))
+    return found
+
+
+def portions_and_one_by_one(
+    ops: LinearOps, case: KernelCase, x_TK: torch.Tensor, dy_TN: torch.Tensor, rows: RowGroups
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Every factor's gradient by name, added to the same values: at once, and `one_by_one`."""
+    _fill_gradients(case.factors)
+    forward_backward(ops, case, x_TK, dy_TN, rows)
+    at_once = gradients(case.factors)
+    _fill_gradients(case.factors)
+    for index, groups in one_by_one(rows):
+        index = index.to(x_TK.device)
+        forward_backward(ops, case, x_TK[index], dy_TN[index], groups)
+    return at_once, gradients(case.factors)
+
+
+def _fill_gradients(factors: SiteFactors) -> None:
+    generator = torch.Generator(factors.lora_a.device).manual_seed(5)
+    for grad in itertools.chain(*factors.grad_a, *factors.grad_b):
+        if grad is not None:
+            grad.normal_(generator=generator)
 
 
 def run(
     ops: LinearOps, case: KernelCase, x_TK: torch.Tensor, dy_TN: torch.Tensor, rows: RowGroups
 ) -> dict[str, torch.Tensor]:
     """Output and every gradient by name, as `ops` computes them."""
+    y, dx = forward_backward(ops, case, x_TK, dy_TN, rows)
+    return {"y": y, "dx": dx, **gradients(case.factors)}
+
+
+def forward_backward(
+    ops: LinearOps, case: KernelCase, x_TK: torch.Tensor, dy_TN: torch.Tensor, rows: RowGroups
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and its input's gradient; adds to the factors' gradients."""
     bound = ops.bind(case.factors, rows)
     y, s = bound.forward(x_TK, case.weight_NK, case.bias_N)
     ds = bound.backward_up(dy_TN, s)
     dx = bound.dgrad(dy_TN, ds, case.weight_NK)
     bound.backward_down(x_TK, dy_TN, s, ds, (0, rows.ends[-1]))
-    return {"y": y, "dx": dx, **gradients(case.factors)}
+    return y, dx
 
 
 def run_shared(

@@ -170,6 +170,13 @@ class JobSpec:
         "sequences per optimizer step of this job, over all data-parallel ranks", default=8, ge=1
     )
     max_seq_len: int = rule("most tokens of a sequence", default=1024, ge=2)
+    portion_tokens: int | None = rule(
+        "split each batch into portions of at most this many tokens per data-parallel rank, by the "
+        "job's own sequences only; it keeps them, and its bits, in any run with other jobs. null: "
+        "run.portion_tokens",
+        default=None,
+        ge=1,
+    )
     max_steps: int | None = rule("optimizer steps to train for", default=None, ge=1)
     epochs: int | None = rule("passes over the training data to train for", default=None, ge=1)
     optimizer: OptimizerSpec = OptimizerSpec()

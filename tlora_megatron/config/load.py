@@ -149,7 +149,7 @@ def read_config(
         base_model = _read_base_model(document.get("base_model"), folder)
     parallel = read_spec(ParallelSpec, document.get("parallel", {}), "parallel")
     skip = run.on_job_error == "skip"
-    jobs, errors = _read_jobs(document, folder, targets, skip=skip)
+    jobs, errors = _read_jobs(document, run, folder, targets, skip=skip)
     return RunConfig(
         base_model=base_model, parallel=parallel, run=run, jobs=jobs, job_errors=errors
     )
@@ -201,10 +201,20 @@ def _read_run(raw: Any, output_dir: str | None) -> RunSpec:
     if output_dir is not None and isinstance(raw, dict):
         raw = {**raw, "output_dir": output_dir}
     run = read_spec(RunSpec, raw, "run")
-    if run.portion_tokens is not None and run.portion_tokens > run.micro_batch_tokens:
-        limit = f"be at most run.micro_batch_tokens = {run.micro_batch_tokens}"
-        raise must("run.portion_tokens", limit, run.portion_tokens)
+    _check_portion(run.portion_tokens, run, "run")
     return replace(run, output_dir=resolve(run.output_dir, Path.cwd()))
+
+
+def _check_portion(portion_tokens: int | None, run: RunSpec, path: str) -> None:
+    if portion_tokens is not None and portion_tokens > run.micro_batch_tokens:
+        limit = f"be at most run.micro_batch_tokens = {run.micro_batch_tokens}"
+        raise must(f"{path}.portion_tokens", limit, portion_tokens)
+
+
+def _with_portions(job: JobSpec, run: RunSpec, path: str) -> JobSpec:
+    """Gives a job the run's portions unless it has its own."""
+    _check_portion(job.portion_tokens, run, path)
+    return replace(job, portion_tokens=job.portion_tokens or run.portion_tokens)
 
 
 def _read_base_model(raw: Any, folder: Path) -> BaseModelSpec:
@@ -231,7 +241,12 @@ def _read_base_model(raw: Any, folder: Path) -> BaseModelSpec:
 
 
 def _read_jobs(
-    document: dict[str, Any], folder: Path, targets: Sequence[str] | None, *, skip: bool
+    document: dict[str, Any],
+    run: RunSpec,
+    folder: Path,
+    targets: Sequence[str] | None,
+    *,
+    skip: bool,
 ) -> tuple[tuple[JobSpec, ...], tuple[JobError, ...]]:
     defaults = document.get("defaults", {})
     check_partial(JobSpec, defaults, "defaults")
@@ -245,7 +260,8 @@ def _read_jobs(
     for index, entry in enumerate(entries):
         path = f"jobs[{index}]"
         try:
-            jobs.append(_read_job(defaults, entry, path, folder, targets))
+            job = _read_job(defaults, entry, path, folder, targets)
+            jobs.append(_with_portions(job, run, path))
         except ConfigError as error:
             raw_name = entry.get("name") if isinstance(entry, dict) else None
             name = raw_name if is_usable_name(raw_name) else path

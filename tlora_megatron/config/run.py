@@ -19,10 +19,10 @@ class RunSpec:
         "tokens of one packed micro-batch; more need more memory", default=4096, ge=1
     )
     portion_tokens: int | None = rule(
-        "split each job's batch into portions of at most this many tokens per data-parallel rank, "
-        "by its own sequences only. Its results are then the same bits whatever jobs train beside "
-        "it, except with nano-batches, context parallelism, or sequence parallelism without "
-        "s_lora. null: jobs share the micro-batch fairly",
+        "portion_tokens of all jobs that do not set it. Each job's batch is split into portions of "
+        "at most this many tokens per data-parallel rank, by its own sequences only. Its results "
+        "are then the same bits whatever jobs train beside it, except with context parallelism, "
+        "or sequence parallelism without s_lora. null: jobs share the micro-batch fairly",
         default=None,
         ge=1,
     )

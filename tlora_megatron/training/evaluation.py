@@ -98,7 +98,7 @@ class Evaluation:
         # The padding's piece, if any, is the last one and has no item.
         placed = [items[p.index] for p in pieces if p.index < len(items)]
         index = torch.tensor(
-            [self._begins[slot] + item.index for slot, item in placed], dtype=torch.int64
+            [self._begins[slot] + item.index for slot, item, _ in placed], dtype=torch.int64
         )
         totals = self._totals
         totals.index_add_(1, to_device(index, totals.device), sums[:, : len(placed)].double())

@@ -156,6 +156,7 @@ class SuperModel(Generic[EngineT]):
             shape=self.round_shape,
             active=tuple(job.is_active for job in self.jobs),
             dropout_keys=tuple(dropout_keys),
+            portion_tokens=tuple(job.spec.portion_tokens for job in self.jobs),
             num_nano_batches=1 if switch is None else switch.count,
             cut=self._cut,
         )
@@ -173,13 +174,16 @@ class SuperModel(Generic[EngineT]):
         if not self.groups.counts_losses:
             return
         view = micro_batch.packed.view
-        rows, exact = view.rows, view.exactness is not None
-        lengths = to_device(torch.tensor(rows.lengths), losses_T.device)
-        sums_S = segment_sums(micro_batch.restore_order(losses_T), lengths, exact=exact)
-        for slot in rows.present_slots:
+        slots, lengths = zip(*view.rows.portions, strict=True)
+        lengths_G = to_device(torch.tensor(lengths), losses_T.device)
+        exact = view.exactness is not None
+        sums_G = segment_sums(micro_batch.restore_order(losses_T), lengths_G, exact=exact)
+        for index, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+            if not length or slot == view.num_slots:
+                continue
             loss = self.jobs[slot].loss
             assert loss is not None, f"job {self.jobs[slot].name} has rows but no batch"
-            loss.add_(sums_S[slot])
+            loss.add_(sums_G[index])
 
     def _request(self, slot: int) -> StepRequest:
         job = self.jobs[slot]

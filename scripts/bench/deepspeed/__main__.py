@@ -36,7 +36,6 @@ from tlora_megatron.integrations.deepspeed.guard import check_deepspeed
 from tlora_megatron.integrations.deepspeed.processes import join_processes
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
-from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.super_model import SuperModel
 
 MODEL = REPO / "configs" / "models" / "llama-3.1-8b.json"
@@ -160,7 +159,8 @@ def run_alone(base: FrozenBase, mix: Mix, args: argparse.Namespace) -> Timing:
 def _super_model(
     base: FrozenBase, mix: Mix, chosen: Sequence[int], args: argparse.Namespace
 ) -> SuperModel:
-    specs = [mix.specs[index] for index in chosen]
+    portion = args.portion_tokens or None
+    specs = [replace(mix.specs[index], portion_tokens=portion) for index in chosen]
     bank = AdapterBank(
         [site for site, _ in base.linears],
         [spec.lora for spec in specs],
@@ -169,14 +169,15 @@ def _super_model(
         placement=base.placement,
     )
     attach(base.linears, bank)
-    jobs = [fresh_job(mix.specs[i], mix.data[i], bank, base.spec) for i in chosen]
+    jobs = [
+        fresh_job(spec, mix.data[i], bank, base.spec) for spec, i in zip(specs, chosen, strict=True)
+    ]
     return SuperModel(
         base.engine,
         bank,
         base.groups,
         jobs,
         micro_batch_tokens=args.micro_batch_tokens,
-        round_shape=RoundShape(portion_tokens=args.portion_tokens or None),
     )
 
 

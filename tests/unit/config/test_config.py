@@ -52,6 +52,19 @@ def load(folder: Path, content: dict[str, Any] | str, *overrides: str, **options
     return load_config(path, overrides, **options)
 
 
+def test_a_job_s_portions_are_its_own_then_the_defaults_then_the_run_s(folder: Path) -> None:
+    content = document(run={"output_dir": "out", "portion_tokens": 512})
+    content["jobs"][0]["portion_tokens"] = 256
+    assert [job.portion_tokens for job in load(folder, content).jobs] == [256, 512]
+    content["defaults"] = {"portion_tokens": 128}
+    assert [job.portion_tokens for job in load(folder, content).jobs] == [256, 128]
+    fair = load(folder, content, "run.portion_tokens=null", "defaults.portion_tokens=null")
+    assert [job.portion_tokens for job in fair.jobs] == [256, None]
+    rule = r"jobs\[0\].portion_tokens must be at most run.micro_batch_tokens = 200, got 256"
+    with pytest.raises(ConfigError, match=rule):
+        load(folder, document(jobs=content["jobs"]), "run.micro_batch_tokens=200")
+
+
 def test_defaults_fill_what_is_left_out(folder: Path) -> None:
     config = load(folder, document())
     assert config.parallel.tp_size == config.parallel.cp_size == 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,6 +43,8 @@ class ItemList:
     """`[items, ITEM_FIELDS]`."""
     workspace: int
     """Units of fp32 that partial sums take."""
+    borders: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Where portions end among the parts of sums; empty where no slot has several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,10 +75,11 @@ class WorkItems:
         self.workspace = first.workspace if bounds is None else bounds.workspace
         self._workspace_bound = self.workspace
         device = plan.device
-        self._tables = FixedTables({"items": max(self.count, 1) * ITEM_FIELDS}, device)
+        sizes = {"items": max(self.count, 1) * ITEM_FIELDS, "borders": len(first.borders)}
+        self._tables = FixedTables(sizes, device)
         self.counters = torch.zeros(max(self.count, 1), dtype=torch.int32, device=device)
         """Zero between launches: the last program to arrive resets its own."""
-        self._tables.write({"items": first.items})
+        self._tables.write({"items": first.items, "borders": first.borders})
 
     @functools.cached_property
     def partial_sums(self) -> torch.Tensor:
@@ -89,6 +92,11 @@ class WorkItems:
     def items(self) -> torch.Tensor:
         """int32 `[count * ITEM_FIELDS]`."""
         return self._tables["items"]
+
+    @property
+    def borders(self) -> torch.Tensor:
+        """int32 `[borders]`: `ItemList.borders`."""
+        return self._tables["borders"]
 
     def update(self, plan: PlanTensors) -> None:
         """Writes the items of the plan's present micro-batch in place."""
@@ -105,11 +113,26 @@ class PlanTensors:
 
     Args:
         graph_safe: tables and grids by capacity, so that `update` can follow a capture; else exact.
+        cuts: as `RowGroups.cuts`.
+
+    Raises:
+        NotImplementedError: for cuts with graph_safe.
     """
 
     def __init__(
-        self, ends: Sequence[int], layout: RankLayout, device: torch.device, *, graph_safe: bool
+        self,
+        ends: Sequence[int],
+        layout: RankLayout,
+        device: torch.device,
+        *,
+        graph_safe: bool,
+        cuts: Sequence[int] = (),
     ) -> None:
+        if graph_safe and cuts:
+            raise NotImplementedError(
+                f"cuts must be empty with graph_safe, got {len(cuts)}: run portions one by one"
+            )
+        self.cuts = tuple(cuts)
         self.layout = layout
         self.device = device
         self.graph_safe = graph_safe
@@ -257,7 +280,7 @@ def plan_tensors(
         return known[1]
     plan = plans.of_value.get(layout)
     if plan is None:
-        plan = PlanTensors(rows.ends, layout, device, graph_safe=graph_safe)
+        plan = PlanTensors(rows.ends, layout, device, graph_safe=graph_safe, cuts=rows.cuts)
         plans.of_value[layout] = plan
     # The layout is kept beside the plan, so its id is not given to another one.
     plans.of_object[id(layout)] = (layout, plan)
@@ -279,6 +302,7 @@ def update_plans(rows: RowGroups, other: RowGroups, device: torch.device) -> Non
     Raises:
         ValueError: where `PlanTensors.update` raises one.
     """
+    assert not other.cuts, "plans of several portions are not replayed"
     for plan in rows.cached(("plan tensors", device), _Plans).of_value.values():
         plan.update(other.ends)
     if rows.dropout_keys:
@@ -294,6 +318,6 @@ def spread(counts: Array) -> tuple[Array, Array]:
 def item_array(columns: Sequence[Array | int], count: int) -> Array:
     """Items from their fields, `[count, ITEM_FIELDS]`; missing fields are 0."""
     items = np.zeros((count, ITEM_FIELDS), dtype=np.int64)
-    for field, values in enumerate(columns):
-        items[:, field] = values
+    for index, values in enumerate(columns):
+        items[:, index] = values
     return items

@@ -13,16 +13,23 @@ the rows of other adapters. So segments need no alignment, and a GEMM tile that 
 share costs the sum of their ranks.
 
 Sums over a segment's rows (dA, dB) go over *runs*, counted from the segment's own beginning, so
-that a job's gradient is bitwise the same wherever its rows lie.
+that a job's gradient is bitwise the same wherever its rows lie. Where a segment holds several
+portions of its job, runs are counted from each portion's beginning, and the gradient takes the sum
+of one portion after the other: bitwise what micro-batches with a portion each would leave.
 """
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
+
+import numpy as np
+
+from tlora_megatron.ops.lora.fixed_tables import Array
 
 ROW_TILE = 256
 """Rows of a tile: two thread blocks of 128, a cluster of the Hopper GEMM."""
@@ -97,6 +104,19 @@ class Run(NamedTuple):
     part: int
     """Which of the slot's `parts` runs this is, in row order."""
     parts: int
+    portion: int
+    """Which of the slot's portions in the micro-batch it belongs to, in row order."""
+
+
+class Borders(NamedTuple):
+    """Places where the runs of a segment pass from one portion to the next."""
+
+    parts: Array
+    """`[borders]`, segment by segment: the first part of every portion but a segment's first."""
+    count: Array
+    """A run: how many of them its segment has."""
+    place: Array
+    """A run: where its segment's begin in `parts`; 0 if it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,25 +190,48 @@ def _slots_of_tiles(ends: Sequence[int], layout: RankLayout) -> list[list[int]]:
 
 
 def row_runs(
-    ends: Sequence[int], layout: RankLayout, rows_per_run: int, window: tuple[int, int]
+    ends: Sequence[int],
+    layout: RankLayout,
+    rows_per_run: int,
+    window: tuple[int, int],
+    cuts: Sequence[int] = (),
 ) -> tuple[Run, ...]:
-    """Divides segments into runs of `rows_per_run`, counted from each segment's own first row.
+    """Divides portions into runs of `rows_per_run`, counted from each portion's own first row.
 
     Args:
         window: only rows in `window[0]:window[1]` count; a sequence-parallel rank's share.
+        cuts: as `RowGroups.cuts`.
     """
     runs = []
     begins = (0, *ends[:-1])
     for slot, (begin, end) in enumerate(zip(begins[:-1], ends[:-1], strict=True)):
         if not any(layout.ranks[slot]):
             continue
+        bounds = (begin, *cuts[bisect_right(cuts, begin) : bisect_left(cuts, end)], end)
         pieces = [
-            (max(b, window[0]), min(b + rows_per_run, end, window[1]))
-            for b in range(begin, end, rows_per_run)
+            (max(b, window[0]), min(b + rows_per_run, last, window[1]), portion)
+            for portion, (first, last) in enumerate(itertools.pairwise(bounds))
+            for b in range(first, last, rows_per_run)
         ]
-        pieces = [(b, e) for b, e in pieces if e > b]
-        runs += [Run(slot, b, e, i, len(pieces)) for i, (b, e) in enumerate(pieces)]
+        pieces = [piece for piece in pieces if piece[1] > piece[0]]
+        runs += [Run(slot, b, e, i, len(pieces), n) for i, (b, e, n) in enumerate(pieces)]
     return tuple(runs)
+
+
+def run_table(runs: Sequence[Run]) -> Array:
+    """The fields of runs, int64 `[runs, 6]`."""
+    return np.array(runs, dtype=np.int64).reshape(len(runs), len(Run._fields))
+
+
+def portion_borders(table: Array) -> Borders:
+    """Finds where portions end among the runs of a `run_table`."""
+    part, parts, portion = table[:, 3], table[:, 4], table[:, 5]
+    is_border = (part > 0) & (portion != np.roll(portion, 1))
+    passed = np.cumsum(is_border)
+    first = np.arange(len(table)) - part
+    place = (passed - is_border)[first]
+    count = passed[first + parts - 1] - place
+    return Borders(part[is_border], count, np.where(count > 0, place, 0))
 
 
 def max_chunks(num_rows: int, layout: RankLayout) -> int:

@@ -1,8 +1,8 @@
 """The multi-adapter linear in plain torch, on any device and in any dtype.
 
-A slot's products run over its own rows and its own rank alone, one GEMM a slot and factor, so their
-bits do not depend on the neighbours. `s` and `dS` are flat: for every slot with rows, a contiguous
-block `[rows, R]`, R its rank chunks over all targets.
+A slot's products run over its own rows and its own rank alone, one GEMM a portion and factor, so
+their bits do not depend on the neighbours. `s` and `dS` are flat: for every portion of a slot, a
+contiguous block `[rows, R]`, R its rank chunks over all targets.
 
 Shapes: T rows, K features in, N features out, R as above.
 """
@@ -34,7 +34,7 @@ class _Part(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """One slot's rows and their place in the flat `s` and `dS`."""
+    """The rows of one slot's portion and their place in the flat `s` and `dS`."""
 
     slot: int
     begin: int
@@ -199,20 +199,19 @@ class TorchLinear(BoundLinear):
 
 
 def _blocks(rows: RowGroups, layout: RankLayout) -> tuple[_Block, ...]:
-    """Blocks of the slots with rows and a target here, in row order.
+    """Blocks of the portions with rows and a target here, in row order.
 
     Made once for all linears that share the layout, which the cache keeps alive with them.
     """
 
     def build() -> tuple[RankLayout, tuple[_Block, ...]]:
-        blocks, offset = [], 0
-        for slot in rows.present_slots:
-            if not any(layout.ranks[slot]):
-                continue
-            end = rows.ends[slot]
-            block = _block(slot, end - rows.lengths[slot], end, offset, layout)
-            blocks.append(block)
-            offset = block.stop
+        blocks, offset, end = [], 0, 0
+        for slot, length in rows.portions:
+            end += length
+            if length and slot < rows.num_slots and any(layout.ranks[slot]):
+                block = _block(slot, end - length, end, offset, layout)
+                blocks.append(block)
+                offset = block.stop
         return layout, tuple(blocks)
 
     return rows.cached(f"torch blocks of {id(layout)}", build)[1]

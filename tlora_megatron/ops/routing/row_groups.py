@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -37,6 +39,9 @@ class RowGroups:
     """
     exactness: Exactness | None = None
     """None = the fastest kernels."""
+    cuts: tuple[int, ...] = ()
+    """Rows inside a slot's run at which another portion of its job begins, ascending. Sums over
+    rows go portion by portion, as if each came in a micro-batch of its own."""
     _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -52,6 +57,20 @@ class RowGroups:
             return tuple(e - b for b, e in zip((0, *self.ends[:-1]), self.ends, strict=True))
 
         return self.cached("lengths", build)
+
+    @property
+    def portions(self) -> tuple[tuple[int, int], ...]:
+        """`(slot, rows)` of every portion in row order, of every slot at least one."""
+
+        def build() -> tuple[tuple[int, int], ...]:
+            found, cuts = [], self.cuts
+            for slot, (begin, end) in enumerate(itertools.pairwise((0, *self.ends))):
+                inside = cuts[bisect_right(cuts, begin) : bisect_left(cuts, end)]
+                bounds = itertools.pairwise((begin, *inside, end))
+                found += [(slot, last - first) for first, last in bounds]
+            return tuple(found)
+
+        return self.cached("portions", build)
 
     @property
     def present_slots(self) -> tuple[int, ...]:

@@ -37,6 +37,8 @@ class Document:
     """Tokens."""
     first_token: int = 0
     """Index of its first token among all tokens of its job's global batch: keys the dropout."""
+    portion: int = 0
+    """Number of its portion, within its slot; documents of one portion are side by side."""
 
 
 class AttentionSpans(NamedTuple):
@@ -247,6 +249,18 @@ def _group_rows(view: MicroBatchView) -> RowGroups:
         dropout_keys=view.dropout_keys,
         row_budget=view.row_budget,
         exactness=view.exactness,
+        cuts=_portion_cuts(view.pieces),
+    )
+
+
+def _portion_cuts(pieces: Sequence[_Piece]) -> tuple[int, ...]:
+    """Returns the local rows at which another portion of the job before begins."""
+    begins = itertools.accumulate(piece.length for piece in pieces)
+    return tuple(
+        begin
+        for begin, (before, after) in zip(begins, itertools.pairwise(pieces), strict=False)
+        if before.document.slot == after.document.slot
+        and before.document.portion != after.document.portion
     )
 
 

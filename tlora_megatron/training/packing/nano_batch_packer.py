@@ -11,7 +11,7 @@ import torch
 
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.routing.host_copy import to_device
-from tlora_megatron.ops.routing.segments import join_nano_batches, pack_micro_batch
+from tlora_megatron.ops.routing.segments import Document, join_nano_batches, pack_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.cuts import (
     CutDocuments,
@@ -36,7 +36,7 @@ class NanoBatchPacker:
     """Packs the micro-batches of a round in nano-batches.
 
     Cuts follow from all sequences, those of placeholders too, so that jobs that are gone do not
-    change which of the others' are computed together.
+    change which of the others' are computed together. A portion is in one nano-batch as a whole.
     """
 
     num_nano_batches: int
@@ -72,15 +72,17 @@ class NanoBatchPacker:
         self, placed: Sequence[Placed], is_run: Callable[[Placed], bool]
     ) -> list[list[Placed]]:
         """The items of each nano-batch, those without rows left out, and parts without any."""
+        whole = _uncut(placed)
         cuts = cut_to_fit(
-            documents_of(placed),
+            [_as_document(items) for items in whole],
             self.num_nano_batches,
             multiple=self.multiple,
             most_rows=self.most_rows,
             cut=self.cut,
         )
         parts = [
-            [p for p in placed[begin:end] if is_run(p)] for begin, end in itertools.pairwise(cuts)
+            [p for items in whole[begin:end] for p in items if is_run(p)]
+            for begin, end in itertools.pairwise(cuts)
         ]
         return [part for part in parts if part]
 
@@ -115,6 +117,25 @@ class NanoBatchPacker:
             replace(batch, order=to_device(order, device)),
             to_device(_places(parts, filled, order), device),
         )
+
+
+def _uncut(placed: Sequence[Placed]) -> list[list[Placed]]:
+    """Groups items that stay together: a portion, or a sequence that is in none.
+
+    A portion's sums are its job's own only if no neighbour decides where it is cut.
+    """
+
+    def owner(entry: tuple[int, Placed]) -> tuple[int, int, bool]:
+        index, (slot, _, portion) = entry
+        return (slot, index, False) if portion is None else (slot, portion, True)
+
+    groups = itertools.groupby(enumerate(placed), key=owner)
+    return [[p for _, p in group] for _, group in groups]
+
+
+def _as_document(items: Sequence[Placed]) -> Document:
+    """Returns one document as long as all of these."""
+    return Document(slot=items[0].slot, length=sum(p.item.length for p in items))
 
 
 def _places(

@@ -53,6 +53,8 @@ class Placed(NamedTuple):
 
     slot: int
     item: Item
+    portion: int | None = None
+    """Number of its portion (`packing.portions`) in the round, from 0; None = in no portion."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,9 +90,6 @@ class RoundShape:
     may ramp its batch size up; None = as many as the work needs."""
     fills_budget: bool = False
     """Every micro-batch has as many rows as the token budget; else as the fullest of its round."""
-    portion_tokens: int | None = None
-    """Tokens of a training round's portion of a job, see `training.packing.portions`; None = jobs
-    share the room fairly."""
     exactness: Exactness | None = None
     """For every micro-batch, those of evaluations too."""
 
@@ -169,8 +168,8 @@ def _deal(
 
 
 def in_packed_order(content: Sequence[Placed]) -> tuple[Placed, ...]:
-    """Sorts a bin's items by slot, and a slot's by their place in its batch."""
-    return tuple(sorted(content, key=lambda p: (p.slot, p.item.index)))
+    """Sorts a bin's items by slot, a slot's by portion, and these by their place in its batch."""
+    return tuple(sorted(content, key=lambda p: (p.slot, p.portion or 0, p.item.index)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -267,7 +266,13 @@ def pack(
 def documents_of(placed: Sequence[Placed]) -> list[Document]:
     """The slots and lengths that routing is made from."""
     return [
-        Document(slot=p.slot, length=p.item.length, first_token=p.item.first_token) for p in placed
+        Document(
+            slot=p.slot,
+            length=p.item.length,
+            first_token=p.item.first_token,
+            portion=p.portion or 0,
+        )
+        for p in placed
     ]
 
 
@@ -300,7 +305,7 @@ def fill_rows(placed: Sequence[Placed], num_tokens: int) -> RowArrays:
     labels = np.zeros(num_tokens, dtype=np.int64)
     weights = np.zeros(num_tokens, dtype=np.float32)
     begin = 0
-    for _, item in placed:
+    for item in (p.item for p in placed):
         end = begin + item.length
         tokens[begin:end] = item.sequence.tokens[:-1]
         target = item.sequence.is_target[1:]

@@ -54,6 +54,8 @@ class RoundPacker:
     """Most nano-batches of a micro-batch."""
     cut: CutDocuments
     """Chooses where a micro-batch is cut into nano-batches."""
+    portion_tokens: tuple[int | None, ...] = ()
+    """Of each slot's job, see `packing.portions`; None = its sequences take what room there is."""
 
     def pack_round(self, queues: Sequence[list[Item]], *, first_slot: int) -> PackedRound:
         """Fills the round's micro-batches from the queues and packs this rank's.
@@ -61,10 +63,9 @@ class RoundPacker:
         Args:
             first_slot: has the first turn; see `packing.fill_bins`.
         """
-        layout, portion_tokens = self.groups.layout, self.shape.portion_tokens
-        fill = fill_bins
-        if portion_tokens is not None and self.dropout_keys:
-            fill = partial(fill_with_portions, portion_tokens=portion_tokens)
+        layout, fill = self.groups.layout, fill_bins
+        if any(self.portion_tokens) and self.dropout_keys:
+            fill = partial(fill_with_portions, portion_tokens=self.portion_tokens)
         bins, left = fill(
             queues,
             capacity=self._capacity(queues),

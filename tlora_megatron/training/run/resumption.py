@@ -13,7 +13,7 @@ from tlora_megatron.training.preparation import PreparedJob
 logger = logging.getLogger(__name__)
 
 _SECTIONS = ("optimizer", "schedule")
-_ENDS = ("max_steps", "epochs")
+_OWN = ("max_steps", "epochs", "portion_tokens")
 
 
 def check_resumption(job: PreparedJob) -> None:
@@ -45,7 +45,7 @@ def check_resumption(job: PreparedJob) -> None:
 
 
 def changed_settings(saved: Mapping[str, Any], job: JobSpec) -> list[str]:
-    """Names the end, optimizer and schedule settings that differ, each with its new and old value.
+    """Names the settings of a job's end, portions, optimizer and schedule that differ, by values.
 
     Args:
         saved: the job's values in the checkpoint; those of older versions may lack some.
@@ -60,7 +60,7 @@ def changed_settings(saved: Mapping[str, Any], job: JobSpec) -> list[str]:
 
 def _settings(job: Mapping[str, Any]) -> dict[str, Any]:
     inner = {f"{s}.{key}": value for s in _SECTIONS for key, value in job[s].items()}
-    return {key: job[key] for key in _ENDS} | inner
+    return {key: job[key] for key in _OWN if key in job} | inner
 
 
 def _plain(value: Any) -> Any:

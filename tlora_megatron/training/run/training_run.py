@@ -11,7 +11,6 @@ import logging
 import resource
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,7 +144,7 @@ class TrainingRun:
 
         Args:
             engine: runs the backbone; a `super_model.Engine` unless a trainer runs the rounds.
-            round_shape: the driver's demands; portions and exactness come from the configuration.
+            round_shape: the driver's demands; exactness comes from the configuration.
             placement: where the adapters' master weights and moments lie.
         """
         self._jobs.check_sites(groups.layout, linears)
@@ -235,7 +234,7 @@ class TrainingRun:
             groups,
             jobs,
             micro_batch_tokens=run.micro_batch_tokens,
-            round_shape=replace(round_shape, portion_tokens=run.portion_tokens),
+            round_shape=round_shape,
             cut_for=partial(rank_aware_cut, spec),
         )
 

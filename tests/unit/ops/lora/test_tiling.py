@@ -15,8 +15,10 @@ from tlora_megatron.ops.lora.tiling import (
     RankLayout,
     TilePlan,
     max_chunks,
+    portion_borders,
     rank_chunks,
     row_runs,
+    run_table,
     tile_plan,
 )
 
@@ -205,6 +207,48 @@ def test_runs_of_a_segment_depend_on_its_length_alone(
     cuts = [before * i // others for i in range(1, others + 1)]
     together = (*cuts, before + length, before + length + after)
     assert own_runs(others, before, together) == alone
+
+
+@given(cases(), st.data(), st.sampled_from([16, 64, 300]), st.booleans())
+@fast
+def test_runs_and_borders_of_portions_are_those_of_each_alone(
+    case: Case, data: st.DataObject, rows: int, in_window: bool
+) -> None:
+    ends, layout = case
+    inside = [row for segment in segments(ends) for row in segment[1:]]
+    cuts = sorted(set(data.draw(st.lists(st.sampled_from(inside), max_size=9)))) if inside else []
+    window = (ends[-1] // 3, 2 * ends[-1] // 3) if in_window else (0, ends[-1])
+    runs = row_runs(ends, layout, rows, window, cuts)
+    expected: list[tuple[int, ...]] = []
+    borders: list[int] = []
+    for slot, segment in enumerate(segments(ends)):
+        bounds = [segment.start, *(c for c in cuts if c in segment[1:]), segment.stop]
+        part = 0
+        for begin, end in itertools.pairwise(bounds):
+            one = (*[0] * slot, *[end - begin] * (len(ends) - slot))
+            alone = row_runs(one, layout, rows, (window[0] - begin, window[1] - begin))
+            borders += [part] if part and alone else []
+            expected += [
+                (slot, begin + run.begin, begin + run.end, part + i) for i, run in enumerate(alone)
+            ]
+            part += len(alone)
+    assert [tuple(run[:4]) for run in runs] == expected
+    table = run_table(runs)
+    found = portion_borders(table)
+    assert found.parts.tolist() == borders
+    for run, count, place in zip(runs, found.count, found.place, strict=True):
+        own = [r for r in runs if r.slot == run.slot]
+        changes = [b.part for a, b in itertools.pairwise(own) if a.portion != b.portion]
+        assert found.parts[place : place + count].tolist() == changes
+
+
+def test_without_portions_there_are_no_borders() -> None:
+    runs = row_runs((900, 1000), RankLayout(((8,),)), 256, (0, 1000))
+    assert {run.portion for run in runs} == {0}
+    found = portion_borders(run_table(runs))
+    assert len(found.parts) == 0
+    assert not found.count.any()
+    assert not found.place.any()
 
 
 @given(cases())

@@ -191,6 +191,21 @@ def test_a_fixed_number_of_rows_is_kept() -> None:
     assert RoundShape().fills_budget is False
 
 
+def test_a_portion_is_in_one_nano_batch_as_a_whole() -> None:
+    portions = (0, 0, 1, 0, 0, 0, 1)
+    fair_items = placed_items((8,) * 7)
+    placed = [p._replace(portion=n) for p, n in zip(fair_items, portions, strict=True)]
+    packer = nano_batch_packer(7)
+    (split,) = packer.pack([placed], lambda _: True)
+    (fair,) = packer.pack([fair_items], lambda _: True)
+    assert split is not None
+    assert fair is not None
+    views = split.batch.view.nano_views
+    held = [{(d.slot, d.portion) for d in view.documents if d.slot < 4} for view in views]
+    assert sorted(p for of_one in held for p in of_one) == [(0, 0), (0, 1), (1, 0), (3, 0), (3, 1)]
+    assert 1 < len(views) <= 5 < len(fair.batch.view.nano_views)
+
+
 @pytest.mark.parametrize(("lengths", "parts"), [((30, 30), 2), ((60, 4), 1), ((64,), 1)])
 def test_kernels_are_cut_for_the_number_asked_for_whatever_the_documents(
     lengths: tuple[int, ...], parts: int

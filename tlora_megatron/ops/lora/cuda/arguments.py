@@ -65,7 +65,8 @@ class SumsArguments(ctypes.Structure):
     """`TloraSums` of rank_sums.cu."""
 
     _fields_ = [
-        *((name, _Pointer) for name in ("x", "ds", "dy", "s", "items", "grad_a", "grad_b")),
+        *((name, _Pointer) for name in ("x", "ds", "dy", "s", "items", "borders")),
+        *((name, _Pointer) for name in ("grad_a", "grad_b")),
         *((name, _Pointer) for name in ("workspace", "counters", "row_keys", "dropout")),
         *((name, _Long) for name in ("num_rows", "x_rows", "x_columns", "dy_columns")),
         *(

@@ -236,6 +236,7 @@ def rank_sums(
         dy_TN.data_ptr(),
         form.rows_address(s),
         work.items.data_ptr(),
+        work.borders.data_ptr(),
         tables.grad_a.data_ptr(),
         tables.grad_b.data_ptr(),
         work.partial_sums.data_ptr(),

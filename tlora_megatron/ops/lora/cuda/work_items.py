@@ -23,7 +23,15 @@ from tlora_megatron.ops.lora.plan_tensors import (
     item_array,
     spread,
 )
-from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE, RankLayout, row_runs
+from tlora_megatron.ops.lora.tiling import (
+    RANK_CHUNK,
+    ROW_TILE,
+    Borders,
+    RankLayout,
+    portion_borders,
+    row_runs,
+    run_table,
+)
 
 BLOCK_ROWS = 128
 """Rows of an item of rows."""
@@ -157,18 +165,19 @@ def sum_items(plan: PlanTensors, inputs: Sequence[SumInput]) -> ItemList:
     Of equal ones those of dy come first, which need not wait for dS, and of them those of later
     rows, which the cache still holds from the pass before.
     """
-    lists, workspace, counters = [], 0, 0
+    lists, borders, workspace, counters = [], [], 0, 0
     for each in inputs:
-        items, used, counted = _items_of(plan, each)
+        items, found, used, counted = _items_of(plan, each)
         shared = items[:, _PARTS] > 1
         items[shared, _WORKSPACE] += workspace
         items[shared, _COUNTER] += counters
         lists.append(items)
+        borders.append(found)
         workspace, counters = workspace + used, counters + counted
     items = np.concatenate(lists)
     begin, up = items[:, _BEGIN], items[:, _KIND] == UP
     order = np.lexsort((np.where(up, -begin, begin), ~up, -moved_bytes(items)))
-    return ItemList(items=items[order], workspace=workspace)
+    return ItemList(items=items[order], workspace=workspace, borders=_border_table(borders))
 
 
 def moved_bytes(items: Array) -> Array:
@@ -180,12 +189,26 @@ def moved_bytes(items: Array) -> Array:
     return steps * panels * _STEP_ROWS * 128 + 2 * sums * BLOCK_FEATURES * 4
 
 
-def _items_of(plan: PlanTensors, source: SumInput) -> tuple[Array, int, int]:
-    """Returns the items of one input, the units of workspace and the counters that they use."""
+def _border_table(borders: Sequence[Borders]) -> Array:
+    """Returns where each counter's borders begin and end in this table, and all borders behind."""
+    if not any(len(found.parts) for found in borders):
+        return np.zeros(0, dtype=np.int64)
+    parts = np.concatenate([found.parts for found in borders])
+    count = np.concatenate([found.count for found in borders])
+    before = np.cumsum([0, *(len(found.parts) for found in borders)])
+    place = np.concatenate([f.place + b for f, b in zip(borders, before, strict=False)])
+    begin = 2 * len(count) + place
+    return np.concatenate([np.stack([begin, begin + count], axis=1).ravel(), parts])
+
+
+def _items_of(plan: PlanTensors, source: SumInput) -> tuple[Array, Borders, int, int]:
+    """Returns an input's items, each counter's borders, the units of workspace and the counters."""
     grid = _Cells(plan, source.widths)
-    runs = row_runs(plan.ends, plan.layout, source.rows_per_run, source.window)
-    table: Array = np.array(runs, dtype=np.int64).reshape(len(runs), 5)
-    slot, begin, end, part, parts = table.T
+    table = run_table(
+        row_runs(plan.ends, plan.layout, source.rows_per_run, source.window, plan.cuts)
+    )
+    borders = portion_borders(table)
+    slot, begin, end, part, parts, _ = table.T
     cells = grid.per_target[slot]
     cell, within = spread(cells.ravel())
     run, target = np.divmod(cell, max(len(grid.widths), 1))
@@ -212,7 +235,11 @@ def _items_of(plan: PlanTensors, source: SumInput) -> tuple[Array, int, int]:
         counter,
         source.kind,
     )
-    return item_array(fields, len(run)), used, counted
+    counts, places = np.zeros((2, counted), dtype=np.int64)
+    shared = parts[run] > 1
+    counts[counter[shared]] = borders.count[run[shared]]
+    places[counter[shared]] = borders.place[run[shared]]
+    return item_array(fields, len(run)), Borders(borders.parts, counts, places), used, counted
 
 
 def _workspace(

@@ -1,9 +1,9 @@
 """Sums over rows, `rank^T values`: dA of all adapters in one launch, and the part of dB's.
 
 A program sums over a run of rows of one slot, for some blocks of columns. A run is counted from its
-segment's first row, and the parts of a longer segment go to a workspace in fp32, where the last
-program to arrive adds them up in order: a job's gradient is bitwise the same wherever its rows lie.
-Gradients are added to in fp32, each by one program.
+portion's first row, and the parts of a segment with several go to a workspace in fp32, where the
+last program to arrive adds them up in order: a job's gradient is bitwise the same wherever its rows
+lie. Gradients are added to in fp32, each by one program, portion by portion.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def outer_block(
     ranked: tl.tensor,  # pointer to the row form of s or dS
     gradients: tl.tensor,  # pointer
     columns: tl.tensor,  # pointer
+    borders: tl.tensor,  # pointer
     workspace: tl.tensor,  # pointer
     counters: tl.tensor,  # pointer
     dropout: tl.tensor,  # pointer
@@ -134,14 +135,22 @@ def outer_block(
         if arrived == parts - 1:
             tl.store(counter, 0)
             grad_rows = tl.load(gradients, mask=in_rank, other=0)
+            num_borders = tl.load(item + 17)
+            borders += tl.load(item + 18)
             for b in range(blocks):
                 local = b * BLOCK + tl.arange(0, BLOCK)
                 offsets = rank[:, None] * stride + local[None, :]
-                total = tl.zeros([R, BLOCK], dtype=tl.float32)
-                for k in range(parts):
-                    share = shares + k * size + offsets
-                    total += tl.load(share, mask=in_rank[:, None], other=0.0, cache_modifier=".cg")
-                _add_gradient(total * scale, grad_rows, column0 + local, column1, ALIGNED, EVEN)
+                k = 0
+                for portion in range(num_borders + 1):
+                    last = tl.load(borders + portion, mask=portion < num_borders, other=parts)
+                    total = tl.zeros([R, BLOCK], dtype=tl.float32)
+                    while k < last:
+                        share = shares + k * size + offsets
+                        total += tl.load(
+                            share, mask=in_rank[:, None], other=0.0, cache_modifier=".cg"
+                        )
+                        k += 1
+                    _add_gradient(total * scale, grad_rows, column0 + local, column1, ALIGNED, EVEN)
 
 
 @triton.jit(do_not_specialize=["first_row", "row_form", "dropout_key", "first_column"])
@@ -153,6 +162,7 @@ def _backward_down_kernel(
     ds: tl.tensor,
     row_form: tl.tensor,
     gradients: tl.tensor,
+    borders: tl.tensor,
     workspace: tl.tensor,
     counters: tl.tensor,
     dropout: tl.tensor,
@@ -182,6 +192,7 @@ def _backward_down_kernel(
                     ds + row_form.to(tl.int64) * TILE,
                     gradients,
                     items,
+                    borders,
                     workspace,
                     counters,
                     dropout,
@@ -226,6 +237,7 @@ def backward_down(
         ds,
         plan.num_chunks * RANK_CHUNK,
         tables.grad_a,
+        items.borders,
         new_workspace(items, x_TK.device),
         items.counters,
         factors.dropout,

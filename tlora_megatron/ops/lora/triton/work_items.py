@@ -8,7 +8,7 @@ access. Its fields, by kernel:
         chunks of a row in the row form
     outer product (dB; dA): begin, end, -, place in the row form, rank rows, gradient row, column
         begin, column end, part, parts, workspace, counter, slot, width, target, kind, chunks of a
-        row in the row form
+        row in the row form, borders of portions, place of the first border
 
 A rank product reads a block of rows and writes `[rank rows, rows]` of s or dS; rows `begin:end` of
 the block are the slot's, and depth 0 means that none is. An outer product sums over rows
@@ -19,6 +19,7 @@ room for as much. Shapes: BM rows of a block, N columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -31,7 +32,14 @@ from tlora_megatron.ops.lora.plan_tensors import (
     item_array,
     spread,
 )
-from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE, row_runs
+from tlora_megatron.ops.lora.tiling import (
+    RANK_CHUNK,
+    ROW_TILE,
+    Borders,
+    portion_borders,
+    row_runs,
+    run_table,
+)
 from tlora_megatron.ops.lora.triton.config import BackwardDownConfig, BackwardUpConfig, DownConfig
 
 RANK_PRODUCT, OUTER_PRODUCT = 0, 1
@@ -93,7 +101,8 @@ def backward_up_items(
     first = _numbered(np.concatenate(products), config.block_rows)
     second = _grouped(outers, config.block_columns, first.workspace, len(first.items))
     items = np.concatenate([first.items, second.items])
-    return ItemList(items=_by_region(items, config), workspace=second.workspace)
+    borders = _runs(plan, config.rows_per_run, (0, plan.num_rows))[1].parts
+    return ItemList(items=_by_region(items, config), workspace=second.workspace, borders=borders)
 
 
 def backward_down_items(
@@ -107,7 +116,8 @@ def backward_down_items(
     a_rows = np.array([slot[0] for slot in plan.layout.a_begin], dtype=np.int64)
     chunks = plan.slot_chunks.sum(axis=1)
     outer = _outer_products(plan, config, chunks, a_rows, depth, 0, window)
-    return _grouped([outer], config.block_columns, 0, 0)
+    found = _grouped([outer], config.block_columns, 0, 0)
+    return replace(found, borders=_runs(plan, config.rows_per_run, window)[1].parts)
 
 
 def _rank_products(
@@ -186,10 +196,9 @@ def _outer_products(
 ) -> Array:
     """Returns blocks of columns of each run; `chunks` and `gradient_rows` have an entry a slot."""
     window = (0, plan.num_rows) if window is None else window
-    runs = row_runs(plan.ends, plan.layout, config.rows_per_run, window)
-    run = np.array(runs, dtype=np.int64).reshape(len(runs), 5)
-    run = run[chunks[run[:, 0]] > 0]
-    slot, begin, end, part, parts = run.T
+    run, borders = _runs(plan, config.rows_per_run, window)
+    held = chunks[run[:, 0]] > 0
+    slot, begin, end, part, parts, _ = run[held].T
     block = config.block_columns
     rows = np.where(parts > 1, config.rows_per_run, end - begin)
     wide = block * np.maximum(config.item_size // (rows * block), 1)
@@ -222,8 +231,15 @@ def _outer_products(
         target,
         OUTER_PRODUCT,
         row_chunks,
+        borders.count[held][owner],
+        borders.place[held][owner],
     )
     return item_array(fields, len(owner))
+
+
+def _runs(plan: PlanTensors, rows_per_run: int, window: tuple[int, int]) -> tuple[Array, Borders]:
+    table = run_table(row_runs(plan.ends, plan.layout, rows_per_run, window, plan.cuts))
+    return table, portion_borders(table)
 
 
 def _grouped(lists: Sequence[Array], block: int, workspace: int, counters: int) -> ItemList:

@@ -20,8 +20,9 @@ FORM = RankForm(chunk_rows=2, num_rows=6, row_width=64)
 FLAT, OTHER_FLAT = (torch.empty(FORM.numel, dtype=torch.bfloat16) for _ in range(2))
 ITEMS, CHUNKS, TILES = (torch.empty(n, dtype=torch.int32) for n in (60, 2, 4))
 WORK = SimpleNamespace(
-    items=ITEMS, count=3, partial_sums=torch.empty(7), counters=torch.empty(8, dtype=torch.int32)
-)
+    items=ITEMS, count=3, partial_sums=torch.empty(7), counters=torch.empty(8, dtype=torch.int32),
+    borders=torch.empty(9, dtype=torch.int32),
+)  # fmt: skip
 SCALING = torch.empty(2)
 DROPOUT = Dropout(SCALING, torch.empty(6), torch.empty(6), key=77, first_column=8)
 COLUMNS = OutputColumns(groups=2, stride=8, begin=0, width=4)
@@ -123,10 +124,10 @@ def test_sums(launched: list[dict[str, Any]], dropout: Dropout | None) -> None:
         mask |= {"dropout_key": 77, "first_column": 8}
     expect(
         launched[0], kernel="sums", x=X[2:], ds=FORM.rows_address(FLAT), dy=OUT,
-        s=FORM.rows_address(OTHER_FLAT), items=ITEMS, grad_a=tables.grad_a, grad_b=tables.grad_b,
-        workspace=WORK.partial_sums, counters=WORK.counters, num_rows=6, x_rows=4, x_columns=8,
-        dy_columns=16, num_items=3, item_fields=20, blocks=9, row_width=64, first_row=2,
-        overlaps_previous_kernel=1, **mask,
+        s=FORM.rows_address(OTHER_FLAT), items=ITEMS, borders=WORK.borders, grad_a=tables.grad_a,
+        grad_b=tables.grad_b, workspace=WORK.partial_sums, counters=WORK.counters, num_rows=6,
+        x_rows=4, x_columns=8, dy_columns=16, num_items=3, item_fields=20, blocks=9, row_width=64,
+        first_row=2, overlaps_previous_kernel=1, **mask,
     )  # fmt: skip
 
 

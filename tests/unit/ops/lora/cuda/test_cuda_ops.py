@@ -12,9 +12,16 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers.cuda_cases import CASES, WHOLE, rank_rows_by_definition
+from tests.helpers.cuda_cases import CASES, QKV, WHOLE, rank_rows_by_definition
 from tests.helpers.item_machine import ItemMachine
-from tests.helpers.kernel_case import KernelCase, gradients, make_case, make_rows, reference
+from tests.helpers.kernel_case import (
+    KernelCase,
+    gradients,
+    make_case,
+    make_rows,
+    portions_and_one_by_one,
+    reference,
+)
 from tests.helpers.linear_case import error
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.lora.factors import are_aligned
@@ -240,6 +247,32 @@ def test_with_exactness_a_neighbours_dropout_chooses_no_kernel(neighbour: float,
     bench = run(case)
     check(bench(x, dy, rows), definition(case, x, dy, rows))
     assert bench.machine.masked_gemms == [False, True]
+
+
+PORTIONS = make_rows((900, 40, 0, 300), 21, budget=4000, cuts=(150, 500, 520, 1000))
+"""The first slot's second portion has two runs, the others one; the last slot's come later."""
+
+
+@pytest.mark.parametrize("dropout", [(), (0.3, 0.1, 0.5, 0.0)], ids=["", "dropout"])
+def test_portions_add_up_as_micro_batches_one_after_another(
+    dropout: tuple[float, ...],
+    run: type,
+    cuda_ops: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = [(24, 0, 8), (8, 8, 8), (16, 16, 16), (130, 4, 0)]
+    case = make_case(ranks, QKV, IN_SIZE, dtype=torch.float64, dropout=dropout)
+    x, dy = operands(case, PORTIONS.ends[-1])
+    bench = run(case, multiprocessors=200)
+    check(bench(x, dy, PORTIONS), definition(case, x, dy, PORTIONS))
+    together, alone = portions_and_one_by_one(bench.ops, case, x, dy, PORTIONS)
+    uncut = replace(PORTIONS, cuts=(), _cache={})
+    whole, _ = portions_and_one_by_one(bench.ops, case, x, dy, uncut)
+    for name, grad in alone.items():
+        assert torch.equal(together[name], grad), name
+    assert not torch.equal(whole["dA[0][0]"], alone["dA[0][0]"]), "the order must matter here"
+    shards = [(0, 510), (510, 1100), (1100, PORTIONS.ends[-1])]
+    check(bench(x, dy, PORTIONS, shards), definition(case, x, dy, PORTIONS))
 
 
 def test_rows_without_adapters_go_through_the_same_gemm(run: type) -> None:

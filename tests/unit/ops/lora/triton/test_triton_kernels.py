@@ -30,6 +30,7 @@ from tests.helpers.kernel_case import (
     make_case,
     make_rows,
     poisoned_memory,
+    portions_and_one_by_one,
     reference,
     run,
     run_shared,
@@ -155,6 +156,24 @@ def test_half_precision_and_the_default_blocks() -> None:
     with poisoned_memory():
         actual = run(TritonOps(config=KernelConfig()), case, x, dy, rows)
     compare(actual, reference(case, x, dy, rows), 2e-3)
+
+
+@interpreted
+@pytest.mark.parametrize("dropout", [(), (0.3, 0.1, 0.5, 0.0)], ids=["", "dropout"])
+def test_portions_add_up_as_micro_batches_one_after_another(dropout: tuple[float, ...]) -> None:
+    columns, ranks = CASES["q k v"]
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=dropout)
+    rows = make_rows((190, 7, 0, 61), 6, budget=400, cuts=(20, 130, 141, 210))
+    x, dy = draw(case, rows.ends[-1])
+    ops = TritonOps(config=SMALL)
+    with poisoned_memory():
+        compare(run(ops, case, x, dy, rows), reference(case, x, dy, rows), 5e-7)
+        together, alone = portions_and_one_by_one(ops, case, x, dy, rows)
+        uncut = dataclasses.replace(rows, cuts=(), _cache={})
+        whole, _ = portions_and_one_by_one(ops, case, x, dy, uncut)
+    for name, grad in alone.items():
+        assert torch.equal(together[name], grad), name
+    assert not torch.equal(whole["dA[0][0]"], alone["dA[0][0]"]), "the order must matter here"
 
 
 @interpreted
