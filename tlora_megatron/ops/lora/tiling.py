@@ -113,9 +113,9 @@ class Borders(NamedTuple):
 
     parts: Array
     """`[borders]`, segment by segment: the first part of every portion but a segment's first."""
-    count: Array
+    counts: Array
     """A run: how many of them its segment has."""
-    place: Array
+    places: Array
     """A run: where its segment's begin in `parts`; 0 if it has none."""
 
 

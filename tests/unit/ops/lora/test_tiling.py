@@ -236,7 +236,7 @@ def test_runs_and_borders_of_portions_are_those_of_each_alone(
     table = run_table(runs)
     found = portion_borders(table)
     assert found.parts.tolist() == borders
-    for run, count, place in zip(runs, found.count, found.place, strict=True):
+    for run, count, place in zip(runs, found.counts, found.places, strict=True):
         own = [r for r in runs if r.slot == run.slot]
         changes = [b.part for a, b in itertools.pairwise(own) if a.portion != b.portion]
         assert found.parts[place : place + count].tolist() == changes
@@ -247,8 +247,8 @@ def test_without_portions_there_are_no_borders() -> None:
     assert {run.portion for run in runs} == {0}
     found = portion_borders(run_table(runs))
     assert len(found.parts) == 0
-    assert not found.count.any()
-    assert not found.place.any()
+    assert not found.counts.any()
+    assert not found.places.any()
 
 
 @given(cases())

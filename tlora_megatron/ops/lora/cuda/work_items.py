@@ -194,9 +194,9 @@ def _border_table(borders: Sequence[Borders]) -> Array:
     if not any(len(found.parts) for found in borders):
         return np.zeros(0, dtype=np.int64)
     parts = np.concatenate([found.parts for found in borders])
-    count = np.concatenate([found.count for found in borders])
+    count = np.concatenate([found.counts for found in borders])
     before = np.cumsum([0, *(len(found.parts) for found in borders)])
-    place = np.concatenate([f.place + b for f, b in zip(borders, before, strict=False)])
+    place = np.concatenate([f.places + b for f, b in zip(borders, before, strict=False)])
     begin = 2 * len(count) + place
     return np.concatenate([np.stack([begin, begin + count], axis=1).ravel(), parts])
 
@@ -237,8 +237,8 @@ def _items_of(plan: PlanTensors, source: SumInput) -> tuple[Array, Borders, int,
     )
     counts, places = np.zeros((2, counted), dtype=np.int64)
     shared = parts[run] > 1
-    counts[counter[shared]] = borders.count[run[shared]]
-    places[counter[shared]] = borders.place[run[shared]]
+    counts[counter[shared]] = borders.counts[run[shared]]
+    places[counter[shared]] = borders.places[run[shared]]
     return item_array(fields, len(run)), Borders(borders.parts, counts, places), used, counted
 
 

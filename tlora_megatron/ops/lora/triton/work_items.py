@@ -231,8 +231,8 @@ def _outer_products(
         target,
         OUTER_PRODUCT,
         row_chunks,
-        borders.count[held][owner],
-        borders.place[held][owner],
+        borders.counts[held][owner],
+        borders.places[held][owner],
     )
     return item_array(fields, len(owner))
 
