@@ -1,0 +1,201 @@
+"""Checks that a job's bits are its own, and times what that costs.
+
+    python -m scripts.bench.determinism --csv scripts/bench/results/determinism.csv
+    torchrun --standalone --nproc-per-node 2 -m scripts.bench.determinism --layers 4
+    python -m scripts.bench.determinism --size toy --steps 3 --rounds 2
+
+A watched job of each drawn mix trains alone, again, beside neighbours of which one's weights
+overflow, beside others, and resumed beside others; losses, gradient norms, weights and moments must
+have one sha256. `runs` and `equal` count those after the first. Then jobs that fill one micro-batch
+exactly train with the fastest kernels and with the exact ones in turns: `step_ms_default` and
+`step_ms` are medians of whole rounds. What packing by portions leaves empty is not in them.
+Returns 1 if a run is not equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from scripts.bench.determinism.cases import (
+    CASES,
+    DOCUMENTS,
+    SIZES,
+    Case,
+    Size,
+    cases_of,
+    dtype_here,
+    timed_jobs,
+)
+from scripts.bench.determinism.mixes import Mix, draw_mix
+from scripts.bench.determinism.training import Bits, Training, joined
+from scripts.bench.harness.arguments import bench_parser
+from scripts.bench.harness.clock import Marks, wait_for_all
+from scripts.bench.harness.rows import append_rows, gpu_name
+from scripts.bench.harness.world import is_main, largest, say
+from tlora_megatron.ops.exactness import Exactness
+from tlora_megatron.profiling.synthetic_run import SyntheticRun
+from tlora_megatron.training.packing.packing import RoundShape
+
+
+class Count(NamedTuple):
+    """Runs that were compared with the first of their mix, and those that were equal."""
+
+    runs: int = 0
+    equal: int = 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit code."""
+    args = arguments(argv)
+    unequal = 0
+    for name in args.layouts:
+        unequal += measure(name, args)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return int(unequal > 0)
+
+
+def measure(name: str, args: argparse.Namespace) -> int:
+    """Checks and times one layout; returns the number of runs that were not equal."""
+    size, case = args.shape, CASES[name]
+    training = start(size, case, Exactness(long_document=args.long_document), args.default)
+    count = Count()
+    for seed in range(args.seeds):
+        mix = draw_mix(seed, longest=size.longest, most_steps=args.steps)
+        count = check(training, mix, args.steps, f"{name}, mix {seed}", count)
+    say(f"{name}: {count.equal} of {count.runs} runs equal")
+    if not args.rounds:
+        report(args, name, count, ("", ""))
+    for documents in args.documents if args.rounds else ():
+        times = step_times(training, documents, args)
+        say(f"{name}, {documents}: {times[0]} ms, by default {times[1]} ms")
+        report(args, f"{name}, {documents}", count, times)
+    training.run.close()
+    return count.runs - count.equal
+
+
+def start(size: Size, case: Case, exactness: Exactness, default: bool) -> Training:
+    """Builds a layout's base model.
+
+    Args:
+        default: without portions and exactness, to see that the check finds what it looks for.
+    """
+    run = SyntheticRun(size.spec(), case.layout, dtype=dtype_here(), recompute=case.recompute)
+    shape = RoundShape(portion_tokens=size.portion_tokens, exactness=exactness)
+    shape = RoundShape() if default else shape
+    return Training(run, shape, size.micro_batch_tokens, case.nano_batches)
+
+
+def check(training: Training, mix: Mix, steps: int, where: str, count: Count) -> Count:
+    """Trains a mix's watched job in all companies; adds to the count and names what differs."""
+    expected = None
+    for company, found in companies(training, mix, steps):
+        if expected is None:
+            expected = found
+            continue
+        is_equal = found.sha256() == expected.sha256()
+        if not is_equal:
+            say(f"{where}: {company} DIFFERS from alone {first_difference(expected, found)}")
+        count = Count(count.runs + 1, count.equal + is_equal)
+    return count
+
+
+def companies(training: Training, mix: Mix, steps: int) -> list[tuple[str, Bits]]:
+    """The watched job's bits in each company; the first is alone."""
+    own = mix.own.name
+    found = [
+        (company, training.bits(plans, own, steps)[0])
+        for company, plans in (
+            ("alone", (mix.own,)),
+            ("again", (mix.own,)),
+            ("beside", mix.first()),
+            ("beside, again", mix.first()),
+            ("beside others", mix.second()),
+        )
+    ]
+    first, saved = training.bits(mix.first(), own, mix.resume_at)
+    second, _ = training.bits(mix.second(), own, steps, saved)
+    return [*found, (f"resumed at step {mix.resume_at}", joined(first, second))]
+
+
+def first_difference(expected: Bits, found: Bits) -> str:
+    """Names the step at which a loss or norm first differs."""
+    pairs = zip(expected.losses, found.losses, strict=True)
+    for step, (one, other) in enumerate(pairs):
+        if one != other:
+            return f"from step {step} on: {one} and {other}"
+    return "in the adapter alone"
+
+
+def step_times(training: Training, documents: str, args: argparse.Namespace) -> tuple[float, float]:
+    """Milliseconds of a round with exactness and by default, medians of turns."""
+    tokens = training.micro_batch_tokens
+    model = training.super_model(timed_jobs(documents, tokens / 8192, args.dropout))
+    shapes = (replace(training.shape, portion_tokens=tokens), RoundShape())
+    seconds: list[list[float]] = [[], []]
+    for turn in range(args.warmup + args.rounds):
+        for shape, found in zip(shapes, seconds, strict=True):
+            model.round_shape = shape
+            wait_for_all()
+            marks = Marks(on_gpu=torch.cuda.is_available())
+            marks.set()
+            model.train_round()
+            marks.set()
+            if turn >= args.warmup:
+                found += marks.seconds()
+    medians = largest([statistics.median(found) * 1e3 for found in seconds])
+    return round(medians[0], 2), round(medians[1], 2)
+
+
+def report(
+    args: argparse.Namespace, layout: str, count: Count, times: tuple[float | str, float | str]
+) -> None:
+    """Writes a row."""
+    if not (args.csv and is_main()):
+        return
+    row = {
+        "gpu": gpu_name(),
+        "world": int(os.environ.get("WORLD_SIZE", "1")),
+        "commit": args.commit,
+        "layout": layout,
+        "runs": count.runs,
+        "equal": count.equal,
+        "step_ms": times[0],
+        "step_ms_default": times[1],
+    }
+    append_rows(args.csv, [row])
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses and completes the command line."""
+    parser = bench_parser(__doc__)
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="8b", help="of the base model")
+    add("--layers", type=int, help="in the place of the size's own")
+    add("--layouts", nargs="+", choices=CASES, help="default: all for this number of processes")
+    add("--seeds", type=int, default=2, help="mixes to draw")
+    add("--steps", type=int, default=6, help="of the watched job; dq shows from the third on")
+    add("--documents", nargs="+", choices=DOCUMENTS, default=list(DOCUMENTS), help="to be timed")
+    add("--rounds", type=int, default=12, help="timed of each kind; 0: only check")
+    add("--warmup", type=int, default=3)
+    add("--dropout", type=float, default=0.05, help="of the timed jobs")
+    add("--long-document", type=int, default=Exactness().long_document, help="see Exactness")
+    add("--default", action="store_true", help="check what is not promised")
+    args = parser.parse_args(argv)
+    size = SIZES[args.size]
+    args.shape = replace(size, layers=args.layers or size.layers)
+    args.layouts = args.layouts or cases_of(int(os.environ.get("WORLD_SIZE", "1")))
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

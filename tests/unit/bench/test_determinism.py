@@ -1,0 +1,67 @@
+"""The benchmark of determinism on tiny models: what leaks is found, and what does not is equal."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.bench.determinism import leaks
+from scripts.bench.determinism.contexts import Context
+from scripts.bench.determinism.mixes import BAD_LR, draw_mix
+from tests.helpers.standing_world import forked
+from tlora_megatron.ops.exactness import Exactness
+
+
+def test_operations_that_do_not_leak(capsys: pytest.CaptureFixture[str]) -> None:
+    assert leaks.main(["--only", "3 documents", "o, adapted", "losses", "--repeats", "1"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("equal | equal | equal | equal") == 3
+    assert "all equal" in said
+
+
+def leaky(context: Context, exactness: Exactness | None) -> dict[str, torch.Tensor]:
+    """Own rows whose sums take the number of rows, of slots and their place."""
+    view = context.view((5, 8), exactness)
+    odd = [view.num_tokens, view.num_slots, context.first_row % 64]
+    return {"y": torch.tensor([1.0, -0.0, *odd])}
+
+
+def test_what_leaks_is_named() -> None:
+    found = leaks.search(leaky, None, 16, repeats=1)
+    assert found["again"] == ""
+    assert found["place"].startswith("DIFF at row 1: y 4")
+    assert found["neighbours"].startswith("DIFF rank 1: y")
+    assert found["fill"].startswith("DIFF 48 rows: y 20 %")
+
+
+def test_zeros_of_another_sign_are_other_bits() -> None:
+    zero = torch.zeros(2)
+    assert leaks.unequal(zero, zero) == 0
+    assert leaks.unequal(zero, torch.tensor([0.0, -0.0])) == 0.5
+
+
+def test_mixes_follow_from_the_seed_and_hold_a_job_that_goes_wrong() -> None:
+    mixes = [draw_mix(seed, longest=900, most_steps=6) for seed in range(8)]
+    assert mixes[3] == draw_mix(3, longest=900, most_steps=6)
+    for mix in mixes:
+        assert mix.own in mix.first()
+        assert mix.own in mix.second()
+        assert [plan.lr for plan in mix.first()].count(BAD_LR) == 1
+        assert 0 < mix.resume_at < 6
+    assert len({mix.own.rank for mix in mixes}) > 3
+
+
+def test_a_tiny_model_keeps_a_job_s_bits(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    few = ("--size", "toy", "--seeds", 1, "--steps", 3, "--rounds", 1, "--warmup", 0)
+    jobs = ("--layouts", "tp1 full", "--documents", "9 of 148 to 1800")
+    forked("-m", "scripts.bench.determinism", *few, *jobs, "--csv", path)
+    with path.open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["layout"], row["runs"], row["equal"]) == (
+        "tp1 full, 9 of 148 to 1800", "5", "5",
+    )  # fmt: skip
+    assert float(row["step_ms"]) > 0
