@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from tlora_megatron.training.formats.hf_checkpoint import all_finite
 
+_BULK_OVERLAPS = ("ub_bulk_wgrad", "ub_bulk_dgrad")
+"""Attributes of Transformer Engine's linears."""
+
 
 def language_models(chunks: Sequence[nn.Module]) -> list[Any]:
     """Returns the GPTModel or HybridModel inside each chunk, out of DDP, Float16Module and so on.
@@ -37,9 +40,17 @@ def freeze(chunks: Sequence[nn.Module]) -> None:
 
     Without the latter a re-entrant checkpoint, and the first linear, see no input that requires
     grad, and the adapters get no gradient. Call it before the model is wrapped by DDP.
+
+    Transformer Engine's bulk overlaps (`--tp-comm-overlap`) are turned off. They leave the sum of
+    an input's gradient over the ranks to the GEMM of the weight's gradient, which a frozen weight
+    does not run (2.17): ranks would go on with parts of it.
     """
     for model in language_models(chunks):
         model.requires_grad_(False)
+        for module in model.modules():
+            for name in _BULK_OVERLAPS:
+                if getattr(module, name, False):
+                    setattr(module, name, False)
         if hasattr(model, "embedding"):
             model.embedding.register_forward_hook(_require_grad)
 

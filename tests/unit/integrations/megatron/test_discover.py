@@ -246,3 +246,14 @@ def test_freezing_leaves_a_graph(chunk: Any, groups: ParallelGroups) -> None:
     assert chunk.embedding(tokens, None).requires_grad
     with torch.no_grad():
         assert not chunk.embedding(tokens, None).requires_grad
+
+
+def test_freezing_turns_off_overlaps_with_gradients_of_weights(chunk: Any) -> None:
+    """They would leave gradients of inputs unsummed; the others stay."""
+    linear = chunk.decoder.layers[0].mlp.linear_fc1
+    linear.ub_bulk_wgrad = linear.ub_bulk_dgrad = linear.ub_overlap_ag_fprop = True
+    freeze([chunk])
+    assert not linear.ub_bulk_wgrad
+    assert not linear.ub_bulk_dgrad
+    assert linear.ub_overlap_ag_fprop
+    assert not hasattr(chunk.decoder.layers[0].mlp.linear_fc2, "ub_bulk_wgrad")
