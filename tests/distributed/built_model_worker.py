@@ -4,10 +4,11 @@ same model untouched, document by document, in one process.
 Arguments: file of the reference, then variants such as `rope=scaled,tp=2,sp=1,recompute=full` or
 `pp=2,vp=2,first=1`, `cp=2`, with `linears=te` (the stand-in of Transformer Engine's) or
 `linears=around` (Megatron's own as black boxes), `nano=2` (nano-batches, of which none may be made
-with `whole=1`); `own=4` has our kernels compute what they can, which is so many of the layers, and
-target rows alone where the head is plain; with `late=NAME` a hook on that module of the last rank
-comes when all is decided; `share=` is a LoRA sharding; `rope=hybrid` is HybridModel, `rope=moe` has
-experts, a shared one among them. A variant `reference=plain+yarn` writes the file.
+with `whole=1`); `own=4` has our kernels compute what they can, which is so many of the layers (with
+`halves=4`, so many of which one half) and target rows alone, and before that all by modules; with
+`late=NAME` a hook on that module of the last rank comes when all is decided; `ddp=1` is Megatron's
+DDP as under `--overlap-param-gather`; `share=` is a LoRA sharding; `rope=hybrid` is HybridModel,
+`rope=moe` has experts, a shared one among them. A variant `reference=plain+yarn` writes the file.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor
 
 from tests.helpers.built_model import (
@@ -43,6 +45,8 @@ from tlora_megatron.integrations.megatron import recompute, staggered
 from tlora_megatron.integrations.megatron.built_model import freeze
 from tlora_megatron.integrations.megatron.discover import discover, record_stages
 from tlora_megatron.integrations.megatron.engine import current_groups
+from tlora_megatron.integrations.megatron.layer import plain_layer
+from tlora_megatron.integrations.megatron.layer.plain_layer import PlainLayer
 from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.integrations.megatron.own_compute import OwnCompute, use_own_compute
@@ -154,7 +158,17 @@ def build(options: dict[str, str], layout: ParallelLayout) -> Built:
     bank = AdapterBank([s for s, _ in linears], loras, dtype=torch.float32, device=groups.device)
     attach(linears, bank, black_box=linear_kind == "around")
     fill_bank(bank, spec, loras)
+    if "ddp" in options:
+        chunks = [_wrapped(chunk) for chunk in chunks]
     return Built(chunks, groups, bank, compute)
+
+
+def _wrapped(chunk: Any) -> DistributedDataParallel:
+    """A frozen chunk as the trainer wraps it, with hooks on all of its modules."""
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+    )
+    return DistributedDataParallel(chunk.config, settings, chunk)
 
 
 def adapted(kind: str) -> tuple[ModelSpec, Sequence[LoraSpec]]:
@@ -181,16 +195,24 @@ def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> 
         nano_batches.set_count(num_nano)
         num_nano = nano_batches.count
         assert num_nano == (1 if "whole" in options else int(options["nano"])), num_nano
-    calls = hook_later(chunks, options.get("late"))
-    with counted_sublayers() as num_sublayers:
-        losses = run_packed(chunks, groups, num_nano, compute=compute)
-    if compute is not None:
-        check_compute(compute, int(options["own"]), options)
-    if num_nano > 1:
-        check_sublayers(num_sublayers, options, chunks)
-    assert bool(calls) == ("late" in options and is_last_rank()), f"{len(calls)} calls"
     kind = options.get("rope", "plain")
     spec, _ = adapted(kind)
+    modules = None
+    if compute is not None:
+        with by_modules():
+            modules = run_packed(chunks, groups), whole_gradients(bank, groups, spec)
+        for adapter in bank.adapters:
+            adapter.slab.zero_grad()
+    calls = hook_later(chunks, options.get("late"))
+    with counted_sublayers() as num_sublayers, counted_parts() as num_run:
+        losses = run_packed(chunks, groups, num_nano, compute=compute)
+    if compute is not None:
+        check_compute(compute, options)
+    if num_nano > 1:
+        check_sublayers(num_sublayers, options, chunks)
+    elif "late" not in options:
+        assert num_run[0] >= num_parts(chunks) * len(PACKINGS), num_run
+    assert bool(calls) == ("late" in options and is_last_rank()), f"{len(calls)} calls"
     expected_losses, expected = references[kind]
     if groups.is_last_stage:
         assert len(losses) == len(expected_losses)
@@ -198,7 +220,10 @@ def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> 
             used = whole != 0
             assert_close(variant, got[used], whole[used])
     check_gathered(bank, groups, spec)
-    error, name = largest_error(whole_gradients(bank, groups, spec), expected)
+    found = whole_gradients(bank, groups, spec)
+    if modules is not None:
+        check_against_modules(variant, (losses, found), modules)
+    error, name = largest_error(found, expected)
     if dist.get_rank() == 0:
         print(f"{variant}: gradients off by {error:.1e} at most ({name})")
     assert error < 1e-5, f"{variant}: {name} is off by {error}"
@@ -254,15 +279,54 @@ def check_sublayers(counts: list[int], options: dict[str, str], chunks: Sequence
     assert sum(counts) == (2 * layers * num_lanes * runs if direct else 0), counts
 
 
-def check_compute(compute: OwnCompute, num_own: int, options: dict[str, str]) -> None:
-    """So many layers, and the head of a GPTModel, were to be computed by our kernels, and were if
-    there was no hook."""
-    assert compute.num_own == num_own, compute.line
-    assert compute.num_own + compute.num_modules == SPEC.num_layers, compute.line
+def check_compute(compute: OwnCompute, options: dict[str, str]) -> None:
+    """So many layers, and the head, were to be computed by our kernels, and were if there was no
+    hook."""
+    layers = SPEC.num_layers * (2 if options.get("rope") == "hybrid" else 1)
+    own, halves = int(options["own"]), int(options.get("halves", 0))
+    assert compute.layers == (own, halves, layers - own - halves), compute.line
     where = "the hook" if is_last_rank() else "on another tensor-parallel rank"
     assert len(compute.late.found) == hears_of_hook(options), compute.late.found
     assert all(where in reason for reason in compute.late.found), compute.late.found
     assert compute.has_own_head, compute.line
+
+
+@contextmanager
+def by_modules() -> Iterator[None]:
+    """Has plain layers run by Megatron's modules, as `TLORA_FLAG_COMPUTE=modules` has them."""
+    now = PlainLayer.runs_now
+    PlainLayer.runs_now = lambda *_: False
+    yield
+    PlainLayer.runs_now = now
+
+
+@contextmanager
+def counted_parts() -> Iterator[list[int]]:
+    """Counts layers and halves that run by our kernels."""
+    count, run = [0], plain_layer.run_layer
+
+    def counted(*args: Any) -> Tensor:
+        count[0] += 1
+        return run(*args)
+
+    plain_layer.run_layer = counted
+    yield count
+    plain_layer.run_layer = run
+
+
+def num_parts(chunks: Sequence[Any]) -> int:
+    """Layers of this process that run by our kernels, whole or in one half."""
+    layers = (module for chunk in chunks for module in chunk.modules())
+    return sum(isinstance(layer, PlainLayer) for layer in layers)
+
+
+def check_against_modules(variant: str, own: Any, modules: Any) -> None:
+    """Our kernels and Megatron's modules differ by rounding, on rows with a target."""
+    for got, whole in zip(own[0], modules[0], strict=True):
+        used = got != 0
+        torch.testing.assert_close(got[used], whole[used], rtol=3e-6, atol=3e-6)
+    error, name = largest_error(own[1], modules[1])
+    assert error < 3e-6, f"{variant}: {name} is off by {error} from that of the modules"
 
 
 def check_gathered(bank: AdapterBank, groups: ParallelGroups, spec: ModelSpec) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from tests.helpers.launch import REPO
 from tests.helpers.standing_world import forked, world
-from tests.helpers.user_models import ROPE
+from tests.helpers.user_models import KINDS, ROPE
 
 WORKER = Path(__file__).with_name("built_model_worker.py")
 TWO_PROCESSES = (
@@ -55,15 +55,27 @@ OWN = (
     "rope=scaled,tp=2,sp=1,own=4,linears=te,nano=2,recompute=full",
     "rope=scaled,tp=2,own=4,linears=te,nano=3,recompute=mlp",
     "rope=scaled,pp=2,vp=2,own=4,linears=te,nano=2",
-    "rope=yarn,tp=2,own=0,linears=te,nano=2,whole=1",
+    "rope=yarn,tp=2,sp=1,own=4,linears=te,nano=2",
+    "rope=interleaved,tp=2,own=0,halves=4,linears=te,nano=2,whole=1",
+    "rope=interleaved,tp=2,own=0,halves=4,nano=2",
     "rope=scaled,tp=2,sp=1,own=4,late=output_layer",
     "rope=scaled,tp=2,own=4,linears=te,late=decoder.layers.1.mlp.linear_fc1",
     "rope=scaled,tp=2,sp=1,own=4,nano=2,late=decoder.layers.1.mlp.linear_fc1",
     "rope=scaled,tp=2,sp=1,own=4,linears=te,nano=2,late=decoder.layers.1.mlp.linear_fc1",
     "rope=scaled,tp=2,own=4,linears=te,nano=2,recompute=full,late=decoder.layers.1.mlp.linear_fc1",
     "rope=scaled,pp=2,own=4,linears=te,nano=2,late=decoder.layers.1.mlp.linear_fc1",
-    "rope=yarn,tp=2,own=0",
-    "rope=moe,tp=2,sp=1,own=0",
+    "rope=yarn,pp=2,own=4",
+    "rope=qwen,tp=2,own=4",
+    "rope=qwen,tp=2,sp=1,own=4,recompute=core_attn",
+    "rope=scaled,tp=2,sp=1,own=4,ddp=1",
+    "rope=scaled,pp=2,own=4,ddp=1",
+    "rope=interleaved,tp=2,sp=1,own=0,halves=4,recompute=mlp",
+    "rope=moe,tp=2,sp=1,own=0,halves=4",
+    "rope=moe,pp=2,own=0,halves=4,recompute=full",
+    "rope=interleaved,tp=2,sp=1,own=0,halves=4,linears=te",
+    "rope=hybrid,tp=2,sp=1,own=8",
+    "rope=hybrid,tp=2,own=8,late=output_layer",
+    "rope=hybrid,pp=2,first=3,own=8,recompute=full",
 )
 """`first=3` of HybridModel cuts between a layer's attention and its MLP. `whole=1`: the model
 runs whole although nano-batches are asked for."""
@@ -73,7 +85,7 @@ runs whole although nano-batches are asked for."""
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Losses and gradients of every kind of rotary embedding, documents alone."""
     file = tmp_path_factory.mktemp("built") / "reference.pt"
-    forked(WORKER, file, "reference=" + "+".join((*ROPE, "hybrid", "moe")))
+    forked(WORKER, file, "reference=" + "+".join((*KINDS, "hybrid", "moe")))
     return file
 
 
@@ -84,7 +96,7 @@ def test_the_kinds_of_rotary_embedding_differ(reference: Path) -> None:
 
 
 def test_one_process(reference: Path) -> None:
-    variants = [f"rope={rope}" for rope in (*ROPE, "hybrid", "moe")]
+    variants = [f"rope={rope}" for rope in (*KINDS, "hybrid", "moe")]
     assert "all equal" in forked(WORKER, reference, *variants, "rope=yarn,recompute=full")
 
 
@@ -104,5 +116,5 @@ def test_the_checkout_named_by_the_environment(
     path = os.pathsep.join((str(REPO), os.environ["MEGATRON_LM_PATH"]))
     monkeypatch.setenv("PYTHONPATH", path)
     reference = tmp_path / "reference.pt"
-    forked(WORKER, reference, "reference=scaled+interleaved+yarn+hybrid+moe")
+    forked(WORKER, reference, "reference=scaled+interleaved+yarn+qwen+hybrid+moe")
     assert "all equal" in world(WORKER, 2, reference, *TWO_PROCESSES, *OWN)

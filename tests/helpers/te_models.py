@@ -126,7 +126,7 @@ def build(mode: Mode, spec: ModelSpec, groups: ParallelGroups, source: Any = Non
     groups = record_stages(groups, linears)
     if mode.own:
         compute = use_own_compute([model], linears, groups, spec.vocab_size)
-        assert compute.num_own == spec.num_layers, compute.line
+        assert compute.layers.own == spec.num_layers, compute.line
     bank = AdapterBank([s for s, _ in linears], LORAS, dtype=mode.dtype, device=groups.device)
     attach(linears, bank, black_box=mode.black_box)
     return Subject(model=model.train(), groups=groups, bank=bank, spec=spec)

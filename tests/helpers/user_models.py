@@ -61,12 +61,14 @@ ROPE: dict[str, dict[str, Any]] = {
     "stretched": {"seq_len_interpolation_factor": 2.0},
     "yarn": {"position_embedding_type": "yarn"},
 }
+KINDS = ROPE | {"qwen": {"share_embeddings_and_output_weights": True, "add_qkv_bias": True}}
+"""All that `build_user_gpt` builds of dense layers."""
 _NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 """What Transformer Engine's spec calls a norm's weight -> what the local spec does."""
-_CONFIG_FIELDS = ("rotary_interleaved",)
+_CONFIG_FIELDS = ("rotary_interleaved", "add_qkv_bias")
 _YARN = {
     "yarn_rotary_scaling_factor": 4.0,
     "yarn_original_max_position_embeddings": 8,
@@ -115,7 +117,7 @@ def build_user_gpt(
         te: linears as in Megatron's Transformer Engine spec, norms inside (`te_stand_in`).
         torch_norms: those of the local spec, which refuse sequence parallelism.
     """
-    arguments = dict(ROPE.get(rope, {}))
+    arguments = dict(KINDS.get(rope, {}))
     fields = {key: arguments[key] for key in _CONFIG_FIELDS if key in arguments}
     if rope == "yarn":
         fields |= dict.fromkeys(_YARN)
@@ -238,7 +240,8 @@ def _shard(model: Any, name: str, weight: Tensor, tp_rank: int, tp_size: int) ->
     for inside, outside in _NORMS.items():
         whole_name = whole_name.replace(inside, outside)
     shape = list(weight.shape)
-    dim = getattr(weight, "partition_dim", -1) if weight.dim() == 2 else -1
+    is_split = weight.dim() == 2 or name.endswith(".bias")
+    dim = getattr(weight, "partition_dim", -1) if is_split else -1
     if dim >= 0:
         shape[dim] *= tp_size
     generator = torch.Generator().manual_seed(zlib.crc32(whole_name.encode()))

@@ -156,7 +156,7 @@ def test_losses_and_weights_equal_the_oracle(layout: str, launch: Launch, root: 
     assert_equals_oracle(out, root)
     assert {job["status"] for job in summary(out)["jobs"].values()} == {"finished"}
     assert (out / "report.html").is_file()
-    compute = {"layers": {"own": 4, "modules": 0}, "head": "own", "reasons": []}
+    compute = {"layers": {"own": 4, "halves": 0, "modules": 0}, "head": "own", "reasons": []}
     assert summary(out)["run"]["compute"] == compute
 
 
@@ -168,7 +168,7 @@ def test_modules_train_as_our_kernels_do(layout: str, launch: Launch) -> None:
     for name in NAMES:
         assert losses(other, name) == pytest.approx(losses(out, name), rel=3e-6), name
     assert "base: 0 of 4 layers by our kernels, head by Megatron's; layers 0-3 by" in log
-    assert summary(other)["run"]["compute"]["layers"] == {"own": 0, "modules": 4}
+    assert summary(other)["run"]["compute"]["layers"] == {"own": 0, "halves": 0, "modules": 4}
 
 
 def test_the_line_at_the_end_says_where_the_time_went(launch: Launch) -> None:

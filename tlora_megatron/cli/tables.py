@@ -134,9 +134,10 @@ def _print_speed(console: Console, run: dict[str, Any]) -> None:
 def _compute(compute: dict[str, Any]) -> str:
     """Describes who computed the base of a run under another trainer, and why not our kernels."""
     layers, head = compute["layers"], "ours" if compute["head"] == "own" else "Megatron's"
-    total = layers["own"] + layers["modules"]
-    line = f"{layers['own']} of {total} layers by our kernels, head by {head}"
-    return "; ".join([line, *compute["reasons"]])
+    halves = layers.get("halves", 0)
+    line = f"{layers['own']} of {sum(layers.values())} layers by our kernels"
+    line += f", {halves} in one half" if halves else ""
+    return "; ".join([f"{line}, head by {head}", *compute["reasons"]])
 
 
 def _nano_batches(nano: dict[str, Any]) -> str:

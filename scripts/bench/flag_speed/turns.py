@@ -300,12 +300,15 @@ def _timed(run: Callable[[], object], rounds: int, tokens: Callable[[], int]) ->
 
 def _compute_by_modules(on: bool) -> None:
     """Has plain layers and the head run by Megatron's modules, as `TLORA_FLAG_COMPUTE` does."""
-    PlainLayer.direct_sublayers = _NONE if on else _DIRECT  # type: ignore[assignment]
+    PlainLayer.runs_now = _never if on else _NOW  # type: ignore[method-assign]
     BuiltHead.runs = property(lambda self: False) if on else _RUNS  # type: ignore[method-assign]
 
 
-_NONE = property(lambda self: ())
-_DIRECT, _RUNS = PlainLayer.direct_sublayers, BuiltHead.runs
+def _never(layer: PlainLayer, half: str) -> bool:
+    return False
+
+
+_NOW, _RUNS = PlainLayer.runs_now, BuiltHead.runs
 
 
 def _reset_peak() -> None:

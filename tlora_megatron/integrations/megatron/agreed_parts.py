@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from tlora_megatron.integrations.megatron.built_head import BuiltHead
 from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
-from tlora_megatron.integrations.megatron.layer.plain_layer import PlainLayer
+from tlora_megatron.integrations.megatron.layer.plain_layer import HALVES, Half, PlainLayer
 from tlora_megatron.parallel.groups import ParallelGroups
 
 
 class _Part(NamedTuple):
-    """A layer, a final norm or a head."""
+    """Half a layer, a final norm or a head."""
 
     may_run: Callable[[], bool]
     """Tells if this rank could compute it by our kernels now."""
@@ -89,20 +89,22 @@ def _norm_may_run(decoder: Any) -> bool:
 
 
 def _parts_of(decoder: Any) -> list[_Part]:
-    layers = [_layer_part(layer) for layer in decoder.layers]
+    halves = [_half_part(layer, half) for layer in decoder.layers for half in HALVES]
 
     def set_norm(agreed: bool) -> None:
         decoder.__dict__["tlora_norm_runs"] = agreed
 
-    return [*layers, _Part(lambda: _norm_may_run(decoder), set_norm)]
+    return [*halves, _Part(lambda: _norm_may_run(decoder), set_norm)]
 
 
-def _layer_part(layer: Any) -> _Part:
-    if not isinstance(layer, PlainLayer):
+def _half_part(layer: Any, half: Half) -> _Part:
+    if not isinstance(layer, PlainLayer) or half not in layer.tlora_parts:
         return _NEVER
-    return _Part(
-        lambda: layer.may_run_direct, lambda agreed: setattr(layer, "tlora_agreed", agreed)
-    )
+
+    def set_half(agreed: bool) -> None:
+        layer.tlora_agreed[half] = agreed
+
+    return _Part(lambda: layer.may_run(half), set_half)
 
 
 def _head_part(head: BuiltHead | None) -> _Part:

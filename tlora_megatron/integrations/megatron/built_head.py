@@ -1,8 +1,10 @@
 """The output layer and the loss of a model that someone else built, over target rows alone.
 
-`GPTModel._postprocess` computes logits of all rows, and their loss in fp32. Where the head is plain
-`VocabularyHead` takes the hidden states instead. The model keeps the output layer: its weight is
-read at every call, so that loading and tying stay as they are.
+Megatron's models compute logits of all rows, and their loss in fp32. Where the head is plain the
+output layer takes the hidden states to `VocabularyHead` instead, and gives losses in the place of
+logits; the model hands them through. So all kinds of models have it, whichever method calls their
+output layer. They keep that layer: its weight is read at every call, so that loading and tying stay
+as they are.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
@@ -37,10 +38,18 @@ class Targets(NamedTuple):
     """Rows with a target, int64, ascending."""
     labels_T: Tensor
     scores: bool
-    """Losses, and if the label is the first choice, fp32 `[2, T]`; otherwise losses `[1, T]`."""
+    """Losses, and if the label is the first choice, fp32 `[1, T, 2]`, of a model that is called
+    without labels; otherwise losses `[1, T]`, of one that is called with them."""
 
 
+_MODELS = ("GPTModel", "HybridModel", "MambaModel")
+_LOSS = "compute_language_model_loss"
 _TARGETS: ContextVar[Targets | None] = ContextVar("tlora_targets", default=None)
+
+
+def has_targets() -> bool:
+    """True where a call of the model computes targets, not logits."""
+    return _TARGETS.get() is not None
 
 
 @contextmanager
@@ -53,29 +62,41 @@ def use_targets(targets: Targets) -> Iterator[None]:
         _TARGETS.reset(token)
 
 
-class TargetRowsModel(GPTModel):
-    """Mixin of a GPTModel that computes the bound targets, and without any what it always does."""
+class TargetRowsLayer(ColumnParallelLinear):
+    """Mixin of an output layer that computes the bound targets; without any what it always does."""
 
     tlora_head: VocabularyHead
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Losses `[T, 1, 1]` (scores `[T, 1, 2]`) of `[T, 1, H]`, in the place of logits."""
         targets = _TARGETS.get()
         if targets is None:
-            return super()._postprocess(hidden_states, *args, **kwargs)
+            return super().forward(input_, *args, **kwargs)
         rows_n, labels_T, scores = targets
         view = current_micro_batch()
         exactness = None if view is None else view.exactness
         if not scores:
-            return self.tlora_head.losses(hidden_states, rows_n, labels_T, exactness)[None]
-        losses_T, right_T = self.tlora_head.score(hidden_states, rows_n, labels_T, exactness)
-        return torch.stack([losses_T, right_T.float()])
+            losses_T = self.tlora_head.losses(input_, rows_n, labels_T, exactness)
+            return losses_T[:, None, None], None
+        losses_T, right_T = self.tlora_head.score(input_, rows_n, labels_T, exactness)
+        return torch.stack([losses_T, right_T.float()], dim=-1)[:, None], None
+
+
+class TargetRowsModel(LanguageModule):
+    """Mixin of a model whose output layer is a `TargetRowsLayer`."""
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Losses `[1, T]`, which the output layer has computed if targets are bound."""
+        if _TARGETS.get() is None:
+            return super().compute_language_model_loss(labels, logits)
+        return logits.view(1, -1)
 
 
 class BuiltHead:
     """The head of a pipeline's last model chunk, which then takes targets.
 
     Args:
-        model: a GPTModel for which `why_not_head` gives None.
+        model: one for which `why_not_head` gives None.
         vocab_size: number of tokens; further columns of the logits are padding.
         tell: is told why the head has run by the modules after all.
     """
@@ -89,7 +110,8 @@ class BuiltHead:
         self._model = model
         self._tell = tell
         head = VocabularyHead(_OutputWeight(model), vocab_size, groups)
-        object.__setattr__(model, "tlora_head", head)
+        object.__setattr__(model.output_layer, "tlora_head", head)
+        mix(TargetRowsLayer, model.output_layer)
         mix(TargetRowsModel, model)
 
     @property
@@ -127,19 +149,23 @@ class _OutputWeight:
 
 def why_not_head(model: Any) -> str | None:
     """Returns why a model's own output layer and loss must run; None if target rows are enough."""
-    if not isinstance(model, GPTModel) or not hasattr(GPTModel, "_postprocess"):
-        return f"a {built_class(model).__name__} calls its output layer itself"
-    kept = (
-        (GPTModel, "_postprocess"),
-        (LanguageModule, "compute_language_model_loss"),
-    )
-    for owner, name in kept:
-        if getattr(built_class(model), name) is not getattr(owner, name):
-            return f"{built_class(model).__name__} has a {name} of its own"
-    reason = why_not_config(model.config, HEAD)
-    if reason is not None:
-        return reason
-    return _why_not_output_layer(model)
+    kind = built_class(model)
+    for name in ("forward", "_postprocess"):
+        owner = _owner(kind, name)
+        if owner is not None and not _is_known(owner):
+            return f"{kind.__name__} has a {name} of its own"
+    if _owner(kind, _LOSS) is not LanguageModule:
+        return f"{kind.__name__} has a {_LOSS} of its own"
+    return why_not_config(model.config, HEAD) or _why_not_output_layer(model)
+
+
+def _owner(kind: type, name: str) -> type | None:
+    return next((c for c in kind.__mro__ if name in vars(c)), None)
+
+
+def _is_known(kind: type) -> bool:
+    """True for classes that do nothing with logits but what `conditions.HEAD` lists."""
+    return kind.__module__.startswith("megatron.core.models.") and kind.__name__ in _MODELS
 
 
 def _why_not_output_layer(model: Any) -> str | None:

@@ -11,9 +11,12 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config,
+)
 from torch import nn
 
 from tlora_megatron.integrations.megatron.agreed_parts import AgreedParts
@@ -21,10 +24,14 @@ from tlora_megatron.integrations.megatron.built_head import BuiltHead, why_not_h
 from tlora_megatron.integrations.megatron.built_model import language_models
 from tlora_megatron.integrations.megatron.layer.built_parts import BuiltRotary
 from tlora_megatron.integrations.megatron.layer.conditions import FP8, LAYER, why_not_config
+from tlora_megatron.integrations.megatron.layer.mixing import built_class
 from tlora_megatron.integrations.megatron.layer.plain_layer import (
+    HALVES,
+    Half,
     LateReasons,
+    halves_of,
     make_plain,
-    why_not_plain,
+    why_not_half,
 )
 from tlora_megatron.integrations.megatron.packed_attention import DocumentRotaryEmbedding
 from tlora_megatron.layers.attach import make_multi_adapter
@@ -45,23 +52,45 @@ class WhyNot:
 
     layers: tuple[int, ...]
     """Numbers of decoder layers; empty for the head."""
+    half: Half | Literal["head"] | None
+    """The half that does, the other one being computed by our kernels; None = the whole layer."""
     reason: str
     times_step: float | None
     """Estimated step time over that by our kernels, if all layers (the head) run so; None where
     nothing is known."""
 
     def __str__(self) -> str:
-        part = f"layers {_spans(self.layers)}" if self.layers else "head"
         cost = "" if self.times_step is None else f", about {self.times_step:.2f}x the step"
-        return f"{part} by Megatron's modules{cost}: {self.reason}"
+        return f"{self._part} by Megatron's modules{cost}: {self.reason}"
+
+    @property
+    def _part(self) -> str:
+        if self.half == "head":
+            return "head"
+        layers = f"layers {_spans(self.layers)}"
+        if self.half is None:
+            return layers
+        own, other = ("attention", "MLP") if self.half == "mlp" else ("MLP", "attention")
+        return f"{layers}: {own} by our kernels, {other}"
+
+
+class _Counts(NamedTuple):
+    """Numbers of decoder layers, by who computes them."""
+
+    own: int
+    halves: int
+    """One half is ours."""
+    modules: int
+
+    def plus(self, other: _Counts) -> _Counts:
+        return _Counts(*map(sum, zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnCompute:
     """The parts of the whole model that our kernels compute."""
 
-    num_own: int
-    """Of the decoder's layers."""
+    layers: _Counts
     reasons: tuple[WhyNot, ...]
     head: BuiltHead | None
     """Of this process; None where its chunks have none, or the model's own runs."""
@@ -71,27 +100,23 @@ class OwnCompute:
     """Those that tensor-parallel ranks agree on, round by round."""
 
     @property
-    def num_modules(self) -> int:
-        """Number of layers that run by Megatron's modules."""
-        return sum(len(why.layers) for why in self.reasons)
-
-    @property
     def has_own_head(self) -> bool:
         """True if our kernels compute the head, on whichever stage it is."""
-        return all(why.layers for why in self.reasons)
+        return all(why.half != "head" for why in self.reasons)
 
     @property
     def line(self) -> str:
         """One line for the log."""
         head = "ours" if self.has_own_head else "Megatron's"
-        total = self.num_own + self.num_modules
-        line = f"base: {self.num_own} of {total} layers by our kernels, head by {head}"
-        return "; ".join([line, *map(str, self.reasons)])
+        own, halves, _ = self.layers
+        line = f"base: {own} of {sum(self.layers)} layers by our kernels"
+        line += f", {halves} in one half" if halves else ""
+        return "; ".join([f"{line}, head by {head}", *map(str, self.reasons)])
 
     def summary(self) -> dict[str, Any]:
         """Plain values for `summary.json`."""
         return {
-            "layers": {"own": self.num_own, "modules": self.num_modules},
+            "layers": self.layers._asdict(),
             "head": "own" if self.has_own_head else "modules",
             "reasons": [*map(str, self.reasons), *self.late.found],
         }
@@ -117,20 +142,20 @@ def use_own_compute(
     forced = f"{VARIABLE} is modules" if _agreed_choice() == "modules" else None
     models = language_models(chunks)
     late = LateReasons(logger.warning)
-    num_own, reasons = 0, []
+    counts, reasons = _Counts(0, 0, 0), []
     if forced is None:
         _prepare_te_linears(models[0].config, linears)
     for model in models:
-        found = _use_in_layers(model, forced, late)
-        num_own += len(model.decoder.layers) - sum(len(why.layers) for why in found)
-        reasons += found
+        found, why_not = _use_in_layers(model, forced, late)
+        counts = counts.plus(found)
+        reasons += why_not
     why_not = _why_not_head(models[-1], forced)
     reasons += why_not
     head = None
     if models[-1].post_process and not why_not:
         head = BuiltHead(models[-1], vocab_size, groups, late.add_head)
     parts = AgreedParts(models, head, groups)
-    compute = OwnCompute(num_own=num_own, reasons=tuple(reasons), head=head, late=late, parts=parts)
+    compute = OwnCompute(layers=counts, reasons=tuple(reasons), head=head, late=late, parts=parts)
     compute = _whole_model(compute, groups)
     if groups.is_writer:
         logger.info("%s", compute.line)
@@ -152,29 +177,44 @@ def _agreed_choice() -> str:
 
 def _prepare_te_linears(config: Any, linears: Sequence[tuple[Site, nn.Module]]) -> None:
     """Gives Transformer Engine's linears a product of ours, beside the one that they compute."""
-    if why_not_config(config, LAYER) is None:
+    if None in [why_not_config(config, LAYER, half) for half in HALVES]:
         for _, linear in linears:
             if is_te_linear(linear):
                 make_multi_adapter(linear, TEProductMixin)
 
 
-def _use_in_layers(model: Any, forced: str | None, late: LateReasons) -> list[WhyNot]:
-    config = model.config
-    obstacle = forced or why_not_config(config, LAYER) or why_not_fp8_layers(config)
-    obstacle = obstacle or _why_not_rotary(model)
-    rotary = None if obstacle else BuiltRotary(model.rotary_pos_emb)
-    by_reason: dict[str, list[int]] = {}
+def _use_in_layers(
+    model: Any, forced: str | None, late: LateReasons
+) -> tuple[_Counts, list[WhyNot]]:
+    obstacles = _obstacles(model, forced)
+    rotary = None if obstacles["attention"] else _rotary(model)
+    counts = dict.fromkeys(_Counts._fields, 0)
+    by_reason: dict[tuple[Half | None, str], list[int]] = {}
     for layer in model.decoder.layers:
-        reason = obstacle or why_not_plain(layer)
-        if reason is not None:
-            by_reason.setdefault(reason, []).append(layer.layer_number - 1)
-        elif rotary is not None:
-            make_plain(layer, rotary, late)
-    times = _times_of_layers(model)
-    return [
-        WhyNot(layers=tuple(numbers), reason=reason, times_step=times)
-        for reason, numbers in by_reason.items()
+        found = {half: obstacles[half] or why_not_half(layer, half) for half in halves_of(layer)}
+        own = [half for half, reason in found.items() if reason is None]
+        if own:
+            make_plain(layer, own, rotary, late)
+        left = [(half, reason) for half, reason in found.items() if reason is not None]
+        if not found:
+            left = [(HALVES[0], forced or f"a {built_class(layer).__name__} is another layer")]
+        counts["halves" if own and left else "own" if own else "modules"] += 1
+        for half, reason in left[:1]:
+            key = half if own else None, reason
+            by_reason.setdefault(key, []).append(layer.layer_number - 1)
+    return _Counts(**counts), [
+        WhyNot(layers=tuple(numbers), half=half, reason=reason, times_step=_times(model, half))
+        for (half, reason), numbers in by_reason.items()
     ]
+
+
+def _obstacles(model: Any, forced: str | None) -> dict[Half, str | None]:
+    """What of the whole model keeps halves of its layers with the modules."""
+    config = model.config
+    fp8 = why_not_fp8_layers(config)
+    found = {half: forced or why_not_config(config, LAYER, half) or fp8 for half in HALVES}
+    found["attention"] = found["attention"] or _why_not_rotary(model)
+    return found
 
 
 def why_not_fp8_layers(config: Any) -> str | None:
@@ -210,46 +250,59 @@ def _tell_of_scales(config: Any) -> None:
 def _why_not_rotary(model: Any) -> str | None:
     kind = model.position_embedding_type
     rotary = getattr(model, "rotary_pos_emb", None)
-    if kind != "rope" or not isinstance(rotary, DocumentRotaryEmbedding):
+    if kind not in ("rope", "yarn") or not isinstance(rotary, DocumentRotaryEmbedding):
         return f"position_embedding_type is {kind}"
     if 2 * rotary.inv_freq.numel() != model.config.kv_channels:
         return "heads are rotated in part"
     return None
 
 
+def _rotary(model: Any) -> BuiltRotary:
+    # Attention takes the factor from the config, whatever kind of embedding there is.
+    factor = _yarn_get_concentration_factor_from_config(model.config)
+    return BuiltRotary(model.rotary_pos_emb, factor)
+
+
 def _why_not_head(model: Any, forced: str | None) -> list[WhyNot]:
     reason = (forced or why_not_head(model)) if model.post_process else None
     # Logits, their fp32 copies and the loss of all rows: 12 to 25 ms of 445 on an H200 (8B).
-    return [] if reason is None else [WhyNot(layers=(), reason=reason, times_step=1.04)]
+    head = WhyNot(layers=(), half="head", reason=reason or "", times_step=1.04)
+    return [] if reason is None else [head]
 
 
-def _times_of_layers(model: Any) -> float | None:
-    """Estimates from the kernels that modules launch beside ours: 8B shapes, H200, bf16."""
+def _times(model: Any, half: Half | None) -> float | None:
+    """Estimates from the kernels that modules launch beside ours: 8B shapes, H200, bf16.
+
+    Args:
+        half: that runs by modules; None = the whole layer.
+    """
     config = model.config
     if config.fp8 or config.params_dtype.itemsize != 2:
         return None
-    linears = {is_te_linear(module) for module in model.decoder.modules()}
-    times = 1.08 if True in linears else 1.02
+    is_te = any(is_te_linear(module) for module in model.decoder.modules())
+    attention, mlp = (0.03, 0.05) if is_te else (0.015, 0.005)
+    if not config.apply_rope_fusion:
+        attention += 0.04
     if not config.bias_activation_fusion:
-        times += 0.08
-    return times if config.apply_rope_fusion else times + 0.04
+        mlp += 0.08
+    parts = {"attention": attention, "mlp": mlp}
+    return 1 + (sum(parts.values()) if half is None else parts[half])
 
 
 def _whole_model(compute: OwnCompute, groups: ParallelGroups) -> OwnCompute:
     """Adds up the stages; collective over the world."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (groups.pp_rank, compute.num_own, compute.reasons))
+    dist.all_gather_object(found, (groups.pp_rank, compute.layers, compute.reasons))
     stages = {stage: parts for stage, *parts in reversed(found)}
-    by_reason: dict[tuple[bool, str], WhyNot] = {}
-    for _, reasons in (stages[stage] for stage in sorted(stages)):
+    counts = _Counts(0, 0, 0)
+    merged: dict[tuple[str | None, str], WhyNot] = {}
+    for layers, reasons in (stages[stage] for stage in sorted(stages)):
+        counts = counts.plus(layers)
         for why in reasons:
-            key = (bool(why.layers), why.reason)
-            layers = (*by_reason[key].layers, *why.layers) if key in by_reason else why.layers
-            by_reason[key] = WhyNot(
-                layers=tuple(sorted(layers)), reason=why.reason, times_step=why.times_step
-            )
-    num_own = sum(num_own for num_own, _ in stages.values())
-    return replace(compute, num_own=num_own, reasons=tuple(by_reason.values()))
+            before = merged.get((why.half, why.reason))
+            numbers = {*why.layers, *(before.layers if before else ())}
+            merged[why.half, why.reason] = replace(why, layers=tuple(sorted(numbers)))
+    return replace(compute, layers=counts, reasons=tuple(merged.values()))
 
 
 def _spans(numbers: Sequence[int]) -> str:

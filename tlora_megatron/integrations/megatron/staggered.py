@@ -315,8 +315,8 @@ def _arguments_alone(
 ) -> list[dict[str, Any]]:
     """Returns the block's arguments for each nano-batch as a micro-batch of its own."""
     split, angles = _split_arguments(arguments, view), arguments.get("rotary_pos_emb")
-    for rotary in {x.tlora_rotary for x in block.layers if hasattr(x, "tlora_rotary")}:
-        if rotary.gives(angles, view):
+    for rotary in {getattr(layer, "tlora_rotary", None) for layer in block.layers}:
+        if rotary is not None and rotary.gives(angles, view):
             for nano, own in zip(view.nano_views, split, strict=True):
                 own["rotary_pos_emb"] = rotary.angles(nano)
     return split

@@ -13,7 +13,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.agreed_parts import AgreedParts
-from tlora_megatron.integrations.megatron.built_head import BuiltHead, Targets, use_targets
+from tlora_megatron.integrations.megatron.built_head import (
+    BuiltHead,
+    Targets,
+    has_targets,
+    use_targets,
+)
 from tlora_megatron.integrations.megatron.built_model import language_models
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.vocabulary_head import VocabularyShard, vocab_parallel_argmax
@@ -188,6 +193,8 @@ class MegatronLmEngine:
 
     def _mask_padding(self, module: nn.Module, args: Any, output: tuple[Tensor, Any]) -> None:
         """Sets logits of the vocabulary's padding to the least value of their dtype."""
+        if has_targets():
+            return
         logits = output[0]
         columns = logits.shape[-1]
         valid = max(0, min(columns, self.vocab_size - self.groups.tp_rank * columns))
@@ -196,8 +203,8 @@ class MegatronLmEngine:
 
 
 def _scored(batch: PackedBatch, scores: Tensor) -> tuple[Any, ...]:
-    """Takes losses and right first choices from what a head has returned, `[2, T]`."""
-    losses_T, right_T = scores[0] * batch.weights, scores[1] > 0
+    """Takes losses and right first choices from what a head has returned, `[1, T, 2]`."""
+    losses_T, right_T = scores[0, :, 0] * batch.weights, scores[0, :, 1] > 0
     return losses_T.sum(), _ONE, {"losses": losses_T, "right": right_T}
 
 

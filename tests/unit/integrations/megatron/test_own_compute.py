@@ -24,6 +24,7 @@ from tests.helpers.built_model import (
 )
 from tests.helpers.one_process import one_process_groups
 from tests.helpers.user_models import SPEC, build_user_gpt
+from tlora_megatron.integrations.megatron import recompute
 from tlora_megatron.integrations.megatron.built_head import Targets, use_targets
 from tlora_megatron.integrations.megatron.built_model import freeze
 from tlora_megatron.integrations.megatron.discover import discover
@@ -69,6 +70,7 @@ class Case:
         groups: ParallelGroups,
         *,
         own: bool = True,
+        vocab_size: int = SPEC.vocab_size,
         change: Callable[[Any], Any] = lambda model: None,
         **options: Any,
     ) -> None:
@@ -76,14 +78,13 @@ class Case:
         self.chunks = build_user_gpt(torch_norms=True, **options)
         self.model: Any = self.chunks[0]
         freeze(self.chunks)
+        recompute.install()
         install_packed_attention(self.chunks)
         linears = discover(self.chunks, SPEC, groups)
         change(self.model)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TLORA_FLAG_COMPUTE", "own" if own else "modules")
-            self.compute: OwnCompute = use_own_compute(
-                self.chunks, linears, groups, SPEC.vocab_size
-            )
+            self.compute: OwnCompute = use_own_compute(self.chunks, linears, groups, vocab_size)
         sites = [site for site, _ in linears]
         self.bank = AdapterBank(sites, LORAS, dtype=torch.float32, device=groups.device)
         attach(linears, self.bank)
@@ -138,7 +139,7 @@ def test_kernels_compute_what_modules_do(
     assert len(num_run) == NUM_LAYERS * len(PACKINGS)
     assert case.compute.line == "base: 4 of 4 layers by our kernels, head by ours"
     assert case.compute.summary() == {
-        "layers": {"own": 4, "modules": 0},
+        "layers": {"own": 4, "halves": 0, "modules": 0},
         "head": "own",
         "reasons": [],
     }
@@ -156,7 +157,7 @@ def test_a_base_that_is_scored_before_it_has_adapters(
         expected = chunks[0](*args)
         compute = use_own_compute(chunks, linears, groups, SPEC.vocab_size)
         assert torch.equal(chunks[0](*args), expected)
-    assert (compute.num_own, num_run, compute.late.found, caplog.records) == (4, [], [], [])
+    assert (compute.layers.own, num_run, compute.late.found, caplog.records) == (4, [], [], [])
 
 
 @pytest.mark.parametrize("modules", [["layernorm"], ["layernorm", "mlp"]], ids="+".join)
@@ -231,11 +232,11 @@ def test_what_is_not_plain_runs_by_its_modules(groups: ParallelGroups, num_run: 
 
     case = Case(groups, change=change)
     assert case.compute.line == (
-        "base: 1 of 4 layers by our kernels, head by ours; layers 0-1, 3 by Megatron's modules: "
-        "a OtherMLP is no MLP"
+        "base: 1 of 4 layers by our kernels, 3 in one half, head by ours; layers 0-1, 3: "
+        "attention by our kernels, MLP by Megatron's modules: a OtherMLP is no MLP"
     )
     assert_same(case.results(), Case(groups, own=False).results())
-    assert len(num_run) == len(PACKINGS)
+    assert len(num_run) == NUM_LAYERS * len(PACKINGS)
 
 
 @pytest.mark.parametrize(
@@ -243,8 +244,6 @@ def test_what_is_not_plain_runs_by_its_modules(groups: ParallelGroups, num_run: 
     [
         ({"qk_l2_norm": True}, "qk_l2_norm is True: our kernels do not compute it yet"),
         ({"fp32_residual_connection": True}, "fp32_residual_connection is True"),
-        ({"rope": "yarn"}, "position_embedding_type is yarn"),
-        ({"rope": "interleaved"}, "rotary_interleaved is True"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -252,7 +251,7 @@ def test_settings_that_keep_the_modules(
     options: dict[str, Any], reason: str, groups: ParallelGroups
 ) -> None:
     case = Case(groups, **options)
-    assert case.compute.num_own == 0
+    assert case.compute.layers.own == 0
     assert reason in case.compute.line
 
 
@@ -272,9 +271,10 @@ def test_a_hook_that_comes_later_is_called_and_told_once(
         assert_same(case.results(), expected)
         assert_same(case.results(), expected)
     assert len(seen) == 2 * num_batches
-    assert len(num_run) == 2 * num_batches * (NUM_LAYERS - 1)
+    assert len(num_run) == 2 * num_batches * NUM_LAYERS, "attention is by our kernels still"
     (record,) = caplog.records
-    assert record.message.startswith("layer 2 runs by Megatron's modules: the hook test_a_hook")
+    told = "layer 2 runs its MLP by Megatron's modules: the hook test_a_hook"
+    assert record.message.startswith(told)
     assert record.message.endswith("hook_of_a_user waits for ColumnParallelLinear")
     assert case.compute.summary()["reasons"] == [record.message.partition("modules: ")[2]]
     handle.remove()
@@ -308,7 +308,7 @@ def test_another_argument_runs_the_modules(groups: ParallelGroups, num_run: list
         own = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles)[0]
         assert len(num_run) == 1
         other = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles * 1)[0]
-    assert len(num_run) == 1
+    assert len(num_run) == 2, "the MLP is by our kernels still"
     close(own, other)
     assert case.compute.late.found == ["it is given other rotary_pos_emb than the micro-batch's"]
 
@@ -316,24 +316,27 @@ def test_another_argument_runs_the_modules(groups: ParallelGroups, num_run: list
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_targets", [0, 5])
 def test_the_head_alone(num_targets: int, tied: bool, groups: ParallelGroups) -> None:
-    case = Case(groups)
+    vocab_size = SPEC.vocab_size - 7  # further columns are padding
+    case = Case(groups, vocab_size=vocab_size)
     if tied:
         case.model.share_embeddings_and_output_weights = True
         case.model.output_layer.weight = None
     batch = packed_batch(0)
-    rows = torch.arange(num_targets) * 3
+    rows, labels = torch.arange(num_targets) * 3, batch.labels % vocab_size
     args = (batch.tokens[None], None, None)
     with use_micro_batch(batch.view), torch.no_grad():
-        logits = case.model(*args)[0]
-        expected = nn.functional.cross_entropy(logits[rows], batch.labels[rows], reduction="none")
-        with use_targets(Targets(rows, batch.labels, scores=True)):
-            losses, right = case.model(*args)
-        with use_targets(Targets(rows, batch.labels, scores=False)):
-            (same,) = case.model(*args, labels=batch.labels[None])
+        logits = case.model(*args)[0][:, :vocab_size]
+        expected = nn.functional.cross_entropy(logits[rows], labels[rows], reduction="none")
+        with use_targets(Targets(rows, labels, scores=True)):
+            losses, right = case.model(*args)[0].unbind(-1)
+    with use_micro_batch(batch.view), use_targets(Targets(rows, labels, scores=False)):
+        (same,) = case.model(*args, labels=labels[None])
+        same.sum().backward()
     close(losses[rows], expected)
-    close(same, losses)
-    assert torch.equal(right[rows] > 0, logits[rows].argmax(-1) == batch.labels[rows])
+    close(same.detach(), losses)
+    assert torch.equal(right[rows] > 0, logits[rows].argmax(-1) == labels[rows])
     assert losses.count_nonzero() == num_targets
+    assert any(a.slab.grad.any() for a in case.bank.adapters) == (num_targets > 0)
 
 
 def test_a_head_that_is_not_plain(groups: ParallelGroups) -> None:

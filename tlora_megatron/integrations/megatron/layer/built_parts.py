@@ -92,8 +92,9 @@ def head_norm_modules(attention: Any) -> tuple[Any, Any]:
 class AnglesOfDocuments(Protocol):
     """`packed_attention.DocumentRotaryEmbedding`."""
 
-    def of_view(self, view: MicroBatchView) -> Tensor:
-        """Returns angles `[T, 1, 1, D]` of this rank's rows, the same tensor at every call."""
+    def of_view(self, view: MicroBatchView) -> Any:
+        """Returns angles `[T, 1, 1, D]` of this rank's rows, the same tensor at every call; YaRN's
+        come with a factor."""
         ...
 
 
@@ -102,10 +103,12 @@ class BuiltRotary:
 
     Args:
         embedding: the model's, whose positions restart at every document.
+        factor: of cosine and sine, which Megatron's attention takes from its config (YaRN).
     """
 
-    def __init__(self, embedding: AnglesOfDocuments) -> None:
+    def __init__(self, embedding: AnglesOfDocuments, factor: float = 1.0) -> None:
         self._embedding = embedding
+        self._factor = factor
 
     def cos_sin(self, like: Tensor, micro_batch: MicroBatchView) -> tuple[Tensor, Tensor]:
         """Returns cosine and sine of the local rows, `[T, D]`.
@@ -116,14 +119,16 @@ class BuiltRotary:
 
         def make() -> tuple[BuiltRotary, Tensor, Tensor]:
             angles_TD = self.angles(micro_batch).flatten(1).float()
+            cos_TD, sin_TD = angles_TD.cos() * self._factor, angles_TD.sin() * self._factor
             # Kept with what it is of: an id is given again.
-            return self, angles_TD.cos().to(dtype), angles_TD.sin().to(dtype)
+            return self, cos_TD.to(dtype), sin_TD.to(dtype)
 
         return micro_batch.cached(f"cosines of {id(self)}: {dtype}", make)[1:]
 
     def angles(self, micro_batch: MicroBatchView) -> Tensor:
         """Returns what the embedding gives for the micro-batch, the same tensor at every call."""
-        return self._embedding.of_view(micro_batch)
+        found = self._embedding.of_view(micro_batch)
+        return found[0] if isinstance(found, tuple) else found
 
     def gives(self, angles: Tensor | None, micro_batch: MicroBatchView) -> bool:
         """True if a layer's argument is what the embedding gives for the micro-batch."""

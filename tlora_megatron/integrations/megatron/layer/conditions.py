@@ -7,7 +7,7 @@ with the modules. A field that a version lacks has its first value there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.nn.functional as F
 
@@ -25,6 +25,8 @@ class Condition(NamedTuple):
     why: str = _ARITHMETIC
     since: tuple[int, int] = (0, 16)
     """The first megatron-core that has the field."""
+    half: Literal["attention", "mlp"] | None = None
+    """The half of a layer that it is about; None = both, or the head."""
 
 
 LAYER: tuple[Condition, ...] = (
@@ -37,31 +39,33 @@ LAYER: tuple[Condition, ...] = (
     Condition("use_transformer_engine_op_fuser", (False,), _TE_INSIDE, (0, 18)),
     Condition("batch_invariant_mode", (False,), "it asks for kernels of its own"),
     Condition("fp32_residual_connection", (False,), _NOT_YET),
-    Condition("qk_l2_norm", (False,), _NOT_YET),
+    Condition("qk_l2_norm", (False,), _NOT_YET, half="attention"),
     Condition("normalization", ("RMSNorm",)),
     Condition("fused_residual_rmsnorm", (False,), "its norm returns the residual", (0, 17)),
-    Condition("activation_func", (F.silu,)),
-    Condition("gated_linear_unit", (True,)),
-    Condition("activation_func_clamp_value", (None,)),
-    Condition("glu_linear_offset", (0.0,)),
-    Condition("use_te_activation_func", (False,), "it is Transformer Engine's"),
-    Condition("activation_func_fp8_input_store", (False,), "its input is kept in FP8"),
-    Condition("use_fused_weighted_squared_relu", (False,)),
-    Condition("use_grouped_gemm_for_dense_mlp", (False,), "it is another GEMM", (0, 18)),
-    Condition("mlp_chunks_for_training", (1, 0), "MLPs run in chunks", (0, 18)),
+    Condition("activation_func", (F.silu,), half="mlp"),
+    Condition("gated_linear_unit", (True,), half="mlp"),
+    Condition("activation_func_clamp_value", (None,), half="mlp"),
+    Condition("glu_linear_offset", (0.0,), half="mlp"),
+    Condition("use_te_activation_func", (False,), "it is Transformer Engine's", half="mlp"),
+    Condition("activation_func_fp8_input_store", (False,), "its input is kept in FP8", half="mlp"),
+    Condition("use_fused_weighted_squared_relu", (False,), half="mlp"),
+    Condition(
+        "use_grouped_gemm_for_dense_mlp", (False,), "it is another GEMM", (0, 18), half="mlp"
+    ),
+    Condition("mlp_chunks_for_training", (1, 0), "MLPs run in chunks", (0, 18), half="mlp"),
     Condition("add_bias_linear", (False,)),
     Condition("hidden_dropout", (0.0,)),
-    Condition("attention_dropout", (0.0,)),
-    Condition("multi_latent_attention", (False,)),
-    Condition("attention_output_gate", (False,)),
-    Condition("experimental_attention_variant", (None,)),
-    Condition("softmax_type", ("vanilla",)),
-    Condition("window_size", (None,)),
-    Condition("qk_clip", (False,)),
-    Condition("apply_query_key_layer_scaling", (False,)),
-    Condition("rotary_interleaved", (False,)),
-    Condition("no_rope_freq", (None,)),
-    Condition("fused_single_qkv_rope", (False,), "it is Transformer Engine's"),
+    Condition("attention_dropout", (0.0,), half="attention"),
+    Condition("multi_latent_attention", (False,), half="attention"),
+    Condition("attention_output_gate", (False,), half="attention"),
+    Condition("experimental_attention_variant", (None,), half="attention"),
+    Condition("softmax_type", ("vanilla",), half="attention"),
+    Condition("window_size", (None,), half="attention"),
+    Condition("qk_clip", (False,), half="attention"),
+    Condition("apply_query_key_layer_scaling", (False,), half="attention"),
+    Condition("rotary_interleaved", (False,), half="attention"),
+    Condition("no_rope_freq", (None,), half="attention"),
+    Condition("fused_single_qkv_rope", (False,), "it is Transformer Engine's", half="attention"),
     Condition("apply_residual_connection_post_layernorm", (False,)),
     Condition("enable_mhc_connections", (False,), since=(0, 20)),
     Condition("use_mup", (False,), since=(0, 17)),
@@ -73,7 +77,7 @@ LAYER: tuple[Condition, ...] = (
 
 FP8: tuple[Condition, ...] = (
     Condition("disable_parameter_transpose_cache", (False,), "FP8 weights are kept by columns too"),
-    Condition("fp8_quantizer_factory", (None,), "its quantisers are not known", (0, 18)),
+    Condition("fp8_quantizer_factory", (None,), "its quantisers are not known"),
 )
 """Of decoder layers with FP8, beside those of all."""
 
@@ -87,9 +91,17 @@ HEAD: tuple[Condition, ...] = (
 """Of the output layer and the loss."""
 
 
-def why_not_config(config: Any, conditions: Sequence[Condition]) -> str | None:
-    """Returns the first field with another value, and why that matters; None if all hold."""
-    for field, allowed, why, _ in conditions:
+def why_not_config(
+    config: Any, conditions: Sequence[Condition], half: str | None = None
+) -> str | None:
+    """Returns the first field with another value, and why that matters; None if all hold.
+
+    Args:
+        half: of a layer; None = both.
+    """
+    for field, allowed, why, _, about in conditions:
+        if half is not None and about not in (half, None):
+            continue
         value = getattr(config, field, allowed[0])
         if value not in allowed:
             return f"{field} is {_show(value)}: {why}"

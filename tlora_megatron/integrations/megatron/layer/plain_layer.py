@@ -1,21 +1,25 @@
 """A decoder layer that someone else built, computed by our kernels where it is plain.
 
 The built modules keep weights, names and checkpoints. The layer gets a class made of its own and
-`PlainLayer`, whose forward calls the kernels on those weights; whatever they do not compute in a
-call, because something waits for a module or an argument is another one, runs the modules.
+`PlainLayer`, which calls the kernels on those weights: for the whole layer, or for its attention or
+its MLP where the other half is not plain. Whatever they do not compute in a call, because something
+waits for a module or an argument is another one, runs the modules.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.layer.built_parts import (
@@ -47,21 +51,62 @@ from tlora_megatron.ops.frozen.swiglu import swiglu_vjp
 from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.nano.lanes import Lane, current_lane
 
-_RESIDUAL = ("_input_layernorm_returns_residual", "_pre_mlp_layernorm_returns_residual")
+Half = Literal["attention", "mlp"]
+HALVES: tuple[Half, ...] = ("attention", "mlp")
+
+
+class _Names(NamedTuple):
+    """What a layer calls the parts of a half, and what they must be."""
+
+    text: str
+    module: str
+    kind: type
+    norm: str
+    bda: str
+    layers: tuple[type, ...]
+    """Classes of layers whose half is computed as in a TransformerLayer."""
+    recomputes_norm: str
+    """The layer's attribute that says so, as the next one does."""
+    norm_returns_residual: str
+
+
+_NAMES: Mapping[Half, _Names] = {
+    "attention": _Names(
+        "attention",
+        "self_attention",
+        SelfAttention,
+        "input_layernorm",
+        "self_attn_bda",
+        (TransformerLayer, MoETransformerLayer),
+        "recompute_input_layernorm",
+        "_input_layernorm_returns_residual",
+    ),
+    "mlp": _Names(
+        "MLP",
+        "mlp",
+        MLP,
+        "pre_mlp_layernorm",
+        "mlp_bda",
+        (TransformerLayer, MLPLayer),
+        "recompute_pre_mlp_layernorm",
+        "_pre_mlp_layernorm_returns_residual",
+    ),
+}
 
 
 class LateReasons:
-    """Why layers that are plain have run by their modules after all; each is told once."""
+    """Why parts that are plain have run by their modules after all; each is told once."""
 
     def __init__(self, tell: Any) -> None:
         self._tell = tell
         self.found: list[str] = []
 
-    def add(self, layer: Any, reason: str) -> None:
+    def add(self, layer: Any, reason: str, half: Half) -> None:
         """Notes a reason; the layer of the first call stands for all."""
         if reason not in self.found:
             self.found.append(reason)
-            self._tell(f"layer {layer.layer_number - 1} runs by Megatron's modules: {reason}")
+            what, number = _NAMES[half].text, layer.layer_number - 1
+            self._tell(f"layer {number} runs its {what} by Megatron's modules: {reason}")
 
     def add_head(self, reason: str) -> None:
         """Notes a reason of the head."""
@@ -70,91 +115,170 @@ class LateReasons:
             self._tell(f"the head runs by Megatron's modules: {reason}")
 
 
-class PlainLayer(TransformerLayer):
-    """Mixin of a layer that `why_not_plain` has found nothing against."""
+class _Part(NamedTuple):
+    """A half of a layer, computed by our kernels."""
 
+    sublayer: FrozenSublayer
+    modules: tuple[nn.Module, ...]
+    """Those whose forward is not called, the layer among them."""
+    rotary: BuiltRotary | None
+    """None for an MLP."""
+
+
+class PlainLayer(TransformerLayer):
+    """Mixin of a layer in whose halves, or one of them, `why_not_half` has found nothing.
+
+    Megatron's `forward` calls `_forward_attention` and `_forward_mlp`, in every version.
+    """
+
+    tlora_parts: Mapping[Half, _Part]
+    """The plain halves."""
     tlora_sublayers: Sequence[FrozenSublayer]
-    tlora_modules: tuple[nn.Module, ...]
-    """Those whose forward is not called."""
-    tlora_rotary: BuiltRotary
+    """All that the layer computes; empty where a half is not plain."""
     tlora_late: LateReasons
-    tlora_agreed: bool | None = None
-    """What the tensor-parallel ranks have agreed on (`AgreedParts`); None = this one decides."""
+    tlora_agreed: dict[Half, bool]
+    """What the tensor-parallel ranks have agreed on (`AgreedParts`); empty = this one decides."""
 
     @property
-    def may_run_direct(self) -> bool:
-        """True if nothing on this rank keeps the layer from running by its sublayers now."""
-        return runs_direct(self.tlora_modules, self.tlora_sublayers)
+    def tlora_rotary(self) -> BuiltRotary | None:
+        """The rotation of heads by our kernels."""
+        attention = self.tlora_parts.get("attention")
+        return None if attention is None else attention.rotary
 
     @property
     def direct_sublayers(self) -> Sequence[FrozenSublayer]:
-        """The layer's sublayers if it may run by them now, otherwise none."""
-        agreed = self.tlora_agreed
-        if self.may_run_direct if agreed is None else agreed and not packs_saved_tensors():
-            return self.tlora_sublayers
-        reason = _why_not_now(self.tlora_modules)
-        if reason is None and self.may_run_direct:
+        """The layer's sublayers if all of it may run by them now, otherwise none."""
+        return self.tlora_sublayers if all(map(self.runs_now, self.tlora_parts)) else ()
+
+    def may_run(self, half: Half) -> bool:
+        """Returns True if nothing on this rank keeps a half from running by our kernels now."""
+        part = self.tlora_parts.get(half)
+        return part is not None and runs_direct(part.modules, (part.sublayer,))
+
+    def runs_now(self, half: Half) -> bool:
+        """Returns True if a plain half may run by our kernels now; tells why it may not."""
+        agreed = self.tlora_agreed.get(half)
+        if self.may_run(half) if agreed is None else agreed and not packs_saved_tensors():
+            return True
+        reason = _why_not_now(self.tlora_parts[half].modules)
+        if reason is None and self.may_run(half):
             reason = "something waits for its modules on another tensor-parallel rank"
         if reason is not None:
-            self.tlora_late.add(self, reason)
-        return ()
+            self.tlora_late.add(self, reason, half)
+        return False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`[T, 1, H]` to the same, and no context."""
-        view = current_micro_batch()
-        if current_lane() is None and view is not None and not view.nano_views:
-            hidden = self._only_hidden(args, kwargs, view)
-            sublayers = () if hidden is None else self.direct_sublayers
-            if hidden is not None and sublayers:
-                return run_layer(sublayers, hidden, view), None
+        if self.tlora_sublayers:
+            out = self._by_kernels(tuple(self.tlora_parts), args, kwargs)
+            if out is not None:
+                return out, None
         return super().forward(*args, **kwargs)
 
-    def _only_hidden(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], view: MicroBatchView
+    def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:
+        out = self._by_kernels(("attention",), args, kwargs)
+        return super()._forward_attention(*args, **kwargs) if out is None else (out, None)
+
+    def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:
+        out = self._by_kernels(("mlp",), args, kwargs)
+        return super()._forward_mlp(*args, **kwargs) if out is None else out
+
+    def _by_kernels(
+        self, halves: tuple[Half, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
-        """Returns the hidden states; None if there is an argument that kernels do not heed."""
-        given = dict(kwargs)
-        hidden = args[0] if args else given.pop("hidden_states", None)
-        angles = given.pop("rotary_pos_emb", None)
-        others = [name for name, value in given.items() if value is not None and value is not False]
-        if len(args) > 1:
-            others.append("positional arguments")
-        if not others and self.tlora_rotary.gives(angles, view):
-            return hidden
-        names = ", ".join(others) or "other rotary_pos_emb than the micro-batch's"
-        self.tlora_late.add(self, f"it is given {names}")
+        """Returns the `[T, 1, H]` behind some halves; None where modules must run."""
+        view = current_micro_batch()
+        if current_lane() is not None or view is None or view.nano_views:
+            return None
+        parts = [self.tlora_parts[half] for half in halves if half in self.tlora_parts]
+        if not parts:
+            return None
+        hidden, others = _only_hidden(args, kwargs, view, parts[0].rotary)
+        if others:
+            self.tlora_late.add(self, f"it is given {', '.join(others)}", halves[0])
+        elif all(map(self.runs_now, halves)):
+            return run_layer([part.sublayer for part in parts], hidden, view)
         return None
 
 
-def make_plain(layer: Any, rotary: BuiltRotary, late: LateReasons) -> None:
-    """Turns a layer for which `why_not_plain` gives None into a `PlainLayer`, in place."""
+def _only_hidden(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    view: MicroBatchView,
+    rotary: BuiltRotary | None,
+) -> tuple[Any, Sequence[str]]:
+    """Returns the hidden states, and names of arguments that kernels do not heed."""
+    given = dict(kwargs)
+    hidden = args[0] if args else given.pop("hidden_states", None)
+    angles = given.pop("rotary_pos_emb", None)
+    others = [name for name, value in given.items() if value is not None and value is not False]
+    if any(value is not None for value in args[1:]):
+        others.append("positional arguments")
+    if rotary is not None and not rotary.gives(angles, view):
+        others.append("other rotary_pos_emb than the micro-batch's")
+    return hidden, others
+
+
+def make_plain(
+    layer: Any, halves: Sequence[Half], rotary: BuiltRotary | None, late: LateReasons
+) -> None:
+    """Turns a layer into a `PlainLayer`, in place.
+
+    Args:
+        halves: those for which `why_not_half` gives None.
+        rotary: of the model; None where no attention is among them.
+    """
     # No attributes that torch would register.
-    object.__setattr__(layer, "tlora_rotary", rotary)
-    object.__setattr__(layer, "tlora_late", late)
-    object.__setattr__(layer, "tlora_modules", tuple(layer.modules()))
-    object.__setattr__(layer, "tlora_sublayers", _sublayers(layer, rotary))
+    parts = {half: _part(layer, half, rotary) for half in halves}
+    is_whole = tuple(halves) == halves_of(layer)
+    values = {
+        "tlora_late": late,
+        "tlora_parts": parts,
+        "tlora_sublayers": tuple(part.sublayer for part in parts.values()) if is_whole else (),
+        "tlora_agreed": {},
+    }
+    for name, value in values.items():
+        object.__setattr__(layer, name, value)
     mix(PlainLayer, layer)
 
 
-def why_not_plain(layer: Any) -> str | None:
-    """Returns the first thing about a built layer that our kernels do not compute, or None.
+def halves_of(layer: Any) -> tuple[Half, ...]:
+    """Returns the halves that a layer has: one in HybridModel, none if it is of another kind."""
+    if not isinstance(layer, TransformerLayer):
+        return ()
+    return tuple(half for half in HALVES if not _is_empty(layer, _NAMES[half]))
+
+
+def _is_empty(layer: Any, names: _Names) -> bool:
+    parts = (getattr(layer, name) for name in (names.module, names.norm, names.bda))
+    return all(isinstance(part, IdentityOp | IdentityFuncOp) for part in parts)
+
+
+def why_not_half(layer: Any, half: Half) -> str | None:
+    """Returns the first thing about half a built layer that our kernels do not compute, or None.
 
     Settings of the whole model are looked at by `conditions.why_not_config`.
     """
-    kinds = ((layer, TransformerLayer), (layer.self_attention, SelfAttention), (layer.mlp, MLP))
-    for module, kind in kinds:
-        if built_class(module) is not kind:
-            return f"a {built_class(module).__name__} is no {kind.__name__}"
+    names = _NAMES[half]
+    module = getattr(layer, names.module)
+    if isinstance(module, BaseMoELayer):
+        return "experts"
+    for found, kinds in ((layer, names.layers), (module, (names.kind,))):
+        if built_class(found) not in kinds:
+            return f"a {built_class(found).__name__} is no {kinds[0].__name__}"
+    if getattr(layer, names.norm_returns_residual, False):
+        return f"{names.norm_returns_residual.lstrip('_')} is True"
+    if getattr(layer, names.bda) is not get_bias_dropout_add:
+        return f"{names.bda} is not Megatron's own"
+    reason = _why_not_attention(layer) if half == "attention" else None
+    return reason or _why_not_linears(layer, half)
+
+
+def _why_not_attention(layer: Any) -> str | None:
     for name in ("cross_attention", "pre_cross_attn_layernorm"):
         if not isinstance(getattr(layer, name, None), IdentityOp | None):
             return f"it has {name}"
-    for name in _RESIDUAL:
-        if getattr(layer, name, False):
-            return f"{name.lstrip('_')} is True"
-    return _why_not_attention(layer.self_attention) or _why_not_linears(layer)
-
-
-def _why_not_attention(attention: Any) -> str | None:
+    attention = layer.self_attention
     if not isinstance(attention.core_attention, PackedCoreAttention):
         return f"its core attention is a {type(attention.core_attention).__name__}"
     if attention.config.kv_channels % 8:
@@ -162,15 +286,14 @@ def _why_not_attention(attention: Any) -> str | None:
     return why_not_head_norms(attention)
 
 
-def _why_not_linears(layer: Any) -> str | None:
-    for half in (_attention_parts(layer), _mlp_parts(layer)):
-        norm, column, row = half
-        if norm is None:
-            return "its norms are no RMSNorm of torch, Transformer Engine or this package"
-        for linear, kind in ((column, ColumnParallelLinear), (row, RowParallelLinear)):
-            reason = _why_not_linear(linear, kind)
-            if reason is not None:
-                return reason
+def _why_not_linears(layer: Any, half: Half) -> str | None:
+    norm, column, row = _parts_of_half(layer, half)
+    if norm is None:
+        return "its norm is no RMSNorm of torch, Transformer Engine or this package"
+    for linear, kind in ((column, ColumnParallelLinear), (row, RowParallelLinear)):
+        reason = _why_not_linear(linear, kind)
+        if reason is not None:
+            return reason
     return None
 
 
@@ -186,15 +309,14 @@ def _why_not_linear(linear: Any, kind: type) -> str | None:
     return None
 
 
-def _attention_parts(layer: Any) -> tuple[BuiltNorm | RMSNorm | None, Any, Any]:
-    attention = layer.self_attention
-    linears = attention.linear_qkv, attention.linear_proj
-    return _norm_before(layer.input_layernorm, linears[0]), *linears
-
-
-def _mlp_parts(layer: Any) -> tuple[BuiltNorm | RMSNorm | None, Any, Any]:
-    linears = layer.mlp.linear_fc1, layer.mlp.linear_fc2
-    return _norm_before(layer.pre_mlp_layernorm, linears[0]), *linears
+def _parts_of_half(layer: Any, half: Half) -> tuple[BuiltNorm | RMSNorm | None, Any, Any]:
+    names = _NAMES[half]
+    module = getattr(layer, names.module)
+    if half == "attention":
+        linears = module.linear_qkv, module.linear_proj
+    else:
+        linears = module.linear_fc1, module.linear_fc2
+    return _norm_before(getattr(layer, names.norm), linears[0]), *linears
 
 
 def _norm_before(module: Any, linear: Any) -> BuiltNorm | RMSNorm | None:
@@ -205,32 +327,36 @@ def _norm_before(module: Any, linear: Any) -> BuiltNorm | RMSNorm | None:
     return BuiltNorm(linear, "layer_norm_weight") if is_inside else None
 
 
-def _sublayers(layer: Any, rotary: BuiltRotary) -> tuple[FrozenSublayer, FrozenSublayer]:
-    attention = layer.self_attention
-    attend = functools.partial(_attend_vjp, attention, rotary, built_head_norms(attention))
-    norm, column, row = _attention_parts(layer)
-    mlp_norm, mlp_column, mlp_row = _mlp_parts(layer)
-    assert norm is not None, "a plain layer has norms"
-    assert mlp_norm is not None, "a plain layer has norms"
-    return (
-        FrozenSublayer(
+def _part(layer: Any, half: Half, rotary: BuiltRotary | None) -> _Part:
+    turns = rotary if half == "attention" else None
+    modules = (layer, *_modules(layer, half))
+    return _Part(_sublayer(layer, half, rotary), modules, turns)
+
+
+def _modules(layer: Any, half: Half) -> Iterator[nn.Module]:
+    names = _NAMES[half]
+    for name in (names.norm, names.module):
+        yield from getattr(layer, name).modules()
+
+
+def _sublayer(layer: Any, half: Half, rotary: BuiltRotary | None) -> FrozenSublayer:
+    norm, column, row = _parts_of_half(layer, half)
+    assert norm is not None, "a plain half has a norm"
+    again = bool(getattr(layer, _NAMES[half].recomputes_norm))
+    if half == "mlp":
+        return FrozenSublayer(
             norm,
             column,
-            attend,
-            row,
-            recomputes=False,
-            recomputes_norm=bool(layer.recompute_input_layernorm),
-        ),
-        FrozenSublayer(
-            mlp_norm,
-            mlp_column,
             _swiglu_vjp,
-            mlp_row,
+            row,
             recomputes=bool(layer.recompute_mlp),
-            recomputes_norm=bool(layer.recompute_pre_mlp_layernorm),
+            recomputes_norm=again,
             replay=replay_autocast if layer.config.fp8 else no_replay,
-        ),
-    )
+        )
+    assert rotary is not None, "attention's heads are rotated"
+    attention = layer.self_attention
+    attend = functools.partial(_attend_vjp, attention, rotary, built_head_norms(attention))
+    return FrozenSublayer(norm, column, attend, row, recomputes=False, recomputes_norm=again)
 
 
 def _attend_vjp(
@@ -251,9 +377,9 @@ def _swiglu_vjp(x: Tensor, view: MicroBatchView, lane: Lane | None) -> tuple[Ten
 
 
 def _why_not_now(modules: Sequence[nn.Module]) -> str | None:
-    """Returns what has come since the layer was found plain.
+    """Returns what has come since modules were found plain.
 
-    None where its linears have no adapters yet: the base is scored before they get any.
+    None where linears have no adapters yet: the base is scored before they get any.
     """
     if hangs_on_all():
         return "a hook waits for all modules"

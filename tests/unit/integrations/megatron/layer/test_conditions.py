@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tlora_megatron.integrations.megatron.layer.conditions import (
+    FP8,
     HEAD,
     LAYER,
     Condition,
     why_not_config,
 )
 
-ALL = (*LAYER, *HEAD)
+ALL = (*LAYER, *FP8, *HEAD)
 SAYS = {
-    "fp8": ("hybrid", "fp8 is hybrid: FP8 is computed by Transformer Engine"),
     "tp_comm_overlap": (
         True,
         "tp_comm_overlap is True: it overlaps inside Transformer Engine's linears",
@@ -74,10 +74,13 @@ def test_fields_that_a_version_lacks_hold() -> None:
 
 @pytest.mark.parametrize("condition", ALL, ids=lambda c: c.field)
 def test_each_condition_alone_is_the_reason(condition: Condition) -> None:
-    table = LAYER if condition in LAYER else HEAD
+    table = next(table for table in (LAYER, FP8, HEAD) if condition in table)
     config = SimpleNamespace(**{c.field: c.allowed[0] for c in table})
     assert why_not_config(config, table) is None
     value, sentence = SAYS.get(condition.field, ("another", None))
     setattr(config, condition.field, value)
     reason = why_not_config(config, table)
     assert reason == (sentence or f"{condition.field} is another: {condition.why}")
+    for half in ("attention", "mlp"):
+        applies = condition.half in (None, half)
+        assert why_not_config(config, table, half) == (reason if applies else None)
