@@ -15,7 +15,6 @@ import pytest
 from scripts.bench.determinism.__main__ import companies, start
 from scripts.bench.determinism.cases import CASES, SIZES, cases_of
 from scripts.bench.determinism.leaks import KINDS, search
-from scripts.bench.determinism.mixes import draw_mix
 from scripts.bench.determinism.operations import Shapes, operations
 from scripts.bench.determinism.training import Training
 from tests.helpers.standing_world import world
@@ -53,8 +52,7 @@ def training(request: pytest.FixtureRequest) -> Iterator[Training]:
     ids=[f"{name}, {case}, mix {seed}" for name, case, seed in ONE],
 )
 def test_a_job_has_its_bits_in_any_company(training: Training, name: str, seed: int) -> None:
-    mix = draw_mix(seed, longest=SIZES[name].longest, most_steps=STEPS)
-    (_, alone), *others = companies(training, mix, STEPS)
+    (_, alone), *others = companies(training, SIZES[name].mix(seed, STEPS), STEPS)
     different = [company for company, found in others if found.sha256() != alone.sha256()]
     assert not different
 
@@ -64,8 +62,7 @@ def test_without_exactness_a_job_has_other_bits_every_time(training: Training) -
     """Or the mixes would not show what is promised."""
     size = SIZES["heads of 64"]
     fast = Training(training.run, RoundShape(), size.micro_batch_tokens)
-    mix = draw_mix(0, longest=size.longest, most_steps=STEPS)
-    (_, alone), *others = companies(fast, mix, STEPS)
+    (_, alone), *others = companies(fast, size.mix(0, STEPS), STEPS)
     assert any(found.sha256() != alone.sha256() for _, found in others)
 
 

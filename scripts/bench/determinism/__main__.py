@@ -35,7 +35,7 @@ from scripts.bench.determinism.cases import (
     dtype_here,
     timed_jobs,
 )
-from scripts.bench.determinism.mixes import Mix, draw_mix
+from scripts.bench.determinism.mixes import Mix
 from scripts.bench.determinism.training import Bits, Training, joined
 from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.clock import Marks, wait_for_all
@@ -70,7 +70,7 @@ def measure(name: str, args: argparse.Namespace) -> int:
     training = start(size, case, Exactness(long_document=args.long_document), args.default)
     count = Count()
     for seed in range(args.seeds):
-        mix = draw_mix(seed, longest=size.longest, most_steps=args.steps)
+        mix = size.mix(seed, args.steps)
         count = check(training, mix, args.steps, f"{name}, mix {seed}", count)
     say(f"{name}: {count.equal} of {count.runs} runs equal")
     if not args.rounds:
@@ -87,11 +87,10 @@ def start(size: Size, case: Case, exactness: Exactness, default: bool) -> Traini
     """Builds a layout's base model.
 
     Args:
-        default: without portions and exactness, to see that the check finds what it looks for.
+        default: without exactness, to see that the check finds what it looks for.
     """
     run = SyntheticRun(size.spec(), case.layout, dtype=dtype_here(), recompute=case.recompute)
-    shape = RoundShape(portion_tokens=size.portion_tokens, exactness=exactness)
-    shape = RoundShape() if default else shape
+    shape = RoundShape(exactness=None if default else exactness)
     return Training(run, shape, size.micro_batch_tokens, case.nano_batches)
 
 
@@ -139,8 +138,8 @@ def first_difference(expected: Bits, found: Bits) -> str:
 def step_times(training: Training, documents: str, args: argparse.Namespace) -> tuple[float, float]:
     """Milliseconds of a round with exactness and by default, medians of turns."""
     tokens = training.micro_batch_tokens
-    model = training.super_model(timed_jobs(documents, tokens / 8192, args.dropout))
-    shapes = (replace(training.shape, portion_tokens=tokens), RoundShape())
+    model = training.super_model(timed_jobs(documents, tokens, args.dropout))
+    shapes = (training.shape, RoundShape())
     seconds: list[list[float]] = [[], []]
     for turn in range(args.warmup + args.rounds):
         for shape, found in zip(shapes, seconds, strict=True):
@@ -189,7 +188,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--warmup", type=int, default=3)
     add("--dropout", type=float, default=0.05, help="of the timed jobs")
     add("--long-document", type=int, default=Exactness().long_document, help="see Exactness")
-    add("--default", action="store_true", help="check what is not promised")
+    add("--default", action="store_true", help="check without exactness")
     args = parser.parse_args(argv)
     size = SIZES[args.size]
     args.shape = replace(size, layers=args.layers or size.layers)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from scripts.bench.determinism.mixes import TARGETS, Plan
+from scripts.bench.determinism.mixes import TARGETS, Mix, Plan, draw_mix
 from scripts.bench.harness.arguments import REPO
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
@@ -32,6 +32,12 @@ class Size:
     def spec(self, model: Path = MODEL) -> ModelSpec:
         """The model's shape."""
         return replace(read_model_spec(model), num_layers=self.layers, **self.changes)
+
+    def mix(self, seed: int, steps: int) -> Mix:
+        """Draws a mix for this size."""
+        return draw_mix(
+            seed, longest=self.longest, portion_tokens=self.portion_tokens, most_steps=steps
+        )
 
 
 SIZES = {
@@ -106,12 +112,9 @@ DOCUMENTS: dict[str, tuple[tuple[int, ...], ...]] = {
 """Lengths of each job's batch; all together fill a micro-batch of 8,192 rows."""
 
 
-def timed_jobs(documents: str, scale: float, dropout: float) -> tuple[Plan, ...]:
-    """Jobs of rank 16 on all linears that fill one micro-batch exactly in every round.
-
-    Args:
-        scale: of the lengths.
-    """
+def timed_jobs(documents: str, tokens: int, dropout: float) -> tuple[Plan, ...]:
+    """Jobs of rank 16 on all linears, each a portion, that together fill a micro-batch."""
+    scale = tokens / 8192
     return tuple(
         Plan(
             name=f"job{index}",
@@ -122,6 +125,7 @@ def timed_jobs(documents: str, scale: float, dropout: float) -> tuple[Plan, ...]
             batch_size=len(lengths),
             seed=index,
             lr=1e-4,
+            portion_tokens=tokens,
         )
         for index, lengths in enumerate(DOCUMENTS[documents])
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +42,7 @@ class Plan:
     batch_size: int
     seed: int
     lr: float = 1e-2
+    portion_tokens: int | None = None
 
     def spec(self) -> JobSpec:
         """The job as a configuration has it; it never ends by itself."""
@@ -60,6 +61,7 @@ class Plan:
             optimizer=OptimizerSpec(lr=self.lr),
             schedule=ScheduleSpec(name="constant"),
             seed=self.seed,
+            portion_tokens=self.portion_tokens,
         )
 
     def sequences(self, vocab_size: int) -> tuple[TokenSequence, ...]:
@@ -96,15 +98,22 @@ class Mix(NamedTuple):
         return (*others[:place], self.own, *others[place:])
 
 
-def draw_mix(seed: int, *, longest: int, most_steps: int) -> Mix:
-    """Draws a mix whose jobs have sequences of up to `longest` rows; one neighbour goes wrong."""
+def draw_mix(seed: int, *, longest: int, portion_tokens: int, most_steps: int) -> Mix:
+    """Draws a mix whose jobs have sequences of up to `longest` rows; one neighbour goes wrong.
+
+    Args:
+        portion_tokens: of the watched job; neighbours have as many, fewer, or no portions.
+    """
     draw = random.Random(seed)
-    own = _plan(draw, "own", longest)
+    own = replace(_plan(draw, "own", longest), portion_tokens=portion_tokens)
     before = [_plan(draw, f"before {i}", longest) for i in range(draw.randint(1, 4))]
     before[0] = _plan(draw, "wrong", longest, lr=BAD_LR)
     after = [_plan(draw, f"after {i}", longest) for i in range(draw.randint(0, 5))]
     draw.shuffle(before)
-    return Mix(own, tuple(before), tuple(after), draw.randint(1, most_steps - 1))
+    choices = (portion_tokens, portion_tokens // 2, None)
+    company = [replace(plan, portion_tokens=draw.choice(choices)) for plan in (*before, *after)]
+    cut, resume_at = len(before), draw.randint(1, most_steps - 1)
+    return Mix(own, tuple(company[:cut]), tuple(company[cut:]), resume_at)
 
 
 def _plan(draw: random.Random, name: str, longest: int, lr: float = 1e-2) -> Plan:

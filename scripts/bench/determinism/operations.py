@@ -119,6 +119,7 @@ def operations(shapes: Shapes) -> dict[str, Run]:
         made[f"{linear}, adapted by others"] = _maker(_adapted, shapes, linear, (2 * u,), 0.0, 0)
     made["vocabulary head"] = _maker(_head, shapes, "head", (2 * u,))
     made["rms norm"] = _maker(_norm, shapes, "norm", (2 * u,))
+    made["rms norm of Hugging Face"] = _maker(_torch_norm, shapes, "norm", (2 * u,))
     made["swiglu"] = _maker(_swiglu, shapes, "swiglu", (2 * u,))
     made["rotary"] = _maker(_rotary, shapes, "rotary", (2 * u,))
     made["sum of losses"] = _maker(_losses, shapes, "losses", (7 * u - 5,))
@@ -272,6 +273,21 @@ def _norm(shapes: Shapes, name: str, documents: tuple[int, ...]) -> Run:
         x, residual, dout, dtotal = rows.among(context, total, *own)
         joined, out, back = add_rms_norm_vjp(x, residual, weight)
         return rows.mine(context, {"sum": joined, "out": out, "dx": back(dtotal, dout)})
+
+    return run
+
+
+def _torch_norm(shapes: Shapes, name: str, documents: tuple[int, ...]) -> Run:
+    rows = _Rows(shapes, name, documents)
+    own = [rows.rows(shapes.hidden), rows.rows(shapes.hidden)]
+
+    def run(context: Context, exactness: Exactness | None) -> dict[str, Tensor]:
+        x, dy = rows.among(context, context.view(documents, exactness).num_tokens, *own)
+        x.requires_grad_()
+        wide = x.float()
+        y = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        return rows.mine(context, {"y": y.detach(), "dx": dx})
 
     return run
 

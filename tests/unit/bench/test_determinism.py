@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from scripts.bench.determinism import leaks
+from scripts.bench.determinism.cases import SIZES
 from scripts.bench.determinism.contexts import Context
-from scripts.bench.determinism.mixes import BAD_LR, draw_mix
+from scripts.bench.determinism.mixes import BAD_LR
 from tests.helpers.standing_world import forked
 from tlora_megatron.ops.exactness import Exactness
 
@@ -44,8 +45,8 @@ def test_zeros_of_another_sign_are_other_bits() -> None:
 
 
 def test_mixes_follow_from_the_seed_and_hold_a_job_that_goes_wrong() -> None:
-    mixes = [draw_mix(seed, longest=900, most_steps=6) for seed in range(8)]
-    assert mixes[3] == draw_mix(3, longest=900, most_steps=6)
+    mixes = [SIZES["8b"].mix(seed, 6) for seed in range(8)]
+    assert mixes[3] == SIZES["8b"].mix(3, 6)
     for mix in mixes:
         assert mix.own in mix.first()
         assert mix.own in mix.second()
