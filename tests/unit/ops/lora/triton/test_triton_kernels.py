@@ -38,12 +38,14 @@ from tests.helpers.kernel_case import (
 from tests.helpers.launch import HANG_S
 from tests.helpers.linear_case import error
 from tlora_megatron.ops.dropout.masks import dropout_reference
+from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.lora.columns import OutputColumns
 from tlora_megatron.ops.lora.cuda import ops as cuda_ops
 from tlora_megatron.ops.lora.factors import SiteFactors, are_aligned
 from tlora_megatron.ops.lora.plan_tensors import update_plans
 from tlora_megatron.ops.lora.rank_places import gather_or_zero
 from tlora_megatron.ops.lora.triton import gather as triton_gather
+from tlora_megatron.ops.lora.triton import ops as triton_ops
 from tlora_megatron.ops.lora.triton.config import (
     BackwardDownConfig,
     BackwardUpConfig,
@@ -198,6 +200,31 @@ def test_the_branch_alone_is_what_the_linear_adds_to_its_base(lengths: tuple[int
             dx_sum = dx_base[window] + dx_alone
             torch.testing.assert_close(dx_sum, dx[window], rtol=1e-5, atol=1e-5)
     assert torch.equal(y_base, y) != any(lengths)
+
+
+@interpreted
+@pytest.mark.parametrize("bias", [True, False])
+def test_with_exactness_the_base_is_added_to_the_rank_part_whoever_is_there(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody adapts these rows: the GEMM is all the same the one that they have beside others."""
+
+    def never(*args: object) -> torch.Tensor:
+        raise AssertionError("the GEMM must add onto the rank part")
+
+    columns, ranks = CASES["q k v"]
+    case = make_case(ranks, columns, K, dtype=torch.float32)
+    rows = dataclasses.replace(make_rows((0, 0, 0, 0), padding=6), exactness=Exactness())
+    bound = TritonOps().bind(case.factors, rows)
+    x, dy = draw(case, rows.ends[-1])
+    bias_N = case.bias_N if bias else None
+    expected = torch.nn.functional.linear(x, case.weight_NK, bias_N)
+    monkeypatch.setattr(triton_ops.F, "linear", never)
+    with poisoned_memory():
+        y, s = bound.forward(x, case.weight_NK, bias_N)
+        dx = bound.dgrad(dy, bound.backward_up(dy, s), case.weight_NK)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx, dy @ case.weight_NK, rtol=1e-5, atol=1e-5)
 
 
 @interpreted
