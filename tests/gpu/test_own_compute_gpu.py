@@ -16,6 +16,7 @@ import torch
 from tests.helpers.one_process import one_process_groups
 from tests.helpers.te_models import MODES, Subject, build, install_adapters, small_spec
 from tests.helpers.te_steps import Batch, make_batch, run
+from tlora_megatron.integrations.megatron.layer import residual_stream
 from tlora_megatron.parallel.groups import ParallelGroups
 
 pytestmark = pytest.mark.gpu
@@ -75,6 +76,18 @@ def test_fewer_launches_no_more_memory_the_same_losses(
     assert own.losses == pytest.approx(modules.losses, rel=1e-2)
     assert own.launches < 0.8 * modules.launches
     assert own.peak_bytes <= modules.peak_bytes
+
+
+@NEEDS_TE
+def test_an_fp32_residual_stream(
+    weights: Any, groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residual_stream, "_sums_in_fp32", lambda: True)  # whatever is installed
+    monkeypatch.setitem(MODES, "wide", MODES["te-own"]._replace(fp32_stream=True))
+    own, wide = measure("te-own", weights, groups), measure("wide", weights, groups)
+    print(own, wide)
+    assert wide.losses == pytest.approx(own.losses, rel=1e-2)
+    assert wide.losses != own.losses
 
 
 def test_norms_that_run_again_need_less_memory(weights: Any, groups: ParallelGroups) -> None:

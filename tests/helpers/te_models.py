@@ -53,6 +53,7 @@ class Mode(NamedTuple):
     recomputes_mlp: bool = False
     dtype: torch.dtype = torch.bfloat16
     recompute_modules: tuple[str, ...] = ()
+    fp32_stream: bool = False
 
 
 MODES = {
@@ -166,6 +167,7 @@ def _config(mode: Mode, spec: ModelSpec, groups: ParallelGroups) -> TransformerC
         apply_rope_fusion=mode.fused_rope,
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=False,
+        fp32_residual_connection=mode.fp32_stream,
         recompute_granularity="selective" if mode.recompute_modules else None,
         recompute_modules=list(mode.recompute_modules) or None,
         **fp8,

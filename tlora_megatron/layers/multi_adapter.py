@@ -225,10 +225,13 @@ class BlackBoxMixin(MultiAdapter):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """Returns `[W, 1, N]` of `[W, 1, K]`, and the bias that the caller adds, or None."""
         _keep_quantised_weight(self)
+        norm = _input_norm(self)
+        if norm is not None:
+            x = x.to(norm.weight_K.dtype)  # of an fp32 residual stream, as Megatron does from 0.20
         y, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         if not hasattr(self, "tlora_adapters"):
             return y, bias  # prepared, and the base is scored before it has adapters
-        return _add_branch(self.tlora_adapters.output, x, y, _input_norm(self)), bias
+        return _add_branch(self.tlora_adapters.output, x, y, norm), bias
 
 
 def _input_norm(module: Any) -> InputNorm | None:

@@ -178,6 +178,4 @@ def _why_not_output_layer(model: Any) -> str | None:
         return "fp16_lm_cross_entropy is True: the loss is not in fp32"
     if getattr(model, "logit_dtype", None) is not None:
         return f"logit_dtype is {model.logit_dtype}: the loss takes rounded logits"
-    if getattr(model.config, "fp32_residual_connection", False):
-        return "fp32_residual_connection is True: hidden states are not of the weight's dtype"
     return None

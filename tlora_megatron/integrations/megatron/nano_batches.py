@@ -147,6 +147,8 @@ def _why_not_config(model: Any) -> str | None:
         )
     if getattr(config, "fp8", None) or getattr(config, "cpu_offloading", False):
         return "FP8 and CPU offloading wrap whole layers"
+    if getattr(config, "fp32_residual_connection", False):
+        return "fp32_residual_connection is True: lanes exchange gradients in half the width"
     return None
 
 

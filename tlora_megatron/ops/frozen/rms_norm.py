@@ -7,6 +7,9 @@ both gradients come back to the same tensor. So `fork` and `add` give both outpu
 function, whose backward adds the two gradients in the pass that computes one of them. No gradient
 of the weight.
 
+The residual stream may be fp32 while weights, what is added to it and what is normalised are of
+half the width (`--fp32-residual-connection`): sums and gradients of the stream then stay fp32.
+
 Shapes: H features in the last dimension.
 """
 
@@ -54,9 +57,15 @@ def rms_norm_once_reference(x: torch.Tensor, weight: NormWeight) -> torch.Tensor
 
 def norm_reference(x: torch.Tensor, weight: NormWeight) -> torch.Tensor:
     """The definition of either norm, differentiable in x."""
+    dtype = normed_dtype(x, weight.weight_H)
     if weight.rounds_once:
-        return rms_norm_once_reference(x, weight)
-    return rms_norm_reference(x, weight.weight_H, weight.eps)
+        return rms_norm_once_reference(x, weight).to(dtype)
+    return F.rms_norm(x, (x.shape[-1],), eps=weight.eps).to(dtype) * weight.weight_H
+
+
+def normed_dtype(stream: torch.Tensor, weight_H: torch.Tensor) -> torch.dtype:
+    """Returns the dtype of a norm's output: the stream's, or the weight's where that is fp32."""
+    return weight_H.dtype if stream.dtype == torch.float32 else stream.dtype
 
 
 def rms_norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
@@ -126,10 +135,12 @@ def _add_vjp_by_triton(
     from tlora_megatron.ops.frozen.triton_rms_norm import launch_backward, launch_forward
 
     weight_H, eps, zero_centered, rounds_once = weight
+    x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
+    dtype = normed_dtype(x if residual is None else residual, weight_H)
     total, out, rstd = launch_forward(
-        x.contiguous(), residual, weight_H, eps,
-        rounds_once=rounds_once, zero_centered=zero_centered,
+        x, residual, weight_H, eps,
+        rounds_once=rounds_once, zero_centered=zero_centered, out=torch.empty_like(x, dtype=dtype),
     )  # fmt: skip
 
     def back(dtotal: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor:

@@ -17,10 +17,10 @@ _TILE = 4096
 @triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(
     x: tl.tensor,  # [num_rows, WIDTH]
-    residual: tl.tensor,  # as x, with HAS_RESIDUAL
+    residual: tl.tensor,  # [num_rows, WIDTH], with HAS_RESIDUAL
     weight: tl.tensor,  # [WIDTH]
-    total: tl.tensor,  # as x, with HAS_RESIDUAL
-    out: tl.tensor,  # as x
+    total: tl.tensor,  # as residual, with HAS_RESIDUAL
+    out: tl.tensor,  # [num_rows, WIDTH]
     rstd: tl.tensor,  # fp32 [num_rows]
     num_rows: tl.tensor,
     eps: tl.tensor,
@@ -55,11 +55,11 @@ def _forward_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _backward_kernel(
     dy: tl.tensor,  # [num_rows, WIDTH]
-    dtotal: tl.tensor,  # as dy, with HAS_DTOTAL
-    x: tl.tensor,  # as dy: what was normalised
+    dtotal: tl.tensor,  # as x, with HAS_DTOTAL
+    x: tl.tensor,  # [num_rows, WIDTH]: what was normalised
     weight: tl.tensor,  # [WIDTH]
     rstd: tl.tensor,  # fp32 [num_rows]
-    dx: tl.tensor,  # as dy
+    dx: tl.tensor,  # as x
     num_rows: tl.tensor,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -109,14 +109,14 @@ def launch_forward(
     """Returns `x + residual` (x itself without one), its norm, and fp32 `1 / rms` of its rows.
 
     Args:
-        x: `[..., H]`, contiguous, as `residual`.
+        x: `[..., H]`, contiguous, as `residual`, whose dtype is the sum's.
         rounds_once: behind the weight, and not before it too.
         zero_centered: the weight is held less 1.
-        out: takes the norm; None = memory of its own.
+        out: takes the norm; None = memory of its own, as x.
     """
     width = x.shape[-1]
     num_rows = x.numel() // width
-    total = x if residual is None else torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(residual)
     out = torch.empty_like(x) if out is None else out
     rstd = x.new_empty(num_rows, dtype=torch.float32)
     rows, columns, warps = _tile(width)
@@ -142,7 +142,7 @@ def launch_backward(
     """Returns the gradient of what was normalised, `dtotal` added.
 
     Args:
-        dy: `[..., H]`, contiguous, as `dtotal` and x.
+        dy: `[..., H]`, contiguous, as x and `dtotal`, which have the same dtype.
         zero_centered: the weight is held less 1.
     """
     width = x.shape[-1]

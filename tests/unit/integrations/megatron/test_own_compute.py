@@ -28,7 +28,12 @@ from tlora_megatron.integrations.megatron import recompute
 from tlora_megatron.integrations.megatron.built_head import Targets, use_targets
 from tlora_megatron.integrations.megatron.built_model import freeze
 from tlora_megatron.integrations.megatron.discover import discover
-from tlora_megatron.integrations.megatron.layer import frozen_sublayer, module_hooks, plain_layer
+from tlora_megatron.integrations.megatron.layer import (
+    frozen_sublayer,
+    module_hooks,
+    plain_layer,
+    residual_stream,
+)
 from tlora_megatron.integrations.megatron.layer.built_parts import (
     built_head_norms,
     why_not_head_norms,
@@ -86,7 +91,8 @@ class Case:
             patch.setenv("TLORA_FLAG_COMPUTE", "own" if own else "modules")
             self.compute: OwnCompute = use_own_compute(self.chunks, linears, groups, vocab_size)
         sites = [site for site, _ in linears]
-        self.bank = AdapterBank(sites, LORAS, dtype=torch.float32, device=groups.device)
+        dtype = self.model.config.params_dtype
+        self.bank = AdapterBank(sites, LORAS, dtype=dtype, device=groups.device)
         attach(linears, self.bank)
         fill_bank(self.bank)
 
@@ -196,6 +202,47 @@ def test_norms_that_run_again(
     assert_same(actual, Case(groups, own=False).results())
 
 
+class NarrowNorm(nn.RMSNorm):
+    """Transformer Engine's: gives rows of its weight's dtype."""
+
+    seen: set[torch.dtype]
+    """Of the residual streams."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add(x.dtype)
+        return super().forward(x.to(self.weight.dtype))
+
+
+def test_an_fp32_residual_stream(
+    groups: ParallelGroups, num_run: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Around layers in bf16: own kernels, and Transformer Engine's modules, beside all in fp32."""
+
+    def change(model: Any) -> None:
+        final = NarrowNorm(SPEC.hidden_size, SPEC.norm_eps, dtype=model.config.params_dtype)
+        final.seen = set()
+        final.load_state_dict(model.decoder.final_layernorm.state_dict())
+        model.decoder.final_layernorm = final.requires_grad_(False)
+        for weight in model.parameters():
+            weight.data = weight.bfloat16().to(weight.dtype)
+
+    exact = Case(groups, change=change, te=True).results()
+    # The installed release rounds it; ours go the newer ones' way.
+    monkeypatch.setattr(residual_stream, "_sums_in_fp32", lambda: True)
+    half: Any = {"params_dtype": torch.bfloat16, "bf16": True, "fp32_residual_connection": True}
+    for own in (True, False):
+        num_run.clear()
+        case = Case(groups, change=change, te=True, own=own, **half)
+        losses, gradients = case.results()
+        if own:
+            assert case.compute.line == "base: 4 of 4 layers by our kernels, head by ours"
+            assert len(num_run) == NUM_LAYERS * len(PACKINGS)
+            assert case.model.decoder.final_layernorm.seen == {torch.float32}
+        torch.testing.assert_close(losses, exact[0], rtol=2e-2, atol=2e-2)
+        error, name = largest_error(gradients, exact[1])
+        assert error < 0.1, name
+
+
 def test_norms_whose_weight_is_held_less_one(groups: ParallelGroups) -> None:
     options = {"te": True, "layernorm_zero_centered_gamma": True}
     assert_same(Case(groups, **options).results(), Case(groups, own=False, **options).results())
@@ -243,7 +290,8 @@ def test_what_is_not_plain_runs_by_its_modules(groups: ParallelGroups, num_run: 
     ("options", "reason"),
     [
         ({"qk_l2_norm": True}, "qk_l2_norm is True: our kernels do not compute it yet"),
-        ({"fp32_residual_connection": True}, "fp32_residual_connection is True"),
+        ({"fp32_residual_connection": True}, "linears of the local spec take no fp32 rows"),
+        ({"fp32_residual_connection": True, "te": True}, "megatron-core rounds the residual"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

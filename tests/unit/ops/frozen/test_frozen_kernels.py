@@ -125,6 +125,35 @@ def test_rms_norm_that_rounds_once(
 
 
 @RUNS
+@pytest.mark.parametrize("rounds_once", [False, True])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_rms_norm_of_an_fp32_stream(
+    has_residual: bool, rounds_once: bool, fused: Callable[[bool], None]
+) -> None:
+    shape, low = (5, 63), torch.float16
+    stream = draw(*shape, dtype=torch.float32, scale=3.0)
+    x = draw(*shape, dtype=low).flip(0) if has_residual else stream
+    weight_H = 1 + draw(shape[-1], dtype=low, scale=0.2)
+    weight = rms_norm.NormWeight(weight_H, 1e-5, rounds_once=rounds_once)
+    grads = draw(*shape, dtype=torch.float32), draw(*shape, dtype=low).flip(0)
+    summed = x + stream if has_residual else stream
+    leaf = summed.double().requires_grad_()
+    exact = leaf / (leaf.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight_H.double()
+    torch.autograd.backward((leaf * 1, exact), tuple(grad.double() for grad in grads))
+    assert leaf.grad is not None
+    for on in (True, False):
+        fused(on)
+        total, normed, back = rms_norm.add_rms_norm_vjp(x, stream if has_residual else None, weight)
+        assert torch.equal(total, summed), "no rounding"
+        dx = back(*grads)
+        assert_equal({"normed": normed}, {"normed": exact.detach().to(low)})
+        assert dx.dtype == torch.float32
+        error = (dx.double() - leaf.grad).abs().max() / leaf.grad.abs().max()
+        # Autograd rounds the gradient in front of a weight of its own.
+        assert error < (2e-6 if on or rounds_once else 1e-3)
+
+
+@RUNS
 def test_rms_norm_of_one_output_only(fused: Callable[[bool], None]) -> None:
     """The other output's gradient is then absent, not zero."""
     fused(True)

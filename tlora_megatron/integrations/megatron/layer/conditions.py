@@ -38,7 +38,6 @@ LAYER: tuple[Condition, ...] = (
     Condition("use_kitchen", (False,), "its linears quantise"),
     Condition("use_transformer_engine_op_fuser", (False,), _TE_INSIDE, (0, 18)),
     Condition("batch_invariant_mode", (False,), "it asks for kernels of its own"),
-    Condition("fp32_residual_connection", (False,), _NOT_YET),
     Condition("qk_l2_norm", (False,), _NOT_YET, half="attention"),
     Condition("normalization", ("RMSNorm",)),
     Condition("fused_residual_rmsnorm", (False,), "its norm returns the residual", (0, 17)),

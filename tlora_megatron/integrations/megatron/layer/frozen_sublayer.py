@@ -183,6 +183,8 @@ def _run_whole(
         if keeps and sublayer.recomputes_norm:
             restore = functools.partial(_norm_again, sublayer.norm, residual, normed)
         x, compute_back = sublayer.compute(normed, view, None, keeps=keeps, restore=restore)
+        if x.dtype != residual.dtype:
+            compute_back = _narrowing(compute_back, x.dtype)
         if restore is not None:
             normed.untyped_storage().resize_(0)  # whatever the linear saved is this memory
         if tape is not None:
@@ -191,6 +193,11 @@ def _run_whole(
     assert residual is not None, "a layer has sublayers"
     # No view of the sum: Megatron's pipeline frees what a stage has sent.
     return residual.view(hidden.shape) + x.view(hidden.shape)
+
+
+def _narrowing(vjp: Vjp, dtype: torch.dtype) -> Vjp:
+    """Takes the gradient of an fp32 stream to linears that are narrower."""
+    return lambda dy: vjp(dy.to(dtype))
 
 
 def _norm_again(norm: Norm, total: Tensor, normed: Tensor) -> None:

@@ -44,6 +44,7 @@ from tlora_megatron.integrations.megatron.layer.module_hooks import (
     what_hangs_on,
 )
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
+from tlora_megatron.integrations.megatron.layer.residual_stream import why_not_stream
 from tlora_megatron.layers.te_fp8 import replay_autocast
 from tlora_megatron.layers.te_linear import TEProductMixin, why_not_te_product
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
@@ -290,6 +291,9 @@ def _why_not_linears(layer: Any, half: Half) -> str | None:
     norm, column, row = _parts_of_half(layer, half)
     if norm is None:
         return "its norm is no RMSNorm of torch, Transformer Engine or this package"
+    reason = why_not_stream(layer.config, column)
+    if reason is not None:
+        return reason
     for linear, kind in ((column, ColumnParallelLinear), (row, RowParallelLinear)):
         reason = _why_not_linear(linear, kind)
         if reason is not None:

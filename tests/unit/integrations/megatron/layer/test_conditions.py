@@ -30,10 +30,7 @@ SAYS = {
     ),
     "activation_func": (F.gelu, "activation_func is gelu: our kernels compute something else"),
     "mlp_chunks_for_training": (4, "mlp_chunks_for_training is 4: MLPs run in chunks"),
-    "fp32_residual_connection": (
-        True,
-        "fp32_residual_connection is True: our kernels do not compute it yet",
-    ),
+    "qk_l2_norm": (True, "qk_l2_norm is True: our kernels do not compute it yet"),
 }
 
 

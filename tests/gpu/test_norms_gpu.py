@@ -1,4 +1,4 @@
-"""Heads that are normed while they are sorted and turned, against fp64; memory comes poisoned."""
+"""Normed heads, and norms of an fp32 stream, against fp32 and fp64; memory comes poisoned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from tlora_megatron.ops.frozen.qkv_rotary import (
     unpack_qkv_reference,
     unpack_qkv_vjp,
 )
-from tlora_megatron.ops.frozen.rms_norm import rms_norm, rms_norm_once_reference
+from tlora_megatron.ops.frozen.rms_norm import (
+    NormWeight,
+    add_rms_norm_vjp,
+    norm_into,
+    rms_norm,
+    rms_norm_once_reference,
+)
 
 pytestmark = pytest.mark.gpu
 ROWS, GROUPS, PER_GROUP, DIM = 1003, 2, 4, 128
@@ -100,3 +106,28 @@ def test_a_nan_row_stays_alone() -> None:
     for found in (*outs, dmixed):
         bad = found.isnan().flatten(1).any(1).nonzero().flatten().tolist()
         assert bad == [37]
+
+
+@pytest.mark.parametrize("rounds_once", [False, True])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_an_fp32_stream_around_bf16(has_residual: bool, rounds_once: bool) -> None:
+    stream = draw(ROWS, 4096, dtype=torch.float32) * 100
+    x = draw(ROWS, 4096, dtype=torch.bfloat16) if has_residual else stream
+    weight_H = 1 + draw(4096, dtype=torch.bfloat16) * 0.2
+    weight = NormWeight(weight_H, 1e-5, rounds_once=rounds_once)
+    total, normed, back = add_rms_norm_vjp(x, stream if has_residual else None, weight)
+    summed = x + stream if has_residual else stream
+    assert torch.equal(total, summed), "no rounding"
+    leaf = summed.double().requires_grad_()
+    exact = leaf / (leaf.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight_H.double()
+    assert normed.dtype == torch.bfloat16
+    assert error(normed, exact.detach()) < TOLERANCE[torch.bfloat16]
+    again = torch.empty_like(normed)
+    norm_into(again, total, weight)
+    assert torch.equal(again, normed)
+    grads = draw(ROWS, 4096, dtype=torch.float32), draw(ROWS, 4096, dtype=torch.bfloat16)
+    torch.autograd.backward((leaf * 1, exact), tuple(grad.double() for grad in grads))
+    dx = back(*grads)
+    assert leaf.grad is not None
+    assert dx.dtype == torch.float32
+    assert error(dx, leaf.grad) < TOLERANCE[torch.float32]
