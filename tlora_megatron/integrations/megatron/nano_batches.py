@@ -29,6 +29,9 @@ from tlora_megatron.parallel.transport.tensor_collectives import (
 )
 from tlora_megatron.training.nano.switch import NanoSettings
 
+_RECOMPUTED_NORMS = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm")
+"""Attributes of a layer; lanes keep what they have gathered."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -170,6 +173,8 @@ def _why_not_layers(model: Any) -> str | None:
     direct = _direct_layers(model)
     for layer in decoder.layers:
         reason = None if layer in direct else _why_not_layer(layer)
+        if any(getattr(layer, name, False) for name in _RECOMPUTED_NORMS):
+            reason = "its norms are recomputed"
         if reason is not None:
             return f"layer {layer.layer_number - 1}: {reason}"
     norm = decoder.final_layernorm
@@ -200,9 +205,6 @@ def _why_not_layer(layer: Any) -> str | None:
         return "not all of its linears may have adapters"
     if not isinstance(getattr(layer, "cross_attention", None), IdentityOp | None):
         return "it has cross-attention"
-    recomputed = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm")
-    if any(getattr(layer, name, False) for name in recomputed):
-        return "its norms are recomputed"
     return None
 
 

@@ -24,7 +24,7 @@ from tests.helpers.built_model import (
 )
 from tests.helpers.one_process import one_process_groups
 from tests.helpers.user_models import SPEC, build_user_gpt
-from tlora_megatron.integrations.megatron import recompute
+from tlora_megatron.integrations.megatron import nano_batches, recompute
 from tlora_megatron.integrations.megatron.built_head import Targets, use_targets
 from tlora_megatron.integrations.megatron.built_model import freeze
 from tlora_megatron.integrations.megatron.discover import discover
@@ -196,6 +196,7 @@ def test_norms_that_run_again(
     actual = case.results()
     assert len(num_run) == 2 * NUM_LAYERS * len(PACKINGS)
     assert sizes == [0] * len(sizes)
+    assert nano_batches._why_not_layers(case.model) == "layer 0: its norms are recomputed"
     assert all(torch.equal(*pair) for pair in zip(actual[0], expected[0], strict=True))
     for ours, theirs in zip(actual[1], expected[1], strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -237,6 +238,7 @@ def test_an_fp32_residual_stream(
         if own:
             assert case.compute.line == "base: 4 of 4 layers by our kernels, head by ours"
             assert len(num_run) == NUM_LAYERS * len(PACKINGS)
+            assert "fp32_residual_conn" in str(nano_batches._why_not_config(case.model))
             assert case.model.decoder.final_layernorm.seen == {torch.float32}
         torch.testing.assert_close(losses, exact[0], rtol=2e-2, atol=2e-2)
         error, name = largest_error(gradients, exact[1])
