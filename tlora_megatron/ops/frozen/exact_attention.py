@@ -5,15 +5,16 @@ deterministic kernel adds block j into part `j mod n` and then the parts in orde
 `n = ceil(multiprocessors / (documents * heads))`: who shares the call decides n, too. Here n is a
 constant of a document's class, and its length alone decides that:
 
-    length               the call                                                  parts
+    length               the call                                                  n
     at most the limit    all neighbours of the class, empty documents appended     1
-    longer               one document                                              as if alone
+    longer               one document, empty ones appended                         of fewest waves
 
 Nothing else in the kernels reads the batch. Shapes: T rows, N query heads, D head dimension.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -68,10 +69,33 @@ def document_runs(
 
 
 def num_empty_documents(run: DocumentRun, heads: int, multiprocessors: int, limit: int) -> int:
-    """Counts empty documents that make the kernel keep a short document's key blocks together."""
+    """Counts empty documents that give the kernel the number of parts of the run's class.
+
+    They cost next to nothing: their thread blocks end at once.
+    """
     if run.lengths[0] > limit:
-        return 0
+        return _documents_of_a_long_call(heads, multiprocessors) - 1
     return max(0, -(-multiprocessors // heads) - len(run.lengths))
+
+
+def num_parts(documents: int, heads: int, multiprocessors: int) -> int:
+    """Returns the parts in which the kernel sums a query's gradient, n above."""
+    return -(-multiprocessors // (documents * heads))
+
+
+@functools.cache
+def _documents_of_a_long_call(heads: int, multiprocessors: int) -> int:
+    """Returns the documents, with empty ones, at which a long one's thread blocks end first.
+
+    A head's n blocks share its work, and a multiprocessor runs one: alone a document of 32 heads
+    gets 5 * 32 blocks, two waves on 132 multiprocessors; beside an empty one 3 * 32, one wave.
+    """
+
+    def time(documents: int) -> tuple[float, int]:
+        parts = num_parts(documents, heads, multiprocessors)
+        return -(-parts * heads // multiprocessors) / parts, parts
+
+    return min(range(1, -(-multiprocessors // heads) + 1), key=time)
 
 
 def backward_calls(

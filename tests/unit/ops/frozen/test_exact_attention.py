@@ -21,6 +21,7 @@ from tlora_megatron.ops.frozen.exact_attention import (
     deterministic_kernels,
     document_runs,
     num_empty_documents,
+    num_parts,
 )
 from tlora_megatron.ops.frozen.packed_attention import attend_spans
 from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
@@ -32,7 +33,7 @@ LENGTHS = st.lists(st.integers(1, 2 * LONG), max_size=12)
 def splits(run: DocumentRun, heads: int, multiprocessors: int) -> int:
     """Parts in which the kernel sums a query's gradient, by its own formula."""
     documents = len(run.lengths) + num_empty_documents(run, heads, multiprocessors, LONG)
-    return -(-multiprocessors // (documents * heads))
+    return num_parts(documents, heads, multiprocessors)
 
 
 @settings(max_examples=60, deadline=None)
@@ -51,6 +52,13 @@ def test_the_splits_of_a_document_follow_from_its_length(
     else:
         assert splits(mine, heads, 132) == 1
     assert [n for run in runs for n in run.lengths] == lengths
+
+
+@pytest.mark.parametrize(
+    ("heads", "parts"), [(32, 3), (16, 5), (8, 9), (4, 33), (128, 1), (1, 132), (200, 1)]
+)
+def test_a_long_document_is_divided_for_the_fewest_waves(heads: int, parts: int) -> None:
+    assert splits(DocumentRun(0, (LONG + 1,)), heads, 132) == parts
 
 
 def test_padding_is_in_no_call() -> None:
