@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.frozen.packed_attention import attend_spans, attend_varlen
 from tlora_megatron.ops.routing.segments import Document, MicroBatchView, pack_micro_batch
 
@@ -25,12 +26,18 @@ def inputs(view: MicroBatchView, heads: int, groups: int, dtype: torch.dtype) ->
     ]
 
 
-@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize(
+    ("cp_size", "exactness"), [(1, None), (2, None), (1, Exactness(long_document=100))]
+)
 @pytest.mark.parametrize("groups", [8, 2])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_varlen_equals_spans(
-    lengths: tuple[int, ...], groups: int, cp_size: int, dtype: torch.dtype
+    lengths: tuple[int, ...],
+    groups: int,
+    cp_size: int,
+    exactness: Exactness | None,
+    dtype: torch.dtype,
 ) -> None:
     view = pack_micro_batch(
         [Document(slot=0, length=length) for length in lengths],
@@ -38,9 +45,11 @@ def test_varlen_equals_spans(
         num_tokens=256,
         cp_rank=cp_size - 1,
         cp_size=cp_size,
+        exactness=exactness,
     )
     tensors = inputs(view, 8, groups, dtype)
     weights = torch.randn(view.num_tokens, 8, 64, device="cuda")
+    weights[sum(lengths) :] = 0  # padding has no loss, and then no gradients
     results = []
     for attend in (attend_spans, attend_varlen):
         used = [t.float() if attend is attend_spans else t for t in tensors]
