@@ -2,6 +2,7 @@
 
     python -m scripts.bench.flag_speed --megatron-lm CHECKOUT --csv rows.csv
     python -m scripts.bench.flag_speed --megatron-lm CHECKOUT --impl transformer_engine --tp 2
+    python -m scripts.bench.flag_speed --megatron-lm CHECKOUT --tp 2 --no-sp --nano 2
     python -m scripts.bench.flag_speed --megatron-lm CHECKOUT --model toy --tokens 256   # on a CPU
 
 One life of the script for each implementation. Inside it the modes take turns, block by block, so
@@ -21,6 +22,8 @@ that all see the same clock:
 An iteration is all between two of the trainer's `train_step`s: packing, forward, backward, steps of
 jobs, logging. Eight jobs of ranks 4 to 64 on real texts fill every micro-batch. `--kernels FILE`
 writes what each mode launches in one iteration, by kind of kernel and by name. Weights are random.
+The floor runs whole micro-batches, also where flag and own run nano-batches (`--nano`); with
+`--tp-comm-overlap` it has Transformer Engine's userbuffers as the flag has.
 """
 
 from __future__ import annotations
@@ -37,7 +40,16 @@ from pathlib import Path
 
 import torch
 
-from scripts.bench.flag_speed.cases import IMPLS, JOBS, MODELS, PRECISIONS, STOCK, Case, Place
+from scripts.bench.flag_speed.cases import (
+    IMPLS,
+    JOBS,
+    MODELS,
+    PRECISIONS,
+    STOCK,
+    USERBUFFERS,
+    Case,
+    Place,
+)
 from scripts.bench.flag_speed.rows import Row, show, verdicts
 from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.rows import append_rows
@@ -69,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 commit=options.commit,
                 kernels=options.kernels and options.kernels.resolve(),
                 modes=tuple(options.modes),
+                sequence_parallel=options.sp and options.tp > 1,
+                nano=options.nano,
+                userbuffers=options.tp_comm_overlap or "",
                 jobs=options.jobs,
                 bridge=options.bridge and options.bridge.resolve(),
             )
@@ -120,14 +135,22 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--modes",
         nargs="+",
         choices=(*_BESIDE, *STOCK),
-        default=list(_BESIDE),
-        help="beside the flag",
+        help="beside the flag; not by the modules where that is no way of its own",
     )
     add("--jobs", choices=JOBS, default="eight", help="that the flag trains")
     add("--bridge", type=Path, help="src folder of a Megatron-Bridge checkout, for stock modes")
     add("--model", choices=list(MODELS), default="8b")
     add("--layers", type=int, help="fewer layers than the model has, to try out")
-    add("--tp", type=int, default=1, help="tensor-parallel size, with sequence parallelism")
+    add("--tp", type=int, default=1, help="tensor-parallel size")
+    add("--sp", action=argparse.BooleanOptionalAction, default=True, help="sequence parallelism")
+    add("--nano", type=int, default=1, help="nano-batches of a micro-batch, flag and own")
+    add(
+        "--tp-comm-overlap",
+        nargs="?",
+        choices=list(USERBUFFERS),
+        const="userbuffers",
+        help="Transformer Engine's userbuffers; layers then run by the modules",
+    )
     add("--tokens", type=int, default=8192, help="rows of a micro-batch")
     add("--rounds", type=int, default=8, help="timed iterations of a mode in a turn")
     add("--turns", type=int, default=2, help="how often each mode has its turn")
@@ -136,9 +159,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if not ((options.megatron_lm or Path("nowhere")) / "pretrain_gpt.py").is_file():
         parser.error("--megatron-lm (or MEGATRON_LM_PATH) must name a Megatron-LM checkout")
+    _check_overlap(parser, options)
     package = (options.bridge or Path("nowhere")) / "megatron" / "bridge" / "peft"
-    if not {*STOCK}.isdisjoint(options.modes) and not package.is_dir():
+    if not {*STOCK}.isdisjoint(options.modes or ()) and not package.is_dir():
         parser.error(f"--bridge must be the src folder of a Megatron-Bridge checkout for {STOCK}")
+    if options.modes is None:
+        # In nano-batches Transformer Engine's modules take turns with nothing beside them.
+        is_alone = options.nano > 1 or options.tp_comm_overlap
+        options.modes = [mode for mode in _BESIDE if mode != "flag_modules" or not is_alone]
     if options.impl is None:
         on_gpu = torch.cuda.is_available()
         options.impl = ["local", "transformer_engine"] if on_gpu else ["local_unfused"]
@@ -147,6 +175,18 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.kernels:
         options.kernels.unlink(missing_ok=True)
     return options
+
+
+def _check_overlap(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends with a usage error where nothing could be overlapped as asked."""
+    if options.nano > 1 and (options.tp == 1 or options.tp_comm_overlap):
+        parser.error("--nano wants --tp above 1, and no --tp-comm-overlap")
+    if options.tp_comm_overlap is None:
+        return
+    if options.tp == 1 or not options.sp or not torch.cuda.is_available():
+        parser.error("--tp-comm-overlap wants --tp above 1, --sp and GPUs")
+    if any(impl.startswith("local") for impl in options.impl or ["local"]):
+        parser.error("--tp-comm-overlap wants --impl transformer_engine")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,17 @@ STOCK = ("stock_peft", "stock_fused_loss", "stock_op_fuser", "stock_in_turn")
 """Modes that train one adapter as Megatron-Bridge does, see `stock.py`."""
 ONE_LORA = {"rank": 16, "alpha": 32, "target_modules": MEGATRON_TARGETS}
 """The one job's adapter: Megatron-Bridge's, parameter by parameter."""
+USERBUFFERS: Mapping[str, Mapping[str, Any]] = {
+    "userbuffers": {},
+    "userbuffers rs-dgrad": {
+        name: {"method": "ring_exchange"} for name in ("qkv_dgrad", "fc1_dgrad")
+    },
+}
+"""What Transformer Engine's userbuffers overlap beside its defaults, `--tp-comm-overlap-cfg`.
+
+By default the linears that a norm begins overlap the gathering of their input, the others both the
+sum of their output and the gathering of its gradient. Behind `rs-dgrad` the sum of the gradient of
+the former's input comes in addition."""
 _COMMON = (
     "--micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --eval-interval 100 --eval-iters 0 "
     "--num-workers 0 --seed 1 --mock-data --no-create-attention-mask-in-dataloader "
@@ -69,6 +80,11 @@ class Case:
     commit: str
     kernels: Path | None
     modes: tuple[str, ...]
+    sequence_parallel: bool = False
+    nano: int = 1
+    """Most nano-batches of a micro-batch."""
+    userbuffers: str = ""
+    """Of `USERBUFFERS`: what overlaps inside Transformer Engine's linears; empty = nothing."""
     jobs: str = "eight"
     bridge: Path | None = None
     """Folder with Megatron-Bridge's `megatron` package, for the stock modes."""
@@ -76,8 +92,14 @@ class Case:
     @property
     def layout(self) -> str:
         """The layout's name in the rows."""
-        layout = "TP1" if self.tp == 1 else f"TP{self.tp}+SP"
-        return f"{layout} one job" if self.jobs == ONE_JOB else layout
+        parts = [f"TP{self.tp}+SP" if self.sequence_parallel and self.tp > 1 else f"TP{self.tp}"]
+        if self.nano > 1:
+            parts.append(f"nano {self.nano}")
+        if self.userbuffers:
+            parts.append(self.userbuffers)
+        if self.jobs == ONE_JOB:
+            parts.append("one job")
+        return " ".join(parts)
 
     @property
     def iterations(self) -> int:
@@ -113,7 +135,6 @@ class Place:
         """torchrun's command line."""
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         backend = ["--no-masked-softmax-fusion", "--no-gradient-accumulation-fusion"]
-        parallel = f"--tensor-model-parallel-size {case.tp} --sequence-parallel"
         files = {
             "--tokenizer-type": "HuggingFaceTokenizer",
             "--tokenizer-model": self.work / "base",
@@ -132,9 +153,23 @@ class Place:
             *([] if self.on_cpu else [*backend, *IMPLS[case.impl].split()]),
             *_COMMON.split(),
             *("" if self.on_cpu else PRECISIONS[case.precision]).split(),
-            *(parallel if case.tp > 1 else "").split(),
+            *self._parallel(case),
             *(str(word) for pair in (*files.items(), *numbers.items()) for word in pair),
         ]
+
+    def _parallel(self, case: Case) -> list[str]:
+        if case.tp == 1:
+            return []
+        words = ["--tensor-model-parallel-size", str(case.tp)]
+        if case.sequence_parallel:
+            words.append("--sequence-parallel")
+        if case.userbuffers:
+            words += ["--tp-comm-overlap", "--tp-comm-bootstrap-backend", "nccl"]
+        if USERBUFFERS.get(case.userbuffers):
+            file = self.work / "userbuffers.json"  # YAML, too
+            file.write_text(json.dumps(USERBUFFERS[case.userbuffers]))
+            words += ["--tp-comm-overlap-rs-dgrad", "--tp-comm-overlap-cfg", str(file)]
+        return words
 
     def spec(self) -> ModelSpec:
         """The base's shape."""
@@ -153,6 +188,8 @@ class Place:
             "OMP_NUM_THREADS": "1",
             "PYTHONWARNINGS": "ignore",
             "TOKENIZERS_PARALLELISM": "false",
+            # Userbuffers would use NVLink multicast, which may disturb others on a shared host.
+            "UB_SKIPMC": "1",
         }
 
 
@@ -181,7 +218,7 @@ def write_jobs(case: Case, spec: ModelSpec, folder: Path) -> None:
                 "optimizer": {"lr": 1e-5},
             }
         )
-    _write_document(jobs, folder)
+    _write_document(jobs, folder, case.nano)
 
 
 def write_one_job(case: Case, spec: ModelSpec, folder: Path) -> None:
@@ -213,13 +250,13 @@ def write_one_job(case: Case, spec: ModelSpec, folder: Path) -> None:
         "max_steps": 10**6,
         "optimizer": {"lr": 1e-3},
     }
-    _write_document([job], folder)
+    _write_document([job], folder, case.nano)
 
 
-def _write_document(jobs: Sequence[Mapping[str, Any]], folder: Path) -> None:
+def _write_document(jobs: Sequence[Mapping[str, Any]], folder: Path, nano: int) -> None:
     document = {
         "base_model": {"path": str(folder / "base"), "random_init": True},
-        "run": {"tensorboard": False, "resume": "never"},
+        "run": {"tensorboard": False, "resume": "never", "nano_batches": nano},
         "jobs": jobs,
     }
     (folder / "jobs.json").write_text(json.dumps(document))

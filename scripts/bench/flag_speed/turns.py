@@ -16,11 +16,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from scripts.bench.flag_speed.cases import STOCK, WARMUP, Case
 from scripts.bench.flag_speed.kernels import kernel_table
+from scripts.bench.flag_speed.own import OwnTrainer
 from scripts.bench.flag_speed.rows import make_row
 from scripts.bench.flag_speed.stock import StockModes
 from scripts.bench.harness.clock import Marks, allocated, peak_bytes, wait_for_all
 from scripts.bench.harness.rows import gpu_name, versions
-from scripts.bench.harness.training_jobs import fresh_job
 from scripts.bench.harness.world import is_main, largest
 from tlora_megatron.integrations.megatron.built_head import BuiltHead
 from tlora_megatron.integrations.megatron.built_model import language_models
@@ -28,10 +28,7 @@ from tlora_megatron.integrations.megatron.layer.plain_layer import PlainLayer
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.multi_adapter import MultiAdapter
-from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.profiling.synthetic_run import SyntheticRun
-from tlora_megatron.training.packing.packing import PackedBatch, RoundShape
-from tlora_megatron.training.super_model import SuperModel
+from tlora_megatron.training.packing.packing import PackedBatch
 
 T = TypeVar("T")
 
@@ -58,8 +55,11 @@ class Turns:
         self._marks: Marks | None = None
         self._blocks: dict[str, list[_Block]] = defaultdict(list)
         self._batches: list[PackedBatch] = []
+        """What the trainer has run last."""
+        self._whole: list[PackedBatch] = []
+        """The same, not in nano-batches."""
         self._tokens = 0
-        self._own: _OwnTrainer | None = None
+        self._own: OwnTrainer | None = None
         self._stock: StockModes | None = None
         self._own_bytes = self._other_bytes = 0
         modes = ["flag", *(["flag_modules"] if "flag_modules" in self.case.modes else [])]
@@ -89,6 +89,8 @@ class Turns:
                 self._measure_rest(session)
         if index == len(self._plan) - 1:
             self._finish()
+            if self._own is not None and not self._looks:
+                self._own.close()
         return answer
 
     def _begin(self, mode: str) -> None:
@@ -113,9 +115,7 @@ class Turns:
     def _measure_rest(self, session: Any) -> None:
         _compute_by_modules(False)
         if self._own is not None:
-            self._blocks["own"].append(
-                self._own.block(self.case, self._other_bytes + self._stock_bytes())
-            )
+            self._blocks["own"].append(self._own_block(self._own))
         if "floor" in self.case.modes:
             self._blocks["floor"].append(self._floor_block(session))
         for mode, step in self._stock_steps():
@@ -124,6 +124,11 @@ class Turns:
             peak = block.peak_bytes - self._own_bytes - self._stock_bytes(besides=mode)
             self._blocks[mode].append(block._replace(peak_bytes=peak))
         wait_for_all()
+
+    def _own_block(self, own: OwnTrainer) -> _Block:
+        block = _timed(own.round, self.case.rounds, lambda: real_tokens(own.ran))
+        beside = self._other_bytes + self._stock_bytes()
+        return block._replace(peak_bytes=block.peak_bytes - beside)
 
     def _stock_steps(self) -> Iterator[tuple[str, Callable[[], object]]]:
         return iter(()) if self._stock is None else self._stock.steps(list(self._batches))
@@ -144,6 +149,8 @@ class Turns:
                 self._table("floor", lambda: self._without_adapters(session, self._floor(session)))
             for stock, step in self._stock_steps():
                 self._table(stock, step)
+            if self._own is not None:
+                self._own.close()
         return answers[0]
 
     def _table(self, mode: str, run: Callable[[], object]) -> None:
@@ -160,12 +167,14 @@ class Turns:
 
         def watched(batches: Sequence[PackedBatch]) -> None:
             self._batches = list(batches)
+            under_way = session.loop.super_model._micro_batches
+            self._whole = [micro_batch.packed for micro_batch in under_way]
             fill(batches)
 
         feed.fill = watched
         if "own" in self.case.modes:
             before = self._other_bytes = allocated()
-            self._own = _OwnTrainer(session, self.case)
+            self._own = OwnTrainer(session, self.case)
             self._own_bytes = allocated() - before
         if not {*STOCK}.isdisjoint(self.case.modes):
             self._stock = StockModes(session, self.case, lambda: self._batches)
@@ -196,7 +205,7 @@ class Turns:
 
     def _floor(self, session: Any) -> Callable[[], None]:
         """Forward and input gradients of the trainer's model, on micro-batches that it has run."""
-        engine, batches = session._engine, list(self._batches)
+        engine, batches = session._engine, list(self._whole)
         config = language_models(engine.chunks)[0].config
 
         def run() -> None:
@@ -241,37 +250,6 @@ class Turns:
             rows.append(make_row(self.case, mode, shared, measured))
         if is_main():
             Path(os.environ["TLORA_FLAG_ROWS"]).write_text(json.dumps(rows))
-
-
-class _OwnTrainer:
-    """Our own trainer in the same processes: a base of its own, the same jobs and data."""
-
-    def __init__(self, session: Any, case: Case) -> None:
-        theirs: SuperModel = session.loop.super_model
-        spec, groups = session._run.spec, theirs.groups
-        tp_size = groups.layout.tp_size
-        layout = ParallelLayout(tp_size=tp_size, sequence_parallel=tp_size > 1)
-        run = SyntheticRun(spec, layout, dtype=theirs.bank.dtype)
-        loras = [job.spec.lora for job in theirs.jobs]
-        bank = AdapterBank(run.sites, loras, dtype=run.dtype, device=groups.device)
-        attach(run.linears, bank)
-        jobs = [fresh_job(job.spec, job.data.train, bank, spec) for job in theirs.jobs]
-        shape = RoundShape(num_micro_batches=lambda: 1, fills_budget=True)
-        self._ran: list[PackedBatch] = []
-        self._model: Any = SuperModel(
-            run.engine, bank, run.groups, jobs, micro_batch_tokens=case.tokens, round_shape=shape
-        )
-
-    def round(self) -> None:
-        """One round: packing, forward, backward, steps of jobs."""
-        model = self._model
-        self._ran = model.begin_round()
-        model.end_round(model.engine.forward_backward(self._ran))
-
-    def block(self, case: Case, other_bytes: int) -> _Block:
-        """Times a block of rounds."""
-        block = _timed(self.round, case.rounds, lambda: real_tokens(self._ran))
-        return block._replace(peak_bytes=block.peak_bytes - other_bytes)
 
 
 def real_tokens(batches: Sequence[PackedBatch]) -> int:
