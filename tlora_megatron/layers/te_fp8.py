@@ -24,8 +24,13 @@ from torch import Tensor
 
 from tlora_megatron.ops.lora.linear_ops import Base
 
-RECIPES = ("delayed", "tensorwise", "blockwise")
-"""Values of Megatron's `fp8_recipe` that are computed here."""
+_CLASSES = {
+    "delayed": "DelayedScaling",
+    "tensorwise": "Float8CurrentScaling",
+    "blockwise": "Float8BlockScaling",
+}
+"""Transformer Engine's recipe for each value of Megatron's `fp8_recipe` that is computed here."""
+RECIPES = tuple(_CLASSES)
 _PROBE = (256, 384, 512)
 """Rows, features in and out of the linear that is run both ways."""
 
@@ -235,38 +240,32 @@ def _probe(recipe: str) -> str | None:
     """Runs a small linear by itself and by `Fp8Base`; returns what differs."""
     te: Any = importlib.import_module("transformer_engine.pytorch")
     formats: Any = importlib.import_module("transformer_engine.common.recipe")
-    kinds = {
-        "delayed": "DelayedScaling",
-        "tensorwise": "Float8CurrentScaling",
-        "blockwise": "Float8BlockScaling",
-    }
-    made = getattr(formats, kinds[recipe])()
+    made = getattr(formats, _CLASSES[recipe])()
     if getattr(made, "backward_override", None) is not None:
         return f"NVTE_BACKWARD_OVERRIDE is {made.backward_override}"
-    autocast = functools.partial(te.autocast, enabled=True, recipe=made)
     rows, size_in, size_out = _PROBE
     with torch.random.fork_rng(devices=[torch.cuda.current_device()]):
-        linear = te.Linear(size_in, size_out, bias=False, params_dtype=torch.bfloat16)
-        linear.weight.requires_grad_(False)
-        linear.is_first_microbatch = True
+        linears = [
+            te.Linear(size_in, size_out, bias=False, params_dtype=torch.bfloat16) for _ in range(2)
+        ]
         x, dy = (
             torch.randn(rows, size, dtype=torch.bfloat16, device="cuda")
             for size in (size_in, size_out)
         )
-    leaf = x.clone().requires_grad_()
+    theirs, ours = linears
+    for linear in linears:
+        linear.weight.requires_grad_(False).copy_(theirs.weight)
+        linear.is_first_microbatch = True  # as on Megatron's wrappers
+    leaf, base = x.clone().requires_grad_(), Fp8Base(ours)
     # One context each: delayed scales move behind it.
-    with autocast():
-        y = linear(leaf, is_first_microbatch=None)
-    fresh = te.Linear(size_in, size_out, bias=False, params_dtype=torch.bfloat16)
-    fresh.weight.requires_grad_(False).copy_(linear.weight)
-    fresh.is_first_microbatch = True
-    base = Fp8Base(fresh)
-    with torch.no_grad(), autocast():
-        ours = base.forward(x, None)
+    with te.autocast(enabled=True, recipe=made):
+        y = theirs(leaf, is_first_microbatch=None)
+    with torch.no_grad(), te.autocast(enabled=True, recipe=made):
+        our_y = base.forward(x, None)
     y.backward(dy)
     with torch.no_grad():
-        dx = base.dgrad(dy, None)
+        our_dx = base.dgrad(dy, None)
     assert leaf.grad is not None, "Transformer Engine's linear goes back to its input"
-    if not (torch.equal(ours, y) and torch.equal(dx, leaf.grad)):
-        return "this Transformer Engine's FP8 gives other bits around its GEMMs"
-    return None
+    if torch.equal(our_y, y) and torch.equal(our_dx, leaf.grad):
+        return None
+    return "this Transformer Engine's FP8 gives other bits around its GEMMs"
