@@ -9,7 +9,6 @@ Shapes: T query rows, K key rows, N query heads, G key-value heads, D head dimen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -112,44 +111,30 @@ def _backward(
     scale: float,
 ) -> tuple[torch.Tensor, ...]:
     *tensors, seed, offset = saved
-    kernel = partial(_backward_kernel, random_state=(seed, offset), scale=scale)
-    if lengths.backward_calls is not None:
-        return backward_in_calls(dout_TND, tensors, lengths.backward_calls, partial(_alike, kernel))
-    return kernel(dout_TND, tensors, *lengths[:4])
+    random_state, calls = (seed, offset), lengths.backward_calls
+    if calls is None:
+        return _backward_kernel(dout_TND, tensors, lengths[:4], random_state, scale)
 
+    def kernel(
+        dout: torch.Tensor, own: Sequence[torch.Tensor], cumulative: torch.Tensor, longest: int
+    ) -> tuple[torch.Tensor, ...]:
+        begins = (cumulative, cumulative, longest, longest)
+        return _backward_kernel(dout, own, begins, random_state, scale)
 
-def _alike(
-    kernel: Any,
-    dout_TND: torch.Tensor,
-    saved: Sequence[torch.Tensor],
-    cumulative: torch.Tensor,
-    longest: int,
-) -> tuple[torch.Tensor, ...]:
-    """Runs the kernel where queries and keys are the same rows."""
-    result: tuple[torch.Tensor, ...] = kernel(
-        dout_TND, saved, cumulative, cumulative, longest, longest
-    )
-    return result
+    return backward_in_calls(dout_TND, tensors, calls, kernel)
 
 
 def _backward_kernel(
     dout_TND: torch.Tensor,
     saved: Sequence[torch.Tensor],
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    max_queries: int,
-    max_keys: int,
-    *,
+    lengths: tuple[torch.Tensor, torch.Tensor, int, int],
     random_state: tuple[torch.Tensor, torch.Tensor],
     scale: float,
 ) -> tuple[torch.Tensor, ...]:
     return torch.ops.aten._flash_attention_backward(
         dout_TND,
         *saved,
-        queries,
-        keys,
-        max_queries,
-        max_keys,
+        *lengths,
         0.0,  # dropout
         True,  # causal
         *random_state,
