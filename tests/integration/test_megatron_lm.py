@@ -125,6 +125,12 @@ def summary(out: Path) -> dict[str, Any]:
     return json.loads((out / "summary.json").read_text())
 
 
+def all_ours(num_layers: int) -> dict[str, Any]:
+    """Who computed the base where our kernels computed all of it, from the first step on."""
+    layers = {"own": num_layers, "halves": 0, "modules": 0}
+    return {"layers": layers, "head": "own", "reasons": []}
+
+
 def assert_same_bits(one: Path, other: Path, name: str) -> None:
     """A job's losses, norms, evaluations and weights."""
     assert records(one, name) == records(other, name), name
@@ -156,8 +162,7 @@ def test_losses_and_weights_equal_the_oracle(layout: str, launch: Launch, root: 
     assert_equals_oracle(out, root)
     assert {job["status"] for job in summary(out)["jobs"].values()} == {"finished"}
     assert (out / "report.html").is_file()
-    compute = {"layers": {"own": 4, "halves": 0, "modules": 0}, "head": "own", "reasons": []}
-    assert summary(out)["run"]["compute"] == compute
+    assert summary(out)["run"]["compute"] == all_ours(4)
 
 
 @pytest.mark.parametrize("layout", ["TP2+SP full recompute", "VPP2"])
@@ -212,6 +217,8 @@ def test_tied_embeddings(layout: str, tmp_path: Path) -> None:
     args = [*arguments(tmp_path, tmp_path / "out"), *TIED[layout].split()]
     run(checkout() / "pretrain_gpt.py", args, nproc=2)
     assert_equals_oracle(tmp_path / "out", tmp_path)
+    num_layers = read_model_spec(tmp_path / "base" / "config.json").num_layers
+    assert summary(tmp_path / "out")["run"]["compute"] == all_ours(num_layers)
 
 
 def test_the_trainer_s_log_line_holds_the_jobs_losses(launch: Launch) -> None:
@@ -272,15 +279,17 @@ def test_a_killed_run_goes_on_from_the_jobs_checkpoints(layout: str, root: Path)
     out = root / "killed" / layout
     script, flags = checkout() / "pretrain_gpt.py", RESUMED[layout].split()
     args, nproc = [*arguments(root, out), *flags], 2 if flags else 1
-    # Under tensor parallelism the base is computed by Megatron's modules before, by ours behind.
-    before = {"TLORA_FLAG_COMPUTE": "modules"} if flags else {}
+    # The base is computed by our kernels before and by Megatron's modules behind; under tensor
+    # parallelism the other way round.
+    ways: list[dict[str, str]] = [{}, {"TLORA_FLAG_COMPUTE": "modules"}]
+    before, behind = reversed(ways) if flags else ways
     code, output = finish(start(script, args, nproc=nproc, environment=KILL | before))
     assert code != 0, output[-2000:]
     assert not (out / "summary.json").exists()
     saved = {name: len(losses(out, name)) for name in NAMES}
     assert min(saved.values()) > 0
     assert max(saved.values()) < NUM_STEPS
-    output = run(script, args, nproc=nproc)
+    output = run(script, args, nproc=nproc, environment=behind)
     # --save-interval 10: the trainer counts on from there.
     first = next(line for line in output.splitlines() if "iteration  " in line)
     assert " 11/" in first
@@ -571,6 +580,11 @@ def test_attention_and_shared_experts_train_and_routed_experts_are_left_out(
         assert jobs[name]["status"] == "finished"
         assert jobs[name]["eval_loss_after"] < jobs[name]["eval_loss_before"]
     assert any("shared_expert.gate_proj" in key for key in adapter(out, "outputs"))
+    compute = summary(out)["run"]["compute"]
+    assert compute["layers"] == {"own": 0, "halves": 4, "modules": 0}
+    assert compute["head"] == "own"
+    (reason,) = compute["reasons"]
+    assert "layers 0-3: attention by our kernels, MLP by Megatron's modules" in reason
 
 
 OWN_SCRIPT = """
@@ -628,6 +642,7 @@ def test_hybrid_model(root: Path, tmp_path: Path) -> None:
         args = [*model, *spec, *COMMON, *SIZES, *sources, *words_of_layout.split()]
         nproc = 2 if words_of_layout else 1
         run(script, args, nproc=nproc, environment={"TLORA_WEIGHTS": "1"})
+        assert summary(tmp_path / layout)["run"]["compute"] == all_ours(8)
     for name in NAMES:
         # Weights drawn by name are another model's under TP.
         expected = losses(tmp_path / "one", name)
