@@ -65,6 +65,7 @@ OWN = (
     "rope=scaled,tp=2,own=4,linears=te,nano=2,recompute=full,late=decoder.layers.1.mlp.linear_fc1",
     "rope=scaled,pp=2,own=4,linears=te,nano=2,late=decoder.layers.1.mlp.linear_fc1",
     "rope=yarn,pp=2,own=4",
+    "rope=partial,cp=2,own=4",
     "rope=qwen,tp=2,own=4",
     "rope=qwen,tp=2,sp=1,own=4,recompute=core_attn",
     "rope=scaled,tp=2,sp=1,own=4,ddp=1",

@@ -58,6 +58,7 @@ ROPE: dict[str, dict[str, Any]] = {
     "plain": {},
     "scaled": {"rotary_base": 500, "rope_scaling": True, "rope_scaling_factor": 4.0},
     "interleaved": {"rotary_interleaved": True, "rotary_percent": 0.5},
+    "partial": {"rotary_percent": 0.5},
     "stretched": {"seq_len_interpolation_factor": 2.0},
     "yarn": {"position_embedding_type": "yarn"},
 }

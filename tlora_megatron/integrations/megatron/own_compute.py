@@ -252,8 +252,6 @@ def _why_not_rotary(model: Any) -> str | None:
     rotary = getattr(model, "rotary_pos_emb", None)
     if kind not in ("rope", "yarn") or not isinstance(rotary, DocumentRotaryEmbedding):
         return f"position_embedding_type is {kind}"
-    if 2 * rotary.inv_freq.numel() != model.config.kv_channels:
-        return "heads are rotated in part"
     return None
 
 

@@ -19,7 +19,14 @@ from tlora_megatron.ops.frozen.rms_norm import HeadNorms, norm_reference
 
 
 def rotate_halves(x_T1ND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    """`x * cos + (-x2, x1) * sin`, with x1 and x2 the halves of the last dimension."""
+    """`x * cos + (-x2, x1) * sin`, with x1 and x2 the halves of the last dimension.
+
+    Where cosine and sine have fewer columns, so many of x turn, and those behind them stay.
+    """
+    width = cos_TD.shape[-1]
+    if width < x_T1ND.shape[-1]:
+        turned = rotate_halves(x_T1ND[..., :width], cos_TD, sin_TD)
+        return torch.cat([turned, x_T1ND[..., width:]], dim=-1)
     first, second = x_T1ND.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return x_T1ND * cos_TD[:, None, None] + turned * sin_TD[:, None, None]
@@ -52,7 +59,8 @@ def unpack_qkv(
 
     Args:
         mixed_TGMD: `[T, G, R + 2, D]`: of each group its queries, its key, its value.
-        cos_TD: in the dtype of the projection, both halves of D the same, as `sin_TD`.
+        cos_TD: in the dtype of the projection or fp32, both halves the same, as `sin_TD`; of fewer
+            columns than D where heads turn in part.
         norms: of each query and key before it turns, rounded as by the norm's own kernel.
 
     Returns:

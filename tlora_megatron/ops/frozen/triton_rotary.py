@@ -18,11 +18,28 @@ _WARPS = 4
 
 
 @triton.jit
-def _load_weight(
-    weight: tl.tensor, columns: tl.tensor, HALF: tl.constexpr, ZERO_CENTERED: tl.constexpr
+def _pairs(
+    columns: tl.tensor, HALF: tl.constexpr, TURNED: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    first = tl.load(weight + columns, mask=columns < HALF, other=0.0).to(tl.float32)
-    second = tl.load(weight + HALF + columns, mask=columns < HALF, other=0.0).to(tl.float32)
+    """Where both members of each pair lie in a head: first the pairs that turn, then the others."""
+    if TURNED == HALF:
+        return columns, columns + HALF
+    turns = columns < TURNED
+    first = tl.where(turns, columns, columns + TURNED)
+    return first, tl.where(turns, columns + TURNED, columns + HALF)
+
+
+@triton.jit
+def _load_weight(
+    weight: tl.tensor,
+    columns: tl.tensor,
+    HALF: tl.constexpr,
+    TURNED: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    at1, at2 = _pairs(columns, HALF, TURNED)
+    first = tl.load(weight + at1, mask=columns < HALF, other=0.0).to(tl.float32)
+    second = tl.load(weight + at2, mask=columns < HALF, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         first += 1.0
         second += 1.0
@@ -90,41 +107,44 @@ def _move_head(
     MIXED_WIDTH: tl.constexpr,
     APART_WIDTH: tl.constexpr,
     HALF: tl.constexpr,
+    TURNED: tl.constexpr,
     ROTATE: tl.constexpr,
     BACKWARD: tl.constexpr,
     NORMED: tl.constexpr,
     ROUNDS_ONCE: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ) -> None:
-    source = mixed + rows[:, None] * MIXED_WIDTH + columns[None, :]
-    target = apart + rows[:, None] * APART_WIDTH + columns[None, :]
+    at1, at2 = _pairs(columns, HALF, TURNED)
+    source = mixed + rows[:, None] * MIXED_WIDTH
+    target = apart + rows[:, None] * APART_WIDTH
     if BACKWARD:
         source, target = target, source
-    first = tl.load(source, mask=inside, other=0.0)
-    second = tl.load(source + HALF, mask=inside, other=0.0)
+    first = tl.load(source + at1[None, :], mask=inside, other=0.0)
+    second = tl.load(source + at2[None, :], mask=inside, other=0.0)
     if ROTATE:
-        angle = rows[:, None] * (2 * HALF) + columns[None, :]
-        c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-        s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+        angle = rows[:, None] * (2 * TURNED) + columns[None, :]
+        turns = inside & (columns < TURNED)[None, :]
+        c = tl.load(cos + angle, mask=turns, other=1.0).to(tl.float32)
+        s = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
         if BACKWARD:
             s = -s
         x1 = first.to(tl.float32)
         x2 = second.to(tl.float32)
         if NORMED:
-            w1, w2 = _load_weight(weight, columns, HALF, ZERO_CENTERED)
+            w1, w2 = _load_weight(weight, columns, HALF, TURNED, ZERO_CENTERED)
             if not BACKWARD:
                 x1, x2 = _norm(x1, x2, w1, w2, eps, first.dtype, HALF, ROUNDS_ONCE)
         y1 = x1 * c - x2 * s
         y2 = x2 * c + x1 * s
         if NORMED and BACKWARD:
-            at = before + rows[:, None] * MIXED_WIDTH + columns[None, :]
-            b1 = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-            b2 = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+            row = before + rows[:, None] * MIXED_WIDTH
+            b1 = tl.load(row + at1[None, :], mask=inside, other=0.0).to(tl.float32)
+            b2 = tl.load(row + at2[None, :], mask=inside, other=0.0).to(tl.float32)
             y1, y2 = _norm_back(y1, y2, b1, b2, w1, w2, eps, HALF)
         first = y1.to(first.dtype)
         second = y2.to(second.dtype)
-    tl.store(target, first, mask=inside)
-    tl.store(target + HALF, second, mask=inside)
+    tl.store(target + at1[None, :], first, mask=inside)
+    tl.store(target + at2[None, :], second, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -133,7 +153,7 @@ def _rotate_heads_kernel(
     query: tl.tensor,  # [T, GROUPS * PER_GROUP, 2 * HALF]
     key: tl.tensor,  # [T, GROUPS, 2 * HALF]
     value: tl.tensor,  # as key
-    cos: tl.tensor,  # [T, 2 * HALF], both halves the same
+    cos: tl.tensor,  # [T, 2 * TURNED], both halves the same
     sin: tl.tensor,  # as cos
     before: tl.tensor,  # as mixed: what forward was given, with NORMED and BACKWARD
     query_weight: tl.tensor,  # [2 * HALF], with NORMED
@@ -143,6 +163,7 @@ def _rotate_heads_kernel(
     GROUPS: tl.constexpr,
     PER_GROUP: tl.constexpr,
     HALF: tl.constexpr,
+    TURNED: tl.constexpr,  # pairs of a head that turn, of HALF
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BACKWARD: tl.constexpr,
@@ -174,6 +195,7 @@ def _rotate_heads_kernel(
             MIXED_WIDTH=heads * dim,
             APART_WIDTH=GROUPS * PER_GROUP * dim,
             HALF=HALF,
+            TURNED=TURNED,
             ROTATE=True,
             BACKWARD=BACKWARD,
             NORMED=NORMED,
@@ -195,6 +217,7 @@ def _rotate_heads_kernel(
             MIXED_WIDTH=heads * dim,
             APART_WIDTH=GROUPS * dim,
             HALF=HALF,
+            TURNED=TURNED,
             ROTATE=True,
             BACKWARD=BACKWARD,
             NORMED=NORMED,
@@ -216,6 +239,7 @@ def _rotate_heads_kernel(
             MIXED_WIDTH=heads * dim,
             APART_WIDTH=GROUPS * dim,
             HALF=HALF,
+            TURNED=TURNED,
             ROTATE=False,
             BACKWARD=BACKWARD,
             NORMED=NORMED,
@@ -273,6 +297,7 @@ def _launch(
     backward: bool,
 ) -> None:
     num_rows, groups, members, dim = mixed.shape
+    turned = cos_TD.shape[1] // 2
     weights, eps, flags = (cos_TD, cos_TD), 0.0, (False, False, False)
     if norms is not None:
         weights, eps = (norms.query.weight_H, norms.key.weight_H), norms.query.eps
@@ -281,7 +306,7 @@ def _launch(
         groups * members * -(-num_rows // _ROWS),
         (mixed, *parts, cos_TD, sin_TD, before, *weights),
         (num_rows, eps),
-        (groups, members - 2, dim // 2, _ROWS, _columns(dim // 2), backward, *flags),
+        (groups, members - 2, dim // 2, turned, _ROWS, _columns(dim // 2), backward, *flags),
         num_warps=_WARPS,
     )
 

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the 
     [
         ({"rope": "yarn"}, ""),
         ({"rope": "yarn", "te": True}, ""),
+        ({"rope": "partial"}, ""),
         (
             {"rope": "interleaved"},
             "MLP by our kernels, attention by Megatron's modules: rotary_int",
@@ -50,7 +51,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the 
             "attention by our kernels, MLP by Megatron's modules: activation_func is gelu: our ",
         ),
     ],
-    ids=["yarn", "yarn TE", "interleaved", "interleaved TE full", "GELU TE", "GELU mlp"],
+    ids=["yarn", "yarn TE", "partial", "interleaved", "interleaved TE full", "GELU TE", "GELU mlp"],
 )
 def test_settings_about_one_half_keep_that_half_alone(
     options: dict[str, Any], told: str, groups: ParallelGroups, num_run: list[int]

@@ -193,18 +193,20 @@ def test_swiglu(rows: int, width: int, dtype: torch.dtype, fused: Callable[[bool
 @RUNS
 @DTYPES
 @pytest.mark.parametrize(
-    ("rows", "groups", "per_group", "dim"), [(1, 1, 1, 8), (37, 2, 3, 16), (40, 3, 1, 20)]
+    ("rows", "groups", "per_group", "dim", "turned"),
+    [(1, 1, 1, 8, 8), (37, 2, 3, 16, 16), (40, 3, 1, 20, 20), (33, 2, 2, 24, 16), (5, 1, 1, 16, 4)],
 )
 def test_unpack_qkv(
     rows: int,
     groups: int,
     per_group: int,
     dim: int,
+    turned: int,
     dtype: torch.dtype,
     fused: Callable[[bool], None],
 ) -> None:
     tensors = {"mixed": draw(rows, groups, per_group + 2, dim, dtype=dtype)}
-    angles = draw(rows, dim // 2, dtype=torch.float32, scale=3.0).repeat(1, 2)
+    angles = draw(rows, turned // 2, dtype=torch.float32, scale=3.0).repeat(1, 2)
     cos_sin = angles.cos().to(dtype), angles.sin().to(dtype)
     results = []
     for on in (True, False):
@@ -238,21 +240,21 @@ def wide_norms(norms: rms_norm.HeadNorms, dtype: torch.dtype) -> rms_norm.HeadNo
 @pytest.mark.parametrize(
     ("kind", "dtype", "shape"),
     [
-        ("twice", torch.float32, (1, 1, 1, 8)),
-        ("once", torch.float32, (35, 2, 2, 16)),
-        ("zero-centred", torch.float32, (33, 1, 1, 20)),
-        ("twice", torch.float16, (34, 1, 2, 20)),
-        ("once", torch.bfloat16, (34, 2, 1, 16)),
+        ("twice", torch.float32, (1, 1, 1, 8, 8)),
+        ("once", torch.float32, (35, 2, 2, 16, 12)),
+        ("zero-centred", torch.float32, (33, 1, 1, 20, 20)),
+        ("twice", torch.float16, (34, 1, 2, 20, 20)),
+        ("once", torch.bfloat16, (34, 2, 1, 16, 16)),
     ],
     ids=str,
 )
 def test_unpack_qkv_of_normed_heads(
     kind: str, dtype: torch.dtype, shape: tuple[int, ...], fused: Callable[[bool], None]
 ) -> None:
-    rows, groups, per_group, dim = shape
+    rows, groups, per_group, dim, turned = shape
     tensors = {"mixed": draw(rows, groups, per_group + 2, dim, dtype=dtype, scale=2.0)}
     norms = head_norms(kind, dim, dtype)
-    angles = draw(rows, dim // 2, dtype=torch.float32, scale=3.0).repeat(1, 2)
+    angles = draw(rows, turned // 2, dtype=torch.float32, scale=3.0).repeat(1, 2)
     fused(True)
     actual = run(qkv_rotary.unpack_qkv, tensors, angles.cos(), angles.sin(), norms)
     fused(False)  # in fp32: in half precision the reference itself is an ulp off
@@ -354,7 +356,7 @@ def _launches() -> list[tuple[str, str, dict[str, str], dict[str, int]]]:
     """Module, kernel, types of its runtime arguments and constants, on Llama-3.1-8B's shapes."""
     bf16, fp32 = "*bf16", "*fp32"
     norm = {"WIDTH": 4096, "ROWS": 1, "COLUMNS": 4096}
-    heads = {"GROUPS": 8, "PER_GROUP": 4, "HALF": 64, "ROWS": 32, "COLUMNS": 64}
+    heads = {"GROUPS": 8, "PER_GROUP": 4, "HALF": 64, "TURNED": 64, "ROWS": 32, "COLUMNS": 64}
     vocabulary = {"VALID": 128256, "WIDTH": 128256, "BLOCK": 8192}
     forward = dict.fromkeys(("x", "residual", "weight", "total", "out"), bf16)
     forward |= {"rstd": fp32, "num_rows": "i32", "eps": "fp32"}
@@ -377,6 +379,7 @@ def _launches() -> list[tuple[str, str, dict[str, str], dict[str, int]]]:
             ("rms_norm", "_backward_kernel", backward, norm | {"HAS_DTOTAL": flag}),
             ("rotary", "_rotate_heads_kernel", parts, heads | {"BACKWARD": flag}),
             ("rotary", "_rotate_heads_kernel", parts, heads | {"BACKWARD": flag, "NORMED": 1}),
+            ("rotary", "_rotate_heads_kernel", parts, heads | {"BACKWARD": flag, "TURNED": 32}),
             ("cross_entropy", "_statistics_kernel", statistics, vocabulary | {"GRADIENT": flag}),
         ]
     return launches

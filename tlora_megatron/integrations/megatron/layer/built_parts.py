@@ -111,7 +111,7 @@ class BuiltRotary:
         self._factor = factor
 
     def cos_sin(self, like: Tensor, micro_batch: MicroBatchView) -> tuple[Tensor, Tensor]:
-        """Returns cosine and sine of the local rows, `[T, D]`.
+        """Returns cosine and sine of the local rows, `[T, D]`, or less if heads turn in part.
 
         In fp32 for kernels, which rotate in fp32; otherwise in the dtype of `like`.
         """
