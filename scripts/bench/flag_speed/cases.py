@@ -41,16 +41,16 @@ STOCK = ("stock_peft", "stock_fused_loss", "stock_op_fuser", "stock_in_turn")
 """Modes that train one adapter as Megatron-Bridge does, see `stock.py`."""
 ONE_LORA = {"rank": 16, "alpha": 32, "target_modules": MEGATRON_TARGETS}
 """The one job's adapter: Megatron-Bridge's, parameter by parameter."""
-USERBUFFERS: Mapping[str, Mapping[str, Any]] = {
-    "userbuffers": {},
-    "userbuffers rs-dgrad": {
-        name: {"method": "ring_exchange"} for name in ("qkv_dgrad", "fc1_dgrad")
-    },
+_USERBUFFERS = "--tp-comm-overlap --tp-comm-bootstrap-backend nccl"
+USERBUFFERS = {
+    "userbuffers": _USERBUFFERS,
+    "userbuffers rs-dgrad": f"{_USERBUFFERS} --tp-comm-overlap-rs-dgrad "
+    f"--tp-comm-overlap-cfg {REPO}/configs/megatron/userbuffers.yaml",
 }
-"""What Transformer Engine's userbuffers overlap beside its defaults, `--tp-comm-overlap-cfg`.
+"""What Transformer Engine's userbuffers overlap.
 
 By default the linears that a norm begins overlap the gathering of their input, the others both the
-sum of their output and the gathering of its gradient. Behind `rs-dgrad` the sum of the gradient of
+sum of their output and the gathering of its gradient. With `rs-dgrad` the sum of the gradient of
 the former's input comes in addition."""
 _COMMON = (
     "--micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --eval-interval 100 --eval-iters 0 "
@@ -163,13 +163,7 @@ class Place:
         words = ["--tensor-model-parallel-size", str(case.tp)]
         if case.sequence_parallel:
             words.append("--sequence-parallel")
-        if case.userbuffers:
-            words += ["--tp-comm-overlap", "--tp-comm-bootstrap-backend", "nccl"]
-        if USERBUFFERS.get(case.userbuffers):
-            file = self.work / "userbuffers.json"  # YAML, too
-            file.write_text(json.dumps(USERBUFFERS[case.userbuffers]))
-            words += ["--tp-comm-overlap-rs-dgrad", "--tp-comm-overlap-cfg", str(file)]
-        return words
+        return [*words, *USERBUFFERS.get(case.userbuffers, "").split()]
 
     def spec(self) -> ModelSpec:
         """The base's shape."""

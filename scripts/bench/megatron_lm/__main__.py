@@ -31,7 +31,7 @@ import torch
 
 from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.rows import gpu_name, versions
-from scripts.bench.megatron_lm.cases import LAYOUTS, Layout, Place
+from scripts.bench.megatron_lm.cases import LAYOUTS, Layout, Place, write_nano_jobs
 from scripts.bench.megatron_lm.rows import Oracle, Row, compare, verdicts, write
 from tests.helpers.megatron_lm import (
     convert,
@@ -141,6 +141,7 @@ def measure(options: argparse.Namespace, place: Place) -> int:
     """Runs the layouts, prints and writes what they got; returns the exit status."""
     num_devices = options.devices or (2 if place.on_cpu else torch.cuda.device_count())
     layouts = chosen(_names(options), num_devices, on_cpu=place.on_cpu)
+    write_nano_jobs(place.scenario, layouts)
     expected: Oracle = json.loads((place.scenario / "oracle.json").read_text())
     common = _versions(options, place)
     rows: list[Row] = []
@@ -221,7 +222,11 @@ def failure(run: Run) -> str | None:
         return f"{name}: must fail over {refusal}, got exit status 0"
     if refusal and refusal not in run.output:
         return f"{name}: must fail over {refusal}, failed over something else"
-    return f"{name}: exit status {run.code}" if run.code and not refusal else None
+    if run.code and not refusal:
+        return f"{name}: exit status {run.code}"
+    if run.layout.says not in run.output:
+        return f"{name}: must say {run.layout.says!r}"
+    return None
 
 
 def _names(options: argparse.Namespace) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -50,6 +52,12 @@ _PRECISION: dict[Precision, list[str]] = {
 _TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 _PP2 = "--pipeline-model-parallel-size 2"
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_USERBUFFERS = f"{_TP2_SP} --tp-comm-overlap"
+_RS_DGRAD = (
+    f"--tp-comm-overlap-rs-dgrad --tp-comm-overlap-cfg {REPO}/configs/megatron/userbuffers.yaml"
+)
+_NANO = "nano-batches run staggered"
+_BY_MODULES = "tp_comm_overlap is True"
 _DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 
@@ -64,6 +72,10 @@ class Layout:
     """Precision of the frozen base."""
     transformer_engine: bool = False
     flags: str = ""
+    nano: int = 1
+    """Most nano-batches of a micro-batch."""
+    says: str = ""
+    """What the log must say, so that it ran as it should."""
     refusal: str = ""
     """The run must fail and say this; empty: it must train."""
 
@@ -84,6 +96,31 @@ LAYOUTS = (
     Layout(
         name="TE TP2+SP bf16", world=2, precision="bf16", transformer_engine=True, flags=_TP2_SP
     ),
+    Layout(
+        name="TE TP2+SP bf16 nano",
+        world=2,
+        precision="bf16",
+        transformer_engine=True,
+        flags=_TP2_SP,
+        nano=2,
+        says=_NANO,
+    ),
+    Layout(
+        name="TE TP2+SP bf16 userbuffers",
+        world=2,
+        precision="bf16",
+        transformer_engine=True,
+        flags=_USERBUFFERS,
+        says=_BY_MODULES,
+    ),
+    Layout(
+        name="TE TP2+SP bf16 userbuffers rs-dgrad",
+        world=2,
+        precision="bf16",
+        transformer_engine=True,
+        flags=f"{_USERBUFFERS} {_RS_DGRAD}",
+        says=_BY_MODULES,
+    ),
     Layout(name="TE PP2 FP8", world=2, precision="fp8", transformer_engine=True, flags=_PP2),
     Layout(name="TE TP2+SP FP8", world=2, precision="fp8", transformer_engine=True, flags=_TP2_SP),
     Layout(
@@ -99,6 +136,14 @@ LAYOUTS = (
     Layout(name="TE FP8", precision="fp8", transformer_engine=True),
     Layout(name="local bf16", precision="bf16"),
     Layout(name="local TP2+SP bf16", world=2, precision="bf16", flags=_TP2_SP),
+    Layout(
+        name="local TP2+SP bf16 nano",
+        world=2,
+        precision="bf16",
+        flags=_TP2_SP,
+        nano=2,
+        says=_NANO,
+    ),
     Layout(
         name="TE strict load",
         precision="bf16",
@@ -155,9 +200,22 @@ class Place:
             "OMP_NUM_THREADS": "1",
             "PYTHONWARNINGS": "ignore",
             "TOKENIZERS_PARALLELISM": "false",
+            # Userbuffers would use NVLink multicast, which may disturb others on a shared host.
+            "UB_SKIPMC": "1",
         }
 
 
 def jobs_file(layout: Layout) -> str:
     """The configuration of a run: a refused one does not say which base it wants."""
+    if layout.nano > 1:
+        return f"jobs_nano_{layout.nano}.json"
     return "jobs_any_base.json" if layout.refusal else "jobs.json"
+
+
+def write_nano_jobs(scenario: Path, layouts: Iterable[Layout]) -> None:
+    """Writes the configurations that layouts in nano-batches want beside the prepared one."""
+    for layout in layouts:
+        if layout.nano > 1:
+            document = json.loads((scenario / "jobs.json").read_text())
+            document["run"]["nano_batches"] = layout.nano
+            (scenario / jobs_file(layout)).write_text(json.dumps(document))

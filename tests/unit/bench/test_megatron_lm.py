@@ -52,6 +52,17 @@ def test_a_loss_that_is_missing_or_no_number_is_wrong(
     assert rows.verdicts(found, ALONE)
 
 
+def test_a_run_must_say_that_it_ran_as_asked(tmp_path: Path) -> None:
+    layout = cases.Layout(name="x", nano=2, says="staggered")
+    for output, expected in (("run staggered", None), ("run whole", "x: must say 'staggered'")):
+        run = layouts.Run(layout=layout, code=0, seconds=3.0, output=output)
+        assert layouts.failure(run) == expected
+    (tmp_path / "jobs.json").write_text(json.dumps({"run": {"tensorboard": False}, "jobs": []}))
+    cases.write_nano_jobs(tmp_path, [layout])
+    written = json.loads((tmp_path / cases.jobs_file(layout)).read_text())
+    assert written == {"run": {"tensorboard": False, "nano_batches": 2}, "jobs": []}
+
+
 @pytest.mark.parametrize(
     ("refusal", "code", "output", "expected"),
     [

@@ -77,9 +77,14 @@ def flag_on_command_line() -> bool:
 
 
 def overlaps_by_command_line() -> bool:
-    """True if the command line's file of jobs asks for nano-batches."""
+    """True if the command line's file of jobs asks for nano-batches, and gets them.
+
+    Transformer Engine's userbuffers keep them off, and want one queue themselves.
+    """
     words = [word for argument in sys.argv[1:] for word in argument.split("=", 1)]
-    return FLAG in words[:-1] and asks_for_nano_batches(words[words.index(FLAG) + 1])
+    if FLAG not in words[:-1] or "--tp-comm-overlap" in words:
+        return False
+    return asks_for_nano_batches(words[words.index(FLAG) + 1])
 
 
 def asks_for_nano_batches(jobs: str) -> bool:

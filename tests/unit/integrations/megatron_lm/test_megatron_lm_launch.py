@@ -180,3 +180,21 @@ def test_cuda_devices_are_the_cpu() -> None:
         assert tensor.type() == "torch.cuda.FloatTensor"
         with cpu._Nothing() as stream:
             assert stream.wait_event(1) is stream
+
+
+@pytest.mark.parametrize(
+    ("jobs", "words", "expected"),
+    [
+        ("run: {nano_batches: auto}", [], True),
+        ("run: {nano_batches: 1}", [], False),
+        ("run: {nano_batches: 2}", ["--tp-comm-overlap"], False),
+        ("run: {nano_batches: 2}", ["--tp-comm-overlap-rs-dgrad"], True),
+    ],
+)
+def test_which_command_lines_want_many_queues_of_a_gpu(
+    jobs: str, words: list[str], expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "jobs.yaml"
+    file.write_text(jobs)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", f"--tlora-config={file}", *words])
+    assert hooks.overlaps_by_command_line() == expected
