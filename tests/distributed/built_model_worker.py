@@ -1,14 +1,15 @@
 """Worker: a user's model with packed attention and adapters, in every layout named, against the
 same model untouched, document by document, in one process.
 
-Arguments: file of the reference, then variants such as `rope=scaled,tp=2,sp=1,recompute=full` or
-`pp=2,vp=2,first=1`, `cp=2`, with `linears=te` (the stand-in of Transformer Engine's) or
-`linears=around` (Megatron's own as black boxes), `nano=2` (nano-batches, of which none may be made
-with `whole=1`); `own=4` has our kernels compute what they can, which is so many of the layers (with
-`halves=4`, so many of which one half) and target rows alone, and before that all by modules; with
-`late=NAME` a hook on that module of the last rank comes when all is decided; `ddp=1` is Megatron's
-DDP as under `--overlap-param-gather`; `share=` is a LoRA sharding; `rope=hybrid` is HybridModel,
-`rope=moe` has experts, a shared one among them. A variant `reference=plain+yarn` writes the file.
+Arguments: file of the reference, then variants such as `rope=scaled,tp=2,sp=1,recompute=full` (or
+the modules of a selective one, `mlp+layernorm`), `pp=2,vp=2,first=1`, `cp=2`, with `linears=te`
+(the stand-in of Transformer Engine's) or `linears=around` (Megatron's own as black boxes), `nano=2`
+(nano-batches, of which none may be made with `whole=1`); `own=4` has our kernels compute what they
+can, which is so many of the layers (with `halves=4`, so many of which one half) and target rows
+alone, and before that all by modules; with `late=NAME` a hook on that module of the last rank comes
+when all is decided; `ddp=1` is Megatron's DDP as under `--overlap-param-gather`; `share=` is a LoRA
+sharding; `rope=hybrid` is HybridModel, `rope=moe` has experts, a shared one among them. A variant
+`reference=plain+yarn` writes the file.
 """
 
 from __future__ import annotations
@@ -60,15 +61,10 @@ from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.safetensors_file import Scratch
 from tlora_megatron.training.saving.snapshot import SnapshotTaker
 
-_RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-    "core_attn": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+_FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
 }
 
 
@@ -106,8 +102,12 @@ def config_options(options: dict[str, str], layout: ParallelLayout) -> dict[str,
         "pipeline_model_parallel_size": layout.pp_size,
         "context_parallel_size": layout.cp_size,
         "sequence_parallel": layout.sequence_parallel,
-        **_RECOMPUTE[options.get("recompute", "none")],
     }
+    if options.get("recompute") == "full":
+        fields |= _FULL
+    elif "recompute" in options:
+        fields["recompute_granularity"] = "selective"
+        fields["recompute_modules"] = options["recompute"].split("+")
     if "vp" in options:
         fields |= {
             "virtual_pipeline_model_parallel_size": int(options["vp"]),
@@ -198,7 +198,8 @@ def check(variant: str, options: dict[str, str], references: dict[str, Any]) -> 
     kind = options.get("rope", "plain")
     spec, _ = adapted(kind)
     modules = None
-    if compute is not None:
+    if compute is not None and "layernorm" not in options.get("recompute", ""):
+        # Megatron's own recompute of it needs Transformer Engine.
         with by_modules():
             modules = run_packed(chunks, groups), whole_gradients(bank, groups, spec)
         for adapter in bank.adapters:
