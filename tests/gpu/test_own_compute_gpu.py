@@ -78,6 +78,32 @@ def test_fewer_launches_no_more_memory_the_same_losses(
     assert own.peak_bytes <= modules.peak_bytes
 
 
+@pytest.mark.parametrize("half", ["self_attention", "mlp"])
+@pytest.mark.parametrize(
+    ("mode", "tolerance"),
+    [
+        ("local-own", 1e-2),
+        pytest.param("te-own", 1e-2, marks=NEEDS_TE),
+        pytest.param("te-fp8-own", 5e-2, marks=NEEDS_TE),
+        pytest.param("te-fp8-delayed-own", 5e-2, marks=NEEDS_TE),
+        pytest.param("te-fp8-blockwise-own", 5e-2, marks=NEEDS_TE),
+    ],
+)
+def test_one_half_by_modules(
+    mode: str,
+    tolerance: float,
+    half: str,
+    weights: Any,
+    groups: ParallelGroups,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(MODES, "half", MODES[mode]._replace(foreign=half))
+    own, mixed = measure(mode, weights, groups), measure("half", weights, groups)
+    print(own, mixed)
+    assert mixed.losses == pytest.approx(own.losses, rel=tolerance)
+    assert mixed.launches > own.launches
+
+
 @NEEDS_TE
 def test_an_fp32_residual_stream(
     weights: Any, groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch

@@ -54,6 +54,8 @@ class Mode(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     recompute_modules: tuple[str, ...] = ()
     fp32_stream: bool = False
+    foreign: str | None = None
+    """Half of each layer, `mlp` or `self_attention`, that is of a class which nobody knows."""
 
 
 MODES = {
@@ -125,9 +127,14 @@ def build(mode: Mode, spec: ModelSpec, groups: ParallelGroups, source: Any = Non
     install_packed_attention([model])
     linears = discover([model], spec, groups)
     groups = record_stages(groups, linears)
+    if mode.foreign is not None:
+        for layer in model.decoder.layers:
+            half = getattr(layer, mode.foreign)
+            half.__class__ = type("Foreign", (type(half),), {"__module__": __name__})
     if mode.own:
         compute = use_own_compute([model], linears, groups, spec.vocab_size)
-        assert compute.layers.own == spec.num_layers, compute.line
+        halves = spec.num_layers if mode.foreign else 0
+        assert compute.layers == (spec.num_layers - halves, halves, 0), compute.line
     bank = AdapterBank([s for s, _ in linears], LORAS, dtype=mode.dtype, device=groups.device)
     attach(linears, bank, black_box=mode.black_box)
     return Subject(model=model.train(), groups=groups, bank=bank, spec=spec)
