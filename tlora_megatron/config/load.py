@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from tlora_megatron.config.deterministic import settle_deterministic
 from tlora_megatron.config.job import JobSpec, rule
 from tlora_megatron.config.reader import ConfigError, check_partial, must, read_spec, unknown
 from tlora_megatron.config.rules import (
@@ -150,8 +151,10 @@ def read_config(
     parallel = read_spec(ParallelSpec, document.get("parallel", {}), "parallel")
     skip = run.on_job_error == "skip"
     jobs, errors = _read_jobs(document, run, folder, targets, skip=skip)
-    return RunConfig(
-        base_model=base_model, parallel=parallel, run=run, jobs=jobs, job_errors=errors
+    return settle_deterministic(
+        RunConfig(
+            base_model=base_model, parallel=parallel, run=run, jobs=jobs, job_errors=errors
+        )
     )
 
 

@@ -26,6 +26,13 @@ class RunSpec:
         default=None,
         ge=1,
     )
+    deterministic: bool = rule(
+        "the same bits of a job's losses and adapter in every run of one fingerprint (kind of "
+        "device, layout, versions), whoever trains beside it and however often it is stopped: "
+        "fills in portion_tokens and lora_sharding, and refuses what cannot keep it (see "
+        "determinism.md)",
+        default=False,
+    )
     recompute: Literal["none", "selective", "full"] = rule(
         "activations to recompute in backward; saves memory and costs time", default="none"
     )

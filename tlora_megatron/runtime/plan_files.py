@@ -62,7 +62,8 @@ def _nano_batches(config: RunConfig, plan: Plan) -> int | Literal["auto"]:
     """
     asked = config.run.nano_batches
     hides = plan.tp_size > 1 and plan.lora_sharding == "fold"
-    return "auto" if hides and asked == 1 else asked
+    may_choose = hides and asked == 1 and not config.run.deterministic
+    return "auto" if may_choose else asked
 
 
 def overrides_of(config: RunConfig, plan: Plan) -> list[str]:

@@ -1,0 +1,69 @@
+"""What `run.deterministic` fills in and refuses: settings that let neighbours decide a job's bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from tlora_megatron.config.job import JobSpec
+from tlora_megatron.config.reader import must
+
+if TYPE_CHECKING:
+    from tlora_megatron.config.load import ParallelSpec, RunConfig
+
+_PORTION = 1024
+"""Default portions are multiples of this."""
+_MOST_TP = 2
+"""A sum of two is the same in either order; of more, a ring begins where the place decides."""
+
+
+def settle_deterministic(config: RunConfig) -> RunConfig:
+    """Returns the configuration with what `run.deterministic` needs; as it is without the key.
+
+    Raises:
+        ConfigError: for a setting under which a job's bits depend on its neighbours.
+    """
+    run, parallel = config.run, config.parallel
+    if not run.deterministic:
+        return config
+    if run.nano_batches == "auto":
+        why = "a number: each number of nano-batches sums in its own order"
+        raise must("run.nano_batches", f"be {why} (run.deterministic)", "auto", "give 1 or 2")
+    _check_layout(parallel)
+    jobs = tuple(
+        replace(job, portion_tokens=job.portion_tokens or _portion(job, run.micro_batch_tokens))
+        for job in config.jobs
+    )
+    if parallel.tp_size > 1:
+        parallel = replace(parallel, lora_sharding=_sharding(parallel))
+    return replace(config, parallel=parallel, jobs=jobs)
+
+
+def _check_layout(parallel: ParallelSpec) -> None:
+    if parallel.cp_size > 1:
+        why = "ranks share sequences by row number, which neighbours move"
+        raise must("parallel.cp_size", f"be 1 with run.deterministic: {why}", parallel.cp_size)
+    if parallel.tp_size > _MOST_TP:
+        why = "sums over more ranks depend on a row's place"
+        rule = f"be at most {_MOST_TP} with run.deterministic: {why}"
+        raise must("parallel.tp_size", rule, parallel.tp_size)
+
+
+def _sharding(parallel: ParallelSpec) -> Literal["fold", "s_lora"]:
+    """The sharding that sums all rows on each rank, whatever it was predicted to take."""
+    asked = parallel.lora_sharding
+    wanted: Literal["fold", "s_lora"] = "s_lora" if parallel.sequence_parallel else "fold"
+    if asked == "auto":
+        return wanted
+    if asked == "rank_exchange" or (asked == "fold" and parallel.sequence_parallel):
+        why = "the others divide rows or columns where neighbours decide"
+        beside = " and sequence_parallel" if parallel.sequence_parallel else ""
+        rule = f"be {wanted} or auto with run.deterministic{beside}: {why}"
+        raise must("parallel.lora_sharding", rule, asked)
+    return asked
+
+
+def _portion(job: JobSpec, micro_batch_tokens: int) -> int:
+    """The least multiple of 1,024 that covers a batch, at most half a micro-batch."""
+    covers = -(-job.batch_size * job.max_seq_len // _PORTION) * _PORTION
+    return max(1, min(covers, micro_batch_tokens // 2))
