@@ -42,6 +42,7 @@ _DECISIONS = (
     "tlora_megatron.integrations.megatron.nano_batches",
     "tlora_megatron.ops.kernel_build",
     "tlora_megatron.runtime.lora_sharding",
+    "tlora_megatron.training.run.determinism",
 )
 """Loggers of what a run decides or makes itself; shown together with warnings."""
 

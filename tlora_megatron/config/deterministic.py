@@ -1,4 +1,4 @@
-"""What `run.deterministic` fills in and refuses: settings that let neighbours decide a job's bits."""
+"""Fills in what `run.deterministic` needs, and refuses where neighbours would decide bits."""
 
 from __future__ import annotations
 

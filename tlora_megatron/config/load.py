@@ -152,9 +152,7 @@ def read_config(
     skip = run.on_job_error == "skip"
     jobs, errors = _read_jobs(document, run, folder, targets, skip=skip)
     return settle_deterministic(
-        RunConfig(
-            base_model=base_model, parallel=parallel, run=run, jobs=jobs, job_errors=errors
-        )
+        RunConfig(base_model=base_model, parallel=parallel, run=run, jobs=jobs, job_errors=errors)
     )
 
 

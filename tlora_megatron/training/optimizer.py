@@ -8,6 +8,7 @@ weights and moments update these: elementwise, so with the bits of the whole.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -53,11 +54,18 @@ class StepOutcome(NamedTuple):
 
 
 def step_adapters(
-    bank: AdapterBank, groups: ParallelGroups, requests: Sequence[StepRequest]
+    bank: AdapterBank,
+    groups: ParallelGroups,
+    requests: Sequence[StepRequest],
+    *,
+    exact: bool = False,
 ) -> list[StepOutcome]:
     """Sums gradients over ranks, then updates each requested adapter; waits for the device once.
 
     The gradients of all requested adapters are zero afterwards.
+
+    Args:
+        exact: losses and norms are added in the order of ranks.
 
     Collectives: one all-reduce of each adapter's gradient over DP and CP, one of its TP-replicated
     part over TP, one of all losses and norms over the world; where replicas hold slices of the
@@ -69,7 +77,7 @@ def step_adapters(
     for slab in slabs:
         slab.collect_grad()
     _reduce_gradients(groups, slabs)
-    losses, norms = _losses_and_norms(bank, groups, requests)
+    losses, norms = _losses_and_norms(bank, groups, requests, exact=exact)
     outcomes, updates = [], []
     for request, slab, loss, norm in zip(requests, slabs, losses, norms, strict=True):
         applied = math.isfinite(loss) and math.isfinite(norm)
@@ -96,7 +104,7 @@ def _reduce_gradients(groups: ParallelGroups, slabs: Sequence[AdapterSlab]) -> N
 
 
 def _losses_and_norms(
-    bank: AdapterBank, groups: ParallelGroups, requests: Sequence[StepRequest]
+    bank: AdapterBank, groups: ParallelGroups, requests: Sequence[StepRequest], *, exact: bool
 ) -> tuple[list[float], list[float]]:
     """Whole-world losses and gradient norms, one collective and one host sync for all jobs.
 
@@ -111,9 +119,21 @@ def _losses_and_norms(
     stats = torch.stack([torch.stack(losses), torch.stack(squares)])
     if not groups.is_first_replica:
         stats[1].zero_()
-    dist.all_reduce(stats)
-    totals, sums = stats.tolist()
+    totals, sums = _world_sum(stats, exact=exact).tolist()
     return totals, [math.sqrt(s) if s >= 0 else math.nan for s in sums]
+
+
+def _world_sum(stats: torch.Tensor, *, exact: bool) -> torch.Tensor:
+    """Sums over the world; exact: in the order of ranks.
+
+    Beyond two ranks a ring's order follows from a value's place, so from who steps beside a job.
+    """
+    if not exact:
+        dist.all_reduce(stats)
+        return stats
+    everyone = [torch.empty_like(stats) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, stats)
+    return functools.reduce(torch.add, everyone)
 
 
 def square_sum(flat: torch.Tensor) -> torch.Tensor:

@@ -131,7 +131,9 @@ class SuperModel(Generic[EngineT]):
         self._micro_batches = []
         self._rounds += 1
         complete = self._end_placeholders()
-        outcomes = step_adapters(self.bank, self.groups, [self._request(slot) for slot in complete])
+        requests = [self._request(slot) for slot in complete]
+        exact = self.round_shape.exactness is not None
+        outcomes = step_adapters(self.bank, self.groups, requests, exact=exact)
         round_s = time.perf_counter() - self._round_begin_s
         for job in self.jobs:
             job.batch_time_s += round_s

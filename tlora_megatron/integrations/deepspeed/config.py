@@ -147,6 +147,9 @@ def load_deepspeed_config(
     config, changed = _without_nano_batches(config)
     zero, offloads = _zero_section(document)
     stage = zero.get("stage", 0)
+    if config.run.deterministic and stage == 3:
+        why = "its gathered layers run through DeepSpeed's own modules"
+        raise must("zero_optimization.stage", f"be at most 2 with run.deterministic: {why}", stage)
     return DeepSpeedConfig(
         engine=_engine_section(document, zero, stage, config.base_model.dtype),
         run=config,
@@ -309,10 +312,10 @@ def _with_tokenizer(given: BaseModelSpec, stated: Any, folder: Path) -> BaseMode
 def _set_portions(section: dict[str, Any]) -> None:
     """Sets a job's portion to a quarter of a micro-batch unless the section says otherwise.
 
-    Portions make a job's bits independent of its neighbours.
+    Portions make a job's bits independent of its neighbours. `run.deterministic` chooses its own.
     """
     run = section.setdefault("run", {})
-    if isinstance(run, dict) and "portion_tokens" not in run:
+    if isinstance(run, dict) and "portion_tokens" not in run and not run.get("deterministic"):
         tokens = run.get("micro_batch_tokens", _MICRO_BATCH_TOKENS)
         if isinstance(tokens, int):
             run["portion_tokens"] = max(1, tokens // 4)

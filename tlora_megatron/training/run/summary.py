@@ -51,7 +51,7 @@ def summarize(
             **run_times(),
             "peak_memory_bytes": peak,
             "device": torch.cuda.get_device_name() if peak is not None else platform.machine(),
-            "versions": _versions(),
+            "versions": versions(),
         },
         "jobs": jobs,
     }
@@ -102,7 +102,8 @@ def _job_summary(job: JobState, loop: TrainingLoop) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and the packages that results depend on."""
     names = (
         "tlora-megatron",
         "torch",

@@ -11,6 +11,7 @@ import logging
 import resource
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.slab import StatePlacement, initial_factor
 from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.evaluation import Scorer
 from tlora_megatron.training.job_state import JobState
@@ -36,6 +38,11 @@ from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.report.report import Report
 from tlora_megatron.training.run.agreement import check_agreement
+from tlora_megatron.training.run.determinism import (
+    check_deterministic,
+    keep_fingerprints,
+    run_fingerprint,
+)
 from tlora_megatron.training.run.job_admission import JobAdmission
 from tlora_megatron.training.run.nano_setup import start_nano_batches
 from tlora_megatron.training.run.output_dir import CONFIG_NAME, claim_output_dir, hold_output_dir
@@ -151,6 +158,7 @@ class TrainingRun:
         groups, linears = self._resolve_sharding(
             self.config, self.spec, groups, linears, self._jobs.prepared
         )
+        fingerprint = self._fingerprint(groups, linears)
         bank = self._make_bank(groups, linears, placement)
         attach(linears, bank)
         super_model = self._make_super_model(groups, bank, engine, round_shape)
@@ -158,6 +166,8 @@ class TrainingRun:
             self._open.enter_context(hold_output_dir(self.output_dir))
             document = json.dumps(config_to_dict(self.config), indent=2)
             write_atomic(self.output_dir / CONFIG_NAME, document)
+            if fingerprint is not None:
+                keep_fingerprints(fingerprint, self.output_dir, self._jobs.prepared)
         _allow_open_files(len(self._jobs.prepared))
         watch = RunWatch.open(self._signals, self.config.run.hang_timeout_s)
         self._open.callback(watch.close)
@@ -215,6 +225,15 @@ class TrainingRun:
         except (ImportError, OSError, ValueError) as error:
             logger.warning("%s could not be written: %s", self.output_dir / "report.html", error)
 
+    def _fingerprint(self, groups: ParallelGroups, linears: Linears) -> dict[str, Any] | None:
+        """Returns what a deterministic run promises bits for; None if it promises nothing."""
+        if not self.config.run.deterministic:
+            return None
+        dtype = DTYPES[self.config.base_model.dtype]
+        check_deterministic(groups.device, dtype, [module for _, module in linears])
+        self.facts["deterministic"] = run_fingerprint(self.config, groups, dtype)
+        return self.facts["deterministic"]
+
     def _make_bank(
         self, groups: ParallelGroups, linears: Linears, placement: StatePlacement
     ) -> AdapterBank:
@@ -234,7 +253,7 @@ class TrainingRun:
             groups,
             jobs,
             micro_batch_tokens=run.micro_batch_tokens,
-            round_shape=round_shape,
+            round_shape=replace(round_shape, exactness=exactness_of(run.deterministic)),
             cut_for=partial(rank_aware_cut, spec),
         )
 

@@ -1,0 +1,153 @@
+"""Demands of `run.deterministic` on a process and its linears; the fingerprint it promises for.
+
+What it asks of the configuration is in `config.deterministic`, of the kernels in `ops.exactness`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tlora_megatron.config.load import RunConfig
+from tlora_megatron.ops.kernel_build import built_library
+from tlora_megatron.ops.lora.kernel_choice import kernel_choice
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.metrics import write_atomic
+from tlora_megatron.training.preparation import PreparedJob
+from tlora_megatron.training.run.summary import versions
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "determinism.json"
+"""In a job's folder, beside its adapter: the fingerprint under which it was trained."""
+ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+    "CUBLASLT_WORKSPACE_SIZE": "0",
+    "NCCL_ALGO": "Ring",
+    "NCCL_NVLS_ENABLE": "0",
+}
+"""Variables that CUDA's libraries read when they start. Without a workspace cuBLAS cannot divide a
+sum by the number of rows; a ring adds an element of a job's own slab in the slab's own order."""
+
+
+def set_environment(config: RunConfig) -> None:
+    """Sets `ENVIRONMENT` for a deterministic run; call it before CUDA starts.
+
+    Raises:
+        ValueError: if a variable has another value, or CUDA has started without it.
+    """
+    if not config.run.deterministic:
+        return
+    late = torch.cuda.is_initialized()
+    for name, value in ENVIRONMENT.items():
+        given = os.environ.get(name)
+        if given is not None and given != value:
+            raise ValueError(
+                f"{name} must be {value} with run.deterministic, got {given}: unset it"
+            )
+        if given is None and late:
+            raise ValueError(
+                f"{name} must be {value} before CUDA starts with run.deterministic, got nothing: "
+                f"export {name}={value}"
+            )
+        os.environ[name] = value
+
+
+def check_deterministic(
+    device: torch.device, dtype: torch.dtype, modules: Iterable[nn.Module]
+) -> None:
+    """Refuses kernels and linears whose bits may depend on a job's neighbours.
+
+    Raises:
+        NotImplementedError: naming them.
+    """
+    foreign = sorted({type(m).__name__ for m in modules if _is_transformer_engine(m)})
+    if foreign:
+        raise NotImplementedError(
+            f"run.deterministic must have linears that our kernels compute, got Transformer "
+            f"Engine's {', '.join(foreign)}: take the local spec, without FP8"
+        )
+    if device.type == "cuda" and (choice := kernel_choice(device, dtype)).name != "cuda":
+        raise NotImplementedError(
+            f"run.deterministic on GPUs must have the CUDA kernels, got {choice.name} "
+            f"({choice.reason}): it needs bfloat16 on a Hopper GPU"
+        )
+
+
+def _is_transformer_engine(module: nn.Module) -> bool:
+    return any(base.__module__.startswith("transformer_engine") for base in type(module).__mro__)
+
+
+def run_fingerprint(
+    config: RunConfig, groups: ParallelGroups, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Returns what else bits follow from: runs with equal ones give a job equal bytes."""
+    layout, device = groups.layout, groups.device
+    kernels = kernel_choice(device, dtype).name
+    found = {
+        "device": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "kernels": kernels,
+        "dtype": config.base_model.dtype,
+        "nano_batches": config.run.nano_batches,
+        "layout": {
+            "tp_size": layout.tp_size,
+            "pp_size": layout.pp_size,
+            "dp_size": layout.dp_size,
+            "sequence_parallel": layout.sequence_parallel,
+            "lora_sharding": layout.lora_sharding,
+        },
+        "versions": versions(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        del found["threads"]
+        found |= {
+            "device": properties.name,
+            "multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+            "extension": built_library().stem if kernels == "cuda" else None,
+        }
+    return found
+
+
+def keep_fingerprints(
+    fingerprint: dict[str, Any], output_dir: Path, jobs: Sequence[PreparedJob]
+) -> None:
+    """Writes each job's fingerprint into its folder; warns if it was trained under another one.
+
+    Only the writer calls it.
+    """
+    shown = json.dumps(fingerprint)
+    logger.info(
+        "run.deterministic: a job's losses and adapter have the same bits in every run with this "
+        "fingerprint. It does not cover other devices, layouts or versions (docs/determinism.md): "
+        "%s", shown,
+    )  # fmt: skip
+    for job in jobs:
+        path = output_dir / "jobs" / job.spec.name / FILE_NAME
+        mine = {**fingerprint, "portion_tokens": job.spec.portion_tokens}
+        if job.checkpoint is not None and (others := _differing(path, mine)):
+            logger.warning(
+                "job %s goes on under another fingerprint, so its bits are not those of a run "
+                "that was never stopped: %s", job.spec.name, ", ".join(others),
+            )  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(mine, indent=2))
+
+
+def _differing(path: Path, mine: dict[str, Any]) -> list[str]:
+    """Names what differs from the fingerprint that is there; nothing if there is none."""
+    try:
+        theirs = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return []
+    return [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
