@@ -1,4 +1,7 @@
-"""With `run.portion_tokens` a job in company has the bits it has alone, where that is promised."""
+"""With `run.portion_tokens` a job in company has the bits it has alone, where that is promised.
+
+Other layouts are in `test_deterministic.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,6 @@ TP2 = ("parallel.tp_size=2",)
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "TP2 fold": (*TP2, "parallel.lora_sharding=fold"),
     "TP2 rank_exchange": (*TP2, "parallel.lora_sharding=rank_exchange", "run.recompute=full"),
-    "TP2+SP s_lora": (*TP2, "parallel.sequence_parallel=true", "parallel.lora_sharding=s_lora"),
-    "TP2 nano-batches": (*TP2, "parallel.lora_sharding=fold", "run.nano_batches=2"),
-    "PP2": ("parallel.pp_size=2",),
     "DP2": (),
 }
 SHARED_OUT = "DP2 without portions"

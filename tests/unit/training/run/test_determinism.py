@@ -1,0 +1,105 @@
+"""Environment, refusals and fingerprints of deterministic runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tlora_megatron.config.job import DataSpec, JobSpec
+from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig
+from tlora_megatron.config.run import RunSpec
+from tlora_megatron.training.run import determinism
+from tlora_megatron.training.run.determinism import (
+    ENVIRONMENT,
+    FILE_NAME,
+    check_deterministic,
+    keep_fingerprints,
+    set_environment,
+)
+
+CPU = torch.device("cpu")
+
+
+def config(deterministic: bool = True) -> RunConfig:
+    return RunConfig(
+        base_model=BaseModelSpec(path="base"),
+        parallel=ParallelSpec(),
+        run=RunSpec(output_dir="out", deterministic=deterministic),
+        jobs=(),
+    )
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the variables is set, before and after."""
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def test_variables_are_set_where_the_key_asks_for_it() -> None:
+    set_environment(config(deterministic=False))
+    assert not ENVIRONMENT.keys() & os.environ.keys()
+    set_environment(config())
+    assert {name: os.environ[name] for name in ENVIRONMENT} == ENVIRONMENT
+    set_environment(config())
+
+
+def test_an_opposing_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    with pytest.raises(ValueError, match=r"NCCL_ALGO must be Ring with .*, got Tree: unset it"):
+        set_environment(config())
+
+
+def test_a_variable_that_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match="export CUBLAS_WORKSPACE_CONFIG=:16:8"):
+        set_environment(config())
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    set_environment(config())
+
+
+def test_linears_of_others_are_refused() -> None:
+    foreign = type("TELinear", (nn.Module,), {"__module__": "transformer_engine.pytorch.module"})
+    host = type("MultiLoRATELinear", (foreign,), {})
+    check_deterministic(CPU, torch.bfloat16, [nn.Linear(2, 2)])
+    with pytest.raises(NotImplementedError, match="got Transformer Engine's MultiLoRATELinear"):
+        check_deterministic(CPU, torch.bfloat16, [nn.Linear(2, 2), host()])
+
+
+def test_on_gpus_only_our_cuda_kernels_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice: Any = SimpleNamespace(name="torch", reason="TLORA_KERNELS=torch")
+    monkeypatch.setattr(determinism, "kernel_choice", lambda *_: choice)
+    sentence = r"must have the CUDA kernels, got torch \(TLORA_KERNELS=torch\)"
+    with pytest.raises(NotImplementedError, match=sentence):
+        check_deterministic(torch.device("cuda"), torch.bfloat16, [])
+
+
+def test_a_job_that_goes_on_under_another_fingerprint_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = JobSpec(name="one", data=DataSpec(train="a"), max_steps=1, portion_tokens=64)
+    fresh: Any = SimpleNamespace(spec=spec, checkpoint=None)
+    resumed: Any = SimpleNamespace(spec=spec, checkpoint=object())
+    caplog.set_level(logging.INFO)
+    keep_fingerprints({"device": "a", "kernels": "torch"}, tmp_path, [fresh])
+    kept = json.loads((tmp_path / "jobs" / "one" / FILE_NAME).read_text())
+    assert kept == {"device": "a", "kernels": "torch", "portion_tokens": 64}
+    assert '{"device": "a", "kernels": "torch"}' in caplog.text
+    caplog.clear()
+    keep_fingerprints({"device": "a", "kernels": "torch"}, tmp_path, [resumed])
+    assert "another fingerprint" not in caplog.text
+    moved = SimpleNamespace(spec=replace(spec, portion_tokens=32), checkpoint=object())
+    keep_fingerprints({"device": "b", "kernels": "torch"}, tmp_path, [moved])
+    assert "job one goes on under another fingerprint" in caplog.text
+    assert caplog.text.rstrip().endswith("device, portion_tokens")
