@@ -57,7 +57,9 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         for run, names in runs.items():
             tlora = {
                 "base_model": {"path": "base", "dtype": dtype},
-                "run": section["run"] | {"portion_tokens": PORTION},
+                "run": section["run"]
+                | {"portion_tokens": PORTION, "micro_batch_tokens": 100}
+                | {"deterministic": "ZeRO-3" not in stage},
                 "jobs": [jobs[name] for name in names],
             }
             config = write_config(root / f"{stage} {run}.json", deepspeed, tlora)
@@ -106,7 +108,7 @@ def test_the_scenario_mixes_paces_and_an_overflow(stage: str, out: Callable[[str
         for name in HEALTHY
     }
     assert rounds["attention"] == NUM_STEPS
-    assert rounds["everything"] == 3 * NUM_STEPS
+    assert rounds["everything"] == 2 * NUM_STEPS, "three portions in two rounds"
     skipped = [r for r in records(folder / "together", ILL) if r.get("skipped")]
     assert len(skipped) == NUM_STEPS - 2
 
