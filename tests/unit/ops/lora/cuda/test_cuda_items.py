@@ -134,6 +134,49 @@ def test_sums_cover_every_rank_row_feature_and_row_once(
     assert {key: sorted(runs) for key, runs in covered.items()} == expected
 
 
+PORTIONS = st.lists(st.integers(1, 700), min_size=1, max_size=4)
+
+
+@given(st.tuples(RANKS, RANKS).filter(any), PORTIONS, st.data())
+@fast
+def test_a_job_s_sums_are_the_same_in_every_packing(
+    ranks: tuple[int, int], portions: list[int], data: st.DataObject
+) -> None:
+    """Which rows, parts, portions, places and orders of adding: neighbours change none of them."""
+    others = data.draw(st.lists(st.tuples(st.tuples(RANKS, RANKS), PORTIONS), max_size=4))
+    place = data.draw(st.integers(0, len(others)))
+    packing = [*others[:place], (ranks, portions), *others[place:]]
+    beside = plan_of(packing, padding=data.draw(st.integers(0, 300)))
+    assert own_sums(beside, place) == own_sums(plan_of([(ranks, portions)], padding=0), 0)
+
+
+def plan_of(packing: list[tuple[tuple[int, int], list[int]]], padding: int) -> PlanTensors:
+    """A plan of slots' ranks and portions."""
+    slots = [list(itertools.accumulate(lengths)) for _, lengths in packing]
+    ends = list(itertools.accumulate(slot[-1] for slot in slots))
+    cuts = [
+        end - slot[-1] + inner for slot, end in zip(slots, ends, strict=True) for inner in slot[:-1]
+    ]
+    layout = RankLayout(tuple(ranks for ranks, _ in packing))
+    return PlanTensors((*ends, ends[-1] + padding), layout, CPU, graph_safe=False, cuts=cuts)
+
+
+def own_sums(plan: PlanTensors, slot: int) -> list[tuple[object, ...]]:
+    """A slot's items of sums, with rows and arena rows from its own first, and its borders."""
+    found = sum_items(plan, sum_inputs(plan, GATE_UP, (0, plan.num_rows)))
+    begin, arena = (0, *plan.ends)[slot], plan.layout.a_begin[slot][0]
+    own = []
+    for item in found.items.tolist():
+        if item[9] != slot:
+            continue
+        counter, borders = item[13], found.borders.tolist()
+        several = item[11] > 1 and borders
+        inner = borders[slice(*borders[2 * counter : 2 * counter + 2])] if several else []
+        rows = item[0] - begin, item[1] - begin
+        own.append((*rows, *item[2:8], item[8] - arena, *item[10:12], item[14], tuple(inner)))
+    return sorted(own)
+
+
 @given(plans())
 @fast
 def test_sums_that_move_most_come_first_and_of_equal_ones_those_of_dy(
