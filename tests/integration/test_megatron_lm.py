@@ -39,6 +39,7 @@ from tests.helpers.megatron_lm import (
 )
 from tests.helpers.oracle import assert_equals_alone
 from tests.helpers.scenario import JOBS, exported, losses
+from tests.helpers.tiny_models import TinyModelType
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.slab import factor_names, factor_shape
 from tlora_megatron.model.spec import read_model_spec
@@ -62,7 +63,11 @@ LAYOUTS = {
     "--overlap-param-gather",
     "CP2": "--context-parallel-size 2",
 }
-TIED = {"TP2": "--tensor-model-parallel-size 2", "PP2": "--pipeline-model-parallel-size 2"}
+TIED: dict[str, tuple[TinyModelType, str]] = {
+    "TP2": ("qwen2", "--tensor-model-parallel-size 2"),
+    "PP2": ("qwen3", "--pipeline-model-parallel-size 2"),
+}
+"""A kind of model, of which one has biases and the other normed heads, and a layout."""
 
 Launch = Callable[..., tuple[Path, str]]
 
@@ -209,12 +214,11 @@ def test_tied_embeddings(layout: str, tmp_path: Path) -> None:
     from tests.helpers.tiny_models import make_tiny_model
     from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 
+    kind, flags = TIED[layout]
     make_launch_scenario(tmp_path)
-    save_tiny_tokenizer(
-        make_tiny_model(tmp_path / "base", "qwen2", tied=True, vocab_size=VOCAB_SIZE)
-    )
+    save_tiny_tokenizer(make_tiny_model(tmp_path / "base", kind, tied=True, vocab_size=VOCAB_SIZE))
     convert(tmp_path / "base", tmp_path / "megatron")
-    args = [*arguments(tmp_path, tmp_path / "out"), *TIED[layout].split()]
+    args = [*arguments(tmp_path, tmp_path / "out"), *flags.split()]
     run(checkout() / "pretrain_gpt.py", args, nproc=2)
     assert_equals_oracle(tmp_path / "out", tmp_path)
     num_layers = read_model_spec(tmp_path / "base" / "config.json").num_layers
