@@ -106,9 +106,9 @@ def draw_mix(seed: int, *, longest: int, portion_tokens: int, most_steps: int) -
     """
     draw = random.Random(seed)
     own = replace(_plan(draw, "own", longest), portion_tokens=portion_tokens)
-    before = [_plan(draw, f"before {i}", longest) for i in range(draw.randint(1, 4))]
+    before = [_plan(draw, f"before {i}", longest) for i in range(draw.randint(2, 4))]
     before[0] = _plan(draw, "wrong", longest, lr=BAD_LR)
-    after = [_plan(draw, f"after {i}", longest) for i in range(draw.randint(0, 5))]
+    after = [_plan(draw, f"after {i}", longest) for i in range(draw.randint(1, 5))]
     draw.shuffle(before)
     choices = (portion_tokens, portion_tokens // 2, None)
     company = [replace(plan, portion_tokens=draw.choice(choices)) for plan in (*before, *after)]
