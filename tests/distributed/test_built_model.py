@@ -127,5 +127,5 @@ def test_the_checkout_named_by_the_environment(
     path = os.pathsep.join((str(REPO), os.environ["MEGATRON_LM_PATH"]))
     monkeypatch.setenv("PYTHONPATH", path)
     reference = tmp_path / "reference.pt"
-    forked(WORKER, reference, "reference=scaled+interleaved+yarn+qwen+hybrid+moe")
+    forked(WORKER, reference, "reference=" + "+".join((*KINDS, "hybrid", "moe")))
     assert "all equal" in world(WORKER, 2, reference, *TWO_PROCESSES, *OWN, *MORE_OWN)
