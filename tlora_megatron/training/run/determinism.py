@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from tlora_megatron.config.load import RunConfig
+from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.kernel_build import built_library
+from tlora_megatron.ops.lora.cuda.operands import why_not_sizes
 from tlora_megatron.ops.lora.kernel_choice import kernel_choice
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.metrics import write_atomic
@@ -62,14 +64,14 @@ def set_environment(config: RunConfig) -> None:
 
 
 def check_deterministic(
-    device: torch.device, dtype: torch.dtype, modules: Iterable[nn.Module]
+    device: torch.device, dtype: torch.dtype, linears: Sequence[tuple[Site, nn.Module]]
 ) -> None:
     """Refuses kernels and linears whose bits may depend on a job's neighbours.
 
     Raises:
         NotImplementedError: naming them.
     """
-    foreign = sorted({type(m).__name__ for m in modules if _is_transformer_engine(m)})
+    foreign = sorted({type(m).__name__ for _, m in linears if _is_transformer_engine(m)})
     if foreign:
         raise NotImplementedError(
             f"run.deterministic must have linears that our kernels compute, got Transformer "
@@ -80,6 +82,20 @@ def check_deterministic(
             f"run.deterministic on GPUs must have the CUDA kernels, got {choice.name} "
             f"({choice.reason}): it needs bfloat16 on a Hopper GPU"
         )
+    if device.type == "cuda":
+        _check_sizes(site for site, _ in linears)
+
+
+def _check_sizes(sites: Iterable[Site]) -> None:
+    """Refuses linears that a library's GEMM would compute, which looks at the number of rows."""
+    for site in sites:
+        columns = [shard.columns for shard in site.targets]
+        why = why_not_sizes(columns, site.in_size, site.out_size, site.first_column)
+        if why is not None:
+            raise NotImplementedError(
+                f"run.deterministic on GPUs must have linears that the CUDA kernels compute, got "
+                f"{site.linear} of layer {site.layer}: {why}"
+            )
 
 
 def _is_transformer_engine(module: nn.Module) -> bool:

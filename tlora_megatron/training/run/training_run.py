@@ -230,7 +230,7 @@ class TrainingRun:
         if not self.config.run.deterministic:
             return None
         dtype = DTYPES[self.config.base_model.dtype]
-        check_deterministic(groups.device, dtype, [module for _, module in linears])
+        check_deterministic(groups.device, dtype, linears)
         self.facts["deterministic"] = run_fingerprint(self.config, groups, dtype)
         return self.facts["deterministic"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,12 @@ import pytest
 import torch
 from torch import nn
 
+from scripts.bench.determinism.cases import SIZES
 from tlora_megatron.config.job import DataSpec, JobSpec
 from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig
 from tlora_megatron.config.run import RunSpec
+from tlora_megatron.layers.sites import stage_sites
+from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.training.run import determinism
 from tlora_megatron.training.run.determinism import (
     ENVIRONMENT,
@@ -72,9 +76,10 @@ def test_a_variable_that_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPat
 def test_linears_of_others_are_refused() -> None:
     foreign = type("TELinear", (nn.Module,), {"__module__": "transformer_engine.pytorch.module"})
     host = type("MultiLoRATELinear", (foreign,), {})
-    check_deterministic(CPU, torch.bfloat16, [nn.Linear(2, 2)])
+    site: Any = None
+    check_deterministic(CPU, torch.bfloat16, [(site, nn.Linear(2, 2))])
     with pytest.raises(NotImplementedError, match="got Transformer Engine's MultiLoRATELinear"):
-        check_deterministic(CPU, torch.bfloat16, [nn.Linear(2, 2), host()])
+        check_deterministic(CPU, torch.bfloat16, [(site, nn.Linear(2, 2)), (site, host())])
 
 
 def test_on_gpus_only_our_cuda_kernels_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +88,30 @@ def test_on_gpus_only_our_cuda_kernels_are_taken(monkeypatch: pytest.MonkeyPatch
     sentence = r"must have the CUDA kernels, got torch \(TLORA_KERNELS=torch\)"
     with pytest.raises(NotImplementedError, match=sentence):
         check_deterministic(torch.device("cuda"), torch.bfloat16, [])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "hidden_size", "sentence"),
+    [
+        (64, 128, None),
+        (32, 128, "linear_qkv of layer 0: fused outputs must come in multiples of 64"),
+        (64, 132, "linear_qkv of layer 0: sizes must be multiples of 8, up to 65536, got 132"),
+    ],
+)
+def test_on_gpus_a_linear_that_a_library_would_compute_is_refused_by_name(
+    head_dim: int, hidden_size: int, sentence: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice: Any = SimpleNamespace(name="cuda", reason="")
+    monkeypatch.setattr(determinism, "kernel_choice", lambda *_: choice)
+    spec = replace(
+        SIZES["toy"].spec(), hidden_size=hidden_size, num_heads=4, num_kv_heads=2,
+        head_dim=head_dim, ffn_size=128,
+    )  # fmt: skip
+    sites = stage_sites(spec, ParallelLayout(), tp_rank=0, pp_rank=0)
+    linears = [(site, nn.Linear(1, 1)) for site in sites]
+    refused = pytest.raises(NotImplementedError, match=sentence) if sentence else nullcontext()
+    with refused:
+        check_deterministic(torch.device("cuda"), torch.bfloat16, linears)
 
 
 def test_a_job_that_goes_on_under_another_fingerprint_is_told(

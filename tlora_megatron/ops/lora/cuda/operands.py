@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tlora_megatron.ops.dropout.masks import SEED_COLUMNS
@@ -119,14 +120,30 @@ class CudaSite:
 def is_supported(factors: SiteFactors) -> bool:
     """Returns True if the kernels can compute a linear, whatever the micro-batch.
 
-    They need rows of whole 16 bytes, gradients at 16 bytes (bulk copies fault elsewhere, and an odd
-    size of one linear shifts others' gradients in the slabs), fused columns in 64s, and shards of x
-    that begin where a block of the dropout mask does.
+    Beside its sizes they need gradients at 16 bytes: bulk copies fault elsewhere, and an odd size
+    of one linear shifts others' gradients in the slabs.
     """
-    columns, size_in, size_out = factors.columns, factors.size_in, factors.size_out
-    aligned = factors.is_aligned and not factors.first_column % SEED_COLUMNS
-    fused = all(c.is_whole or not (c.begin % 64 or c.width % 64 or c.stride % 64) for c in columns)
-    return aligned and fused and len(columns) <= MAX_TARGETS and fit_gemm(size_in, size_out)
+    sizes = (factors.size_in, factors.size_out)
+    return factors.is_aligned and not why_not_sizes(factors.columns, *sizes, factors.first_column)
+
+
+def why_not_sizes(
+    columns: Sequence[OutputColumns], size_in: int, size_out: int, first_column: int
+) -> str | None:
+    """Returns why the kernels cannot compute linears of such sizes; None if they can.
+
+    They need rows of whole 16 bytes, fused columns in 64s, and shards of x that begin where a block
+    of the dropout mask does.
+    """
+    if not fit_gemm(size_in, size_out):
+        return f"sizes must be multiples of 8, up to {_MAX_COLUMNS}, got {size_in} and {size_out}"
+    if first_column % SEED_COLUMNS:
+        return f"shards of the input must have multiples of {SEED_COLUMNS} features"
+    if any(not c.is_whole and (c.begin % 64 or c.width % 64 or c.stride % 64) for c in columns):
+        return "fused outputs must come in multiples of 64 features"
+    if len(columns) > MAX_TARGETS:
+        return f"targets must be at most {MAX_TARGETS}, got {len(columns)}"
+    return None
 
 
 def fit_gemm(*sizes: int) -> bool:
