@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron.integrations.megatron.built_head import BuiltHead
+from tlora_megatron.integrations.megatron.layer.halves import HALVES, Half
 from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
-from tlora_megatron.integrations.megatron.layer.plain_layer import HALVES, Half, PlainLayer
+from tlora_megatron.integrations.megatron.layer.plain_layer import PlainLayer
 from tlora_megatron.parallel.groups import ParallelGroups
 
 

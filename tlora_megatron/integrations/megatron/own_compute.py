@@ -24,15 +24,14 @@ from tlora_megatron.integrations.megatron.built_head import BuiltHead, why_not_h
 from tlora_megatron.integrations.megatron.built_model import language_models
 from tlora_megatron.integrations.megatron.layer.built_parts import BuiltRotary
 from tlora_megatron.integrations.megatron.layer.conditions import FP8, LAYER, why_not_config
-from tlora_megatron.integrations.megatron.layer.mixing import built_class
-from tlora_megatron.integrations.megatron.layer.plain_layer import (
+from tlora_megatron.integrations.megatron.layer.halves import (
     HALVES,
     Half,
-    LateReasons,
     halves_of,
-    make_plain,
     why_not_half,
 )
+from tlora_megatron.integrations.megatron.layer.mixing import built_class
+from tlora_megatron.integrations.megatron.layer.plain_layer import LateReasons, make_plain
 from tlora_megatron.integrations.megatron.packed_attention import DocumentRotaryEmbedding
 from tlora_megatron.layers.attach import make_multi_adapter
 from tlora_megatron.layers.sites import Site

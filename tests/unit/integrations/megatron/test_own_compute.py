@@ -36,6 +36,7 @@ from tlora_megatron.integrations.megatron.layer import (
 )
 from tlora_megatron.integrations.megatron.layer.built_parts import (
     built_head_norms,
+    built_norm,
     why_not_head_norms,
 )
 from tlora_megatron.integrations.megatron.layer.mixing import built_class
@@ -473,6 +474,6 @@ def test_weights_of_head_norms_are_read_at_every_call() -> None:
 
 
 def test_identities_are_no_obstacle() -> None:
-    assert plain_layer.built_norm(IdentityOp()) is None
-    assert plain_layer.built_norm(nn.RMSNorm(4)) is None, "without eps torch takes the dtype's"
-    assert plain_layer.built_norm(nn.RMSNorm(4, eps=1e-5)) is not None
+    assert built_norm(IdentityOp()) is None
+    assert built_norm(nn.RMSNorm(4)) is None, "without eps torch takes the dtype's"
+    assert built_norm(nn.RMSNorm(4, eps=1e-5)) is not None
