@@ -50,7 +50,6 @@ class Mode(NamedTuple):
     fp8_recipe: str | None = None
     holds_fp8: bool = False
     """Weights are held in FP8 alone."""
-    recomputes_mlp: bool = False
     dtype: torch.dtype = torch.bfloat16
     recompute_modules: tuple[str, ...] = ()
     fp32_stream: bool = False
@@ -70,7 +69,9 @@ MODES = {
     "te-fp8": Mode(te=True, fused_rope=True, fp8_recipe="tensorwise"),
     "te-fp8-own": Mode(te=True, own=True, fp8_recipe="tensorwise"),
     "te-fp8-held-own": Mode(te=True, own=True, fp8_recipe="tensorwise", holds_fp8=True),
-    "te-fp8-repeated-own": Mode(te=True, own=True, fp8_recipe="tensorwise", recomputes_mlp=True),
+    "te-fp8-repeated-own": Mode(
+        te=True, own=True, fp8_recipe="tensorwise", recompute_modules=("mlp",)
+    ),
     "te-fp8-delayed": Mode(te=True, fused_rope=True, fp8_recipe="delayed"),
     "te-fp8-delayed-own": Mode(te=True, own=True, fp8_recipe="delayed"),
     "te-fp8-blockwise": Mode(te=True, fused_rope=True, fp8_recipe="blockwise"),
@@ -145,8 +146,6 @@ def _config(mode: Mode, spec: ModelSpec, groups: ParallelGroups) -> TransformerC
     if mode.fp8_recipe is not None:
         kind = "e4m3" if mode.fp8_recipe == "blockwise" else "hybrid"
         fp8 = {"fp8": kind, "fp8_recipe": mode.fp8_recipe, "fp8_param": mode.holds_fp8}
-    if mode.recomputes_mlp:
-        fp8 |= {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,

@@ -27,15 +27,15 @@ from tlora_megatron.ops.lora.triton.work_items import backward_down_bounds, back
 
 
 @triton.jit
-def _add_gradient(
-    sums: tl.tensor,
+def _gradient_places(
     grad_rows: tl.tensor,
     columns: tl.tensor,
     column_end: tl.tensor,
     ALIGNED: tl.constexpr,
     EVEN: tl.constexpr,
-) -> None:
-    """Adds fp32 `[R, BLOCK]` to gradient rows at the addresses `grad_rows`; 0 = no row."""
+) -> tuple[tl.tensor, tl.tensor]:
+    """Pointers to fp32 `[R, BLOCK]` in gradient rows at the addresses `grad_rows` (0 = no row), and
+    which of them there are."""
     pointers = grad_rows.to(tl.pointer_type(tl.float32))
     if ALIGNED:
         pointers = tl.multiple_of(pointers, 16)
@@ -43,7 +43,7 @@ def _add_gradient(
     mask = (grad_rows != 0)[:, None]
     if not EVEN:
         mask = mask & (columns < column_end)[None, :]
-    tl.store(pointers, tl.load(pointers, mask=mask, other=0.0) + sums, mask=mask)
+    return pointers, mask
 
 
 @triton.jit
@@ -124,7 +124,8 @@ def outer_block(
             sums = tl.dot(tl.trans(ranks), block, sums)
         if parts == 1:
             grad_rows = tl.load(gradients, mask=in_rank, other=0)
-            _add_gradient(sums * scale, grad_rows, compact, column1, ALIGNED, EVEN)
+            places, held = _gradient_places(grad_rows, compact, column1, ALIGNED, EVEN)
+            tl.store(places, tl.load(places, mask=held, other=0.0) + sums * scale, mask=held)
         else:
             share_offsets = rank[:, None] * stride + (compact - column0)[None, :]
             tl.store(shares + part * size + share_offsets, sums, mask=in_rank[:, None])
@@ -140,6 +141,9 @@ def outer_block(
             for b in range(blocks):
                 local = b * BLOCK + tl.arange(0, BLOCK)
                 offsets = rank[:, None] * stride + local[None, :]
+                places, held = _gradient_places(grad_rows, column0 + local, column1, ALIGNED, EVEN)
+                # In registers from portion to portion: another thread might store what one loads.
+                gradient = tl.load(places, mask=held, other=0.0)
                 k = 0
                 for portion in range(num_borders + 1):
                     last = tl.load(borders + portion, mask=portion < num_borders, other=parts)
@@ -150,7 +154,8 @@ def outer_block(
                             share, mask=in_rank[:, None], other=0.0, cache_modifier=".cg"
                         )
                         k += 1
-                    _add_gradient(total * scale, grad_rows, column0 + local, column1, ALIGNED, EVEN)
+                    gradient += total * scale
+                tl.store(places, gradient, mask=held)
 
 
 @triton.jit(do_not_specialize=["first_row", "row_form", "dropout_key", "first_column"])
