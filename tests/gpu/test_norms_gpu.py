@@ -30,7 +30,7 @@ TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3, torch.float32: 4e-6}
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """What is allocated holds NaN until it is written."""
+    """Fresh memory holds NaN until it is written."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory

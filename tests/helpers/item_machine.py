@@ -61,7 +61,7 @@ class ItemMachine:
         """Rows and columns that tiles were chosen for."""
         self.launches: list[str] = []
         self.masked_gemms: list[bool] = []
-        """Whether each GEMM got the arguments of dropout."""
+        """True for each GEMM that got the arguments of dropout."""
         self._multiprocessors = multiprocessors
         self._random = np.random.default_rng(seed)
         grads = [g for table in (factors.grad_a, factors.grad_b) for slot in table for g in slot]

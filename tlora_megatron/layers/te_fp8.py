@@ -36,7 +36,7 @@ _PROBE = (256, 384, 512)
 
 
 class _TransformerEngine(NamedTuple):
-    """What is used of Transformer Engine."""
+    """Names that are used of Transformer Engine."""
 
     state: Any
     """`FP8GlobalStateManager`."""
@@ -194,7 +194,7 @@ def _rows(quantizer: Any, x_TK: Tensor) -> Any:
 
 
 def _splits(recipe: Any, product: str, default: bool) -> bool:
-    """Whether a product's GEMM adds partial sums in fp32; `default` where the recipe is silent."""
+    """True if a product's GEMM adds partial sums in fp32; `default` where the recipe is silent."""
     parameters = getattr(recipe, product, None)
     return default if parameters is None else parameters.use_split_accumulator
 

@@ -23,7 +23,7 @@ class Size:
 
     layers: int
     changes: dict[str, int]
-    """Of Llama-3.1-8B's shape."""
+    """Llama-3.1-8B's shape."""
     micro_batch_tokens: int
     portion_tokens: int
     longest: int
@@ -74,7 +74,7 @@ splits follows from their number. `heads of 128` has documents of both of its cl
 
 
 class Case(NamedTuple):
-    """How the processes share a run."""
+    """The way in which processes share a run."""
 
     layout: ParallelLayout
     recompute: Recompute = "none"

@@ -33,7 +33,7 @@ class Neighbour:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """What lies around the own rows."""
+    """The rows around the own ones."""
 
     name: str
     kind: str

@@ -30,7 +30,7 @@ class Saved(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """What a job gave, over all ranks; equal ones are equal to the bit."""
+    """The outcome of a job, over all ranks; equal ones are equal to the bit."""
 
     losses: tuple[tuple[float, float], ...]
     """Loss and gradient norm of every step."""
@@ -38,7 +38,7 @@ class Bits(NamedTuple):
     """sha256 of weights and moments."""
 
     def sha256(self) -> str:
-        """Of losses and adapter together."""
+        """One hash over losses and adapter."""
         numbers = [x for pair in self.losses for x in pair]
         digest = hashlib.sha256(struct.pack(f"={len(numbers)}d", *numbers))
         digest.update(self.adapter.encode())
@@ -125,7 +125,7 @@ class Training:
 
 
 def _sha256(buffers: dict[str, torch.Tensor]) -> str:
-    """Of the flat buffers of all ranks, in the order of ranks."""
+    """Hashes the flat buffers of all ranks, in the order of ranks."""
     digest = hashlib.sha256()
     for key in sorted(buffers):
         digest.update(buffers[key].cpu().numpy().tobytes())

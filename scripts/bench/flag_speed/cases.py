@@ -47,7 +47,7 @@ USERBUFFERS = {
     "userbuffers rs-dgrad": f"{_USERBUFFERS} --tp-comm-overlap-rs-dgrad "
     f"--tp-comm-overlap-cfg {REPO}/configs/megatron/userbuffers.yaml",
 }
-"""What Transformer Engine's userbuffers overlap.
+"""Flags of what Transformer Engine's userbuffers overlap.
 
 By default the linears that a norm begins overlap the gathering of their input, the others both the
 sum of their output and the gathering of its gradient. With `rs-dgrad` the sum of the gradient of
@@ -84,7 +84,7 @@ class Case:
     nano: int = 1
     """Most nano-batches of a micro-batch."""
     userbuffers: str = ""
-    """Of `USERBUFFERS`: what overlaps inside Transformer Engine's linears; empty = nothing."""
+    """A key of `USERBUFFERS`; empty = nothing overlaps inside Transformer Engine's linears."""
     jobs: str = "eight"
     bridge: Path | None = None
     """Folder with Megatron-Bridge's `megatron` package, for the stock modes."""

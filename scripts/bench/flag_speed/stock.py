@@ -44,7 +44,7 @@ from tlora_megatron.training.packing.packing import PackedBatch
 _CHECKED = 3
 """Steps whose losses are held against the flag's; the flag's first blocks have them."""
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Of those losses, relative, by the base's dtype."""
+"""Largest relative difference of those losses, by the base's dtype."""
 _ROWS = 16
 """Divides the rows of a job alone: what FP8's GEMMs and sequence parallelism ask for."""
 _ENGINE = importlib.util.find_spec("transformer_engine") is not None

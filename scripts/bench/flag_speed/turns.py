@@ -55,7 +55,7 @@ class Turns:
         self._marks: Marks | None = None
         self._blocks: dict[str, list[_Block]] = defaultdict(list)
         self._batches: list[PackedBatch] = []
-        """What the trainer has run last."""
+        """Micro-batches that the trainer has run last."""
         self._whole: list[PackedBatch] = []
         """The same, not in nano-batches."""
         self._tokens = 0

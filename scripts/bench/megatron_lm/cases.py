@@ -75,7 +75,7 @@ class Layout:
     nano: int = 1
     """Most nano-batches of a micro-batch."""
     says: str = ""
-    """What the log must say, so that it ran as it should."""
+    """Words that the log must have, so that it ran as it should."""
     refusal: str = ""
     """The run must fail and say this; empty: it must train."""
 

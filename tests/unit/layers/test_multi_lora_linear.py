@@ -204,7 +204,7 @@ def test_an_adapter_that_joins_brings_no_gradient() -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_linear_that_no_job_adapts_is_computed_here_where_bits_are_a_jobs_own(bias: bool) -> None:
-    """Whether it has factors follows from the neighbours: the host's own GEMM must not run."""
+    """Having factors follows from the neighbours: the host's own GEMM must not run."""
     case = Case("linear_fc1", torch.float64, loras=())
     plain = pack_micro_batch([], num_slots=0, num_tokens=16)
     exact = replace(plain, exactness=Exactness())

@@ -105,7 +105,7 @@ class BuiltHead:
         self, model: Any, vocab_size: int, groups: ParallelGroups, tell: Callable[[str], None]
     ) -> None:
         self.agreed: bool | None = None
-        """What the tensor-parallel ranks have agreed on (`AgreedParts`); None = this one
+        """The way that the tensor-parallel ranks have agreed on (`AgreedParts`); None = this one
         decides."""
         self._model = model
         self._tell = tell

@@ -208,7 +208,7 @@ def _use_in_layers(
 
 
 def _obstacles(model: Any, forced: str | None) -> dict[Half, str | None]:
-    """What of the whole model keeps halves of its layers with the modules."""
+    """Reasons, of the whole model, that keep halves of its layers with the modules."""
     config = model.config
     fp8 = why_not_fp8_layers(config)
     found = {half: forced or why_not_config(config, LAYER, half) or fp8 for half in HALVES}

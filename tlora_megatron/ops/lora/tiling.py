@@ -105,7 +105,7 @@ class Run(NamedTuple):
     """Which of the slot's `parts` runs this is, in row order."""
     parts: int
     portion: int
-    """Which of the slot's portions in the micro-batch it belongs to, in row order."""
+    """Number of its portion among the slot's in the micro-batch, in row order."""
 
 
 class Borders(NamedTuple):

@@ -55,7 +55,7 @@ class RoundPacker:
     cut: CutDocuments
     """Chooses where a micro-batch is cut into nano-batches."""
     portion_tokens: tuple[int | None, ...] = ()
-    """Of each slot's job, see `packing.portions`; None = its sequences take what room there is."""
+    """Tokens of a portion, by slot, see `packing.portions`; None = whatever room there is."""
 
     def pack_round(self, queues: Sequence[list[Item]], *, first_slot: int) -> PackedRound:
         """Fills the round's micro-batches from the queues and packs this rank's.

@@ -160,7 +160,7 @@ def test_kernels_compute_what_modules_do(
 def test_a_base_that_is_scored_before_it_has_adapters(
     groups: ParallelGroups, num_run: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As the check of a fingerprint does."""
+    """The check of a fingerprint scores the base so."""
     chunks = build_user_gpt(torch_norms=True, te=True)
     install_packed_attention(chunks)
     batch, linears = packed_batch(0), discover(chunks, SPEC, groups)
@@ -213,7 +213,7 @@ class NarrowNorm(nn.RMSNorm):
     """Transformer Engine's: gives rows of its weight's dtype."""
 
     seen: set[torch.dtype]
-    """Of the residual streams."""
+    """Dtypes of the residual streams."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.add(x.dtype)

@@ -78,7 +78,7 @@ FP8: tuple[Condition, ...] = (
     Condition("disable_parameter_transpose_cache", (False,), "FP8 weights are kept by columns too"),
     Condition("fp8_quantizer_factory", (None,), "its quantisers are not known"),
 )
-"""Of decoder layers with FP8, beside those of all."""
+"""Further conditions of decoder layers with FP8."""
 
 HEAD: tuple[Condition, ...] = (
     Condition("fp8_output_proj", (False,), "the output layer is in FP8", (0, 18)),

@@ -33,7 +33,7 @@ HALVES: tuple[Half, ...] = ("attention", "mlp")
 
 
 class HalfNames(NamedTuple):
-    """What a layer calls the parts of a half, and what they must be."""
+    """Names of a half's parts in its layer, and the kinds that they must be."""
 
     text: str
     module: str

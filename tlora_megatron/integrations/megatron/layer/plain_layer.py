@@ -88,7 +88,7 @@ class PlainLayer(TransformerLayer):
     """All that the layer computes; empty where a half is not plain."""
     tlora_late: LateReasons
     tlora_agreed: dict[Half, bool]
-    """What the tensor-parallel ranks have agreed on (`AgreedParts`); empty = this one decides."""
+    """Halves that the tensor-parallel ranks agreed on (`AgreedParts`); empty = this one decides."""
 
     @property
     def tlora_rotary(self) -> BuiltRotary | None:

@@ -142,7 +142,7 @@ PORTIONS = st.lists(st.integers(1, 700), min_size=1, max_size=4)
 def test_a_job_s_sums_are_the_same_in_every_packing(
     ranks: tuple[int, int], portions: list[int], data: st.DataObject
 ) -> None:
-    """Which rows, parts, portions, places and orders of adding: neighbours change none of them."""
+    """Neighbours change no rows, parts, portions, places or orders of adding."""
     others = data.draw(st.lists(st.tuples(st.tuples(RANKS, RANKS), PORTIONS), max_size=4))
     place = data.draw(st.integers(0, len(others)))
     packing = [*others[:place], (ranks, portions), *others[place:]]
