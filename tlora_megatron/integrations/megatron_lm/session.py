@@ -208,7 +208,8 @@ class Session:
         losses = self._interval.add(reports)
         device = self.loop.super_model.groups.device
         _, *rest = answer
-        return {key: torch.tensor(loss, device=device) for key, loss in losses.items()}, *rest
+        values = torch.tensor([*losses.values()], device=device)  # one copy for all
+        return dict(zip(losses, values, strict=True)), *rest
 
     def before_log(
         self, loss_dict: dict[str, Tensor], totals: dict[str, Any], iteration: int

@@ -150,8 +150,8 @@ def keep_fingerprints(
     )  # fmt: skip
     if "multiprocessors" in fingerprint:
         logger.warning(
-            "run.deterministic: on GPUs one leak is known and not found (docs/determinism.md): one "
-            "of eight drawn mixes of jobs gave a job other bits beside other neighbours"
+            "run.deterministic: not proven on GPUs yet (docs/determinism.md): one of eight drawn "
+            "mixes of jobs gave other bits, and its mend has not been run on a GPU"
         )
     for job in jobs:
         path = output_dir / "jobs" / job.spec.name / FILE_NAME

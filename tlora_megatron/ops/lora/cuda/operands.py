@@ -54,7 +54,6 @@ def sum_inputs(
     kinds: tuple[int, ...],
 ) -> tuple[SumInput, ...]:
     """Returns x over a window of rows and dy over all rows, as the sums of dA and dB read them."""
-    features = sum(c.size for c in sizes.columns)
     down = SumInput(
         kind=DOWN,
         columns=(),
@@ -66,7 +65,8 @@ def sum_inputs(
         kind=UP,
         columns=sizes.columns,
         in_columns=sizes.out_columns,
-        rows_per_run=rows_per_run(row_budget, features, blocks),
+        # Of all outputs: which of them have adapters follows from a job's neighbours.
+        rows_per_run=rows_per_run(row_budget, sizes.out_columns, blocks),
         window=(0, num_rows),
     )
     return tuple(each for each in (down, up) if each.kind in kinds)

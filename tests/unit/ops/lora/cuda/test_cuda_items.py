@@ -14,6 +14,7 @@ from tests.helpers.cuda_cases import FUSED_AND_Q, GATE_UP, QKV, WHOLE
 from tests.helpers.item_parts import BLOCK_ROWS, kernel_width
 from tests.helpers.kernel_case import make_rows
 from tlora_megatron.ops.lora.columns import OutputColumns
+from tlora_megatron.ops.lora.cuda import operands
 from tlora_megatron.ops.lora.cuda.rank_form import rank_form
 from tlora_megatron.ops.lora.cuda.work_items import (
     DOWN,
@@ -148,6 +149,21 @@ def test_a_job_s_sums_are_the_same_in_every_packing(
     packing = [*others[:place], (ranks, portions), *others[place:]]
     beside = plan_of(packing, padding=data.draw(st.integers(0, 300)))
     assert own_sums(beside, place) == own_sums(plan_of([(ranks, portions)], padding=0), 0)
+
+
+def test_runs_do_not_follow_from_the_targets_of_neighbours() -> None:
+    """Columns of q, k and v of a fused linear, whichever of them have adapters."""
+    query, key, value = (
+        OutputColumns(groups=8, stride=768, begin=begin, width=width)
+        for width, begin in ((512, 0), (128, 512), (128, 640))
+    )
+
+    def runs(*columns: OutputColumns) -> list[int]:
+        sizes = operands.SumSizes(columns, 4096, 6144)
+        inputs = operands.sum_inputs(sizes, 8192, 8192, (0, 8192), 132, (DOWN, UP))
+        return [each.rows_per_run for each in inputs]
+
+    assert runs(query, value) == runs(key) == runs(query, key, value)
 
 
 def plan_of(packing: list[tuple[tuple[int, int], list[int]]], padding: int) -> PlanTensors:
