@@ -69,8 +69,9 @@ def test_what_is_set_becomes_the_jobs_default(folder: Path) -> None:
 def test_arguments_that_nobody_has_set_count_where_auto_asks(folder: Path) -> None:
     """Without it a job keeps the defaults that the same section has under `tlora train`."""
     job, run, config = read(folder)
-    ours = JobSpec(name="a", data=job.data, max_steps=None, epochs=3)
-    assert job == ours, "but for the end, which has no other default"
+    portion = run.portion_tokens
+    ours = JobSpec(name="a", data=job.data, max_steps=None, epochs=3, portion_tokens=portion)
+    assert job == ours, "but for the end, which has no other default, and the run's portions"
     assert run.checkpoint_every_steps == 50
     assert '("auto" would take TrainingArguments\')' in config.changes[0]
     job, run, _ = read(
