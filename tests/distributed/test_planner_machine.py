@@ -36,9 +36,6 @@ def test_a_measured_profile_is_whole(profile: HardwareProfile) -> None:
     assert profile.dtype == "float32"
     assert profile.gpus_per_node == 4
     assert "megatron-core" in profile.versions
-    # A layer's is a difference of two times, which on a busy machine may come out as 0.
-    assert profile.host.layer_s >= 0
-    assert profile.host.job_step_s > 0
     assert len({(p.columns, p.inner) for p in profile.gemms}) >= 2
 
 
