@@ -6,13 +6,11 @@ Gradients against fp32 are in `test_transformer_engine_gpu.py` (`te-fp8-own` and
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.one_process import one_process_groups
 from tests.helpers.te_models import MODES, build, install_adapters, small_spec
 from tests.helpers.te_steps import make_batch, run, take_gradients
 from tlora_megatron.layers.te_fp8 import RECIPES, why_not_fp8
@@ -26,12 +24,6 @@ pytestmark = [
 ]
 SPEC = small_spec(num_layers=2, hidden_size=1024)
 TOKENS = 2048
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[ParallelGroups]:
-    with one_process_groups() as groups:
-        yield groups
 
 
 @pytest.fixture(scope="module")

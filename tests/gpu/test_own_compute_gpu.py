@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from tests.helpers.one_process import one_process_groups
 from tests.helpers.te_models import MODES, Subject, build, install_adapters, small_spec
 from tests.helpers.te_steps import Batch, make_batch, run
 from tlora_megatron.integrations.megatron.layer import residual_stream
@@ -32,12 +30,6 @@ class Found(NamedTuple):
     losses: list[float]
     launches: int
     peak_bytes: int
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[ParallelGroups]:
-    with one_process_groups() as groups:
-        yield groups
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ class Size:
 
     layers: int
     changes: dict[str, int]
-    """Llama-3.1-8B's shape."""
+    """Fields in which the shape is not Llama-3.1-8B's."""
     micro_batch_tokens: int
     portion_tokens: int
     longest: int

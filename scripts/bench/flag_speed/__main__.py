@@ -31,10 +31,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,6 +50,7 @@ from scripts.bench.flag_speed.cases import (
 )
 from scripts.bench.flag_speed.rows import Row, show, verdicts
 from scripts.bench.harness.arguments import bench_parser
+from scripts.bench.harness.life import live
 from scripts.bench.harness.rows import append_rows
 
 _BESIDE = ("flag_modules", "own", "floor")
@@ -100,20 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(case: Case, place: Place, timeout_s: float) -> list[Row]:
     """One life of the script; no rows if it failed."""
     rows_file, log = place.prepare(case)
-    begin = time.monotonic()
-    with log.open("w") as sink:
-        try:
-            code: int | None = subprocess.run(
-                place.command(case),
-                env=place.environment(case, rows_file),
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                timeout=timeout_s,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = None
-    print(f"{case.impl} {case.precision}: {time.monotonic() - begin:.0f} s, exit {code}")
-    output = log.read_text(errors="replace")
+    env = place.environment(case, rows_file)
+    code, seconds, output = live(place.command(case), env, log, timeout_s)
+    print(f"{case.impl} {case.precision}: {seconds:.0f} s, exit {code}")
     for line in output.splitlines():
         if any(words in line for words in ("base: ", "by Megatron's modules", "stock: ")):
             print(f"  {line.strip()}")

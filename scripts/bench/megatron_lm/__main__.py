@@ -16,11 +16,9 @@ import argparse
 import json
 import os
 import runpy
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -30,6 +28,7 @@ from pathlib import Path
 import torch
 
 from scripts.bench.harness.arguments import bench_parser
+from scripts.bench.harness.life import live
 from scripts.bench.harness.rows import gpu_name, versions
 from scripts.bench.megatron_lm.cases import LAYOUTS, Layout, Place, write_nano_jobs
 from scripts.bench.megatron_lm.rows import Oracle, Row, compare, verdicts, write
@@ -197,21 +196,8 @@ def side_by_side(
 def run_one(layout: Layout, place: Place, devices: tuple[int, ...], timeout_s: float) -> Run:
     """One life of the script; its output is kept beside its adapters."""
     log = place.out / f"{layout.folder}.log"
-    begin = time.monotonic()
-    with log.open("w") as sink:
-        try:
-            code = subprocess.run(
-                place.command(layout),
-                env=place.environment(devices),
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                timeout=timeout_s,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            # The agent is killed; the launcher's ranks end with it.
-            code = None
-    seconds = time.monotonic() - begin
-    return Run(layout=layout, code=code, seconds=seconds, output=log.read_text(errors="replace"))
+    life = live(place.command(layout), place.environment(devices), log, timeout_s)
+    return Run(layout=layout, code=life.code, seconds=life.seconds, output=life.output)
 
 
 def failure(run: Run) -> str | None:

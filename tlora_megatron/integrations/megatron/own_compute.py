@@ -210,7 +210,7 @@ def _use_in_layers(
 def _obstacles(model: Any, forced: str | None) -> dict[Half, str | None]:
     """Reasons, of the whole model, that keep halves of its layers with the modules."""
     config = model.config
-    fp8 = why_not_fp8_layers(config)
+    fp8 = None if forced else why_not_fp8_layers(config)  # which tries it out
     found = {half: forced or why_not_config(config, LAYER, half) or fp8 for half in HALVES}
     found["attention"] = found["attention"] or _why_not_rotary(model)
     return found
