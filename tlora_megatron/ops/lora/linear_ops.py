@@ -46,8 +46,10 @@ class LinearOps(Protocol):
 class FrozenBase(Protocol):
     """A frozen linear without bias whose products another library computes."""
 
-    num_columns: int
-    """N."""
+    @property
+    def num_columns(self) -> int:
+        """N."""
+        ...
 
     def forward(self, x_TK: Tensor, onto_TN: Tensor | None) -> Tensor:
         """Returns `x W^T` `[T, N]`; added to `onto_TN`, in place, where there is one."""

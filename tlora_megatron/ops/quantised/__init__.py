@@ -1,0 +1,1 @@
+"""A frozen base in FP8: codes, the quantiser of rows, and products with quantised weights."""
