@@ -20,11 +20,22 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from tlora_megatron.cli.profile import profile_json
-from tlora_megatron.planner.hardware import HardwareProfile, Link, LoraCost, load_profile
+from tlora_megatron.planner.hardware import (
+    AttentionPoint,
+    GemmPoint,
+    HardwareProfile,
+    Link,
+    LoraCost,
+    load_profile,
+)
+
+Point = TypeVar("Point", GemmPoint, AttentionPoint)
 
 _BASE_FLOPS, _BASE_BYTES = 0.70 * 989e12, 4.8e12
 """H200: data-sheet peak of dense bf16 times what it attains, and data-sheet bandwidth."""
@@ -50,6 +61,7 @@ class DataSheet:
     """One direction, as a ring all-reduce gets it."""
     network_bytes_per_s: float | None
     """A GPU's share of the node's network cards; None = one node."""
+    has_fp8: bool = True
 
 
 SHEETS = (
@@ -88,6 +100,7 @@ SHEETS = (
         gpus_per_node=8,
         link_bytes_per_s=1.8e11,
         network_bytes_per_s=0.8 * 25e9,
+        has_fp8=False,
     ),
     DataSheet(
         name="l40s",
@@ -124,29 +137,28 @@ def scaled(base: HardwareProfile, sheet: DataSheet) -> HardwareProfile:
         memory_bytes=sheet.memory_bytes,
         copy_bytes_per_s=base.copy_bytes_per_s * bandwidth,
         stream_bytes_per_s=base.stream_bytes_per_s * bandwidth,
-        gemms=tuple(
-            replace(
-                point,
-                forward_flops_per_s=point.forward_flops_per_s * compute,
-                backward_flops_per_s=point.backward_flops_per_s * compute,
-            )
-            for point in base.gemms
-            if point.rows in rows
-        ),
-        attention=tuple(
-            replace(
-                point,
-                forward_flops_per_s=point.forward_flops_per_s * compute,
-                backward_flops_per_s=point.backward_flops_per_s * compute,
-            )
-            for point in base.attention
-        ),
+        gemms=_faster((point for point in base.gemms if point.rows in rows), compute),
+        fp8_gemms=_faster(base.fp8_gemms if sheet.has_fp8 else (), compute),
+        fp8_speedup=base.fp8_speedup if sheet.has_fp8 else None,
+        attention=_faster(base.attention, compute),
         lora=_slower(base.lora, sheet.slower_kernels / bandwidth),
         gpus_per_node=sheet.gpus_per_node,
         intra_node=Link(bytes_per_s=sheet.link_bytes_per_s, latency_s=base.intra_node.latency_s),
         inter_node=None if network is None else Link(bytes_per_s=network, latency_s=3e-5),
         collectives=(),
         nano_overlap=0.0,
+    )
+
+
+def _faster(points: Iterable[Point], factor: float) -> tuple[Point, ...]:
+    """Points whose rates are those of a machine so many times as fast."""
+    return tuple(
+        replace(
+            point,
+            forward_flops_per_s=point.forward_flops_per_s * factor,
+            backward_flops_per_s=point.backward_flops_per_s * factor,
+        )
+        for point in points
     )
 
 

@@ -145,11 +145,11 @@ def _load(args: argparse.Namespace) -> _Inputs:
 
 
 def _show(args: argparse.Namespace, inputs: _Inputs, result: SearchResult) -> None:
-    jobs, hardware = inputs.jobs, inputs.hardware
+    shown = result, inputs.spec, inputs.jobs, inputs.hardware, args.gpus, args.top
     if args.json:
-        print(json.dumps(result_document(result, jobs, hardware, args.gpus, args.top), indent=2))
+        print(json.dumps(result_document(*shown), indent=2))
     else:
-        print_result(open_console(), result, jobs, hardware, args.gpus, args.top)
+        print_result(open_console(), *shown)
 
 
 def _chosen(args: argparse.Namespace, result: SearchResult) -> RankedPlan:

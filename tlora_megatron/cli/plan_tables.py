@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.cost import cost_model, memory
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import Dropped, RankedPlan, SearchResult
@@ -23,6 +24,7 @@ _SHOWN_REASONS = 8
 def print_result(
     console: Console,
     result: SearchResult,
+    spec: ModelSpec,
     jobs: Sequence[JobLoad],
     hardware: HardwareProfile,
     num_gpus: int,
@@ -34,6 +36,13 @@ def print_result(
         f"{len(jobs)} jobs, {tokens:,.0f} tokens in all batches, on {num_gpus} x {hardware.gpu} "
         f"(profile {hardware.name}: {hardware.source}, {hardware.date})"
     )
+    if spec.fp8_linears:
+        rate = (
+            "measured" if hardware.fp8_gemms else f"{hardware.fp8_speedup:g} x {hardware.dtype}'s"
+        )
+        console.print(
+            f"base in FP8: {_fp8_linears(spec)}; the rest in {hardware.dtype} (FP8 rates: {rate})"
+        )
     if result.plans:
         shown = _best_of_layouts(result.plans)[:top]
         _print_plans(console, shown, hardware)
@@ -47,6 +56,14 @@ def print_result(
         if not result.remedies:
             console.print("no change of jobs, lengths or GPUs that was tried helps")
     _print_dropped(console, result.dropped)
+
+
+def _fp8_linears(spec: ModelSpec) -> str:
+    """The FP8 linears, each with its number of layers where that is not all."""
+    return ", ".join(
+        name if count == spec.num_layers else f"{name} of {count} layers"
+        for name, count in spec.fp8_linears
+    )
 
 
 def _best_of_layouts(plans: Sequence[RankedPlan]) -> list[tuple[int, RankedPlan]]:
@@ -174,6 +191,7 @@ def _words(name: str) -> str:
 
 def result_document(
     result: SearchResult,
+    spec: ModelSpec,
     jobs: Sequence[JobLoad],
     hardware: HardwareProfile,
     num_gpus: int,
@@ -188,6 +206,7 @@ def result_document(
             "source": hardware.source,
             "date": hardware.date,
         },
+        "base": {"dtype": hardware.dtype, "fp8_linears": dict(spec.fp8_linears)},
         "jobs": [
             {
                 "name": job.name,

@@ -23,7 +23,7 @@ examples:
 Started by torchrun with several processes, it also measures the links between them.
 `tlora plan --hardware FILE` reads the result.
 """
-_TABLES = ("gemms", "attention", "collectives")
+_TABLES = ("gemms", "fp8_gemms", "attention", "collectives")
 
 
 def add_parser(commands: Any) -> None:

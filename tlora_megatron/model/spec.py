@@ -79,6 +79,9 @@ class ModelSpec:
     sliding_window: int | None = None
     """Tokens that a query sees in some or all layers, its own included; None: all earlier ones.
     The base runs without a window, so only sequences that fit into the window may be trained."""
+    fp8_linears: tuple[tuple[str, int], ...] = ()
+    """Megatron's linears whose frozen weights are FP8 codes in this run, each with the number of
+    layers in which they are."""
 
     @property
     def q_size(self) -> int:
@@ -89,6 +92,10 @@ class ModelSpec:
     def kv_size(self) -> int:
         """Output features of k_proj, and of v_proj."""
         return self.num_kv_heads * self.head_dim
+
+    def fp8_share(self, linear: str) -> float:
+        """Share of the layers in which a Megatron linear's frozen weight is FP8 codes."""
+        return dict(self.fp8_linears).get(linear, 0) / self.num_layers
 
     def target_shape(self, target: str) -> tuple[int, int]:
         """`(out, in)` of a target's whole weight; fused rows are in the order q, k, v or gate, up.

@@ -49,6 +49,11 @@ class LayerModel:
     """Predicts layer times for one model, one mix of jobs and one kind of machine."""
 
     def __init__(self, spec: ModelSpec, jobs: Sequence[JobLoad], rates: Rates) -> None:
+        if spec.fp8_linears and not rates.multiplies_fp8:
+            raise ValueError(
+                f"hardware profile must know FP8 products for an FP8 base, got "
+                f"{rates.hardware.name}: write fp8_speedup into it if its GPU has them"
+            )
         self.spec = spec
         self.jobs = tuple(jobs)
         self.rates = rates
@@ -94,10 +99,20 @@ class LayerModel:
     def _gemms(self, plan: Plan, rows: float, block: str) -> tuple[float, float]:
         forward = backward = 0.0
         for linear in BLOCKS[block]:
-            columns, inner = local_shape(self.spec, linear, plan.tp_size)
-            forward += self.rates.gemm_s(rows, columns, inner)
-            backward += self.rates.gemm_s(rows, columns, inner, backward=True)
+            forward += self._linear_s(plan, rows, linear, backward=False)
+            backward += self._linear_s(plan, rows, linear, backward=True)
         return forward, backward
+
+    def _linear_s(self, plan: Plan, rows: float, linear: str, *, backward: bool) -> float:
+        """Time of a frozen linear in the mean layer; FP8 may leave some layers out."""
+        columns, inner = local_shape(self.spec, linear, plan.tp_size)
+        share = self.spec.fp8_share(linear)
+        parts = ((False, 1.0 - share), (True, share))
+        return sum(
+            weight * self.rates.gemm_s(rows, columns, inner, backward=backward, fp8=fp8)
+            for fp8, weight in parts
+            if weight
+        )
 
     def _attend(self, plan: Plan, load: RoundLoad) -> tuple[float, float]:
         """Time of attention: quadratic in each sequence's length; CP ranks share it evenly."""

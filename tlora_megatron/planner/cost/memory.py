@@ -15,8 +15,10 @@ from typing import NamedTuple
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import (
+    LINEAR_TARGETS,
     adapter_elements,
     copied_elements,
+    local_shape,
     spread_elements,
 )
 from tlora_megatron.planner.cost.saved_activations import (
@@ -35,6 +37,8 @@ ROW_TILE = 128
 FRAGMENTATION = 0.04
 """Share of activations and workspace that the allocator holds and cannot use. The ratio of reserved
 to allocated memory was 1.02 to 1.04 in whole rounds on an H200."""
+SCALE_BYTES = 4
+"""An FP8 weight has an fp32 scale for each output column; blocks of 128 x 128 have fewer."""
 COMMUNICATOR_BYTES = 300e6
 """Size of NCCL's buffers for one process group of several GPUs."""
 
@@ -196,7 +200,7 @@ class MemoryModel:
         parts = plan.tp_size * plan.pp_size
         gathered = layers * layer.largest_slab * 4 * parts if is_first and parts > 1 else 0.0
         return MemoryUse(
-            base_weights=_base_elements(spec, plan, is_first=is_first, is_last=is_last) * size,
+            base_weights=_base_bytes(spec, plan, size, is_first=is_first, is_last=is_last),
             adapter_weights=layers * layer.copies * size,
             adapter_gradients=layers * (layer.slabs + layer.spread) * 4,
             adapter_states=layers * layer.slabs * 12,
@@ -210,16 +214,28 @@ class MemoryModel:
         )
 
 
-def _base_elements(spec: ModelSpec, plan: Plan, *, is_first: bool, is_last: bool) -> float:
-    hidden, ffn = spec.hidden_size, spec.ffn_size
-    linears = hidden * (2 * spec.q_size + 2 * spec.kv_size) + 3 * hidden * ffn
+def _base_bytes(spec: ModelSpec, plan: Plan, size: int, *, is_first: bool, is_last: bool) -> float:
+    hidden = spec.hidden_size
+    linears = sum(linear_bytes(spec, linear, plan.tp_size, size) for linear in LINEAR_TARGETS)
     norms = 2 * hidden + (2 * spec.head_dim if spec.qk_norm else 0)
     biases = (spec.q_size + 2 * spec.kv_size) / plan.tp_size if spec.qkv_bias else 0
     layers = spec.num_layers // plan.pp_size
     table = -(-spec.vocab_size // plan.tp_size) * hidden
     tables = 1 if is_first and is_last and spec.tied_embeddings else is_first + is_last
     final_norm = hidden if is_last else 0
-    return layers * (linears / plan.tp_size + norms + biases) + tables * table + final_norm
+    rest = layers * (norms + biases) + tables * table + final_norm
+    return layers * linears + rest * size
+
+
+def linear_bytes(spec: ModelSpec, linear: str, tp_size: int, size: int) -> float:
+    """Bytes of a frozen linear's weight on one rank in the mean layer.
+
+    They are elements, or codes and a scale a column.
+    """
+    columns, inner = local_shape(spec, linear, tp_size)
+    share = spec.fp8_share(linear)
+    codes = columns * inner + columns * SCALE_BYTES
+    return share * codes + (1.0 - share) * columns * inner * size
 
 
 def chunks_in_flight(plan: Plan, stage: int, in_round: float) -> float:

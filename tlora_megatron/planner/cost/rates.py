@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 
-from tlora_megatron.planner.hardware import CollectiveOp, HardwareProfile, Link
+from tlora_megatron.planner.hardware import CollectiveOp, GemmPoint, HardwareProfile, Link
 
 _NEIGHBOURS = 4
 """Number of measured GEMM shapes that an unmeasured one is interpolated from."""
@@ -16,39 +16,24 @@ _Table = tuple[list[float], list[float], list[float]]
 """Ascending abscissas, and forward and backward rates at each."""
 
 
-class Rates:
-    """Predicts operations from one profile; caches its results."""
+class _GemmRates:
+    """Rates of GEMMs between measured points."""
 
-    def __init__(self, hardware: HardwareProfile) -> None:
-        self.hardware = hardware
-        self.element_bytes = 2 if hardware.dtype == "bfloat16" else 4
+    def __init__(self, gemms: Sequence[GemmPoint]) -> None:
         points = defaultdict(list)
-        for p in hardware.gemms:
+        for p in gemms:
             points[p.columns, p.inner].append(
                 (math.log(p.rows), p.forward_flops_per_s, p.backward_flops_per_s)
             )
         self._measured = {shape: _table(rows) for shape, rows in points.items()}
-        self._gemms: dict[tuple[int, int], _Table] = {}
-        self._attention = _table(
-            (math.log(p.length), p.forward_flops_per_s, p.backward_flops_per_s)
-            for p in hardware.attention
-        )
-        collectives = defaultdict(list)
-        for c in hardware.collectives:
-            collectives[c.op, c.ranks].append((float(c.bytes), c.seconds, c.seconds))
-        self._collectives = {key: _table(rows) for key, rows in collectives.items()}
+        self._tables: dict[tuple[int, int], _Table] = {}
 
-    def gemm_s(self, rows: float, columns: int, inner: int, *, backward: bool = False) -> float:
-        """Time of a GEMM `[rows, inner] x [inner, columns]`, or of its input gradient.
-
-        It is never faster than its operands can be read and written.
-        """
-        table = self._gemms.get((columns, inner))
+    def rate(self, rows: float, columns: int, inner: int, *, backward: bool) -> float:
+        """Operations per second of a GEMM, or of its input gradient."""
+        table = self._tables.get((columns, inner))
         if table is None:
-            table = self._gemms[columns, inner] = self._blend(columns, inner)
-        rate = _at(math.log(max(rows, 1.0)), table[0], table[2 if backward else 1])
-        moved = (rows * (columns + inner) + columns * inner) * self.element_bytes
-        return max(2.0 * rows * columns * inner / rate, moved / self.hardware.copy_bytes_per_s)
+            table = self._tables[columns, inner] = self._blend(columns, inner)
+        return _at(math.log(max(rows, 1.0)), table[0], table[2 if backward else 1])
 
     def _blend(self, columns: int, inner: int) -> _Table:
         """Rates of a shape: its own if measured, otherwise a weighted mean of its nearest."""
@@ -66,6 +51,60 @@ class Rates:
             for side in (1, 2)
         )
         return grid, forward, backward
+
+
+class Rates:
+    """Predicts operations from one profile; caches its results."""
+
+    def __init__(self, hardware: HardwareProfile) -> None:
+        self.hardware = hardware
+        self.element_bytes = 2 if hardware.dtype == "bfloat16" else 4
+        self._gemms = _GemmRates(hardware.gemms)
+        self._fp8_gemms = _GemmRates(hardware.fp8_gemms) if hardware.fp8_gemms else None
+        self._attention = _table(
+            (math.log(p.length), p.forward_flops_per_s, p.backward_flops_per_s)
+            for p in hardware.attention
+        )
+        collectives = defaultdict(list)
+        for c in hardware.collectives:
+            collectives[c.op, c.ranks].append((float(c.bytes), c.seconds, c.seconds))
+        self._collectives = {key: _table(rows) for key, rows in collectives.items()}
+
+    def gemm_s(
+        self, rows: float, columns: int, inner: int, *, backward: bool = False, fp8: bool = False
+    ) -> float:
+        """Time of a GEMM `[rows, inner] x [inner, columns]`, or of its input gradient.
+
+        It is never faster than its operands can be read and written.
+
+        Args:
+            rows: rows of the micro-batch.
+            columns: output features.
+            inner: input features.
+            backward: the input gradient.
+            fp8: the weight is FP8 codes, and what it is multiplied with is quantised before.
+        """
+        flops = 2.0 * rows * columns * inner
+        if not fp8:
+            moved = (rows * (columns + inner) + columns * inner) * self.element_bytes
+            rate = self._gemms.rate(rows, columns, inner, backward=backward)
+        else:
+            coded, written = (columns, inner) if backward else (inner, columns)
+            moved = rows * (coded + written * self.element_bytes) + columns * inner
+            rate = self._fp8_rate(rows, columns, inner, backward=backward)
+        return max(flops / rate, moved / self.hardware.copy_bytes_per_s)
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        """True if FP8 linears were measured, or are known by their ratio."""
+        return bool(self.hardware.fp8_gemms) or self.hardware.fp8_speedup is not None
+
+    def _fp8_rate(self, rows: float, columns: int, inner: int, *, backward: bool) -> float:
+        if self._fp8_gemms is not None:
+            return self._fp8_gemms.rate(rows, columns, inner, backward=backward)
+        speedup = self.hardware.fp8_speedup
+        assert speedup is not None, "FP8 linears must have a rate"
+        return speedup * self._gemms.rate(rows, columns, inner, backward=backward)
 
     def attention_s(self, length: int, heads: float, head_dim: int) -> tuple[float, float]:
         """Time of causal attention of one sequence, forward and backward."""

@@ -7,7 +7,12 @@ from typing import NamedTuple
 
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.adapter_sizes import COLUMN_PARALLEL, LINEAR_TARGETS, chunked
+from tlora_megatron.planner.cost.adapter_sizes import (
+    COLUMN_PARALLEL,
+    LINEAR_TARGETS,
+    chunked,
+    local_shape,
+)
 from tlora_megatron.planner.cost.lora_work import PLACES_BYTES, keeps_whole, shares_all
 from tlora_megatron.planner.workload import JobLoad
 
@@ -87,6 +92,8 @@ def workspace_bytes(spec: ModelSpec, saved: SavedInputs, plan: Plan, size: int) 
     (gathered under sequence parallelism), and what the layer recomputes.
     """
     gradients = (3 * spec.ffn_size / plan.tp_size + 3 * spec.hidden_size) * size
+    shapes = [local_shape(spec, linear, plan.tp_size) for linear, _ in spec.fp8_linears]
+    gradients += max((columns for columns, _ in shapes), default=0)  # FP8 codes of dy
     if plan.recompute == "none":
         return gradients
     part = "mlp" if plan.recompute == "selective" else "layer"

@@ -63,6 +63,39 @@ def test_compute_on_one_gpu() -> None:
     assert [getattr(found, name) for name in zero] == pytest.approx([0] * len(zero))
 
 
+def test_fp8_linears_run_at_their_own_rate_and_the_rest_at_the_old_one() -> None:
+    whole = 2 * ROWS * 100 * 140 / 1e9
+    some = step_cost(
+        replace(SPEC, fp8_linears=(("linear_qkv", LAYERS // 2),)),
+        [job()],
+        Plan(micro_batch_tokens=128),
+        replace(HARDWARE, fp8_speedup=2.0),
+    )
+    assert some.gemm_s == pytest.approx(3 * (LAYERS * GEMM_S - LAYERS / 2 * whole / 2))
+    assert some.head_s == cost().head_s
+    measured = tuple(
+        replace(point, forward_flops_per_s=4e9, backward_flops_per_s=1e9)
+        for point in HARDWARE.gemms
+    )
+    rates = Rates(replace(HARDWARE, fp8_gemms=measured))
+    assert rates.gemm_s(ROWS, 140, 100, fp8=True) == pytest.approx(whole / 4)
+    assert rates.gemm_s(ROWS, 140, 100, fp8=True, backward=True) == pytest.approx(whole)
+    slow = Rates(replace(HARDWARE, copy_bytes_per_s=1.0))
+    assert slow.gemm_s(ROWS, 140, 100, fp8=True) == ROWS * (100 + 140 * 2) + 140 * 100
+    back_s = ROWS * (140 + 100 * 2) + 140 * 100
+    assert slow.gemm_s(ROWS, 140, 100, fp8=True, backward=True) == back_s
+
+
+def test_an_fp8_base_is_refused_where_the_gpu_has_no_fp8_products() -> None:
+    with pytest.raises(ValueError, match="must know FP8 products for an FP8 base, got round"):
+        step_cost(
+            replace(SPEC, fp8_linears=(("linear_qkv", 1),)),
+            [job()],
+            Plan(micro_batch_tokens=128),
+            replace(HARDWARE, fp8_speedup=None),
+        )
+
+
 def test_only_rows_with_a_target_reach_the_head() -> None:
     spec = replace(SPEC, vocab_size=100_000)
     plan = Plan(micro_batch_tokens=4096)

@@ -59,6 +59,19 @@ def test_every_term_on_one_gpu() -> None:
     assert use.binding == "base_weights"
 
 
+def test_an_fp8_base_takes_a_byte_a_weight_and_a_scale_a_column() -> None:
+    plan = Plan(micro_batch_tokens=128)
+    plain = memory_use(SPEC, [job()], plan, HARDWARE)
+    quantised = replace(SPEC, fp8_linears=(("linear_qkv", 3), ("linear_fc1", 4)))
+    use = memory_use(quantised, [job()], plan, HARDWARE)
+    saved = 100 * (3 * 140 + 4 * 400) - 4 * (3 * 140 + 4 * 400)
+    assert use.base_weights == plain.base_weights - saved
+    assert use.workspace == plain.workspace + 128 * 400  # the codes of fc1's dy
+    halves = memory_use(quantised, [job()], replace(plan, tp_size=2), HARDWARE)
+    whole = memory_use(SPEC, [job()], replace(plan, tp_size=2), HARDWARE)
+    assert halves.base_weights == whole.base_weights - saved / 2
+
+
 def test_tensor_parallelism_cuts_weights_and_activations_but_not_the_residual_stream() -> None:
     plan = Plan(tp_size=2, micro_batch_tokens=128)
     use = memory_use(SPEC, [job()], plan, HARDWARE)
