@@ -14,6 +14,9 @@ depends on the slot's own rows alone. `s` and `dS` are opaque tensors, linear in
 same implementation reads them, and a sum of dS over ranks is a sum of tensors. Nothing here waits
 for the device.
 
+A base that quantises (`ops.quantised`) multiplies rounded rows in place of x and dy in the base's
+two products, and nothing else changes: s, dS, dA and dB are made of x and dy as they are.
+
 Shapes: T rows, K features in, N features out; x, dy and W are contiguous.
 """
 

@@ -2,6 +2,7 @@
 
 Semantics: `y[t] = W x[t] + b + scaling[s] * B[s] (A[s] drop(x[t]))` with `s` the slot of row t.
 Rows of the null slot get the base output only. Runs in any dtype, fp64 in tests, on plain autograd.
+A quantised base has other products `W x` and `dy W` (`ops.quantised.definition`), and this branch.
 
 Shapes: T rows, K features in, N features out, R rank.
 """
