@@ -1,4 +1,4 @@
-"""Measures single operations: copy, GEMMs by shape, attention by length, adapters on a linear."""
+"""Measures single operations: copy, attention by length, adapters on a linear."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from tlora_megatron.ops.routing.segments import (
     use_micro_batch,
 )
 from tlora_megatron.planner.cost.adapter_sizes import RANK_CHUNK
-from tlora_megatron.planner.hardware import AttentionPoint, GemmPoint
+from tlora_megatron.planner.hardware import AttentionPoint
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.sizes import ProfileSizes
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.profiling.timer import DeviceTimer
 
-_MOST_SETS = 4
 _RANKS = (8, 16, 32, 64)
 DROPOUTS = (0.0, 0.1)
 
@@ -41,48 +40,6 @@ def copy_bytes_per_s(timer: DeviceTimer, num_bytes: int) -> float:
     target = torch.empty_like(source)
     (seconds,) = timer.medians([lambda: target.copy_(source)], seconds=0.2)
     return 2 * num_bytes / seconds
-
-
-def measure_gemm(
-    timer: DeviceTimer, shape: tuple[int, int], rows: Sequence[int], dtype: torch.dtype
-) -> Iterator[GemmPoint]:
-    """Rates of one linear at several row counts, measured in turn on rotated weights."""
-    columns, inner = shape
-    device = timer.device
-
-    def draw(height: int, width: int) -> torch.Tensor:
-        return torch.randn(height, width, device=device, dtype=dtype)
-
-    weights = [draw(columns, inner).mul_(inner**-0.5) for _ in range(_num_sets(shape, device))]
-    most = max(rows)
-    x, y, dx = draw(most, inner), draw(most, columns), draw(most, inner)
-    turn = itertools.cycle(weights)
-
-    def forward(height: int) -> None:
-        torch.mm(x[:height], next(turn).t(), out=y[:height])
-
-    def backward(height: int) -> None:
-        torch.mm(y[:height], next(turn), out=dx[:height])
-
-    calls = [partial(run, height) for height in rows for run in (forward, backward)]
-    times = timer.medians(calls, seconds=0.35)
-    for height, (there, back) in zip(rows, zip(times[::2], times[1::2], strict=True), strict=True):
-        flops = 2.0 * height * columns * inner
-        yield GemmPoint(
-            rows=height,
-            columns=columns,
-            inner=inner,
-            forward_flops_per_s=flops / there,
-            backward_flops_per_s=flops / back,
-        )
-
-
-def _num_sets(shape: tuple[int, int], device: torch.device) -> int:
-    """Number of weights so that none is still in the cache at its next turn."""
-    if device.type != "cuda":
-        return 1
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return min(_MOST_SETS, 1 + math.ceil(2 * cache / (2 * math.prod(shape))))
 
 
 def measure_attention(

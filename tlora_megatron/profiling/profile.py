@@ -28,12 +28,12 @@ from tlora_megatron.planner.hardware import (
 from tlora_megatron.profiling.collectives import OPS, CollectiveTimer, fit_link
 from tlora_megatron.profiling.fit import fit_lora
 from tlora_megatron.profiling.layers import measure_layers, measure_stretch
+from tlora_megatron.profiling.gemms import measure_fp8_gemm, measure_gemm, multiplies_fp8
 from tlora_megatron.profiling.ops import (
     LoraSample,
     copy_bytes_per_s,
     lora_plan,
     measure_attention,
-    measure_gemm,
     measure_lora,
 )
 from tlora_megatron.profiling.sizes import ProfileSizes
@@ -104,6 +104,7 @@ class _Measurement:
         copy = copy_bytes_per_s(self.timer, self.sizes.copy_bytes)
         on_stage("GEMMs", 0.02)
         gemms = tuple(self._gemms())
+        fp8_gemms = tuple(self._fp8_gemms())
         self._release()
         on_stage("attention", 0.35)
         attention = tuple(self._attention())
@@ -117,7 +118,8 @@ class _Measurement:
         overlap = self._overlap()
         on_stage("layers", 0.9)
         profile = self._profile(copy, gemms, attention, lora, points)
-        profile = replace(profile, overlap=overlap)
+        profile = replace(profile, overlap=overlap, fp8_gemms=fp8_gemms)
+        profile = replace(profile, fp8_speedup=profile.fp8_speedup if fp8_gemms else None)
         layers = measure_layers(self.timer, profile, self.sizes, self.dtype, self.world_size)
         profile = replace(
             profile,
@@ -141,6 +143,11 @@ class _Measurement:
         heads = [(shape, self.sizes.head_rows) for shape in self.sizes.head_shapes]
         for shape, rows in self._within(itertools.chain(shapes[:8], heads, shapes[8:]), "gemms"):
             yield from measure_gemm(self.timer, shape, rows, self.dtype)
+
+    def _fp8_gemms(self) -> Iterator[GemmPoint]:
+        if multiplies_fp8(self.device):
+            for shape in self.sizes.fp8_shapes:
+                yield from measure_fp8_gemm(self.timer, shape, self.sizes.fp8_rows, self.dtype)
 
     def _attention(self) -> Iterator[AttentionPoint]:
         sizes = self.sizes

@@ -39,6 +39,8 @@ class ProfileSizes:
     gemm_shapes: tuple[tuple[int, int], ...]
     """Shapes `(columns, inner)`, most important first."""
     gemm_rows: tuple[int, ...]
+    fp8_shapes: tuple[tuple[int, int], ...]
+    fp8_rows: tuple[int, ...]
     head_shapes: tuple[tuple[int, int], ...]
     head_rows: tuple[int, ...]
     attention_lengths: tuple[int, ...]
@@ -66,6 +68,14 @@ FULL = ProfileSizes(
         )
     ),
     gemm_rows=(128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384),
+    fp8_shapes=tuple(
+        dict.fromkeys(
+            local_shape(spec, linear, tp_size)
+            for spec, tp_size in ((LLAMA_8B, 1), (LLAMA_70B, 4))
+            for linear in LINEAR_TARGETS
+        )
+    ),
+    fp8_rows=(512, 2048, 4096, 8192, 16384),
     head_shapes=tuple(
         (_VOCABULARY // tp_size, spec.hidden_size)
         for tp_size in (1, 2, 4, 8)
@@ -88,6 +98,8 @@ TINY = replace(
     FULL,
     gemm_shapes=tuple(local_shape(_TINY, linear, 1) for linear in LINEAR_TARGETS),
     gemm_rows=(16, 64, 128),
+    fp8_shapes=(),
+    fp8_rows=(),
     head_shapes=((1024, 64),),
     head_rows=(16,),
     attention_lengths=(8, 32),
