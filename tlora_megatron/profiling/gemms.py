@@ -23,7 +23,6 @@ def measure_gemm(
     timer: DeviceTimer, shape: tuple[int, int], rows: Sequence[int], dtype: torch.dtype
 ) -> Iterator[GemmPoint]:
     """Rates of one linear at several row counts, measured in turn on rotated weights."""
-    columns, inner = shape
     weights = _weights(timer.device, shape, dtype)
     x, dy = _operands(timer.device, shape, max(rows), dtype)
     y, dx = torch.empty_like(dy), torch.empty_like(x)

@@ -27,8 +27,8 @@ from tlora_megatron.planner.hardware import (
 )
 from tlora_megatron.profiling.collectives import OPS, CollectiveTimer, fit_link
 from tlora_megatron.profiling.fit import fit_lora
-from tlora_megatron.profiling.layers import measure_layers, measure_stretch
 from tlora_megatron.profiling.gemms import measure_fp8_gemm, measure_gemm, multiplies_fp8
+from tlora_megatron.profiling.layers import measure_layers, measure_stretch
 from tlora_megatron.profiling.ops import (
     LoraSample,
     copy_bytes_per_s,
