@@ -132,8 +132,8 @@ struct Producer {
   Ring ring;
   bool waited = false;  // for the kernel that makes ext
 
-  __device__ void run(int first_tile, int step) {
-    for (int index = first_tile; index < p.row_tiles * p.feature_tiles; index += step) {
+  __device__ void run() {
+    for (int index = blockIdx.x / 2; index < p.row_tiles * p.feature_tiles; index += gridDim.x / 2) {
       const Tile tile(p, index);
       const int feature = tile.feature + block * kFeatures;
       for (int n = 0; n < p.depth; n += kStageDepth) {
@@ -187,7 +187,7 @@ template <bool kBlocks, bool kDropout>
 struct Consumer {
   const Problem& p;
   Shared& shared;
-  const int warpgroup, thread;  // in the warpgroup
+  const int warpgroup;
   Ring ring;
   bool waited = false;
 
@@ -195,14 +195,21 @@ struct Consumer {
   // 2 g + 1 (g = lane / 4) of its warp's 16, in the order (2 g, 2 q), (2 g, 2 q + 1), (2 g + 1, 2 q), ...
   using Half = float[64];
 
-  __device__ int lane() const { return thread % 32; }
-  __device__ int warp() const { return thread / 32; }
+  // In the warpgroup. Read where it is needed: there is no register to keep it in.
+  __device__ static int thread() {
+    uint32_t x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x % 128;
+  }
 
-  __device__ void run(int first_tile, int step, int block) {
+  __device__ static int lane() { return thread() % 32; }
+  __device__ static int warp() { return thread() / 32; }
+
+  __device__ void run() {
     Half sums[2], part;
-    for (int index = first_tile; index < p.row_tiles * p.feature_tiles; index += step) {
+    for (int index = blockIdx.x / 2; index < p.row_tiles * p.feature_tiles; index += gridDim.x / 2) {
       const Tile tile(p, index);
-      const int feature = tile.feature + block * kFeatures;
+      const int feature = tile.feature + cluster_block() * kFeatures;
       const Chunks chunks(p, tile);
       copy_scales(tile.row);
       multiply(sums, part, feature);
@@ -214,7 +221,7 @@ struct Consumer {
       }
       store(sums, tile.row, feature + warpgroup * 64);
     }
-    if (thread == 0) store_wait_all();
+    if (thread() == 0) store_wait_all();
   }
 
   __device__ void release() {
@@ -225,7 +232,7 @@ struct Consumer {
   // Later: they arrive while the warpgroup multiplies.
   __device__ void copy_scales(int row) {
 #pragma unroll
-    for (int i = thread; i < kTileRows; i += 128) {
+    for (int i = thread(); i < kTileRows; i += 128) {
       const bool inside = row + i < p.rows;
       copy_word_later(&shared.row_scales[warpgroup][i], p.row_scales + (inside ? row + i : 0), inside);
     }
@@ -311,6 +318,7 @@ struct Consumer {
       const int count = min(kStageChunks, chunks.end - chunk);
       barrier_wait(&shared.full[ring.stage], ring.parity);
       uint64_t b = operand(shared.dy[ring.stage], kPanel);
+#pragma unroll 1
       for (int i = 0; i < count; ++i) {
         uint32_t a[4];
         load_chunk(a, i);
@@ -352,11 +360,11 @@ struct Consumer {
 
   // Each row's key and how many places it drops, where the tile's result will lie.
   __device__ void put_masks(int row) {
-    if (thread == 0) store_wait_read<0>();
+    if (thread() == 0) store_wait_read<0>();
     warpgroup_sync(warpgroup);
     const uint32_t at = shared_address(shared.out[warpgroup]);
 #pragma unroll
-    for (int i = thread; i < kTileRows; i += 128) {
+    for (int i = thread(); i < kTileRows; i += 128) {
       const int r = row + i;
       const int slot = r < p.rows ? p.row_slots[r] : -1;
       const Mask mask(slot < 0 ? 0.f : p.dropout[slot]);
@@ -396,7 +404,7 @@ struct Consumer {
 #pragma unroll
     for (int panel = 0; panel < 4; ++panel) {
       uint8_t* to = shared.out[warpgroup][panel % 2];
-      if (thread == 0) store_wait_read<1>();
+      if (thread() == 0) store_wait_read<1>();
       warpgroup_sync(warpgroup);
       const uint32_t at = shared_address(to) + q * 2 * kRowBytes + g % 4 * 4;
 #pragma unroll
@@ -408,7 +416,7 @@ struct Consumer {
       }
       fence_shared_for_copies();
       warpgroup_sync(warpgroup);
-      if (thread == 0) {
+      if (thread() == 0) {
         if (!waited) wait_for_previous();  // it may still use the memory that is now `out`
         waited = true;
         store_tile(to, &p.out, feature, row + panel * 64);
@@ -423,7 +431,6 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     kernel(const __grid_constant__ Problem p) {
   extern __shared__ __align__(1024) uint8_t dynamic[];
   auto& shared = *reinterpret_cast<Shared*>(dynamic);
-  const int block = cluster_block();
   if (threadIdx.x == 0) {
     if (shared_address(dynamic) % 1024 != 0) __trap();
     for (int i = 0; i < kStages; ++i) {
@@ -433,15 +440,14 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   cluster_sync();
-  const int first_tile = blockIdx.x / 2, step = gridDim.x / 2;
   if (!p.overlaps_previous_kernel) wait_for_previous();
   if (threadIdx.x < 128) {
     keep_registers<40>();
-    if (threadIdx.x == 0) Producer<kDropout>{p, shared, block}.run(first_tile, step);
+    if (threadIdx.x == 0) Producer<kDropout>{p, shared, static_cast<int>(cluster_block())}.run();
   } else {
     take_registers<232>();
     const int warpgroup = threadIdx.x / 128 - 1;
-    Consumer<kBlocks, kDropout>{p, shared, warpgroup, static_cast<int>(threadIdx.x % 128)}.run(first_tile, step, block);
+    Consumer<kBlocks, kDropout>{p, shared, warpgroup}.run();
   }
 }
 
