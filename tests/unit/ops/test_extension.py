@@ -172,3 +172,20 @@ def test_what_a_killed_build_left_is_removed(cache: Path) -> None:
     kernel_build.build(path)
     assert path.exists()
     assert not left.exists()
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("unit", ["fp8_dgrad"])
+def test_kernels_keep_their_sums_in_registers(unit: str, tmp_path: Path) -> None:
+    """Nothing spills, and the compiler neither serialises tensor cores nor ignores `setmaxnreg`."""
+    compiler = kernel_build.find_compiler()
+    assert compiler is not None
+    source = kernel_build.SOURCES / f"{unit}.cu"
+    words = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-cubin")
+    command = [compiler, *words, str(source), "-o", str(tmp_path / "unit.cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = [line for line in said.splitlines() if "spill" in line]
+    assert spills, "the compiler must report on registers"
+    assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills), said
+    assert "(C75" not in said, said

@@ -45,6 +45,19 @@ class GemmArguments(ctypes.Structure):
     ]
 
 
+class DgradArguments(ctypes.Structure):
+    """`TloraFp8Dgrad` of fp8_dgrad.cu."""
+
+    _fields_ = [
+        *((name, _Pointer) for name in ("dy", "weight", "row_scales", "block_scales")),
+        *((name, _Pointer) for name in ("ext", "factor", "out", "tile_chunks", "chunk_rows")),
+        *((name, _Pointer) for name in ("row_keys", "row_slots", "dropout")),
+        *((name, _Long) for name in ("rows", "features", "depth", "ext_rows", "factor_rows")),
+        *((name, _Int) for name in ("num_targets", "dropout_key", "first_column")),
+        *((name, _Int) for name in ("group", "blocks", "overlaps_previous_kernel", "device")),
+    ]
+
+
 class RowsArguments(ctypes.Structure):
     """`TloraRows` of rank_rows.cu."""
 
@@ -118,6 +131,7 @@ def packer(struct_type: type[ctypes.Structure]) -> struct.Struct:
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "gemm": GemmArguments,
+    "fp8_dgrad": DgradArguments,
     "rows": RowsArguments,
     "sums": SumsArguments,
     "step": ExchangeStep,

@@ -115,7 +115,7 @@ def gemm(
         flat, ext_rows, num_targets = rank.flat.data_ptr(), rank.form.chunk_rows, rank.num_targets
         tile_chunks, chunk_rows = rank.tile_chunks.data_ptr(), rank.chunk_rows.data_ptr()
         factors, dropout = rank.factors.argument, rank.dropout
-    mask = _NO_MASK if dropout is None else _mask(dropout)
+    mask = mask_fields(dropout)
     arguments = _GEMM.pack(  # in the order of `GemmArguments`
         x_TK.data_ptr(),
         weight.data_ptr(),
@@ -142,7 +142,7 @@ def gemm(
         overlaps_previous_kernel,
         device_index(x_TK),
     )
-    _launch("gemm", arguments, x_TK)
+    launch("gemm", arguments, x_TK)
 
 
 def rank_rows(
@@ -167,9 +167,9 @@ def rank_rows(
         parts: blocks that share the reduction, 1 to 8.
         masked: whether dropout masks `in`, as it does for s; dS has its `1 / (1 - p)` alone.
     """
-    mask = _NO_MASK
-    if dropout is not None:
-        mask = _mask(dropout) if masked else _Mask(probability=dropout.probability.data_ptr())
+    mask = mask_fields(dropout)
+    if dropout is not None and not masked:
+        mask = MaskFields(probability=mask.probability)
     arguments = _ROWS.pack(  # in the order of `RowsArguments`
         in_TK.data_ptr(),
         flat.data_ptr(),
@@ -191,7 +191,7 @@ def rank_rows(
         mask.first_column,
         device_index(in_TK),
     )
-    _launch("rows", arguments, in_TK)
+    launch("rows", arguments, in_TK)
 
 
 class SumOperands(NamedTuple):
@@ -229,7 +229,7 @@ def rank_sums(
             been written before it began.
     """
     x_TK, first_row, ds, dy_TN, s = operands
-    mask = _NO_MASK if dropout is None else _mask(dropout)
+    mask = mask_fields(dropout)
     arguments = _SUMS.pack(  # in the order of `SumsArguments`
         x_TK.data_ptr(),
         form.rows_address(ds),
@@ -257,10 +257,10 @@ def rank_sums(
         overlaps_previous_kernel,
         device_index(dy_TN),
     )
-    _launch("sums", arguments, dy_TN)
+    launch("sums", arguments, dy_TN)
 
 
-class _Mask(NamedTuple):
+class MaskFields(NamedTuple):
     """`Dropout` as the structs hold it: addresses, 0 = null."""
 
     row_keys: int = 0
@@ -270,11 +270,14 @@ class _Mask(NamedTuple):
     first_column: int = 0
 
 
-_NO_MASK = _Mask()
+_NO_MASK = MaskFields()
 
 
-def _mask(dropout: Dropout) -> _Mask:
-    return _Mask(
+def mask_fields(dropout: Dropout | None) -> MaskFields:
+    """Returns what a struct holds of a mask, or of none."""
+    if dropout is None:
+        return _NO_MASK
+    return MaskFields(
         dropout.row_keys.data_ptr(),
         dropout.row_slots.data_ptr(),
         dropout.probability.data_ptr(),
@@ -283,7 +286,8 @@ def _mask(dropout: Dropout) -> _Mask:
     )
 
 
-def _launch(name: str, arguments: bytes, on: torch.Tensor) -> None:
+def launch(name: str, arguments: bytes, on: torch.Tensor) -> None:
+    """Launches a kernel of the library on the current stream of a tensor's GPU."""
     # Not `torch.cuda.current_stream`, which makes an object of it: 2 us, twenty times a layer.
     stream = torch._C._cuda_getCurrentRawStream(device_index(on))
     load_extension().call(name, arguments, stream)

@@ -1,0 +1,74 @@
+"""What the launch of the FP8 input gradient packs is what the kernel's struct holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tlora_megatron.ops.lora.cuda.arguments import DgradArguments
+from tlora_megatron.ops.lora.cuda.calls import Arenas, Dropout, RankPart
+from tlora_megatron.ops.lora.cuda.rank_form import RankForm
+from tlora_megatron.ops.quantised import cuda_dgrad
+from tlora_megatron.ops.quantised.rows import QuantRows
+from tlora_megatron.ops.quantised.weight import QuantWeight
+
+N, K = 32, 48
+DY = QuantRows(torch.zeros(6, N, dtype=torch.uint8), torch.ones(6))
+CODES = torch.zeros(N, K, dtype=torch.uint8)
+DX = torch.empty(6, K, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Every launch's fields by name, nulls as 0."""
+    found: list[dict[str, Any]] = []
+
+    def launch(name: str, arguments: bytes, on: torch.Tensor) -> None:
+        assert name == "fp8_dgrad"
+        fields = DgradArguments.from_buffer_copy(arguments)
+        found.append({key: getattr(fields, key) or 0 for key, *_ in fields._fields_})
+
+    monkeypatch.setattr(cuda_dgrad, "launch", launch)
+    monkeypatch.setattr(cuda_dgrad, "device_index", lambda x: 3)
+    monkeypatch.setattr(cuda_dgrad, "multiprocessors", lambda device: 133)
+    return found
+
+
+def expect(actual: dict[str, Any], **expected: Any) -> None:
+    """Tensors stand for their addresses; fields that are not named are 0."""
+    values = {k: v.data_ptr() if isinstance(v, torch.Tensor) else v for k, v in expected.items()}
+    sizes = {"rows": 6, "features": K, "depth": N, "group": 8, "blocks": 132, "device": 3}
+    assert actual == dict.fromkeys(actual, 0) | sizes | values
+
+
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_without_adapters(launched: list[dict[str, Any]], kind: str) -> None:
+    scales = torch.ones(N) if kind == "channel" else torch.ones(1, 1)
+    cuda_dgrad.fp8_dgrad(DY, QuantWeight(CODES, scales), DX)
+    given = {} if kind == "channel" else {"block_scales": scales}
+    expect(launched[0], dy=DY.codes_TK, weight=CODES, row_scales=DY.scales, out=DX, **given)
+
+
+def test_with_adapters_and_dropout(launched: list[dict[str, Any]]) -> None:
+    form = RankForm(chunk_rows=16, num_rows=6, row_width=64)
+    flat, lora_a = torch.empty(form.numel), torch.empty(80, K)
+    chunks, tiles, keys, slots = (torch.empty(n, dtype=torch.int32) for n in (1, 3, 6, 6))
+    mask = Dropout(torch.empty(2), keys, slots, key=77, first_column=96)
+    rank = RankPart(flat, form, Arenas((lora_a,), ()), 2, tiles, chunks, mask)
+    cuda_dgrad.fp8_dgrad(
+        DY, QuantWeight(CODES, torch.ones(N)), DX, rank=rank, overlaps_previous_kernel=True
+    )
+    expect(
+        launched[0], dy=DY.codes_TK, weight=CODES, row_scales=DY.scales, out=DX, ext=flat,
+        factor=lora_a, tile_chunks=tiles, chunk_rows=chunks, row_keys=keys, row_slots=slots,
+        dropout=mask.probability, ext_rows=16, factor_rows=80, num_targets=2, dropout_key=77,
+        first_column=96, overlaps_previous_kernel=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "fits"), [((32, 48), True), ((40, 48), False)])
+def test_rows_of_codes_must_be_aligned(sizes: tuple[int, int], fits: bool) -> None:
+    weight = QuantWeight(torch.zeros(sizes, dtype=torch.uint8), torch.ones(sizes[0]))
+    assert cuda_dgrad.fits_fp8_dgrad(weight) == fits
