@@ -29,6 +29,7 @@ from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
 from tlora_megatron.runtime.ending import leave
 from tlora_megatron.runtime.launcher import is_lost_connection, join_agent
+from tlora_megatron.training.run.environment import set_environment
 from tlora_megatron.training.stopping.signals import STOP_SIGNALS, StopSignals
 
 if TYPE_CHECKING:
@@ -75,6 +76,10 @@ def install() -> None:
         build_early()
         _meet_alone()
         set_queues(overlaps=hooks.overlaps_by_command_line())
+        try:
+            set_environment(hooks.deterministic_by_command_line())
+        except ValueError as error:
+            launcher.fail(error)
         join_agent()
         launcher.take_signals()
         sys.excepthook = _explain

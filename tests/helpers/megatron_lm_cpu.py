@@ -25,14 +25,12 @@ import torch
 
 def main() -> None:
     """Runs the script of the command line."""
-    if not hasattr(typing, "override"):  # from Python 3.12 on, which newer checkouts ask for
-        typing.override = lambda method: method
-    sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
+    prepare()
     from tlora_megatron.integrations.megatron_lm import cpu
     from tlora_megatron.launch import main as launch
 
     cpu.install()
-    _change_trainer()
+    change_trainer()
     script, *words = sys.argv[1:]
     if os.environ.get("TLORA_PLAIN"):
         sys.argv = [script, *words, *cpu.FLAGS]
@@ -42,7 +40,15 @@ def main() -> None:
         launch(["--cpu", script, *words])
 
 
-def _change_trainer() -> None:
+def prepare() -> None:
+    """Lets the checkout be imported."""
+    if not hasattr(typing, "override"):  # from Python 3.12 on, which newer checkouts ask for
+        typing.override = lambda method: method
+    sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
+
+
+def change_trainer() -> None:
+    """Changes the trainer as the environment asks for."""
     training: Any = importlib.import_module("megatron.training.training")
     if os.environ.get("TLORA_WEIGHTS"):
         build = _with_named_weights(training.setup_model_and_optimizer)

@@ -18,7 +18,7 @@ from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.training.job_state import EvalResult
 from tlora_megatron.training.listener import RunListener, SilentListener
 from tlora_megatron.training.loop import TrainingLoop
-from tlora_megatron.training.run.determinism import set_environment
+from tlora_megatron.training.run.environment import set_environment
 from tlora_megatron.training.run.training_run import TrainingRun
 from tlora_megatron.training.stopping.signals import StopSignals
 from tlora_megatron.training.super_model import StepReport
@@ -110,7 +110,7 @@ def open_run(
     signals: StopSignals | None = None,
 ) -> DeepSpeedRun:
     """Puts a base under DeepSpeed and the settings' jobs on it; every process must call it."""
-    set_environment(settings.run)
+    set_environment(settings.run.run.deterministic)
     with timeline.phase("imports"):
         from tlora_megatron.integrations.deepspeed.frozen_base import build_base
         from tlora_megatron.integrations.deepspeed.processes import join_processes

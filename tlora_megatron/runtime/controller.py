@@ -21,7 +21,7 @@ from tlora_megatron.runtime.wake import wake_device
 from tlora_megatron.training.fingerprint.check import check_base_of_run
 from tlora_megatron.training.formats.hf_convert import check_layout
 from tlora_megatron.training.listener import RunListener
-from tlora_megatron.training.run.determinism import set_environment
+from tlora_megatron.training.run.environment import set_environment
 from tlora_megatron.training.run.nano_setup import nano_settings
 from tlora_megatron.training.run.training_run import DTYPES, Linears, TrainingRun
 from tlora_megatron.training.stopping.signals import StopSignals
@@ -51,7 +51,7 @@ def train_run(
     spec = read_model_spec(_model_config(config))
     layout = _layout(config)
     check_layout(spec, layout)
-    set_environment(config)
+    set_environment(config.run.deterministic)
     set_queues(overlaps=_overlaps(config, layout))
     wake_device()
     with TrainingRun(

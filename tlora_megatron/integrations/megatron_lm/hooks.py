@@ -81,21 +81,36 @@ def overlaps_by_command_line() -> bool:
 
     Transformer Engine's userbuffers keep them off, and want one queue themselves.
     """
-    words = [word for argument in sys.argv[1:] for word in argument.split("=", 1)]
-    if FLAG not in words[:-1] or "--tp-comm-overlap" in words:
-        return False
-    return asks_for_nano_batches(words[words.index(FLAG) + 1])
+    return "--tp-comm-overlap" not in sys.argv and asks_for_nano_batches(_jobs_file())
 
 
-def asks_for_nano_batches(jobs: str) -> bool:
+def deterministic_by_command_line() -> bool:
+    """True if the command line's file of jobs sets `run.deterministic`."""
+    return _run_section(_jobs_file()).get("deterministic") is True
+
+
+def asks_for_nano_batches(jobs: str | None) -> bool:
     """True if a file of jobs asks for nano-batches; an unreadable one is refused later."""
+    return _run_section(jobs).get("nano_batches", 1) != 1
+
+
+def _jobs_file() -> str | None:
+    """The file of jobs that the command line names."""
+    words = [word for argument in sys.argv[1:] for word in argument.split("=", 1)]
+    return words[words.index(FLAG) + 1] if FLAG in words[:-1] else None
+
+
+def _run_section(jobs: str | None) -> dict[str, Any]:
+    """The `run` of a file of jobs; empty if there is none or it cannot be read."""
     from tlora_megatron.config.source import read_document
 
+    if jobs is None:
+        return {}
     try:
         run = read_document(Path(jobs)).get("run")
     except ValueError:
-        return False
-    return isinstance(run, dict) and run.get("nano_batches", 1) != 1
+        return {}
+    return run if isinstance(run, dict) else {}
 
 
 class _Call(NamedTuple):

@@ -46,7 +46,7 @@ from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.loop import TrainingLoop
 from tlora_megatron.training.metrics import write_atomic
 from tlora_megatron.training.packing.packing import PackedBatch, RoundShape
-from tlora_megatron.training.run.determinism import set_environment
+from tlora_megatron.training.run.environment import set_environment
 from tlora_megatron.training.run.nano_setup import nano_settings
 from tlora_megatron.training.run.training_run import DTYPES, ShardingResolver, TrainingRun
 from tlora_megatron.training.stopping.signals import StopSignals
@@ -83,7 +83,7 @@ class Session:
         self._watched = ExitStack()
         """Watches for hangs from the start to the end, between the iterations too."""
         recompute.install()
-        set_environment(settings.config)
+        set_environment(settings.config.run.deterministic)
         self._run = TrainingRun(
             settings.config,
             settings.spec,

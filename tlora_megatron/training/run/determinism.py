@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -30,37 +29,6 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "determinism.json"
 """In a job's folder, beside its adapter: the fingerprint under which it was trained."""
-ENVIRONMENT = {
-    "CUBLAS_WORKSPACE_CONFIG": ":16:8",
-    "CUBLASLT_WORKSPACE_SIZE": "0",
-    "NCCL_ALGO": "Ring",
-    "NCCL_NVLS_ENABLE": "0",
-}
-"""Variables that CUDA's libraries read when they start. Without a workspace cuBLAS cannot divide a
-sum by the number of rows; a ring adds an element of a job's own slab in the slab's own order."""
-
-
-def set_environment(config: RunConfig) -> None:
-    """Sets `ENVIRONMENT` for a deterministic run; call it before CUDA starts.
-
-    Raises:
-        ValueError: if a variable has another value, or CUDA has started without it.
-    """
-    if not config.run.deterministic:
-        return
-    late = torch.cuda.is_initialized()
-    for name, value in ENVIRONMENT.items():
-        given = os.environ.get(name)
-        if given is not None and given != value:
-            raise ValueError(
-                f"{name} must be {value} with run.deterministic, got {given}: unset it"
-            )
-        if given is None and late:
-            raise ValueError(
-                f"{name} must be {value} before CUDA starts with run.deterministic, got nothing: "
-                f"export {name}={value}"
-            )
-        os.environ[name] = value
 
 
 def check_deterministic(
@@ -148,11 +116,6 @@ def keep_fingerprints(
         "fingerprint. It does not cover other devices, layouts or versions (docs/determinism.md): "
         "%s", shown,
     )  # fmt: skip
-    if "multiprocessors" in fingerprint:
-        logger.warning(
-            "run.deterministic: not proven on GPUs yet (docs/determinism.md): one of eight drawn "
-            "mixes of jobs gave other bits, and its mend has not been run on a GPU"
-        )
     for job in jobs:
         path = output_dir / "jobs" / job.spec.name / FILE_NAME
         mine = {**fingerprint, "portion_tokens": job.spec.portion_tokens}

@@ -17,29 +17,17 @@ from torch import nn
 
 from scripts.bench.determinism.cases import SIZES
 from tlora_megatron.config.job import DataSpec, JobSpec
-from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig
-from tlora_megatron.config.run import RunSpec
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.training.run import determinism
 from tlora_megatron.training.run.determinism import (
-    ENVIRONMENT,
     FILE_NAME,
     check_deterministic,
     keep_fingerprints,
-    set_environment,
 )
+from tlora_megatron.training.run.environment import ENVIRONMENT, set_environment
 
 CPU = torch.device("cpu")
-
-
-def config(deterministic: bool = True) -> RunConfig:
-    return RunConfig(
-        base_model=BaseModelSpec(path="base"),
-        parallel=ParallelSpec(),
-        run=RunSpec(output_dir="out", deterministic=deterministic),
-        jobs=(),
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -51,26 +39,26 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_variables_are_set_where_the_key_asks_for_it() -> None:
-    set_environment(config(deterministic=False))
+    set_environment(False)
     assert not ENVIRONMENT.keys() & os.environ.keys()
-    set_environment(config())
+    set_environment(True)
     assert {name: os.environ[name] for name in ENVIRONMENT} == ENVIRONMENT
-    set_environment(config())
+    set_environment(True)
 
 
 def test_an_opposing_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     with pytest.raises(ValueError, match=r"NCCL_ALGO must be Ring with .*, got Tree: unset it"):
-        set_environment(config())
+        set_environment(True)
 
 
 def test_a_variable_that_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(ValueError, match="export CUBLAS_WORKSPACE_CONFIG=:16:8"):
-        set_environment(config())
+        set_environment(True)
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    set_environment(config())
+    set_environment(True)
 
 
 def test_linears_of_others_are_refused() -> None:

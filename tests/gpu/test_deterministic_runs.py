@@ -1,0 +1,74 @@
+"""`run.deterministic` through the front doors: a job's losses and file have one sha256.
+
+`tlora train`, DeepSpeed and Megatron-LM's flag each run the watched job alone, again, and beside
+jobs of which one's weights overflow and one ends early. The last run is also killed by SIGKILL, and
+the job goes on there and in a run of other jobs. All doors are passed at once.
+`TLORA_DOORS_ON_CPU=1` runs the same commands on a small model without a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+from tests.helpers.front_doors import ENDS_IN_NAN, ON_GPU, OUTS, OWN, REFUSED, Door, doors
+from tlora_megatron.training.run.environment import ENVIRONMENT
+
+pytestmark = [] if os.environ.get("TLORA_DOORS_ON_CPU") else [pytest.mark.gpu]
+_NO_DEEPSPEED = importlib.util.find_spec("deepspeed") is None
+_DEEPSPEED = pytest.mark.skipif(_NO_DEEPSPEED, reason="needs deepspeed")
+DOORS = (
+    "tlora",
+    pytest.param("ZeRO-0", marks=_DEEPSPEED),
+    pytest.param("ZeRO-2", marks=_DEEPSPEED),
+    pytest.param("megatron_lm", marks=pytest.mark.megatron_lm),
+)
+each_door = pytest.mark.parametrize("name", DOORS)
+
+Passed = dict[str, tuple[Door, str]]
+
+
+@pytest.fixture(scope="module")
+def passed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Passed:
+    """Each selected door, behind all its runs, with what they wrote."""
+    names = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.path == request.path
+        and isinstance(item, pytest.Function)
+        and not any(mark.args[:1] != (False,) for mark in item.iter_markers("skip"))
+        and not any(mark.args[0] for mark in item.iter_markers("skipif"))
+    ]
+    return doors(tmp_path_factory.mktemp("doors"), dict.fromkeys(names))
+
+
+@each_door
+def test_a_job_has_one_sha256_whatever_happens_around_it(name: str, passed: Passed) -> None:
+    door, _ = passed[name]
+    expected = door.sha256("alone")
+    assert {out: door.sha256(out) for out in OUTS} == dict.fromkeys(OUTS, expected)
+
+
+@each_door
+def test_what_happens_around_it_is_what_was_meant(name: str, passed: Passed) -> None:
+    door, _ = passed[name]
+    fingerprints = [door.summary(out)["run"]["deterministic"] for out in OUTS]
+    assert fingerprints == fingerprints[:1] * len(OUTS)
+    assert not ON_GPU or fingerprints[0]["kernels"] == "cuda"
+    for out in ENDS_IN_NAN:
+        jobs = door.summary(out)["jobs"]
+        found = {job: jobs[job]["status"] for job in (OWN, "wrong", "short", "long")}
+        assert found == dict.fromkeys(found, "finished") | {"wrong": "failed"}
+
+
+@each_door
+def test_a_variable_that_contradicts_is_refused_and_others_are_set(
+    name: str, passed: Passed
+) -> None:
+    """On a GPU the other runs would be refused, too, had CUDA started before they are set."""
+    door, said = passed[name]
+    assert "NCCL_ALGO must be Ring with run.deterministic, got Tree: unset it" in said
+    assert not (door.folder / REFUSED.out / "summary.json").exists()
+    assert not ENVIRONMENT.keys() & os.environ.keys()

@@ -1,0 +1,296 @@
+"""Runs of one job in several companies through the commands that users type, in bf16.
+
+On GPUs the base has heads of 64 and documents of up to 900 tokens, for which attention's own choice
+of splits depends on the company; without one all is small, to see that the commands are right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.helpers import megatron_lm
+from tests.helpers.deepspeed_cases import zero
+from tests.helpers.launch import HANG_S, REPO, environment
+from tests.helpers.scenario import losses
+from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
+from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.training.formats.checkpoint import find_checkpoint
+from tlora_megatron.training.formats.megatron_flags import megatron_flags
+from tlora_megatron.training.run.environment import ENVIRONMENT
+
+HELPERS = Path(__file__).parent
+OWN = "own"
+STEPS = 8
+KILLED_AT = 5
+"""The watched job's step; every second one is saved."""
+ON_GPU = torch.cuda.is_available()
+SHAPE = {
+    "hidden_size": 1024 if ON_GPU else 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16 if ON_GPU else 2,
+    "num_key_value_heads": 4 if ON_GPU else 1,
+    "head_dim": 64,
+    "intermediate_size": 2816 if ON_GPU else 256,
+    "max_position_embeddings": 4096,
+}
+LONGEST = 900 if ON_GPU else 60
+MICRO_BATCH = 4096 if ON_GPU else 512
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def job(name: str, batch_size: int, steps: int, **lora: Any) -> dict[str, Any]:
+    """A job of a configuration."""
+    return {
+        "name": name,
+        "data": {"train": f"{name}.jsonl"},
+        "lora": {"target_modules": ALL, **lora},
+        "batch_size": batch_size,
+        "max_steps": steps,
+        "max_seq_len": LONGEST,
+        "optimizer": {"lr": 1e-3},
+        "schedule": {"name": "constant"},
+    }
+
+
+WATCHED = job(OWN, 4, STEPS, rank=16, dropout=0.1)
+WRONG = {
+    **job("wrong", 2, 20, rank=64, dropout=0.05, target_modules=["q_proj", "k_proj"]),
+    "optimizer": {"lr": 1e30},
+    "on_nonfinite": "fail",
+}
+"""Its second step's scores of attention are not finite."""
+SHORT = job("short", 1, 2, rank=3, target_modules=["o_proj", "gate_proj", "up_proj"])
+LONG = {
+    **job("long", 6, 12, rank=64, dropout=0.3, target_modules=["down_proj"]),
+    "portion_tokens": MICRO_BATCH // 8,
+}
+NEW = job("new", 1, 6, rank=33, target_modules=["k_proj"])
+WIDE = job("wide", 3, 6, rank=128)
+COMPANIES: dict[str, tuple[dict[str, Any], ...]] = {
+    "alone": (WATCHED,),
+    "beside": (WRONG, SHORT, WATCHED, LONG),
+    "others": (NEW, WATCHED, WIDE, LONG),
+}
+"""Jobs in slot order. One of `beside` overflows and one ends early; `others` are other jobs."""
+ENDS_IN_NAN = {"beside"}
+
+
+def write_base(root: Path) -> None:
+    """Writes the base model and all jobs' texts, of skewed lengths."""
+    base = make_tiny_model(
+        root / "base", "llama", vocab_size=VOCAB_SIZE, dtype=torch.bfloat16, **SHAPE
+    )
+    save_tiny_tokenizer(base)
+    draw = random.Random(0)
+    for name in sorted({job["name"] for jobs in COMPANIES.values() for job in jobs}):
+        lengths = (min(LONGEST, round(LONGEST * draw.lognormvariate(-1.3, 0.8))) for _ in range(24))
+        records = ({"prompt": "?", "completion": _text(draw, n)} for n in lengths)
+        (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+
+
+def _text(draw: random.Random, length: int) -> str:
+    return "".join(draw.choices("abcdefgh ", k=max(4, length)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One command."""
+
+    out: str
+    """Its output folder; two runs of one folder are the second one going on with the first."""
+    company: str
+    killed: bool = False
+    environment: tuple[tuple[str, str], ...] = ()
+    code: int | None = None
+    """Exit code; None = what follows from the company."""
+
+    @property
+    def exit_code(self) -> int:
+        """1 where a job fails."""
+        return int(self.company in ENDS_IN_NAN) if self.code is None else self.code
+
+
+REFUSED = Run(out="refused", company="alone", environment=(("NCCL_ALGO", "Tree"),), code=2)
+FIRST = (
+    (Run(out="alone", company="alone"), Run(out="again", company="alone")),
+    (Run(out="beside", company="beside"), Run(out="resumed", company="beside", killed=True)),
+)
+"""Processes that run at the same time, with the commands of each."""
+THEN = ((REFUSED, Run(out="resumed", company="beside"), Run(out="moved", company="others")),)
+OUTS = ("alone", "again", "beside", "resumed", "moved")
+
+
+class Door:
+    """A front door, with a folder of its own for everything but the base and the texts."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.root, self.name = root, name
+        self.folder = root / name
+        self.folder.mkdir()
+
+    def pass_through(self) -> str:
+        """Runs all commands; returns what they have written.
+
+        Raises:
+            AssertionError: if one ends otherwise than it must.
+        """
+        said = self._at_once(FIRST)
+        found = find_checkpoint(self.folder / "resumed" / "jobs" / OWN / "checkpoints")
+        assert found is not None, said
+        assert 0 < found.step < STEPS, f"the kill left step {found.step}\n{said}"
+        shutil.copytree(self.folder / "resumed", self.folder / "moved")
+        return said + self._at_once(THEN)
+
+    def _at_once(self, lives: Sequence[Sequence[Run]]) -> str:
+        with ThreadPoolExecutor(8) as pool:
+            return "".join(pool.map(self.life, lives))
+
+    def life(self, runs: Sequence[Run]) -> str:
+        """Runs commands in one process."""
+        entries = [self._entry(run) for run in runs]
+        file = self.folder / f"{runs[0].out} {len(runs)}.json"
+        file.write_text(json.dumps(entries))
+        expected = -signal.SIGKILL if runs[-1].killed else 0
+        return ended([HELPERS / "front_door_worker.py", file], expected)
+
+    def _entry(self, run: Run) -> dict[str, Any]:
+        return {
+            "door": "tlora" if self.name == "tlora" else "deepspeed",
+            "words": self.words(run),
+            "code": run.exit_code,
+            "kill_at": [OWN, KILLED_AT] if run.killed else None,
+            "environment": dict(run.environment),
+        }
+
+    def words(self, run: Run) -> list[str]:
+        """The command line behind the command."""
+        config = self.root / f"{self.name} {run.company}.json"
+        section = self._section(run.company)
+        common = ["--output-dir", str(self.folder / run.out), "--set", "run.deterministic=true"]
+        if self.name == "tlora":
+            config.write_text(json.dumps(section))
+            return ["train", str(config), *common]
+        stage = zero(int(self.name[-1])) | {"bf16": {"enabled": True}}
+        config.write_text(json.dumps({**stage, "tlora": section}))
+        return ["--deepspeed_config", str(config), *common]
+
+    def _section(self, company: str) -> dict[str, Any]:
+        return {
+            "base_model": {"path": "base", "dtype": "bfloat16"},
+            "run": {
+                "output_dir": "out",
+                "micro_batch_tokens": MICRO_BATCH,
+                "checkpoint_every_steps": 2,
+                "tensorboard": False,
+            },
+            "jobs": COMPANIES[company],
+        }
+
+    def sha256(self, out: str) -> str:
+        """Hash of the watched job's losses at every step and of its adapter's file."""
+        found = losses(self.folder / out, OWN)
+        assert len(found) == STEPS, f"{self.name}, {out}: {found}"
+        adapter = self.folder / out / "jobs" / OWN / "adapter" / "adapter_model.safetensors"
+        return hashlib.sha256(repr(found).encode() + adapter.read_bytes()).hexdigest()
+
+    def summary(self, out: str) -> dict[str, Any]:
+        """The content of a run's `summary.json`."""
+        return json.loads((self.folder / out / "summary.json").read_text())
+
+
+class MegatronLm(Door):
+    """The flag: every command is a process, and the variables are set before CUDA starts."""
+
+    def _at_once(self, lives: Sequence[Sequence[Run]]) -> str:
+        return super()._at_once([(run,) for life in lives for run in life])
+
+    def life(self, runs: Sequence[Run]) -> str:
+        """Runs the one command."""
+        (run,) = runs
+        worker = HELPERS / ("megatron_lm_gpu.py" if ON_GPU else "megatron_lm_cpu.py")
+        kill = {"TLORA_KILL_AT": str(KILLED_AT + 1)} if run.killed else {}
+        expected = -signal.SIGKILL if run.killed else self._exit_code(run)
+        return ended([worker, *self.words(run)], expected, dict(run.environment) | kill)
+
+    @staticmethod
+    def _exit_code(run: Run) -> int:
+        """The trainer ends with 0 whatever its jobs did; what is refused ends as everywhere."""
+        return run.exit_code if run.code is not None else 0
+
+    def words(self, run: Run) -> list[str]:
+        """The script and its arguments; weights are drawn by the trainer's seed."""
+        jobs = self.root / f"{self.name} {run.company}.json"
+        sections = {
+            "base_model": {"path": "base", "random_init": True},
+            "run": {"deterministic": True, "tensorboard": False},
+            "jobs": COMPANIES[run.company],
+        }
+        jobs.write_text(json.dumps(sections))
+        files = {
+            "--tokenizer-type": "HuggingFaceTokenizer",
+            "--tokenizer-model": self.root / "base",
+            "--save": self.folder / run.out,
+            "--tlora-config": jobs,
+        }
+        return [
+            str(megatron_lm.checkout() / "pretrain_gpt.py"),
+            *megatron_flags(read_model_spec(self.root / "base" / "config.json")),
+            *megatron_lm.COMMON,
+            *f"--seq-length {MICRO_BATCH} --global-batch-size 1 --train-iters 400".split(),
+            *["--save-interval", "2", "--bf16"],
+            *(_LOCAL.split() if ON_GPU else ()),
+            *(str(word) for pair in files.items() for word in pair),
+        ]
+
+
+_LOCAL = (
+    "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
+    "--no-gradient-accumulation-fusion"
+)
+
+
+def ended(args: Sequence[object], code: int, variables: Mapping[str, str] = {}) -> str:
+    """Runs this Python with arguments and without the variables that the key sets; returns what it
+    wrote.
+
+    Raises:
+        AssertionError: if it ends otherwise or hangs.
+    """
+    inherited = {k: v for k, v in environment().items() if k not in ENVIRONMENT}
+    paths = os.pathsep.join([str(REPO), inherited.get("PYTHONPATH", "")])
+    process = subprocess.run(
+        [sys.executable, *map(str, args)],
+        env=inherited | {"PYTHONPATH": paths} | variables,
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=HANG_S,
+    )
+    said = process.stdout
+    assert process.returncode == code, f"exit {process.returncode}: {args}\n{said[-8000:]}"
+    return said
+
+
+def doors(root: Path, names: Iterable[str]) -> dict[str, tuple[Door, str]]:
+    """Passes through all doors at once; returns each with what its commands wrote."""
+    write_base(root)
+    made = [(MegatronLm if name == "megatron_lm" else Door)(root, name) for name in names]
+    with ThreadPoolExecutor(max(1, len(made))) as pool:
+        said = list(pool.map(Door.pass_through, made))
+    return {door.name: (door, text) for door, text in zip(made, said, strict=True)}

@@ -1,0 +1,39 @@
+"""Sets the variables that CUDA's libraries read when they start, for `run.deterministic`."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+    "CUBLASLT_WORKSPACE_SIZE": "0",
+    "NCCL_ALGO": "Ring",
+    "NCCL_NVLS_ENABLE": "0",
+}
+"""Variables that CUDA's libraries read when they start. Without a workspace cuBLAS cannot divide a
+sum by the number of rows; a ring adds an element of a job's own slab in the slab's own order."""
+
+
+def set_environment(deterministic: bool) -> None:
+    """Sets `ENVIRONMENT` if `run.deterministic` is set; call it before CUDA starts.
+
+    Raises:
+        ValueError: if a variable has another value, or CUDA has started without it.
+    """
+    if not deterministic:
+        return
+    late = torch.cuda.is_initialized()
+    for name, value in ENVIRONMENT.items():
+        given = os.environ.get(name)
+        if given is not None and given != value:
+            raise ValueError(
+                f"{name} must be {value} with run.deterministic, got {given}: unset it"
+            )
+        if given is None and late:
+            raise ValueError(
+                f"{name} must be {value} before CUDA starts with run.deterministic, got nothing: "
+                f"export {name}={value}"
+            )
+        os.environ[name] = value
