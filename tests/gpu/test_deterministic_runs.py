@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from concurrent.futures import Future
 
 import pytest
 
-from tests.helpers.front_doors import ENDS_IN_NAN, ON_GPU, OUTS, OWN, REFUSED, Door, doors
-from tlora_megatron.training.run.environment import ENVIRONMENT
+from tests.helpers.front_doors import ENDS_IN_NAN, ON_GPU, OUTS, OWN, REFUSED, Passed, pass_through
 
 pytestmark = [] if os.environ.get("TLORA_DOORS_ON_CPU") else [pytest.mark.gpu]
 _NO_DEEPSPEED = importlib.util.find_spec("deepspeed") is None
@@ -27,33 +27,33 @@ DOORS = (
 )
 each_door = pytest.mark.parametrize("name", DOORS)
 
-Passed = dict[str, tuple[Door, str]]
+Doors = dict[str, Future[Passed]]
 
 
 @pytest.fixture(scope="module")
-def passed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Passed:
-    """Each selected door, behind all its runs, with what they wrote."""
+def doors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Doors:
+    """Each selected door behind all its runs, or how one has failed."""
     names = [
-        item.callspec.params["name"]
+        str(item.callspec.params["name"])
         for item in request.session.items
         if item.path == request.path
         and isinstance(item, pytest.Function)
         and not any(mark.args[:1] != (False,) for mark in item.iter_markers("skip"))
         and not any(mark.args[0] for mark in item.iter_markers("skipif"))
     ]
-    return doors(tmp_path_factory.mktemp("doors"), dict.fromkeys(names))
+    return pass_through(tmp_path_factory.mktemp("doors"), dict.fromkeys(names))
 
 
 @each_door
-def test_a_job_has_one_sha256_whatever_happens_around_it(name: str, passed: Passed) -> None:
-    door, _ = passed[name]
+def test_a_job_has_one_sha256_whatever_happens_around_it(name: str, doors: Doors) -> None:
+    door, _ = doors[name].result()
     expected = door.sha256("alone")
     assert {out: door.sha256(out) for out in OUTS} == dict.fromkeys(OUTS, expected)
 
 
 @each_door
-def test_what_happens_around_it_is_what_was_meant(name: str, passed: Passed) -> None:
-    door, _ = passed[name]
+def test_what_happens_around_it_is_what_was_meant(name: str, doors: Doors) -> None:
+    door, _ = doors[name].result()
     fingerprints = [door.summary(out)["run"]["deterministic"] for out in OUTS]
     assert fingerprints == fingerprints[:1] * len(OUTS)
     assert not ON_GPU or fingerprints[0]["kernels"] == "cuda"
@@ -64,11 +64,8 @@ def test_what_happens_around_it_is_what_was_meant(name: str, passed: Passed) -> 
 
 
 @each_door
-def test_a_variable_that_contradicts_is_refused_and_others_are_set(
-    name: str, passed: Passed
-) -> None:
+def test_a_variable_that_contradicts_is_refused_and_others_are_set(name: str, doors: Doors) -> None:
     """On a GPU the other runs would be refused, too, had CUDA started before they are set."""
-    door, said = passed[name]
+    door, said = doors[name].result()
     assert "NCCL_ALGO must be Ring with run.deterministic, got Tree: unset it" in said
     assert not (door.folder / REFUSED.out / "summary.json").exists()
-    assert not ENVIRONMENT.keys() & os.environ.keys()

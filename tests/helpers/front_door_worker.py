@@ -20,6 +20,7 @@ from tests.helpers.interrupted_worker import wait_for_saves
 from tests.helpers.lean import draw_no_reports, keep_imports_from_collector
 from tlora_megatron.cli import main as tlora
 from tlora_megatron.cli.progress import RichProgress
+from tlora_megatron.runtime.ending import leave
 
 
 def main() -> None:
@@ -62,3 +63,4 @@ def _kill_at(name: str, step: int) -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

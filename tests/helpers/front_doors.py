@@ -15,10 +15,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,7 @@ from tests.helpers.scenario import losses
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.runtime.ranks import free_port
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
 from tlora_megatron.training.formats.megatron_flags import megatron_flags
 from tlora_megatron.training.run.environment import ENVIRONMENT
@@ -143,8 +144,8 @@ class Door:
         self.folder = root / name
         self.folder.mkdir()
 
-    def pass_through(self) -> str:
-        """Runs all commands; returns what they have written.
+    def pass_through(self) -> Passed:
+        """Runs all commands.
 
         Raises:
             AssertionError: if one ends otherwise than it must.
@@ -154,7 +155,7 @@ class Door:
         assert found is not None, said
         assert 0 < found.step < STEPS, f"the kill left step {found.step}\n{said}"
         shutil.copytree(self.folder / "resumed", self.folder / "moved")
-        return said + self._at_once(THEN)
+        return Passed(self, said + self._at_once(THEN))
 
     def _at_once(self, lives: Sequence[Sequence[Run]]) -> str:
         with ThreadPoolExecutor(8) as pool:
@@ -213,6 +214,14 @@ class Door:
         return json.loads((self.folder / out / "summary.json").read_text())
 
 
+class Passed(NamedTuple):
+    """A door behind all its runs."""
+
+    door: Door
+    said: str
+    """The output of all commands."""
+
+
 class MegatronLm(Door):
     """The flag: every command is a process, and the variables are set before CUDA starts."""
 
@@ -222,10 +231,13 @@ class MegatronLm(Door):
     def life(self, runs: Sequence[Run]) -> str:
         """Runs the one command."""
         (run,) = runs
-        worker = HELPERS / ("megatron_lm_gpu.py" if ON_GPU else "megatron_lm_cpu.py")
-        kill = {"TLORA_KILL_AT": str(KILLED_AT + 1)} if run.killed else {}
+        worker = HELPERS / "megatron_lm_worker.py"
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        variables = place | {"MASTER_PORT": str(free_port())} | dict(run.environment)
+        if run.killed:
+            variables["TLORA_KILL_AT"] = str(KILLED_AT + 1)
         expected = -signal.SIGKILL if run.killed else self._exit_code(run)
-        return ended([worker, *self.words(run)], expected, dict(run.environment) | kill)
+        return ended([worker, *self.words(run)], expected, variables)
 
     @staticmethod
     def _exit_code(run: Run) -> int:
@@ -287,10 +299,9 @@ def ended(args: Sequence[object], code: int, variables: Mapping[str, str] = {}) 
     return said
 
 
-def doors(root: Path, names: Iterable[str]) -> dict[str, tuple[Door, str]]:
-    """Passes through all doors at once; returns each with what its commands wrote."""
+def pass_through(root: Path, names: Iterable[str]) -> dict[str, Future[Passed]]:
+    """Runs the commands of all doors at once, to their ends."""
     write_base(root)
     made = [(MegatronLm if name == "megatron_lm" else Door)(root, name) for name in names]
     with ThreadPoolExecutor(max(1, len(made))) as pool:
-        said = list(pool.map(Door.pass_through, made))
-    return {door.name: (door, text) for door, text in zip(made, said, strict=True)}
+        return {door.name: pool.submit(door.pass_through) for door in made}

@@ -14,6 +14,7 @@ import torch
 
 from tlora_megatron import launch
 from tlora_megatron.integrations.megatron_lm import cpu, hooks
+from tlora_megatron.training.run.environment import ENVIRONMENT
 
 
 @pytest.mark.parametrize("words", [[], ["--lr", "1"], ["nowhere.py"], ["--cpu"]])
@@ -198,3 +199,30 @@ def test_which_command_lines_want_many_queues_of_a_gpu(
     file.write_text(jobs)
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", f"--tlora-config={file}", *words])
     assert hooks.overlaps_by_command_line() == expected
+
+
+def test_variables_of_a_deterministic_run_are_set_before_the_script(
+    script: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The trainer starts CUDA long before it reads the file of jobs."""
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name in ("_meet_alone", "_print_no_stacks", "build_early"):
+        monkeypatch.setattr(launch, name, lambda: None)
+    monkeypatch.setattr(launch, "_check_script", lambda script: None)
+    monkeypatch.setattr(launch.Launcher, "take_signals", lambda launcher: None)
+    file = tmp_path / "jobs.yaml"
+    file.write_text("run: {deterministic: false}")
+    launch.main([str(script), "--tlora-config", str(file)])
+    assert not ENVIRONMENT.keys() & os.environ.keys()
+    file.write_text("run: {deterministic: true}")
+    launch.main([str(script), "--tlora-config", str(file)])
+    assert {name: os.environ[name] for name in ENVIRONMENT} == ENVIRONMENT
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        launch.main([str(script), "--tlora-config", str(file)])
+    assert "NCCL_ALGO must be Ring" in capsys.readouterr().err

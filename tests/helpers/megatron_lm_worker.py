@@ -1,14 +1,17 @@
-"""Runs a script of a Megatron-LM checkout on a GPU: `megatron_lm_gpu.py SCRIPT ARGS`.
+"""Runs a script of a Megatron-LM checkout on this machine's GPU, or without one on the CPU.
 
-It does what `tlora_megatron.launch` does, with what `megatron_lm_cpu` adds for tests. Nothing is
-compiled in the checkout: the trainer would build the index of pre-training data, which jobs do not
-read.
+`megatron_lm_worker.py SCRIPT ARGS` does what `tlora_megatron.launch` does, with what
+`megatron_lm_cpu` adds for tests. Nothing is compiled in the checkout: the trainer would build the
+index of pre-training data, which jobs do not read.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
+
+import torch
 
 from tests.helpers import megatron_lm_cpu
 from tlora_megatron import launch
@@ -26,4 +29,4 @@ def _install() -> None:
 if __name__ == "__main__":
     megatron_lm_cpu.prepare()
     launch.install = _install
-    launch.main()
+    launch.main([*([] if torch.cuda.is_available() else ["--cpu"]), *sys.argv[1:]])
