@@ -19,9 +19,12 @@ class Exactness:
     """That sums over rows are divided for, whatever the GPU has: those of an H100 and an H200."""
     head_rows: int = 1024
     """Rows of logits that are computed at a time, whatever the micro-batch has."""
+    short_document: int = 1024
+    """Documents of up to so many tokens share backward calls of attention in which a document's key
+    blocks are not divided; with fewer than 16 heads so much shorter ones."""
     long_document: int = 2048
     """Documents of more tokens have a backward call of attention to themselves, in which key blocks
-    are divided among all multiprocessors; in the calls of the others they are not divided."""
+    are divided among all multiprocessors; those between the two constants are divided in two."""
 
 
 def exactness_of(deterministic: bool) -> Exactness | None:

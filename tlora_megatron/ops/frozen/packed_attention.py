@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tlora_megatron.ops.exactness import Exactness
-from tlora_megatron.ops.frozen.exact_attention import DocumentRun, backward_calls, document_runs
+from tlora_megatron.ops.frozen.exact_attention import BackwardCalls, backward_calls, classes_on
 from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.frozen.varlen_attention import (
     CumulativeLengths,
@@ -48,7 +47,9 @@ def attend_documents_vjp(
 ) -> tuple[torch.Tensor, Vjp]:
     """Returns `attend_documents` and its vector-Jacobian product."""
     if runs_flash(q_TND):
-        return varlen_attention_vjp(q_TND, k_KGD, v_KGD, _lengths(micro_batch, q_TND), scale)
+        return varlen_attention_vjp(
+            q_TND, k_KGD, v_KGD, _lengths(micro_batch, q_TND, k_KGD.shape[1]), scale
+        )
 
     return vjp_by_autograd(
         lambda q, k, v: attend_spans(q, k, v, micro_batch, scale), q_TND, k_KGD, v_KGD
@@ -103,18 +104,20 @@ def attend_varlen(
     scale: float,
 ) -> torch.Tensor:
     """`attend_documents` in one flash-attention kernel."""
-    return varlen_attention(q_TND, k_KGD, v_KGD, _lengths(micro_batch, q_TND), scale)
+    return varlen_attention(
+        q_TND, k_KGD, v_KGD, _lengths(micro_batch, q_TND, k_KGD.shape[1]), scale
+    )
 
 
-def _lengths(micro_batch: MicroBatchView, q_TND: torch.Tensor) -> CumulativeLengths:
-    heads, device = q_TND.shape[1], q_TND.device
+def _lengths(micro_batch: MicroBatchView, q_TND: torch.Tensor, key_heads: int) -> CumulativeLengths:
+    heads, device = (q_TND.shape[1], key_heads), q_TND.device
     return micro_batch.cached(
         f"attention.cumulative of {heads}", lambda: _cumulative_lengths(micro_batch, heads, device)
     )
 
 
 def _cumulative_lengths(
-    micro_batch: MicroBatchView, heads: int, device: torch.device
+    micro_batch: MicroBatchView, heads: tuple[int, int], device: torch.device
 ) -> CumulativeLengths:
     spans = micro_batch.attention
     queries, keys = (
@@ -122,17 +125,25 @@ def _cumulative_lengths(
         for lens in (spans.q_lens, spans.k_lens)
     )
     lengths = CumulativeLengths(queries, keys, max(spans.q_lens), max(spans.k_lens))
-    exactness = micro_batch.exactness
-    if exactness is None:
+    if micro_batch.exactness is None:
         return lengths
-    assert micro_batch.cp_size == 1, "context parallelism cuts documents by row number"
-    calls = backward_calls(_runs(micro_batch, exactness), heads, exactness.long_document, device)
+    calls = _backward_calls(micro_batch, heads, device)
     # Where all documents have one token the kernel would turn groups of heads into rows.
     longest = max(2, lengths.max_queries)
     return CumulativeLengths(queries, keys, longest, longest, calls)
 
 
-def _runs(micro_batch: MicroBatchView, exactness: Exactness) -> tuple[DocumentRun, ...]:
+def _backward_calls(
+    micro_batch: MicroBatchView, heads: tuple[int, int], device: torch.device
+) -> BackwardCalls:
+    assert micro_batch.exactness is not None
+    assert micro_batch.cp_size == 1, "context parallelism cuts documents by row number"
     documents = [piece.document for piece in micro_batch.pieces]
-    is_padding = [document.slot == micro_batch.num_slots for document in documents]
-    return document_runs([d.length for d in documents], is_padding, exactness.long_document)
+    return backward_calls(
+        [document.length for document in documents],
+        [document.slot == micro_batch.num_slots for document in documents],
+        heads[0],
+        classes_on(*heads, micro_batch.exactness, device),
+        device,
+        micro_batch.num_tokens,
+    )

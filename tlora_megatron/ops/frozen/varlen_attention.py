@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tlora_megatron.ops.frozen.exact_attention import BackwardCall, backward_in_calls
+from tlora_megatron.ops.frozen.exact_attention import BackwardCalls, backward_in_calls
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 
 
@@ -24,7 +24,7 @@ class CumulativeLengths(NamedTuple):
     keys: torch.Tensor
     max_queries: int
     max_keys: int
-    backward_calls: tuple[BackwardCall, ...] | None = None
+    backward_calls: BackwardCalls | None = None
     """None = one call for all spans, in the fastest way."""
 
 
