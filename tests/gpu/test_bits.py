@@ -25,8 +25,8 @@ from tlora_megatron.training.packing.packing import RoundShape
 pytestmark = pytest.mark.gpu
 STEPS = 6
 """Atomics show in losses from the third step on."""
-EXACTNESS = Exactness(long_document=1024)
-"""Both classes of documents at both sizes."""
+EXACTNESS = Exactness(short_document=256, long_document=600)
+"""All classes of documents at both sizes."""
 BY_SIZE = {"heads of 64": (1, 8, 12), "heads of 128": (4, 10, 13)}
 """Seeds of mixes: own ranks 1 to 128, with and without dropout, up to four neighbours at once."""
 ONE = [
@@ -76,6 +76,7 @@ def test_without_exactness_a_job_has_other_bits_every_time(training: Training) -
 OPERATIONS = (
     "attention, 1 document",
     "attention, long and short",
+    "attention, middle and short",
     "fc2, frozen",
     "fc2, rank 16, dropout 0.0",
     "fc2, adapted by others",
@@ -88,7 +89,7 @@ OPERATIONS = (
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_does_not_see_what_lies_around_its_rows(name: str) -> None:
     shapes = Shapes.here()
-    exactness = Exactness(long_document=2 * shapes.unit)
+    exactness = Exactness(short_document=shapes.unit, long_document=2 * shapes.unit)
     found = search(operations(shapes)[name], exactness, shapes.unit, repeats=8)
     assert found == dict.fromkeys(KINDS, "")
 

@@ -27,7 +27,8 @@ def inputs(view: MicroBatchView, heads: int, groups: int, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize(
-    ("cp_size", "exactness"), [(1, None), (2, None), (1, Exactness(long_document=100))]
+    ("cp_size", "exactness"),
+    [(1, None), (2, None), (1, Exactness(short_document=100, long_document=150))],
 )
 @pytest.mark.parametrize("groups", [8, 2])
 @pytest.mark.parametrize("lengths", LENGTHS)

@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(name: str, args: argparse.Namespace) -> int:
     """Checks and times one layout; returns the number of runs that were not equal."""
     size, case = args.shape, CASES[name]
-    training = start(size, case, Exactness(long_document=args.long_document), args.default)
+    exactness = Exactness(short_document=args.short_document, long_document=args.long_document)
+    training = start(size, case, exactness, args.default)
     count = Count()
     for seed in range(args.seeds):
         mix = size.mix(seed, args.steps)
@@ -187,6 +188,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=12, help="timed of each kind; 0: only check")
     add("--warmup", type=int, default=3)
     add("--dropout", type=float, default=0.05, help="of the timed jobs")
+    add("--short-document", type=int, default=Exactness().short_document, help="see Exactness")
     add("--long-document", type=int, default=Exactness().long_document, help="see Exactness")
     add("--default", action="store_true", help="check without exactness")
     args = parser.parse_args(argv)

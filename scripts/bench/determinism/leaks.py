@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
     args = arguments(argv)
     shapes = Shapes.here()
-    exactness = None if args.default else Exactness(long_document=2 * shapes.unit)
+    sized = Exactness(short_document=shapes.unit, long_document=2 * shapes.unit)
+    exactness = None if args.default else sized
     print(f"{gpu_name()}, {versions()}, {'default' if args.default else exactness}")
     begin = time.perf_counter()
     print("| op | " + " | ".join(KINDS) + " |")

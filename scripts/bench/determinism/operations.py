@@ -107,6 +107,7 @@ def operations(shapes: Shapes) -> dict[str, Run]:
         "8 documents": (u // 4,) * 8,
         "1 long document": (3 * u,),
         "long and short": (u // 3, 5 * u // 2, u // 2),
+        "middle and short": (u // 3, 3 * u // 2, 5 * u // 4, u // 4),
     }
     made: dict[str, Callable[[], Run]] = {}
     for name, lengths in documents.items():

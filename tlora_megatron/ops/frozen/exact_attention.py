@@ -81,8 +81,8 @@ def backward_calls(
         num_rows: of the micro-batch, those behind the last document too.
     """
     runs = document_runs(lengths, is_padding, classes.of)
-    runs = sorted(runs, key=lambda run: -run.block_work)
-    calls = tuple(_call(run, heads, device) for run in runs)
+    longest_first = sorted(runs, key=lambda run: -run.block_work)
+    calls = tuple(_call(run, heads, device) for run in longest_first)
     return BackwardCalls(calls, rows_of_none(runs, num_rows))
 
 
@@ -203,7 +203,8 @@ def run_beside_each_other(
     """Gives works to streams in turn, the first to the current one, which then waits for all.
 
     Nothing needs `record_stream`: the current stream waits before any tensor of its own is freed,
-    and what a work allocates is freed, and given out again, on the stream of that work.
+    and what a work allocates is freed, and given out again, on the stream of that work. With
+    CUDA_DEVICE_MAX_CONNECTIONS=1 works follow one another, more or less.
     """
     if device.type != "cuda" or min(len(works), num_streams) < 2:
         for work in works:
