@@ -1,6 +1,7 @@
 """Loads the configuration of a run and defines its sections.
 
-The fields of a job are in `job.py`, those of the section `run` in `run.py`.
+The fields of a job are in `job.py`, those of the sections `base_model` and `run` in files of their
+names.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from tlora_megatron.config.base_model import (
+    BaseModelSpec,
+    ignored_base_settings,
+    read_base_model,
+)
 from tlora_megatron.config.deterministic import settle_deterministic
 from tlora_megatron.config.job import JobSpec, rule
 from tlora_megatron.config.reader import ConfigError, check_partial, must, read_spec, unknown
 from tlora_megatron.config.rules import (
     KNOWN_TARGETS,
     check_job,
-    existing_file,
     is_usable_name,
     resolve,
     resolve_job_paths,
@@ -39,28 +44,6 @@ __all__ = [
 ]
 
 SECTIONS = ("base_model", "parallel", "run", "defaults", "jobs")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BaseModelSpec:
-    """The frozen base model: a Hugging Face directory, or a config.json with random weights."""
-
-    path: str | None = rule(
-        "Hugging Face model directory, relative to the configuration file",
-        default=None,
-        nonempty=True,
-    )
-    config: str | None = rule(
-        "Hugging Face config.json of a model with random weights; needs random_init",
-        default=None,
-        nonempty=True,
-    )
-    random_init: bool = rule("draw the weights at random instead of reading them", default=False)
-    seed: int = rule("seed of the random weights", default=0, ge=0)
-    dtype: Literal["float32", "bfloat16"] = rule(
-        "dtype of the base model's weights and activations; adapters keep fp32 master weights",
-        default="bfloat16",
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +130,7 @@ def read_config(
             raise unknown("", key, SECTIONS)
     run = _read_run(document.get("run", {}), output_dir)
     if base_model is None:
-        base_model = _read_base_model(document.get("base_model"), folder)
+        base_model = read_base_model(document.get("base_model"), folder)
     parallel = read_spec(ParallelSpec, document.get("parallel", {}), "parallel")
     skip = run.on_job_error == "skip"
     jobs, errors = _read_jobs(document, run, folder, targets, skip=skip)
@@ -180,8 +163,7 @@ def ignored_settings(config: RunConfig) -> tuple[str, ...]:
     if config.parallel.lora_sharding != "auto" and config.parallel.tp_size == 1:
         found.append("parallel.lora_sharding has no effect with tp_size 1")
     found += ignored_overlap(config.run, config.parallel.tp_size)
-    if config.base_model.seed and not config.base_model.random_init:
-        found.append("base_model.seed has no effect without random_init")
+    found += ignored_base_settings(config.base_model)
     for job in config.jobs:
         if job.eval_every_steps and job.data.eval is None:
             found.append(f"eval_every_steps of job {job.name} has no effect without data.eval")
@@ -216,29 +198,6 @@ def _with_portions(job: JobSpec, run: RunSpec, path: str) -> JobSpec:
     """Gives a job the run's portions unless it has its own."""
     _check_portion(job.portion_tokens, run, path)
     return replace(job, portion_tokens=job.portion_tokens or run.portion_tokens)
-
-
-def _read_base_model(raw: Any, folder: Path) -> BaseModelSpec:
-    if raw is None:
-        raise ConfigError(
-            "base_model must be given: {path: DIR}, or {config: FILE, random_init: true}"
-        )
-    base = read_spec(BaseModelSpec, raw, "base_model")
-    if (base.path is None) == (base.config is None):
-        got = "neither" if base.path is None else "both"
-        raise ConfigError(f"base_model must set exactly one of path and config, got {got}")
-    if base.path is not None:
-        if base.random_init:
-            raise must("base_model.random_init", "be false with path", True, "give config instead")
-        path = resolve(base.path, folder)
-        if not Path(path).is_dir():
-            remedy = "names on the Hugging Face hub are not downloaded: hf download NAME first"
-            raise must("base_model.path", "be an existing directory", path, remedy)
-        return replace(base, path=path)
-    if not base.random_init:
-        raise must("base_model.random_init", "be true with config", False, "or give path")
-    config = existing_file(base.config or "", folder, "base_model.config")
-    return replace(base, config=config)
 
 
 def _read_jobs(

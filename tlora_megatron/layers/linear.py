@@ -93,7 +93,8 @@ class MultiLoRALinear(torch.autograd.Function):
             base_y: a base's output that `compute` adds to; None = it computes the base itself.
         """
         y_TN, saved, ctx.compute_backward = compute(x.contiguous().view(-1, x.shape[-1]))
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*[v if isinstance(v, torch.Tensor) else None for v in saved])
+        ctx.bases = [(i, v) for i, v in enumerate(saved) if not isinstance(v, torch.Tensor)]
         ctx.x_shape, ctx.has_base = x.shape, base_y is not None
         return y_TN.view(-1, *x.shape[1:-1], y_TN.shape[-1])
 
@@ -101,8 +102,10 @@ class MultiLoRALinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Autograd expands a sum's gradient from one element.
         dy_TN = dy.contiguous().view(-1, dy.shape[-1])
-        needs_dx = ctx.needs_input_grad[0]
-        dx_TK = ctx.compute_backward(dy_TN, *ctx.saved_tensors, needs_dx=needs_dx)
+        needs_dx, saved = ctx.needs_input_grad[0], list(ctx.saved_tensors)
+        for index, base in ctx.bases:
+            saved[index] = base
+        dx_TK = ctx.compute_backward(dy_TN, *saved, needs_dx=needs_dx)
         dx = None if dx_TK is None else dx_TK.view(ctx.x_shape)
         return dx, dy if ctx.has_base else None, None
 
@@ -118,7 +121,7 @@ def computes_base(strategy: GemmStrategy, view: MicroBatchView) -> bool:
 
 def multi_lora_linear(
     x: torch.Tensor,
-    weight_NK: torch.Tensor,
+    base: Base,
     bias_N: torch.Tensor | None,
     strategy: GemmStrategy,
     view: MicroBatchView,
@@ -129,10 +132,18 @@ def multi_lora_linear(
     def compute(x_TK: torch.Tensor) -> Computed:
         if strategy.factors is None:
             frozen = _FrozenLinear(strategy.layout, lane, view.exactness)
-            return frozen.forward(x_TK, weight_NK, bias_N)
-        return strategy.forward(x_TK, weight_NK, bias_N, view, lane)
+            return frozen.forward(x_TK, base, bias_N)
+        return strategy.forward(x_TK, base, bias_N, view, lane)
 
     return MultiLoRALinear.apply(x, None, compute)
+
+
+def frozen_linear(
+    x: torch.Tensor, base: Base, bias_N: torch.Tensor | None, layout: LinearLayout
+) -> torch.Tensor:
+    """Returns `[..., N]` of x `[..., K]` without adapters, differentiable in x."""
+    frozen = _FrozenLinear(layout, None, None)
+    return MultiLoRALinear.apply(x, None, lambda x_TK: frozen.forward(x_TK, base, bias_N))
 
 
 def multi_lora_linear_vjp(

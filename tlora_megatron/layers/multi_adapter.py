@@ -24,6 +24,7 @@ from tlora_megatron.layers.linear import (
     multi_lora_linear_vjp,
 )
 from tlora_megatron.layers.linear_layout import LinearLayout
+from tlora_megatron.layers.quantised_linear import held_base
 from tlora_megatron.layers.s_lora import SLoraStrategy
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
@@ -110,7 +111,7 @@ class MegatronLinearMixin(MultiAdapter):
         gemm = adapters.gemm
         if view is None or gemm is None or not computes_base(gemm, view):
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
-        return multi_lora_linear(input, weight, kwargs.get("bias"), gemm, view, lane)
+        return multi_lora_linear(input, held_base(self, weight), kwargs.get("bias"), gemm, view, lane)
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """Does what Megatron's does; a nano-batch's lane reduces a row-parallel product for it."""
@@ -131,7 +132,8 @@ class MegatronLinearMixin(MultiAdapter):
         linear has no bias. A lane, which has gathered x, reduces y and dx.
         """
         linear: Any = self
-        return product_vjp(linear.weight, linear.bias, self.tlora_adapters, x, view, lane)
+        base = held_base(linear, linear.weight)
+        return product_vjp(base, linear.bias, self.tlora_adapters, x, view, lane)
 
 
 def product_vjp(

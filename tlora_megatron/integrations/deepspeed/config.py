@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from tlora_megatron.config.base_model import refuse_quantization
 from tlora_megatron.config.load import BaseModelSpec, RunConfig, RunSpec, read_config
 from tlora_megatron.config.reader import ConfigError, must, nearest, read_spec
 from tlora_megatron.config.rules import resolve
@@ -142,6 +143,7 @@ def load_deepspeed_config(
     config = read_config(
         section, folder, output_dir=output_dir, targets=None, base_model=base_model
     )
+    refuse_quantization(config.base_model, "DeepSpeed")
     if config.run.recompute == "selective":
         raise must("run.recompute", "be none or full under DeepSpeed", config.run.recompute)
     config, changed = _without_nano_batches(config)
@@ -298,6 +300,7 @@ def _with_tokenizer(given: BaseModelSpec, stated: Any, folder: Path) -> BaseMode
     """Adds the tokenizer's folder, if the section names it, to a built model's description."""
     if stated is not None:
         said = read_spec(BaseModelSpec, stated, "base_model")
+        refuse_quantization(said, "DeepSpeed")
         if "dtype" in stated and said.dtype != given.dtype:
             raise must("base_model.dtype", f"agree with the model's {given.dtype}", said.dtype)
         if said.path is not None:

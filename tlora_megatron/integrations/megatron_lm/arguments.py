@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tlora_megatron.config.base_model import refuse_quantization
 from tlora_megatron.config.load import BaseModelSpec, ConfigError, RunConfig, read_config
 from tlora_megatron.config.reader import read_spec, show
 from tlora_megatron.config.rules import resolve
@@ -217,6 +218,7 @@ def _plain(key: str, value: Any) -> Any:
 def _base_model(args: argparse.Namespace, raw: Any, folder: Path) -> tuple[BaseModelSpec, Path]:
     """Returns the section with its path filled in, and the folder of the tokenizer."""
     base = read_spec(BaseModelSpec, raw, "base_model")
+    refuse_quantization(base, FLAG)
     if base.config is not None:
         raise ConfigError(
             f"base_model.config must be absent with {FLAG}: Megatron's arguments describe the base"
