@@ -111,7 +111,9 @@ class MegatronLinearMixin(MultiAdapter):
         gemm = adapters.gemm
         if view is None or gemm is None or not computes_base(gemm, view):
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
-        return multi_lora_linear(input, held_base(self, weight), kwargs.get("bias"), gemm, view, lane)
+        return multi_lora_linear(
+            input, held_base(self, weight), kwargs.get("bias"), gemm, view, lane
+        )
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """Does what Megatron's does; a nano-batch's lane reduces a row-parallel product for it."""

@@ -23,7 +23,7 @@ _HELD = "tlora_quantised"
 _SCALE = "weight_scale"
 
 
-def held_base(linear: nn.Module, weight: Tensor) -> Base:
+def held_base(linear: Any, weight: Tensor) -> Base:
     """Returns what a linear multiplies with: its codes and scales, or the weight it would take."""
     held: QuantWeight | None = linear.__dict__.get(_HELD)
     return weight if held is None else held
@@ -74,7 +74,8 @@ def quantise_in_place(linear: Any, kind: Kind, device: torch.device) -> None:
     linear.weight = nn.Parameter(codes, requires_grad=False)
     linear.weight.__dict__.update(attributes)  # Megatron's notes about sharding
     linear.register_buffer(_SCALE, torch.empty(shape, dtype=torch.float32, device=device))
-    linear.__class__ = _quantised_class(type(linear))
+    base: Any = type(linear)
+    linear.__class__ = _quantised_class(base)
     _hold(linear)
 
 

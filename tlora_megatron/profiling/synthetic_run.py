@@ -15,6 +15,7 @@ from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.quantisation import BaseQuantisation
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Recompute
 from tlora_megatron.planner.workload import JobLoad
@@ -37,6 +38,7 @@ class SyntheticRun:
         layout: of the whole world; another one than the last makes new process groups.
         dtype: of weights and activations.
         recompute: as `run.recompute`.
+        quantisation: of the drawn weights; None = they stay in `dtype`.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class SyntheticRun:
         *,
         dtype: torch.dtype,
         recompute: Recompute = "none",
+        quantisation: BaseQuantisation | None = None,
     ) -> None:
         from tlora_megatron.integrations.megatron import model as backbone
         from tlora_megatron.integrations.megatron import recompute as routing
@@ -58,7 +61,9 @@ class SyntheticRun:
         backbone.initialize_parallel(layout)
         self.spec, self.dtype = spec, dtype
         self.groups = current_groups(layout)
-        model = backbone.build_backbone(spec, layout, dtype=dtype, recompute=recompute)
+        model = backbone.build_backbone(
+            spec, layout, dtype=dtype, recompute=recompute, quantisation=quantisation
+        )
         backbone.load_backbone(model, spec, None, layout)
         routing.install()
         tp_rank, pp_rank = self.groups.tp_rank, self.groups.pp_rank

@@ -13,6 +13,7 @@ from tlora_megatron import timeline
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
@@ -20,6 +21,7 @@ from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.wake import wake_device
 from tlora_megatron.training.fingerprint.check import check_base_of_run
 from tlora_megatron.training.formats.hf_convert import check_layout
+from tlora_megatron.training.formats.rounding import log_base
 from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.run.environment import set_environment
 from tlora_megatron.training.run.nano_setup import nano_settings
@@ -151,9 +153,19 @@ def _build(
     groups = current_groups(layout)
     dtype = DTYPES[config.base_model.dtype]
     with timeline.phase("base"):
-        model = backbone.build_backbone(spec, layout, dtype=dtype, recompute=config.run.recompute)
+        quantisation = base_quantisation(config.base_model, spec)
+        model = backbone.build_backbone(
+            spec,
+            layout,
+            dtype=dtype,
+            recompute=config.run.recompute,
+            quantisation=quantisation,
+        )
         weights = None if config.base_model.random_init else _model_dir(config)
-        backbone.load_backbone(model, spec, weights, layout, seed=config.base_model.seed)
+        seed = config.base_model.seed
+        rounding = backbone.load_backbone(model, spec, weights, layout, seed=seed)
+    if quantisation is not None:
+        log_base(quantisation.describe(spec), model, rounding)
     run.check_agreement()
     recompute.install()
     sites = stage_sites(spec, layout, tp_rank=groups.tp_rank, pp_rank=groups.pp_rank)

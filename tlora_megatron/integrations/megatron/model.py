@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,9 @@ from tlora_megatron.integrations.megatron.layer.core_attention import PackedCore
 from tlora_megatron.integrations.megatron.layer.frozen_layer import freeze_layer
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
 from tlora_megatron.integrations.megatron.layer.rotary import PackedRotaryEmbedding
+from tlora_megatron.integrations.megatron.quantised_model import OnMeta, hold_codes, scales_of
 from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.quantisation import BaseQuantisation
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
 from tlora_megatron.training.formats.base_reader import read_base
@@ -30,11 +33,12 @@ from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, RandomWe
 from tlora_megatron.training.formats.hf_convert import (
     check_layout,
     check_weights,
+    draw_base,
     hf_shapes,
-    megatron_tensors,
     stage_layers,
 )
 from tlora_megatron.training.formats.rank_tensors import padded_vocab_size, rank_tensors
+from tlora_megatron.training.formats.rounding import Rounding
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -131,6 +135,7 @@ def build_backbone(
     *,
     dtype: torch.dtype,
     recompute: Recompute = "none",
+    quantisation: BaseQuantisation | None = None,
 ) -> GPTModel:
     """Builds this rank's part of the model on its device, frozen, its weights not yet set.
 
@@ -142,6 +147,7 @@ def build_backbone(
     Args:
         recompute: `selective` recomputes every MLP in backward, `full` every layer. Both need
             the micro-batch bound again in recompute: `ops.routing.segments.bind_current`.
+        quantisation: of the base; its linears then have codes, and never had other weights.
 
     Raises:
         ValueError: if the layout does not divide the model.
@@ -150,18 +156,22 @@ def build_backbone(
     config = transformer_config(spec, layout, dtype=dtype, recompute=recompute)
     pre_process = parallel_state.is_pipeline_first_stage()
     post_process = parallel_state.is_pipeline_last_stage()
-    model = GPTModel(
-        config,
-        _block_spec(spec, layout),
-        vocab_size=padded_vocab_size(spec, layout.tp_size),
-        max_sequence_length=spec.max_positions,
-        pre_process=pre_process,
-        post_process=post_process,
-        parallel_output=True,
-        position_embedding_type="none",  # core attention rotates
-        # Tied below instead: Megatron's way all-reduces the weights between pipeline stages.
-        share_embeddings_and_output_weights=False,
-    )
+    with nullcontext() if quantisation is None else OnMeta():
+        model = GPTModel(
+            config,
+            _block_spec(spec, layout),
+            vocab_size=padded_vocab_size(spec, layout.tp_size),
+            max_sequence_length=spec.max_positions,
+            pre_process=pre_process,
+            post_process=post_process,
+            parallel_output=True,
+            position_embedding_type="none",  # core attention rotates
+            # Tied below instead: Megatron's way all-reduces the weights between pipeline stages.
+            share_embeddings_and_output_weights=False,
+        )
+    if quantisation is not None:
+        device = torch.device(torch.cuda.current_device())
+        hold_codes(model, quantisation, _stage(spec, layout).start, device)
     if pre_process and post_process and spec.tied_embeddings:
         model.output_layer.weight = model.embedding.word_embeddings.weight
     model.requires_grad_(False)
@@ -226,6 +236,11 @@ def _block_spec(spec: ModelSpec, layout: ParallelLayout) -> TransformerBlockSubm
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
+def _stage(spec: ModelSpec, layout: ParallelLayout) -> range:
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    return stage_layers(spec, rank, layout.pp_size)
+
+
 def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     """Keeps adapters' gradients: a re-entrant checkpoint drops them if no input requires grad."""
     return output.requires_grad_(torch.is_grad_enabled())
@@ -238,12 +253,15 @@ def load_backbone(
     layout: ParallelLayout,
     *,
     seed: int = 0,
-) -> None:
-    """Sets every weight of this rank's part.
+) -> Rounding:
+    """Sets every weight of this rank's part; linears of a quantised model get codes.
 
     Args:
         directory: a Hugging Face directory with safetensors; None draws the weights by `seed`,
             the same ones whatever the layout (see `RandomWeights`).
+
+    Returns:
+        How far the codes of quantised linears are from their weights.
 
     Raises:
         ValueError: if the directory's weights are missing, corrupt, not finite, or of another
@@ -253,22 +271,19 @@ def load_backbone(
     part: dict[str, Any] = {
         "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
         "tp_size": layout.tp_size,
-        "layers": stage_layers(
-            spec, parallel_state.get_pipeline_model_parallel_rank(), layout.pp_size
-        ),
+        "layers": _stage(spec, layout),
         "with_embedding": model.pre_process,
         "with_output": model.post_process,
     }
-    tensors = list(rank_tensors(spec, **part))
+    tensors, scales = list(rank_tensors(spec, **part)), scales_of(model)
     named = {tensor.name for tensor in tensors}
     assert named == parameters.keys(), f"weights without a value: {parameters.keys() - named}"
-    if directory is None:
-        weight = next(model.parameters())
-        drawn = RandomWeights(hf_shapes(spec), seed=seed, device=weight.device, dtype=weight.dtype)
-        with torch.no_grad():
-            for name, value in megatron_tensors(spec, drawn, **part):
-                parameters[name].copy_(value)
-        return
-    checkpoint = HFCheckpoint(directory)
-    check_weights(spec, checkpoint)
-    read_base(checkpoint, tensors, parameters)
+    if directory is not None:
+        checkpoint = HFCheckpoint(directory)
+        check_weights(spec, checkpoint)
+        return read_base(checkpoint, tensors, parameters, scales)
+    device = next(model.parameters()).device
+    drawn = RandomWeights(
+        hf_shapes(spec), seed=seed, device=device, dtype=model.config.params_dtype
+    )
+    return draw_base(drawn, tensors, parameters, scales)

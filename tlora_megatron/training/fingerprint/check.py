@@ -131,7 +131,7 @@ def check_base_of_run(scorer: Scorer, groups: ParallelGroups, config: RunConfig)
             groups,
             fingerprint,
             where=base.path,
-            precision="bfloat16" if base.dtype == "bfloat16" else "float32",
+            precision="fp8" if base.quantization is not None else base.dtype,
             micro_batch_tokens=config.run.micro_batch_tokens,
         )
 

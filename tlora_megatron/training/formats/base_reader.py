@@ -2,7 +2,8 @@
 
 A thread reads runs of whole rows into a block of memory that the GPU copies from by itself, and
 queues on its own stream: the copy, a look for NaN and infinity, and a copy of rows and columns to
-their places in the parameter, cast to its dtype. No tensor is ever put together on the host.
+their places in the parameter, cast to its dtype, or quantised. No tensor is ever put together on
+the host, nor a quantised one in a wider dtype on the GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from tlora_megatron.parallel.host_threads import host_threads
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, StoredTensor, all_finite
 from tlora_megatron.training.formats.rank_tensors import Piece, RankTensor
+from tlora_megatron.training.formats.rounding import CodePlaces, Rounding
 
 _BLOCK_BYTES = 16 << 20
 """Much less costs calls, much more costs pinned memory: two blocks a thread."""
@@ -38,6 +40,10 @@ class _Run(NamedTuple):
     cols: slice | None
     to: Tensor
     """`[units, rows, ...]`, a view of the parameter."""
+    name: str
+    """Name of the parameter."""
+    scales: Tensor | None
+    """`[units, rows]`: the rows are quantised, and these are their scales."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,16 +52,25 @@ class _Run(NamedTuple):
 
 
 def read_base(
-    checkpoint: HFCheckpoint, tensors: Iterable[RankTensor], parameters: Mapping[str, Tensor]
-) -> None:
+    checkpoint: HFCheckpoint,
+    tensors: Iterable[RankTensor],
+    parameters: Mapping[str, Tensor],
+    scales: Mapping[str, Tensor] | None = None,
+) -> Rounding:
     """Fills the parameters that the tensors name; all lie on one device, which is waited for.
+
+    Args:
+        scales: those of the parameters that hold codes, by the same names.
+
+    Returns:
+        How far codes are from what was read.
 
     Raises:
         ValueError: if a stored tensor holds NaN or infinity, is quantised, or its file ends early.
     """
-    runs = list(_runs(checkpoint, tensors, parameters))
+    runs = list(_runs(checkpoint, tensors, parameters, scales or {}))
     if not runs:
-        return
+        return Rounding()
     device = runs[0].to.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # before other streams write what this one has made
@@ -74,6 +89,7 @@ def read_base(
         spoilt = [name for names in pool.map(lambda lane: lane.work(take), lanes) for name in names]
     if spoilt:
         raise checkpoint.not_finite(min(spoilt))
+    return Rounding().join(lane.rounding for lane in lanes)
 
 
 class _Lane:
@@ -87,6 +103,7 @@ class _Lane:
         self._copied = [torch.cuda.Event(), torch.cuda.Event()] if gpu else []
         self._stream = torch.cuda.Stream(device) if gpu else None
         self._turn = 0
+        self.rounding = Rounding()
 
     def work(self, take: Callable[[], _Run | None]) -> list[str]:
         """Reads until there is no run left; returns the names of tensors that are not finite."""
@@ -97,10 +114,16 @@ class _Lane:
                 rows = self._rows(run)
                 found = all_finite(rows)
                 finite[run.source] = finite.get(run.source, found) & found
-                run.to.copy_(rows if run.cols is None else rows[..., run.cols])
+                self._put(run, rows)
             if self._stream is not None:
                 self._stream.synchronize()
             return [name for name, value in finite.items() if not value]
+
+    def _put(self, run: _Run, rows: Tensor) -> None:
+        if run.scales is not None:
+            self.rounding.add(run.name, CodePlaces(run.to, run.scales).put(rows, run.cols))
+        else:
+            run.to.copy_(rows if run.cols is None else rows[..., run.cols])
 
     def _rows(self, run: _Run) -> Tensor:
         """A run's rows in their stored dtype, on the parameter's device."""
@@ -129,7 +152,10 @@ def _read(run: _Run, block: memoryview) -> None:
 
 
 def _runs(
-    checkpoint: HFCheckpoint, tensors: Iterable[RankTensor], parameters: Mapping[str, Tensor]
+    checkpoint: HFCheckpoint,
+    tensors: Iterable[RankTensor],
+    parameters: Mapping[str, Tensor],
+    scales: Mapping[str, Tensor],
 ) -> Iterator[_Run]:
     """Cuts all pieces into runs; sets rows without a source to zero."""
     filled: set[int] = set()
@@ -142,11 +168,16 @@ def _runs(
         units = tensor.units_of(parameter.data)
         for piece in tensor.pieces:
             if piece.width:
-                to = units[:, piece.begin : piece.begin + piece.width]
-                yield from _cut(piece, checkpoint.stored(piece.source), to)
+                window = slice(piece.begin, piece.begin + piece.width)
+                held = scales.get(tensor.name)
+                of = None if held is None else tensor.units_of(held)[:, window]
+                stored = checkpoint.stored(piece.source)
+                yield from _cut(tensor.name, piece, stored, units[:, window], of)
 
 
-def _cut(piece: Piece, stored: StoredTensor, to: Tensor) -> Iterator[_Run]:
+def _cut(
+    name: str, piece: Piece, stored: StoredTensor, to: Tensor, scales: Tensor | None
+) -> Iterator[_Run]:
     """Whole units as long as a block holds one, else rows of a unit."""
     rows = max(1, _BLOCK_BYTES // _row_bytes(stored))
     units = max(1, rows // piece.width)
@@ -154,7 +185,8 @@ def _cut(piece: Piece, stored: StoredTensor, to: Tensor) -> Iterator[_Run]:
         for row in range(0, piece.width, rows):
             begin = piece.rows.start + unit * piece.width + row
             part = to[unit : unit + units, row : row + rows]
-            yield _Run(piece.source, stored, begin, piece.cols, part)
+            of = None if scales is None else scales[unit : unit + units, row : row + rows]
+            yield _Run(piece.source, stored, begin, piece.cols, part, name, of)
 
 
 def _num_bytes(run: _Run) -> int:

@@ -6,7 +6,7 @@ Only the rows and columns that a rank holds are read; `rank_tensors` says where 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from tlora_megatron.training.formats.rank_tensors import (
     rank_tensors,
     shard_range,
 )
+from tlora_megatron.training.formats.rounding import Rounding, assemble_codes
 
 
 def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -116,6 +117,24 @@ def megatron_tensors(
         with_output=with_output,
     ):
         yield tensor.name, _assemble(tensor, checkpoint)
+
+
+@torch.no_grad()
+def draw_base(
+    source: WeightSource,
+    tensors: Iterable[RankTensor],
+    parameters: Mapping[str, Tensor],
+    scales: Mapping[str, Tensor],
+) -> Rounding:
+    """Fills the parameters that the tensors name, one at a time, as `base_reader.read_base`."""
+    rounding = Rounding()
+    for tensor in tensors:
+        to, of = parameters[tensor.name], scales.get(tensor.name)
+        if of is None:
+            to.copy_(_assemble(tensor, source))
+        else:
+            rounding.add(tensor.name, assemble_codes(tensor, source, to, of))
+    return rounding
 
 
 def _assemble(tensor: RankTensor, source: WeightSource) -> Tensor:

@@ -48,7 +48,8 @@ def content_digest(config: RunConfig, prepared: Sequence[PreparedJob]) -> str:
     """Digest of everything that packing and updates follow from; paths may differ by node."""
     no_paths = {"data": None, "init_from": None, "resume_from": None}
     run = asdict(config.run) | {"output_dir": None}
-    content: list[Any] = [run, config.base_model.dtype, config.base_model.seed]
+    base = asdict(config.base_model) | {"path": None, "config": None}
+    content: list[Any] = [run, base]
     for job in prepared:
         content += [asdict(job.spec) | no_paths]
         content += [job.data.fingerprint, fingerprint(job.data.eval)]

@@ -1,0 +1,114 @@
+"""Rows of a wide weight as FP8 codes and scales of a rank, and how far those are from the rows.
+
+A scale is that of a whole row of the stored tensor, whatever columns the rank keeps: codes do not
+depend on tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tlora_megatron.ops.quantised.rows import decode_rows, encode_rows
+from tlora_megatron.training.formats.hf_checkpoint import WeightSource
+from tlora_megatron.training.formats.rank_tensors import RankTensor
+
+logger = logging.getLogger(__name__)
+
+EXPECTED = 0.0265
+"""|D - W| / |W| of normal weights; e4m3 has three bits of mantissa."""
+_OUTLIER = 1.25
+"""Times `EXPECTED`."""
+
+
+class CodePlaces(NamedTuple):
+    """Places of some rows in a rank's tensors."""
+
+    codes: Tensor
+    """uint8 `[units, rows, columns]`."""
+    scales: Tensor
+    """fp32 `[units, rows]`."""
+
+    def put(self, rows_URK: Tensor, cols: slice | None) -> Tensor:
+        """Quantises whole rows into their places; returns `[2]`: sums of squares of D - W, of W."""
+        wide_TK = rows_URK.flatten(0, 1).float()
+        quantised = encode_rows(wide_TK)
+        codes = quantised.codes_TK.view(rows_URK.shape)
+        self.codes.copy_(codes if cols is None else codes[..., cols])
+        self.scales.copy_(quantised.scales.view(rows_URK.shape[:2]))
+        errors_TK = decode_rows(quantised, torch.float32).sub_(wide_TK)
+        return torch.stack([_squares(errors_TK), _squares(wide_TK)])
+
+
+def _squares(values: Tensor) -> Tensor:
+    return values.flatten().dot(values.flatten()).double()
+
+
+@dataclass(slots=True)
+class Rounding:
+    """Sums of squares of D - W and of W over the codes of each linear."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, squares: Tensor) -> None:
+        """Adds what `CodePlaces.put` returned for some rows of a weight."""
+        held = self.sums.get(name)
+        self.sums[name] = squares if held is None else held + squares
+
+    def join(self, others: Iterable[Rounding]) -> Rounding:
+        """Adds the sums of others, whose streams have ended."""
+        for other in others:
+            for name, squares in other.sums.items():
+                self.add(name, squares)
+        return self
+
+    def relative(self) -> dict[str, float]:
+        """Returns |D - W| / |W| of every weight, of the rows that this rank has read."""
+        sums = {name: value.tolist() for name, value in self.sums.items()}
+        return {name: math.sqrt(error / max(of, 1e-30)) for name, (error, of) in sums.items()}
+
+
+def outliers(relative: dict[str, float]) -> list[str]:
+    """Names the weights that lose more than normal ones do."""
+    return [name for name, error in relative.items() if error > EXPECTED * _OUTLIER]
+
+
+def log_base(quantisation: str, model: nn.Module, rounding: Rounding) -> None:
+    """Tells how a base is held, how large it is here, and what each linear loses."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    gib = sum(tensor.nbytes for tensor in tensors) / 2**30
+    logger.info("base: %s; %.2f GiB of weights on this rank", quantisation, gib)
+    relative = rounding.relative()
+    if not relative:
+        return
+    worst = max(relative, key=lambda name: relative[name])
+    logger.info(
+        "quantised weights lose |D - W| / |W| = %.4f to %.4f (about %.3f is normal), most in %s",
+        min(relative.values()), relative[worst], EXPECTED, worst,
+    )  # fmt: skip
+    for name, error in relative.items():
+        logger.debug("%s: |D - W| / |W| = %.4f", name, error)
+    if found := outliers(relative):
+        logger.warning(
+            "these lose more than normal weights do; base_model.unquantised may name them: %s",
+            ", ".join(f"{name} ({relative[name]:.4f})" for name in found),
+        )
+
+
+def assemble_codes(
+    tensor: RankTensor, source: WeightSource, codes: Tensor, scales: Tensor
+) -> Tensor:
+    """Quantises a rank's tensor into its places; returns the sum of what `put` returns."""
+    sums = []
+    for piece in tensor.pieces:
+        window = slice(piece.begin, piece.begin + piece.width)
+        places = CodePlaces(tensor.units_of(codes)[:, window], tensor.units_of(scales)[:, window])
+        rows = source.read(piece.source, piece.rows)
+        sums.append(places.put(rows.view(*places.scales.shape, -1), piece.cols))
+    return torch.stack(sums).sum(0)
