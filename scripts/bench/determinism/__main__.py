@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -35,7 +37,7 @@ from scripts.bench.determinism.cases import (
     dtype_here,
     timed_jobs,
 )
-from scripts.bench.determinism.mixes import Mix
+from scripts.bench.determinism.mixes import Mix, read_mix
 from scripts.bench.determinism.training import Bits, Training, joined
 from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.clock import Marks, wait_for_all
@@ -70,9 +72,8 @@ def measure(name: str, args: argparse.Namespace) -> int:
     exactness = Exactness(short_document=args.short_document, long_document=args.long_document)
     training = start(size, case, exactness, args.default)
     count = Count()
-    for seed in range(args.seeds):
-        mix = size.mix(seed, args.steps)
-        count = check(training, mix, args.steps, f"{name}, mix {seed}", count)
+    for number, mix in enumerate(mixes(args)):
+        count = check(training, mix, args.steps, f"{name}, mix {number}", count)
     say(f"{name}: {count.equal} of {count.runs} runs equal")
     if not args.rounds:
         report(args, name, count, ("", ""))
@@ -82,6 +83,13 @@ def measure(name: str, args: argparse.Namespace) -> int:
         report(args, f"{name}, {documents}", count, times)
     training.run.close()
     return count.runs - count.equal
+
+
+def mixes(args: argparse.Namespace) -> list[Mix]:
+    """The mix that was given, or those of the seeds."""
+    if args.mix is not None:
+        return [read_mix(args.mix)]
+    return [args.shape.mix(random.Random(seed), args.steps) for seed in range(args.seeds)]
 
 
 def start(size: Size, case: Case, exactness: Exactness, default: bool) -> Training:
@@ -183,6 +191,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--layers", type=int, help="in the place of the size's own")
     add("--layouts", nargs="+", choices=CASES, help="default: all for this number of processes")
     add("--seeds", type=int, default=2, help="mixes to draw")
+    add("--mix", type=Path, help="file of the one mix to train, instead of drawn ones")
     add("--steps", type=int, default=6, help="of the watched job; dq shows from the third on")
     add("--documents", nargs="+", choices=DOCUMENTS, default=list(DOCUMENTS), help="to be timed")
     add("--rounds", type=int, default=12, help="timed of each kind; 0: only check")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -33,10 +34,10 @@ class Size:
         """The model's shape."""
         return replace(read_model_spec(model), num_layers=self.layers, **self.changes)
 
-    def mix(self, seed: int, steps: int) -> Mix:
-        """Draws a mix for this size."""
+    def mix(self, draw: random.Random, steps: int) -> Mix:
+        """Draws a mix for this size, whose watched job takes so many steps."""
         return draw_mix(
-            seed, longest=self.longest, portion_tokens=self.portion_tokens, most_steps=steps
+            draw, longest=self.longest, portion_tokens=self.portion_tokens, most_steps=steps
         )
 
 

@@ -1,10 +1,16 @@
-"""Jobs drawn by a seed: one that is watched, and neighbours that come and go beside it."""
+"""Drawn jobs: one that is watched, and neighbours that come and go beside it.
+
+`draw_mix` asks its source of chance for choices, whole numbers and an order alone, so that a seed's
+generator and hypothesis draw from the same space.
+"""
 
 from __future__ import annotations
 
+import json
 import random
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +31,8 @@ TARGETS = (
     ("o_proj", "gate_proj", "up_proj"),
     ("down_proj",),
 )
+SHARES = (1.0, 0.02, 0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.7)
+"""Of the longest sequence: lengths of sequences, give or take a few rows."""
 BAD_LR = 1e30
 """The first update makes weights whose products are not finite."""
 
@@ -97,14 +105,30 @@ class Mix(NamedTuple):
         place = (self.own.seed + len(others)) % (len(others) + 1)
         return (*others[:place], self.own, *others[place:])
 
+    def write(self, path: Path) -> None:
+        """Writes it for processes that cannot draw it themselves."""
+        jobs = {"before": [*map(asdict, self.before)], "after": [*map(asdict, self.after)]}
+        path.write_text(json.dumps({"own": asdict(self.own), **jobs, "resume_at": self.resume_at}))
 
-def draw_mix(seed: int, *, longest: int, portion_tokens: int, most_steps: int) -> Mix:
+
+def read_mix(path: Path) -> Mix:
+    """Reads what `Mix.write` wrote."""
+    found = json.loads(path.read_text())
+    before, after = (tuple(map(_read_plan, found[when])) for when in ("before", "after"))
+    return Mix(_read_plan(found["own"]), before, after, found["resume_at"])
+
+
+def _read_plan(fields: dict[str, Any]) -> Plan:
+    tuples = {name: tuple(fields[name]) for name in ("targets", "lengths")}
+    return Plan(**{**fields, **tuples})
+
+
+def draw_mix(draw: random.Random, *, longest: int, portion_tokens: int, most_steps: int) -> Mix:
     """Draws a mix whose jobs have sequences of up to `longest` rows; one neighbour goes wrong.
 
     Args:
         portion_tokens: of the watched job; neighbours have as many, fewer, or no portions.
     """
-    draw = random.Random(seed)
     own = replace(_plan(draw, "own", longest), portion_tokens=portion_tokens)
     before = [_plan(draw, f"before {i}", longest) for i in range(draw.randint(2, 4))]
     before[0] = _plan(draw, "wrong", longest, lr=BAD_LR)
@@ -119,7 +143,7 @@ def draw_mix(seed: int, *, longest: int, portion_tokens: int, most_steps: int) -
 def _plan(draw: random.Random, name: str, longest: int, lr: float = 1e-2) -> Plan:
     batch_size = draw.choice((1, 2, 4, 6))
     lengths = tuple(
-        max(2, min(longest, round(longest * draw.lognormvariate(-1.3, 0.8))))
+        max(2, min(longest, round(longest * draw.choice(SHARES)) + draw.randint(-9, 9)))
         for _ in range(4 * batch_size)
     )
     return Plan(
@@ -129,6 +153,6 @@ def _plan(draw: random.Random, name: str, longest: int, lr: float = 1e-2) -> Pla
         targets=draw.choice(TARGETS),
         lengths=lengths,
         batch_size=batch_size,
-        seed=draw.randrange(2**31),
+        seed=draw.randint(0, 2**31 - 1),
         lr=lr,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from scripts.bench.determinism import leaks
 from scripts.bench.determinism.cases import SIZES
 from scripts.bench.determinism.contexts import Context
-from scripts.bench.determinism.mixes import BAD_LR
+from scripts.bench.determinism.mixes import BAD_LR, read_mix
 from tests.helpers.standing_world import forked
 from tlora_megatron.ops.exactness import Exactness
 
@@ -44,14 +45,16 @@ def test_zeros_of_another_sign_are_other_bits() -> None:
     assert leaks.unequal(zero, torch.tensor([0.0, -0.0])) == 0.5
 
 
-def test_mixes_follow_from_the_seed_and_hold_a_job_that_goes_wrong() -> None:
-    mixes = [SIZES["8b"].mix(seed, 6) for seed in range(8)]
-    assert mixes[3] == SIZES["8b"].mix(3, 6)
+def test_mixes_follow_from_the_seed_and_hold_a_job_that_goes_wrong(tmp_path: Path) -> None:
+    mixes = [SIZES["8b"].mix(Random(seed), 6) for seed in range(8)]
+    assert mixes[3] == SIZES["8b"].mix(Random(3), 6)
     for mix in mixes:
         assert mix.own in mix.first()
         assert mix.own in mix.second()
         assert [plan.lr for plan in mix.first()].count(BAD_LR) == 1
         assert 0 < mix.resume_at < 6
+        mix.write(tmp_path / "mix.json")
+        assert read_mix(tmp_path / "mix.json") == mix
     assert len({mix.own.rank for mix in mixes}) > 3
 
 
