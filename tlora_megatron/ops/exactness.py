@@ -21,7 +21,7 @@ class Exactness:
     """Rows of logits that are computed at a time, whatever the micro-batch has."""
     short_document: int = 1024
     """Documents of up to so many tokens share backward calls of attention in which a document's key
-    blocks are not divided; with fewer than 16 heads so much shorter ones."""
+    blocks are not divided; with fewer than 32 heads so much shorter ones."""
     long_document: int = 2048
     """Documents of more tokens have a backward call of attention to themselves, in which key blocks
     are divided among all multiprocessors; those between the two constants are divided in two."""

@@ -35,6 +35,7 @@ HEAD_DIM = 128
 MIXES: dict[str, tuple[int, ...]] = {
     "32 x 256": (256,) * 32,
     "8 x 1024": (1024,) * 8,
+    "4 x 1024": (1024,) * 4,
     "9 of 148 to 1800": (300, 1700, 900, 148, 1800, 248, 1048, 1048, 1000),
     "4 x 2048": (2048,) * 4,
     "2 x 4096": (4096,) * 2,
@@ -43,8 +44,9 @@ MIXES: dict[str, tuple[int, ...]] = {
     "all classes": (700, 1500, 1100, 348, 2500, 1844),
     "1 x 16384": (16384,),
 }
-"""The last rows of `6000 and short` and of `all classes` are padding."""
-ROWS = 8192
+"""`4 x 1024` is a nano-batch; `6000 and short` and `all classes` end with padding."""
+ROWS = 1024
+"""Micro-batches have a multiple of it."""
 SMALL = (300, 1700, 900, 2500)
 """Documents that fp32 computes too."""
 SLEEP_CYCLES = 6_000_000
@@ -88,7 +90,7 @@ def measure(
 ) -> list[Measured | None]:
     """Checks and times all variants on one mix and writes rows; None where one is not exact."""
     documents = tuple(max(2, length // args.shrink) for length in MIXES[title])
-    rows = max(ROWS // args.shrink, sum(documents))
+    rows = -(-sum(documents) // ROWS) * ROWS
     inputs, dout = draw(rows, HEADS[heads], device, sum(documents))
     ready = [variant.prepare(inputs, documents) for variant in variants]
     exact = [

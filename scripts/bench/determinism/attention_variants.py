@@ -72,7 +72,7 @@ VARIANTS = (
     DEFAULT,
     Variant(
         name="whole heads",
-        exactness=Exactness(short_document=2048),
+        exactness=Exactness(short_document=4096),
         streams=1,
         long_parts=((32, 3), (16, 5)),
     ),

@@ -89,12 +89,13 @@ def classes_of(
 ) -> Classes:
     """Returns the classes of a model.
 
-    The fewer heads, the more a document is divided: four of the middle class's longest, or eight of
-    the short one's, should fill the GPU. With many heads nothing below a long one needs it.
+    The fewer heads, the more a document is divided: four of the middle class's longest, or four of
+    the short one's, should fill the GPU, as two nano-batches of 8,192 rows have no more. With many
+    heads nothing below a long one needs it.
     """
     parts = max(multiprocessors // (4 * heads), min(2, 2 * multiprocessors // (3 * heads)))
     return Classes(
-        short_document=min(short_document, short_document * heads // 16),
+        short_document=min(short_document, short_document * heads // 32, long_document),
         long_document=long_document,
         short=undivided(heads, multiprocessors),
         middle=middle_shape(heads, multiprocessors, parts),

@@ -76,7 +76,7 @@ def test_other_numbers_of_parts_can_be_asked_for() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "short", "parts", "most"),
-    [((32, 8), 16, 2, 4), ((16, 4), 16, 2, 8), ((8, 2), 8, 4, 5), ((4, 1), 4, 7, 5)],
+    [((32, 8), 16, 2, 4), ((16, 4), 8, 2, 8), ((8, 2), 4, 4, 5), ((4, 1), 2, 7, 5)],
 )
 def test_few_heads_are_divided_sooner(
     heads: tuple[int, int], short: int, parts: int, most: int
