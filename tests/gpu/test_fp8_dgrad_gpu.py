@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,13 +18,15 @@ from tlora_megatron.ops.dropout.masks import dropout_reference
 from tlora_megatron.ops.lora.columns import OutputColumns
 from tlora_megatron.ops.lora.cuda.calls import RankPart
 from tlora_megatron.ops.lora.kernel_choice import problem_of
-from tlora_megatron.ops.lora.linear_ops import LinearOps
 from tlora_megatron.ops.quantised.codes import decode, encode
-from tlora_megatron.ops.quantised.cuda_dgrad import fp8_dgrad
+from tlora_megatron.ops.quantised.cuda_dgrad import dgrad_with_ranks, fp8_dgrad
 from tlora_megatron.ops.quantised.definition import input_gradient
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
 from tlora_megatron.ops.quantised.weight import Kind, QuantWeight, encode_weight
 from tlora_megatron.ops.routing.row_groups import RowGroups
+
+if TYPE_CHECKING:
+    from tlora_megatron.ops.lora.cuda.ops import CudaLinear
 
 pytestmark = pytest.mark.gpu
 
@@ -155,11 +158,17 @@ def test_long_sums_of_one_sign_are_promoted() -> None:
     assert abs(bias) < 1e-3
 
 
-def cuda_ops() -> LinearOps:
-    from tlora_megatron.ops.lora.cuda.ops import CudaOps
+def bind(case: KernelCase, rows: RowGroups) -> CudaLinear:
+    from tlora_megatron.ops.lora.cuda.ops import CudaLinear, CudaOps
     from tlora_megatron.ops.lora.triton.ops import TritonOps
 
-    return CudaOps(TritonOps())
+    bound = CudaOps(TritonOps()).bind(case.factors, rows)
+    assert isinstance(bound, CudaLinear)
+    return bound
+
+
+def ranks_of(bound: CudaLinear, ds: Tensor) -> RankPart | None:
+    return bound._rank_part(ds, bound._site.a, "chunk_a", bound._dgrad_dropout)
 
 
 def case_of(linear: str, dropout: Sequence[float] = ()) -> KernelCase:
@@ -176,9 +185,9 @@ def quantised(case: KernelCase, kind: Kind) -> QuantWeight:
 def linear_dgrad(
     case: KernelCase, weight: QuantWeight, x: Tensor, dy: Tensor, rows: RowGroups
 ) -> Tensor:
-    bound = cuda_ops().bind(case.factors, rows)
+    bound = bind(case, rows)
     ds = bound.backward_up(dy, bound.down(x))
-    return bound.product_dgrad(dy, ds, weight)
+    return dgrad_with_ranks(dy, weight, ranks_of(bound, ds))
 
 
 def expected_dgrad(
@@ -221,9 +230,9 @@ def test_the_mask_is_that_of_the_definition() -> None:
     keep = dropout_reference(ones, rows.row_keys(ones.device), p_T, key, column) != 0
     zeros = torch.zeros(256, 256, device="cuda", dtype=torch.uint8)
     nothing = QuantWeight(zeros, torch.ones(256, device="cuda"))
-    bound = cuda_ops().bind(case.factors, rows)
+    bound = bind(case, rows)
     ds = torch.ones_like(bound.down(ones))
-    dx_TK = bound.product_dgrad(torch.zeros_like(ones), ds, nothing)
+    dx_TK = dgrad_with_ranks(torch.zeros_like(ones), nothing, ranks_of(bound, ds))
     tile = slice(512, 768)  # of one slot only: all of dS is 1 there
     wrong_TK = (dx_TK[tile] != 0) != keep[tile]
     assert not wrong_TK.any(), places_of_errors(wrong_TK)

@@ -37,8 +37,6 @@ from tlora_megatron.ops.lora.rank_places import RankPlaces, cached_places
 from tlora_megatron.ops.lora.triton.config import UpConfig
 from tlora_megatron.ops.lora.triton.gather import gather
 from tlora_megatron.ops.lora.triton.up import up, up_dropped, up_onto
-from tlora_megatron.ops.quantised.cuda_dgrad import dgrad_with_ranks, fits_fp8_dgrad
-from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.routing.row_groups import RowGroups
 
 _BLOCKS = 2
@@ -191,12 +189,6 @@ class CudaLinear(KernelLinear):
             rank=self._rank_part(ds, self._site.a, "chunk_a", self._dgrad_dropout),
         )
         return dx_TK
-
-    def product_dgrad(self, dy_TN: torch.Tensor, ds: torch.Tensor, base: Base) -> torch.Tensor:
-        if not isinstance(base, QuantWeight) or not fits_fp8_dgrad(base):
-            return super().product_dgrad(dy_TN, ds, base)
-        rank = self._rank_part(ds, self._site.a, "chunk_a", self._dgrad_dropout)
-        return dgrad_with_ranks(dy_TN, base, rank)
 
     def backward_down(
         self,
