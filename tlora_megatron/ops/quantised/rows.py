@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlora_megatron.ops.frozen.frozen_parts import runs_triton
 from tlora_megatron.ops.quantised.codes import LARGEST, decode, encode
 
 GROUP = 128
@@ -47,6 +48,11 @@ def encode_rows(
         fold_K: fp32 factors of the columns; values are multiplied with them in fp32 before all.
     """
     assert group in (None, GROUP), f"group must be None or {GROUP}, got {group}"
+    if runs_triton(x_TK):
+        # Not at the top: triton is only there on machines with a GPU.
+        from tlora_megatron.ops.quantised.triton_rows import launch_encode
+
+        return QuantRows(*launch_encode(x_TK.contiguous(), group, fold_K))
     values_TK = x_TK.float() if fold_K is None else x_TK.float() * fold_K
     if group is None:
         scales_T, inverses_T = _scales(values_TK)

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tlora_megatron.ops.frozen.frozen_parts import runs_triton
 from tlora_megatron.ops.quantised.codes import decode
 from tlora_megatron.ops.quantised.definition import forward_product, input_gradient
 from tlora_megatron.ops.quantised.handed_rows import handed_rows
@@ -92,12 +93,21 @@ class QuantWeight:
     def forward(self, x_TK: Tensor, onto_TN: Tensor | None = None) -> Tensor:
         """Returns `x W^T` `[T, N]`; added to `onto_TN`, in place, where there is one."""
         rows = self.rows_of(x_TK)
+        if _runs_kernels(x_TK):
+            # Not at the top: triton is only there on machines with a GPU.
+            from tlora_megatron.ops.quantised.triton_products import launch_forward
+
+            return launch_forward(rows, self.codes_NK, self.scales, x_TK.dtype, onto_TN)
         y_TN = forward_product(rows, self.codes_NK, self.scales, x_TK.dtype)
         return _rounded(y_TN, x_TK.dtype, onto_TN)
 
     def dgrad(self, dy_TN: Tensor, onto_TK: Tensor | None = None) -> Tensor:
         """Returns `dy W` `[T, K]`; added to `onto_TK`, in place, where there is one."""
         rows = self.gradient_rows_of(dy_TN)
+        if _runs_kernels(dy_TN):
+            from tlora_megatron.ops.quantised.triton_products import launch_input_gradient
+
+            return launch_input_gradient(rows, self.codes_NK, self.scales, dy_TN.dtype, onto_TK)
         dx_TK = input_gradient(rows, self.codes_NK, self.scales, dy_TN.dtype)
         return _rounded(dx_TK, dy_TN.dtype, onto_TK)
 
@@ -111,6 +121,11 @@ def encode_weight(w_NK: Tensor) -> QuantWeight:
     """
     rows = encode_rows(w_NK)
     return QuantWeight(rows.codes_TK, rows.scales)
+
+
+def _runs_kernels(x: Tensor) -> bool:
+    """Returns True for rows on GPUs, unless their products are to be in fp64."""
+    return runs_triton(x) and x.dtype != torch.float64
 
 
 def _rounded(wide: Tensor, dtype: torch.dtype, onto: Tensor | None) -> Tensor:

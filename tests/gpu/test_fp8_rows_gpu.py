@@ -1,0 +1,127 @@
+"""FP8 codes and products by Triton on the shapes of models, against their definition."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.ops.quantised.test_quant_kernels import (
+    assert_same_rows,
+    draw_weight,
+    odd_rows,
+    row_error,
+)
+from tlora_megatron.ops.quantised.definition import forward_product, input_gradient
+from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
+from tlora_megatron.ops.quantised.triton_products import (
+    launch_forward,
+    launch_input_gradient,
+    transposed,
+)
+from tlora_megatron.ops.quantised.triton_rows import launch_encode
+from tlora_megatron.ops.quantised.weight import QuantWeight
+
+pytestmark = pytest.mark.gpu
+WIDTHS = (8, 24, 128, 1000, 4096, 6144, 8200, 14336, 28672)
+
+
+@pytest.mark.parametrize("folds", [False, True])
+@pytest.mark.parametrize("group", [None, GROUP])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_codes_of_rows_to_the_bit(width: int, group: int | None, folds: bool) -> None:
+    # More rows than wide ones have thread blocks, which then take several each.
+    x = odd_rows(width, num_rows=311).bfloat16()
+    fold = torch.rand(width) + 1e-3 if folds else None
+    expected = encode_rows(x, group=group, fold_K=fold)
+    actual = encode_rows(x.cuda(), group=group, fold_K=None if fold is None else fold.cuda())
+    assert_same_rows(QuantRows(actual.codes_TK.cpu(), actual.scales.cpu()), expected)
+
+
+def test_all_numbers_between_two_codes() -> None:
+    """Every bf16 value at several scales: what one instruction rounds is what the bits say."""
+    values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    values = values[values.abs() <= 448]
+    x = values.view(2, -1)  # 448 is in both rows, whose scale is 1
+    fold = torch.full((x.shape[1],), 1.7)
+    for folds in (None, fold):
+        expected = encode_rows(x, fold_K=folds)
+        found = encode_rows(x.cuda(), fold_K=None if folds is None else folds.cuda())
+        assert torch.equal(found.codes_TK.cpu(), expected.codes_TK)
+
+
+def _on_gpu(weight: QuantWeight) -> QuantWeight:
+    return QuantWeight(weight.codes_NK.cuda(), weight.scales.cuda())
+
+
+def _rows(weight: QuantWeight, num_rows: int) -> tuple[Tensor, Tensor]:
+    x, dy = (torch.randn(num_rows, size, device="cuda") for size in reversed(weight.shape))
+    return x.bfloat16(), dy.bfloat16()
+
+
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (1000, 4112), (24, 16)])
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_products_against_the_definition(kind: str, shape: tuple[int, int]) -> None:
+    weight = _on_gpu(draw_weight(kind, *shape))
+    x, dy = _rows(weight, 257)
+    rows, back = weight.rows_of(x), weight.gradient_rows_of(dy)
+    y = forward_product(rows, weight.codes_NK, weight.scales, x.dtype)
+    dx = input_gradient(back, weight.codes_NK, weight.scales, x.dtype)
+    wide = launch_forward(rows, weight.codes_NK, weight.scales, torch.float32, None)
+    assert row_error(wide, y) < 2e-3
+    assert row_error(launch_input_gradient(
+        back, weight.codes_NK, weight.scales, torch.float32, None
+    ), dx) < 2e-3  # fmt: skip
+    onto, onto_back = torch.randn_like(y).bfloat16(), torch.randn_like(dx).bfloat16()
+    rounded = launch_forward(rows, weight.codes_NK, weight.scales, x.dtype, onto.clone())
+    assert torch.equal(rounded, (wide + onto).bfloat16()), "rounded once"
+    found = launch_input_gradient(back, weight.codes_NK, weight.scales, x.dtype, onto_back.clone())
+    assert row_error(found, dx + onto_back) < 4e-3
+
+
+def test_long_sums_of_one_sign_keep_fp32() -> None:
+    """Sums that tensor cores alone would make of 14,336 such products are off by 1e-2."""
+    depth = 14336
+    rows = encode_rows(torch.rand(128, depth, device="cuda") + 0.5)
+    weight = encode_rows(torch.rand(256, depth, device="cuda") + 0.5)
+    expected = forward_product(rows, weight.codes_TK, weight.scales, torch.float32)
+    found = launch_forward(rows, weight.codes_TK, weight.scales, torch.float32, None)
+    assert row_error(found, expected) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_a_row_depends_on_itself_alone(kind: str) -> None:
+    weight = _on_gpu(draw_weight(kind, 6144, 4096))
+    x, dy = _rows(weight, 700)
+    rows, back = weight.rows_of(x), weight.gradient_rows_of(dy)
+
+    def run(begin: int, end: int) -> list[Tensor]:
+        parts = (QuantRows(r.codes_TK[begin:end], r.scales[begin:end]) for r in (rows, back))
+        launches = (launch_forward, launch_input_gradient)
+        args = weight.codes_NK, weight.scales, torch.bfloat16, None
+        return [launch(part, *args) for launch, part in zip(launches, parts, strict=True)]
+
+    whole = run(0, 700)
+    rows.scales[3], back.scales[5] = math.nan, math.nan
+    for expected, alone, again in zip(whole, run(128, 200), run(0, 700), strict=True):
+        assert torch.equal(alone, expected[128:200])
+        assert torch.equal(again[6:], expected[6:])
+        assert again.isnan().any(1).sum() == 1
+
+
+def test_bytes_are_transposed() -> None:
+    codes = torch.randint(0, 256, (1000, 4112), dtype=torch.uint8, device="cuda")
+    assert torch.equal(transposed(codes), codes.t())
+
+
+def test_other_tiles_give_the_same_codes() -> None:
+    x = odd_rows(14336, num_rows=300).bfloat16().cuda()
+    from tlora_megatron.ops.quantised.triton_rows import RowTile
+
+    codes, scales = launch_encode(x, None, None)
+    for tile in (RowTile(1, 16384, 8, 1), RowTile(1, 16384, 32, 2)):
+        other, other_scales = launch_encode(x, None, None, tile)
+        assert torch.equal(codes, other)
+        torch.testing.assert_close(scales, other_scales, rtol=0, atol=0, equal_nan=True)
