@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -30,6 +31,12 @@ class BaseQuantisation:
     """(layer, Megatron's name) of the linears that hold codes."""
     published: bool = False
     """The folder holds the codes; otherwise weights are quantised while they are read."""
+
+    @property
+    def layers_by_linear(self) -> tuple[tuple[str, int], ...]:
+        """Megatron's names of the linears that hold codes, each with its number of layers."""
+        counts = Counter(linear for _, linear in self.linears)
+        return tuple((name, counts[name]) for name in PARTS if counts[name])
 
     def describe(self, spec: ModelSpec) -> str:
         """Returns one line for logs: the format, its origin, and what stays unquantised."""

@@ -19,6 +19,7 @@ from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.config.reader import must
 from tlora_megatron.model.block_sizes import check_block_sizes
+from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.hardware import (
     HardwareProfile,
@@ -35,10 +36,14 @@ _FORMAT = 1
 
 
 def plan_model(config: RunConfig) -> ModelSpec:
-    """The shape of a run's base model."""
+    """The shape of a run's base model, with its linears that hold FP8 codes."""
     base = config.base_model
     path = Path(base.path) / "config.json" if base.path is not None else Path(str(base.config))
-    return read_model_spec(path)
+    spec = read_model_spec(path)
+    quantisation = base_quantisation(base, spec)
+    if quantisation is None:
+        return spec
+    return replace(spec, fp8_linears=quantisation.layers_by_linear)
 
 
 def plan_hardware(name: str) -> HardwareProfile:

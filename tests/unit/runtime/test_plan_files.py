@@ -217,6 +217,28 @@ def test_plan_json_holds_every_term(quickstart: str, capsys: pytest.CaptureFixtu
     assert found["hardware"]["name"] == "h200"
 
 
+def test_plan_says_which_linears_are_fp8_and_counts_their_bytes(
+    quickstart: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["plan", quickstart, "--gpus", "1", "--lengths", "64"]
+    left = ["embed_tokens", "lm_head", "down_proj", "layers.0.o_proj"]
+    keys = ["--set=base_model.quantization=fp8", f"--set=base_model.unquantised={json.dumps(left)}"]
+    assert main([*argv, *keys]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "base in FP8: linear_qkv, linear_proj of 3 layers, linear_fc1; the rest in float32" in out
+    )
+    weights = []
+    for options in ([], keys):
+        assert main([*argv, *options, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        weights.append(found["plans"][0]["memory"]["base_weights"])
+    linears = {"linear_qkv": 4, "linear_proj": 3, "linear_fc1": 4}
+    assert found["base"] == {"dtype": "float32", "fp8_linears": linears}
+    columns = 4 * 256 + 3 * 128 + 4 * 704
+    assert weights[0] - weights[1] == 128 * columns * 3 - 4 * columns
+
+
 def test_plan_where_nothing_fits_says_what_would_and_returns_1(
     quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
