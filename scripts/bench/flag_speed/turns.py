@@ -15,11 +15,11 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from scripts.bench.flag_speed.cases import STOCK, WARMUP, Case
-from scripts.bench.flag_speed.kernels import kernel_table
 from scripts.bench.flag_speed.own import OwnTrainer
 from scripts.bench.flag_speed.rows import make_row
 from scripts.bench.flag_speed.stock import StockModes
 from scripts.bench.harness.clock import Marks, allocated, peak_bytes, wait_for_all
+from scripts.bench.harness.kernel_table import kernel_table
 from scripts.bench.harness.rows import gpu_name, versions
 from scripts.bench.harness.world import is_main, largest
 from tlora_megatron.integrations.megatron.built_head import BuiltHead

@@ -2,6 +2,7 @@
 
     python -m scripts.bench.step --csv scripts/bench/results/step.csv
     python -m scripts.bench.step --modes floor together --layers 4
+    python -m scripts.bench.step --precisions bf16 fp8 --csv scripts/bench/results/fp8.csv
     torchrun --standalone --nproc-per-node 2 -m scripts.bench.step --tp 2 --sequence-parallel \\
         --mixes "full micro-batch" --csv scripts/bench/results/step.csv
 
@@ -14,6 +15,9 @@ packing and optimizer steps included. `sequential` trains the same jobs one afte
 this project. `hf_peft` is one job of rank 16 on all linears through Hugging Face transformers and
 PEFT (bf16, sdpa, no recompute, fused AdamW) at 8 x 1024 and 1 x 512 tokens, with factors in bf16
 and, as PEFT does by default, in fp32; it needs `--tp 1`.
+
+With `--precisions` a base of each is on the GPU, and their rounds and floors take turns, block by
+block. The rows are other ones then (`precision_rows`), of those modes and PEFT's fastest.
 
 Weights and tokens are random. `mfu` and `tflops_per_gpu` count the GEMMs of forward and input
 gradients for real tokens, adapters, attention and recompute left out; `mfu` is over the rate of an
@@ -28,9 +32,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -39,6 +44,7 @@ from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.clock import Timing, wait_for_device
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
 from scripts.bench.harness.world import is_main, say
+from scripts.bench.step.in_turns import PrecisionBench
 from scripts.bench.step.jobs import (
     FULL,
     LONGEST,
@@ -49,6 +55,8 @@ from scripts.bench.step.jobs import (
     mean_length,
 )
 from scripts.bench.step.peft import build_peft, run_peft
+from scripts.bench.step.precision_rows import verdicts as verdicts_of_precisions
+from scripts.bench.step.precisions import Precision
 from scripts.bench.step.project import Effort, Project, run_sequential, run_together
 from scripts.bench.step.rows import Row, show, verdicts
 from tlora_megatron.model.layout import ParallelLayout
@@ -70,16 +78,34 @@ class Bench:
         self.spec = spec if args.layers is None else replace(spec, num_layers=args.layers)
         self.peak_flops = gemm_flops_per_s()
         self.rows: list[Row] = []
+        self.sentences: list[str] = []
 
     def run(self) -> None:
         """Runs all modes asked for; each leaves the GPU's memory empty behind it."""
+        if self.args.precisions:
+            self._run_precisions()
+            return
         if set(self.args.modes) - {"hf_peft"}:
             self._run_project()
             _release()
         if "hf_peft" in self.args.modes:
             for fp32_factors in (False, True):
-                self._run_peft(fp32_factors=fp32_factors)
+                for jobs, timing in self._time_peft(PEFT_SHAPES, fp32_factors=fp32_factors):
+                    self._add("hf_peft", jobs, timing, 1.0)
                 _release()
+
+    def _run_precisions(self) -> None:
+        """Takes turns between bases; of PEFT what was fastest: the largest batch, bf16 factors."""
+        args = self.args
+        layout = ParallelLayout(tp_size=args.tp, sequence_parallel=args.sequence_parallel)
+        bench = PrecisionBench(args, self.spec, layout)
+        bench.run(self._mixes())
+        if "hf_peft" in args.modes:
+            bench.release()
+            _release()
+            for jobs, timing in self._time_peft(PEFT_SHAPES[:1], fp32_factors=False):
+                bench.add("hf_peft", "bf16", jobs, timing)
+        self.sentences = list(verdicts_of_precisions(bench.rows))
 
     def _run_project(self) -> None:
         args = self.args
@@ -115,13 +141,16 @@ class Bench:
             say(f"{mix.name}: sequences of {mean_length(mix):.0f} tokens in the mean")
         return chosen
 
-    def _run_peft(self, *, fp32_factors: bool) -> None:
+    def _time_peft(
+        self, shapes: Sequence[tuple[int, int]], *, fp32_factors: bool
+    ) -> Iterator[tuple[str, Timing]]:
+        """What the jobs are called, and the timing, of each shape that fits."""
         args = self.args
         model = build_peft(
             args.model, args.layers, PEFT_RANK, args.dropout, fp32_factors=fp32_factors
         )
         detail = ", fp32 factors" if fp32_factors else ""
-        for batch, length in PEFT_SHAPES:
+        for batch, length in shapes:
             length = min(length, args.tokens)
             while True:
                 repeats = max(args.rounds, 3 * args.rounds // batch)
@@ -131,7 +160,7 @@ class Bench:
                 print(f"hf_peft {batch} x {length}: out of memory")
                 batch //= 2
             if timing is not None:
-                self._add("hf_peft", f"1 ({batch} x {length}{detail})", timing, 1.0)
+                yield f"1 ({batch} x {length}{detail})", timing
 
     def _add(
         self, mode: str, jobs: str, timing: Timing, target_share: float, ratio: float | None = None
@@ -212,6 +241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = Bench(args)
     say(f"{gpu_name()}, torch {torch.__version__}, GEMM {bench.peak_flops / 1e12:.0f} TFLOP/s")
     bench.run()
+    for sentence in bench.sentences:
+        say(sentence)
     results = verdicts(bench.rows)
     for sentence, value, reached in results:
         say(f"{'reached' if reached else 'MISSED':8} {sentence}: {value:.3f}")
@@ -230,6 +261,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", type=Path, default=Path("configs/models/llama-3.1-8b.json"))
     add("--layers", type=int, help="fewer layers than the model has, to try out")
     add("--modes", nargs="+", choices=MODES, help="all; floor, adapters, together under TP")
+    add("--precisions", nargs="+", choices=get_args(Precision), help="bases that take turns")
+    add("--turns", type=int, default=2, help="how often each precision has its turn")
     add("--mixes", nargs="+", default=list(MIXES), choices=(*MIXES, FULL))
     add("--tp", type=int, default=1, help="tensor-parallel size: the number of processes")
     add("--sequence-parallel", action="store_true")
@@ -242,13 +275,20 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=12, help="timed, of all jobs together and of the floor")
     add("--steps", type=int, default=3, help="timed, of each job alone")
     add("--profile", action="store_true", help="print the kernels of a round, adapters and floor")
+    add("--kernels", type=Path, help="write the kernels of a round of each precision to this file")
     add("--json", type=Path, help="write rows and verdicts to this file")
     add("--check", action="store_true", help="return 1 if a target is missed")
     args = parser.parse_args(argv)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if args.tp != world:
         parser.error(f"--tp must be the number of processes ({world}), got {args.tp}")
-    args.modes = args.modes or list(MODES if args.tp == 1 else TOGETHER)
+    if args.modes is None:
+        modes = ("floor", "together", "hf_peft") if args.precisions else MODES
+        args.modes = [mode for mode in modes if args.tp == 1 or mode in TOGETHER]
+    if args.precisions and ("together" not in args.modes or "sequential" in args.modes):
+        parser.error("--modes must name together, and not sequential, with --precisions")
+    if args.kernels and not args.precisions:
+        parser.error("--kernels must come with --precisions; --profile prints those of one")
     if args.tp > 1 and "hf_peft" in args.modes:
         parser.error("--modes must not name hf_peft with --tp above 1")
     return args

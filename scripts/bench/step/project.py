@@ -97,7 +97,7 @@ def run_together(project: Project, mix: Mix, effort: Effort) -> TogetherTimings:
     del super_model, recorder
     project.detach()
     floor = _run_batches(project, batches, effort)
-    tokens = sum(map(_real_tokens, batches[effort.warmup :]))
+    tokens = sum(map(real_tokens, batches[effort.warmup :]))
     return TogetherTimings(
         *(timing._replace(tokens=tokens) for timing in (together, adapters, floor))
     )
@@ -127,7 +127,7 @@ def run_sequential(project: Project, mix: Mix, effort: Effort) -> Timing:
         step()
         warm = len(recorder.batches)
         timing = timed(step, 0, effort.steps)
-        tokens = sum(map(_real_tokens, recorder.batches[warm:]))
+        tokens = sum(map(real_tokens, recorder.batches[warm:]))
         timings.append(timing._replace(tokens=tokens))
     return total(timings)
 
@@ -153,7 +153,7 @@ def _print_profile(run: Callable[[], object]) -> None:
     )
 
 
-def _real_tokens(batch: PackedBatch) -> int:
+def real_tokens(batch: PackedBatch) -> int:
     """Rows of a micro-batch that belong to a job."""
     view = batch.view
     return sum(p.length for p in view.pieces if p.document.slot != view.num_slots)

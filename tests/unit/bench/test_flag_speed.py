@@ -14,8 +14,8 @@ import torch
 from scripts.bench.flag_speed.__main__ import arguments
 from scripts.bench.flag_speed.cases import Case, Place
 from scripts.bench.flag_speed.cut import cut_by_job
-from scripts.bench.flag_speed.kernels import kind_of
 from scripts.bench.flag_speed.rows import make_row, verdicts
+from scripts.bench.harness.kernel_table import kind_of
 from tests.helpers.launch import python
 from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
 from tlora_megatron.training.packing.packing import PackedBatch

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from scripts.bench.step import __main__ as step
-from scripts.bench.step import jobs
+from scripts.bench.step import jobs, precision_rows
+from scripts.bench.step.precision_rows import PrecisionRow
 from scripts.bench.step.rows import Row, verdicts
 from tests.helpers.standing_world import forked, world
 
@@ -185,6 +186,44 @@ def test_a_full_micro_batch_under_tensor_parallelism(tiny: Path, tmp_path: Path)
         assert (row["recompute"], row["dropout"]) == ("selective", "0.05")
 
 
+@pytest.mark.slow
+def test_bases_of_two_precisions_take_turns(tiny: Path, tmp_path: Path) -> None:
+    options = [*_options(tiny, tmp_path / "rows.csv"), "--mixes", "batch 1-4"]
+    forked("-m", "scripts.bench.step", *options, "--precisions", "bf16", "fp8")
+    rows = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
+    assert ",".join(rows[0]) == (
+        "gpu,commit,model,jobs,mode,precision,step_ms,floor_ms,tokens,tokens_per_s,peak_bytes"
+    )
+    modes = [(row["precision"], row["mode"]) for row in rows]
+    ours = [(p, mode) for p in ("bf16", "fp8") for mode in ("floor", "together")]
+    assert modes == [*ours, ("bf16", "hf_peft")]
+    assert len({row["tokens"] for row in rows[:4]}) == 1
+    for floor, together in (rows[:2], rows[2:4]):
+        assert floor["step_ms"] == floor["floor_ms"] == together["floor_ms"]
+
+
+def test_verdicts_on_fp8() -> None:
+    floor, peft = 250.0, 13_000.0
+    row = PrecisionRow(
+        gpu="NVIDIA H200", commit="c", model="m", jobs="8 (batch 1-8)", mode="together",
+        precision="fp8", step_ms=290.0, floor_ms=floor, tokens=7500, tokens_per_s=24_000.0,
+        peak_bytes=45,
+    )  # fmt: skip
+    wide = dataclasses.replace(row, precision="bf16", tokens_per_s=16_000.0, peak_bytes=60)
+    alone = dataclasses.replace(wide, jobs="1 (8 x 1024)", mode="hf_peft", tokens_per_s=peft)
+    assert list(precision_rows.verdicts([row, wide, alone])) == [
+        "must   8 (batch 1-8): step over FP8 floor 1.160 (must <= 1.180, goal <= 1.100)",
+        "must   8 (batch 1-8): tokens/s 24,000 (must >= 23,500, goal >= 26,000)",
+        "must   8 (batch 1-8): over HF PEFT 1.846 (must >= 1.750, goal >= 2.000)",
+        "goal   8 (batch 1-8): rate over bf16 1.500 (must >= 1.250, goal >= 1.400)",
+        "goal   8 (batch 1-8): peak memory over bf16 0.750 (must <= 1.000, goal <= 0.750)",
+    ]
+    tensor_parallel = dataclasses.replace(row, gpu="2 x NVIDIA H200, TP2 SP", step_ms=300.0)
+    assert list(precision_rows.verdicts([tensor_parallel])) == [
+        "MISSED 8 (batch 1-8): step over FP8 floor 1.200 (must <= 1.180, goal <= 1.100)"
+    ]
+
+
 def test_a_full_micro_batch_holds_one_batch_of_every_job() -> None:
     mix = jobs.full_micro_batch(8192, vocab_size=96, dropout=0.1)
     assert sum(len(s.tokens) - 1 for data in mix.data for s in data) == 8192
@@ -198,6 +237,8 @@ def test_a_full_micro_batch_holds_one_batch_of_every_job() -> None:
     [
         (["--tp", "2"], r"--tp must be the number of processes \(1\), got 2"),
         (["--mixes", "nosuch"], "invalid choice: 'nosuch'"),
+        (["--precisions", "fp8", "--modes", "floor"], "--modes must name together, and not seq"),
+        (["--kernels", "file"], "--kernels must come with --precisions"),
     ],
 )
 def test_a_command_that_cannot_be_run_is_refused(
