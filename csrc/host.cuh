@@ -30,15 +30,26 @@ inline auto encoder() {
   return encode;
 }
 
-// A map of a row-major bf16 matrix, read or written in boxes of `box_rows` x 64 elements, swizzled.
-inline bool make_map(CUtensorMap* map, const void* at, int64_t rows, int64_t columns, int box_rows) {
+// A map of a row-major matrix, read or written in boxes of `box_rows` x 128 bytes, swizzled; reads beyond it are zeros.
+inline bool make_map_of(CUtensorMapDataType type, int element_bytes, CUtensorMap* map, const void* at, int64_t rows,
+                        int64_t columns, int box_rows) {
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
-  const cuuint32_t box[2] = {64, static_cast<cuuint32_t>(box_rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * element_bytes};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(128 / element_bytes), static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t steps[2] = {1, 1};
-  return encoder()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(at), sizes, strides, box, steps,
+  return encoder()(map, type, 2, const_cast<void*>(at), sizes, strides, box, steps,
                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// The map of a bf16 matrix.
+inline bool make_map(CUtensorMap* map, const void* at, int64_t rows, int64_t columns, int box_rows) {
+  return make_map_of(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, map, at, rows, columns, box_rows);
+}
+
+// The map of a matrix of codes of 8 bits.
+inline bool make_code_map(CUtensorMap* map, const void* at, int64_t rows, int64_t columns, int box_rows) {
+  return make_map_of(CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, map, at, rows, columns, box_rows);
 }
 
 // Checks the driver, and makes the device current: this library has a CUDA runtime of its own, which does not know

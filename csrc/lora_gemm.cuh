@@ -9,10 +9,8 @@
 // Sums are fp32, over K in ascending order and then the rank chunks (with dropout, which masks their sum alone, the
 // chunks come first): a row's result depends on nothing else.
 //
-// A cluster of two blocks computes 256 rows x BN columns: each block 128 rows, sharing W and F by multicast.
-// Warpgroup 0 copies (bulk tensor copies into a ring of shared memory), warpgroups 1 and 2 multiply 64 rows
-// each. ops/lora/tiling.py describes ext and the chunk lists. A unit of its own compiles each width (lora_gemm_*.cu),
-// lora_gemm.cu checks and chooses.
+// gemm_tiles.cuh says how blocks divide the work. A unit of its own compiles each width (lora_gemm_*.cu), lora_gemm.cu
+// checks and chooses.
 #pragma once
 #include "gemm_tiles.cuh"
 

@@ -58,6 +58,27 @@ class DgradArguments(ctypes.Structure):
     ]
 
 
+class Fp8GemmArguments(ctypes.Structure):
+    """`TloraFp8Gemm` of fp8_gemm.cu."""
+
+    _fields_ = [
+        ("gemm", GemmArguments),
+        *((name, _Pointer) for name in ("row_scales", "scales")),
+        *((name, _Int) for name in ("row_stride", "row_group_stride")),
+        *((name, _Int) for name in ("column_stride", "group_stride", "block", "promote")),
+    ]
+
+
+class TransposeArguments(ctypes.Structure):
+    """`TloraTranspose` of transpose_codes.cu."""
+
+    _fields_ = [
+        *((name, _Pointer) for name in ("source", "target")),
+        *((name, _Long) for name in ("rows", "columns")),
+        ("device", _Int),
+    ]
+
+
 class RowsArguments(ctypes.Structure):
     """`TloraRows` of rank_rows.cu."""
 
@@ -132,6 +153,8 @@ def packer(struct_type: type[ctypes.Structure]) -> struct.Struct:
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "gemm": GemmArguments,
     "fp8_dgrad": DgradArguments,
+    "fp8_gemm": Fp8GemmArguments,
+    "transpose": TransposeArguments,
     "rows": RowsArguments,
     "sums": SumsArguments,
     "step": ExchangeStep,
