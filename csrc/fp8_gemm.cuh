@@ -112,7 +112,8 @@ struct Consumer : Sums<BN> {
     if (thread == 0) store_wait_all();
   }
 
-  // Through the registers of the base's products: the compiler serializes products of registers that it may have moved.
+  // One chunk after the other, through the registers of the base's products: chunks in one sum of the tensor cores would be
+  // divided otherwise with other neighbours, and products of registers that the compiler may have moved are serialized.
   __device__ void add_chunks(float (&sums)[BN / 2], Chunks chunks) {
     if constexpr (kStagesOfSum == 0) {
       if (chunks.begin == chunks.end) return;
@@ -124,23 +125,23 @@ struct Consumer : Sums<BN> {
     for (int begin = chunks.begin; begin < chunks.end; begin += kStageChunks) {
       const int count = min(kStageChunks, chunks.end - begin);
       barrier_wait(&shared.full[ring.stage], ring.parity);
+      uint64_t a = operand(shared.x[ring.stage] + warpgroup * kPanel, kPanel);
+      uint64_t b = operand(shared.weight[ring.stage], kPanel);
+      for (int i = 0; i < count; ++i) {
 #pragma unroll
-      for (int part_index = 0; part_index < kParts; ++part_index) {
-        uint64_t a = operand(shared.x[ring.stage] + warpgroup * kPanel, kPanel);
-        uint64_t b = operand(shared.weight[ring.stage] + part_index * kPartColumns / 64 * kPanel, kPanel);
-        settle(part);
-        wgmma_fence();
-        for (int i = 0; i < count; ++i) {
-          wgmma<kPartColumns, 1, 1>(part, a, b, i);
-          a += kChunk * 128 >> 4;
-          b += kChunk * 128 >> 4;
+        for (int place = 0; place < kParts; ++place) {
+          settle(part);
+          wgmma_fence();
+          wgmma<kPartColumns, 1, 1>(part, a, b + place * (kPartColumns / 64 * kPanel >> 4), 0);
+          wgmma_commit();
+          wgmma_wait<0>();
+          settle(part);
+          promote(sums, part, place, 1.f, 1.f);
         }
-        wgmma_commit();
-        wgmma_wait<0>();
-        settle(part);
-        if (part_index == kParts - 1) this->release(ring.stage);
-        promote(sums, part, part_index, 1.f, 1.f);
+        a += kChunk * 128 >> 4;
+        b += kChunk * 128 >> 4;
       }
+      this->release(ring.stage);
       ring.advance();
     }
   }
@@ -160,9 +161,9 @@ struct Consumer : Sums<BN> {
   }
 
   template <int N>
-  __device__ void multiply_stage(float (&part)[N / 2], int part_index, int accumulate) {
+  __device__ void multiply_stage(float (&part)[N / 2], int place, int accumulate) {
     const uint64_t a = operand(shared.x[ring.stage] + warpgroup * kPanel, 0);
-    const uint64_t b = operand(shared.weight[ring.stage] + part_index * N * kCodes, 0);
+    const uint64_t b = operand(shared.weight[ring.stage] + place * N * kCodes, 0);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) wgmma_e4m3<N>(part, a + i * kStep, b + i * kStep, i > 0 ? 1 : accumulate);

@@ -6,7 +6,7 @@ Shapes: T rows, K features in, N features out.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -14,8 +14,11 @@ from torch import Tensor
 from tlora_megatron.ops.frozen.frozen_parts import runs_triton
 from tlora_megatron.ops.quantised.codes import decode
 from tlora_megatron.ops.quantised.definition import forward_product, input_gradient
-from tlora_megatron.ops.quantised.handed_rows import handed_rows
+from tlora_megatron.ops.quantised.handed_rows import hand_rows, handed_rows
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
+
+if TYPE_CHECKING:
+    from tlora_megatron.ops.lora.cuda.calls import RankPart
 
 Kind = Literal["channel", "block"]
 
@@ -90,8 +93,36 @@ class QuantWeight:
         rows = handed_rows(dy_TN, None, self.fold_N)
         return encode_rows(dy_TN, fold_K=self.fold_N) if rows is None else rows
 
+    def takes_ranks(self, x: Tensor) -> bool:
+        """True if Hopper's GEMM of codes computes products of rows like x, adapters included."""
+        if not x.is_cuda:
+            return False
+        # Not at the top: on machines without a GPU nothing of it is needed.
+        from tlora_megatron.ops.quantised.cuda_products import takes
+
+        return takes(x, self)
+
+    def prepare(self, x_TK: Tensor) -> None:
+        """Leaves the codes of x on it, for `ranked_product` to take."""
+        if not x_TK.is_inference():
+            hand_rows(x_TK, self.rows_of(x_TK))
+
+    def ranked_product(self, x_TK: Tensor, bias_N: Tensor | None, rank: RankPart | None) -> Tensor:
+        """Returns `x W^T + b + rank part` `[T, N]`; if `takes_ranks`."""
+        from tlora_megatron.ops.quantised.cuda_products import product
+
+        return product(x_TK, self, bias_N, rank)
+
+    def ranked_dgrad(self, dy_TN: Tensor, rank: RankPart | None) -> Tensor:
+        """Returns `dy W + mask(rank part)` `[T, K]`; if `takes_ranks`."""
+        from tlora_megatron.ops.quantised.cuda_products import input_gradient
+
+        return input_gradient(dy_TN, self, rank)
+
     def forward(self, x_TK: Tensor, onto_TN: Tensor | None = None) -> Tensor:
         """Returns `x W^T` `[T, N]`; added to `onto_TN`, in place, where there is one."""
+        if onto_TN is None and self.takes_ranks(x_TK):
+            return self.ranked_product(x_TK, None, None)
         rows = self.rows_of(x_TK)
         if _runs_kernels(x_TK):
             # Not at the top: triton is only there on machines with a GPU.
@@ -103,6 +134,8 @@ class QuantWeight:
 
     def dgrad(self, dy_TN: Tensor, onto_TK: Tensor | None = None) -> Tensor:
         """Returns `dy W` `[T, K]`; added to `onto_TK`, in place, where there is one."""
+        if onto_TK is None and self.takes_ranks(dy_TN):
+            return self.ranked_dgrad(dy_TN, None)
         rows = self.gradient_rows_of(dy_TN)
         if _runs_kernels(dy_TN):
             from tlora_megatron.ops.quantised.triton_products import launch_input_gradient

@@ -109,6 +109,23 @@ def gemm(
         overlaps_previous_kernel: start before the previous kernel has ended. x, W and everything
             but the rank part's flat tensor must have been written before that kernel began.
     """
+    arguments = gemm_arguments(
+        x_TK, weight, out_TN, tile, transposed, overlaps_previous_kernel, bias_N, rank
+    )
+    launch("gemm", arguments, x_TK)
+
+
+def gemm_arguments(
+    x_TK: torch.Tensor,
+    weight: torch.Tensor,
+    out_TN: torch.Tensor,
+    tile: GemmTile,
+    transposed: bool,
+    overlaps_previous_kernel: bool,
+    bias_N: torch.Tensor | None,
+    rank: RankPart | None,
+) -> bytes:
+    """Returns the struct of a GEMM, of bf16 or of codes; see `gemm`."""
     flat = tile_chunks = chunk_rows = ext_rows = num_targets = 0
     factors, dropout = b"", None
     if rank is not None:
@@ -116,7 +133,7 @@ def gemm(
         tile_chunks, chunk_rows = rank.tile_chunks.data_ptr(), rank.chunk_rows.data_ptr()
         factors, dropout = rank.factors.argument, rank.dropout
     mask = mask_fields(dropout)
-    arguments = _GEMM.pack(  # in the order of `GemmArguments`
+    return _GEMM.pack(  # in the order of `GemmArguments`
         x_TK.data_ptr(),
         weight.data_ptr(),
         0 if bias_N is None else bias_N.data_ptr(),
@@ -142,7 +159,6 @@ def gemm(
         overlaps_previous_kernel,
         device_index(x_TK),
     )
-    launch("gemm", arguments, x_TK)
 
 
 def rank_rows(

@@ -22,11 +22,11 @@ from tlora_megatron.ops.lora.factors import SiteFactors
 from tlora_megatron.ops.lora.plan_tensors import PlanTensors, WorkItems
 from tlora_megatron.ops.lora.tiling import ROW_TILE
 
-_SPEEDS = {256: 1.0, 192: 0.93, 128: 0.9}
+_SPEEDS = ((256, 1.0), (192, 0.93), (128, 0.9))
 """Widths of tiles and the share of the widest's speed that each reaches (H200, gemm_times of
 docs/measurements)."""
-_MAX_COLUMNS = 256 * max(_SPEEDS)
-"""`kMaxColumnTiles` of lora_gemm.cuh, all of the widest."""
+_MAX_COLUMNS = 256 * 256
+"""`kMaxColumnTiles` of gemm_tiles.cuh, all of the widest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,20 +152,27 @@ def fit_gemm(*sizes: int) -> bool:
 
 
 @functools.cache
-def gemm_tile(row_budget: int, columns: int, clusters: int) -> GemmTile:
+def gemm_tile(
+    row_budget: int,
+    columns: int,
+    clusters: int,
+    speeds: tuple[tuple[int, float], ...] = _SPEEDS,
+) -> GemmTile:
     """Returns how a GEMM is divided into tiles on a GPU of so many clusters.
 
     Narrow tiles pay where the widest leaves much of the last wave idle.
 
     Args:
         row_budget: `RowGroups.row_budget`.
+        speeds: widths of tiles, and the share of the widest's speed that each reaches.
     """
     row_tiles = -(-row_budget // ROW_TILE)
 
-    def efficiency(width: int) -> float:
+    def efficiency(pair: tuple[int, float]) -> float:
+        width, speed = pair
         tiles = row_tiles * -(-columns // width)
         used = row_budget * columns / (tiles * ROW_TILE * width)
-        return _SPEEDS[width] * used * tiles / (-(-tiles // clusters) * clusters)
+        return speed * used * tiles / (-(-tiles // clusters) * clusters)
 
-    allowed = [w for w in _SPEEDS if columns * max(_SPEEDS) <= _MAX_COLUMNS * w]
-    return GemmTile(max(allowed, key=efficiency))
+    allowed = [pair for pair in speeds if columns * 256 <= _MAX_COLUMNS * pair[0]]
+    return GemmTile(max(allowed, key=efficiency)[0])

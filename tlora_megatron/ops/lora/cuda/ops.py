@@ -13,6 +13,7 @@ GEMM here is cuBLAS's, which chooses by the number of rows.
 from __future__ import annotations
 
 import functools
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -32,7 +33,7 @@ from tlora_megatron.ops.lora.cuda.rank_form import form_places, rank_form
 from tlora_megatron.ops.lora.cuda.work_items import DOWN, UP, row_bounds, row_items, row_parts
 from tlora_megatron.ops.lora.factors import SiteFactors
 from tlora_megatron.ops.lora.kernel_linear import KernelLinear
-from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear, LinearOps
+from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear, FrozenBase, LinearOps
 from tlora_megatron.ops.lora.rank_places import RankPlaces, cached_places
 from tlora_megatron.ops.lora.triton.config import UpConfig
 from tlora_megatron.ops.lora.triton.gather import gather
@@ -50,6 +51,29 @@ _S_ITEMS, _DS_ITEMS = (
     for per_target in (False, True)
 )
 """Arguments of `PlanTensors.work_items`."""
+
+
+@runtime_checkable
+class RankedBase(FrozenBase, Protocol):
+    """A base whose own CUDA kernels may take the adapters' products in."""
+
+    def takes_ranks(self, x: torch.Tensor) -> bool:
+        """True if they do for rows like x: a tensor of activations, or of their gradients."""
+        ...
+
+    def prepare(self, x_TK: torch.Tensor) -> None:
+        """Makes what `ranked_product` reads of x, before s: so its kernel may overlap that of s."""
+        ...
+
+    def ranked_product(
+        self, x_TK: torch.Tensor, bias_N: torch.Tensor | None, rank: RankPart | None
+    ) -> torch.Tensor:
+        """Returns `x W^T + b + rank part` `[T, N]`."""
+        ...
+
+    def ranked_dgrad(self, dy_TN: torch.Tensor, rank: RankPart | None) -> torch.Tensor:
+        """Returns `dy W + mask(rank part)` `[T, K]`."""
+        ...
 
 
 class CudaOps:
@@ -124,9 +148,25 @@ class CudaLinear(KernelLinear):
         self, x_TK: torch.Tensor, base: Base, bias_N: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Copies must come before the kernel of s: the GEMM overlaps the kernel before it.
+        x_TK = x_TK.contiguous()
         if isinstance(base, torch.Tensor):
             base = base.contiguous()
-        return super().forward(x_TK.contiguous(), base, bias_N)
+        elif isinstance(base, RankedBase) and base.takes_ranks(x_TK):
+            base.prepare(x_TK)
+        return super().forward(x_TK, base, bias_N)
+
+    def product(
+        self, x_TK: torch.Tensor, base: Base, bias_N: torch.Tensor | None, s: torch.Tensor
+    ) -> torch.Tensor:
+        if not isinstance(base, RankedBase) or not base.takes_ranks(x_TK):
+            return super().product(x_TK, base, bias_N, s)
+        return base.ranked_product(x_TK, bias_N, self._rank_part(s, self._site.b, "chunk_b", None))
+
+    def product_dgrad(self, dy_TN: torch.Tensor, ds: torch.Tensor, base: Base) -> torch.Tensor:
+        if not isinstance(base, RankedBase) or not base.takes_ranks(dy_TN):
+            return super().product_dgrad(dy_TN, ds, base)
+        rank = self._rank_part(ds, self._site.a, "chunk_a", self._dgrad_dropout)
+        return base.ranked_dgrad(dy_TN, rank)
 
     def down(self, x_TK: torch.Tensor) -> torch.Tensor:
         return self._rank_rows(x_TK.contiguous(), self._site.a, masked=True)
