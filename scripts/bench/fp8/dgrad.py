@@ -45,7 +45,8 @@ def main() -> None:
         for row in measure(f"8b_{linear}", options.tokens):
             print(
                 f"{row['shape']:11} {row['way']:18} {row['us']:8.1f} us "
-                f"{row['tflops']:7.0f} TFLOP/s  {row['ratio']:.3f} of bf16  spread {row['spread']:.3f}",
+                f"{row['tflops']:7.0f} TFLOP/s  {row['ratio']:.3f} of bf16  "
+                f"spread {row['spread']:.3f}",
                 flush=True,
             )
             found.append({"gpu": gpu_name(), "commit": options.commit, **row})
