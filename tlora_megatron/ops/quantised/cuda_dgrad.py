@@ -7,6 +7,8 @@ Shapes: T rows, K features in, N features out.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from tlora_megatron.ops.lora.cuda.arguments import DgradArguments, packer
@@ -17,17 +19,43 @@ from tlora_megatron.ops.lora.cuda.calls import (
     mask_fields,
     multiprocessors,
 )
+from tlora_megatron.ops.quantised.handed_rows import handed_rows
 from tlora_megatron.ops.quantised.rows import QuantRows
-from tlora_megatron.ops.quantised.weight import QuantWeight
 
+if TYPE_CHECKING:
+    from tlora_megatron.ops.quantised.weight import QuantWeight
+
+FROM_REGISTERS = True
+"""False leaves the input gradient to kernels that transpose the weight first."""
 _ARGUMENTS = packer(DgradArguments)
 _SIZE_STEP = 16
 """Bytes: rows of codes must begin at multiples of it."""
 
 
 def fits_fp8_dgrad(weight: QuantWeight) -> bool:
-    """True if the kernel takes a weight of these sizes."""
-    return not any(size % _SIZE_STEP for size in weight.shape)
+    """True if the kernel takes a weight of these sizes, and is to be used."""
+    return FROM_REGISTERS and not any(size % _SIZE_STEP for size in weight.shape)
+
+
+def dgrad_with_ranks(
+    dy_TN: torch.Tensor, weight: QuantWeight, rank: RankPart | None
+) -> torch.Tensor:
+    """Returns `dy W + mask(rank part)`, with dy's codes from who made dy or made here.
+
+    Args:
+        rank: of a dS that the kernel before has made.
+    """
+    dy_TN = dy_TN.contiguous()
+    handed = handed_rows(dy_TN, None, weight.fold_N)
+    dx_TK = dy_TN.new_empty(len(dy_TN), weight.shape[1])
+    fp8_dgrad(
+        weight.gradient_rows_of(dy_TN) if handed is None else handed,
+        weight,
+        dx_TK,
+        rank=rank,
+        overlaps_previous_kernel=handed is not None,  # what is made here is the previous kernel's
+    )
+    return dx_TK
 
 
 def fp8_dgrad(

@@ -26,6 +26,7 @@ from tlora_megatron.ops.lora.cuda.calls import (
 )
 from tlora_megatron.ops.lora.cuda.operands import fit_gemm, gemm_tile
 from tlora_megatron.ops.lora.kernel_choice import kernel_choice
+from tlora_megatron.ops.quantised.cuda_dgrad import dgrad_with_ranks, fits_fp8_dgrad
 from tlora_megatron.ops.quantised.handed_rows import handed_rows
 from tlora_megatron.ops.quantised.rows import QuantRows
 
@@ -94,6 +95,8 @@ def product(
 
 def input_gradient(dy_TN: Tensor, weight: QuantWeight, rank: RankPart | None) -> Tensor:
     """Returns `dy W + mask(rank part)`, with dy's codes from who made dy or made here."""
+    if fits_fp8_dgrad(weight):
+        return dgrad_with_ranks(dy_TN, weight, rank)
     rows = weight.gradient_rows_of(dy_TN)
     codes_KN = transposed(weight.codes_NK)
     out_TK = dy_TN.new_empty(len(dy_TN), weight.shape[1])
