@@ -2,13 +2,15 @@
 
     python -m scripts.bench.linear --csv scripts/bench/results/lora_linear.csv
     python -m scripts.bench.linear --providers baselines --tokens 8192 --dropout 0 --csv ...
+    python -m scripts.bench.linear --providers fp8 --tokens 8192 --adapters 1,4,16 --dropout 0 \\
+        --csv scripts/bench/results/fp8_linear.csv
 
 Shapes are those of Llama-3.1-8B and of a rank of 70B at TP 4. A provider is `tlora` (the kernels
-chosen for this GPU), `tlora_torch`, `tlora_triton` or `tlora_cuda` (forced), `frozen`, or a
-baseline of `linear/baselines.py`. Each is checked against fp32 first, on what the captured graph
-computed; a cell with an error above the bound is reported as wrong and not written. Frozen and
-provider then run in turn as CUDA graphs over rotated buffers, so that both see the same clock;
-times are medians.
+chosen for this GPU), `tlora_torch`, `tlora_triton` or `tlora_cuda` (forced), `frozen`, `tlora_fp8`
+and `frozen_fp8` (over an FP8 base), or a baseline of `linear/baselines.py`. Each is checked against
+fp32 first (an FP8 base: against its definition), on what the captured graph computed; a cell with
+an error above the bound is reported as wrong and not written. Frozen and provider then run in turn
+as CUDA graphs over rotated buffers, so that both see the same clock; times are medians.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import torch
 from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.linear.baselines import BASELINES, why_not
 from scripts.bench.linear.measure import AdapterSets, CellMeasurer, versions
+from scripts.bench.linear.quantised import FP8
 from scripts.bench.linear.results import (
     Row,
     append_csv,
@@ -42,7 +45,7 @@ from scripts.bench.linear.workload import make_workload
 
 T = TypeVar("T", int, float)
 TLORA = ("tlora", "tlora_torch", "tlora_triton", "tlora_cuda")
-PROVIDERS = ("frozen", *TLORA, *BASELINES)
+PROVIDERS = ("frozen", *TLORA, *FP8, *BASELINES)
 TOKENS = (8192, 16384, 2048)
 """Most important first: that is what a run cut short has."""
 ADAPTERS = (4, 16, 1, 64)
@@ -114,7 +117,7 @@ def report(rows: Sequence[dict[str, Any]], problems: Sequence[str]) -> None:
     print("\ngeometric mean over shapes (* = over fewer shapes)")
     print(summary_table(summary(rows)))
     print()
-    for provider in [p for p in TLORA if any(r["provider"] == p for r in rows)]:
+    for provider in [p for p in (*TLORA, "tlora_fp8") if any(r["provider"] == p for r in rows)]:
         for verdict in verdicts(rows, provider):
             print(verdict.line)
         _print_some("not faster:", beaten_by(rows, provider))
@@ -153,9 +156,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dropout", type=numbers(float), default=DROPOUT)
     parser.add_argument(
         "--providers",
-        type=names_of(PROVIDERS, baselines=tuple(BASELINES)),
+        type=names_of(PROVIDERS, baselines=tuple(BASELINES), fp8=FP8),
         default=("tlora",),
-        help=f"of {', '.join(PROVIDERS)}; `baselines` is all of those",
+        help=f"of {', '.join(PROVIDERS)}; `baselines` and `fp8` are all of those",
     )
     parser.add_argument("--budget-s", type=float, default=540.0, help="start no cell after this")
     parser.add_argument("--rounds", type=int, default=20, help="graph replays of a cell")

@@ -45,11 +45,14 @@ class FrozenRows:
         """`x W^T` and `dy W`, fp32, fresh."""
         if rows not in self._known:
             index = torch.tensor(rows, device=self._operands.x_TK.device)
-            weight_NK = self._operands.weight_NK.float()
-            y = self._operands.x_TK[index].float() @ weight_NK.t()
-            self._known[rows] = y, self._operands.dy_TN[index].float() @ weight_NK
+            self._known[rows] = self._computed(index)
         y, dx = self._known[rows]
         return y.clone(), dx.clone()
+
+    def _computed(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weight_NK = self._operands.weight_NK.float()
+        y = self._operands.x_TK[index].float() @ weight_NK.t()
+        return y, self._operands.dy_TN[index].float() @ weight_NK
 
 
 def sampled_rows(ends: Sequence[int]) -> tuple[int, ...]:

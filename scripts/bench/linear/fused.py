@@ -7,6 +7,7 @@ the autograd function around them is left out, whose bookkeeping is on the host.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -24,7 +25,7 @@ from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.dropout.masks import dropout_reference, mix_ints
 from tlora_megatron.ops.lora.factors import SiteFactors
-from tlora_megatron.ops.lora.linear_ops import LinearOps
+from tlora_megatron.ops.lora.linear_ops import Base, LinearOps
 from tlora_megatron.ops.lora.torch_ops import TorchOps
 from tlora_megatron.ops.routing.row_groups import RowGroups
 from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
@@ -85,7 +86,11 @@ def row_groups(mix: AdapterMix, *, dropout: float) -> RowGroups:
 
 
 class FusedLinear:
-    """A `LinearOps` over the buffer sets of a workload."""
+    """A `LinearOps` over the buffer sets of a workload.
+
+    Args:
+        bases: of each set: its weight, or that quantised.
+    """
 
     def __init__(
         self,
@@ -94,9 +99,10 @@ class FusedLinear:
         workload: Workload,
         factors: tuple[SiteFactors, ...],
         rows: RowGroups,
+        bases: Sequence[Base],
     ) -> None:
         self.name = name
-        self._sets = workload.sets
+        self._sets, self._bases = workload.sets, bases
         self._factors, self._rows = factors, rows
         self._bound = [ops.bind(each, rows) for each in factors]
         self._window = (0, workload.tokens)
@@ -104,14 +110,14 @@ class FusedLinear:
     def forward(self, index: int) -> Forward:
         """y, and s as saved."""
         operands = self._sets[index]
-        y_TN, s = self._bound[index].forward(operands.x_TK, operands.weight_NK, None)
+        y_TN, s = self._bound[index].forward(operands.x_TK, self._bases[index], None)
         return Forward(y_TN, s)
 
     def backward(self, index: int, forward: Forward) -> Backward:
         """dx; dA and dB are added to the jobs' gradients."""
         operands, bound = self._sets[index], self._bound[index]
         ds = bound.backward_up(operands.dy_TN, forward.saved)
-        dx_TK = bound.dgrad(operands.dy_TN, ds, operands.weight_NK)
+        dx_TK = bound.product_dgrad(operands.dy_TN, ds, self._bases[index])
         bound.backward_down(operands.x_TK, operands.dy_TN, forward.saved, ds, self._window)
         # dS is kept, as s is, so that no call writes where another has just written.
         return Backward(dx_TK, ds)

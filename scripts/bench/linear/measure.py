@@ -16,12 +16,14 @@ from scripts.bench.linear.baselines import BASELINES
 from scripts.bench.linear.check import MAX_ERROR, FrozenRows, worst_error
 from scripts.bench.linear.fused import FusedLinear, build_factors, row_groups, with_dropout
 from scripts.bench.linear.plain_factors import PlainFactors, draw_factors
+from scripts.bench.linear.quantised import FP8, FrozenFp8, QuantisedRows, quantised_bases
 from scripts.bench.linear.results import Row, ratio
 from scripts.bench.linear.shapes import AdapterMix
 from scripts.bench.linear.workload import Backward, Forward, Frozen, Provider, Workload
 from tlora_megatron.ops.lora.factors import SiteFactors
 from tlora_megatron.ops.lora.kernel_choice import VARIABLE, choose_ops
 from tlora_megatron.ops.lora.linear_ops import LinearOps
+from tlora_megatron.ops.quantised.weight import QuantWeight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +122,8 @@ class CellMeasurer:
         provider.clear()
         results = replays.forward.first_output(), replays.backward.first_output()
         operands, ends = self._workload.sets[0], adapters.mix.ends
-        error = worst_error(provider, operands, self._frozen_rows, ends, results)
+        rows = self._quantised_rows if name in FP8 else self._frozen_rows
+        error = worst_error(provider, operands, rows, ends, results)
         if not error <= MAX_ERROR:
             return None, f"wrong: rel_error must be at most {MAX_ERROR}, got {error:.2e}"
         frozen = self._frozen
@@ -134,9 +137,21 @@ class CellMeasurer:
             return Frozen(workload)
         if name in BASELINES:
             return BASELINES[name](workload, mix, adapters.plain, dropout)
-        ops = linear_ops(name, workload.device, workload.dtype)
-        factors = with_dropout(adapters.fused, dropout)
-        return FusedLinear(name, ops, workload, factors, row_groups(mix, dropout=dropout))
+        if name == "frozen_fp8":
+            return FrozenFp8(workload, self._quantised)
+        ops = linear_ops("tlora" if name in FP8 else name, workload.device, workload.dtype)
+        factors, rows = with_dropout(adapters.fused, dropout), row_groups(mix, dropout=dropout)
+        weights = [operands.weight_NK for operands in workload.sets]
+        bases = self._quantised if name in FP8 else weights
+        return FusedLinear(name, ops, workload, factors, rows, bases)
+
+    @cached_property
+    def _quantised(self) -> tuple[QuantWeight, ...]:
+        return quantised_bases(self._workload)
+
+    @cached_property
+    def _quantised_rows(self) -> QuantisedRows:
+        return QuantisedRows(self._workload.sets[0], self._quantised[0])
 
     def _captured(self, provider: Provider) -> _Replays:
         """Runs the provider on every buffer set, then captures it."""

@@ -20,6 +20,8 @@ LIMITS: tuple[tuple[int, tuple[int, ...], float], ...] = (
     (2048, MANY, 1.45),
 )
 """Tokens, numbers of adapters, geometric mean over shapes of the ratio without dropout."""
+FP8_LIMITS: tuple[tuple[int, tuple[int, ...], float], ...] = ((8192, FEW, 0.68),)
+"""The same over an FP8 base, whose times are held to the frozen linear of the wider dtype."""
 DROPOUT_COST = 0.02
 GROWTH = 1.05
 """From 4 to 64 adapters at 16384 tokens."""
@@ -42,7 +44,7 @@ class Verdict(NamedTuple):
 def verdicts(rows: Sequence[dict[str, Any]], provider: str) -> Iterator[Verdict]:
     """Every target that the rows of a provider have figures for."""
     own = [r for r in rows if r["provider"] == provider]
-    for tokens, adapters, limit in LIMITS:
+    for tokens, adapters, limit in FP8_LIMITS if provider == "tlora_fp8" else LIMITS:
         mean = _mean(own, tokens, adapters, 0.0)
         if mean is not None:
             yield Verdict(f"{provider}: {tokens} tokens, {_list(adapters)} adapters", limit, mean)

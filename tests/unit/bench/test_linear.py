@@ -17,6 +17,7 @@ from scripts.bench.linear import (
     check,
     fused,
     measure,
+    quantised,
     results,
     shapes,
     targets,
@@ -51,12 +52,14 @@ def _error(
     if spoil:
         spoiled[spoil]().mul_(by)
     frozen = check.FrozenRows(made_of.sets[0])
+    if provider in quantised.FP8:
+        frozen = measurer._quantised_rows
     return check.worst_error(made, made_of.sets[0], frozen, sets.mix.ends, (forward, backward))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("adapters", [1, 5])
-@pytest.mark.parametrize("provider", ["tlora", "tlora_torch", *BASELINES])
+@pytest.mark.parametrize("provider", ["tlora", "tlora_torch", "tlora_fp8", *BASELINES])
 def test_every_provider_computes_the_definition(
     provider: str, adapters: int, dropout: float
 ) -> None:
@@ -71,9 +74,10 @@ def test_every_provider_computes_the_definition(
     assert _error(provider, adapters, dropout) < 1e-5
 
 
-def test_the_frozen_linear_is_checked_too() -> None:
-    assert _error("frozen", 3, 0.0) < 1e-5
-    assert _error("frozen", 3, 0.0, "y") == pytest.approx(0.1, rel=0.01)
+@pytest.mark.parametrize("provider", ["frozen", "frozen_fp8"])
+def test_the_frozen_linear_is_checked_too(provider: str) -> None:
+    assert _error(provider, 3, 0.0) < 1e-5
+    assert _error(provider, 3, 0.0, "y") == pytest.approx(0.1, rel=0.01)
 
 
 @pytest.mark.parametrize("spoil", ["y", "dx", "factor"])
