@@ -134,6 +134,8 @@ FIRST = (
 """Processes that run at the same time, with the commands of each."""
 THEN = ((REFUSED, Run(out="resumed", company="beside"), Run(out="moved", company="others")),)
 OUTS = ("alone", "again", "beside", "resumed", "moved")
+KILLED = "killed"
+"""The folder that the kill left, from which the job moves to another run."""
 
 
 class Door:
@@ -154,7 +156,7 @@ class Door:
         found = find_checkpoint(self.folder / "resumed" / "jobs" / OWN / "checkpoints")
         assert found is not None, said
         assert 0 < found.step < STEPS, f"the kill left step {found.step}\n{said}"
-        shutil.copytree(self.folder / "resumed", self.folder / "moved")
+        shutil.copytree(self.folder / "resumed", self.folder / KILLED)
         return Passed(self, said + self._at_once(THEN))
 
     def _at_once(self, lives: Sequence[Sequence[Run]]) -> str:
@@ -199,19 +201,35 @@ class Door:
                 "checkpoint_every_steps": 2,
                 "tensorboard": False,
             },
-            "jobs": COMPANIES[company],
+            "jobs": self.jobs(company),
         }
+
+    def jobs(self, company: str) -> list[dict[str, Any]]:
+        """The jobs of a company; beside others the watched one comes from the killed run."""
+        jobs = list(COMPANIES[company])
+        if company == "others":
+            place, killed = jobs.index(WATCHED), self.folder / KILLED
+            (was,) = (j for j in _read(killed / "config.json")["jobs"] if j["name"] == OWN)
+            comes = {"resume_from": str(killed / "jobs" / OWN)}
+            jobs[place] = {**WATCHED, **comes, "portion_tokens": was["portion_tokens"]}
+        return jobs
 
     def sha256(self, out: str) -> str:
         """Hash of the watched job's losses at every step and of its adapter's file."""
         found = losses(self.folder / out, OWN)
+        if out == "moved":
+            found = losses(self.folder / KILLED, OWN)[: STEPS - len(found)] + found
         assert len(found) == STEPS, f"{self.name}, {out}: {found}"
         adapter = self.folder / out / "jobs" / OWN / "adapter" / "adapter_model.safetensors"
         return hashlib.sha256(repr(found).encode() + adapter.read_bytes()).hexdigest()
 
     def summary(self, out: str) -> dict[str, Any]:
         """The content of a run's `summary.json`."""
-        return json.loads((self.folder / out / "summary.json").read_text())
+        return _read(self.folder / out / "summary.json")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text()))
 
 
 class Passed(NamedTuple):
@@ -250,7 +268,7 @@ class MegatronLm(Door):
         sections = {
             "base_model": {"path": "base", "random_init": True},
             "run": {"deterministic": True, "tensorboard": False},
-            "jobs": COMPANIES[run.company],
+            "jobs": self.jobs(run.company),
         }
         jobs.write_text(json.dumps(sections))
         files = {

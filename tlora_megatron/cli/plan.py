@@ -195,6 +195,7 @@ def _space(args: argparse.Namespace, config: RunConfig) -> SearchSpace:
         recompute=args.recompute,
         micro_batch_tokens=args.tokens,
         runs_in=_runner(args),
+        deterministic=config.run.deterministic or None,
     )
 
 

@@ -32,6 +32,7 @@ examples:
   tlora train configs/quickstart.yaml --nproc 2
   tlora train run.yaml --nproc 8 --plan auto --hardware h200
   tlora train run.yaml --set jobs.gsm8k.lora.rank=8 --set run.seed=1 --output-dir runs/rank8
+  tlora train run.yaml --set run.deterministic=true     # the same bits whoever trains beside a job
   torchrun --nnodes 2 --nproc-per-node 8 ... -m tlora_megatron.cli train run.yaml
 
 exit code: 0 all jobs finished, 1 a job or the run failed, 2 a mistake in the input,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _PORTION = 1024
 """Default portions are multiples of this."""
-_MOST_TP = 2
+MOST_TP = 2
 """A sum of two is the same in either order; of more, a ring begins where the place decides."""
 
 
@@ -43,9 +43,9 @@ def _check_layout(parallel: ParallelSpec) -> None:
     if parallel.cp_size > 1:
         why = "ranks share sequences by row number, which neighbours move"
         raise must("parallel.cp_size", f"be 1 with run.deterministic: {why}", parallel.cp_size)
-    if parallel.tp_size > _MOST_TP:
+    if parallel.tp_size > MOST_TP:
         why = "sums over more ranks depend on a row's place"
-        rule = f"be at most {_MOST_TP} with run.deterministic: {why}"
+        rule = f"be at most {MOST_TP} with run.deterministic: {why}"
         raise must("parallel.tp_size", rule, parallel.tp_size)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
+from tlora_megatron.config.deterministic import MOST_TP
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import (
@@ -43,6 +45,8 @@ class SearchSpace:
     micro_batch_tokens: int | None = None
     runs_in: Runner | None = None
     """Keep only plans that this program can run."""
+    deterministic: Literal[True] | None = None
+    """Keep only plans that `run.deterministic` does not refuse."""
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "vpp_size", "cp_size", "micro_batch_tokens"):
@@ -52,11 +56,15 @@ class SearchSpace:
 
     def allows(self, plan: Plan) -> bool:
         """True if the plan keeps to the fixed values."""
+        if self.deterministic and (plan.tp_size > MOST_TP or plan.cp_size > 1):
+            return False
         fixed = ("tp_size", "pp_size", "vpp_size", "cp_size", "sequence_parallel")
         return all(getattr(self, name) in (None, getattr(plan, name)) for name in fixed)
 
     def can_run(self, plan: Plan) -> bool:
-        """True if `runs_in` can run the plan, whose recompute has been chosen."""
+        """True if `runs_in` can run the plan, whose recompute and sharding have been chosen."""
+        if self.deterministic and plan.sequence_parallel and plan.lora_sharding != "s_lora":
+            return False
         return self.runs_in is None or self.runs_in in plan.runs_in
 
 

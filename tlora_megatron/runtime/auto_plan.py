@@ -23,7 +23,11 @@ def best_plan(
     spec = plan_model(config)
     jobs = plan_jobs(config, spec, lengths)
     asked = config.parallel.lora_sharding
-    space = SearchSpace(runs_in="train", lora_sharding=None if asked == "auto" else asked)
+    space = SearchSpace(
+        runs_in="train",
+        lora_sharding=None if asked == "auto" else asked,
+        deterministic=config.run.deterministic or None,
+    )
     result = search(spec, jobs, hardware, num_gpus, space)
     if result.best is None:
         reasons = "; ".join(dropped.reason for dropped in result.dropped[:3])

@@ -51,6 +51,20 @@ def test_every_layout_of_four_gpus_is_looked_at() -> None:
     assert reasons == {"num_heads 10 is no multiple of TP 4": 2}
 
 
+def test_plans_of_a_deterministic_run_are_those_that_it_does_not_refuse() -> None:
+    plans = [p.plan for p in search(SPEC, jobs(4), HARDWARE, 8).plans]
+    kept = [
+        p.plan for p in search(SPEC, jobs(4), HARDWARE, 8, SearchSpace(deterministic=True)).plans
+    ]
+    assert kept == [
+        p
+        for p in plans
+        if p.tp_size <= 2 and p.cp_size == 1
+        and (not p.sequence_parallel or p.lora_sharding == "s_lora")
+    ]  # fmt: skip
+    assert 0 < len(kept) < len(plans)
+
+
 def test_plans_are_ranked_by_speed_and_carry_their_own_figures() -> None:
     result = search(SPEC, jobs(4), HARDWARE, 2)
     rates = [p.cost.tokens_per_s * handicap(p.plan.lora_sharding) for p in result.plans]
