@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from tlora_megatron.config.base_model import EMBEDDING, HEAD, BaseModelSpec, is_unquantised
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.published_fp8 import BLOCK, PublishedFormat, read_published_format
 from tlora_megatron.model.spec import ModelSpec
 
 PARTS = {
@@ -29,8 +32,8 @@ class BaseQuantisation:
     """What has a scale: an output channel, or a block of 128 x 128."""
     linears: frozenset[tuple[int, str]]
     """(layer, Megatron's name) of the linears that hold codes."""
-    published: bool = False
-    """The folder holds the codes; otherwise weights are quantised while they are read."""
+    published: PublishedFormat | None = None
+    """The format of a folder that holds the codes; None = weights are quantised while read."""
 
     @property
     def layers_by_linear(self) -> tuple[tuple[str, int], ...]:
@@ -40,7 +43,7 @@ class BaseQuantisation:
 
     def describe(self, spec: ModelSpec) -> str:
         """Returns one line for logs: the format, its origin, and what stays unquantised."""
-        origin = "as published" if self.published else "quantised while it is read"
+        origin = "quantised while it is read" if self.published is None else "as published"
         total = spec.num_layers * len(PARTS)
         return f"fp8, {self.format}, {origin}; {len(self.linears)} of {total} linears"
 
@@ -49,11 +52,88 @@ def base_quantisation(base: BaseModelSpec, spec: ModelSpec) -> BaseQuantisation 
     """Returns how a configured base is quantised; None if it is not.
 
     Raises:
-        ValueError: if the configuration names a layer that the model lacks.
+        ValueError: if its folder is quantised in a way that is not supported, or the configuration
+            names a layer that the model lacks.
     """
-    if base.quantization is None:
-        return None
-    return quantised_on_reading(spec, base.unquantised)
+    config = Path(base.path) / "config.json" if base.path is not None else None
+    published = None if config is None else read_published_format(config)
+    if published is None:
+        return quantised_on_reading(spec, base.unquantised) if base.quantization else None
+    if set(base.unquantised) != {EMBEDDING, HEAD}:
+        raise ValueError(
+            f"base_model.unquantised must be left out over a folder that is published in FP8, "
+            f"whose config.json says what stays unquantised, got {list(base.unquantised)}"
+        )
+    return quantised_as_published(spec, published)
+
+
+def quantised_as_published(spec: ModelSpec, published: PublishedFormat) -> BaseQuantisation:
+    """Returns the quantisation of a folder that holds codes.
+
+    Raises:
+        ValueError: if only a part of one of Megatron's linears has codes.
+    """
+    linears = set()
+    for layer in range(spec.num_layers):
+        for linear, targets in PARTS.items():
+            quantised = [published.quantises(spec.module_path(layer, t)) for t in targets]
+            if any(quantised) and not all(quantised):
+                raise ValueError(
+                    f"quantization_config must treat {', '.join(targets)} of layer {layer} alike, "
+                    f"which are one GEMM here, got {quantised}"
+                )
+            if all(quantised):
+                linears.add((layer, linear))
+    per = {
+        "channel": "one scale an output channel",
+        "tensor": "one scale a tensor",
+        "block": "one scale a block of 128 x 128",
+    }[published.strategy]
+    return BaseQuantisation(
+        format=f"e4m3, {per} ({published.method})",
+        kind="block" if published.strategy == "block" else "channel",
+        linears=frozenset(linears),
+        published=published,
+    )
+
+
+def check_block_layout(
+    spec: ModelSpec, quantisation: BaseQuantisation, layout: ParallelLayout
+) -> None:
+    """Refuses a layout, or a model, that would cut blocks of 128 x 128.
+
+    Raises:
+        ValueError: naming the size, and the tensor-parallel sizes that fit.
+    """
+    if quantisation.kind != "block":
+        return
+    names = {linear for _, linear in quantisation.linears}
+    cut = _cut_block(spec, names, layout.tp_size)
+    if cut is None:
+        return
+    fits = [n for n in range(1, spec.num_kv_heads + 1) if _divides(spec, n)]
+    fits = [n for n in fits if _cut_block(spec, names, n) is None]
+    remedy = f"parallel.tp_size may be {', '.join(map(str, fits))}" if fits else "no tp_size fits"
+    raise ValueError(
+        f"{cut[0]} must be a multiple of {BLOCK[0]} with scales of blocks, got {cut[1]} with "
+        f"parallel.tp_size {layout.tp_size}; {remedy}"
+    )
+
+
+def _divides(spec: ModelSpec, tp_size: int) -> bool:
+    return not any(size % tp_size for size in (spec.num_heads, spec.num_kv_heads, spec.ffn_size))
+
+
+def _cut_block(spec: ModelSpec, linears: Collection[str], tp_size: int) -> tuple[str, int] | None:
+    """Names a size at which a rank's part, or a part of a fused linear, would cut a block."""
+    sizes = []
+    if "linear_qkv" in linears:
+        sizes.append(("head_dim", spec.head_dim))  # a key's rows lie behind its group's queries
+    if "linear_proj" in linears and tp_size > 1:
+        sizes.append(("num_heads * head_dim / tp_size", spec.q_size // tp_size))
+    if "linear_fc1" in linears or ("linear_fc2" in linears and tp_size > 1):
+        sizes.append(("intermediate_size / tp_size", spec.ffn_size // tp_size))
+    return next(((name, size) for name, size in sizes if size % BLOCK[0]), None)
 
 
 def quantised_on_reading(spec: ModelSpec, unquantised: Sequence[str]) -> BaseQuantisation:

@@ -13,7 +13,7 @@ from tlora_megatron import timeline
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.quantisation import base_quantisation
+from tlora_megatron.model.quantisation import BaseQuantisation, base_quantisation
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
@@ -53,6 +53,7 @@ def train_run(
     spec = read_model_spec(_model_config(config))
     layout = _layout(config)
     check_layout(spec, layout)
+    quantisation = base_quantisation(config.base_model, spec)
     set_environment(config.run.deterministic)
     set_queues(overlaps=_overlaps(config, layout))
     wake_device()
@@ -65,9 +66,9 @@ def train_run(
         resolve_sharding=resolve_lora_sharding,
         signals=signals,
     ) as run:
-        groups, linears, engine = _build(run, spec, layout)
+        groups, linears, engine = _build(run, spec, layout, quantisation)
         with timeline.phase("base"):
-            check_base_of_run(engine, groups, config)
+            check_base_of_run(engine, groups, config, in_fp8=quantisation is not None)
         loop = run.start(groups, linears, engine)
         with frozen_gc():
             loop.run()
@@ -136,7 +137,10 @@ def import_backbone() -> None:
 
 
 def _build(
-    run: TrainingRun, spec: ModelSpec, layout: ParallelLayout
+    run: TrainingRun,
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    quantisation: BaseQuantisation | None,
 ) -> tuple[ParallelGroups, Linears, Engine]:
     """Sets up processes and backbone; returns groups, linears and engine."""
     import_backbone()
@@ -153,7 +157,6 @@ def _build(
     groups = current_groups(layout)
     dtype = DTYPES[config.base_model.dtype]
     with timeline.phase("base"):
-        quantisation = base_quantisation(config.base_model, spec)
         model = backbone.build_backbone(
             spec,
             layout,
@@ -163,7 +166,9 @@ def _build(
         )
         weights = None if config.base_model.random_init else _model_dir(config)
         seed = config.base_model.seed
-        rounding = backbone.load_backbone(model, spec, weights, layout, seed=seed)
+        rounding = backbone.load_backbone(
+            model, spec, weights, layout, seed=seed, quantisation=quantisation
+        )
     if quantisation is not None:
         log_base(quantisation.describe(spec), model, rounding)
     run.check_agreement()

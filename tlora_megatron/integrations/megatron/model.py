@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
 from tlora_megatron.integrations.megatron.layer.rotary import PackedRotaryEmbedding
 from tlora_megatron.integrations.megatron.quantised_model import OnMeta, hold_codes, scales_of
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.quantisation import BaseQuantisation
+from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
 from tlora_megatron.training.formats.base_reader import read_base
@@ -37,7 +38,12 @@ from tlora_megatron.training.formats.hf_convert import (
     hf_shapes,
     stage_layers,
 )
-from tlora_megatron.training.formats.rank_tensors import padded_vocab_size, rank_tensors
+from tlora_megatron.training.formats.quantized_source import QuantizedSource
+from tlora_megatron.training.formats.rank_tensors import (
+    RankTensor,
+    padded_vocab_size,
+    rank_tensors,
+)
 from tlora_megatron.training.formats.rounding import Rounding
 
 Recompute = Literal["none", "selective", "full"]
@@ -153,6 +159,8 @@ def build_backbone(
         ValueError: if the layout does not divide the model.
     """
     check_layout(spec, layout)
+    if quantisation is not None:
+        check_block_layout(spec, quantisation, layout)
     config = transformer_config(spec, layout, dtype=dtype, recompute=recompute)
     pre_process = parallel_state.is_pipeline_first_stage()
     post_process = parallel_state.is_pipeline_last_stage()
@@ -253,12 +261,14 @@ def load_backbone(
     layout: ParallelLayout,
     *,
     seed: int = 0,
+    quantisation: BaseQuantisation | None = None,
 ) -> Rounding:
     """Sets every weight of this rank's part; linears of a quantised model get codes.
 
     Args:
         directory: a Hugging Face directory with safetensors; None draws the weights by `seed`,
             the same ones whatever the layout (see `RandomWeights`).
+        quantisation: the one that the model was built with.
 
     Returns:
         How far the codes of quantised linears are from their weights.
@@ -279,11 +289,31 @@ def load_backbone(
     named = {tensor.name for tensor in tensors}
     assert named == parameters.keys(), f"weights without a value: {parameters.keys() - named}"
     if directory is not None:
-        checkpoint = HFCheckpoint(directory)
-        check_weights(spec, checkpoint)
-        return read_base(checkpoint, tensors, parameters, scales)
+        return _read(directory, spec, quantisation, tensors, parameters, scales)
     device = next(model.parameters()).device
     drawn = RandomWeights(
         hf_shapes(spec), seed=seed, device=device, dtype=model.config.params_dtype
     )
     return draw_base(drawn, tensors, parameters, scales)
+
+
+def _read(
+    directory: Path,
+    spec: ModelSpec,
+    quantisation: BaseQuantisation | None,
+    tensors: Sequence[RankTensor],
+    parameters: Mapping[str, Tensor],
+    scales: Mapping[str, Tensor],
+) -> Rounding:
+    if quantisation is None or quantisation.published is None:
+        checkpoint = HFCheckpoint(directory)
+        check_weights(spec, checkpoint)
+        return read_base(checkpoint, tensors, parameters, scales)
+    source = QuantizedSource(directory, quantisation.published)
+    check_weights(spec, source)
+    source.check(spec, quantisation)
+    rounding = read_base(source, tensors, parameters, scales)
+    for tensor in tensors:
+        if tensor.name in scales:
+            source.put_scales(tensor, scales[tensor.name])
+    return rounding

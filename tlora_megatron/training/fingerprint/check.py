@@ -113,10 +113,15 @@ def check_base(
     return error
 
 
-def check_base_of_run(scorer: Scorer, groups: ParallelGroups, config: RunConfig) -> None:
+def check_base_of_run(
+    scorer: Scorer, groups: ParallelGroups, config: RunConfig, *, in_fp8: bool = False
+) -> None:
     """Checks a run that reads its base from a Hugging Face folder, if a fingerprint lies in it.
 
     Collective over the world; call it before adapters are attached.
+
+    Args:
+        in_fp8: the base's linears are.
 
     Raises:
         ValueError: see `check_base`.
@@ -131,7 +136,7 @@ def check_base_of_run(scorer: Scorer, groups: ParallelGroups, config: RunConfig)
             groups,
             fingerprint,
             where=base.path,
-            precision="fp8" if base.quantization is not None else base.dtype,
+            precision="fp8" if in_fp8 else base.dtype,
             micro_batch_tokens=config.run.micro_batch_tokens,
         )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tlora_megatron.parallel.host_threads import host_threads
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, StoredTensor, all_finite
+from tlora_megatron.training.formats.quantized_source import all_numbers
 from tlora_megatron.training.formats.rank_tensors import Piece, RankTensor
 from tlora_megatron.training.formats.rounding import CodePlaces, Rounding
 
@@ -112,7 +113,7 @@ class _Lane:
         with torch.no_grad(), on_stream:
             while (run := take()) is not None:
                 rows = self._rows(run)
-                found = all_finite(rows)
+                found = all_numbers(rows) if rows.dtype == torch.uint8 else all_finite(rows)
                 finite[run.source] = finite.get(run.source, found) & found
                 self._put(run, rows)
             if self._stream is not None:
@@ -169,9 +170,9 @@ def _runs(
         for piece in tensor.pieces:
             if piece.width:
                 window = slice(piece.begin, piece.begin + piece.width)
-                held = scales.get(tensor.name)
-                of = None if held is None else tensor.units_of(held)[:, window]
-                stored = checkpoint.stored(piece.source)
+                stored, held = checkpoint.stored(piece.source), scales.get(tensor.name)
+                is_wide = held is not None and stored.dtype != torch.uint8
+                of = tensor.units_of(held)[:, window] if held is not None and is_wide else None
                 yield from _cut(tensor.name, piece, stored, units[:, window], of)
 
 

@@ -93,12 +93,23 @@ class HFCheckpoint:
         Raises:
             ValueError: if there is no tensor of that name, or it is quantised.
         """
-        shape, path = self.shape(name), self._file_of[name]
+        return self._place(name, _check_dtype(name, self.dtype(name)))
+
+    def _place(self, name: str, dtype: torch.dtype) -> StoredTensor:
+        path = self._file_of[name]
         if path not in self._headers:
             self._headers[path] = _read_header(path)
         data_begin, header = self._headers[path]
-        dtype = _check_dtype(name, header[name]["dtype"])
-        return StoredTensor(path, data_begin + header[name]["data_offsets"][0], dtype, shape)
+        offset = data_begin + header[name]["data_offsets"][0]
+        return StoredTensor(path, offset, dtype, self.shape(name))
+
+    def dtype(self, name: str) -> str:
+        """A tensor's type, as safetensors spells it.
+
+        Raises:
+            ValueError: if there is no tensor of that name.
+        """
+        return str(self._slice(name).get_dtype())
 
     def not_finite(self, name: str) -> ValueError:
         """The error for a tensor with NaN or infinity, which no job could train over."""
