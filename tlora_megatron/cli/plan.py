@@ -13,6 +13,7 @@ from tlora_megatron.cli.console import open_console
 from tlora_megatron.cli.output_files import check_output
 from tlora_megatron.cli.plan_tables import print_explanation, print_result, result_document
 from tlora_megatron.cli.train import add_config_arguments
+from tlora_megatron.config.deterministic import COST
 from tlora_megatron.config.load import RunConfig, load_config
 from tlora_megatron.config.reader import must
 from tlora_megatron.model.spec import ModelSpec
@@ -150,6 +151,12 @@ def _show(args: argparse.Namespace, inputs: _Inputs, result: SearchResult) -> No
         print(json.dumps(result_document(*shown), indent=2))
     else:
         print_result(open_console(), *shown)
+    if inputs.config.run.deterministic:
+        notes = open_console(stderr=args.json)
+        notes.print(
+            f"run.deterministic: plans keep a job's bits. Its cost is not in their times: "
+            f"{COST} (docs/determinism.md)"
+        )
 
 
 def _chosen(args: argparse.Namespace, result: SearchResult) -> RankedPlan:

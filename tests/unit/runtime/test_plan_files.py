@@ -205,6 +205,16 @@ def test_plan_prints_ranked_plans_and_bars(
     assert "mirror" in out
 
 
+def test_plan_says_what_a_deterministic_run_costs_beside_its_times(
+    quickstart: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["plan", quickstart, "--gpus", "2", "--lengths", "64", "--json"]
+    assert main([*argv, "--set", "run.deterministic=true"]) == 0
+    found = capsys.readouterr()
+    assert all(plan["cp_size"] == 1 for plan in json.loads(found.out)["plans"])
+    assert "run.deterministic: plans keep a job's bits" in found.err
+
+
 def test_plan_json_holds_every_term(quickstart: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", quickstart, "--gpus", "2", "--json", "--top", "3", "--lengths", "64"]
     assert main(argv) == 0

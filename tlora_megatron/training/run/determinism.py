@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tlora_megatron.config.deterministic import COST
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.kernel_build import built_library
@@ -29,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "determinism.json"
 """In a job's folder, beside its adapter: the fingerprint under which it was trained."""
-_COST = "0 to 9 % of a step on an H200, most with long documents, and rows that portions leave free"
 
 
 def check_deterministic(
@@ -115,7 +115,7 @@ def keep_fingerprints(
     logger.info(
         "run.deterministic: a job's losses and adapter have the same bits in every run with this "
         "fingerprint. It does not cover other devices, layouts or versions. It costs %s "
-        "(docs/determinism.md): %s", _COST, shown,
+        "(docs/determinism.md): %s", COST, shown,
     )  # fmt: skip
     for job in jobs:
         path = output_dir / "jobs" / job.spec.name / FILE_NAME
