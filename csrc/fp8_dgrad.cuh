@@ -14,88 +14,35 @@
 // A cluster of two blocks computes 256 rows x 256 features: each block 128 features, sharing dy and ext by multicast.
 // Warpgroup 0 copies, warpgroups 1 and 2 multiply 64 features each.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_runtime.h>
-
-#include "host.cuh"
-#include "hopper.cuh"
-#include "lora.cuh"
+#include "gemm_tiles.cuh"
 #include "wgmma_registers.cuh"
 
 namespace fp8_dgrad {
 
+using namespace gemm;
+
 constexpr int kFeatures = 128;  // of a thread block's tile
 constexpr int kClusterFeatures = 2 * kFeatures;
-constexpr int kStageDepth = 128;  // codes of a swizzled row of 128 bytes
-constexpr int kStageChunks = kDepth / kChunk;
-constexpr int kStages = 4;
-constexpr int kThreads = 384;
-constexpr int kWarpsOfCluster = 16;  // that multiply
-constexpr int kPriority = -1;        // as lora_gemm.cuh's
-constexpr int kHalfRows = kTileRows / 2;
+constexpr int kCodes = 128;  // of n in a stage of the ring, and of a block of W's scales
 constexpr int kRowBytes = 128;
+constexpr int kHalfRows = kTileRows / 2;
 constexpr int kHalfBytes = kHalfRows * kRowBytes;
-constexpr int kWeightBytes = kStageDepth * kRowBytes;
 
-struct Problem {
-  CUtensorMap dy, weight, out, ext, factor;
+// `x` is dy; a tile's columns are features, kClusterFeatures of them.
+struct DgradProblem : Problem {
   const float* row_scales;    // [rows]
-  const float* block_scales;  // [ceil(depth / 128), ceil(features / 128)]; null: none
-  int rows, features, depth;
-  int row_tiles, feature_tiles, group;
-  int num_targets;
-  const int* tile_chunks;  // [row_tiles, num_targets + 1]; null: no rank part
-  const int* chunk_rows;   // a chunk: its first row in the arena
-  const int* row_keys;     // [rows], null: no dropout
-  const int* row_slots;    // [rows], -1: no adapter
-  const float* dropout;    // [slots]
-  int dropout_key, first_column;
-  int overlaps_previous_kernel;  // all but ext was written before the previous kernel started
+  const float* block_scales;  // [ceil(depth / 128), ceil(columns_out / 128)]; null: none
 };
 
-struct Tile {
-  int row, feature;  // of the cluster's tile
+// W lies where other GEMMs have x, dy where they have W: each block reads its own W, and both read all rows of dy.
+struct DgradShared : Shared<kTileRows> {
+  float row_scales[2][kTileRows];  // warpgroup
 
-  __device__ Tile(const Problem& p, int index) {
-    const int group_tiles = p.group * p.feature_tiles;
-    const int first = index / group_tiles * p.group;
-    const int height = min(p.group, p.row_tiles - first);
-    const int inside = index % group_tiles;
-    row = (first + inside % height) * kTileRows;
-    feature = inside / height * kClusterFeatures;
-  }
-};
+  // Codes [128 n][128 features]; or of lora_a, panels [64 ranks][64 features].
+  __device__ uint8_t* weight_at(int stage) { return this->x[stage]; }
 
-struct Chunks {
-  int begin, end;
-
-  __device__ Chunks(const Problem& p, const Tile& tile) : begin(0), end(0) {
-    if (p.tile_chunks == nullptr) return;
-    const int* bounds = p.tile_chunks + tile.row / kTileRows * (p.num_targets + 1);
-    begin = bounds[0];
-    end = bounds[p.num_targets];
-  }
-};
-
-// Position in the ring: stage, and the parity of the round.
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-struct Shared {
-  alignas(1024) uint8_t dy[kStages][2 * kHalfBytes];    // codes [256 rows][128 n]; or ext, panels [64 ranks][64 rows]
-  alignas(1024) uint8_t weight[kStages][kWeightBytes];  // codes [128 n][128 features]; or A, panels [64 ranks][64]
-  alignas(1024) uint8_t out[2][2][kPanel];              // warpgroup, turn
-  float row_scales[2][kTileRows];                       // warpgroup
-  uint64_t full[kStages], empty[kStages];
+  // Codes [256 rows][128 n]; or of ext, panels [64 ranks][64 rows].
+  __device__ uint8_t* dy_at(int stage) { return this->weight[stage]; }
 };
 
 // 4 bytes into shared memory, later; zero if not `inside`.
@@ -125,21 +72,21 @@ __device__ __forceinline__ void store_shared_word(uint32_t at, uint32_t v) {
 }
 
 template <bool kDropout>
-struct Producer {
-  const Problem& p;
-  Shared& shared;
-  const int block;
-  Ring ring;
-  bool waited = false;  // for the kernel that makes ext
+struct Producer : Copies<kTileRows> {
+  DgradShared& shared;
+
+  __device__ Producer(const DgradProblem& p, DgradShared& shared, int block)
+      : Copies<kTileRows>{p, shared, block}, shared(shared) {}
 
   __device__ void run() {
-    for (int index = blockIdx.x / 2; index < p.row_tiles * p.feature_tiles; index += gridDim.x / 2) {
+    for (int index = blockIdx.x / 2; index < p.row_tiles * p.column_tiles; index += gridDim.x / 2) {
       const Tile tile(p, index);
-      const int feature = tile.feature + block * kFeatures;
-      for (int n = 0; n < p.depth; n += kStageDepth) {
-        uint64_t* full = begin_stage(kWeightBytes + 2 * kHalfBytes);
-        load_tile(shared.weight[ring.stage], &p.weight, full, feature, n);
-        load_tile_both(shared.dy[ring.stage] + block * kHalfBytes, &p.dy, full, n, tile.row + block * kHalfRows);
+      const int row = tile.row_tile * kTileRows + block * kHalfRows;
+      const int feature = tile.column_tile * kClusterFeatures + block * kFeatures;
+      for (int n = 0; n < p.depth; n += kCodes) {
+        uint64_t* full = begin_stage(Shared<kTileRows>::kStageBytes);
+        load_tile(shared.weight_at(ring.stage), &p.weight, full, feature, n);
+        load_tile_both(shared.dy_at(ring.stage) + block * kHalfBytes, &p.x, full, n, row);
         ring.advance();
       }
       // Dropout masks the chunks' sum by itself, for which there are registers for half of the rows at a time.
@@ -150,15 +97,7 @@ struct Producer {
         load_chunks(tile, feature, 0, 4);
       }
     }
-    if (!waited) wait_for_previous();
-    // The other block may still copy into this one or arrive here: leave only when the ring is empty.
-    for (int i = 0; i < kStages; ++i, ring.advance()) barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-  }
-
-  __device__ uint64_t* begin_stage(int bytes) {
-    barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-    barrier_expect(&shared.full[ring.stage], bytes);
-    return &shared.full[ring.stage];
+    drain();
   }
 
   // Of ext, the panels of 64 rows from `begin` to `end`.
@@ -173,10 +112,10 @@ struct Producer {
       const int count = min(kStageChunks, chunks.end - chunk);
       uint64_t* full = begin_stage((end - begin) * kPanel + count * kFeatures * kChunk * 2);
       for (int panel = begin + block; panel < end; panel += 2)
-        load_tile_both(shared.dy[ring.stage] + panel * kPanel, &p.ext, full, panel * 64, chunk * kChunk);
+        load_tile_both(shared.dy_at(ring.stage) + panel * kPanel, &p.ext, full, panel * 64, chunk * kChunk);
       for (int i = 0; i < count; ++i)
         for (int panel = 0; panel < 2; ++panel)
-          load_tile(shared.weight[ring.stage] + panel * kPanel + i * kChunk * kRowBytes, &p.factor, full,
+          load_tile(shared.weight_at(ring.stage) + panel * kPanel + i * kChunk * kRowBytes, &p.factors[0], full,
                     feature + panel * 64, p.chunk_rows[chunk + i]);
       ring.advance();
     }
@@ -185,8 +124,8 @@ struct Producer {
 
 template <bool kBlocks, bool kDropout>
 struct Consumer {
-  const Problem& p;
-  Shared& shared;
+  const DgradProblem& p;
+  DgradShared& shared;
   const int warpgroup;
   Ring ring;
   bool waited = false;
@@ -207,19 +146,20 @@ struct Consumer {
 
   __device__ void run() {
     Half sums[2], part;
-    for (int index = blockIdx.x / 2; index < p.row_tiles * p.feature_tiles; index += gridDim.x / 2) {
+    for (int index = blockIdx.x / 2; index < p.row_tiles * p.column_tiles; index += gridDim.x / 2) {
       const Tile tile(p, index);
-      const int feature = tile.feature + cluster_block() * kFeatures;
+      const int row = tile.row_tile * kTileRows;
+      const int feature = tile.column_tile * kClusterFeatures + cluster_block() * kFeatures;
       const Chunks chunks(p, tile);
-      copy_scales(tile.row);
+      copy_scales(row);
       multiply(sums, part, feature);
       scale(sums);
       if constexpr (kDropout) {
-        if (chunks.begin < chunks.end) add_dropped(sums, part, chunks, tile.row, feature + warpgroup * 64);
+        if (chunks.begin < chunks.end) add_dropped(sums, part, chunks, row, feature + warpgroup * 64);
       } else {
         multiply_chunks<0, 2>(sums, chunks, 1);
       }
-      store(sums, tile.row, feature + warpgroup * 64);
+      store(sums, row, feature + warpgroup * 64);
     }
     if (thread() == 0) store_wait_all();
   }
@@ -241,10 +181,11 @@ struct Consumer {
   __device__ void multiply(Half (&sums)[2], Half& part, int feature) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
-    const int block_columns = (p.features + kFeatures - 1) / kFeatures;
+    const CodesPlace place = codes_place();
+    const int block_columns = (p.columns_out + kFeatures - 1) / kFeatures;
     const float* block_scale = nullptr;
     if (kBlocks) block_scale = p.block_scales + min(feature / kFeatures, block_columns - 1);
-    for (int n = 0; n < p.depth; n += kStageDepth) {
+    for (int n = 0; n < p.depth; n += kCodes) {
       float factor = 1.f;
       if constexpr (kBlocks) {
         factor = __ldg(block_scale);
@@ -252,15 +193,17 @@ struct Consumer {
       }
       barrier_wait(&shared.full[ring.stage], ring.parity);
       uint32_t a[4][4];
-      load_codes(a);
-      const uint64_t b = operand(shared.dy[ring.stage], 0);
+      load_codes(a, place);
+      const uint64_t b = operand(shared.dy_at(ring.stage), 0);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        settle(part);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 4; ++i) wgmma_codes_n128(part, a[i], b + ((half * kHalfBytes + i * 32) >> 4), i != 0);
         wgmma_commit();
         wgmma_wait<0>();
+        settle(part);
         if (half == 1) release();
 #pragma unroll
         for (int i = 0; i < 64; ++i) sums[half][i] = kBlocks ? fmaf(part[i], factor, sums[half][i]) : sums[half][i] + part[i];
@@ -268,18 +211,29 @@ struct Consumer {
     }
   }
 
-  // W^T of the warp's 16 features x the stage's 128 n, as fragments of four steps of 32. Matrix i of an `ldmatrix` has
-  // these 8 of the 32 n as rows, so that its lane q of a row gets, of a 4 n that a product wants together, the first
-  // two in one register and the last two in the next (the other way round for q > 1: then no two rows of a matrix lie
-  // in the same banks).
-  __device__ void load_codes(uint32_t (&a)[4][4]) {
+  // Where a lane's row of the first `ldmatrix` of a stage begins, and which bytes it then takes.
+  struct CodesPlace {
+    uint32_t offset, low;
+  };
+
+  __device__ CodesPlace codes_place() {
     const int place = lane() % 8;
     const int even_n = (place / 4 * 5 + place % 4 / 2 * 2) * 2;  // 0, 4, 10, 14: the pairs of the first matrix
     const int pair = lane() / 8 % 2;                             // the second has 2, 6, 8, 12
     const int n = even_n + (pair == 0 ? 0 : place < 4 ? 2 : -2) + place % 2 + lane() / 16 * 16;
     const int chunk = warpgroup * 4 + warp();
-    const uint32_t at = shared_address(shared.weight[ring.stage]) + n * kRowBytes + (chunk ^ n % 8) * 16;
-    const uint32_t low = lane() % 4 < 2 ? 0x6420 : 0x2064, high = low + 0x1111;
+    CodesPlace found{static_cast<uint32_t>(n * kRowBytes + (chunk ^ n % 8) * 16), lane() % 4 < 2 ? 0x6420u : 0x2064u};
+    asm volatile("" : "+r"(found.offset), "+r"(found.low));  // kept, not computed again in every stage
+    return found;
+  }
+
+  // W^T of the warp's 16 features x the stage's 128 n, as fragments of four steps of 32. Matrix i of an `ldmatrix` has
+  // these 8 of the 32 n as rows, so that its lane q of a row gets, of a 4 n that a product wants together, the first
+  // two in one register and the last two in the next (the other way round for q > 1: then no two rows of a matrix lie
+  // in the same banks).
+  __device__ void load_codes(uint32_t (&a)[4][4], const CodesPlace& place) {
+    const uint32_t at = shared_address(shared.weight_at(ring.stage)) + place.offset;
+    const uint32_t low = place.low, high = low + 0x1111;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t r[4];
@@ -317,7 +271,7 @@ struct Consumer {
     for (int chunk = chunks.begin; chunk < chunks.end; chunk += kStageChunks) {
       const int count = min(kStageChunks, chunks.end - chunk);
       barrier_wait(&shared.full[ring.stage], ring.parity);
-      uint64_t b = operand(shared.dy[ring.stage], kPanel);
+      uint64_t b = operand(shared.dy_at(ring.stage), kPanel);
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
         uint32_t a[4];
@@ -328,6 +282,8 @@ struct Consumer {
           wgmma_ranks_n128(sums[half - kBegin], a, b + (half * 2 * kPanel >> 4), accumulate);
         wgmma_commit();
         wgmma_wait<0>();
+#pragma unroll
+        for (int half = kBegin; half < kEnd; ++half) settle(sums[half - kBegin]);
         b += kChunk * kRowBytes >> 4;
         accumulate = 1;
       }
@@ -338,7 +294,7 @@ struct Consumer {
   // A^T of the warp's 16 features x 16 ranks, features in the order of load_codes.
   __device__ void load_chunk(uint32_t (&a)[4], int place) {
     const int g = lane() / 4, q = lane() % 4;
-    const uint32_t panel = shared_address(shared.weight[ring.stage]) + warpgroup * kPanel + place * kChunk * kRowBytes;
+    const uint32_t panel = shared_address(shared.weight_at(ring.stage)) + warpgroup * kPanel + place * kChunk * kRowBytes;
     uint32_t pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -428,22 +384,15 @@ struct Consumer {
 
 template <bool kBlocks, bool kDropout>
 __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
-    kernel(const __grid_constant__ Problem p) {
-  extern __shared__ __align__(1024) uint8_t dynamic[];
-  auto& shared = *reinterpret_cast<Shared*>(dynamic);
-  if (threadIdx.x == 0) {
-    if (shared_address(dynamic) % 1024 != 0) __trap();
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(&shared.full[i], 1);
-      barrier_init(&shared.empty[i], kWarpsOfCluster);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  cluster_sync();
+    kernel(const __grid_constant__ DgradProblem p) {
+  extern __shared__ __align__(1024) uint8_t aligned[];
+  auto& shared = *reinterpret_cast<DgradShared*>(aligned);
+  if (shared_address(aligned) % 1024 != 0) __trap();  // there is no room to align it here
+  start_barriers(shared);
   if (!p.overlaps_previous_kernel) wait_for_previous();
   if (threadIdx.x < 128) {
     keep_registers<40>();
-    if (threadIdx.x == 0) Producer<kDropout>{p, shared, static_cast<int>(cluster_block())}.run();
+    if (threadIdx.x == 0) Producer<kDropout>(p, shared, cluster_block()).run();
   } else {
     take_registers<232>();
     const int warpgroup = threadIdx.x / 128 - 1;
@@ -452,8 +401,8 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
 }
 
 template <bool kBlocks>
-int launch(const Problem& problem, int blocks, cudaStream_t stream) {
-  constexpr int bytes = sizeof(Shared);
+int launch(const DgradProblem& problem, int blocks, cudaStream_t stream) {
+  constexpr int bytes = sizeof(DgradShared);
   static_assert(bytes <= 232448, "what a block of a Hopper GPU may have");
   if (problem.row_keys == nullptr)
     return launch_kernel<kernel<kBlocks, false>>(problem, blocks, kThreads, bytes, 0, stream, kPriority);

@@ -46,13 +46,6 @@ __device__ __forceinline__ float2 load_two(const float* at) {
   return v;
 }
 
-// Products are in these registers from here on: the compiler moves no reader or writer across.
-template <int N>
-__device__ __forceinline__ void settle(float (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-
 template <int BN, bool kDropout>
 struct Producer : Copies<BN> {
   using Copies<BN>::p, Copies<BN>::shared, Copies<BN>::block, Copies<BN>::ring;

@@ -272,8 +272,8 @@ __device__ Shared<BN>& aligned_shared(uint8_t* unaligned) {
   return *reinterpret_cast<Shared<BN>*>((reinterpret_cast<uintptr_t>(unaligned) + 1023) & ~1023ull);
 }
 
-template <int BN>
-__device__ void start_barriers(Shared<BN>& shared) {
+template <typename Shared>
+__device__ void start_barriers(Shared& shared) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&shared.full[i], 1);

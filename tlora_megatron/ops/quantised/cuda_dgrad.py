@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tlora_megatron.ops.lora.cuda.arguments import DgradArguments, packer
-from tlora_megatron.ops.lora.cuda.calls import (
-    RankPart,
-    device_index,
-    launch,
-    mask_fields,
-    multiprocessors,
-)
+from tlora_megatron.ops.lora.cuda.calls import GemmTile, RankPart, gemm_arguments, launch
 from tlora_megatron.ops.quantised.handed_rows import handed_rows
 from tlora_megatron.ops.quantised.rows import QuantRows
 
@@ -77,38 +71,16 @@ def fp8_dgrad(
             must have been written before that kernel began.
         group: row tiles whose column tiles are computed one after another.
     """
-    ext = factor = tile_chunks = chunk_rows = 0
-    ext_rows = factor_rows = num_targets = 0
-    mask = mask_fields(None if rank is None else rank.dropout)
-    if rank is not None:
-        (lora_a,) = rank.factors.arenas
-        ext, factor = rank.flat.data_ptr(), lora_a.data_ptr()
-        ext_rows, factor_rows, num_targets = rank.form.chunk_rows, len(lora_a), rank.num_targets
-        tile_chunks, chunk_rows = rank.tile_chunks.data_ptr(), rank.chunk_rows.data_ptr()
-    arguments = _ARGUMENTS.pack(  # in the order of `DgradArguments`
-        dy_rows.codes_TK.data_ptr(),
-        weight.codes_NK.data_ptr(),
-        dy_rows.scales.data_ptr(),
-        weight.scales.data_ptr() if weight.kind == "block" else 0,
-        ext,
-        factor,
-        dx_TK.data_ptr(),
-        tile_chunks,
-        chunk_rows,
-        mask.row_keys,
-        mask.row_slots,
-        mask.probability,
-        dx_TK.shape[0],
-        dx_TK.shape[1],
-        weight.num_columns,
-        ext_rows,
-        factor_rows,
-        num_targets,
-        mask.key,
-        mask.first_column,
-        group,
-        multiprocessors(dx_TK.device) // 2 * 2,
+    plain = gemm_arguments(
+        dy_rows.codes_TK,
+        weight.codes_NK,
+        dx_TK,
+        GemmTile(256, group),
+        False,
         overlaps_previous_kernel,
-        device_index(dx_TK),
+        None,
+        rank,
     )
+    block_scales = weight.scales.data_ptr() if weight.kind == "block" else 0
+    arguments = _ARGUMENTS.pack(plain, dy_rows.scales.data_ptr(), block_scales)
     launch("fp8_dgrad", arguments, dx_TK)

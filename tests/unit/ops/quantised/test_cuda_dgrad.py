@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tlora_megatron.ops.lora.cuda import calls
 from tlora_megatron.ops.lora.cuda.arguments import DgradArguments
 from tlora_megatron.ops.lora.cuda.calls import Arenas, Dropout, RankPart
 from tlora_megatron.ops.lora.cuda.rank_form import RankForm
@@ -28,19 +29,22 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     def launch(name: str, arguments: bytes, on: torch.Tensor) -> None:
         assert name == "fp8_dgrad"
         fields = DgradArguments.from_buffer_copy(arguments)
-        found.append({key: getattr(fields, key) or 0 for key, *_ in fields._fields_})
+        gemm = fields.gemm
+        named = {key: getattr(gemm, key) or 0 for key, *_ in gemm._fields_ if key != "factors"}
+        named |= {"lora_a": gemm.factors.at[0] or 0, "row_scales": fields.row_scales}
+        found.append(named | {"block_scales": fields.block_scales or 0})
 
     monkeypatch.setattr(cuda_dgrad, "launch", launch)
-    monkeypatch.setattr(cuda_dgrad, "device_index", lambda x: 3)
-    monkeypatch.setattr(cuda_dgrad, "multiprocessors", lambda device: 133)
+    monkeypatch.setattr(calls, "device_index", lambda x: 3)
+    monkeypatch.setattr(calls, "multiprocessors", lambda device: 133)
     return found
 
 
 def expect(actual: dict[str, Any], **expected: Any) -> None:
     """Tensors stand for their addresses; fields that are not named are 0."""
     values = {k: v.data_ptr() if isinstance(v, torch.Tensor) else v for k, v in expected.items()}
-    sizes = {"rows": 6, "features": K, "depth": N, "group": 8, "blocks": 132, "device": 3}
-    assert actual == dict.fromkeys(actual, 0) | sizes | values
+    sizes = {"rows": 6, "columns_out": K, "depth": N, "tile_columns": 256, "group": 8}
+    assert actual == dict.fromkeys(actual, 0) | sizes | {"blocks": 132, "device": 3} | values
 
 
 @pytest.mark.parametrize("kind", ["channel", "block"])
@@ -48,7 +52,7 @@ def test_without_adapters(launched: list[dict[str, Any]], kind: str) -> None:
     scales = torch.ones(N) if kind == "channel" else torch.ones(1, 1)
     cuda_dgrad.fp8_dgrad(DY, QuantWeight(CODES, scales), DX)
     given = {} if kind == "channel" else {"block_scales": scales}
-    expect(launched[0], dy=DY.codes_TK, weight=CODES, row_scales=DY.scales, out=DX, **given)
+    expect(launched[0], x=DY.codes_TK, weight=CODES, row_scales=DY.scales, out=DX, **given)
 
 
 def test_with_adapters_and_dropout(launched: list[dict[str, Any]]) -> None:
@@ -61,10 +65,10 @@ def test_with_adapters_and_dropout(launched: list[dict[str, Any]]) -> None:
         DY, QuantWeight(CODES, torch.ones(N)), DX, rank=rank, overlaps_previous_kernel=True
     )
     expect(
-        launched[0], dy=DY.codes_TK, weight=CODES, row_scales=DY.scales, out=DX, ext=flat,
-        factor=lora_a, tile_chunks=tiles, chunk_rows=chunks, row_keys=keys, row_slots=slots,
-        dropout=mask.probability, ext_rows=16, factor_rows=80, num_targets=2, dropout_key=77,
-        first_column=96, overlaps_previous_kernel=1,
+        launched[0], x=DY.codes_TK, weight=CODES, row_scales=DY.scales, out=DX, ext=flat,
+        lora_a=lora_a, tile_chunks=tiles, chunk_rows=chunks, row_keys=keys, row_slots=slots,
+        dropout=mask.probability, ext_rows=16, num_targets=2, dropout_key=77, first_column=96,
+        overlaps_previous_kernel=1,
     )  # fmt: skip
 
 

@@ -49,12 +49,8 @@ class DgradArguments(ctypes.Structure):
     """`TloraFp8Dgrad` of fp8_dgrad.cu."""
 
     _fields_ = [
-        *((name, _Pointer) for name in ("dy", "weight", "row_scales", "block_scales")),
-        *((name, _Pointer) for name in ("ext", "factor", "out", "tile_chunks", "chunk_rows")),
-        *((name, _Pointer) for name in ("row_keys", "row_slots", "dropout")),
-        *((name, _Long) for name in ("rows", "features", "depth", "ext_rows", "factor_rows")),
-        *((name, _Int) for name in ("num_targets", "dropout_key", "first_column")),
-        *((name, _Int) for name in ("group", "blocks", "overlaps_previous_kernel", "device")),
+        ("gemm", GemmArguments),
+        *((name, _Pointer) for name in ("row_scales", "block_scales")),
     ]
 
 
