@@ -1,0 +1,282 @@
+"""The GEMM of FP8 codes with adapters in it, and the input gradient, against their definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.kernel_case import (
+    KernelCase,
+    gradients,
+    make_case,
+    make_rows,
+    poisoned_memory,
+    reference,
+)
+from tests.helpers.linear_case import error
+from tlora_megatron.ops.lora.columns import OutputColumns
+from tlora_megatron.ops.lora.cuda.calls import GemmTile
+from tlora_megatron.ops.lora.kernel_choice import problem_of
+from tlora_megatron.ops.lora.linear_ops import BoundLinear, LinearOps
+from tlora_megatron.ops.quantised import cuda_products
+from tlora_megatron.ops.quantised.codes import encode
+from tlora_megatron.ops.quantised.definition import forward_product, input_gradient
+from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
+from tlora_megatron.ops.quantised.weight import Kind, QuantWeight, encode_weight
+from tlora_megatron.ops.routing.row_groups import RowGroups
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+MOST = 2e-3
+"""Of a row's norm; rounding to bf16 alone is 1.1e-3."""
+WITH_RANKS = 1.2e-2
+"""As tests of the bf16 kernels: s and dS are rounded to bf16."""
+WHOLE = (OutputColumns(groups=1, stride=768, begin=0, width=768),)
+QKV = tuple(
+    OutputColumns(groups=2, stride=768, begin=begin, width=width)
+    for begin, width in ((0, 512), (512, 128), (640, 128))
+)
+GATE_UP = tuple(OutputColumns(groups=1, stride=1280, begin=b, width=640) for b in (0, 640))
+LINEARS = {
+    "whole": (WHOLE, [[4], [64], [0], [40]]),
+    "q k v": (QKV, [[4, 0, 17], [16, 64, 16], [0, 0, 0], [1, 40, 3]]),
+    "gate up": (GATE_UP, [[4, 5], [16, 0], [33, 8], [64, 100]]),
+    "large ranks": (QKV, [[128, 128, 128], [16, 16, 16], [0, 100, 0], [8, 8, 8]]),
+}
+WORKLOADS = {
+    "ragged": (5, 1300, 700, 333),
+    "absent": (0, 611, 0, 2570),
+    "one adapter": (0, 0, 0, 3000),
+    "short": (1, 63, 7, 2),
+    "none": (0, 0, 0, 0),
+}
+DROPOUT = (0.3, 0.1, 0.5, 0.0)
+SIZES = ((256, 768, 512), (300, 520, 400), (1, 16, 16), (4097, 1096, 1040), (129, 136, 2064))
+"""Rows, columns, terms of the sum: whole tiles, and tails of 16 terms and 8 columns."""
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if problem := problem_of("cuda", torch.device("cuda"), BF16):
+        pytest.skip(problem)
+
+
+@pytest.fixture(params=["channel 128", "channel 192", "channel 256", "block 128", "block 256"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kind:
+    """The kind of scales; every GEMM has tiles of so many columns."""
+    kind, _, columns = request.param.partition(" ")
+    monkeypatch.setattr(cuda_products, "tile_of", lambda *_: GemmTile(int(columns)))
+    return "block" if kind == "block" else "channel"
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda")
+
+
+def quantised(w_NK: torch.Tensor, kind: Kind) -> QuantWeight:
+    """A weight of channels' scales, or of blocks' scales of very different sizes."""
+    if kind == "channel":
+        return encode_weight(w_NK)
+    blocks = [-(-size // GROUP) for size in w_NK.shape]
+    scales = draw(*blocks, seed=9).exp() * 0.01
+    wide = scales.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
+    n, k = w_NK.shape
+    return QuantWeight(encode(w_NK / wide[:n, :k] * 0.01), scales)
+
+
+def row_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The worst row's error over its norm."""
+    difference = (actual.double() - expected.double()).norm(dim=1)
+    return float((difference / expected.double().norm(dim=1).clamp(min=1e-30)).max())
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_products_without_adapters(sizes: tuple[int, int, int], kind: Kind) -> None:
+    num_rows, n, k = sizes
+    weight = quantised(draw(n, k, seed=1), kind)
+    x, dy = draw(num_rows, k, seed=2).to(BF16), draw(num_rows, n, seed=3).to(BF16)
+    rows, dy_rows = weight.rows_of(x), weight.gradient_rows_of(dy)
+    bias = draw(n, seed=4).to(BF16)
+    expected = forward_product(rows, weight.codes_NK, weight.scales, BF16)
+    with poisoned_memory():
+        y = cuda_products.product(x, weight, None, None)
+        with_bias = cuda_products.product(x, weight, bias, None)
+    assert row_error(y, expected) < MOST
+    assert row_error(with_bias, expected + bias) < MOST
+    if n % 16:
+        return
+    gradient = input_gradient(dy_rows, weight.codes_NK, weight.scales, BF16)
+    with poisoned_memory():
+        dx = cuda_products.input_gradient(dy, weight, None)
+    assert row_error(dx, gradient) < MOST
+
+
+def run(
+    bound: BoundLinear, case: KernelCase, weight: QuantWeight, x: torch.Tensor, dy: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Output and every gradient by name."""
+    y, s = bound.forward(x, weight, case.bias_N)
+    ds = bound.backward_up(dy, s)
+    dx = bound.product_dgrad(dy, ds, weight)
+    bound.backward_down(x, dy, s, ds, (0, len(x)))
+    return {"y": y, "dx": dx, **gradients(case.factors)}
+
+
+def expected_of(
+    case: KernelCase, weight: QuantWeight, x: torch.Tensor, dy: torch.Tensor, rows: RowGroups
+) -> dict[str, torch.Tensor]:
+    """The rank part in fp64 beside the base's definition."""
+    no_base = replace(case, weight_NK=torch.zeros_like(case.weight_NK))
+    found = reference(no_base, x, dy, rows)
+    codes, scales = weight.codes_NK, weight.scales
+    found["y"] = found["y"] + forward_product(weight.rows_of(x), codes, scales, BF16)
+    gradient = input_gradient(weight.gradient_rows_of(dy), codes, scales, BF16)
+    found["dx"] = found["dx"] + gradient
+    return found
+
+
+def compare(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.isfinite(actual[name]).all(), name
+        assert error(actual[name], value) < WITH_RANKS, name
+
+
+def cuda_ops() -> LinearOps:
+    from tlora_megatron.ops.lora.cuda.ops import CudaOps
+    from tlora_megatron.ops.lora.triton.ops import TritonOps
+
+    return CudaOps(TritonOps())
+
+
+def fp8_case(
+    linear: str, dropout: Sequence[float] = (), in_size: int = 528, kind: Kind = "channel"
+) -> tuple[KernelCase, QuantWeight]:
+    columns, ranks = LINEARS[linear]
+    case = make_case(ranks, columns, in_size, dtype=BF16, device="cuda", dropout=dropout)
+    return case, quantised(case.weight_NK.float(), kind)
+
+
+def operands(case: KernelCase, num_rows: int, seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    x = draw(num_rows, case.weight_NK.shape[1], seed=seed).to(BF16)
+    return x, draw(num_rows, case.out_size, seed=seed + 1).to(BF16)
+
+
+@pytest.mark.parametrize("dropout", [(), DROPOUT], ids=["no dropout", "dropout"])
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("linear", LINEARS)
+def test_every_output_and_gradient_equals_the_definition(
+    linear: str, workload: str, dropout: tuple[float, ...], kind: Kind
+) -> None:
+    case, weight = fp8_case(linear, dropout, kind=kind)
+    rows = make_rows(WORKLOADS[workload], padding=6)
+    x, dy = operands(case, rows.ends[-1])
+    with poisoned_memory():
+        actual = run(cuda_ops().bind(case.factors, rows), case, weight, x, dy)
+    compare(actual, expected_of(case, weight, x, dy, rows))
+
+
+@pytest.mark.parametrize("num_adapters", [1, 64, 1024])
+def test_any_number_of_adapters(num_adapters: int) -> None:
+    lengths = [3 + i % 11 for i in range(num_adapters)]
+    ranks = [[1 + i * 37 % 128] for i in range(num_adapters)]
+    case = make_case(ranks, WHOLE, 528, dtype=BF16, device="cuda")
+    weight = encode_weight(case.weight_NK)
+    rows = make_rows(lengths, padding=9)
+    x, dy = operands(case, rows.ends[-1])
+    with poisoned_memory():
+        actual = run(cuda_ops().bind(case.factors, rows), case, weight, x, dy)
+    compare(actual, expected_of(case, weight, x, dy, rows))
+
+
+@pytest.mark.parametrize("dropout", [(), DROPOUT], ids=["no dropout", "dropout"])
+def test_bits_are_those_of_the_job_in_other_company_whatever_the_tiles(
+    dropout: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neighbours of other ranks before it, NaN and loud ones, and no neighbours at all."""
+    case, weight = fp8_case("large ranks", dropout, in_size=1040)
+    own_x, own_dy = operands(case, 1300, seed=1)
+    found = []
+    companies = ((5, 1300, 700, 333), (711, 1300, 3, 600), (0, 1300, 0, 0), (711, 1300, 3, 600))
+    for number, lengths in enumerate(companies):
+        columns = (128, 192, 256, 256)[number]
+        monkeypatch.setattr(cuda_products, "tile_of", lambda *_, c=columns: GemmTile(c))
+        rows = make_rows(lengths, padding=4000 - sum(lengths))
+        x, dy = operands(case, 4000, seed=20 + number)
+        own = slice(rows.ends[0], rows.ends[1])
+        if number == 3:
+            x[: own.start] = dy[: own.start] = float("nan")
+            x[own.stop :] = dy[own.stop :] = 1e30
+        x[own], dy[own] = own_x, own_dy
+        actual = run(cuda_ops().bind(case.factors, rows), case, weight, x, dy)
+        kept = {n: v for n, v in actual.items() if n[2:].startswith("[1]")}
+        found.append(kept | {n: actual[n][own] for n in ("y", "dx")})
+        if number == 3:
+            assert actual["y"][: own.start].isnan().all()
+            assert actual["dx"][: own.start].isnan().all()
+    for other in found[1:]:
+        for name, value in found[0].items():
+            assert torch.equal(value, other[name]), name
+
+
+def test_two_runs_are_bitwise_equal(kind: Kind) -> None:
+    case, weight = fp8_case("q k v", DROPOUT, kind=kind)
+    rows = make_rows((900, 2000, 1, 2500))
+    x, dy = operands(case, rows.ends[-1])
+    bound = cuda_ops().bind(case.factors, rows)
+    first = run(bound, case, weight, x, dy)
+    for _ in range(5):
+        for name, value in run(bound, case, weight, x, dy).items():
+            assert torch.equal(first[name], value), name
+
+
+def test_long_sums_of_equal_signs_do_not_lose_what_tensor_cores_cut_off() -> None:
+    k = 14_336
+    rows = encode_rows(draw(256, k).abs().to(BF16))
+    weight = encode_weight(draw(256, k, seed=1).abs())
+    scales = cuda_products.forward_scales(weight)
+    expected = forward_product(rows, weight.codes_NK, weight.scales, BF16).double()
+
+    def bias_of(promote: int) -> float:
+        out = torch.full((256, 256), torch.nan, device="cuda", dtype=BF16)
+        tile = GemmTile(128 if promote == 512 else 256)
+        cuda_products.fp8_gemm(rows, weight.codes_NK, scales, out, tile, promote=promote)
+        return float(((out.double() - expected) / expected).mean())
+
+    biases = {promote: bias_of(promote) for promote in (128, 512, 0)}
+    print("mean error over the value, by products summed before promotion:", biases)
+    assert abs(biases[128]) < 5e-4
+    assert abs(biases[128]) < abs(biases[0])
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (144, 272), (4096, 14_336), (6144, 4096)], ids=str)
+def test_a_transposed_copy(sizes: tuple[int, int]) -> None:
+    generator = torch.Generator("cuda").manual_seed(3)
+    codes = torch.randint(0, 256, sizes, generator=generator, device="cuda", dtype=torch.uint8)
+    with poisoned_memory():
+        assert torch.equal(cuda_products.transposed(codes), codes.t())
+
+
+def test_codes_handed_with_a_tensor_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward quantises before s is made, once; what it makes does not stay on the tensor."""
+    case, weight = fp8_case("whole")
+    rows = make_rows(WORKLOADS["ragged"])
+    x, dy = operands(case, rows.ends[-1])
+    bound = cuda_ops().bind(case.factors, rows)
+    expected = run(bound, case, weight, x, dy)
+    calls: list[QuantRows] = []
+
+    def counted(x: torch.Tensor, **options: object) -> QuantRows:
+        calls.append(encode_rows(x, **options))  # type: ignore[arg-type]
+        return calls[-1]
+
+    monkeypatch.setattr("tlora_megatron.ops.quantised.weight.encode_rows", counted)
+    y, _ = bound.forward(x, weight, case.bias_N)
+    assert torch.equal(y, expected["y"])
+    assert len(calls) == 1
+    assert "tlora_quant_rows" not in x.__dict__

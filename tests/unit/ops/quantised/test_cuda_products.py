@@ -1,0 +1,148 @@
+"""The FP8 products of Hopper's kernels: what launches pack, and who is asked for them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.kernel_case import make_case, make_rows
+from tlora_megatron.ops.lora.columns import OutputColumns
+from tlora_megatron.ops.lora.cuda import calls
+from tlora_megatron.ops.lora.cuda.arguments import STRUCTS
+from tlora_megatron.ops.lora.cuda.calls import GemmTile, RankPart
+from tlora_megatron.ops.lora.cuda.ops import CudaOps, RankedBase
+from tlora_megatron.ops.lora.torch_ops import TorchOps
+from tlora_megatron.ops.quantised import cuda_products
+from tlora_megatron.ops.quantised.rows import GROUP, encode_rows
+from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
+
+T, N, K = 48, 272, 144
+BLOCKS = QuantWeight(torch.zeros(N, K, dtype=torch.uint8), torch.ones(3, 2))
+CHANNELS = encode_weight(torch.randn(N, K))
+X = torch.randn(T, K)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The struct of every launch."""
+    found: list[Any] = []
+
+    class Library:
+        def call(self, name: str, arguments: bytes, stream: int) -> None:
+            found.append(STRUCTS[name].from_buffer_copy(arguments))
+
+    monkeypatch.setattr(calls, "load_extension", Library)
+    for module in (calls, cuda_products):
+        monkeypatch.setattr(module, "device_index", lambda x: 3)
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: 40 + i, raising=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("weight", "steps"), [(CHANNELS, (1, 0, 0, 0, 0)), (BLOCKS, (2, 1, 2, 1, 1))]
+)
+def test_forward(launched: list[Any], weight: QuantWeight, steps: tuple[int, ...]) -> None:
+    out, rows = X.new_empty(T, N), encode_rows(X, group=weight.group)
+    scales = cuda_products.forward_scales(weight)
+    cuda_products.fp8_gemm(rows, weight.codes_NK, scales, out, GemmTile(256))
+    (fields,) = launched
+    gemm = fields.gemm
+    assert (gemm.x, gemm.weight) == (rows.codes_TK.data_ptr(), weight.codes_NK.data_ptr())
+    assert (gemm.rows, gemm.columns_out, gemm.depth, gemm.out) == (T, N, K, out.data_ptr())
+    assert (gemm.tile_columns, gemm.blocks, gemm.overlaps_previous_kernel) == (256, 132, 0)
+    assert (fields.row_scales, fields.scales) == (rows.scales.data_ptr(), weight.scales.data_ptr())
+    assert steps == _steps(fields)
+    assert fields.promote == 128
+
+
+@pytest.mark.parametrize(
+    ("weight", "steps"), [(CHANNELS, (1, 0, 0, 0, 0)), (BLOCKS, (1, 0, 1, 2, 1))]
+)
+def test_input_gradient(launched: list[Any], weight: QuantWeight, steps: tuple[int, ...]) -> None:
+    """Through a transposed copy; scales of channels are in dy's codes, those of blocks turned."""
+    dx = cuda_products.input_gradient(torch.randn(T, N), weight, None)
+    assert dx.shape == (T, K)
+    copy, fields = launched
+    assert (copy.source, copy.rows, copy.columns) == (weight.codes_NK.data_ptr(), N, K)
+    assert copy.target == fields.gemm.weight
+    assert (fields.gemm.rows, fields.gemm.columns_out, fields.gemm.depth) == (T, K, N)
+    assert fields.scales == (None if weight is CHANNELS else weight.scales.data_ptr())
+    assert steps == _steps(fields)
+    assert fields.gemm.tile_columns != (192 if weight is BLOCKS else 0)
+
+
+def _steps(fields: Any) -> tuple[int, ...]:
+    names = ("row_stride", "row_group_stride", "column_stride", "group_stride", "block")
+    return tuple(getattr(fields, name) for name in names)
+
+
+@pytest.mark.parametrize("is_handed", [True, False])
+def test_a_product_overlaps_the_kernel_before_only_with_codes_that_are_older(
+    launched: list[Any], is_handed: bool
+) -> None:
+    x = X.clone()
+    if is_handed:
+        CHANNELS.prepare(x)
+    form = SimpleNamespace(chunk_rows=16)
+    rank = RankPart(X, form, SimpleNamespace(argument=b""), 1, X, X, None)  # type: ignore[arg-type]
+    cuda_products.product(x, CHANNELS, None, rank)
+    assert launched[0].gemm.overlaps_previous_kernel == is_handed
+    assert not x.__dict__, "codes must not outlive the product"
+
+
+def test_a_linear_asks_a_base_that_takes_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the arena of each direction; a base that refuses gets the sum to add to."""
+    columns = (OutputColumns(groups=1, stride=64, begin=0, width=64),)
+    case = make_case([[4], [8]], columns, 64, dtype=torch.float32)
+    weight = encode_weight(case.weight_NK)
+    assert isinstance(weight, RankedBase)
+    assert not weight.takes_ranks(X), "there is no GPU here"
+    rows = make_rows((5, 9))
+    bound = CudaOps(TorchOps()).bind(case.factors, rows)
+    asked: list[tuple[str, Any]] = []
+
+    class Base:
+        num_columns = 64
+
+        def takes_ranks(self, x: torch.Tensor) -> bool:
+            return True
+
+        def prepare(self, x_TK: torch.Tensor) -> None:
+            asked.append(("prepare", None))
+
+        def ranked_product(self, x_TK: torch.Tensor, bias_N: Any, rank: Any) -> torch.Tensor:
+            asked.append(("product", rank))
+            return x_TK
+
+        def ranked_dgrad(self, dy_TN: torch.Tensor, rank: Any) -> torch.Tensor:
+            asked.append(("dgrad", rank))
+            return dy_TN
+
+        def forward(self, x_TK: torch.Tensor, onto_TN: Any) -> torch.Tensor:
+            raise AssertionError("it takes ranks")
+
+        dgrad = forward
+
+    monkeypatch.setattr(type(bound), "down", lambda self, x: x)
+    x = torch.randn(14, 64)
+    _, s = bound.forward(x, Base(), None)
+    bound.product_dgrad(x, s, Base())
+    assert [name for name, _ in asked] == ["prepare", "product", "dgrad"]
+    product, dgrad = asked[1][1], asked[2][1]
+    assert product.factors.arenas == case.factors.lora_b
+    assert dgrad.factors.arenas == (case.factors.lora_a,)
+
+
+def test_only_bf16_of_whole_16s_on_our_gpus_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_products, "_kernels_are_ours", lambda *_: True)
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=None)
+    assert cuda_products.takes(on_gpu, CHANNELS)  # type: ignore[arg-type]
+    odd = encode_weight(torch.zeros(N, K + 8))
+    assert not cuda_products.takes(on_gpu, odd)  # type: ignore[arg-type]
+    on_gpu.dtype = torch.float16
+    assert not cuda_products.takes(on_gpu, CHANNELS)  # type: ignore[arg-type]
+    assert GROUP == 128, "kCodes of fp8_gemm.cuh"
