@@ -21,7 +21,7 @@ from tlora_megatron.ops.lora.columns import OutputColumns
 from tlora_megatron.ops.lora.cuda.calls import GemmTile
 from tlora_megatron.ops.lora.kernel_choice import problem_of
 from tlora_megatron.ops.lora.linear_ops import BoundLinear, LinearOps
-from tlora_megatron.ops.quantised import cuda_products
+from tlora_megatron.ops.quantised import cuda_dgrad, cuda_products
 from tlora_megatron.ops.quantised.codes import encode
 from tlora_megatron.ops.quantised.definition import forward_product, input_gradient
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
@@ -60,9 +60,11 @@ SIZES = ((256, 768, 512), (300, 520, 400), (1, 16, 16), (4097, 1096, 1040), (129
 
 
 @pytest.fixture(autouse=True)
-def hopper() -> None:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Input gradients go through a transposed copy: test_fp8_dgrad_gpu.py has the other way."""
     if problem := problem_of("cuda", torch.device("cuda"), BF16):
         pytest.skip(problem)
+    monkeypatch.setattr(cuda_dgrad, "FROM_REGISTERS", False)
 
 
 @pytest.fixture(params=["channel 128", "channel 192", "channel 256", "block 128", "block 256"])

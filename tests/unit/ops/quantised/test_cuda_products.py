@@ -15,7 +15,7 @@ from tlora_megatron.ops.lora.cuda.arguments import STRUCTS
 from tlora_megatron.ops.lora.cuda.calls import GemmTile, RankPart
 from tlora_megatron.ops.lora.cuda.ops import CudaOps, RankedBase
 from tlora_megatron.ops.lora.torch_ops import TorchOps
-from tlora_megatron.ops.quantised import cuda_products
+from tlora_megatron.ops.quantised import cuda_dgrad, cuda_products
 from tlora_megatron.ops.quantised.rows import GROUP, encode_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
 
@@ -62,8 +62,14 @@ def test_forward(launched: list[Any], weight: QuantWeight, steps: tuple[int, ...
 @pytest.mark.parametrize(
     ("weight", "steps"), [(CHANNELS, (1, 0, 0, 0, 0)), (BLOCKS, (1, 0, 1, 2, 1))]
 )
-def test_input_gradient(launched: list[Any], weight: QuantWeight, steps: tuple[int, ...]) -> None:
+def test_input_gradient(
+    launched: list[Any],
+    weight: QuantWeight,
+    steps: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Through a transposed copy; scales of channels are in dy's codes, those of blocks turned."""
+    monkeypatch.setattr(cuda_dgrad, "FROM_REGISTERS", False)
     dx = cuda_products.input_gradient(torch.randn(T, N), weight, None)
     assert dx.shape == (T, K)
     copy, fields = launched
