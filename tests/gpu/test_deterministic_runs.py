@@ -21,6 +21,7 @@ _NO_DEEPSPEED = importlib.util.find_spec("deepspeed") is None
 _DEEPSPEED = pytest.mark.skipif(_NO_DEEPSPEED, reason="needs deepspeed")
 DOORS = (
     "tlora",
+    "tlora, FP8 base",
     pytest.param("ZeRO-0", marks=_DEEPSPEED),
     pytest.param("ZeRO-2", marks=_DEEPSPEED),
     pytest.param("megatron_lm", marks=pytest.mark.megatron_lm),

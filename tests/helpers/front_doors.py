@@ -68,7 +68,8 @@ def job(name: str, batch_size: int, steps: int, **lora: Any) -> dict[str, Any]:
     }
 
 
-WATCHED = job(OWN, 4, STEPS, rank=16, dropout=0.1)
+WATCHED = job(OWN, 4, STEPS, rank=16, dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"])
+"""It leaves linears that its neighbours adapt."""
 WRONG = {
     **job("wrong", 2, 20, rank=64, dropout=0.05, target_modules=["q_proj", "k_proj"]),
     "optimizer": {"lr": 1e30},
@@ -173,7 +174,7 @@ class Door:
 
     def _entry(self, run: Run) -> dict[str, Any]:
         return {
-            "door": "tlora" if self.name == "tlora" else "deepspeed",
+            "door": "tlora" if "tlora" in self.name else "deepspeed",
             "words": self.words(run),
             "code": run.exit_code,
             "kill_at": [OWN, KILLED_AT] if run.killed else None,
@@ -185,7 +186,7 @@ class Door:
         config = self.root / f"{self.name} {run.company}.json"
         section = self._section(run.company)
         common = ["--output-dir", str(self.folder / run.out), "--set", "run.deterministic=true"]
-        if self.name == "tlora":
+        if "tlora" in self.name:
             config.write_text(json.dumps(section))
             return ["train", str(config), *common]
         stage = zero(int(self.name[-1])) | {"bf16": {"enabled": True}}
@@ -194,7 +195,7 @@ class Door:
 
     def _section(self, company: str) -> dict[str, Any]:
         return {
-            "base_model": {"path": "base", "dtype": "bfloat16"},
+            "base_model": {"path": "base", "dtype": "bfloat16", **self._quantised()},
             "run": {
                 "output_dir": "out",
                 "micro_batch_tokens": MICRO_BATCH,
@@ -203,6 +204,9 @@ class Door:
             },
             "jobs": self.jobs(company),
         }
+
+    def _quantised(self) -> dict[str, str]:
+        return {"quantization": "fp8"} if "FP8" in self.name else {}
 
     def jobs(self, company: str) -> list[dict[str, Any]]:
         """The jobs of a company; beside others the watched one comes from the killed run."""

@@ -82,6 +82,7 @@ def run_fingerprint(
         "threads": torch.get_num_threads(),
         "kernels": kernels,
         "dtype": config.base_model.dtype,
+        "quantization": config.base_model.quantization,
         "nano_batches": config.run.nano_batches,
         "layout": {
             "tp_size": layout.tp_size,
