@@ -23,6 +23,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "TP2+SP": (*TP2, "parallel.sequence_parallel=true"),
     "TP2 nano-batches": (*TP2, "run.nano_batches=2"),
     "PP2": ("parallel.pp_size=2", "run.recompute=full"),
+    "TP2+SP FP8": (*TP2, "parallel.sequence_parallel=true", "base_model.quantization=fp8"),
 }
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

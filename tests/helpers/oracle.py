@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoModelForCausalLM, get_scheduler
 
+from tests.helpers.fake_quant_peft import FakeQuant
 from tlora_megatron.config.job import MEGATRON_TARGETS, JobSpec
 
 _HF_SCHEDULE = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
@@ -53,6 +54,7 @@ def train_alone(
     batches: Sequence[Sequence[Sequenced]],
     *,
     num_steps: int | None = None,
+    quantised: FakeQuant | None = None,
 ) -> OracleResult:
     """Trains `job` on the base model in `base_dir`, one optimizer step for each batch.
 
@@ -62,12 +64,13 @@ def train_alone(
         factors: initial adapter, canonical whole fp32.
         batches: the sequences of each step, in order.
         num_steps: length of the schedule; None = `job.max_steps`, else the number of batches.
+        quantised: how the base is rounded; None = not at all.
     """
     assert job.lora.dropout == 0.0, f"the oracle has no dropout, got {job.lora.dropout}"
     assert not set(job.lora.target_modules) & set(MEGATRON_TARGETS), (
         "the oracle knows Hugging Face targets only"
     )
-    model = _peft_model(base_dir, job)
+    model = _peft_model(base_dir, job, quantised)
     _write_factors(model, factors)
     params = [param for param in model.parameters() if param.requires_grad]
     spec = job.optimizer
@@ -131,10 +134,12 @@ def _scheduler(optimizer: torch.optim.Optimizer, job: JobSpec, num_steps: int) -
     )
 
 
-def _peft_model(base_dir: Path, job: JobSpec) -> PeftModel:
+def _peft_model(base_dir: Path, job: JobSpec, quantised: FakeQuant | None) -> PeftModel:
     base = AutoModelForCausalLM.from_pretrained(
         base_dir, dtype=torch.float32, attn_implementation="eager"
     )
+    if quantised is not None:
+        quantised.apply(base)
     config = LoraConfig(
         r=job.lora.rank,
         lora_alpha=job.lora.alpha,

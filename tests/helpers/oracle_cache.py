@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.helpers import oracle
+from tests.helpers import fake_quant_peft, oracle
+from tests.helpers.fake_quant_peft import FakeQuant
 from tests.helpers.oracle import OracleResult, Sequenced, train_alone
 from tests.helpers.session import ORACLE_CACHE
 from tlora_megatron.config.job import JobSpec
@@ -28,15 +29,16 @@ def cached_train_alone(
     job: JobSpec,
     factors: Mapping[str, Tensor],
     batches: Sequence[Sequence[Sequenced]],
+    quantised: FakeQuant | None = None,
 ) -> OracleResult:
     """The result of `oracle.train_alone`, trained only if no earlier call had the same inputs."""
     folder = os.environ.get(ORACLE_CACHE)
     if not folder:
-        return train_alone(base_dir, job, factors, batches)
-    path = Path(folder) / f"{_digest(base_dir, job, factors, batches)}.pt"
+        return train_alone(base_dir, job, factors, batches, quantised=quantised)
+    path = Path(folder) / f"{_digest(base_dir, job, factors, batches, quantised)}.pt"
     if path.is_file():
         return OracleResult(**torch.load(path, weights_only=True))
-    result = train_alone(base_dir, job, factors, batches)
+    result = train_alone(base_dir, job, factors, batches, quantised=quantised)
     partial = path.with_suffix(f".{os.getpid()}")
     torch.save(asdict(result), partial)
     partial.rename(path)  # another process may be at the same job
@@ -48,9 +50,10 @@ def _digest(
     job: JobSpec,
     factors: Mapping[str, Tensor],
     batches: Sequence[Sequence[Sequenced]],
+    quantised: FakeQuant | None,
 ) -> str:
     digest = hashlib.sha256()
-    for part in _parts(base_dir, job, factors, batches):
+    for part in _parts(base_dir, job, factors, batches, quantised):
         digest.update(len(part).to_bytes(8, "big"))
         digest.update(part)
     return digest.hexdigest()
@@ -61,8 +64,13 @@ def _parts(
     job: JobSpec,
     factors: Mapping[str, Tensor],
     batches: Sequence[Sequence[Sequenced]],
+    quantised: FakeQuant | None,
 ) -> Iterator[bytes]:
     yield Path(oracle.__file__).read_bytes()
+    yield repr(torch.get_default_dtype()).encode()
+    if quantised is not None:
+        yield Path(fake_quant_peft.__file__).read_bytes()
+        yield repr(quantised).encode()
     yield repr([version(name) for name in ("torch", "transformers", "peft")]).encode()
     yield repr((job.lora, job.optimizer, job.schedule, job.max_steps)).encode()
     for file in sorted(base_dir.glob("*.json")) + sorted(base_dir.glob("*.safetensors")):

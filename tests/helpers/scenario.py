@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tests.helpers.fake_quant_peft import FakeQuant
 from tests.helpers.oracle import OracleResult, assert_equals_alone
 from tests.helpers.oracle_cache import cached_train_alone
 from tests.helpers.tiny_models import make_tiny_model
@@ -69,10 +70,15 @@ def make_scenario(
     *,
     num_steps: int = NUM_STEPS,
     num_layers: int = 2,
+    base_dtype: torch.dtype = torch.float32,
 ) -> Path:
     """Writes the base model, the jobs' data and `config.json`; returns the config's path."""
     base = make_tiny_model(
-        root / "base", "llama", vocab_size=VOCAB_SIZE, num_hidden_layers=num_layers
+        root / "base",
+        "llama",
+        dtype=base_dtype,
+        vocab_size=VOCAB_SIZE,
+        num_hidden_layers=num_layers,
     )
     save_tiny_tokenizer(base)
     jobs = []
@@ -110,7 +116,9 @@ def write_rows(path: Path, count: int, *, seed: int) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def oracle_results(config: RunConfig) -> dict[str, OracleResult]:
+def oracle_results(
+    config: RunConfig, quantised: FakeQuant | None = None
+) -> dict[str, OracleResult]:
     """Each job alone under transformers and PEFT, with the same data order and initial adapter."""
     base = Path(str(config.base_model.path))
     spec = read_model_spec(base / "config.json")
@@ -121,7 +129,7 @@ def oracle_results(config: RunConfig) -> dict[str, OracleResult]:
         plan = BatchPlan.for_job(job, len(data.train))
         batches = [[data.train[i] for i in plan.indices(step)] for step in range(plan.num_steps)]
         factors = initial_factors(spec, job.lora, job.seed)
-        results[job.name] = cached_train_alone(base, job, factors, batches)
+        results[job.name] = cached_train_alone(base, job, factors, batches, quantised)
     return results
 
 

@@ -1,9 +1,8 @@
 """Products with FP8 weights on Hopper GPUs, adapters included: one GEMM of codes a direction.
 
-csrc/fp8_gemm.cuh says what it computes. The input gradient has a kernel of its
-own (`ops.quantised.cuda_dgrad`), as the tensor cores read 8 bits along the sum only; without it,
-this GEMM takes a transposed copy of the weight's codes, which lives for the one product
-(csrc/transpose_codes.cu). A row's bits depend on that row and the weight alone, not on the tiles.
+csrc/fp8_gemm.cuh says what it computes. The input gradient goes through a transposed copy of the
+weight's codes, which lives for the one product (csrc/transpose_codes.cu): the tensor cores read 8
+bits along the sum only. A row's bits depend on that row and the weight alone, not on the tiles.
 
 Shapes: T rows, K features in, N features out.
 """

@@ -1,0 +1,137 @@
+"""Over a base in FP8, in every layout, a job gets what PEFT gives it alone over the same base.
+
+PEFT's base holds the dequantised weights and rounds the rows that it multiplies
+(`tests.helpers.fake_quant_peft`). Both sides compute in fp64: in fp32 a value in a million would be
+rounded to another code. So losses of whole trainings agree to the last digits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.fake_quant_peft import FakeQuant
+from tests.helpers.oracle import OracleResult
+from tests.helpers.scenario import exported, load_scenario, losses, make_scenario, oracle_results
+from tests.helpers.scenario_worlds import Case, World, layout_params, worlds
+from tests.helpers.wide_floats import wide_floats
+
+WORKER = Path(__file__).parents[1] / "helpers" / "wide_train_worker.py"
+JOBS: tuple[dict[str, Any], ...] = (
+    {
+        "name": "attention",
+        "lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+        "batch_size": 1,
+        "optimizer": {"lr": 4e-3, "max_grad_norm": 0.5, "weight_decay": 0.1},
+    },
+    {
+        "name": "mlp",
+        "lora": {"rank": 6, "alpha": 9, "target_modules": ["gate_proj", "up_proj"]},
+        "batch_size": 4,
+        "optimizer": {"lr": 2e-3},
+        "schedule": {"name": "cosine", "warmup_steps": 2},
+    },
+    {
+        "name": "blocks",
+        "lora": {
+            "rank": 8,
+            "alpha": 16,
+            "parametrization": "block_diagonal",
+            "num_blocks": 4,
+            "target_modules": ["q_proj", "k_proj", "o_proj", "gate_proj"],
+        },
+        "batch_size": 3,
+        "optimizer": {"lr": 2e-3, "max_grad_norm": 0.3},
+    },
+)
+"""None adapts the down projection."""
+WIDE = ("embed_tokens", "lm_head", "layers.0", "down_proj")
+"""What `partly` leaves as it is."""
+NAMES = tuple(job["name"] for job in JOBS)
+TP2, SP = ("parallel.tp_size=2",), ("parallel.sequence_parallel=true",)
+LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
+    1: {
+        "one process": ("run.micro_batch_tokens=104",),
+        "selective recompute": ("run.recompute=selective",),
+        "full recompute": ("run.recompute=full",),
+        "partly": (f"base_model.unquantised=[{', '.join(WIDE)}]",),
+    },
+    2: {
+        "TP2 fold": (*TP2, "parallel.lora_sharding=fold"),
+        "TP2 rank_exchange": (*TP2, "parallel.lora_sharding=rank_exchange"),
+        "TP2+SP s_lora": (*TP2, *SP, "parallel.lora_sharding=s_lora", "run.recompute=full"),
+        "TP2+SP nano-batches": (*TP2, *SP, "run.nano_batches=2"),
+        "PP2": ("parallel.pp_size=2", "run.recompute=selective"),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config file of the scenario."""
+    root = tmp_path_factory.mktemp("fp8")
+    return make_scenario(root, JOBS, num_steps=8, base_dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def run_world(scenario: Path) -> World:
+    """Trains all layouts of a world size, once; returns the folder of their outputs."""
+
+    def cases(size: int) -> dict[str, Case]:
+        return {
+            name: Case(scenario, ("base_model.quantization=fp8", *sets))
+            for name, sets in LAYOUTS[size].items()
+        }
+
+    return worlds(scenario.parent, cases, worker=WORKER)
+
+
+@pytest.fixture(scope="module")
+def oracles(scenario: Path) -> dict[str, dict[str, OracleResult]]:
+    """Each job alone over the bases that layouts have."""
+    config = load_scenario(scenario, output_dir=scenario.parent / "unused")
+    bases = {
+        "whole": FakeQuant(),
+        "halves": FakeQuant(tp_size=2),
+        "partly": FakeQuant(unquantised=WIDE),
+    }
+    with wide_floats():
+        return {name: oracle_results(config, base) for name, base in bases.items()}
+
+
+@pytest.mark.parametrize(("world_size", "layout"), layout_params(LAYOUTS))
+def test_losses_and_weights_equal_the_oracle(
+    world_size: int,
+    layout: str,
+    run_world: World,
+    oracles: dict[str, dict[str, OracleResult]],
+    scenario: Path,
+) -> None:
+    base = layout if layout in oracles else "halves" if "TP2" in layout else "whole"
+    output_dir = run_world(world_size) / layout
+    for name in NAMES:
+        expected = oracles[base][name]
+        assert losses(output_dir, name) == pytest.approx(expected.losses, rel=1e-12), name
+        factors = exported(output_dir, name, scenario.parent / "base")
+        assert factors.keys() == expected.factors.keys(), name
+        for key, value in expected.factors.items():
+            torch.testing.assert_close(factors[key], value.float(), rtol=1e-6, atol=1e-9)
+
+
+def test_bases_differ_and_jobs_move(
+    oracles: dict[str, dict[str, OracleResult]], scenario: Path
+) -> None:
+    config = load_scenario(scenario, output_dir=scenario.parent / "unused")
+    bases = {**oracles, "unquantised": oracle_results(config)}
+    for name in NAMES:
+        first = [base[name].losses[0] for base in bases.values()]
+        assert first == pytest.approx(first[:1] * len(first), rel=2e-2)
+        assert all(abs(a / b - 1) > 1e-5 for a, b in itertools.combinations(first, 2))
+        moved = [
+            value for key, value in oracles["whole"][name].factors.items() if key.endswith("lora_b")
+        ]
+        assert all(float(factor.abs().max()) > 2e-3 for factor in moved), name  # begun at zero
