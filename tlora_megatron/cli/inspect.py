@@ -15,6 +15,7 @@ from tlora_megatron.cli.tables import print_adapter, print_config, print_run
 from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.config.load import config_to_dict, load_config
 from tlora_megatron.config.reader import must
+from tlora_megatron.model.quantisation import ADAPTER_METADATA
 
 _EPILOG = """\
 examples:
@@ -144,6 +145,7 @@ def read_adapter(path: Path) -> dict[str, Any]:
             slices = [file.get_slice(key) for key in file.keys()]  # noqa: SIM118, not a dict
             shapes = [tuple(item.get_shape()) for item in slices]
             dtypes = sorted({str(item.get_dtype()) for item in slices})
+            quantization = (file.metadata() or {}).get(ADAPTER_METADATA)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"adapter must hold a readable {ADAPTER_WEIGHTS}, got {error}") from error
     targets, blocks = config.get("target_modules"), config.get("use_bdlora") or {}
@@ -152,6 +154,7 @@ def read_adapter(path: Path) -> dict[str, Any]:
     return {
         "path": str(path),
         "base": config.get("base_model_name_or_path"),
+        **({} if quantization is None else {"base_quantization": quantization}),
         "rank": config.get("r"),
         "alpha": config.get("lora_alpha"),
         "use_rslora": config.get("use_rslora", False),

@@ -11,6 +11,9 @@ from rich.table import Table
 
 from tlora_megatron.config.job import JobSpec, LoraSpec
 from tlora_megatron.config.load import RunConfig
+from tlora_megatron.model.published_fp8 import read_published_format
+from tlora_megatron.model.quantisation import base_quantisation
+from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.timeline import time_line
 
 _STATUS_STYLE = {"finished": "green", "running": "yellow", "failed": "red", "rejected": "red"}
@@ -50,6 +53,8 @@ def print_config(console: Console, config: RunConfig) -> None:
     base, parallel, run = config.base_model, config.parallel, config.run
     source = base.path or f"{base.config} with random weights, seed {base.seed}"
     console.print(f"base model: {source} ({base.dtype})")
+    if (quantization := _quantization(config)) is not None:
+        console.print(f"quantization: {quantization}")
     sp = ", sequence parallel" if parallel.sequence_parallel else ""
     sizes = f"tp {parallel.tp_size}, pp {parallel.pp_size}, cp {parallel.cp_size}{sp}"
     console.print(f"parallel: {sizes}; data parallel over the rest of the processes")
@@ -64,6 +69,17 @@ def print_config(console: Console, config: RunConfig) -> None:
     console.print(table, soft_wrap=False)
     for error in config.job_errors:
         console.print(f"left out: {error.name}: {error.message}", style="red")
+
+
+def _quantization(config: RunConfig) -> str | None:
+    """Says how the base is quantised; None if it is not."""
+    base = config.base_model
+    config_json = Path(base.path) / "config.json" if base.path else Path(str(base.config))
+    if base.quantization is None and read_published_format(config_json) is None:
+        return None
+    spec = read_model_spec(config_json)
+    found = base_quantisation(base, spec)
+    return None if found is None else found.describe(spec)
 
 
 def print_adapter(console: Console, adapter: dict[str, Any]) -> None:

@@ -22,6 +22,10 @@ PARTS = {
 """Megatron's linears of a layer, and the targets that each holds."""
 
 
+ADAPTER_METADATA = "tlora_base_quantization"
+"""In the metadata of an adapter's safetensors: the base's quantisation, as JSON."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseQuantisation:
     """The quantisation of one base."""

@@ -17,11 +17,12 @@ from tlora_megatron.model.quantisation import BaseQuantisation, base_quantisatio
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
+from tlora_megatron.runtime.base_log import log_base
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.wake import wake_device
 from tlora_megatron.training.fingerprint.check import check_base_of_run
+from tlora_megatron.training.formats.base_card import quantisation_card
 from tlora_megatron.training.formats.hf_convert import check_layout
-from tlora_megatron.training.formats.rounding import log_base
 from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.run.environment import set_environment
 from tlora_megatron.training.run.nano_setup import nano_settings
@@ -62,6 +63,7 @@ def train_run(
         spec,
         tokenizer_dir=_model_dir(config),
         base_model=config.base_model.path or str(_model_dir(config)),
+        quantisation=quantisation_card(config.base_model, spec, quantisation),
         listener=listener,
         resolve_sharding=resolve_lora_sharding,
         signals=signals,
@@ -169,8 +171,7 @@ def _build(
         rounding = backbone.load_backbone(
             model, spec, weights, layout, seed=seed, quantisation=quantisation
         )
-    if quantisation is not None:
-        log_base(quantisation.describe(spec), model, rounding)
+    log_base(quantisation, spec, model, rounding)
     run.check_agreement()
     recompute.install()
     sites = stage_sites(spec, layout, tp_rank=groups.tp_rank, pp_rank=groups.pp_rank)

@@ -11,6 +11,7 @@ from pathlib import Path
 from tlora_megatron import timeline
 from tlora_megatron.config.run import RunSpec
 from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.training.formats.base_card import QuantisationCard
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.metrics import JobMetrics
@@ -34,6 +35,7 @@ class TrainingLoop:
     Args:
         run: the run's settings; its output folder must be writable.
         base_model: name or path that exported adapters give as their base.
+        quantisation: of the base.
         nano_rounds: chooses the number of nano-batches; None = it stays as it is.
         watch: is told of the rounds, and stops the loop at a signal; None = nobody is told.
     """
@@ -46,6 +48,7 @@ class TrainingLoop:
         listener: RunListener,
         *,
         base_model: str,
+        quantisation: QuantisationCard | None = None,
         nano_rounds: NanoRounds | None = None,
         watch: RunWatch | None = None,
     ) -> None:
@@ -54,6 +57,7 @@ class TrainingLoop:
         self.settings = run
         self.listener = listener
         self.base_model = base_model
+        self.quantisation = quantisation
         self.nano_rounds = nano_rounds
         self.watch = watch or RunWatch()
         self.output_dir = Path(run.output_dir)
@@ -320,11 +324,12 @@ class TrainingLoop:
 
     def _checkpoint(self, job: JobState) -> Target:
         not_saved = partial(self._not_saved, job, job.step)
-        return checkpoint_target(self.job_dir(job) / "checkpoints", job, not_saved)
+        directory = self.job_dir(job) / "checkpoints"
+        return checkpoint_target(directory, job, not_saved, self.quantisation)
 
     def _adapter(self, job: JobState, directory: Path) -> Target:
         not_exported = partial(self._not_exported, job)
-        return adapter_target(directory, self.base_model, not_exported)
+        return adapter_target(directory, self.base_model, not_exported, self.quantisation)
 
     def _not_saved(self, job: JobState, step: int, error: Exception) -> None:
         """A disk that refuses costs this checkpoint, not the run or older ones."""

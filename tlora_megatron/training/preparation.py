@@ -13,6 +13,7 @@ import torch
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data
+from tlora_megatron.training.formats.base_card import QuantisationCard
 from tlora_megatron.training.formats.checkpoint import Checkpoint, find_checkpoint
 from tlora_megatron.training.formats.peft_format import fit_to_job, load_adapter
 
@@ -43,6 +44,7 @@ def prepare_job(
     tokenizer: Any,
     *,
     base_model: str,
+    quantisation: QuantisationCard | None = None,
     micro_batch_tokens: int,
     saved: Path | None,
     data: JobData | None = None,
@@ -51,6 +53,7 @@ def prepare_job(
 
     Args:
         base_model: name or path of the base; an adapter of another name is warned about.
+        quantisation: of the base; an adapter of another one is warned about.
         saved: this run's checkpoint directory of the job; None = start afresh.
         data: of another process of this node, which has looked at the checkpoint's values, too;
             None = read them with the tokenizer.
@@ -74,6 +77,7 @@ def prepare_job(
         except ValueError as error:
             raise ValueError(f"job {job.name!r}: init_from {error}") from error
         _warn_of_other_base(job, adapter.base_model, base_model)
+        _warn_of_other_codes(job, adapter.quantisation, quantisation)
         imported = fit_to_job(adapter, job)
     plan = BatchPlan.for_job(job, len(data.train))
     if job.batch_size > len(data.train):
@@ -109,6 +113,16 @@ def _warn_of_other_base(job: JobSpec, theirs: str | None, ours: str) -> None:
         logger.warning(
             "job %s: init_from %s was trained on %s and goes on over %s",
             job.name, job.init_from, theirs, ours,
+        )  # fmt: skip
+
+
+def _warn_of_other_codes(
+    job: JobSpec, theirs: QuantisationCard | None, ours: QuantisationCard | None
+) -> None:
+    if theirs is not None and theirs != ours:
+        logger.warning(
+            "job %s: init_from %s was trained over %s and goes on over %s",
+            job.name, job.init_from, theirs, ours or "unquantised weights",
         )  # fmt: skip
 
 

@@ -388,4 +388,4 @@ def test_a_megatron_that_needs_triton_says_so(
     remedy = r"needs triton, .*; pip install triton or pip install 'megatron-core<0.18'"
     expected = remedy if missing == "triton" else "No module named 'something_else'"
     with pytest.raises(ImportError, match=expected):
-        controller._build(None, None, None)  # type: ignore[arg-type]
+        controller._build(None, None, None, None)  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from tlora_megatron.training.formats.atomic_directory import (
     remove_leftovers,
     replace_directory,
 )
+from tlora_megatron.training.formats.base_card import QuantisationCard
 from tlora_megatron.training.formats.hf_checkpoint import all_finite
 from tlora_megatron.training.formats.safetensors_file import PendingTensor, write_tensors
 from tlora_megatron.training.job_state import JobState
@@ -44,14 +45,19 @@ _FILES = ("adapter.safetensors", "optimizer.safetensors", "state.json")
 """Last the one without which nobody reads the folder."""
 
 
-def checkpoint_state(job: JobState) -> str:
-    """Returns the text of `state.json` for a job as it is now."""
+def checkpoint_state(job: JobState, quantisation: QuantisationCard | None = None) -> str:
+    """Returns the text of `state.json` for a job as it is now.
+
+    Args:
+        quantisation: of the base.
+    """
     state = {
         "format": _FORMAT,
         "job": asdict(job.spec),
         "num_sequences": len(job.data.train),
         "data_fingerprint": job.data.fingerprint,
         "progress": job.progress(),
+        "quantisation": None if quantisation is None else asdict(quantisation),
     }
     return json.dumps(state, indent=1)
 

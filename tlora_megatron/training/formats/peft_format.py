@@ -24,6 +24,14 @@ from tlora_megatron.config.job import HF_TARGETS, JobSpec, LoraSpec
 from tlora_megatron.layers.slab import check_finite, factor_shape, split_name
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.formats.atomic_directory import readable_directory, replace_directory
+from tlora_megatron.training.formats.base_card import (
+    README,
+    QuantisationCard,
+    as_metadata,
+    may_write_readme,
+    read_card,
+    readme,
+)
 from tlora_megatron.training.formats.peft_config import lora_spec, peft_config, read_peft_config
 from tlora_megatron.training.formats.safetensors_file import (
     PendingTensor,
@@ -61,6 +69,8 @@ class AdapterFile:
     """`target_modules` in the order of the model's `peft_targets`."""
     base_model: str | None
     """The file's name of its base: a path or a hub name, not checked."""
+    quantisation: QuantisationCard | None = None
+    """Of the base that it was trained over here."""
     factors: dict[str, Tensor]
     """Canonical whole factors, fp32 on the CPU."""
 
@@ -72,6 +82,7 @@ def export_adapter(
     factors: Mapping[str, Tensor],
     model: Backbone,
     base_model: str,
+    quantisation: QuantisationCard | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Writes an adapter whose factors are at hand; see `write_adapter`.
@@ -84,7 +95,13 @@ def export_adapter(
         for name, factor in factors.items()
     ]
     write_adapter(
-        directory, lora=lora, factors=pending, model=model, base_model=base_model, dtype=dtype
+        directory,
+        lora=lora,
+        factors=pending,
+        model=model,
+        base_model=base_model,
+        quantisation=quantisation,
+        dtype=dtype,
     )
 
 
@@ -99,6 +116,7 @@ def write_adapter(
     factors: Sequence[PendingTensor],
     model: Backbone,
     base_model: str,
+    quantisation: QuantisationCard | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> int:
     """Writes an adapter that PEFT and vLLM load; fused targets become q/k/v, gate/up and so on.
@@ -112,6 +130,7 @@ def write_adapter(
         directory: missing, empty, or holding an earlier adapter.
         factors: canonical whole factors, all layers of all targets.
         base_model: what PEFT should load as the base, a path or a hub name.
+        quantisation: of the base: a README names it, and the metadata of the weights.
         dtype: of the stored tensors.
 
     Returns:
@@ -128,18 +147,19 @@ def write_adapter(
     _check_shapes({factor.name: factor.shape for factor in factors}, model, lora)
     tensors = _peft_tensors(factors, model)
     config = peft_config(lora, modules, base_model)
-    weights = directory / WEIGHTS_NAME
+    weights, metadata = directory / WEIGHTS_NAME, _METADATA | as_metadata(quantisation)
     if _holds_config(directory, config) and holds_tensors(
-        weights, tensors, metadata=_METADATA, dtype=dtype
+        weights, tensors, metadata=metadata, dtype=dtype
     ):
         return 0
     check_adapter_directory(directory)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    with replace_directory(directory, _OURS) as incoming:
+    tells = quantisation is not None and may_write_readme(directory)
+    with replace_directory(directory, (README, *_OURS) if tells else _OURS) as incoming:
+        if quantisation is not None and tells:
+            (incoming / README).write_text(readme(base_model, quantisation), encoding="utf-8")
         (incoming / CONFIG_NAME).write_text(text)
-        size_bytes = write_tensors(
-            incoming / WEIGHTS_NAME, tensors, metadata=_METADATA, dtype=dtype
-        )
+        size_bytes = write_tensors(incoming / WEIGHTS_NAME, tensors, metadata=metadata, dtype=dtype)
     return size_bytes + len(text)
 
 
@@ -195,7 +215,8 @@ def load_adapter(directory: Path, *, model: Backbone) -> AdapterFile:
     except ValueError as error:
         raise ValueError(f"adapter {directory}: {error}") from error
     base_model = config.get("base_model_name_or_path")
-    return AdapterFile(lora=lora, base_model=base_model, factors=factors)
+    card = read_card(folder / WEIGHTS_NAME)
+    return AdapterFile(lora=lora, base_model=base_model, quantisation=card, factors=factors)
 
 
 def fit_to_job(adapter: AdapterFile, job: JobSpec) -> dict[str, Tensor]:

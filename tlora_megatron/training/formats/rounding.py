@@ -6,25 +6,17 @@ depend on tensor parallelism.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tlora_megatron.ops.quantised.rows import decode_rows, encode_rows
 from tlora_megatron.training.formats.hf_checkpoint import WeightSource
 from tlora_megatron.training.formats.rank_tensors import RankTensor
-
-logger = logging.getLogger(__name__)
-
-EXPECTED = 0.0265
-"""|D - W| / |W| of normal weights; e4m3 has three bits of mantissa."""
-_OUTLIER = 1.25
-"""Times `EXPECTED`."""
 
 
 class CodePlaces(NamedTuple):
@@ -72,33 +64,6 @@ class Rounding:
         """Returns |D - W| / |W| of every weight, of the rows that this rank has read."""
         sums = {name: value.tolist() for name, value in self.sums.items()}
         return {name: math.sqrt(error / max(of, 1e-30)) for name, (error, of) in sums.items()}
-
-
-def outliers(relative: dict[str, float]) -> list[str]:
-    """Names the weights that lose more than normal ones do."""
-    return [name for name, error in relative.items() if error > EXPECTED * _OUTLIER]
-
-
-def log_base(quantisation: str, model: nn.Module, rounding: Rounding) -> None:
-    """Tells how a base is held, how large it is here, and what each linear loses."""
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
-    gib = sum(tensor.nbytes for tensor in tensors) / 2**30
-    logger.info("base: %s; %.2f GiB of weights on this rank", quantisation, gib)
-    relative = rounding.relative()
-    if not relative:
-        return
-    worst = max(relative, key=lambda name: relative[name])
-    logger.info(
-        "quantised weights lose |D - W| / |W| = %.4f to %.4f (about %.3f is normal), most in %s",
-        min(relative.values()), relative[worst], EXPECTED, worst,
-    )  # fmt: skip
-    for name, error in relative.items():
-        logger.debug("%s: |D - W| / |W| = %.4f", name, error)
-    if found := outliers(relative):
-        logger.warning(
-            "these lose more than normal weights do; base_model.unquantised may name them: %s",
-            ", ".join(f"{name} ({relative[name]:.4f})" for name in found),
-        )
 
 
 def assemble_codes(

@@ -22,6 +22,7 @@ from tlora_megatron.model.block_sizes import check_block_sizes
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.data.job_data import JobData, load_tokenizer
+from tlora_megatron.training.formats.base_card import QuantisationCard, check_same_base
 from tlora_megatron.training.preparation import PreparedJob, prepare_job
 from tlora_megatron.training.run.job_folders import check_job_folders
 from tlora_megatron.training.run.reading import (
@@ -53,6 +54,7 @@ class JobAdmission:
         *,
         tokenizer_dir: Path,
         base_model: str,
+        quantisation: QuantisationCard | None = None,
         resuming: bool,
     ) -> None:
         self.rejected: list[JobError] = list(config.job_errors)
@@ -60,6 +62,7 @@ class JobAdmission:
         self._config = config
         self._spec = spec
         self._base_model = base_model
+        self._quantisation = quantisation
         self._resuming = resuming
         self._stops = config.run.on_job_error == "stop"
         self._reading = self._start_reading(tokenizer_dir) if reads_here() else None
@@ -124,11 +127,20 @@ class JobAdmission:
             spec,
             tokenizer,
             base_model=self._base_model,
+            quantisation=self._quantisation,
             micro_batch_tokens=config.run.micro_batch_tokens,
             saved=saved if self._resuming else None,
             data=read,
         )
         check_resumption(prepared)
+        if prepared.checkpoint is not None:
+            check_same_base(
+                job.name,
+                prepared.checkpoint.path,
+                prepared.checkpoint.state,
+                self._quantisation,
+                allow_change=config.base_model.allow_change,
+            )
         if prepared.checkpoint is None or prepared.checkpoint.step < prepared.plan.num_steps:
             check_job_folders(Path(config.run.output_dir), job.name)
         return prepared

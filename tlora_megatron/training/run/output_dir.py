@@ -16,6 +16,8 @@ from tlora_megatron.config.load import BaseModelSpec, RunConfig, config_to_dict
 CONFIG_NAME = "config.json"
 """The resolved configuration: a directory with one holds a run."""
 _LOCK_NAME = ".lock"
+_CHANGEABLE = {"path", "quantization", "unquantised"}
+"""Keys of `base_model` that a run may change where it says so; each job's checkpoint is checked."""
 
 
 @contextmanager
@@ -80,9 +82,16 @@ def _other_base(held: Path, ours: dict[str, Any]) -> str:
     """Says what a config.json that is there holds instead of our `base_model`; empty for ours."""
     try:
         # A key that came with a later version had its default's effect before.
-        theirs = asdict(BaseModelSpec()) | dict(json.loads(held.read_text())["base_model"])
+        defaults = json.loads(json.dumps(asdict(BaseModelSpec())))
+        theirs = defaults | dict(json.loads(held.read_text())["base_model"])
     except (ValueError, TypeError, KeyError):  # such as a model's
         return f"a {CONFIG_NAME} that is no run's"
     keys = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
+    keys = [key for key in keys if key != "allow_change"]
+    if not keys or (ours["allow_change"] and _CHANGEABLE.issuperset(keys)):
+        return ""
     differences = (f"{key} {theirs.get(key)} instead of {ours.get(key)}" for key in keys)
-    return f"a run over another base_model: {', '.join(differences)}" if keys else ""
+    remedy = "; base_model.allow_change: true lets its jobs go on over it"
+    return f"a run over another base_model: {', '.join(differences)}" + (
+        remedy if keys == ["quantization"] else ""
+    )

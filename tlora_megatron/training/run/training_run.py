@@ -29,6 +29,7 @@ from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.evaluation import Scorer
+from tlora_megatron.training.formats.base_card import QuantisationCard
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.loop import TrainingLoop
@@ -76,6 +77,7 @@ class TrainingRun:
         spec: shape of the backbone.
         tokenizer_dir: Hugging Face folder of the tokenizer.
         base_model: what exported adapters call their base.
+        quantisation: of the base.
         listener: is told what happens; silent on all ranks but the first.
         resolve_sharding: chooses the LoRA sharding.
         signals: stop the loop; given on every process or on none.
@@ -91,6 +93,7 @@ class TrainingRun:
         *,
         tokenizer_dir: Path,
         base_model: str,
+        quantisation: QuantisationCard | None = None,
         listener: RunListener,
         resolve_sharding: ShardingResolver,
         signals: StopSignals | None = None,
@@ -98,6 +101,7 @@ class TrainingRun:
         self.config = config
         self.spec = spec
         self.base_model = base_model
+        self.quantisation = quantisation
         self.listener = listener
         self.output_dir = Path(config.run.output_dir)
         self.loop: TrainingLoop | None = None
@@ -113,6 +117,7 @@ class TrainingRun:
                 spec,
                 tokenizer_dir=tokenizer_dir,
                 base_model=base_model,
+                quantisation=quantisation,
                 resuming=self._resuming,
             )
 
@@ -177,6 +182,7 @@ class TrainingRun:
             self.config.run,
             self.listener,
             base_model=self.base_model,
+            quantisation=self.quantisation,
             nano_rounds=start_nano_batches(self.config.run, super_model, resuming=self._resuming),
             watch=watch,
         )

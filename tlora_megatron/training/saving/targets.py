@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from tlora_megatron.training.formats.base_card import QuantisationCard
 from tlora_megatron.training.formats.checkpoint import checkpoint_state, write_checkpoint
 from tlora_megatron.training.formats.peft_format import write_adapter
 from tlora_megatron.training.job_state import JobState
@@ -25,18 +26,25 @@ class Target(NamedTuple):
 
 
 def checkpoint_target(
-    directory: Path, job: JobState, on_error: Callable[[Exception], None]
+    directory: Path,
+    job: JobState,
+    on_error: Callable[[Exception], None],
+    quantisation: QuantisationCard | None = None,
 ) -> Target:
     """Returns the checkpoint of a job as it is now, in `directory/step_N`."""
-    write = partial(_write_checkpoint, directory, job.step, checkpoint_state(job))
+    write = partial(_write_checkpoint, directory, job.step, checkpoint_state(job, quantisation))
     return Target(BUFFERS, write, on_error)
 
 
 def adapter_target(
-    directory: Path, base_model: str, on_error: Callable[[Exception], None]
+    directory: Path,
+    base_model: str,
+    on_error: Callable[[Exception], None],
+    quantisation: QuantisationCard | None = None,
 ) -> Target:
     """Returns the adapter of a job as a PEFT directory."""
-    return Target(BUFFERS[:1], partial(_write_adapter, directory, base_model), on_error)
+    write = partial(_write_adapter, directory, base_model, quantisation)
+    return Target(BUFFERS[:1], write, on_error)
 
 
 def _write_checkpoint(directory: Path, step: int, state: str, snapshot: Snapshot) -> int:
@@ -46,11 +54,14 @@ def _write_checkpoint(directory: Path, step: int, state: str, snapshot: Snapshot
     return write_checkpoint(directory, step, state, weights, of_moments)
 
 
-def _write_adapter(directory: Path, base_model: str, snapshot: Snapshot) -> int:
+def _write_adapter(
+    directory: Path, base_model: str, quantisation: QuantisationCard | None, snapshot: Snapshot
+) -> int:
     return write_adapter(
         directory,
         lora=snapshot.lora,
         factors=snapshot.tensors(BUFFERS[0]),
         model=snapshot.spec,
         base_model=base_model,
+        quantisation=quantisation,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,13 @@ from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import quantised_on_reading
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.ops.quantised.weight import encode_weight
+from tlora_megatron.runtime.base_log import EXPECTED, log_base, outliers
 from tlora_megatron.training.formats import base_reader
 from tlora_megatron.training.formats.base_reader import read_base
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, RandomWeights, WeightSource
 from tlora_megatron.training.formats.hf_convert import draw_base, hf_shapes, megatron_tensors
 from tlora_megatron.training.formats.rank_tensors import rank_tensors
-from tlora_megatron.training.formats.rounding import EXPECTED, Rounding, outliers
+from tlora_megatron.training.formats.rounding import Rounding
 
 UNQUANTISED = ("embed_tokens", "lm_head", "layers.1.o_proj")
 
@@ -100,7 +103,7 @@ def source_of(directory: Path, drawn: bool) -> WeightSource:
     return RandomWeights(shapes, seed=3, device=torch.device("cpu"), dtype=torch.float32)
 
 
-def test_no_wide_weight_is_ever_made(directory: Path) -> None:
+def test_no_wide_weight_is_ever_made(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     spec = read_model_spec(directory / "config.json")
     with one_process_groups():
         quantisation = quantised_on_reading(spec, UNQUANTISED)
@@ -109,6 +112,11 @@ def test_no_wide_weight_is_ever_made(directory: Path) -> None:
                 spec, ParallelLayout(), dtype=torch.bfloat16, quantisation=quantisation
             )
         rounding = backbone.load_backbone(model, spec, directory, ParallelLayout())
+        with caplog.at_level(logging.INFO):
+            log_base(quantisation, spec, model, rounding)
+    assert "15 of 16 linears; at most 0.00 GiB of weights on a rank" in caplog.text
+    assert re.search(r"lose .* 0\.02.* to 0\.02.* most in layers\.[0-3]\.", caplog.text)
+    assert "base_model.unquantised may name" not in caplog.text
     held = dict(quantised_linears(model))
     assert len(held) == len(rounding.relative()) == 4 * spec.num_layers - 1
     assert model.decoder.layers[1].self_attention.linear_proj.weight.dtype == torch.bfloat16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,27 @@ def test_checkpoints_without_their_configuration_are_not_written_over(tmp_path: 
     step.mkdir(parents=True)
     with pytest.raises(ValueError, match=f"got {tmp_path} with {step} but without its config.json"):
         claim_output_dir(tmp_path, config_for(tmp_path))
+
+
+@pytest.mark.parametrize("earlier_version", [False, True])
+def test_another_quantization_of_the_base_must_be_allowed(
+    tmp_path: Path, earlier_version: bool
+) -> None:
+    config = config_for(tmp_path)
+    held = config_to_dict(config)
+    if earlier_version:
+        for key in ("quantization", "unquantised", "allow_change"):
+            del held["base_model"][key]
+    (tmp_path / "config.json").write_text(json.dumps(held))
+    assert claim_output_dir(tmp_path, config)
+    fp8 = replace(config, base_model=replace(config.base_model, quantization="fp8"))
+    with pytest.raises(ValueError, match="over another base_model: quantization None instead of f"):
+        claim_output_dir(tmp_path, fp8)
+    allowed = replace(fp8, base_model=replace(fp8.base_model, allow_change=True))
+    assert claim_output_dir(tmp_path, allowed)
+    seeded = replace(allowed, base_model=replace(allowed.base_model, seed=1))
+    with pytest.raises(ValueError, match="over another base_model: seed 0 instead of 1"):
+        claim_output_dir(tmp_path, seeded)
 
 
 def test_a_configuration_that_cannot_be_read_is_no_run_s(tmp_path: Path) -> None:
