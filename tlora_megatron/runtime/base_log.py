@@ -43,6 +43,11 @@ def log_base(
         "base: %s; at most %.2f GiB of weights on a rank",
         quantisation.describe(spec), max(size for size, _ in everyone) / 2**30,
     )  # fmt: skip
+    if quantisation.published is not None and quantisation.published.rounds_scales:
+        logger.warning(
+            "the base's scales are powers of two (ue8m0), and servers round activations' scales to "
+            "such, too; here they are not rounded"
+        )
     lost: dict[str, float] = {}
     for _, found in everyone:
         for name, error in found.items():
