@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.ops.frozen.test_coded_kernels import assert_codes, weight_of
 from tests.unit.ops.quantised.test_quant_kernels import (
     assert_same_rows,
     draw_weight,
     odd_rows,
     row_error,
 )
+from tlora_megatron.ops.frozen.swiglu import swiglu_vjp
 from tlora_megatron.ops.quantised.definition import forward_product, input_gradient
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
 from tlora_megatron.ops.quantised.triton_products import (
@@ -125,3 +127,19 @@ def test_other_tiles_give_the_same_codes() -> None:
         other, other_scales = launch_encode(x, None, None, tile)
         assert torch.equal(codes, other)
         torch.testing.assert_close(scales, other_scales, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("width", [14336, 7168, 28672])
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_swiglu_leaves_codes(kind: str, width: int) -> None:
+    x, dy = (torch.randn(301, size, device="cuda").bfloat16() for size in (2 * width, width))
+    x[7, 5] = math.nan
+    row, column = weight_of(kind, 16, width), weight_of(kind, 2 * width, 16)
+    plain, plain_back = swiglu_vjp(x)
+    y, back = swiglu_vjp(x, row, column)
+    dx = back(dy)
+    torch.testing.assert_close(y, plain, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(dx, plain_back(dy), rtol=0, atol=0, equal_nan=True)
+    assert_codes(y, row)
+    if width <= 14336:  # wider rows do not fit the registers
+        assert_codes(dx, column, gradient=True)

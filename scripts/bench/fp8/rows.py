@@ -10,7 +10,6 @@ medians.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,8 +20,10 @@ from torch import Tensor
 from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.graph_timing import Replay, time_interleaved, warm_up
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
+from tlora_megatron.ops.frozen.swiglu import swiglu_vjp
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
 from tlora_megatron.ops.quantised.triton_rows import RowTile, launch_encode, row_tile
+from tlora_megatron.ops.quantised.weight import QuantWeight
 
 WIDTHS = (4096, 6144, 14336, 28672)
 BUFFERS = 3
@@ -69,6 +70,31 @@ def _encodes(num_rows: int, *, tiles: bool) -> Iterator[Case]:
                 yield Case(label, width, 3 * x[0].numel() + scales, calls)
 
 
+def _swiglus(num_rows: int) -> Iterator[Case]:
+    """SwiGLU both ways, without codes and with them: those of the second read no more."""
+    width = 14336
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def draw(columns: int) -> Tensor:
+        return torch.randn(num_rows, columns, device="cuda", generator=generator).bfloat16()
+
+    x, dy = [draw(2 * width) for _ in range(BUFFERS)], [draw(width) for _ in range(BUFFERS)]
+    row, column = _scales_of(24, width), _scales_of(2 * width, 24)
+    values = num_rows * width
+    for name, weights, code_bytes in (("", (None, None), 0), (" + codes", (row, column), values)):
+        ways = [swiglu_vjp(part, *weights) for part in x]
+        forward = [lambda x=part, w=weights[0]: swiglu_vjp(x, w)[0] for part in x]
+        backward = [lambda g=g, way=way[1]: way(g) for g, way in zip(dy, ways, strict=True)]
+        yield Case(f"swiglu forward{name}", width, 6 * values + code_bytes, forward)
+        yield Case(f"swiglu backward{name}", width, 10 * values + 2 * code_bytes, backward)
+
+
+def _scales_of(num_rows: int, num_columns: int) -> QuantWeight:
+    """A weight of which the scales are read and the codes are not."""
+    codes = torch.empty(num_rows, num_columns, dtype=torch.uint8, device="cuda")
+    return QuantWeight(codes, torch.rand(num_rows, device="cuda") + 0.1)
+
+
 def _others(tile: RowTile) -> list[RowTile]:
     warps = {max(1, tile.num_warps // 2), tile.num_warps, min(32, tile.num_warps * 2)}
     found = {tile._replace(num_warps=w, stages=s) for w in warps for s in (1, 2, 3)}
@@ -84,6 +110,12 @@ def _check(x: Tensor, group: int | None, fold: Tensor | None, tile: RowTile) -> 
         raise SystemExit(f"codes must equal the definition's, got others with {tile}")
     if not torch.equal(found.scales.cpu(), expected.scales):
         raise SystemExit(f"scales must equal the definition's, got others with {tile}")
+
+
+def _cases(num_rows: int, *, tiles: bool) -> Iterator[Case]:
+    yield from _copies(num_rows)
+    yield from _encodes(num_rows, tiles=tiles)
+    yield from _swiglus(num_rows)
 
 
 def _measured(case: Case, num_rows: int) -> dict[str, object]:
@@ -121,7 +153,7 @@ def main() -> int:
         return 1
     torch.manual_seed(0)
     rows = []
-    for case in itertools.chain(_copies(args.rows), _encodes(args.rows, tiles=args.tiles)):
+    for case in _cases(args.rows, tiles=args.tiles):
         rows.append(_measured(case, args.rows) | {"commit": args.commit})
     if args.csv is not None:
         append_rows(args.csv, rows)

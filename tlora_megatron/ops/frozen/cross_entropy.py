@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from tlora_megatron.ops.frozen.frozen_parts import runs_triton
+from tlora_megatron.ops.lora.kernel_choice import runs_triton
 
 
 def cross_entropy_(

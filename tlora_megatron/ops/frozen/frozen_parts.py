@@ -7,7 +7,6 @@ caller must call the function and then drop it, because it holds what is saved.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,22 +14,10 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
-from tlora_megatron.ops.lora.kernel_choice import forced_kernels, triton_problem
-
 Vjp = Callable[..., Any]
 """From the results' gradients to those of the inputs; called once."""
 End = torch.Tensor | GradientEdge
 """The end of a graph: a tensor whose memory is needed anyway, or its graph edge alone."""
-
-
-def runs_triton(x: torch.Tensor) -> bool:
-    """Returns True if a tensor gets the Triton kernels: on GPUs, unless `TLORA_KERNELS=torch`."""
-    return x.is_cuda and _device_runs_triton(x.device, forced_kernels() == "torch")
-
-
-@functools.cache
-def _device_runs_triton(device: torch.device, forced_torch: bool) -> bool:
-    return not forced_torch and triton_problem(device) is None
 
 
 def vjp_by_autograd(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Any, Vjp]:

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from tlora_megatron.ops.frozen.frozen_parts import Vjp, runs_triton, vjp_by_autograd
+from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.frozen.rms_norm import HeadNorms, norm_reference
+from tlora_megatron.ops.lora.kernel_choice import runs_triton
 
 
 def rotate_halves(x_T1ND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:

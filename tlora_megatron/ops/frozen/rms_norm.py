@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tlora_megatron.ops.frozen.frozen_parts import Vjp, runs_triton, vjp_by_autograd
+from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
+from tlora_megatron.ops.lora.kernel_choice import runs_triton
 
 
 def rms_norm_reference(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tlora_megatron.ops.frozen.frozen_parts import Vjp, runs_triton, vjp_by_autograd
+from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
+from tlora_megatron.ops.lora.kernel_choice import runs_triton
+from tlora_megatron.ops.quantised.weight import QuantWeight
 
 
 def swiglu_reference(x: torch.Tensor) -> torch.Tensor:
@@ -24,14 +26,31 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return _FusedSwiGLU.apply(x) if runs_triton(x) else swiglu_reference(x)
 
 
-def swiglu_vjp(x: torch.Tensor) -> tuple[torch.Tensor, Vjp]:
-    """Returns `swiglu` and its vector-Jacobian product, which holds x."""
+def swiglu_vjp(
+    x: torch.Tensor,
+    row: QuantWeight | None = None,
+    column: QuantWeight | None = None,
+) -> tuple[torch.Tensor, Vjp]:
+    """Returns `swiglu` and its vector-Jacobian product, which holds x.
+
+    Args:
+        row: the quantised linear behind: the result carries its FP8 codes (`handed_rows`).
+        column: the quantised linear before, for which the product's result carries them.
+    """
     if not runs_triton(x):
         return vjp_by_autograd(swiglu_reference, x)
     from tlora_megatron.ops.frozen.triton_swiglu import launch_backward, launch_forward
 
     x = x.contiguous()
-    return launch_forward(x), lambda dy: launch_backward(dy.contiguous(), x)
+    if row is None and column is None:
+        return launch_forward(x), lambda dy: launch_backward(dy.contiguous(), x)
+    from tlora_megatron.ops.frozen.coded import swiglu as coded
+
+    width = x.shape[-1] // 2
+    y = coded.forward(x, row) if row and width <= coded.FORWARD_COLUMNS else launch_forward(x)
+    if column is None or width > coded.BACKWARD_COLUMNS:
+        return y, lambda dy: launch_backward(dy.contiguous(), x)
+    return y, lambda dy: coded.backward(dy.contiguous(), x, column)
 
 
 class _FusedSwiGLU(torch.autograd.Function):

@@ -14,6 +14,20 @@ _WARPS = 4
 
 
 @triton.jit
+def product(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    """`silu(gate) * up`."""
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def gradients(grad: tl.tensor, gate: tl.tensor, up: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Gradients of gate and up."""
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    return grad * up * (sigmoid + silu * (1.0 - sigmoid)), grad * silu
+
+
+@triton.jit
 def _forward_kernel(
     x: tl.tensor,  # [T, 2 * WIDTH]
     y: tl.tensor,  # [T, WIDTH]
@@ -27,8 +41,7 @@ def _forward_kernel(
     at = x + row * 2 * WIDTH + columns
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    result = gate * tl.sigmoid(gate) * up
-    tl.store(y + row * WIDTH + columns, result.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + row * WIDTH + columns, product(gate, up).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -47,11 +60,9 @@ def _backward_kernel(
     grad = tl.load(dy + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(x + begin, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + begin + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    dgate = grad * up * (sigmoid + silu * (1.0 - sigmoid))
+    dgate, dup = gradients(grad, gate, up)
     tl.store(dx + begin, dgate.to(dx.dtype.element_ty), mask=inside)
-    tl.store(dx + begin + WIDTH, (grad * silu).to(dx.dtype.element_ty), mask=inside)
+    tl.store(dx + begin + WIDTH, dup.to(dx.dtype.element_ty), mask=inside)
 
 
 _forward = WarmKernel(_forward_kernel)

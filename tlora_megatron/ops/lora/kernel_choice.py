@@ -75,6 +75,16 @@ def choose_ops(device: torch.device, dtype: torch.dtype) -> LinearOps:
     return _make(kernel_choice(device, dtype).name)
 
 
+def runs_triton(x: torch.Tensor) -> bool:
+    """Returns True if a tensor gets the Triton kernels: on GPUs, unless `TLORA_KERNELS=torch`."""
+    return x.is_cuda and _device_runs_triton(x.device, forced_kernels() == "torch")
+
+
+@functools.cache
+def _device_runs_triton(device: torch.device, forced_torch: bool) -> bool:
+    return not forced_torch and triton_problem(device) is None
+
+
 def problem_of(name: Kernels, device: torch.device, dtype: torch.dtype) -> str | None:
     """Returns why an implementation cannot run, None where it can; may build the CUDA extension."""
     if name == "torch":

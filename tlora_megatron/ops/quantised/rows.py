@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlora_megatron.ops.frozen.frozen_parts import runs_triton
+from tlora_megatron.ops.lora.kernel_choice import runs_triton
 from tlora_megatron.ops.quantised.codes import LARGEST, decode, encode
 
 GROUP = 128

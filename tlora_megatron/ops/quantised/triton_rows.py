@@ -9,14 +9,18 @@ import torch
 import triton
 import triton.language as tl
 
-from tlora_megatron.ops.quantised.triton_codes import rounds_by_hand, store_codes
+from tlora_megatron.ops.quantised.triton_codes import rounds_by_hand, store_codes, times_fold
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
+_GROUP = 128
+"""Columns that may share a scale: no tile has fewer."""
 _TILE = 4096
 """Values of a thread block where rows are narrower; a wider row has a block of its own."""
 _WIDE = 8192
 """Columns from which on few blocks fit a multiprocessor: those stay on it, and copy their next rows
 to shared memory while they work on one."""
+_REDUCTION_BYTES = 4096
+"""Of shared memory, at most."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -43,7 +47,7 @@ def _encode_kernel(
         at = rows[:, None] * WIDTH + columns[None, :]
         values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         if FOLDS:
-            values *= tl.load(fold + columns, mask=columns < WIDTH, other=0.0)[None, :]
+            values = times_fold(values, fold, columns[None, :], num_rows, WIDTH)
         store_codes(
             values, codes, scales, rows, num_rows, WIDTH, ROWS, COLUMNS, GROUP, BY_HAND
         )  # fmt: skip
@@ -62,21 +66,33 @@ class RowTile(NamedTuple):
     """1 = a block for each tile; more = blocks of 32 warps in all stay on each multiprocessor, and
     fetch all but one of so many rows ahead."""
 
+    def blocks(self, x: torch.Tensor) -> int:
+        """Returns the number of blocks for the rows of x."""
+        needed = -(-len(x) // self.rows)
+        return needed if self.stages == 1 else min(needed, _resident(x.device, self.num_warps))
+
 
 def row_tile(x_TK: torch.Tensor, *, folds: bool) -> RowTile:
-    """Chooses the tile of rows: 16 values a thread, 32 where rows are wide."""
-    return _row_tile(x_TK.shape[1], x_TK.element_size(), folds, x_TK.device)
-
-
-@functools.cache
-def _row_tile(width: int, value_bytes: int, folds: bool, device: torch.device) -> RowTile:
-    columns = max(128, triton.next_power_of_2(width))
+    """Chooses the tile of the quantiser: 16 values a thread, 32 where rows are wide."""
+    width = x_TK.shape[1]
+    columns = max(_GROUP, power_of_2(width))
     rows = max(1, _TILE // columns)
     if width < _WIDE:
         return RowTile(rows, columns, max(1, rows * columns // 512), 1)
-    # The factors of a fold would be fetched again with every row.
-    ahead = 0 if folds else min(2, _shared_bytes(device) // (columns * value_bytes))
+    # The factors of a fold shall stay in the L1 cache, which shares its memory.
+    ahead = _rows_ahead(columns * x_TK.element_size(), x_TK.device, most=1 if folds else 2)
     return RowTile(1, columns, min(32, columns // 1024), 1 + ahead)
+
+
+def whole_rows(x: torch.Tensor, width: int, operands: int) -> RowTile:
+    """Chooses the tile of kernels that take whole rows of several operands.
+
+    Args:
+        operands: rows of `width` columns in the dtype of x that are read for each row written.
+    """
+    columns = max(_GROUP, power_of_2(width))
+    ahead = _rows_ahead(operands * columns * x.element_size(), x.device, most=1)
+    return RowTile(1, columns, max(1, min(32, columns // 512)), 1 + ahead)
 
 
 def launch_encode(
@@ -92,15 +108,12 @@ def launch_encode(
         tile: None = that of `row_tile`.
     """
     num_rows, width = x_TK.shape
-    codes, scales = codes_and_scales(x_TK, group)
+    codes, scales = empty_codes(x_TK, group)
     tile = row_tile(x_TK, folds=fold_K is not None) if tile is None else tile
-    blocks = -(-num_rows // tile.rows)
-    if tile.stages > 1 and x_TK.is_cuda:
-        blocks = min(blocks, _multiprocessors(x_TK.device) * (32 // tile.num_warps))
-    if not blocks:
+    if not num_rows:
         return codes, scales
     _encode.launch(
-        blocks,
+        tile.blocks(x_TK),
         (x_TK, scales if fold_K is None else fold_K, codes, scales),
         (num_rows,),
         (
@@ -117,7 +130,7 @@ def launch_encode(
     return codes, scales
 
 
-def codes_and_scales(x_TK: torch.Tensor, group: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_codes(x_TK: torch.Tensor, group: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns memory for the codes and the scales of rows."""
     num_rows, width = x_TK.shape
     codes = torch.empty(num_rows, width, dtype=torch.uint8, device=x_TK.device)
@@ -126,13 +139,25 @@ def codes_and_scales(x_TK: torch.Tensor, group: int | None) -> tuple[torch.Tenso
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def power_of_2(size: int) -> int:
+    """Returns the next power of two; Triton's own function is slow to call."""
+    return triton.next_power_of_2(size)
 
 
-def _shared_bytes(device: torch.device) -> int:
-    """Returns shared memory for rows, less what reductions take."""
+@functools.cache
+def _rows_ahead(row_bytes: int, device: torch.device, most: int) -> int:
+    """Returns how many rows beside the one at work fit the shared memory of a multiprocessor."""
     if device.type != "cuda":
         return 0
     properties = torch.cuda.get_device_properties(device)
-    return max(0, getattr(properties, "shared_memory_per_block_optin", 0) - 4096)
+    shared_bytes = getattr(properties, "shared_memory_per_block_optin", 0)
+    return min(most, max(0, shared_bytes - _REDUCTION_BYTES) // row_bytes)
+
+
+@functools.cache
+def _resident(device: torch.device, num_warps: int) -> int:
+    """Returns how many blocks stay on a device: 32 warps on each multiprocessor."""
+    if device.type != "cuda":
+        return 1
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return multiprocessors * max(1, 32 // num_warps)

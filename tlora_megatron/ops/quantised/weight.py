@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.frozen.frozen_parts import runs_triton
+from tlora_megatron.ops.lora.kernel_choice import runs_triton
 from tlora_megatron.ops.quantised.codes import decode
 from tlora_megatron.ops.quantised.definition import forward_product, input_gradient
 from tlora_megatron.ops.quantised.handed_rows import hand_rows, handed_rows

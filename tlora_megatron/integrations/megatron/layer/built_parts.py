@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.layer.mixing import built_class
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
-from tlora_megatron.ops.frozen.frozen_parts import Vjp, runs_triton
+from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.frozen.rms_norm import HeadNorms, NormWeight, add_rms_norm_vjp
+from tlora_megatron.ops.lora.kernel_choice import runs_triton
 from tlora_megatron.ops.routing.segments import MicroBatchView
 
 _MAKERS = ("torch", "transformer_engine")

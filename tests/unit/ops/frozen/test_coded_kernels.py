@@ -1,0 +1,67 @@
+"""Kernels of frozen parts that leave FP8 codes: the bits of those without, and of the quantiser.
+
+On a GPU they run as they are, elsewhere in the process of `test_interpreted_kernels`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.ops.frozen.test_frozen_kernels import DEVICE, INTERPRETED, RUNS, draw
+from tlora_megatron.ops.frozen import qkv_rotary, rms_norm, swiglu
+from tlora_megatron.ops.quantised.handed_rows import handed_rows
+from tlora_megatron.ops.quantised.rows import GROUP, encode_rows
+from tlora_megatron.ops.quantised.weight import QuantWeight
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+KINDS = pytest.mark.parametrize("kind", ["channel", "block"])
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns the kernels on where only the interpreter runs them."""
+    if INTERPRETED:
+        from tests.helpers.interpreter import accept_numpy_scalars
+
+        accept_numpy_scalars()
+        for module in (qkv_rotary, rms_norm, swiglu):
+            monkeypatch.setattr(module, "runs_triton", lambda x: True)
+
+
+def weight_of(kind: str, num_rows: int, num_columns: int) -> QuantWeight:
+    """No codes, which producers do not read, but scales far apart."""
+    codes = torch.empty(num_rows, num_columns, dtype=torch.uint8, device=DEVICE)
+    shape = (num_rows,) if kind == "channel" else (-(-num_rows // GROUP), -(-num_columns // GROUP))
+    generator = torch.Generator().manual_seed(num_rows)
+    return QuantWeight(codes, (torch.rand(shape, generator=generator) + 1e-2).to(DEVICE))
+
+
+def assert_codes(x: Tensor, weight: QuantWeight, *, gradient: bool = False) -> None:
+    """The codes on x are those that the linear would make of it."""
+    group, fold = (None, weight.fold_N) if gradient else (weight.group, None)
+    handed = handed_rows(x, group, fold)
+    assert handed is not None
+    # By the definition, on the CPU.
+    expected = encode_rows(x.cpu(), group=group, fold_K=None if fold is None else fold.cpu())
+    assert torch.equal(handed.codes_TK.cpu(), expected.codes_TK)
+    torch.testing.assert_close(handed.scales.cpu(), expected.scales, rtol=0, atol=0, equal_nan=True)
+
+
+@RUNS
+@DTYPES
+@KINDS
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (5, 200), (2, 2500)])
+def test_swiglu(rows: int, width: int, kind: str, dtype: torch.dtype) -> None:
+    x, dy = draw(rows, 2 * width, dtype=dtype, scale=2.0), draw(rows, width, dtype=dtype)
+    if rows > 1:
+        x[1, 3] = torch.nan
+    plain, plain_back = swiglu.swiglu_vjp(x)
+    row, column = weight_of(kind, 24, width), weight_of(kind, 2 * width, 24)
+    y, back = swiglu.swiglu_vjp(x, row, column)
+    dx, expected = back(dy), plain_back(dy)
+    for found, same in ((y, plain), (dx, expected)):
+        torch.testing.assert_close(found, same, rtol=0, atol=0, equal_nan=True)
+    assert_codes(y, row)
+    assert_codes(dx, column, gradient=True)
