@@ -8,6 +8,7 @@ rounded to another code. So losses of whole trainings agree to the last digits.
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pytest
 import torch
 
 from tests.helpers.fake_quant_peft import FakeQuant
+from tests.helpers.fp8_folders import put_codes
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import exported, load_scenario, losses, make_scenario, oracle_results
-from tests.helpers.scenario_worlds import Case, World, layout_params, worlds
+from tests.helpers.scenario_worlds import Case, World, layout_params, run_cases, worlds
 from tests.helpers.wide_floats import wide_floats
 
 WORKER = Path(__file__).parents[1] / "helpers" / "wide_train_worker.py"
@@ -52,6 +54,13 @@ JOBS: tuple[dict[str, Any], ...] = (
 WIDE = ("embed_tokens", "lm_head", "layers.0", "down_proj")
 """What `partly` leaves as it is."""
 NAMES = tuple(job["name"] for job in JOBS)
+IN_BLOCKS: dict[str, int] = {
+    "hidden_size": 256,
+    "head_dim": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 256,
+}
 TP2, SP = ("parallel.tp_size=2",), ("parallel.sequence_parallel=true",)
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     1: {
@@ -74,7 +83,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config file of the scenario."""
     root = tmp_path_factory.mktemp("fp8")
-    return make_scenario(root, JOBS, num_steps=8, base_dtype=torch.bfloat16)
+    return make_scenario(root, JOBS, num_steps=8, dtype=torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +129,27 @@ def test_losses_and_weights_equal_the_oracle(
         assert factors.keys() == expected.factors.keys(), name
         for key, value in expected.factors.items():
             torch.testing.assert_close(factors[key], value.float(), rtol=1e-6, atol=1e-9)
+
+
+def test_a_published_base_in_blocks_equals_the_oracle(
+    tmp_path: Path,
+) -> None:
+    """Blocks of weights and groups of activations, of 128; scales that are stored in bf16."""
+    config = make_scenario(tmp_path, JOBS[:2], num_steps=3, dtype=torch.bfloat16, **IN_BLOCKS)
+    published = shutil.copytree(tmp_path / "base", tmp_path / "published")
+    put_codes(published, "fp8_bf16")
+    base = FakeQuant(blocks_of=str(published), unquantised=("layers.1.down_proj",))
+    loaded = load_scenario(config, output_dir=tmp_path / "unused")
+    with wide_floats():
+        oracle = oracle_results(loaded, base)
+    case = {
+        "config": str(config),
+        "output_dir": str(tmp_path / "out"),
+        "set": [f"base_model.path={published}"],
+    }
+    run_cases(1, [case], tmp_path / "cases.json", worker=WORKER)
+    for name, expected in oracle.items():
+        assert losses(tmp_path / "out", name) == pytest.approx(expected.losses, rel=1e-12), name
 
 
 def test_bases_differ_and_jobs_move(

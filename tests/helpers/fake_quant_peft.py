@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from tests.helpers.fp8_folders import Coded, coded
 
 LARGEST = 448.0
 BLOCK = 128
@@ -35,21 +38,31 @@ class FakeQuant:
 
     tp_size: int = 1
     """Ranks that would cut the linears, each of which has scales of its own."""
-    in_blocks: bool = False
-    """Scales for blocks of 128 x 128, which divide all linears; otherwise for output channels."""
     unquantised: tuple[str, ...] = ()
-    """Linears of all layers (`down_proj`), or layers (`layers.0`), that stay as they are."""
+    """Linears of all layers (`down_proj`), of one, or layers (`layers.0`) that stay as they are."""
+    blocks_of: str | None = None
+    """Folder published in blocks of 128 x 128, which divide all linears, that gives the weights;
+    None = they are rounded by output channels."""
 
     def apply(self, model: nn.Module) -> None:
         """Puts quantising linears in the place of those of all layers, before PEFT comes."""
+        published = {} if self.blocks_of is None else coded(Path(self.blocks_of))
         for index, layer in enumerate(model.model.layers):  # type: ignore[union-attr]
             for parent, names, kind in _FUSED:
-                if {f"layers.{index}", *names} & set(self.unquantised):
+                if self._leaves(f"layers.{index}", names):
                     continue
-                module = getattr(layer, parent)
-                fused = _Fused([getattr(module, name) for name in names], kind, self)
+                module, weights = getattr(layer, parent), []
+                for name in names:
+                    linear = getattr(module, name)
+                    held = published.get(f"model.layers.{index}.{parent}.{name}.weight")
+                    weights.append(by_channels(linear) if held is None else in_blocks(held, linear))
+                fused = _Fused(weights, kind, self)
                 for place, name in enumerate(names):
                     setattr(module, name, FakeQuantLinear(getattr(module, name), fused, place))
+
+    def _leaves(self, layer: str, names: Sequence[str]) -> bool:
+        within = {f"{layer}.{name}" for name in names}
+        return not within.union(names, [layer]).isdisjoint(self.unquantised)
 
 
 def round_to_e4m3(values: Tensor) -> Tensor:
@@ -85,7 +98,7 @@ class FakeQuantLinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear, fused: _Fused, index: int) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
-        self.weight = nn.Parameter(fused.weights[index].dequantised, requires_grad=False)
+        self.weight = nn.Parameter(fused.weights[index].dequantised_NK, requires_grad=False)
         self.bias = linear.bias
         self._fused, self._index = (fused,), index  # in a tuple: a module would be registered
 
@@ -96,29 +109,33 @@ class FakeQuantLinear(nn.Linear):
         return y.clone() if self.bias is None else y + self.bias
 
 
-class Weight:
-    """A rounded weight, and what the two products take of it."""
+class Weight(NamedTuple):
+    """What the two products take of a rounded weight."""
 
-    def __init__(self, weight_NK: Tensor, *, in_blocks: bool) -> None:
-        num_rows, num_columns = weight_NK.shape
-        if in_blocks:
-            blocks = weight_NK.view(num_rows // BLOCK, BLOCK, num_columns // BLOCK, BLOCK)
-            self.rounded = round_over(blocks, (1, 3), weight_NK.dtype)
-            self.dequantised = self.rounded.read().view_as(weight_NK)
-            self.fold_N, self.for_dgrad = torch.ones(num_rows), self.dequantised
-        else:
-            self.rounded = round_over(weight_NK, (1,), weight_NK.dtype)
-            self.dequantised = self.rounded.read()
-            self.fold_N, self.for_dgrad = self.rounded.scales[:, 0], self.rounded.values
+    dequantised_NK: Tensor
+    fold_N: Tensor
+    """What gradients are multiplied with before they are rounded."""
+    for_dgrad_NK: Tensor
+
+
+def by_channels(linear: nn.Linear) -> Weight:
+    """Rounds a weight with a scale for each output channel."""
+    rounded = round_over(linear.weight.detach(), (1,), linear.weight.dtype)
+    return Weight(rounded.read(), rounded.scales[:, 0], rounded.values)
+
+
+def in_blocks(published: Coded, like: nn.Linear) -> Weight:
+    """Takes a weight with scales of blocks."""
+    weight_NK = published.values.to(like.weight.dtype) * published.scales.to(like.weight.dtype)
+    return Weight(weight_NK, torch.ones(len(weight_NK)), weight_NK)
 
 
 class _Fused:
     """Linears of one input; the first that is called computes all."""
 
-    def __init__(self, linears: Sequence[nn.Linear], kind: str, how: FakeQuant) -> None:
-        weights = [linear.weight.detach() for linear in linears]
-        self.weights = [Weight(weight, in_blocks=how.in_blocks) for weight in weights]
-        self.group = BLOCK if how.in_blocks else None
+    def __init__(self, weights: Sequence[Weight], kind: str, how: FakeQuant) -> None:
+        self.weights = weights
+        self.group = None if how.blocks_of is None else BLOCK
         self.in_parts = how.tp_size if kind == "row" else 1
         self.out_parts = how.tp_size if kind == "column" else 1
         self._given: Tensor | None = None
@@ -139,7 +156,7 @@ class _Fused:
         size = self.group or x_TK.shape[1] // self.in_parts
         parts = round_over(x_TK.view(len(x_TK), -1, size), (2,), x_TK.dtype)
         read_TK = parts.read().view_as(x_TK)
-        return tuple(read_TK @ w.dequantised.t() for w in self.weights)
+        return tuple(read_TK @ w.dequantised_NK.t() for w in self.weights)
 
     def backward(self, dys: Sequence[Tensor]) -> Tensor:
         """Returns dx; on each rank, a row of the gradients of all its linears has one scale."""
@@ -147,7 +164,7 @@ class _Fused:
         folded = [dy.float() * w.fold_N for dy, w in zip(dys, self.weights, strict=True)]
         cut = zip(
             zip(*(dy.chunk(self.out_parts, dim=1) for dy in folded), strict=True),
-            zip(*(w.for_dgrad.chunk(self.out_parts) for w in self.weights), strict=True),
+            zip(*(w.for_dgrad_NK.chunk(self.out_parts) for w in self.weights), strict=True),
             strict=True,
         )
         products = [

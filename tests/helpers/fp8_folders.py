@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -43,7 +43,11 @@ TABLE = _table()
 def make_fp8_folder(root: Path, kind: Format, **options: Any) -> Path:
     """A folder of two layers whose linears hold random codes; the last layer's down is wide."""
     shape: dict[str, Any] = SHAPE | {"num_key_value_heads": 2, "num_hidden_layers": 2} | options
-    directory = make_tiny_model(root, "llama", vocab_size=127, **shape)
+    return put_codes(make_tiny_model(root, "llama", vocab_size=127, **shape), kind)
+
+
+def put_codes(directory: Path, kind: Format) -> Path:
+    """Turns a tiny folder of two layers into a published one; see `make_fp8_folder`."""
     tensors: dict[str, Tensor] = dict(load_file(directory / FILE))
     generator = torch.Generator().manual_seed(5)
     for name in wide_names(tensors):
@@ -117,13 +121,33 @@ def decoded(directory: Path) -> dict[str, Tensor]:
     """All weights of a folder by their names, codes multiplied with their scales in fp32."""
     tensors = dict(load_file(directory / FILE))
     return {
+        name: value.values * value.scales if isinstance(value, Coded) else value
+        for name, value in _read(tensors).items()
+    }
+
+
+class Coded(NamedTuple):
+    """The values of a weight's codes, and the scale of each of them, fp32."""
+
+    values: Tensor
+    scales: Tensor
+
+
+def coded(directory: Path) -> dict[str, Coded]:
+    """The weights of a folder that have codes, by their names."""
+    found = _read(dict(load_file(directory / FILE)))
+    return {name: value for name, value in found.items() if isinstance(value, Coded)}
+
+
+def _read(tensors: dict[str, Tensor]) -> dict[str, Tensor | Coded]:
+    return {
         name: _decode(name, tensors) if value.dtype == torch.float8_e4m3fn else value
         for name, value in tensors.items()
         if "_scale" not in name
     }
 
 
-def _decode(name: str, tensors: dict[str, Tensor]) -> Tensor:
+def _decode(name: str, tensors: dict[str, Tensor]) -> Coded:
     values = TABLE[tensors[name].view(torch.uint8).int()]
     stem = name.removesuffix("weight")
     scales = tensors.get(f"{stem}weight_scale", tensors.get(f"{stem}weight_scale_inv"))
@@ -134,4 +158,4 @@ def _decode(name: str, tensors: dict[str, Tensor]) -> Tensor:
     if (scales.dim() == 2 and scales.shape[1] > 1) or "inv" in "".join(tensors):
         scales = scales.repeat_interleave(128, 0)[: len(values)]
         scales = scales.repeat_interleave(128, 1)[:, : values.shape[1]]
-    return values * scales
+    return Coded(values, scales.expand_as(values))

@@ -70,17 +70,17 @@ def make_scenario(
     *,
     num_steps: int = NUM_STEPS,
     num_layers: int = 2,
-    base_dtype: torch.dtype = torch.float32,
+    **base: Any,
 ) -> Path:
-    """Writes the base model, the jobs' data and `config.json`; returns the config's path."""
-    base = make_tiny_model(
-        root / "base",
-        "llama",
-        dtype=base_dtype,
-        vocab_size=VOCAB_SIZE,
-        num_hidden_layers=num_layers,
+    """Writes the base model, the jobs' data and `config.json`; returns the config's path.
+
+    Args:
+        **base: as `make_tiny_model` takes it.
+    """
+    make_tiny_model(
+        root / "base", "llama", vocab_size=VOCAB_SIZE, num_hidden_layers=num_layers, **base
     )
-    save_tiny_tokenizer(base)
+    save_tiny_tokenizer(root / "base")
     jobs = []
     for index, job in enumerate(specs):
         write_rows(root / f"{job['name']}.jsonl", 18, seed=index)
