@@ -1,6 +1,6 @@
 """The dynamic quantiser: every row, or every 128 columns of it, gets a scale from itself alone.
 
-To the bit, all in fp32: `amax` keeps NaN; `scale = max(amax / 448, 1 / (448 * 512))`;
+To the bit, all in fp32: `amax` keeps NaN; `scale = max(amax / 448, 2**-100)`;
 `code = e4m3(clamp(x * (1 / scale)))`. Where amax is NaN or infinite, scale is NaN, so that products
 with the row are NaN and no other row changes. docs/fp8.md has the reasons.
 
@@ -20,7 +20,9 @@ from tlora_megatron.ops.quantised.codes import LARGEST, decode, encode
 
 GROUP = 128
 """Columns that share a scale, with a base that has scales for blocks; the last may be fewer."""
-SMALLEST_SCALE = 1.0 / (LARGEST * 512.0)
+SMALLEST_SCALE = 2.0**-100
+"""Keeps the inverse of a row of zeros finite. Servers have 1 / (448 * 512), with which most codes
+of gradients were 0: these are divided by a batch's tokens and multiplied with a weight's scales."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -41,7 +41,7 @@ def abs_bits(values: tl.tensor) -> tl.tensor:
 def scale_of(largest: tl.tensor) -> tl.tensor:
     """The scale of values whose largest `abs_bits` are given."""
     quotient = tl.math.div_rn(largest.to(tl.float32, bitcast=True), 448.0)
-    scale = tl.maximum(quotient, 1.0 / (448.0 * 512.0))
+    scale = tl.maximum(quotient, 7.888609052210118e-31)  # rows.SMALLEST_SCALE
     return tl.where(largest >= 0x7F800000, float("nan"), scale)
 
 

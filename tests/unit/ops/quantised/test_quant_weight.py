@@ -58,6 +58,14 @@ def test_products_are_close_to_those_of_the_values(kind: str) -> None:
     assert _error(weight.dgrad(dy), dy.double() @ whole) < 0.04
 
 
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_gradients_of_any_size_are_as_exact(kind: str) -> None:
+    """Losses are means over a batch's tokens, so gradients are far below activations."""
+    weight, smaller = _weight(kind, 264, 392), 2.0**-60
+    dy = torch.randn(9, 264)
+    assert torch.equal(weight.dgrad(dy * smaller), weight.dgrad(dy) * smaller)
+
+
 def test_products_are_added_in_place_and_rounded_once() -> None:
     weight = _weight("channel", 24, 40)
     x, dy = torch.randn(3, 40).bfloat16(), torch.randn(3, 24).bfloat16()

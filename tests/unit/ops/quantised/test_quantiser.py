@@ -44,7 +44,7 @@ def _expected_rows(values: np.ndarray) -> tuple[list[list[int]], np.ndarray]:
     codes, scales = [], []
     for row in values:
         amax = np.abs(row).max()
-        scale = max(amax / largest, np.float32(1 / (448 * 512)))
+        scale = max(amax / largest, np.float32(2.0**-100))
         scale = scale if np.isfinite(amax) else np.float32(np.nan)
         inverse = one / scale
         scaled = np.clip(row * inverse, -largest, largest)
