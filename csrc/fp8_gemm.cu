@@ -14,6 +14,7 @@ struct TloraFp8Gemm {
   int row_stride, row_group_stride, column_stride, group_stride;
   int block;    // the kind of W's scales
   int promote;  // every so many k; 0: not at all
+  int lag;      // stages by which the second warpgroup begins later: 0 to 3
 };
 
 namespace {
@@ -48,6 +49,8 @@ TLORA_EXPORT int tlora_fp8_gemm(const TloraFp8Gemm* arguments, cudaStream_t stre
   p.row_group_stride = f.row_group_stride;
   p.column_stride = f.column_stride;
   p.group_stride = f.group_stride;
+  if (f.lag < 0 || f.lag >= kStages) return fail("lag", "must be less than the stages of the ring");
+  p.lag = f.lag;
   if (!make_code_map(&p.x, g.x, g.rows, g.depth, kBlockRows) ||
       !make_code_map(&p.weight, g.weight, g.columns_out, g.depth, g.tile_columns / 2) || !make_shared_maps(g, &p))
     return fail_maps();

@@ -26,11 +26,16 @@ constexpr int kCodes = 128;  // of a row in a stage of the ring, and of a block 
 constexpr int kSteps = 4;    // wgmmas that a stage takes
 constexpr uint64_t kStep = 32 >> 4;
 
+// Named barrier by which the second warpgroup begins some stages after the first; barriers 0 to 2 are taken.
+constexpr int kLagBarrier = 3;
+
 struct Fp8Problem : Problem {
   const float* row_scales;  // [rows], or strided in groups of 128 k
   const float* scales;      // of W: [columns_out] or null, or of 128 x 128 blocks
   // Blocks: elements between rows and between groups of 128 k.
   int row_stride, row_group_stride, column_stride, group_stride;
+  // Stages, fewer than the ring's, by which the second warpgroup begins later: so one stores while the other multiplies.
+  int lag;
 };
 
 __device__ __forceinline__ float load_float(const float* at) {
@@ -40,10 +45,14 @@ __device__ __forceinline__ float load_float(const float* at) {
 }
 
 // Volatile, or the compiler loads the scales of a tile before its products and has no registers for them.
-__device__ __forceinline__ float2 load_two(const float* at) {
+__device__ __forceinline__ float2 load_shared_two(const float2* at) {
   float2 v;
-  asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(at));
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(shared_address(at)) : "memory");
   return v;
+}
+
+__device__ __forceinline__ void store_shared_two(float2* at, float2 v) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared_address(at)), "f"(v.x), "f"(v.y) : "memory");
 }
 
 template <int BN, bool kDropout>
@@ -79,9 +88,16 @@ struct Consumer : Sums<BN> {
   static_assert(!kBlock || (kStagesOfSum == 1 && kPartColumns == 128), "a block of scales is 128 x 128");
 
   const Fp8Problem& q;
+  // With dropout, chunks come first and may fill the ring; with blocks, registers are short.
+  static constexpr bool kLags = !kDropout && !kBlock && kStagesOfSum == 1;
+  int lag = kLags ? q.lag : 0;  // that is left
 
   __device__ void run(int first_tile, int step, int block) {
     float sums[BN / 2];
+    if (kLags && lag > 0 && warpgroup == 1 && first_tile < p.row_tiles * p.column_tiles) {
+      asm volatile("bar.sync %0, 256;" ::"n"(kLagBarrier) : "memory");
+      lag = 0;
+    }
     for (int index = first_tile; index < p.row_tiles * p.column_tiles; index += step) {
       const Tile tile(p, index);
       const int row = tile.row_tile * kTileRows + block * kBlockRows + warpgroup * 64;
@@ -95,9 +111,10 @@ struct Consumer : Sums<BN> {
         add_chunks(sums, chunks);
         if (chunks.begin < chunks.end) this->drop(sums, row, column);
       }
+      const float2 column_scales = scales_of(column + thread * 2);
       multiply(sums, row, column);
       if constexpr (!kDropout) {
-        scale(sums, row, column);
+        scale(sums, row, column_scales);
         add_chunks(sums, chunks);
       }
       this->store(sums, row, column);
@@ -199,6 +216,10 @@ struct Consumer : Sums<BN> {
         promote(sums, part, i, factor[0] * w, factor[1] * w);
       }
       ring.advance();
+      if (kLags && lag > 0 && (--lag == 0 || k + kCodes >= p.depth)) {
+        asm volatile("bar.arrive %0, 256;" ::"n"(kLagBarrier) : "memory");
+        lag = 0;
+      }
     }
   }
 
@@ -246,8 +267,14 @@ struct Consumer : Sums<BN> {
     }
   }
 
-  // By column, and by row where no promotion has done so.
-  __device__ void scale(float (&sums)[BN / 2], int row, int column) {
+  // Two columns' for each thread, before the products: they arrive meanwhile.
+  __device__ float2 scales_of(int column) {
+    if (kBlock || kDropout || q.scales == nullptr) return float2{1.f, 1.f};
+    return *reinterpret_cast<const float2*>(q.scales + min(column, p.columns_out - 2));
+  }
+
+  // By column, and by row where no promotion has done so. Threads exchange the scales where the tile will be stored from.
+  __device__ void scale(float (&sums)[BN / 2], int row, float2 column_scales) {
     if constexpr (kBlock) return;
     float of_row[2] = {1.f, 1.f};
     if constexpr (kStagesOfSum == 0) {
@@ -256,22 +283,19 @@ struct Consumer : Sums<BN> {
     } else if (q.scales == nullptr) {
       return;
     }
+    auto* scales = reinterpret_cast<float2*>(shared.out[warpgroup][0]);  // a pair of columns
+    if (thread == 0) store_wait_read<0>();
+    warpgroup_sync(warpgroup);
+    store_shared_two(scales + thread, column_scales);
+    warpgroup_sync(warpgroup);
 #pragma unroll
-    for (int panel = 0; panel < BN / 64; ++panel) {
-      float2 s[8];
+    for (int eight = 0; eight < BN / 8; ++eight) {
+      const float2 s = load_shared_two(scales + eight * 4 + thread % 4);
+      float* four = sums + eight * 4;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int at = column + panel * 64 + i * 8 + thread % 4 * 2;
-        s[i] = q.scales == nullptr ? float2{1.f, 1.f} : load_two(q.scales + min(at, p.columns_out - 2));
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float* four = sums + panel * 32 + i * 4;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          four[half * 2] *= of_row[half] * s[i].x;
-          four[half * 2 + 1] *= of_row[half] * s[i].y;
-        }
+      for (int half = 0; half < 2; ++half) {
+        four[half * 2] *= of_row[half] * s.x;
+        four[half * 2 + 1] *= of_row[half] * s.y;
       }
     }
   }

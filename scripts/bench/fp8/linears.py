@@ -5,7 +5,7 @@
 Every variant of a shape runs in turn as a CUDA graph over rotated operands, so that all see the
 same clock and none finds its operands in L2; times are medians. `bf16` is cuBLAS; `library` is
 torch._scaled_mm with scales of rows and fast accumulation, its transposed weight made beforehand.
-`gemm` is ours without adapters, by width of tile and products summed before promotion; `xN` has N
+`gemm` is ours without adapters, by width of tile, products summed before promotion and lag; `xN` has N
 adapters of rank 16 in it, from an s that is there. `linear xN` is all that training runs: casts, s,
 GEMM; then casts, dS, GEMM, dA and dB. Ours is held against the definition first.
 """
@@ -42,8 +42,13 @@ RANK = 16
 MOST = 3e-3
 """Error of a checked row over its norm."""
 CHECKED_ROWS = 256
-GEMMS = ((256, 128), (192, 128), (128, 128), (256, 0), (192, 512), (128, 512))
-"""Widths of tiles, and products summed before promotion."""
+GEMMS = (
+    *((256, 128, lag) for lag in (0, 1, 2, 3)),
+    *((width, promote, 0) for width, promote in ((192, 128), (128, 128))),
+    *((width, promote, 0) for width, promote in ((256, 0), (192, 512), (128, 512))),
+    (192, 128, 2),
+)
+"""Widths of tiles, products summed before promotion, and lags."""
 PEAK_FLOPS, BANDWIDTH = 1979e12, 4.3e12
 """Of an H200: FP8, dense, and bytes a second as streaming kernels reach it."""
 Call = Callable[[int], torch.Tensor]
@@ -74,24 +79,26 @@ class Quantised:
         """Transposed codes, which the library's backward reads."""
         return tuple(cuda_products.transposed(w.codes_NK) for w in self.weights)
 
-    def product(self, width: int, promote: int, index: int) -> torch.Tensor:
+    def product(self, width: int, promote: int, lag: int, index: int) -> torch.Tensor:
         """Ours, without adapters."""
         weight = self.weights[index]
         scales = cuda_products.forward_scales(weight)
-        return self._gemm(self.x[index], weight.codes_NK, scales, GemmTile(width), promote)
+        return self._gemm(self.x[index], weight.codes_NK, scales, GemmTile(width), promote, lag)
 
-    def gradient_of_copy(self, width: int, promote: int, index: int) -> torch.Tensor:
+    def gradient_of_copy(self, width: int, promote: int, lag: int, index: int) -> torch.Tensor:
         """Ours, without adapters, of a transposed copy that is there."""
         weight = self.weights[index]
         scales = cuda_products.gradient_scales(weight)
-        return self._gemm(self.dy[index], self.copies_KN[index], scales, GemmTile(width), promote)
+        return self._gemm(
+            self.dy[index], self.copies_KN[index], scales, GemmTile(width), promote, lag
+        )
 
     def gradient(self, index: int) -> torch.Tensor:
         """Ours, without adapters; makes the transposed copy."""
         weight = self.weights[index]
         codes_KN = cuda_products.transposed(weight.codes_NK)
         scales = cuda_products.gradient_scales(weight)
-        return self._gemm(self.dy[index], codes_KN, scales, None, cuda_products.PROMOTE)
+        return self._gemm(self.dy[index], codes_KN, scales, None)
 
     def gradient_of_registers(self, index: int) -> torch.Tensor:
         """Ours, without adapters, from the one copy of codes."""
@@ -116,11 +123,12 @@ class Quantised:
         codes: torch.Tensor,
         scales: cuda_products.WeightScales,
         tile: GemmTile | None,
-        promote: int,
+        promote: int = cuda_products.PROMOTE,
+        lag: int = cuda_products.LAG,
     ) -> torch.Tensor:
         out = torch.empty(TOKENS, len(codes), dtype=torch.bfloat16, device="cuda")
         tile = tile or cuda_products.tile_of(out, self.weights[0])
-        cuda_products.fp8_gemm(rows, codes, scales, out, tile, promote=promote)
+        cuda_products.fp8_gemm(rows, codes, scales, out, tile, promote=promote, lag=lag)
         return out
 
 
@@ -156,9 +164,10 @@ def base_variants(q: Quantised) -> Iterator[Variant]:
     yield backward("transpose", lambda i: cuda_products.transposed(weights[i].codes_NK))
     yield backward("copy + gemm", q.gradient)
     yield backward("registers", q.gradient_of_registers)
-    for width, promote in GEMMS:
-        yield forward(f"gemm {width}/{promote}", partial(q.product, width, promote))
-        yield backward(f"gemm {width}/{promote}", partial(q.gradient_of_copy, width, promote))
+    for width, promote, lag in GEMMS:
+        name = f"gemm {width}/{promote}/{lag}"
+        yield forward(name, partial(q.product, width, promote, lag))
+        yield backward(name, partial(q.gradient_of_copy, width, promote, lag))
 
 
 class Adapted:
