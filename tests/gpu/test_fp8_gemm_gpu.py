@@ -256,6 +256,27 @@ def test_long_sums_of_equal_signs_do_not_lose_what_tensor_cores_cut_off() -> Non
     assert abs(biases[128]) < abs(biases[0])
 
 
+@pytest.mark.parametrize("num_rows", [1, 300, 8192])
+@pytest.mark.parametrize("k", [16, 272, 2048])
+def test_bits_do_not_depend_on_when_the_second_half_of_a_block_begins(
+    k: int, num_rows: int
+) -> None:
+    """Lags longer than a tile's sum, too; 1, 3 and 16 stages of 128 terms."""
+    rows = encode_rows(draw(num_rows, k).to(BF16))
+    weight = encode_weight(draw(1096, k, seed=1))
+    scales = cuda_products.forward_scales(weight)
+
+    def product(width: int, lag: int) -> torch.Tensor:
+        out = torch.full((num_rows, 1096), torch.nan, device="cuda", dtype=BF16)
+        cuda_products.fp8_gemm(rows, weight.codes_NK, scales, out, GemmTile(width), lag=lag)
+        return out
+
+    expected = product(256, 0)
+    for width in (128, 192, 256):
+        for lag in (0, 1, 2, 3):
+            assert torch.equal(product(width, lag), expected), (width, lag)
+
+
 @pytest.mark.parametrize("sizes", [(16, 16), (144, 272), (4096, 14_336), (6144, 4096)], ids=str)
 def test_a_transposed_copy(sizes: tuple[int, int]) -> None:
     generator = torch.Generator("cuda").manual_seed(3)

@@ -5,9 +5,9 @@
 Every variant of a shape runs in turn as a CUDA graph over rotated operands, so that all see the
 same clock and none finds its operands in L2; times are medians. `bf16` is cuBLAS; `library` is
 torch._scaled_mm with scales of rows and fast accumulation, its transposed weight made beforehand.
-`gemm` is ours without adapters, by width of tile, products summed before promotion and lag; `xN` has N
-adapters of rank 16 in it, from an s that is there. `linear xN` is all that training runs: casts, s,
-GEMM; then casts, dS, GEMM, dA and dB. Ours is held against the definition first.
+`gemm` is ours without adapters, by width of tile, products summed before promotion, and lag; `xN`
+has N adapters of rank 16 in it, from an s that is there. `linear xN` is all that training runs:
+casts, s, GEMM; then casts, dS, GEMM, dA and dB. Ours is held against the definition first.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 PROMOTE = 128
 """Products of the tensor cores that are summed before fp32 takes over: what scales of blocks need,
 and what keeps long sums of equal signs exact (docs/fp8.md)."""
-LAG = 2
+LAG = 0
 """Stages of 128 terms by which half of a block begins later, up to 3; not measured yet."""
 _SPEEDS = ((256, 1.0), (192, 0.93), (128, 0.8))
 """Widths of tiles and the share of the widest's speed that each reaches; not measured yet."""
