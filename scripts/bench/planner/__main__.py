@@ -11,9 +11,9 @@ timed, so those are chosen whose tokens and padded rows are most like the mean o
 hundreds, which are packed without a model; the rounds before are packed and not run.
 
 The world size decides which cases run, unless `--cases` does: `MODEL/LAYERS tpN ppN RECOMPUTE
-JOBSj TOKENSt`, what is left of the world is data parallel. A case that the planner thinks does not
-fit is left out. `--repredict OLD.csv --csv NEW.csv` measures nothing: it writes the rows of OLD
-with what the planner predicts now.
+JOBSj TOKENSt`, what is left of the world is data parallel. MODEL-fp8 has an FP8 base. A case that
+the planner thinks does not fit is left out. `--repredict OLD.csv --csv NEW.csv`
+measures nothing: it writes the rows of OLD with what the planner predicts now.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Bench:
             versions=versions("megatron-core"),
             commit=self.args.commit,
             gpus=self.world_size,
-            model=f"llama-3.1-{case.model}" if case.model != "tiny" else "tiny",
+            model=case.model if case.model.startswith("tiny") else f"llama-3.1-{case.model}",
             layers=case.spec.num_layers,
             tp=plan.tp_size,
             pp=plan.pp_size,
@@ -114,7 +114,13 @@ class Bench:
         """Mean seconds and tokens of `size` rounds from `first` on; the largest peak of a rank."""
         on_gpu = torch.cuda.is_available()
         dtype = torch.bfloat16 if on_gpu else torch.float32
-        run = SyntheticRun(case.spec, case.plan.layout, dtype=dtype, recompute=case.plan.recompute)
+        run = SyntheticRun(
+            case.spec,
+            case.plan.layout,
+            dtype=dtype,
+            recompute=case.plan.recompute,
+            quantisation=case.quantisation,
+        )
         try:
             model = run.super_model(case.jobs, case.plan.micro_batch_tokens)
             if on_gpu:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from scripts.bench.harness.arguments import REPO
+from tlora_megatron.config.base_model import EMBEDDING, HEAD
+from tlora_megatron.model.quantisation import BaseQuantisation, quantised_on_reading
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan, Recompute
 from tlora_megatron.planner.cost.cost_model import CostModel, StepCost
@@ -31,6 +33,7 @@ CASES = {
         "8b/32 tp1 pp1 none 2j 4096t",
         "8b/16 tp1 pp1 none 16j 16384t",
         "70b/8 tp1 pp1 none 4j 8192t",
+        "8b-fp8/32 tp1 pp1 none 8j 8192t",
         "70b/8 tp1 pp1 full 8j 8192t",
     ),
     2: (
@@ -67,7 +70,7 @@ CASES = {
     ),
 }
 _CASE = re.compile(
-    r"(?P<model>8b|70b|tiny)/(?P<layers>\d+) tp(?P<tp>\d+) pp(?P<pp>\d+) "
+    r"(?P<model>(?:8b|70b|tiny)(?P<fp8>-fp8)?)/(?P<layers>\d+) tp(?P<tp>\d+) pp(?P<pp>\d+) "
     r"(?P<recompute>none|selective|full) (?P<jobs>\d+)j (?P<tokens>\d+)t"
 )
 
@@ -79,6 +82,7 @@ class Case:
     name: str
     model: str
     spec: ModelSpec
+    quantisation: BaseQuantisation | None
     plan: Plan
     jobs: tuple[JobLoad, ...]
 
@@ -103,9 +107,20 @@ def parse_case(text: str, world_size: int) -> Case:
         micro_batch_tokens=int(match["tokens"]),
         recompute=cast(Recompute, match["recompute"]),
     )
-    spec = replace(model_spec(match["model"]), num_layers=int(match["layers"]))
+    spec = model_spec(match["model"].removesuffix("-fp8"))
+    spec = replace(spec, num_layers=int(match["layers"]))
+    quantisation = quantised_on_reading(spec, (EMBEDDING, HEAD)) if match["fp8"] else None
+    if quantisation is not None:
+        spec = replace(spec, fp8_linears=quantisation.layers_by_linear)
     jobs = make_jobs(int(match["jobs"]), world_size, min(LENGTHS[-1], plan.micro_batch_tokens // 4))
-    return Case(name=text.strip(), model=match["model"], spec=spec, plan=plan, jobs=jobs)
+    return Case(
+        name=text.strip(),
+        model=match["model"],
+        spec=spec,
+        quantisation=quantisation,
+        plan=plan,
+        jobs=jobs,
+    )
 
 
 def model_spec(name: str) -> ModelSpec:

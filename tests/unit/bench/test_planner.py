@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from scripts import datasheet_profiles
 from scripts.bench import plot
 from scripts.bench.harness.rows import append_rows
@@ -54,6 +56,17 @@ def test_the_planner_knows_the_mean_round_of_every_case(repo: Path) -> None:
     sizes = [abs(error) for pair in errors.values() for error in pair]
     assert max(sizes) < 0.035, errors
     assert statistics.median(sizes) < 0.01, errors
+
+
+def test_a_case_with_an_fp8_base_is_predicted_to_be_faster_and_smaller(repo: Path) -> None:
+    h200 = load_profile(repo / "configs/hardware/h200.json")
+    wide, fp8 = (cases.parse_case(f"{m}/32 tp1 pp1 none 8j 8192t", 1) for m in ("8b", "8b-fp8"))
+    assert wide.jobs == fp8.jobs
+    assert [count for _, count in fp8.spec.fp8_linears] == [32] * 4
+    (wide_cost, wide_use), (cost, use) = (cases.predict(case, h200) for case in (wide, fp8))
+    assert cost.gemm_s == pytest.approx(wide_cost.gemm_s / 1.75)
+    weights = 32 * 4096 * (6144 + 4096 + 3 * 14336)
+    assert wide_use.base_weights - use.base_weights == pytest.approx(weights, rel=1e-3)
 
 
 def test_the_rounds_timed_are_like_the_mean_one() -> None:
