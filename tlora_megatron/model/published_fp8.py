@@ -16,6 +16,7 @@ from typing import Any, Literal
 Strategy = Literal["channel", "tensor", "block"]
 BLOCK = (128, 128)
 _KEY = "quantization_config"
+_METHODS = ("compressed-tensors", "fp8")
 _LINEAR = "Linear"
 """Name of the class of all targets, as folders list it."""
 
@@ -39,6 +40,8 @@ class PublishedFormat:
 
     def quantises(self, module: str) -> bool:
         """True if a linear of the layers has codes, by its full name in transformers."""
+        if self.method == "fp8" and any(f".{name}." in f".{module}." for name in self.ignored):
+            return False  # transformers takes a part of a name, too
         return _names(self.targets, module) and not _names(self.ignored, module)
 
 
@@ -58,16 +61,34 @@ def read_published_format(config_json: Path) -> PublishedFormat | None:
     Raises:
         ValueError: naming a value that is not supported.
     """
-    try:
-        raw = json.loads(Path(config_json).read_text(encoding="utf-8")).get(_KEY)
-    except (OSError, ValueError, AttributeError):
-        return None  # `read_model_spec` says what is wrong with the file
+    raw = _stated(config_json)
     if raw is None:
         return None
     try:
         return _parse(raw)
     except _Unsupported as error:
         raise ValueError(f"{error} in {_KEY} of {config_json}") from None
+
+
+def _stated(config_json: Path) -> Any:
+    try:
+        return json.loads(Path(config_json).read_text(encoding="utf-8")).get(_KEY)
+    except (OSError, ValueError, AttributeError):
+        return None  # `read_model_spec` says what is wrong with the file
+
+
+def refuse_published(config_json: Path, where: str) -> None:
+    """Refuses a folder of FP8 weights where a trainer of somebody else's would read it.
+
+    Raises:
+        ValueError: if its config.json says that it holds some.
+    """
+    stated = _stated(config_json)
+    if isinstance(stated, dict) and stated.get("quant_method") in _METHODS:
+        raise ValueError(
+            f"base_model.path must hold weights that are not quantised under {where}, got FP8 ones "
+            f"in {config_json.parent}; `tlora train` reads them"
+        )
 
 
 class _Unsupported(Exception):

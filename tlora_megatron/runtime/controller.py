@@ -68,6 +68,8 @@ def train_run(
         resolve_sharding=resolve_lora_sharding,
         signals=signals,
     ) as run:
+        if quantisation is not None:
+            run.facts["quantization"] = quantisation.describe(spec)
         groups, linears, engine = _build(run, spec, layout, quantisation)
         with timeline.phase("base"):
             check_base_of_run(engine, groups, config, in_fp8=quantisation is not None)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
+from tlora_megatron.config.base_model import refuse_quantization
 from tlora_megatron.config.load import ParallelSpec, RunConfig, config_to_dict
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import ModelSpec
@@ -29,6 +30,10 @@ _TRAINER_FLAGS = (
 )
 """Those of `scripts/megatron/finetune.sh` that no plan decides: the jobs end the training, and
 neither Transformer Engine nor apex is needed."""
+
+
+_FOREIGN = {"deepspeed": "DeepSpeed", "megatron": "Megatron-LM's flag"}
+"""Trainers of others that plans are written for."""
 
 
 def apply_plan(config: RunConfig, plan: Plan) -> RunConfig:
@@ -99,6 +104,8 @@ def write_plan(
         ValueError: if the plan cannot run there.
     """
     plan, nodes, local = ranked.plan, *_nodes(ranked.plan, hardware)
+    if kind in _FOREIGN:
+        refuse_quantization(config.base_model, _FOREIGN[kind])
     if kind == "train":
         _write(path, _yaml(config_to_dict(apply_plan(config, plan))))
         return [_torchrun(nodes, local, ["-m", "tlora_megatron.cli", "train", str(path)])]

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from tests.helpers.fp8_folders import Format, statement
-from tlora_megatron.model.published_fp8 import PublishedFormat, read_published_format
+from tlora_megatron.model.published_fp8 import (
+    PublishedFormat,
+    read_published_format,
+    refuse_published,
+)
 
 
 def read(folder: Path, stated: Any) -> PublishedFormat | None:
@@ -57,6 +61,24 @@ def test_entries_name_modules(tmp_path: Path, entry: str, left: bool) -> None:
     found = read(tmp_path, stated)
     assert found is not None
     assert found.quantises("model.layers.0.mlp.up_proj") != left
+
+
+def test_entries_of_quant_method_fp8_may_be_parts_of_names(tmp_path: Path) -> None:
+    found = read(tmp_path, statement("fp8") | {"modules_to_not_convert": ["down_proj", "layers.3"]})
+    assert found is not None
+    assert not found.quantises("model.layers.0.mlp.down_proj")
+    assert not found.quantises("model.layers.3.mlp.up_proj")
+    assert found.quantises("model.layers.31.mlp.up_proj")
+
+
+def test_a_foreign_trainer_refuses_the_folder(tmp_path: Path) -> None:
+    read(tmp_path, statement("fp8"))
+    match = r"base_model.path must hold weights that are not quantised under DeepSpeed, got FP8"
+    with pytest.raises(ValueError, match=match):
+        refuse_published(tmp_path / "config.json", "DeepSpeed")
+    other = {"quantization_config": {"quant_method": "bitsandbytes"}}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    refuse_published(tmp_path / "config.json", "DeepSpeed")
 
 
 def test_a_folder_that_states_nothing(tmp_path: Path) -> None:

@@ -407,6 +407,17 @@ def test_a_plan_that_deepspeed_does_not_have_is_refused(
     assert "pp_size must be 1 for a DeepSpeed plan, got 2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["deepspeed", "megatron"])
+def test_an_fp8_base_is_refused_for_other_trainers(
+    quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    argv = ["plan", quickstart, "--gpus", "1", "--lengths", "64", "--runs-in", "any"]
+    argv += ["--set=base_model.quantization=fp8", "--write", kind, str(tmp_path / "plan")]
+    assert main(argv) == 2
+    assert "base_model.quantization must be null under" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def _train_arguments(**values: Any) -> argparse.Namespace:
     return argparse.Namespace(**{"nproc": 2, "hardware": "h200", "lengths": "64"} | values)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tlora_megatron.config.load import BaseModelSpec
 from tlora_megatron.integrations.deepspeed import attention
+from tlora_megatron.model.published_fp8 import refuse_published
 from tlora_megatron.training.formats.hf_checkpoint import all_finite
 
 logger = logging.getLogger(__name__)
@@ -31,9 +33,11 @@ def load_model(base: BaseModelSpec, engine: dict[str, Any], *, tp_size: int) -> 
         engine: what `deepspeed.initialize` will get.
 
     Raises:
-        ValueError: if transformers cannot build the model.
+        ValueError: if the folder is quantised, or transformers cannot build the model.
         ImportError: if ZeRO-3 needs accelerate and there is none.
     """
+    if base.path is not None:
+        refuse_published(Path(base.path) / "config.json", "DeepSpeed")
     dtype = _DTYPES[base.dtype]
     keep = None
     if engine["zero_optimization"].get("stage") == 3 and tp_size == 1:

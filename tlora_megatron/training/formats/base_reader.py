@@ -30,6 +30,8 @@ _BLOCK_BYTES = 16 << 20
 _MAX_THREADS = {"cuda": 8, "cpu": 2}
 """On a CPU torch's own threads do the copying."""
 
+_QUANTISING = threading.Lock()
+
 
 class _Run(NamedTuple):
     """Rows that are read at once, and where they go."""
@@ -122,7 +124,10 @@ class _Lane:
 
     def _put(self, run: _Run, rows: Tensor) -> None:
         if run.scales is not None:
-            self.rounding.add(run.name, CodePlaces(run.to, run.scales).put(rows, run.cols))
+            # The first launch of a kernel compiles it: once is enough.
+            with _QUANTISING if self._stream is not None else nullcontext():
+                squares = CodePlaces(run.to, run.scales).put(rows, run.cols)
+            self.rounding.add(run.name, squares)
         else:
             run.to.copy_(rows if run.cols is None else rows[..., run.cols])
 

@@ -174,6 +174,7 @@ def _facts(config: dict[str, Any], run: dict[str, Any]) -> dict[str, str]:
     known = {
         "base model": base.get("path") or base.get("config"),
         "dtype": base.get("dtype"),
+        "quantization": run.get("quantization"),
         "sequence parallel": _layout(config, run).get("sequence_parallel"),
         "rounds": run.get("rounds"),
         "micro-batch tokens": settings.get("micro_batch_tokens"),

@@ -93,6 +93,8 @@ def run_fingerprint(
         },
         "versions": versions(),
     }
+    if config.base_model.quantization is not None:
+        found["quantization"] = config.base_model.quantization
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         del found["threads"]
