@@ -4,6 +4,7 @@
     python -m scripts.bench.plot planner      # results/plan_vs_measured.png
     python -m scripts.bench.plot loads        # results/simulation_loads.png and a table
     python -m scripts.bench.plot quality      # results/fp8_quality_curves.png
+    python -m scripts.bench.plot fp8          # tables
     python -m scripts.bench.plot ablations    # a table; also: mixes
 
 `--csv` and `--out` name other files.
@@ -33,6 +34,7 @@ from scripts.bench.linear.results import geometric_mean
 from scripts.bench.linear.results import read_csv as read_linear
 from scripts.bench.planner.results import Row as PlanRow
 from scripts.bench.planner.results import read_csv as read_plans
+from scripts.bench.step.precision_table import precision_tables
 
 # The multi-adapter linear: ratio to the frozen linear against the number of adapters.
 
@@ -292,10 +294,16 @@ def _quality(csv_path: Path, out: Path, args: argparse.Namespace) -> None:
         plot_curves(list(csv.DictReader(file)), out)
 
 
+def _fp8(csv_path: Path, out: Path, args: argparse.Namespace) -> None:
+    with csv_path.open(newline="") as file:
+        print(precision_tables(list(csv.DictReader(file))))
+
+
 _PARTS: dict[str, tuple[str, Callable[[Path, Path, argparse.Namespace], None]]] = {
     "linear": ("lora_linear", _linear),
     "planner": ("plan_vs_measured", _planner),
     "quality": ("fp8_quality_curves", _quality),
+    "fp8": ("fp8", _fp8),
     "loads": ("simulation_loads", _sweep),
     "ablations": ("simulation_ablations", _sweep),
     "mixes": ("simulation_mixes", _sweep),

@@ -16,6 +16,7 @@ import pytest
 from scripts.bench.step import __main__ as step
 from scripts.bench.step import jobs, precision_rows
 from scripts.bench.step.precision_rows import PrecisionRow
+from scripts.bench.step.precision_table import precision_tables
 from scripts.bench.step.rows import Row, verdicts
 from tests.helpers.standing_world import forked, world
 
@@ -200,6 +201,10 @@ def test_bases_of_two_precisions_take_turns(tiny: Path, tmp_path: Path) -> None:
     assert len({row["tokens"] for row in rows[:4]}) == 1
     for floor, together in (rows[:2], rows[2:4]):
         assert floor["step_ms"] == floor["floor_ms"] == together["floor_ms"]
+    lines = precision_tables(rows).splitlines()
+    assert lines[0].startswith("| tiny, cpu | tokens/s | ms |")
+    begins = [line.split(" | ")[0] for line in lines[2:]]
+    assert begins == ["| bf16: 8 (batch 1-4)", "| fp8: 8 (batch 1-4)", "| PEFT: 1 (8 x 512)"]
 
 
 def test_verdicts_on_fp8() -> None:
