@@ -154,6 +154,12 @@ in bf16 it loads as well, but does not compute quite what it was trained to.
 """
 
 
+def remove_readme(directory: Path) -> None:
+    """Removes a README that was written here: the adapter is now over an unquantised base."""
+    if (directory / README).is_file() and may_write_readme(directory):
+        (directory / README).unlink()
+
+
 def may_write_readme(directory: Path) -> bool:
     """True if a directory has no README, or one that was written here."""
     try:

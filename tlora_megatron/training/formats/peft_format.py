@@ -31,6 +31,7 @@ from tlora_megatron.training.formats.base_card import (
     may_write_readme,
     read_card,
     readme,
+    remove_readme,
 )
 from tlora_megatron.training.formats.peft_config import lora_spec, peft_config, read_peft_config
 from tlora_megatron.training.formats.safetensors_file import (
@@ -155,6 +156,8 @@ def write_adapter(
     check_adapter_directory(directory)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     tells = quantisation is not None and may_write_readme(directory)
+    if quantisation is None:
+        remove_readme(directory)
     with replace_directory(directory, (README, *_OURS) if tells else _OURS) as incoming:
         if quantisation is not None and tells:
             (incoming / README).write_text(readme(base_model, quantisation), encoding="utf-8")

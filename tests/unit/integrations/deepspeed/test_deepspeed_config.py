@@ -191,6 +191,10 @@ def test_deepspeed_s_other_keys_are_its_own(folder: Path, key: str, value: Any) 
             {"tlora": section() | {"run": {"output_dir": "o", "recompute": "selective"}}},
             r"run\.recompute must be none or full",
         ),
+        (
+            {"tlora": section() | {"base_model": {"path": "base", "quantization": "fp8"}}},
+            r"base_model\.quantization must be null under DeepSpeed, got 'fp8'",
+        ),
     ],
 )
 def test_refusals(folder: Path, change: dict[str, Any], message: str) -> None:

@@ -170,6 +170,10 @@ def test_arguments_alone_describe_a_base_without_a_file(
         ({"run": {"seed": 0}}, "run.seed must agree with --seed, which makes it 7, got 0"),
         ({"run": {"checkpoint_every_steps": 50}}, "agree with --save-interval"),
         ({"base_model": {"path": "base", "dtype": "float32"}}, "dtype must agree with --bf16"),
+        (
+            {"base_model": {"path": "base", "quantization": "fp8"}},
+            "base_model.quantization must be null under --tlora-config, got 'fp8'",
+        ),
         ({"base_model": {"config": "c.json"}}, "base_model.config must be absent"),
         ({"base_model": {"path": "none"}}, "base_model.path must be an existing directory"),
         ({"base_model": None}, "base_model.path, or --tokenizer-type HuggingFaceTokenizer"),

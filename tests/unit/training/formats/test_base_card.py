@@ -125,7 +125,11 @@ def test_an_adapter_names_its_base_and_peft_reads_it(tmp_path: Path) -> None:
     weights = load_peft_weights(str(directory), device="cpu")
     assert len(weights) == 2 * spec.num_layers
     assert all(torch.isfinite(value).all() for value in weights.values())
+    export(None)
+    assert not (directory / "README.md").exists()
     (directory / "README.md").write_text("somebody's")
     export(OTHER)
     assert (directory / "README.md").read_text() == "somebody's"
     assert load_adapter(directory, model=spec).quantisation == OTHER
+    export(None)
+    assert (directory / "README.md").read_text() == "somebody's"
