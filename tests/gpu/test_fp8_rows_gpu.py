@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from tests.unit.ops.frozen.test_coded_kernels import assert_codes, weight_of
+from tests.unit.ops.frozen.test_frozen_kernels import head_norms
 from tests.unit.ops.quantised.test_quant_kernels import (
     assert_same_rows,
     draw_weight,
     odd_rows,
     row_error,
 )
+from tlora_megatron.ops.frozen.qkv_rotary import unpack_qkv_vjp
+from tlora_megatron.ops.frozen.rms_norm import Beside, NormWeight, add_rms_norm_vjp
 from tlora_megatron.ops.frozen.swiglu import swiglu_vjp
 from tlora_megatron.ops.quantised.definition import forward_product, input_gradient
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
@@ -143,3 +146,41 @@ def test_swiglu_leaves_codes(kind: str, width: int) -> None:
     assert_codes(y, row)
     if width <= 14336:  # wider rows do not fit the registers
         assert_codes(dx, column, gradient=True)
+
+
+@pytest.mark.parametrize("width", [4096, 8192, 1000])
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_norms_leave_codes_both_ways(kind: str, width: int) -> None:
+    x, residual, dtotal, dy = (
+        torch.randn(1003, width, device="cuda").bfloat16() * scale for scale in (3, 1, 1, 1)
+    )
+    x[7, 5] = math.inf
+    norm = NormWeight(torch.rand(width, device="cuda").bfloat16() + 0.5, 1e-5, rounds_once=False)
+    column, row = weight_of(kind, 16, width), weight_of(kind, width, 16)
+    plain = add_rms_norm_vjp(x, residual, norm)
+    total, out, back = add_rms_norm_vjp(x, residual, norm, Beside(column, row))
+    found, expected = (total, out, back(dtotal, dy)), (*plain[:2], plain[2](dtotal, dy))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert_codes(out, column)
+    assert_codes(found[2], row, gradient=True)
+
+
+@pytest.mark.parametrize(
+    "shape", [(8, 4, 128), (2, 8, 128), (1, 16, 128), (8, 1, 64), (40, 1, 128)]
+)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_the_way_back_through_the_rotation_leaves_codes(
+    kind: str, normed: bool, shape: tuple[int, int, int]
+) -> None:
+    groups, per_group, dim = shape
+    mixed = torch.randn(515, groups, per_group + 2, dim, device="cuda").bfloat16()
+    angles = torch.rand(515, dim // 2, device="cuda").repeat(1, 2)
+    norms = head_norms("twice", dim, torch.bfloat16) if normed else None
+    rest = angles.cos().bfloat16(), angles.sin().bfloat16(), norms
+    column = weight_of(kind, mixed[0].numel(), 16)
+    outs, plain = unpack_qkv_vjp(mixed, *rest)
+    grads = [torch.randn_like(out) for out in outs]
+    found, expected = unpack_qkv_vjp(mixed, *rest, column)[1](*grads), plain(*grads).flatten(1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert_codes(found, column, gradient=True)

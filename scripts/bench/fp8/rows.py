@@ -20,6 +20,8 @@ from torch import Tensor
 from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.graph_timing import Replay, time_interleaved, warm_up
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
+from tlora_megatron.ops.frozen.qkv_rotary import unpack_qkv_vjp
+from tlora_megatron.ops.frozen.rms_norm import Beside, NormWeight, add_rms_norm_vjp
 from tlora_megatron.ops.frozen.swiglu import swiglu_vjp
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
 from tlora_megatron.ops.quantised.triton_rows import RowTile, launch_encode, row_tile
@@ -89,6 +91,44 @@ def _swiglus(num_rows: int) -> Iterator[Case]:
         yield Case(f"swiglu backward{name}", width, 10 * values + 2 * code_bytes, backward)
 
 
+def _norms(num_rows: int) -> Iterator[Case]:
+    """The norm with its residual sum, both ways, without codes and with them."""
+    width, values = 4096, num_rows * 4096
+    norm = NormWeight(torch.ones(width, device="cuda").bfloat16(), 1e-5)
+    x, residual, dtotal, dy = (
+        [torch.randn(num_rows, width, device="cuda").bfloat16() for _ in range(BUFFERS)]
+        for _ in range(4)
+    )
+    wanted = Beside(_scales_of(24, width), _scales_of(width, 24))
+    for name, beside, code_bytes in (("", None, 0), (" + codes", wanted, values)):
+        ways = [add_rms_norm_vjp(*pair, norm, beside) for pair in zip(x, residual, strict=True)]
+        forward = [
+            lambda a=a, b=b, beside=beside: add_rms_norm_vjp(a, b, norm, beside)[:2]
+            for a, b in zip(x, residual, strict=True)
+        ]
+        grads = zip(dtotal, dy, ways, strict=True)
+        backward = [lambda a=a, b=b, way=way[2]: way(a, b) for a, b, way in grads]
+        yield Case(f"norm forward{name}", width, 8 * values + code_bytes, forward)
+        yield Case(f"norm backward{name}", width, 8 * values + code_bytes, backward)
+
+
+def _rotations(num_rows: int) -> Iterator[Case]:
+    """The way back through the rotation, without codes and with them."""
+    groups, per_group, dim = 8, 4, 128
+    width = groups * (per_group + 2) * dim
+    angles = torch.rand(num_rows, dim // 2, device="cuda").repeat(1, 2)
+    rest = angles.cos().bfloat16(), angles.sin().bfloat16(), None
+    mixed = [
+        torch.randn(num_rows, groups, per_group + 2, dim, device="cuda").bfloat16()
+        for _ in range(BUFFERS)
+    ]
+    for name, column in (("", None), (" + codes", _scales_of(width, 24))):
+        ways = [unpack_qkv_vjp(part, *rest, column) for part in mixed]
+        calls = [lambda outs=outs, back=back: back(*outs) for outs, back in ways]
+        moved = num_rows * (width * (4 if column is None else 5) + 4 * dim)
+        yield Case(f"rotation backward{name}", width, moved, calls)
+
+
 def _scales_of(num_rows: int, num_columns: int) -> QuantWeight:
     """A weight of which the scales are read and the codes are not."""
     codes = torch.empty(num_rows, num_columns, dtype=torch.uint8, device="cuda")
@@ -116,6 +156,8 @@ def _cases(num_rows: int, *, tiles: bool) -> Iterator[Case]:
     yield from _copies(num_rows)
     yield from _encodes(num_rows, tiles=tiles)
     yield from _swiglus(num_rows)
+    yield from _norms(num_rows)
+    yield from _rotations(num_rows)
 
 
 def _measured(case: Case, num_rows: int) -> dict[str, object]:

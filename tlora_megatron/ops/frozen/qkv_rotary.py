@@ -17,6 +17,7 @@ import torch
 from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.frozen.rms_norm import HeadNorms, norm_reference
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
+from tlora_megatron.ops.quantised.weight import QuantWeight
 
 
 def rotate_halves(x_T1ND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
@@ -77,10 +78,15 @@ def unpack_qkv_vjp(
     cos_TD: torch.Tensor,
     sin_TD: torch.Tensor,
     norms: HeadNorms | None = None,
+    column: QuantWeight | None = None,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Vjp]:
     """Returns `unpack_qkv` and its vector-Jacobian product.
 
     The product holds the rotation, and the projection if heads are normed.
+
+    Args:
+        column: the projection, if it is quantised: the product's result, which is then `[T, N]`,
+            carries its FP8 codes (`handed_rows`).
     """
     if not runs_triton(mixed_TGMD):
         return vjp_by_autograd(lambda x: unpack_qkv_reference(x, cos_TD, sin_TD, norms), mixed_TGMD)
@@ -91,7 +97,13 @@ def unpack_qkv_vjp(
 
     def vjp(*grads: torch.Tensor) -> torch.Tensor:
         dq, dk, dv = (grad.contiguous() for grad in grads)
-        return launch_pack(dq, dk, dv, cos_TD, sin_TD, before, norms)
+        if column is None:
+            return launch_pack(dq, dk, dv, cos_TD, sin_TD, before, norms)
+        from tlora_megatron.ops.frozen.coded import rotary as coded
+
+        if coded.fits(*mixed.shape[1:]):
+            return coded.pack((dq, dk, dv), cos_TD, sin_TD, before, norms, column)
+        return launch_pack(dq, dk, dv, cos_TD, sin_TD, before, norms).flatten(1)
 
     return launch_unpack(mixed, cos_TD, sin_TD, norms), vjp
 

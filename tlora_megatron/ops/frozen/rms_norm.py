@@ -22,6 +22,8 @@ import torch.nn.functional as F
 
 from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
+from tlora_megatron.ops.quantised.rows import GROUP
+from tlora_megatron.ops.quantised.weight import QuantWeight
 
 
 def rms_norm_reference(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
@@ -95,8 +97,17 @@ def add_rms_norm(
     return _FusedRMSNorm.apply(x, residual, weight_H, eps)
 
 
+class Beside(NamedTuple):
+    """Quantised linears beside a norm, for which it leaves FP8 codes (`handed_rows`); or None."""
+
+    column: QuantWeight | None = None
+    """Reads the norm: codes lie on it."""
+    row: QuantWeight | None = None
+    """Made x: codes lie on the gradient that the product returns."""
+
+
 def add_rms_norm_vjp(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight
+    x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight, beside: Beside | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
     """Returns `add_rms_norm` (`fork_rms_norm` without a residual) and its vector-Jacobian product.
 
@@ -105,7 +116,15 @@ def add_rms_norm_vjp(
     """
     if not runs_triton(x):
         return _add_vjp_by_autograd(x, residual, weight)
-    return _add_vjp_by_triton(x, residual, weight)
+    return _add_vjp_by_triton(x, residual, weight, _codes_wanted(x, residual, beside))
+
+
+def _codes_wanted(x: torch.Tensor, residual: torch.Tensor | None, beside: Beside | None) -> Beside:
+    """Returns the linears that get codes: of no narrow rows, nor of a stream that is rounded."""
+    if beside is None or x.dim() != 2 or x.shape[1] < GROUP:
+        return Beside()
+    is_stream = residual is None or residual.dtype == x.dtype
+    return beside if is_stream else beside._replace(row=None)
 
 
 def norm_into(out: torch.Tensor, x: torch.Tensor, weight: NormWeight) -> None:
@@ -131,7 +150,7 @@ def _add_vjp_by_autograd(
 
 
 def _add_vjp_by_triton(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight
+    x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight, beside: Beside
 ) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
     from tlora_megatron.ops.frozen.triton_rms_norm import launch_backward, launch_forward
 
@@ -139,16 +158,25 @@ def _add_vjp_by_triton(
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     dtype = normed_dtype(x if residual is None else residual, weight_H)
-    total, out, rstd = launch_forward(
-        x, residual, weight_H, eps,
-        rounds_once=rounds_once, zero_centered=zero_centered, out=torch.empty_like(x, dtype=dtype),
-    )  # fmt: skip
+    out = torch.empty_like(x, dtype=dtype)
+    if beside.column is None:
+        total, _, rstd = launch_forward(
+            x, residual, weight_H, eps,
+            rounds_once=rounds_once, zero_centered=zero_centered, out=out,
+        )  # fmt: skip
+    else:
+        from tlora_megatron.ops.frozen.coded.rms_norm import forward
+
+        total, rstd = forward(x, residual, weight, beside.column, out)
 
     def back(dtotal: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor:
         dtotal = None if dtotal is None else dtotal.contiguous()
-        return launch_backward(
-            dy.contiguous(), dtotal, total, weight_H, rstd, zero_centered=zero_centered
-        )
+        saved = dy.contiguous(), dtotal, total, weight_H, rstd
+        if beside.row is None:
+            return launch_backward(*saved, zero_centered=zero_centered)
+        from tlora_megatron.ops.frozen.coded.rms_norm import backward
+
+        return backward(*saved, beside.row, zero_centered=zero_centered)
 
     return total, out, back
 

@@ -14,6 +14,80 @@ _TILE = 4096
 """Elements of a thread block where rows are narrower; a wider row has a block of its own."""
 
 
+@triton.jit
+def norm_rows(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    out: tl.tensor,
+    rstd: tl.tensor,
+    rows: tl.tensor,
+    num_rows: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ROUNDS_ONCE: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+) -> tl.tensor:
+    """Writes the sums and norms of a block's rows; returns the norms, `[ROWS, COLUMNS]`."""
+    columns = tl.arange(0, COLUMNS)
+    inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    at = rows[:, None] * WIDTH + columns[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=1) / WIDTH + eps)
+    tl.store(rstd + rows, scale, mask=rows < num_rows)
+    normed = value * scale[:, None]
+    if not ROUNDS_ONCE:
+        normed = normed.to(out.dtype.element_ty).to(tl.float32)
+    factor = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        factor += 1.0
+    result = (normed * factor[None, :]).to(out.dtype.element_ty)
+    tl.store(out + at, result, mask=inside)
+    return result
+
+
+@triton.jit
+def norm_gradients(
+    dy: tl.tensor,
+    dtotal: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    rstd: tl.tensor,
+    dx: tl.tensor,
+    rows: tl.tensor,
+    num_rows: tl.tensor,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+) -> tl.tensor:
+    """Writes the gradients of a block's rows; returns them, `[ROWS, COLUMNS]`."""
+    columns = tl.arange(0, COLUMNS)
+    inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    at = rows[:, None] * WIDTH + columns[None, :]
+    factor = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        factor += 1.0
+    grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * factor[None, :]
+    scale = tl.load(rstd + rows, mask=rows < num_rows, other=0.0)[:, None]
+    normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
+    share = tl.sum(grad * normed, axis=1) / WIDTH
+    result = (grad - normed * share[:, None]) * scale
+    if HAS_DTOTAL:
+        result += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
+    rounded = result.to(dx.dtype.element_ty)
+    tl.store(dx + at, rounded, mask=inside)
+    return rounded
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(
     x: tl.tensor,  # [num_rows, WIDTH]
@@ -32,24 +106,10 @@ def _forward_kernel(
     ZERO_CENTERED: tl.constexpr,  # the weight is held less 1
 ) -> None:
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
-    at = rows[:, None] * WIDTH + columns[None, :]
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        rounded = value.to(total.dtype.element_ty)
-        tl.store(total + at, rounded, mask=inside)
-        value = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, axis=1) / WIDTH + eps)
-    tl.store(rstd + rows, scale, mask=rows < num_rows)
-    normed = value * scale[:, None]
-    if not ROUNDS_ONCE:
-        normed = normed.to(out.dtype.element_ty).to(tl.float32)
-    factor = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    if ZERO_CENTERED:
-        factor += 1.0
-    tl.store(out + at, (normed * factor[None, :]).to(out.dtype.element_ty), mask=inside)
+    norm_rows(
+        x, residual, weight, total, out, rstd, rows, num_rows, eps,
+        WIDTH, COLUMNS, HAS_RESIDUAL, ROUNDS_ONCE, ZERO_CENTERED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -68,20 +128,10 @@ def _backward_kernel(
     ZERO_CENTERED: tl.constexpr,
 ) -> None:
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
-    at = rows[:, None] * WIDTH + columns[None, :]
-    factor = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    if ZERO_CENTERED:
-        factor += 1.0
-    grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * factor[None, :]
-    scale = tl.load(rstd + rows, mask=rows < num_rows, other=0.0)[:, None]
-    normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
-    share = tl.sum(grad * normed, axis=1) / WIDTH
-    result = (grad - normed * share[:, None]) * scale
-    if HAS_DTOTAL:
-        result += tl.load(dtotal + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(dx + at, result.to(dx.dtype.element_ty), mask=inside)
+    norm_gradients(
+        dy, dtotal, x, weight, rstd, dx, rows, num_rows,
+        WIDTH, COLUMNS, HAS_DTOTAL, ZERO_CENTERED,
+    )  # fmt: skip
 
 
 _forward = WarmKernel(_forward_kernel)
@@ -89,7 +139,7 @@ _backward = WarmKernel(_backward_kernel)
 
 
 @functools.cache
-def _tile(width: int) -> tuple[int, int, int]:
+def row_block(width: int) -> tuple[int, int, int]:
     """Rows and columns of a thread block, and its warps: 16 elements a thread."""
     columns = triton.next_power_of_2(width)
     rows = max(1, _TILE // columns)
@@ -119,7 +169,7 @@ def launch_forward(
     total = x if residual is None else torch.empty_like(residual)
     out = torch.empty_like(x) if out is None else out
     rstd = x.new_empty(num_rows, dtype=torch.float32)
-    rows, columns, warps = _tile(width)
+    rows, columns, warps = row_block(width)
     _forward.launch(
         -(-num_rows // rows),
         (x, x if residual is None else residual, weight_H, total, out, rstd),
@@ -148,7 +198,7 @@ def launch_backward(
     width = x.shape[-1]
     num_rows = x.numel() // width
     dx = torch.empty_like(x)
-    rows, columns, warps = _tile(width)
+    rows, columns, warps = row_block(width)
     _backward.launch(
         -(-num_rows // rows),
         (dy, dy if dtotal is None else dtotal, x, weight_H, rstd, dx),

@@ -4,13 +4,16 @@ of their own; queries and keys are normed, if the model norms them, and turn on 
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from tlora_megatron.ops.frozen.rms_norm import HeadNorms
 from tlora_megatron.ops.warm_kernel import WarmKernel
+
+if TYPE_CHECKING:
+    from tlora_megatron.ops.frozen.rms_norm import HeadNorms
 
 _ROWS = 32
 """Rows of a thread block, which takes one head of each: 4,096 elements at head dimension 128."""
@@ -18,7 +21,7 @@ _WARPS = 4
 
 
 @triton.jit
-def _pairs(
+def pairs(
     columns: tl.tensor, HALF: tl.constexpr, TURNED: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Where both members of each pair lie in a head: first the pairs that turn, then the others."""
@@ -30,14 +33,15 @@ def _pairs(
 
 
 @triton.jit
-def _load_weight(
+def load_weight(
     weight: tl.tensor,
     columns: tl.tensor,
     HALF: tl.constexpr,
     TURNED: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    at1, at2 = _pairs(columns, HALF, TURNED)
+    """The weight of a norm of heads, where both members of each pair lie."""
+    at1, at2 = pairs(columns, HALF, TURNED)
     first = tl.load(weight + at1, mask=columns < HALF, other=0.0).to(tl.float32)
     second = tl.load(weight + at2, mask=columns < HALF, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
@@ -73,7 +77,7 @@ def _norm(
 
 
 @triton.jit
-def _norm_back(
+def norm_back(
     d1: tl.tensor,
     d2: tl.tensor,
     x1: tl.tensor,
@@ -83,6 +87,7 @@ def _norm_back(
     eps: tl.tensor,
     HALF: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
+    """The way back through a norm of heads `(x1, x2)`."""
     scale = _one_over_rms(x1, x2, eps, HALF)
     d1 *= w1
     d2 *= w2
@@ -114,7 +119,7 @@ def _move_head(
     ROUNDS_ONCE: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ) -> None:
-    at1, at2 = _pairs(columns, HALF, TURNED)
+    at1, at2 = pairs(columns, HALF, TURNED)
     source = mixed + rows[:, None] * MIXED_WIDTH
     target = apart + rows[:, None] * APART_WIDTH
     if BACKWARD:
@@ -131,7 +136,7 @@ def _move_head(
         x1 = first.to(tl.float32)
         x2 = second.to(tl.float32)
         if NORMED:
-            w1, w2 = _load_weight(weight, columns, HALF, TURNED, ZERO_CENTERED)
+            w1, w2 = load_weight(weight, columns, HALF, TURNED, ZERO_CENTERED)
             if not BACKWARD:
                 x1, x2 = _norm(x1, x2, w1, w2, eps, first.dtype, HALF, ROUNDS_ONCE)
         y1 = x1 * c - x2 * s
@@ -140,7 +145,7 @@ def _move_head(
             row = before + rows[:, None] * MIXED_WIDTH
             b1 = tl.load(row + at1[None, :], mask=inside, other=0.0).to(tl.float32)
             b2 = tl.load(row + at2[None, :], mask=inside, other=0.0).to(tl.float32)
-            y1, y2 = _norm_back(y1, y2, b1, b2, w1, w2, eps, HALF)
+            y1, y2 = norm_back(y1, y2, b1, b2, w1, w2, eps, HALF)
         first = y1.to(first.dtype)
         second = y2.to(second.dtype)
     tl.store(target + at1[None, :], first, mask=inside)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.ops.frozen.test_frozen_kernels import DEVICE, INTERPRETED, RUNS, draw
+from tests.unit.ops.frozen.test_frozen_kernels import DEVICE, INTERPRETED, RUNS, draw, head_norms
 from tlora_megatron.ops.frozen import qkv_rotary, rms_norm, swiglu
 from tlora_megatron.ops.quantised.handed_rows import handed_rows
 from tlora_megatron.ops.quantised.rows import GROUP, encode_rows
@@ -65,3 +65,49 @@ def test_swiglu(rows: int, width: int, kind: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found, same, rtol=0, atol=0, equal_nan=True)
     assert_codes(y, row)
     assert_codes(dx, column, gradient=True)
+
+
+@RUNS
+@DTYPES
+@KINDS
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(5, 200), (2, 4500)])
+def test_rms_norm(rows: int, width: int, has_residual: bool, kind: str, dtype: torch.dtype) -> None:
+    x, residual = (draw(rows, width, dtype=dtype, scale=3.0).roll(i, 0) for i in range(2))
+    x[1, 3] = torch.inf
+    norm = rms_norm.NormWeight(1 + draw(width, dtype=dtype, scale=0.2), 1e-5)
+    given = residual if has_residual else None
+    beside = rms_norm.Beside(weight_of(kind, 24, width), weight_of(kind, width, 24))
+    assert beside.column is not None
+    assert beside.row is not None
+    plain = rms_norm.add_rms_norm_vjp(x, given, norm)
+    coded = rms_norm.add_rms_norm_vjp(x, given, norm, beside)
+    dtotal, dy = (draw(rows, width, dtype=dtype).roll(i, 1) for i in range(2))
+    for grads in ((dtotal, dy), (None, dy)):
+        found, expected = ((*way[:2], way[2](*grads)) for way in (coded, plain))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        assert_codes(found[2], beside.row, gradient=True)
+    assert_codes(coded[1], beside.column)
+
+
+@RUNS
+@DTYPES
+@KINDS
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 8, 8), (5, 2, 3, 16, 16), (3, 3, 1, 20, 12)])
+def test_gradient_of_the_fused_projection(
+    shape: tuple[int, ...], normed: bool, kind: str, dtype: torch.dtype
+) -> None:
+    rows, groups, per_group, dim, turned = shape
+    mixed = draw(rows, groups, per_group + 2, dim, dtype=dtype)
+    angles = draw(rows, turned // 2, dtype=torch.float32, scale=3.0).repeat(1, 2)
+    norms = head_norms("zero-centred", dim, dtype) if normed else None
+    rest = angles.cos(), angles.sin(), norms
+    column = weight_of(kind, mixed[0].numel(), 24)
+    outs, plain_back = qkv_rotary.unpack_qkv_vjp(mixed, *rest)
+    _, back = qkv_rotary.unpack_qkv_vjp(mixed, *rest, column)
+    grads = [draw(*out.shape, dtype=dtype) for out in outs]
+    grads[2][0, 0, 1] = torch.nan
+    expected, found = plain_back(*grads).view(rows, -1), back(*grads)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert_codes(found, column, gradient=True)
