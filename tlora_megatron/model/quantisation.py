@@ -112,11 +112,11 @@ def check_block_layout(
     if quantisation.kind != "block":
         return
     names = {linear for _, linear in quantisation.linears}
-    cut = _cut_block(spec, names, layout.tp_size)
+    cut = cut_block(spec, names, layout.tp_size)
     if cut is None:
         return
     fits = [n for n in range(1, spec.num_kv_heads + 1) if _divides(spec, n)]
-    fits = [n for n in fits if _cut_block(spec, names, n) is None]
+    fits = [n for n in fits if cut_block(spec, names, n) is None]
     remedy = f"parallel.tp_size may be {', '.join(map(str, fits))}" if fits else "no tp_size fits"
     raise ValueError(
         f"{cut[0]} must be a multiple of {BLOCK[0]} with scales of blocks, got {cut[1]} with "
@@ -128,7 +128,7 @@ def _divides(spec: ModelSpec, tp_size: int) -> bool:
     return not any(size % tp_size for size in (spec.num_heads, spec.num_kv_heads, spec.ffn_size))
 
 
-def _cut_block(spec: ModelSpec, linears: Collection[str], tp_size: int) -> tuple[str, int] | None:
+def cut_block(spec: ModelSpec, linears: Collection[str], tp_size: int) -> tuple[str, int] | None:
     """Names a size at which a rank's part, or a part of a fused linear, would cut a block."""
     sizes = []
     if "linear_qkv" in linears:

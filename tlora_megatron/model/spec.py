@@ -82,6 +82,8 @@ class ModelSpec:
     fp8_linears: tuple[tuple[str, int], ...] = ()
     """Megatron's linears whose frozen weights are FP8 codes in this run, each with the number of
     layers in which they are."""
+    fp8_in_blocks: bool = False
+    """True if these codes have scales of blocks of 128 x 128, which no rank's part may cut."""
 
     @property
     def q_size(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
+from tlora_megatron.model.quantisation import cut_block
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.workload import JobLoad
 
@@ -94,6 +95,10 @@ def misfit(spec: ModelSpec, plan: Plan) -> str | None:
     ):
         if size % plan.tp_size:
             return f"{name} {size} is no multiple of TP {plan.tp_size}"
+    if spec.fp8_in_blocks:
+        cut = cut_block(spec, dict(spec.fp8_linears), plan.tp_size)
+        if cut is not None:
+            return f"{cut[0]} {cut[1]} is no multiple of 128, a block of FP8 scales"
     if spec.num_layers % plan.pp_size:
         return f"num_layers {spec.num_layers} is no multiple of PP {plan.pp_size}"
     if plan.vpp_size > 1 and plan.pp_size == 1:

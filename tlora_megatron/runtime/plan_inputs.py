@@ -43,7 +43,8 @@ def plan_model(config: RunConfig) -> ModelSpec:
     quantisation = base_quantisation(base, spec)
     if quantisation is None:
         return spec
-    return replace(spec, fp8_linears=quantisation.layers_by_linear)
+    in_blocks = quantisation.kind == "block"
+    return replace(spec, fp8_linears=quantisation.layers_by_linear, fp8_in_blocks=in_blocks)
 
 
 def plan_hardware(name: str) -> HardwareProfile:

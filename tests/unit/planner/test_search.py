@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.planner_case import HARDWARE, SPEC, job
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.cost.cost_model import CostModel, step_cost
 from tlora_megatron.planner.cost.memory import MemoryModel, memory_use
 from tlora_megatron.planner.group import GroupModel
@@ -49,6 +49,19 @@ def test_every_layout_of_four_gpus_is_looked_at() -> None:
     assert {p.plan.sequence_parallel for p in result.plans if p.plan.tp_size == 2} == {False, True}
     reasons = {d.reason: d.count for d in result.dropped}
     assert reasons == {"num_heads 10 is no multiple of TP 4": 2}
+
+
+def test_no_layout_cuts_blocks_of_fp8_scales() -> None:
+    shape = replace(SPEC, num_heads=8, num_kv_heads=8, head_dim=128, ffn_size=3 * 256)
+    spec = replace(shape, fp8_linears=(("linear_qkv", 4), ("linear_fc2", 4)), fp8_in_blocks=True)
+    misfits = {tp: misfit(spec, plan_of(tp)) for tp in (1, 2, 4)}
+    cut = "intermediate_size / tp_size 192 is no multiple of 128, a block of FP8 scales"
+    assert misfits == {1: None, 2: None, 4: cut}
+    assert misfit(replace(spec, fp8_in_blocks=False), plan_of(4)) is None
+
+
+def plan_of(tp_size: int) -> Plan:
+    return Plan(tp_size=tp_size, micro_batch_tokens=1024)
 
 
 def test_plans_of_a_deterministic_run_are_those_that_it_does_not_refuse() -> None:

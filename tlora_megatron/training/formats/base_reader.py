@@ -92,7 +92,11 @@ def read_base(
         spoilt = [name for names in pool.map(lambda lane: lane.work(take), lanes) for name in names]
     if spoilt:
         raise checkpoint.not_finite(min(spoilt))
-    return Rounding().join(lane.rounding for lane in lanes)
+    rounding = Rounding().join(lane.rounding for lane in lanes)
+    if device.type == "cuda" and rounding.sums:
+        del lanes
+        torch.cuda.empty_cache()  # no other stream could use what lies in the lanes' own
+    return rounding
 
 
 class _Lane:
