@@ -45,11 +45,22 @@ class BaseQuantisation:
         counts = Counter(linear for _, linear in self.linears)
         return tuple((name, counts[name]) for name in PARTS if counts[name])
 
+    def num_bytes(self, spec: ModelSpec) -> int:
+        """Returns the bytes of all codes and scales of the model."""
+        total = 0
+        for _, linear in self.linears:
+            rows, columns = spec.target_shape(linear)
+            blocks = -(-rows // BLOCK[0]) * -(-columns // BLOCK[1])
+            total += rows * columns + 4 * (rows if self.kind == "channel" else blocks)
+        return total
+
     def describe(self, spec: ModelSpec) -> str:
-        """Returns one line for logs: the format, its origin, and what stays unquantised."""
+        """Returns one line for people: the format, its origin, and how much of the base it is."""
         origin = "quantised while it is read" if self.published is None else "as published"
-        total = spec.num_layers * len(PARTS)
-        return f"fp8, {self.format}, {origin}; {len(self.linears)} of {total} linears"
+        total, gib = spec.num_layers * len(PARTS), self.num_bytes(spec) / 2**30
+        return (
+            f"fp8, {self.format}, {origin}; {len(self.linears)} of {total} linears, {gib:.2f} GiB"
+        )
 
 
 def base_quantisation(base: BaseModelSpec, spec: ModelSpec) -> BaseQuantisation | None:

@@ -124,6 +124,9 @@ def test_a_model_is_built_of_a_published_folder(tmp_path: Path, kind: Format) ->
     weights = dict(quantised_linears(model))
     assert len(weights) == 7  # of eight
     assert {weight.kind for weight in weights.values()} == {"block" if kind == "fp8" else "channel"}
+    held_bytes = sum(w.codes_NK.nbytes + w.scales.nbytes for w in weights.values())
+    assert quantisation is not None
+    assert quantisation.num_bytes(spec) == held_bytes
     expected = held(directory, 0, 1)
     for name, weight in weights.items():
         assert torch.equal(weight.dequantise(torch.float32), expected[f"{name}.weight"]), name

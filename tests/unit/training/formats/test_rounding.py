@@ -114,7 +114,7 @@ def test_no_wide_weight_is_ever_made(directory: Path, caplog: pytest.LogCaptureF
         rounding = backbone.load_backbone(model, spec, directory, ParallelLayout())
         with caplog.at_level(logging.INFO):
             log_base(quantisation, spec, model, rounding)
-    assert "15 of 16 linears; at most 0.00 GiB of weights on a rank" in caplog.text
+    assert "15 of 16 linears, 0.00 GiB; at most 0.00 GiB of weights on a rank" in caplog.text
     assert re.search(r"lose .* 0\.02.* to 0\.02.* most in layers\.[0-3]\.", caplog.text)
     assert "base_model.unquantised may name" not in caplog.text
     held = dict(quantised_linears(model))
