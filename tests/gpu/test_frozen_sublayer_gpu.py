@@ -17,7 +17,7 @@ from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
     whole,
 )
 from tlora_megatron.model.layout import LoraSharding
-from tlora_megatron.ops.lora.kernel_choice import Kernels, problem_of
+from tlora_megatron.ops.lora.kernel_choice import Kernels, forced_kernels, problem_of
 from tlora_megatron.ops.routing.segments import MicroBatchView, use_micro_batch
 from tlora_megatron.planner.candidate import Recompute
 
@@ -75,6 +75,29 @@ def test_heads_are_normed_as_modules_do(num_parts: int) -> None:
     spec = replace(WIDE, model_type="qwen3", qkv_bias=False, qk_norm=True)
     case = Case(spec=spec, dtype=DTYPE)
     check(case, whole() if num_parts == 1 else case.split())
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_an_fp8_base_computes_as_its_modules_do(recompute: Recompute, num_parts: int) -> None:
+    case = Case(recompute, spec=WIDE, dtype=DTYPE, is_fp8=True)
+    check(case, whole() if num_parts == 1 else case.split())
+
+
+def test_rows_are_quantised_by_who_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for attention's output, and the gradient that comes from the layer behind."""
+    if forced_kernels() == "torch":
+        pytest.skip("quantises in torch")
+    from tlora_megatron.ops.quantised import triton_rows
+
+    case = Case(spec=WIDE, dtype=DTYPE, is_fp8=True)
+    in_flight(case, whole())
+    counted, launch = [], triton_rows._encode.launch
+    monkeypatch.setattr(
+        triton_rows._encode, "launch", lambda *a, **k: (counted.append(1), launch(*a, **k))
+    )
+    in_flight(case, whole())
+    assert len(counted) == 2 * 2 * WIDE.num_layers
 
 
 def check(case: Case, view: MicroBatchView) -> None:

@@ -25,8 +25,14 @@ _SCALE = "weight_scale"
 
 def held_base(linear: Any, weight: Tensor) -> Base:
     """Returns what a linear multiplies with: its codes and scales, or the weight it would take."""
-    held: QuantWeight | None = linear.__dict__.get(_HELD)
+    held = held_codes(linear)
     return weight if held is None else held
+
+
+def held_codes(linear: Any) -> QuantWeight | None:
+    """Returns the codes and scales of a linear; None where it has a weight."""
+    held: QuantWeight | None = linear.__dict__.get(_HELD)
+    return held
 
 
 class QuantisedLinearMixin(nn.Module):

@@ -106,6 +106,9 @@ class Beside(NamedTuple):
     """Made x: codes lie on the gradient that the product returns."""
 
 
+_NOBODY = Beside()
+
+
 def add_rms_norm_vjp(
     x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight, beside: Beside | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
@@ -122,7 +125,7 @@ def add_rms_norm_vjp(
 def _codes_wanted(x: torch.Tensor, residual: torch.Tensor | None, beside: Beside | None) -> Beside:
     """Returns the linears that get codes: of no narrow rows, nor of a stream that is rounded."""
     if beside is None or x.dim() != 2 or x.shape[1] < GROUP:
-        return Beside()
+        return _NOBODY
     is_stream = residual is None or residual.dtype == x.dtype
     return beside if is_stream else beside._replace(row=None)
 

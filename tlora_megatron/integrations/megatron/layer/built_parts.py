@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tlora_megatron.integrations.megatron.layer.mixing import built_class
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
-from tlora_megatron.ops.frozen.rms_norm import HeadNorms, NormWeight, add_rms_norm_vjp
+from tlora_megatron.ops.frozen.rms_norm import Beside, HeadNorms, NormWeight, add_rms_norm_vjp
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
 from tlora_megatron.ops.routing.segments import MicroBatchView
 
@@ -37,9 +37,11 @@ class BuiltNorm(NamedTuple):
         zero_centered = getattr(owner, "zero_centered_gamma", False)
         return NormWeight(getattr(owner, self.attribute), owner.eps, zero_centered)
 
-    def add_vjp(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Vjp]:
+    def add_vjp(
+        self, x: Tensor, residual: Tensor | None, beside: Beside | None = None
+    ) -> tuple[Tensor, Tensor, Vjp]:
         """Does what `RMSNorm.add_vjp` does."""
-        return add_rms_norm_vjp(x, residual, self.norm_weight)
+        return add_rms_norm_vjp(x, residual, self.norm_weight, beside)
 
 
 def built_norm(module: Any) -> BuiltNorm | RMSNorm | None:

@@ -21,6 +21,7 @@ from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.frozen.packed_attention import attend_documents, attend_documents_vjp
 from tlora_megatron.ops.frozen.qkv_rotary import unpack_qkv, unpack_qkv_vjp
 from tlora_megatron.ops.frozen.rms_norm import HeadNorms
+from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.routing.host_copy import to_device
 from tlora_megatron.ops.routing.segments import MicroBatchView, current_micro_batch
 
@@ -138,11 +139,15 @@ class PackedCoreAttention(MegatronModule):
         micro_batch: MicroBatchView,
         rotary: Rotary | None = None,
         norms: HeadNorms | None = None,
+        column: QuantWeight | None = None,
     ) -> tuple[Tensor, Vjp]:
         """Does what `attend_projection` does, for callers without autograd.
 
         Under context parallelism keys are gathered by autograd's functions, and so the vjp is a
         graph of its own.
+
+        Args:
+            column: the projection, if it is quantised: its gradient carries FP8 codes.
 
         Returns:
             `[T, N * D]` of `[T, G (N / G + 2) D]`, and its vjp.
@@ -156,7 +161,7 @@ class PackedCoreAttention(MegatronModule):
         shape = mixed.shape
         cos_TD, sin_TD = rotary.cos_sin(mixed, micro_batch)
         mixed_TGMD = mixed.view(shape[0], groups, -1, self.config.kv_channels)
-        qkv, unpack_back = unpack_qkv_vjp(mixed_TGMD, cos_TD, sin_TD, norms)
+        qkv, unpack_back = unpack_qkv_vjp(mixed_TGMD, cos_TD, sin_TD, norms, column)
         out_TND, attend_back = attend_documents_vjp(*qkv, micro_batch, self.scale)
         heads = out_TND.shape
 
@@ -164,7 +169,8 @@ class PackedCoreAttention(MegatronModule):
             nonlocal attend_back
             dqkv = attend_back(dout.view(heads))
             del attend_back  # and with it queries, keys, values
-            return unpack_back(*dqkv).view(shape)
+            dmixed = unpack_back(*dqkv)
+            return dmixed if dmixed.shape == shape else dmixed.view(shape)  # codes lie on it
 
         return out_TND.reshape(shape[0], -1), vjp
 

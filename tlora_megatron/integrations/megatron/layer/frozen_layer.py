@@ -29,6 +29,7 @@ from tlora_megatron.integrations.megatron.layer.frozen_sublayer import (
 )
 from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
+from tlora_megatron.layers.quantised_linear import held_codes
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.frozen.rms_norm import HeadNorms
 from tlora_megatron.ops.frozen.swiglu import swiglu, swiglu_vjp
@@ -75,7 +76,9 @@ class FrozenSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Vjp]:
         """Attends, which is all between the linears; returns the context and its vjp."""
         groups = self.num_query_groups_per_partition
-        return self.core_attention.attend_projection_vjp(mixed, groups, view, norms=self.head_norms)
+        return self.core_attention.attend_projection_vjp(
+            mixed, groups, view, norms=self.head_norms, column=held_codes(self.linear_qkv)
+        )
 
 
 class FrozenMLP(MLP):
@@ -150,7 +153,7 @@ def _sublayers(layer: Any) -> tuple[FrozenSublayer, ...]:
         FrozenSublayer(
             layer.pre_mlp_layernorm,
             mlp.linear_fc1,
-            lambda x, *_: swiglu_vjp(x),
+            lambda x, *_: swiglu_vjp(x, held_codes(mlp.linear_fc2), held_codes(mlp.linear_fc1)),
             mlp.linear_fc2,
             recomputes=layer.recompute_mlp,
         ),

@@ -25,8 +25,10 @@ from tlora_megatron.integrations.megatron.layer.module_hooks import (
     hangs_on_all,
     packs_saved_tensors,
 )
+from tlora_megatron.layers.quantised_linear import held_codes
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
-from tlora_megatron.ops.frozen.rms_norm import NormWeight, norm_into
+from tlora_megatron.ops.frozen.rms_norm import Beside, NormWeight, norm_into
+from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.nano.lane_tape import VjpSublayer, VjpTape
 from tlora_megatron.parallel.nano.lanes import Lane
@@ -43,7 +45,9 @@ class Norm(Protocol):
         """The weight, read now."""
         ...
 
-    def add_vjp(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Vjp]:
+    def add_vjp(
+        self, x: Tensor, residual: Tensor | None, beside: Beside | None = None
+    ) -> tuple[Tensor, Tensor, Vjp]:
         """Returns the residual stream with x added, its norm, and the way back from both; see
         `add_rms_norm_vjp`."""
         ...
@@ -176,9 +180,12 @@ def run_layer(sublayers: Sequence[FrozenSublayer], hidden: Tensor, view: MicroBa
 def _run_whole(
     sublayers: Sequence[FrozenSublayer], hidden: Tensor, view: MicroBatchView, tape: VjpTape | None
 ) -> Tensor:
-    x, residual = hidden.flatten(0, -2), None
+    x, residual, row = hidden.flatten(0, -2), None, None
     for sublayer in sublayers:
-        residual, normed, norm_back = sublayer.norm.add_vjp(x, residual)
+        column = _codes_of_all_rows(sublayer.column)
+        beside = None if column is None and row is None else Beside(column, row)
+        row = _codes_of_all_rows(sublayer.row)
+        residual, normed, norm_back = sublayer.norm.add_vjp(x, residual, beside)
         keeps, restore = tape is not None, None
         if keeps and sublayer.recomputes_norm:
             restore = functools.partial(_norm_again, sublayer.norm, residual, normed)
@@ -193,6 +200,15 @@ def _run_whole(
     assert residual is not None, "a layer has sublayers"
     # No view of the sum: Megatron's pipeline frees what a stage has sent.
     return residual.view(hidden.shape) + x.view(hidden.shape)
+
+
+def _codes_of_all_rows(linear: Any) -> QuantWeight | None:
+    """Returns the codes of a linear that has all rows beside it, instead of gathering them."""
+    held = held_codes(linear)
+    if held is None:
+        return None
+    layout = linear.tlora_adapters.gemm.layout
+    return None if layout.sequence_parallel and layout.tp_size > 1 else held
 
 
 def _narrowing(vjp: Vjp, dtype: torch.dtype) -> Vjp:

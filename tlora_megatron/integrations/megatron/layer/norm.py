@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.frozen.rms_norm import (
+    Beside,
     NormWeight,
     add_rms_norm,
     add_rms_norm_vjp,
@@ -63,6 +64,8 @@ class RMSNorm(nn.Module):
             return total, self(total)
         return add_rms_norm(x, residual, self.weight, self.eps)
 
-    def add_vjp(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Vjp]:
+    def add_vjp(
+        self, x: Tensor, residual: Tensor | None, beside: Beside | None = None
+    ) -> tuple[Tensor, Tensor, Vjp]:
         """Does what `add` does, or `fork` without a residual; see `add_rms_norm_vjp`."""
-        return add_rms_norm_vjp(x, residual, self.norm_weight)
+        return add_rms_norm_vjp(x, residual, self.norm_weight, beside)

@@ -38,6 +38,7 @@ from tlora_megatron.integrations.megatron.layer.module_hooks import (
     packs_saved_tensors,
     what_hangs_on,
 )
+from tlora_megatron.layers.quantised_linear import held_codes
 from tlora_megatron.layers.te_fp8 import replay_autocast
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.frozen.swiglu import swiglu_vjp
@@ -213,7 +214,7 @@ def _sublayer(layer: Any, half: Half, rotary: BuiltRotary | None) -> FrozenSubla
         return FrozenSublayer(
             norm,
             column,
-            _swiglu_vjp,
+            functools.partial(_swiglu_vjp, column, row),
             row,
             recomputes=bool(layer.recompute_mlp),
             recomputes_norm=again,
@@ -235,11 +236,15 @@ def _attend_vjp(
 ) -> tuple[Tensor, Vjp]:
     groups = attention.num_query_groups_per_partition
     weights = None if norms is None else norms.weights()
-    return attention.core_attention.attend_projection_vjp(mixed, groups, view, rotary, weights)
+    return attention.core_attention.attend_projection_vjp(
+        mixed, groups, view, rotary, weights, held_codes(attention.linear_qkv)
+    )
 
 
-def _swiglu_vjp(x: Tensor, view: MicroBatchView, lane: Lane | None) -> tuple[Tensor, Vjp]:
-    return swiglu_vjp(x)
+def _swiglu_vjp(
+    column: Any, row: Any, x: Tensor, view: MicroBatchView, lane: Lane | None
+) -> tuple[Tensor, Vjp]:
+    return swiglu_vjp(x, held_codes(row), held_codes(column))
 
 
 def _why_not_now(modules: Sequence[nn.Module]) -> str | None:

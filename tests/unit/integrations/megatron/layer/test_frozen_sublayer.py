@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tlora_megatron.integrations.megatron.layer.built_parts import head_norm_modules
 from tlora_megatron.integrations.megatron.layer.frozen_layer import FrozenTransformerLayer
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
+from tlora_megatron.model.quantisation import quantised_on_reading
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing.segments import (
     Document,
@@ -53,6 +54,7 @@ class Case:
 
     Args:
         sharding: where it is not fold, one of the jobs is block-diagonal: neither shares alike.
+        is_fp8: the base's linears hold codes.
     """
 
     def __init__(
@@ -63,8 +65,12 @@ class Case:
         spec: ModelSpec = SPEC,
         dtype: torch.dtype = torch.float32,
         sharding: LoraSharding = "fold",
+        is_fp8: bool = False,
     ) -> None:
-        self.run = SyntheticRun(spec, ParallelLayout(), dtype=dtype, recompute=recompute)
+        quantisation = quantised_on_reading(spec, ()) if is_fp8 else None
+        self.run = SyntheticRun(
+            spec, ParallelLayout(), dtype=dtype, recompute=recompute, quantisation=quantisation
+        )
         # A world of one shares with itself, by the same calls.
         self.run.sites = tuple(replace(site, lora_sharding=sharding) for site in self.run.sites)
         self.run.linears = [
@@ -161,6 +167,16 @@ def test_halves_compute_what_modules_do(recompute: Recompute, targets: tuple[str
     use_modules(case.decoder)
     assert not any(layer.direct_sublayers for layer in case.decoder.layers)
     assert equal(actual, case.results(whole()))
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_halves_of_an_fp8_base_compute_what_modules_do(num_parts: int) -> None:
+    case = Case("selective", is_fp8=True)
+    view = whole() if num_parts == 1 else case.split()
+    assert all(layer.direct_sublayers for layer in case.decoder.layers)
+    actual = case.results(view)
+    use_modules(case.decoder)
+    assert equal(actual, case.results(view))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
