@@ -85,7 +85,7 @@ def test_an_fp8_base_computes_as_its_modules_do(recompute: Recompute, num_parts:
 
 
 def test_rows_are_quantised_by_who_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for attention's output, and the gradient that comes from the layer behind."""
+    """But for attention's output, and the gradient of the last layer's output."""
     if forced_kernels() == "torch":
         pytest.skip("quantises in torch")
     from tlora_megatron.ops.quantised import triton_rows
@@ -97,7 +97,7 @@ def test_rows_are_quantised_by_who_makes_them(monkeypatch: pytest.MonkeyPatch) -
         triton_rows._encode, "launch", lambda *a, **k: (counted.append(1), launch(*a, **k))
     )
     in_flight(case, whole())
-    assert len(counted) == 2 * 2 * WIDE.num_layers
+    assert len(counted) == 2 * (WIDE.num_layers + 1)
 
 
 def check(case: Case, view: MicroBatchView) -> None:

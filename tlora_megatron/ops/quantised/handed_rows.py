@@ -35,6 +35,14 @@ def hand_rows(x: Tensor, rows: QuantRows, fold: Tensor | None = None) -> None:
         setattr(x, _NAME, _Handed(rows, fold, x._version, x.data_ptr()))
 
 
+def pass_rows(x: Tensor, view: Tensor) -> Tensor:
+    """Returns a view of all of x, with the codes that lay on x."""
+    handed = x.__dict__.pop(_NAME, None)
+    if handed is not None:
+        setattr(view, _NAME, handed)
+    return view
+
+
 def handed_rows(x: Tensor, group: int | None, fold: Tensor | None = None) -> QuantRows | None:
     """Takes the codes of x off it; None if there are none of this kind, or x has changed since."""
     handed: Any = x.__dict__.pop(_NAME, None)

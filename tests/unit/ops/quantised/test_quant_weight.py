@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.helpers.linear_case import JOBS, SPEC, Case, error
 from tlora_megatron.layers.linear import multi_lora_linear_vjp
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.frozen.products import frozen_dgrad, frozen_product
-from tlora_megatron.ops.quantised.handed_rows import hand_rows, handed_rows
+from tlora_megatron.ops.quantised.handed_rows import hand_rows, handed_rows, pass_rows
 from tlora_megatron.ops.quantised.rows import GROUP, decode_rows, encode_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
 
@@ -138,6 +139,48 @@ def test_handed_codes_are_taken_once_and_only_while_they_are_right() -> None:
     hand_rows(x, rows)
     x.add_(1)
     assert handed_rows(x, None) is None
+
+
+def test_codes_pass_to_a_view_of_all_rows() -> None:
+    x = torch.randn(3, 40)
+    rows = encode_rows(x)
+    hand_rows(x, rows)
+    view = pass_rows(x, x.unsqueeze(1))
+    assert handed_rows(x, None) is None
+    again = pass_rows(view, view.flatten(0, 1))
+    assert handed_rows(again, None) is rows
+    hand_rows(x, rows)
+    view = pass_rows(x, x.unsqueeze(1))
+    x.add_(1)
+    assert handed_rows(view, None) is None, "what a view shares has changed"
+
+
+class _Passing(torch.autograd.Function):
+    """Notes what lies on its gradient, and leaves codes on the one that it returns."""
+
+    found: ClassVar[list[object]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        _Passing.found.append(handed_rows(dy, None))
+        dx = dy * 2
+        hand_rows(dx, encode_rows(dx))
+        return dx
+
+
+def test_codes_go_from_node_to_node_of_the_graph() -> None:
+    x = torch.randn(3, 40, requires_grad=True)
+    _Passing.found.clear()
+    _Passing.apply(_Passing.apply(x)).sum().backward()
+    assert [rows is None for rows in _Passing.found] == [True, False]
+    split = _Passing.apply(x)
+    _Passing.found.clear()
+    (_Passing.apply(split) + _Passing.apply(split)).sum().backward()
+    assert _Passing.found == [None] * 3, "a sum of gradients has no codes"
 
 
 def test_a_weight_takes_handed_codes() -> None:

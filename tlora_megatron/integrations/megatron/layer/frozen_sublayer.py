@@ -28,6 +28,7 @@ from tlora_megatron.integrations.megatron.layer.module_hooks import (
 from tlora_megatron.layers.quantised_linear import held_codes
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.frozen.rms_norm import Beside, NormWeight, norm_into
+from tlora_megatron.ops.quantised.handed_rows import pass_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.nano.lane_tape import VjpSublayer, VjpTape
@@ -172,15 +173,27 @@ def gives_product(linear: Any) -> bool:
 
 def run_layer(sublayers: Sequence[FrozenSublayer], hidden: Tensor, view: MicroBatchView) -> Tensor:
     """Runs `[T, 1, H]` through a layer's sublayers, as one node of autograd's graph."""
-    if torch.is_grad_enabled():
-        return _Layer.apply(hidden, sublayers, view)
-    return _run_whole(sublayers, hidden, view, None)
+    if not torch.is_grad_enabled():
+        return _run_whole(sublayers, hidden, view, None)
+    out = _Layer.apply(hidden, sublayers, view, hidden.__dict__.get(_ADDED_BY))
+    row = _codes_of_all_rows(sublayers[-1].row)
+    if row is not None:
+        setattr(out, _ADDED_BY, row)
+    return out
+
+
+_ADDED_BY = "tlora_added_by"
+"""On hidden states: the quantised linear that their gradient goes to, which so gets its codes."""
 
 
 def _run_whole(
-    sublayers: Sequence[FrozenSublayer], hidden: Tensor, view: MicroBatchView, tape: VjpTape | None
+    sublayers: Sequence[FrozenSublayer],
+    hidden: Tensor,
+    view: MicroBatchView,
+    tape: VjpTape | None,
+    row: QuantWeight | None = None,
 ) -> Tensor:
-    x, residual, row = hidden.flatten(0, -2), None, None
+    x, residual = hidden.flatten(0, -2), None
     for sublayer in sublayers:
         column = _codes_of_all_rows(sublayer.column)
         beside = None if column is None and row is None else Beside(column, row)
@@ -227,20 +240,24 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, sublayers: Sequence[FrozenSublayer], view: MicroBatchView
+        ctx: Any,
+        hidden: Tensor,
+        sublayers: Sequence[FrozenSublayer],
+        view: MicroBatchView,
+        row: QuantWeight | None,
     ) -> Tensor:
         ctx.tape = VjpTape()
-        return _run_whole(sublayers, hidden.detach(), view, ctx.tape)
+        return _run_whole(sublayers, hidden.detach(), view, ctx.tape, row)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         sublayers = ctx.tape.sublayers
         assert sublayers, "a layer goes back once"
-        gradient = dout.contiguous().flatten(0, -2)
+        gradient = pass_rows(dout, dout.contiguous().flatten(0, -2))
         while sublayers:
             sublayer = sublayers.pop()
             gradient = sublayer.norm(gradient, sublayer.compute(gradient))
-        return gradient.unsqueeze(1), None, None
+        return pass_rows(gradient, gradient.unsqueeze(1)), None, None, None
 
 
 def run_in_lane(
