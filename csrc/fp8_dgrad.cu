@@ -7,6 +7,7 @@
 struct TloraFp8Dgrad {
   TloraGemm gemm;  // x are the codes of dy, and W is [depth, columns_out]; tile_columns 256
   const float *row_scales, *block_scales;
+  int variant;
 };
 
 TLORA_EXPORT int tlora_fp8_dgrad_size() { return sizeof(TloraFp8Dgrad); }
@@ -25,5 +26,11 @@ TLORA_EXPORT int tlora_fp8_dgrad(const TloraFp8Dgrad* arguments, cudaStream_t st
   if (!make_code_map(&p.x, g.x, g.rows, g.depth, kHalfRows) ||
       !make_code_map(&p.weight, g.weight, g.depth, g.columns_out, kCodes) || !make_shared_maps(g, &p))
     return fail_maps();
-  return f.block_scales == nullptr ? launch<false>(p, g.blocks, stream) : launch<true>(p, g.blocks, stream);
+  switch (f.variant) {
+    case kHalves: return launch<kHalves>(p, g.blocks, stream);
+    case kSlices: return launch<kSlices>(p, g.blocks, stream);
+    case kOverlaps: return launch<kOverlaps>(p, g.blocks, stream);
+    case kTurns: return launch<kTurns>(p, g.blocks, stream);
+    default: return fail("variant", "must be known");
+  }
 }

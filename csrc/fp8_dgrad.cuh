@@ -27,6 +27,27 @@ constexpr int kCodes = 128;  // of n in a stage of the ring, and of a block of W
 constexpr int kRowBytes = 128;
 constexpr int kHalfRows = kTileRows / 2;
 constexpr int kHalfBytes = kHalfRows * kRowBytes;
+constexpr int kSliceBytes = 64 * kRowBytes;
+
+// Ways through the products of a stage, to be compared.
+enum Variant {
+  kHalves,    // 128 rows at a time, added when they have ended
+  kSlices,    // 64 rows at a time: one slice is added while the next runs; A is read when all have ended
+  kOverlaps,  // and A in two parts, each when the products of the one before it have ended
+  kTurns,     // 128 rows at a time; a warpgroup begins when the other one is half through
+  kVariants,
+};
+
+// Named barriers of kTurns, a warpgroup each; 0 to 2 are taken.
+constexpr int kTurnBarrier = 3;
+
+__device__ __forceinline__ void turn_wait(int warpgroup) {
+  asm volatile("bar.sync %0, 256;" ::"r"(kTurnBarrier + warpgroup) : "memory");
+}
+
+__device__ __forceinline__ void turn_give(int warpgroup) {
+  asm volatile("bar.arrive %0, 256;" ::"r"(kTurnBarrier + warpgroup) : "memory");
+}
 
 // `x` is dy; a tile's columns are features, kClusterFeatures of them.
 struct DgradProblem : Problem {
@@ -122,17 +143,20 @@ struct Producer : Copies<kTileRows> {
   }
 };
 
-template <bool kBlocks, bool kDropout>
+template <bool kBlocks, bool kDropout, int kVariant>
 struct Consumer {
   const DgradProblem& p;
   DgradShared& shared;
   const int warpgroup;
   Ring ring;
   bool waited = false;
+  bool my_turn = warpgroup == 0;  // kTurns: from the start
 
   // Accumulators of 128 rows: of every 8, a thread holds rows 2 q and 2 q + 1 (q = lane % 4) of features 2 g and
   // 2 g + 1 (g = lane / 4) of its warp's 16, in the order (2 g, 2 q), (2 g, 2 q + 1), (2 g + 1, 2 q), ...
   using Half = float[64];
+  using Slice = float[32];  // of 64 rows
+  using Fragment = uint32_t[4];
 
   // In the warpgroup. Read where it is needed: there is no register to keep it in.
   __device__ static int thread() {
@@ -152,7 +176,10 @@ struct Consumer {
       const int feature = tile.column_tile * kClusterFeatures + cluster_block() * kFeatures;
       const Chunks chunks(p, tile);
       copy_scales(row);
-      multiply(sums, part, feature);
+      if constexpr (kVariant == kSlices || kVariant == kOverlaps)
+        multiply_slices(sums, reinterpret_cast<Slice(&)[2]>(part), feature);
+      else
+        multiply(sums, part, feature);
       scale(sums);
       if constexpr (kDropout) {
         if (chunks.begin < chunks.end) add_dropped(sums, part, chunks, row, feature + warpgroup * 64);
@@ -162,10 +189,15 @@ struct Consumer {
       store(sums, row, feature + warpgroup * 64);
     }
     if (thread() == 0) store_wait_all();
+    if (kVariant == kTurns && warpgroup == 0 && !my_turn) turn_wait(0);
+  }
+
+  __device__ void release(int stage) {
+    if (lane() < 2) barrier_arrive(&shared.empty[stage], lane());
   }
 
   __device__ void release() {
-    if (lane() < 2) barrier_arrive(&shared.empty[ring.stage], lane());
+    release(ring.stage);
     ring.advance();
   }
 
@@ -185,23 +217,33 @@ struct Consumer {
     const int block_columns = (p.columns_out + kFeatures - 1) / kFeatures;
     const float* block_scale = nullptr;
     if (kBlocks) block_scale = p.block_scales + min(feature / kFeatures, block_columns - 1);
+    float upcoming = kBlocks ? __ldg(block_scale) : 1.f;  // a stage earlier than it is needed
     for (int n = 0; n < p.depth; n += kCodes) {
-      float factor = 1.f;
+      const float factor = upcoming;
       if constexpr (kBlocks) {
-        factor = __ldg(block_scale);
-        block_scale += block_columns;
+        if (n + kCodes < p.depth) block_scale += block_columns;
+        upcoming = __ldg(block_scale);
       }
       barrier_wait(&shared.full[ring.stage], ring.parity);
       uint32_t a[4][4];
-      load_codes(a, place);
+      load_steps<0, 4>(a, place);
       const uint64_t b = operand(shared.dy_at(ring.stage), 0);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         settle(part);
+        if (kVariant == kTurns && !my_turn) turn_wait(warpgroup);
+        my_turn = false;
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) wgmma_codes_n128(part, a[i], b + ((half * kHalfBytes + i * 32) >> 4), i != 0);
+        for (int i = 0; i < 4; ++i) {
+          wgmma_codes_n128(part, a[i], b + ((half * kHalfBytes + i * 32) >> 4), i != 0);
+          if (kVariant == kTurns && i == 1) wgmma_commit();
+        }
         wgmma_commit();
+        if constexpr (kVariant == kTurns) {
+          wgmma_wait<1>();
+          turn_give(warpgroup ^ 1);
+        }
         wgmma_wait<0>();
         settle(part);
         if (half == 1) release();
@@ -209,6 +251,85 @@ struct Consumer {
         for (int i = 0; i < 64; ++i) sums[half][i] = kBlocks ? fmaf(part[i], factor, sums[half][i]) : sums[half][i] + part[i];
       }
     }
+  }
+
+  // Two slices of 64 rows take turns in the registers: one runs while the other is added. W^T's fragments are in use until
+  // their products have ended, so those of a stage's last slice end before the next stage's fragments are read.
+  __device__ void multiply_slices(Half (&sums)[2], Slice (&parts)[2], int feature) {
+    constexpr bool kParts = kVariant == kOverlaps;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) parts[1][i] = 0.f;
+    const CodesPlace place = codes_place();
+    const int block_columns = (p.columns_out + kFeatures - 1) / kFeatures;
+    const float* block_scale = nullptr;
+    if (kBlocks) block_scale = p.block_scales + min(feature / kFeatures, block_columns - 1);
+    float upcoming = kBlocks ? __ldg(block_scale) : 1.f;  // a stage earlier than it is needed
+    float factor = 1.f;
+    for (int n = 0; n < p.depth; n += kCodes) {
+      const float before = factor;
+      factor = upcoming;
+      if constexpr (kBlocks) {
+        if (n + kCodes < p.depth) block_scale += block_columns;
+        upcoming = __ldg(block_scale);
+      }
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      const uint64_t b = operand(shared.dy_at(ring.stage), 0);
+      Fragment a[4];
+      if constexpr (kParts) {
+        uint32_t raw[2][4];
+        wgmma_wait<1>();
+        load_steps<0, 2>(a, place);
+        load_raw(raw[0], place, 2);
+        load_raw(raw[1], place, 3);
+        wgmma_wait<0>();
+        settle(parts[1]);
+        permute(a[2], raw[0], place.low);
+        permute(a[3], raw[1], place.low);
+      } else {
+        wgmma_wait<0>();
+        settle(parts[1]);
+        load_steps<0, 4>(a, place);
+      }
+      begin_slice<0, 4>(parts[0], a, b);
+      // Known: it keeps the compiler from adding before the slice above begins.
+      if constexpr (kParts) barrier_wait(&shared.full[ring.stage], ring.parity);
+      if (n > 0) release((ring.stage + kStages - 1) % kStages);
+      add_slice(sums[1] + 32, parts[1], before);
+      begin_slice<0, 4>(parts[1], a, b + (kSliceBytes >> 4));
+      wgmma_wait<1>();
+      settle(parts[0]);
+      add_slice(sums[0], parts[0], factor);
+      begin_slice<0, 4>(parts[0], a, b + (2 * kSliceBytes >> 4));
+      wgmma_wait<1>();
+      settle(parts[1]);
+      add_slice(sums[0] + 32, parts[1], factor);
+      if constexpr (kParts) begin_slice<0, 2>(parts[1], a, b + (3 * kSliceBytes >> 4));
+      begin_slice<kParts ? 2 : 0, 4>(parts[1], a, b + (3 * kSliceBytes >> 4));
+      wgmma_wait<kParts ? 2 : 1>();
+      settle(parts[0]);
+      add_slice(sums[1], parts[0], factor);
+      ring.advance();
+    }
+    wgmma_wait<0>();
+    settle(parts[1]);
+    release((ring.stage + kStages - 1) % kStages);
+    add_slice(sums[1] + 32, parts[1], factor);
+  }
+
+  // Of the four steps of 32 n, those from kBegin to kEnd.
+  template <int kBegin, int kEnd>
+  __device__ static void begin_slice(Slice& part, const Fragment (&a)[4], uint64_t b) {
+    wgmma_fence();
+#pragma unroll
+    for (int i = kBegin; i < kEnd; ++i) wgmma_codes_n64(part, a[i], b + (i * 32 >> 4), i != 0);
+    wgmma_commit();
+  }
+
+  __device__ static void add_slice(float* sums, const Slice& part, float factor) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) sums[i] = kBlocks ? fmaf(part[i], factor, sums[i]) : sums[i] + part[i];
   }
 
   // Where a lane's row of the first `ldmatrix` of a stage begins, and which bytes it then takes.
@@ -231,20 +352,35 @@ struct Consumer {
   // these 8 of the 32 n as rows, so that its lane q of a row gets, of a 4 n that a product wants together, the first
   // two in one register and the last two in the next (the other way round for q > 1: then no two rows of a matrix lie
   // in the same banks).
-  __device__ void load_codes(uint32_t (&a)[4][4], const CodesPlace& place) {
+  template <int kBegin, int kEnd>
+  __device__ void load_steps(Fragment (&a)[4], const CodesPlace& place) {
+#pragma unroll
+    for (int i = kBegin; i < kEnd; ++i) {
+      load_raw(a[i], place, i);
+      permute(a[i], a[i], place.low);
+    }
+  }
+
+  __device__ void load_raw(Fragment& r, const CodesPlace& place, int step) {
     const uint32_t at = shared_address(shared.weight_at(ring.stage)) + place.offset;
-    const uint32_t low = place.low, high = low + 0x1111;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at + step * 32 * kRowBytes)
+                 : "memory");
+  }
+
+  // Volatile: in place with the waits for products that read `to`.
+  __device__ static void permute(Fragment& to, const Fragment& r, uint32_t low) {
+    const uint32_t two[4] = {r[0], r[1], r[2], r[3]};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      uint32_t r[4];
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                   : "r"(at + i * 32 * kRowBytes)
-                   : "memory");
-      a[i][0] = __byte_perm(r[0], r[1], low);
-      a[i][1] = __byte_perm(r[0], r[1], high);
-      a[i][2] = __byte_perm(r[2], r[3], low);
-      a[i][3] = __byte_perm(r[2], r[3], high);
+      if constexpr (kVariant != kOverlaps) {
+        to[i] = __byte_perm(two[i / 2 * 2], two[i / 2 * 2 + 1], low + i % 2 * 0x1111);
+        continue;
+      }
+      asm volatile("prmt.b32 %0, %1, %2, %3;"
+                   : "=r"(to[i])
+                   : "r"(two[i / 2 * 2]), "r"(two[i / 2 * 2 + 1]), "r"(low + i % 2 * 0x1111));
     }
   }
 
@@ -279,7 +415,7 @@ struct Consumer {
         wgmma_fence();
 #pragma unroll
         for (int half = kBegin; half < kEnd; ++half)
-          wgmma_ranks_n128(sums[half - kBegin], a, b + (half * 2 * kPanel >> 4), accumulate);
+          begin_ranks(sums[half - kBegin], a, b + (half * 2 * kPanel >> 4), accumulate);
         wgmma_commit();
         wgmma_wait<0>();
 #pragma unroll
@@ -291,7 +427,17 @@ struct Consumer {
     }
   }
 
-  // A^T of the warp's 16 features x 16 ranks, features in the order of load_codes.
+  __device__ static void begin_ranks(Half& sums, const Fragment& a, uint64_t b, int accumulate) {
+    if constexpr (kDropout && (kVariant == kSlices || kVariant == kOverlaps)) {
+      auto& slices = reinterpret_cast<Slice(&)[2]>(sums);
+      wgmma_ranks_n64(slices[0], a, b, accumulate);
+      wgmma_ranks_n64(slices[1], a, b + (kPanel >> 4), accumulate);
+    } else {
+      wgmma_ranks_n128(sums, a, b, accumulate);
+    }
+  }
+
+  // A^T of the warp's 16 features x 16 ranks, features in the order of load_steps.
   __device__ void load_chunk(uint32_t (&a)[4], int place) {
     const int g = lane() / 4, q = lane() % 4;
     const uint32_t panel = shared_address(shared.weight_at(ring.stage)) + warpgroup * kPanel + place * kChunk * kRowBytes;
@@ -382,7 +528,7 @@ struct Consumer {
   }
 };
 
-template <bool kBlocks, bool kDropout>
+template <bool kBlocks, bool kDropout, int kVariant>
 __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     kernel(const __grid_constant__ DgradProblem p) {
   extern __shared__ __align__(1024) uint8_t aligned[];
@@ -396,17 +542,24 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   } else {
     take_registers<232>();
     const int warpgroup = threadIdx.x / 128 - 1;
-    Consumer<kBlocks, kDropout>{p, shared, warpgroup}.run();
+    Consumer<kBlocks, kDropout, kVariant>{p, shared, warpgroup}.run();
   }
 }
 
-template <bool kBlocks>
+template <bool kBlocks, int kVariant>
 int launch(const DgradProblem& problem, int blocks, cudaStream_t stream) {
   constexpr int bytes = sizeof(DgradShared);
   static_assert(bytes <= 232448, "what a block of a Hopper GPU may have");
   if (problem.row_keys == nullptr)
-    return launch_kernel<kernel<kBlocks, false>>(problem, blocks, kThreads, bytes, 0, stream, kPriority);
-  return launch_kernel<kernel<kBlocks, true>>(problem, blocks, kThreads, bytes, 0, stream, kPriority);
+    return launch_kernel<kernel<kBlocks, false, kVariant>>(problem, blocks, kThreads, bytes, 0, stream, kPriority);
+  // Dropout leaves the other ways no registers yet.
+  return launch_kernel<kernel<kBlocks, true, kHalves>>(problem, blocks, kThreads, bytes, 0, stream, kPriority);
+}
+
+template <int kVariant>
+int launch(const DgradProblem& problem, int blocks, cudaStream_t stream) {
+  if (problem.block_scales == nullptr) return launch<false, kVariant>(problem, blocks, stream);
+  return launch<true, kVariant>(problem, blocks, stream);
 }
 
 }  // namespace fp8_dgrad

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,6 +19,7 @@ from tlora_megatron.ops.dropout.masks import dropout_reference
 from tlora_megatron.ops.lora.columns import OutputColumns
 from tlora_megatron.ops.lora.cuda.calls import RankPart
 from tlora_megatron.ops.lora.kernel_choice import problem_of
+from tlora_megatron.ops.quantised import cuda_dgrad
 from tlora_megatron.ops.quantised.codes import decode, encode
 from tlora_megatron.ops.quantised.cuda_dgrad import dgrad_with_ranks, fp8_dgrad
 from tlora_megatron.ops.quantised.definition import input_gradient
@@ -35,6 +37,7 @@ ROUNDED = 3e-3
 WITH_RANKS = 1.2e-2
 ONE = 0x38
 GUARD = 8
+VARIANTS = 4
 SUPPORTED = [name for name in CASES if name != "odd columns"]
 
 
@@ -249,6 +252,28 @@ def test_1024_adapters() -> None:
     weight = quantised(case, "channel")
     dx_TK = linear_dgrad(case, weight, x, dy, rows)
     assert error(dx_TK, expected_dgrad(case, weight, x, dy, rows)) < WITH_RANKS
+
+
+@pytest.mark.parametrize("kind", ["channel", "block"])
+@pytest.mark.parametrize("variant", range(1, VARIANTS))
+def test_variants_equal_bitwise(monkeypatch: pytest.MonkeyPatch, variant: int, kind: Kind) -> None:
+    def both(run: Callable[[], Tensor]) -> None:
+        monkeypatch.setattr(cuda_dgrad, "VARIANT", 0)
+        expected = run()
+        monkeypatch.setattr(cuda_dgrad, "VARIANT", variant)
+        for _ in range(3):
+            actual = run()
+            assert torch.equal(actual, expected), places_of_errors(actual != expected)
+
+    for t, n, k in [*SHAPES, (8192, 6144, 4096)]:
+        weight = draw_weight(n, k, kind)
+        drawn = draw_rows(t, weight)
+        both(partial(dgrad, drawn, weight))
+    for dropout in ((), DROPOUT):
+        case = case_of("q k v", dropout)
+        rows = make_rows((900, 2000, 1, 2500))
+        x, dy = draw(case, rows.ends[-1])
+        both(partial(linear_dgrad, case, quantised(case, kind), x, dy, rows))
 
 
 @pytest.mark.parametrize("dropout", [(), DROPOUT], ids=["no dropout", "dropout"])

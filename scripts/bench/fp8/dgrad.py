@@ -24,6 +24,7 @@ from scripts.bench.linear.workload import Workload, make_workload
 from tlora_megatron.ops.lora.cuda.calls import RankPart
 from tlora_megatron.ops.lora.cuda.ops import CudaLinear, CudaOps
 from tlora_megatron.ops.lora.torch_ops import TorchOps
+from tlora_megatron.ops.quantised import cuda_dgrad
 from tlora_megatron.ops.quantised.cuda_dgrad import fp8_dgrad
 from tlora_megatron.ops.quantised.definition import input_gradient
 from tlora_megatron.ops.quantised.rows import QuantRows, encode_rows
@@ -31,8 +32,8 @@ from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
 
 Call = Callable[[], Tensor]
 ROUNDS = 10
-ADAPTERS = (4, 16)
-GROUPS = (4, 8, 16)
+ADAPTERS = 4
+VARIANTS = (0, 1, 2, 3)
 
 
 def main() -> None:
@@ -97,11 +98,12 @@ def worst_error(rows: QuantRows, weight: QuantWeight) -> float:
 
 
 def _dgrad(
-    rows: QuantRows, weight: QuantWeight, rank: RankPart | None = None, group: int = 8
+    rows: QuantRows, weight: QuantWeight, rank: RankPart | None = None, variant: int = 0
 ) -> Tensor:
+    cuda_dgrad.VARIANT = variant
     num_rows, size = len(rows.codes_TK), weight.shape[1]
     dx_TK = torch.empty(num_rows, size, dtype=torch.bfloat16, device=rows.codes_TK.device)
-    fp8_dgrad(rows, weight, dx_TK, rank=rank, group=group)
+    fp8_dgrad(rows, weight, dx_TK, rank=rank)
     return dx_TK
 
 
@@ -113,16 +115,15 @@ def _ways(
     ways: dict[str, list[Call]] = {
         "bf16": [partial(torch.mm, each.dy_TN, each.weight_NK) for each in workload.sets]
     }
-    for group in GROUPS:
-        ways[f"fp8 group {group}"] = [partial(_dgrad, *pair, group=group) for pair in pairs]
     blocks = [QuantWeight(w.codes_NK, _block_scales(w)) for w in weights]
-    ways["fp8 blocks"] = [partial(_dgrad, *pair) for pair in zip(rows, blocks, strict=True)]
-    for adapters in ADAPTERS:
-        for p in (0.0, 0.1):
-            parts = _rank_parts(workload, adapters, p)
-            way = f"fp8 {adapters} jobs" + (" dropout" if p else "")
-            ways[way] = [
-                partial(_dgrad, *pair, part) for pair, part in zip(pairs, parts, strict=True)
+    of_blocks = list(zip(rows, blocks, strict=True))
+    given = {p: _rank_parts(workload, ADAPTERS, p) for p in (0.0, 0.1)}
+    for v in VARIANTS:
+        ways[f"v{v}"] = [partial(_dgrad, *pair, variant=v) for pair in pairs]
+        ways[f"v{v} blocks"] = [partial(_dgrad, *pair, variant=v) for pair in of_blocks]
+        for p, parts in given.items():
+            ways[f"v{v} {ADAPTERS} jobs" + (" dropout" if p else "")] = [
+                partial(_dgrad, *pair, part, v) for pair, part in zip(pairs, parts, strict=True)
             ]
     ways["encode"] = [
         partial(_encoded, each.dy_TN, weight.fold_N)
