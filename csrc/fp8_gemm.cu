@@ -7,6 +7,17 @@ extern template int fp8::launch_width<128>(const Fp8Problem&, bool, int, int, cu
 extern template int fp8::launch_width<192>(const Fp8Problem&, bool, int, int, cudaStream_t);
 extern template int fp8::launch_width<256>(const Fp8Problem&, bool, int, int, cudaStream_t);
 
+// Variants to measure; `promote` names them by what it is above 128.
+namespace fp8 {
+template <int BN, int N, int kSets>
+int launch_slices(const Fp8Problem& problem, bool block, int blocks, cudaStream_t stream);
+extern template int launch_slices<256, 64, 1>(const Fp8Problem&, bool, int, cudaStream_t);
+extern template int launch_slices<256, 32, 2>(const Fp8Problem&, bool, int, cudaStream_t);
+extern template int launch_slices<192, 96, 0>(const Fp8Problem&, bool, int, cudaStream_t);
+extern template int launch_slices<192, 96, 1>(const Fp8Problem&, bool, int, cudaStream_t);
+extern template int launch_slices<128, 64, 2>(const Fp8Problem&, bool, int, cudaStream_t);
+}  // namespace fp8
+
 // What the caller passes: `Fp8GemmArguments` of ops/lora/cuda/arguments.py, field by field.
 struct TloraFp8Gemm {
   TloraGemm gemm;  // x and W are codes; W is [columns_out, depth]
@@ -22,6 +33,13 @@ namespace {
 using namespace fp8;
 
 int launch_any(const Fp8Problem& p, int width, bool block, int promote, int blocks, cudaStream_t stream) {
+  switch (width * 10 + promote - 128) {
+    case 2561: return launch_slices<256, 64, 1>(p, block, blocks, stream);
+    case 2562: return launch_slices<256, 32, 2>(p, block, blocks, stream);
+    case 1922: return launch_slices<192, 96, 0>(p, block, blocks, stream);
+    case 1921: return launch_slices<192, 96, 1>(p, block, blocks, stream);
+    case 1282: return launch_slices<128, 64, 2>(p, block, blocks, stream);
+  }
   switch (width) {
     case 128: return launch_width<128>(p, block, promote, blocks, stream);
     case 192: return launch_width<192>(p, block, promote, blocks, stream);

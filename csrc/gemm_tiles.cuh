@@ -68,37 +68,42 @@ struct Chunks {
   }
 };
 
-// Position in the ring: stage, and the parity of the round.
-struct Ring {
+// Position in a ring of kLength stages: stage, and the parity of the round.
+template <int kLength>
+struct RingOf {
   int stage = 0;
   uint32_t parity = 0;
 
   __device__ void advance() {
-    if (++stage == kStages) {
+    if (++stage == kLength) {
       stage = 0;
       parity ^= 1;
     }
   }
 };
 
-template <int BN>
+using Ring = RingOf<kStages>;
+
+// kTurns: panels of 64 columns of the result that a warpgroup may be storing.
+template <int BN, int kLength = kStages, int kTurns = 2>
 struct Shared {
+  static constexpr int kRing = kLength;
   static constexpr int kWeightBytes = BN * 128;
   static constexpr int kStageBytes = 2 * kPanel + kWeightBytes;
 
-  alignas(1024) uint8_t x[kStages][2 * kPanel];
-  alignas(1024) uint8_t weight[kStages][kWeightBytes];
-  alignas(1024) uint8_t out[2][2][kPanel];  // warpgroup, turn
-  uint64_t full[kStages], empty[kStages];
+  alignas(1024) uint8_t x[kRing][2 * kPanel];
+  alignas(1024) uint8_t weight[kRing][kWeightBytes];
+  alignas(1024) uint8_t out[2][kTurns][kPanel];  // warpgroup, turn
+  uint64_t full[kRing], empty[kRing];
 };
 
 // What the copying warp of every GEMM does: the stages of rank chunks. `run` is the GEMM's own.
-template <int BN>
+template <int BN, int kLength = kStages, int kTurns = 2>
 struct Copies {
   const Problem& p;
-  Shared<BN>& shared;
+  Shared<BN, kLength, kTurns>& shared;
   const int block;
-  Ring ring;
+  RingOf<kLength> ring;
   bool waited = false;  // for the kernel that makes ext
 
   __device__ uint64_t* begin_stage(int bytes) {
@@ -110,7 +115,7 @@ struct Copies {
   // Before the block ends: the other block may still copy into this one or arrive here.
   __device__ void drain() {
     if (!waited) wait_for_previous();
-    for (int i = 0; i < kStages; ++i, ring.advance()) barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+    for (int i = 0; i < kLength; ++i, ring.advance()) barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
   }
 
   __device__ void load_chunks(const Tile& tile, int column) {
@@ -149,12 +154,12 @@ struct Copies {
 };
 
 // What the multiplying warpgroups of every GEMM do but the base's products: those of rank chunks, dropout, the store.
-template <int BN>
+template <int BN, int kLength = kStages, int kTurns = 2>
 struct Sums {
   const Problem& p;
-  Shared<BN>& shared;
+  Shared<BN, kLength, kTurns>& shared;
   const int warpgroup, thread;  // in the warpgroup
-  Ring ring;
+  RingOf<kLength> ring;
   int previous = -1;  // the stage whose products may be in flight
   bool waited = false;
 
@@ -229,23 +234,12 @@ struct Sums {
   }
 
   __device__ void store(float (&sums)[BN / 2], int row, int column) {
-    const int warp = thread / 32, lane = thread % 32;
-    const int matrix_row = warp * 16 + lane % 16;
 #pragma unroll
     for (int panel = 0; panel < BN / 64; ++panel) {
       uint8_t* to = shared.out[warpgroup][panel % 2];
       if (thread == 0) store_wait_read<1>();
       warpgroup_sync(warpgroup);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* s = sums + panel * 32 + i * 8;
-        const int at = panel * 64 + i * 16 + thread % 4 * 2;
-        uint32_t packed[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) packed[j] = pack(s[2 * j], s[2 * j + 1], column + at + j / 2 * 8);
-        const int chunk = (i * 2 + lane / 16) ^ (lane % 8);
-        store_matrices(to + matrix_row * 128 + chunk * 16, packed[0], packed[1], packed[2], packed[3]);
-      }
+      put_panel(to, sums, panel, column);
       fence_shared_for_copies();
       warpgroup_sync(warpgroup);
       if (thread == 0) {
@@ -254,6 +248,22 @@ struct Sums {
         store_tile(to, &p.out, column + panel * 64, row);
         store_commit();
       }
+    }
+  }
+
+  // 64 columns of the result, rounded, to shared memory.
+  __device__ void put_panel(uint8_t* to, float (&sums)[BN / 2], int panel, int column) {
+    const int warp = thread / 32, lane = thread % 32;
+    const int matrix_row = warp * 16 + lane % 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* s = sums + panel * 32 + i * 8;
+      const int at = panel * 64 + i * 16 + thread % 4 * 2;
+      uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) packed[j] = pack(s[2 * j], s[2 * j + 1], column + at + j / 2 * 8);
+      const int chunk = (i * 2 + lane / 16) ^ (lane % 8);
+      store_matrices(to + matrix_row * 128 + chunk * 16, packed[0], packed[1], packed[2], packed[3]);
     }
   }
 
@@ -275,7 +285,7 @@ __device__ Shared<BN>& aligned_shared(uint8_t* unaligned) {
 template <typename Shared>
 __device__ void start_barriers(Shared& shared) {
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < Shared::kRing; ++i) {
       barrier_init(&shared.full[i], 1);
       barrier_init(&shared.empty[i], kWarpsOfCluster);
     }

@@ -43,12 +43,16 @@ MOST = 3e-3
 """Error of a checked row over its norm."""
 CHECKED_ROWS = 256
 GEMMS = (
-    *((256, 128, lag) for lag in (0, 1, 2, 3)),
-    *((width, promote, 0) for width, promote in ((192, 128), (128, 128))),
-    *((width, promote, 0) for width, promote in ((256, 0), (192, 512), (128, 512))),
-    (192, 128, 2),
+    *((256, 128, lag) for lag in (0, 2)),
+    *((256, 129, lag) for lag in (0, 1, 2, 3)),
+    *((256, 130, lag) for lag in (0, 1)),
+    *((192, 129, lag) for lag in (0, 1)),
+    (192, 130, 0),
+    (128, 130, 0),
+    (256, 0, 0),
+    (192, 512, 0),
 )
-"""Widths of tiles, products summed before promotion, and lags."""
+"""Widths of tiles, products summed before promotion (above 128: loops to choose from), and lags."""
 PEAK_FLOPS, BANDWIDTH = 1979e12, 4.3e12
 """Of an H200: FP8, dense, and bytes a second as streaming kernels reach it."""
 Call = Callable[[int], torch.Tensor]
@@ -167,7 +171,6 @@ def base_variants(q: Quantised) -> Iterator[Variant]:
     for width, promote, lag in GEMMS:
         name = f"gemm {width}/{promote}/{lag}"
         yield forward(name, partial(q.product, width, promote, lag))
-        yield backward(name, partial(q.gradient_of_copy, width, promote, lag))
 
 
 class Adapted:
@@ -186,7 +189,7 @@ class Adapted:
         pairs = zip(self._bound, sets, self._s, strict=True)
         self._ds = [b.backward_up(s.dy_TN, own) for b, s, own in pairs]
 
-    def product(self, index: int) -> torch.Tensor:
+    def product(self, tile: GemmTile | None, promote: int, lag: int, index: int) -> torch.Tensor:
         """The GEMM alone, of codes and an s that are there."""
         bound, weight = self._bound[index], self._q.weights[index]
         assert isinstance(bound, CudaLinear), "this bench is for Hopper GPUs"
@@ -196,8 +199,10 @@ class Adapted:
             weight.codes_NK,
             cuda_products.forward_scales(weight),
             out,
-            cuda_products.tile_of(out, weight),
+            tile or cuda_products.tile_of(out, weight),
             rank=bound._rank_part(self._s[index], bound._site.b, "chunk_b", None),
+            promote=promote,
+            lag=lag,
         )
         return out
 
@@ -230,7 +235,12 @@ class Adapted:
 def adapted_variants(q: Quantised, num_adapters: int) -> Iterator[Variant]:
     """The GEMMs with adapters, and whole linears."""
     adapted, name = Adapted(q, num_adapters), f"x{num_adapters}"
-    yield Variant(name=f"gemm {name}", direction="forward", call=adapted.product)
+    chosen = partial(adapted.product, None, cuda_products.PROMOTE, cuda_products.LAG)
+    yield Variant(name=f"gemm {name}", direction="forward", call=chosen)
+    for width, promote, lag in GEMMS[:6]:
+        call = partial(adapted.product, GemmTile(width), promote, lag)
+        of_loop = f"gemm {width}/{promote}/{lag} {name}"
+        yield Variant(name=of_loop, direction="forward", call=call)
     yield Variant(name=f"copy + gemm {name}", direction="backward", call=adapted.gradient)
     yield Variant(name=f"linear {name}", direction="both", call=adapted.linear)
 
