@@ -41,6 +41,9 @@ enum Variant {
 // Named barriers of kTurns, a warpgroup each; 0 to 2 are taken.
 constexpr int kTurnBarrier = 3;
 
+// Named barrier by which the second warpgroup begins some stages after the first.
+constexpr int kLagBarrier = 5;
+
 __device__ __forceinline__ void turn_wait(int warpgroup) {
   asm volatile("bar.sync %0, 256;" ::"r"(kTurnBarrier + warpgroup) : "memory");
 }
@@ -53,6 +56,8 @@ __device__ __forceinline__ void turn_give(int warpgroup) {
 struct DgradProblem : Problem {
   const float* row_scales;    // [rows]
   const float* block_scales;  // [ceil(depth / 128), ceil(columns_out / 128)]; null: none
+  // Stages, at most the ring's, by which the second warpgroup begins later: so one stores while the other multiplies.
+  int lag;
 };
 
 // W lies where other GEMMs have x, dy where they have W: each block reads its own W, and both read all rows of dy.
@@ -151,6 +156,7 @@ struct Consumer {
   Ring ring;
   bool waited = false;
   bool my_turn = warpgroup == 0;  // kTurns: from the start
+  static constexpr bool kLags = kVariant == kSlices || kVariant == kOverlaps;
 
   // Accumulators of 128 rows: of every 8, a thread holds rows 2 q and 2 q + 1 (q = lane % 4) of features 2 g and
   // 2 g + 1 (g = lane / 4) of its warp's 16, in the order (2 g, 2 q), (2 g, 2 q + 1), (2 g + 1, 2 q), ...
@@ -170,6 +176,11 @@ struct Consumer {
 
   __device__ void run() {
     Half sums[2], part;
+    int lag = kLags ? p.lag : 0;  // that is left
+    if (kLags && lag > 0 && warpgroup == 1 && blockIdx.x / 2 < p.row_tiles * p.column_tiles) {
+      asm volatile("bar.sync %0, 256;" ::"n"(kLagBarrier) : "memory");
+      lag = 0;
+    }
     for (int index = blockIdx.x / 2; index < p.row_tiles * p.column_tiles; index += gridDim.x / 2) {
       const Tile tile(p, index);
       const int row = tile.row_tile * kTileRows;
@@ -177,7 +188,7 @@ struct Consumer {
       const Chunks chunks(p, tile);
       copy_scales(row);
       if constexpr (kVariant == kSlices || kVariant == kOverlaps)
-        multiply_slices(sums, reinterpret_cast<Slice(&)[2]>(part), feature);
+        multiply_slices(sums, reinterpret_cast<Slice(&)[2]>(part), feature, lag);
       else
         multiply(sums, part, feature);
       scale(sums);
@@ -255,7 +266,7 @@ struct Consumer {
 
   // Two slices of 64 rows take turns in the registers: one runs while the other is added. W^T's fragments are in use until
   // their products have ended, so those of a stage's last slice end before the next stage's fragments are read.
-  __device__ void multiply_slices(Half (&sums)[2], Slice (&parts)[2], int feature) {
+  __device__ void multiply_slices(Half (&sums)[2], Slice (&parts)[2], int feature, int& lag) {
     constexpr bool kParts = kVariant == kOverlaps;
 #pragma unroll
     for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
@@ -311,6 +322,10 @@ struct Consumer {
       settle(parts[0]);
       add_slice(sums[1], parts[0], factor);
       ring.advance();
+      if (lag > 0 && (--lag == 0 || n + kCodes >= p.depth)) {
+        asm volatile("bar.arrive %0, 256;" ::"n"(kLagBarrier) : "memory");
+        lag = 0;
+      }
     }
     wgmma_wait<0>();
     settle(parts[1]);

@@ -37,7 +37,7 @@ ROUNDED = 3e-3
 WITH_RANKS = 1.2e-2
 ONE = 0x38
 GUARD = 8
-VARIANTS = 4
+VARIANTS = [(1, 0), (1, 3), (2, 0), (2, 4), (3, 0)]
 SUPPORTED = [name for name in CASES if name != "odd columns"]
 
 
@@ -255,12 +255,15 @@ def test_1024_adapters() -> None:
 
 
 @pytest.mark.parametrize("kind", ["channel", "block"])
-@pytest.mark.parametrize("variant", range(1, VARIANTS))
-def test_variants_equal_bitwise(monkeypatch: pytest.MonkeyPatch, variant: int, kind: Kind) -> None:
+@pytest.mark.parametrize(("variant", "lag"), VARIANTS)
+def test_variants_equal_bitwise(
+    monkeypatch: pytest.MonkeyPatch, variant: int, lag: int, kind: Kind
+) -> None:
     def both(run: Callable[[], Tensor]) -> None:
         monkeypatch.setattr(cuda_dgrad, "VARIANT", 0)
         expected = run()
         monkeypatch.setattr(cuda_dgrad, "VARIANT", variant)
+        monkeypatch.setattr(cuda_dgrad, "LAG", lag)
         for _ in range(3):
             actual = run()
             assert torch.equal(actual, expected), places_of_errors(actual != expected)

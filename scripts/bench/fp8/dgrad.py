@@ -33,7 +33,8 @@ from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
 Call = Callable[[], Tensor]
 ROUNDS = 10
 ADAPTERS = 4
-VARIANTS = (0, 1, 2, 3)
+VARIANTS = ((0, 0), (1, 0), (1, 3), (2, 0), (2, 2), (2, 3), (2, 4), (3, 0))
+"""The way through a stage's products, and the stages by which half of a block begins later."""
 
 
 def main() -> None:
@@ -45,7 +46,7 @@ def main() -> None:
     for linear in LINEARS:
         for row in measure(f"8b_{linear}", options.tokens):
             print(
-                f"{row['shape']:11} {row['way']:18} {row['us']:8.1f} us "
+                f"{row['shape']:11} {row['way']:24} {row['us']:8.1f} us "
                 f"{row['tflops']:7.0f} TFLOP/s  {row['ratio']:.3f} of bf16  "
                 f"spread {row['spread']:.3f}",
                 flush=True,
@@ -98,9 +99,13 @@ def worst_error(rows: QuantRows, weight: QuantWeight) -> float:
 
 
 def _dgrad(
-    rows: QuantRows, weight: QuantWeight, rank: RankPart | None = None, variant: int = 0
+    rows: QuantRows,
+    weight: QuantWeight,
+    rank: RankPart | None = None,
+    variant: int = 0,
+    lag: int = 0,
 ) -> Tensor:
-    cuda_dgrad.VARIANT = variant
+    cuda_dgrad.VARIANT, cuda_dgrad.LAG = variant, lag
     num_rows, size = len(rows.codes_TK), weight.shape[1]
     dx_TK = torch.empty(num_rows, size, dtype=torch.bfloat16, device=rows.codes_TK.device)
     fp8_dgrad(rows, weight, dx_TK, rank=rank)
@@ -118,12 +123,16 @@ def _ways(
     blocks = [QuantWeight(w.codes_NK, _block_scales(w)) for w in weights]
     of_blocks = list(zip(rows, blocks, strict=True))
     given = {p: _rank_parts(workload, ADAPTERS, p) for p in (0.0, 0.1)}
-    for v in VARIANTS:
-        ways[f"v{v}"] = [partial(_dgrad, *pair, variant=v) for pair in pairs]
-        ways[f"v{v} blocks"] = [partial(_dgrad, *pair, variant=v) for pair in of_blocks]
+    for v, lag in VARIANTS:
+        name = f"v{v} lag {lag}"
+        ways[name] = [partial(_dgrad, *pair, None, v, lag) for pair in pairs]
+        ways[f"{name} blocks"] = [partial(_dgrad, *pair, None, v, lag) for pair in of_blocks]
         for p, parts in given.items():
-            ways[f"v{v} {ADAPTERS} jobs" + (" dropout" if p else "")] = [
-                partial(_dgrad, *pair, part, v) for pair, part in zip(pairs, parts, strict=True)
+            if p and v:
+                continue  # the same kernel
+            ways[f"{name} {ADAPTERS} jobs" + (" dropout" if p else "")] = [
+                partial(_dgrad, *pair, part, v, lag)
+                for pair, part in zip(pairs, parts, strict=True)
             ]
     ways["encode"] = [
         partial(_encoded, each.dy_TN, weight.fold_N)

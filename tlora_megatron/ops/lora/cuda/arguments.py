@@ -51,7 +51,7 @@ class DgradArguments(ctypes.Structure):
     _fields_ = [
         ("gemm", GemmArguments),
         *((name, _Pointer) for name in ("row_scales", "block_scales")),
-        ("variant", _Int),
+        *((name, _Int) for name in ("variant", "lag")),
     ]
 
 
