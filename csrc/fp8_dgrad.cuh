@@ -275,7 +275,9 @@ struct Consumer {
     const CodesPlace place = codes_place();
     const int block_columns = (p.columns_out + kFeatures - 1) / kFeatures;
     const float* block_scale = nullptr;
-    if (kBlocks) block_scale = p.block_scales + min(feature / kFeatures, block_columns - 1);
+    // A thread's own pointer, for all that the compiler knows: else it moves what is loaded into registers of the warp,
+    // and waits for it there.
+    if (kBlocks) block_scale = p.block_scales + min(feature / kFeatures, block_columns - 1) + (place.offset >> 14);
     float upcoming = kBlocks ? __ldg(block_scale) : 1.f;  // a stage earlier than it is needed
     float factor = 1.f;
     for (int n = 0; n < p.depth; n += kCodes) {
