@@ -7,8 +7,9 @@
 // Both operands are contiguous along k. The input gradient comes the same way from the codes of dy and of W^T: a kind
 // "channel" without column scales, or "block" with the scales of W read in the other direction.
 //
-// The hardware sums products of 8 bits with about 14 bits, so sums of 128 k (a stage of the ring; kPromote: of so many)
-// are added, scaled by row or block, to a second set of accumulators in fp32, in ascending order of k. Rank chunks run into
+// The hardware sums products of 8 bits with about 14 bits and cuts off the rest: over 14,336 products of one sign it loses
+// 21 % of the value, 0.56 % in sums of 512 and 0.06 % in sums of 128. So sums of 128 k (a stage of the ring; kPromote: of so
+// many) are added, scaled by row or block, to a second set of accumulators in fp32, in ascending order of k. Rank chunks run into
 // this set: behind the base and its column scales, or with dropout, which masks them alone, before it. A row's result depends on
 // its own codes, its scales and W alone.
 //
