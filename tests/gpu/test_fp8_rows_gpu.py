@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import pytest
@@ -81,7 +82,8 @@ def test_products_against_the_definition(kind: str, shape: tuple[int, int]) -> N
     ), dx) < 2e-3  # fmt: skip
     onto, onto_back = torch.randn_like(y).bfloat16(), torch.randn_like(dx).bfloat16()
     rounded = launch_forward(rows, weight.codes_NK, weight.scales, x.dtype, onto.clone())
-    assert torch.equal(rounded, (wide + onto).bfloat16()), "rounded once"
+    # In one instruction with the scales: rounding twice would change several in a hundred.
+    assert (rounded != (wide + onto).bfloat16()).float().mean() < 1e-3, "rounded once"
     found = launch_input_gradient(back, weight.codes_NK, weight.scales, x.dtype, onto_back.clone())
     assert row_error(found, dx + onto_back) < 4e-3
 
@@ -184,3 +186,17 @@ def test_the_way_back_through_the_rotation_leaves_codes(
     found, expected = unpack_qkv_vjp(mixed, *rest, column)[1](*grads), plain(*grads).flatten(1)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert_codes(found, column, gradient=True)
+
+
+def test_the_cache_is_left_to_factors() -> None:
+    """Or those of a wide row came from L2 with every row."""
+    from tlora_megatron.ops.quantised.triton_rows import _encode
+
+    launch_encode(torch.randn(300, 28672, device="cuda").bfloat16(), None, torch.rand(28672).cuda())
+    driver, percent = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(-1)
+    found = []
+    for compiled in _encode._compiled.values():
+        function = ctypes.c_void_p(compiled.function)
+        assert driver.cuFuncGetAttribute(ctypes.byref(percent), 9, function) == 0
+        found.append(percent.value)
+    assert all(0 < value <= 100 for value in found), found

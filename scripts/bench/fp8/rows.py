@@ -58,7 +58,7 @@ def _encodes(num_rows: int, *, tiles: bool) -> Iterator[Case]:
             ("group", GROUP, None),
             ("fold", None, fold),
         ):
-            chosen = row_tile(x[0], folds=given is not None)
+            chosen = row_tile(x[0])
             for tile in (chosen, *(_others(chosen) if tiles else ())):
                 _check(x[0], group, given, tile)
                 label = f"encode {name}" + (f" {tuple(tile)}" if tiles else "")
@@ -137,7 +137,7 @@ def _scales_of(num_rows: int, num_columns: int) -> QuantWeight:
 
 def _others(tile: RowTile) -> list[RowTile]:
     warps = {max(1, tile.num_warps // 2), tile.num_warps, min(32, tile.num_warps * 2)}
-    found = {tile._replace(num_warps=w, stages=s) for w in warps for s in (1, 2, 3)}
+    found = {tile._replace(num_warps=w, stages=s) for w in warps for s in (1, 3)}
     return sorted(found - {tile})
 
 

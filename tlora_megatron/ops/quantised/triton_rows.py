@@ -53,7 +53,7 @@ def _encode_kernel(
         )  # fmt: skip
 
 
-_encode = WarmKernel(_encode_kernel)
+_encode = WarmKernel(_encode_kernel, caches=True)
 
 
 class RowTile(NamedTuple):
@@ -63,8 +63,9 @@ class RowTile(NamedTuple):
     columns: int
     num_warps: int
     stages: int
-    """1 = a block for each tile; more = blocks of 32 warps in all stay on each multiprocessor, and
-    fetch all but one of so many rows ahead."""
+    """1 = a block for each tile; 3 = blocks of 32 warps in all stay on each multiprocessor, and
+    fetch rows ahead into two buffers. With one, a row would be fetched when the one before is done.
+    """
 
     def blocks(self, x: torch.Tensor) -> int:
         """Returns the number of blocks for the rows of x."""
@@ -72,16 +73,15 @@ class RowTile(NamedTuple):
         return needed if self.stages == 1 else min(needed, _resident(x.device, self.num_warps))
 
 
-def row_tile(x_TK: torch.Tensor, *, folds: bool) -> RowTile:
+def row_tile(x_TK: torch.Tensor) -> RowTile:
     """Chooses the tile of the quantiser: 16 values a thread, 32 where rows are wide."""
     width = x_TK.shape[1]
     columns = max(_GROUP, power_of_2(width))
     rows = max(1, _TILE // columns)
     if width < _WIDE:
         return RowTile(rows, columns, max(1, rows * columns // 512), 1)
-    # The factors of a fold shall stay in the L1 cache, which shares its memory.
-    ahead = _rows_ahead(columns * x_TK.element_size(), x_TK.device, most=1 if folds else 2)
-    return RowTile(1, columns, min(32, columns // 1024), 1 + ahead)
+    stages = _stages(columns * x_TK.element_size(), x_TK.device)
+    return RowTile(1, columns, min(32, columns // 1024), stages)
 
 
 def whole_rows(x: torch.Tensor, width: int, operands: int) -> RowTile:
@@ -91,8 +91,8 @@ def whole_rows(x: torch.Tensor, width: int, operands: int) -> RowTile:
         operands: rows of `width` columns in the dtype of x that are read for each row written.
     """
     columns = max(_GROUP, power_of_2(width))
-    ahead = _rows_ahead(operands * columns * x.element_size(), x.device, most=1)
-    return RowTile(1, columns, max(1, min(32, columns // 512)), 1 + ahead)
+    stages = _stages(operands * columns * x.element_size(), x.device)
+    return RowTile(1, columns, max(1, min(32, columns // 256)), stages)
 
 
 def launch_encode(
@@ -109,7 +109,7 @@ def launch_encode(
     """
     num_rows, width = x_TK.shape
     codes, scales = empty_codes(x_TK, group)
-    tile = row_tile(x_TK, folds=fold_K is not None) if tile is None else tile
+    tile = row_tile(x_TK) if tile is None else tile
     if not num_rows:
         return codes, scales
     _encode.launch(
@@ -145,13 +145,13 @@ def power_of_2(size: int) -> int:
 
 
 @functools.cache
-def _rows_ahead(row_bytes: int, device: torch.device, most: int) -> int:
-    """Returns how many rows beside the one at work fit the shared memory of a multiprocessor."""
+def _stages(row_bytes: int, device: torch.device) -> int:
+    """Returns `RowTile.stages`: whether two buffers fit the shared memory of a block."""
     if device.type != "cuda":
-        return 0
+        return 1
     properties = torch.cuda.get_device_properties(device)
     shared_bytes = getattr(properties, "shared_memory_per_block_optin", 0)
-    return min(most, max(0, shared_bytes - _REDUCTION_BYTES) // row_bytes)
+    return 3 if 2 * row_bytes + _REDUCTION_BYTES <= shared_bytes else 1
 
 
 @functools.cache

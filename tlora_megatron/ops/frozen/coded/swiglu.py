@@ -13,6 +13,7 @@ from tlora_megatron.ops.quantised.triton_codes import (
     abs_bits,
     code_columns,
     encode,
+    narrow,
     rounds_by_hand,
     scale_of,
     store_codes,
@@ -46,7 +47,7 @@ def _forward_kernel(
         at = x + rows[:, None] * (2 * WIDTH) + columns
         gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(at + WIDTH, mask=inside, other=0.0).to(tl.float32)
-        result = product(gate, up).to(y.dtype.element_ty)
+        result = narrow(product(gate, up), y.dtype.element_ty, BY_HAND)
         tl.store(y + rows[:, None] * WIDTH + columns, result, mask=inside)
         values = result.to(tl.float32)
         store_codes(values, codes, scales, rows, num_rows, WIDTH, 1, COLUMNS, GROUP, BY_HAND)
@@ -77,8 +78,8 @@ def _backward_kernel(
         gate = tl.load(x + begin, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x + begin + WIDTH, mask=inside, other=0.0).to(tl.float32)
         dgate, dup = gradients(grad.to(tl.float32), gate, up)
-        dgate = dgate.to(dx.dtype.element_ty)
-        dup = dup.to(dx.dtype.element_ty)
+        dgate = narrow(dgate, dx.dtype.element_ty, BY_HAND)
+        dup = narrow(dup, dx.dtype.element_ty, BY_HAND)
         tl.store(dx + begin, dgate, mask=inside)
         tl.store(dx + begin + WIDTH, dup, mask=inside)
         dgate = dgate.to(tl.float32)
@@ -86,7 +87,8 @@ def _backward_kernel(
         if FOLDS:
             dgate = times_fold(dgate, fold, columns, num_rows, WIDTH)
             dup = times_fold(dup, fold + WIDTH, columns, num_rows, WIDTH)
-        scale = scale_of(tl.max(tl.maximum(abs_bits(dgate), abs_bits(dup)), axis=1))
+        sizes = tl.maximum(tl.abs(dgate), tl.abs(dup), propagate_nan=tl.PropagateNan.ALL)
+        scale = scale_of(tl.max(abs_bits(sizes), axis=1))
         tl.store(scales + rows, scale)
         inverse = tl.math.div_rn(1.0, scale)[:, None]
         at = codes + rows[:, None] * (2 * WIDTH) + code_places
@@ -95,7 +97,7 @@ def _backward_kernel(
 
 
 _forward = WarmKernel(_forward_kernel)
-_backward = WarmKernel(_backward_kernel)
+_backward = WarmKernel(_backward_kernel, caches=True)
 
 
 def forward(x: torch.Tensor, row: QuantWeight) -> torch.Tensor:
