@@ -93,8 +93,6 @@ def run_fingerprint(
         },
         "versions": versions(),
     }
-    if config.base_model.quantization is not None:
-        found["quantization"] = config.base_model.quantization
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         del found["threads"]
@@ -108,34 +106,70 @@ def run_fingerprint(
 
 
 def keep_fingerprints(
-    fingerprint: dict[str, Any], output_dir: Path, jobs: Sequence[PreparedJob]
+    fingerprint: dict[str, Any] | None, output_dir: Path, jobs: Sequence[PreparedJob]
 ) -> None:
-    """Writes each job's fingerprint into its folder; warns if it was trained under another one.
+    """Writes the fingerprint into the folder of each job that trains; warns if it began otherwise.
 
     Only the writer calls it.
+
+    Args:
+        fingerprint: None = nothing is promised any more; files that say so are removed.
     """
-    shown = json.dumps(fingerprint)
-    logger.info(
-        "run.deterministic: a job's losses and adapter have the same bits in every run with this "
-        "fingerprint. It does not cover other devices, layouts or versions. It costs %s "
-        "(docs/determinism.md): %s", COST, shown,
-    )  # fmt: skip
+    if fingerprint is not None:
+        logger.info(
+            "run.deterministic: a job's losses and adapter have the same bits in every run with "
+            "this fingerprint. It does not cover other devices, layouts or versions. It costs %s "
+            "(docs/determinism.md): %s", COST, json.dumps(fingerprint),
+        )  # fmt: skip
     for job in jobs:
+        if job.is_done:
+            continue
         path = output_dir / "jobs" / job.spec.name / FILE_NAME
-        mine = {**fingerprint, "portion_tokens": job.spec.portion_tokens}
-        if job.checkpoint is not None and (others := _differing(path, mine)):
-            logger.warning(
-                "job %s goes on under another fingerprint, so its bits are not those of a run "
-                "that was never stopped: %s", job.spec.name, ", ".join(others),
-            )  # fmt: skip
+        if fingerprint is None:
+            path.unlink(missing_ok=True)
+            continue
+        kept = _with_earlier({**fingerprint, "portion_tokens": job.spec.portion_tokens}, job)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(mine, indent=2))
+        write_atomic(path, json.dumps(kept, indent=2))
 
 
-def _differing(path: Path, mine: dict[str, Any]) -> list[str]:
-    """Names what differs from the fingerprint that is there; nothing if there is none."""
+def _with_earlier(mine: dict[str, Any], job: PreparedJob) -> dict[str, Any]:
+    """Adds `earlier`: the fingerprint of the steps before, where they had another one or none."""
+    if job.checkpoint is None:
+        return mine
+    theirs = _read(job.checkpoint.path.parents[1] / FILE_NAME)
+    differing = ["no fingerprint there"] if theirs is None else _differing(mine, theirs)
+    if theirs is not None and not differing:
+        return mine | {key: theirs[key] for key in ("earlier",) if key in theirs}
+    logger.warning(
+        "job %s goes on from a run with another fingerprint, so its bits are not those of a run "
+        "that was never stopped: %s", job.spec.name, ", ".join(differing),
+    )  # fmt: skip
+    return mine | {"earlier": theirs}
+
+
+def _read(path: Path) -> dict[str, Any] | None:
     try:
-        theirs = dict(json.loads(path.read_text()))
+        return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
-        return []
-    return [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+        return None
+
+
+def _differing(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Says what is otherwise than in an earlier fingerprint."""
+    now, then = _flat(mine), _flat(theirs)
+    return [
+        f"{key} {now.get(key)} instead of {then.get(key)}"
+        for key in {**now, **then}
+        if now.get(key) != then.get(key)
+    ]
+
+
+def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """The values by dotted name, without what was before."""
+    found: dict[str, Any] = {}
+    for key, value in fingerprint.items():
+        if key != "earlier":
+            is_group = isinstance(value, dict)
+            found |= {f"{key}.{k}": v for k, v in value.items()} if is_group else {key: value}
+    return found

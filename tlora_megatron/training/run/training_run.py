@@ -171,8 +171,7 @@ class TrainingRun:
             self._open.enter_context(hold_output_dir(self.output_dir))
             document = json.dumps(config_to_dict(self.config), indent=2)
             write_atomic(self.output_dir / CONFIG_NAME, document)
-            if fingerprint is not None:
-                keep_fingerprints(fingerprint, self.output_dir, self._jobs.prepared)
+            keep_fingerprints(fingerprint, self.output_dir, self._jobs.prepared)
         _allow_open_files(len(self._jobs.prepared))
         watch = RunWatch.open(self._signals, self.config.run.hang_timeout_s)
         self._open.callback(watch.close)

@@ -102,21 +102,66 @@ def test_on_gpus_a_linear_that_a_library_would_compute_is_refused_by_name(
         check_deterministic(torch.device("cuda"), torch.bfloat16, linears)
 
 
-def test_a_job_that_goes_on_under_another_fingerprint_is_told(
+HERE = {"device": "a", "layout": {"tp_size": 1, "pp_size": 1}}
+OTHER = {"device": "a", "layout": {"tp_size": 2, "pp_size": 1}}
+
+
+def trains(name: str, goes_on_from: Path | None = None, *, is_done: bool = False) -> Any:
+    """A prepared job with portions of 64 tokens, fresh or with a checkpoint of a job's folder."""
+    spec = JobSpec(name=name, data=DataSpec(train="a"), max_steps=1, portion_tokens=64)
+    path = None if goes_on_from is None else goes_on_from / "checkpoints" / "step_00000002"
+    checkpoint = None if path is None else SimpleNamespace(path=path)
+    return SimpleNamespace(spec=spec, checkpoint=checkpoint, is_done=is_done)
+
+
+def kept(out: Path, name: str) -> dict[str, Any]:
+    return dict(json.loads((out / "jobs" / name / FILE_NAME).read_text()))
+
+
+def test_a_fingerprint_lies_beside_the_adapter(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    spec = JobSpec(name="one", data=DataSpec(train="a"), max_steps=1, portion_tokens=64)
-    fresh: Any = SimpleNamespace(spec=spec, checkpoint=None)
-    resumed: Any = SimpleNamespace(spec=spec, checkpoint=object())
     caplog.set_level(logging.INFO)
-    keep_fingerprints({"device": "a", "kernels": "torch"}, tmp_path, [fresh])
-    kept = json.loads((tmp_path / "jobs" / "one" / FILE_NAME).read_text())
-    assert kept == {"device": "a", "kernels": "torch", "portion_tokens": 64}
-    assert '{"device": "a", "kernels": "torch"}' in caplog.text
-    caplog.clear()
-    keep_fingerprints({"device": "a", "kernels": "torch"}, tmp_path, [resumed])
+    keep_fingerprints(HERE, tmp_path, [trains("one")])
+    assert kept(tmp_path, "one") == HERE | {"portion_tokens": 64}
+    assert json.dumps(HERE) in caplog.text
+    keep_fingerprints(HERE, tmp_path, [trains("one", tmp_path / "jobs" / "one")])
+    assert kept(tmp_path, "one") == HERE | {"portion_tokens": 64}
     assert "another fingerprint" not in caplog.text
-    moved = SimpleNamespace(spec=replace(spec, portion_tokens=32), checkpoint=object())
-    keep_fingerprints({"device": "b", "kernels": "torch"}, tmp_path, [moved])
-    assert "job one goes on under another fingerprint" in caplog.text
-    assert caplog.text.rstrip().endswith("device, portion_tokens")
+
+
+def test_a_job_that_goes_on_under_another_fingerprint_is_told_and_keeps_the_earlier_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    keep_fingerprints(HERE, old, [trains("one")])
+    keep_fingerprints(OTHER, new, [trains("moved", old / "jobs" / "one")])
+    assert "job moved goes on from a run with another fingerprint" in caplog.text
+    assert caplog.text.rstrip().endswith(": layout.tp_size 2 instead of 1")
+    mixed = OTHER | {"portion_tokens": 64, "earlier": kept(old, "one")}
+    assert kept(new, "moved") == mixed
+    caplog.clear()
+    keep_fingerprints(OTHER, new, [trains("moved", new / "jobs" / "moved")])
+    assert kept(new, "moved") == mixed
+    assert not caplog.text
+
+
+def test_a_job_whose_first_steps_promised_nothing_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    jobs = [trains("one", tmp_path / "jobs" / "one")]
+    keep_fingerprints(HERE, tmp_path, jobs)
+    assert caplog.text.rstrip().endswith(": no fingerprint there")
+    assert kept(tmp_path, "one") == HERE | {"portion_tokens": 64, "earlier": None}
+    keep_fingerprints(None, tmp_path, jobs)
+    assert not (tmp_path / "jobs" / "one" / FILE_NAME).exists()
+
+
+def test_a_job_that_has_ended_keeps_its_fingerprint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep_fingerprints(HERE, tmp_path, [trains("one")])
+    for later in (OTHER, None):
+        keep_fingerprints(later, tmp_path, [trains("one", tmp_path / "jobs" / "one", is_done=True)])
+    assert kept(tmp_path, "one") == HERE | {"portion_tokens": 64}
+    assert "goes on" not in caplog.text
