@@ -137,7 +137,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def _load(args: argparse.Namespace) -> _Inputs:
-    config = load_config(args.config, args.overrides, args.output_dir)
+    config = load_config(args.config, args.overrides, args.output_dir, settle=False)
     hardware = run_hardware(args.hardware or DEFAULT_HARDWARE, config)
     spec = plan_model(config)
     lengths = None if args.lengths is None else parse_lengths(args.lengths)

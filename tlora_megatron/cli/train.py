@@ -90,11 +90,11 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains, in this process or in `--nproc` of them, and prints the results."""
     check_plan_arguments(args)
+    if args.plan is not None:
+        asked = load_config(args.config, args.overrides, args.output_dir, settle=False)
+        args.overrides = [*args.overrides, *planned_overrides(args, asked)]
     # Here even when other processes are going to train: a mistake then costs no start of N ranks.
     config = load_config(args.config, args.overrides, args.output_dir)
-    if args.plan is not None:
-        args.overrides = [*args.overrides, *planned_overrides(args, config)]
-        config = load_config(args.config, args.overrides, args.output_dir)
     _start_early(config)
     if args.nproc is not None and "RANK" not in os.environ:
         if args.nproc > 1:

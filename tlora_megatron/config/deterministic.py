@@ -44,25 +44,31 @@ def settle_deterministic(config: RunConfig) -> RunConfig:
 def _check_layout(parallel: ParallelSpec) -> None:
     if parallel.cp_size > 1:
         why = "ranks share sequences by row number, which neighbours move"
-        raise must("parallel.cp_size", f"be 1 with run.deterministic: {why}", parallel.cp_size)
+        rule = f"be 1 with run.deterministic: {why}"
+        remedy = "take pp_size, or recompute, for long sequences"
+        raise must("parallel.cp_size", rule, parallel.cp_size, remedy)
     if parallel.tp_size > MOST_TP:
         why = "sums over more ranks depend on a row's place"
         rule = f"be at most {MOST_TP} with run.deterministic: {why}"
-        raise must("parallel.tp_size", rule, parallel.tp_size)
+        raise must("parallel.tp_size", rule, parallel.tp_size, "take pp_size, or recompute")
+
+
+def exact_shardings(sequence_parallel: bool) -> tuple[Literal["fold", "s_lora"], ...]:
+    """Returns the LoRA shardings that sum all rows on each rank; the first one is the default."""
+    return ("s_lora",) if sequence_parallel else ("fold", "s_lora")
 
 
 def _sharding(parallel: ParallelSpec) -> Literal["fold", "s_lora"]:
-    """The sharding that sums all rows on each rank, whatever it was predicted to take."""
+    """The sharding that was asked for, or the default, whatever it was predicted to take."""
     asked = parallel.lora_sharding
-    wanted: Literal["fold", "s_lora"] = "s_lora" if parallel.sequence_parallel else "fold"
-    if asked == "auto":
-        return wanted
-    if asked == "rank_exchange" or (asked == "fold" and parallel.sequence_parallel):
-        why = "the others divide rows or columns where neighbours decide"
-        beside = " and sequence_parallel" if parallel.sequence_parallel else ""
-        rule = f"be {wanted} or auto with run.deterministic{beside}: {why}"
-        raise must("parallel.lora_sharding", rule, asked)
-    return asked
+    exact = exact_shardings(parallel.sequence_parallel)
+    for sharding in exact:
+        if asked in ("auto", sharding):
+            return sharding
+    why = "others divide rows or columns where neighbours decide"
+    beside = " and sequence_parallel" if parallel.sequence_parallel else ""
+    rule = f"be {', '.join(exact)} or auto with run.deterministic{beside}: {why}"
+    raise must("parallel.lora_sharding", rule, asked)
 
 
 def _portion(job: JobSpec, micro_batch_tokens: int) -> int:

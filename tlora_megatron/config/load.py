@@ -86,7 +86,11 @@ class RunConfig:
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), output_dir: str | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    output_dir: str | None = None,
+    *,
+    settle: bool = True,
 ) -> RunConfig:
     """Reads and checks a YAML or JSON configuration.
 
@@ -94,6 +98,7 @@ def load_config(
         path: the file; relative paths in `data`, `init_from` and `base_model` start at its folder.
         overrides: texts `path=value`, applied in order before any check.
         output_dir: replaces `run.output_dir`; relative to the working directory.
+        settle: fill in what `run.deterministic` needs; a search for a layout does it afterwards.
 
     Raises:
         ConfigError: for the first mistake. With `run.on_job_error: skip`, a mistake inside one job
@@ -103,7 +108,7 @@ def load_config(
     document = read_document(path)
     for override in overrides:
         apply_override(document, override)
-    return read_config(document, path.resolve().parent, output_dir=output_dir)
+    return read_config(document, path.resolve().parent, output_dir=output_dir, settle=settle)
 
 
 def read_config(
@@ -113,6 +118,7 @@ def read_config(
     output_dir: str | None = None,
     targets: Sequence[str] | None = KNOWN_TARGETS,
     base_model: BaseModelSpec | None = None,
+    settle: bool = True,
 ) -> RunConfig:
     """Checks a configuration that has already been read.
 
@@ -121,6 +127,7 @@ def read_config(
         output_dir: as in `load_config`.
         targets: as in `check_job`.
         base_model: replaces the section `base_model`, which may then be absent.
+        settle: as in `load_config`.
 
     Raises:
         ConfigError: as in `load_config`.
@@ -134,9 +141,10 @@ def read_config(
     parallel = read_spec(ParallelSpec, document.get("parallel", {}), "parallel")
     skip = run.on_job_error == "skip"
     jobs, errors = _read_jobs(document, run, folder, targets, skip=skip)
-    return settle_deterministic(
-        RunConfig(base_model=base_model, parallel=parallel, run=run, jobs=jobs, job_errors=errors)
+    config = RunConfig(
+        base_model=base_model, parallel=parallel, run=run, jobs=jobs, job_errors=errors
     )
+    return settle_deterministic(config) if settle else config
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from tlora_megatron.config.deterministic import MOST_TP
+from tlora_megatron.config.deterministic import MOST_TP, exact_shardings
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import (
@@ -63,7 +63,8 @@ class SearchSpace:
 
     def can_run(self, plan: Plan) -> bool:
         """True if `runs_in` can run the plan, whose recompute and sharding have been chosen."""
-        if self.deterministic and plan.sequence_parallel and plan.lora_sharding != "s_lora":
+        exact = plan.tp_size == 1 or plan.lora_sharding in exact_shardings(plan.sequence_parallel)
+        if self.deterministic and not exact:
             return False
         return self.runs_in is None or self.runs_in in plan.runs_in
 

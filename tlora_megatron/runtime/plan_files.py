@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from tlora_megatron.config.base_model import refuse_quantization
+from tlora_megatron.config.deterministic import settle_deterministic
 from tlora_megatron.config.load import ParallelSpec, RunConfig, config_to_dict
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import ModelSpec
@@ -39,8 +40,12 @@ _FOREIGN = {"deepspeed": "DeepSpeed", "megatron": "Megatron-LM's flag"}
 def apply_plan(config: RunConfig, plan: Plan) -> RunConfig:
     """The configuration with a plan's layout, budget, recompute and nano-batches.
 
+    Args:
+        config: may lack what `run.deterministic` fills in: it follows from the plan.
+
     Raises:
-        ValueError: if the plan needs virtual stages, which `tlora train` does not have.
+        ValueError: if the plan needs virtual stages, which `tlora train` does not have, or
+            `run.deterministic` refuses something.
     """
     if "train" not in plan.runs_in:
         raise ValueError(f"a plan for tlora train must have VPP 1, got {plan.vpp_size}")
@@ -57,7 +62,7 @@ def apply_plan(config: RunConfig, plan: Plan) -> RunConfig:
         recompute=plan.recompute,
         nano_batches=_nano_batches(config, plan),
     )
-    return replace(config, parallel=parallel, run=run)
+    return settle_deterministic(replace(config, parallel=parallel, run=run))
 
 
 def _nano_batches(config: RunConfig, plan: Plan) -> int | Literal["auto"]:
@@ -153,13 +158,16 @@ def _yaml(document: dict[str, Any]) -> str:
 def _jobs_only(config: RunConfig, plan: Plan, asked: LoraSharding | None) -> dict[str, Any]:
     document = config_to_dict(config)
     nano = _nano_batches(config, plan)
-    run = {"run": {"nano_batches": nano}} if nano != 1 else {}
+    run: dict[str, Any] = {"nano_batches": nano} if nano != 1 else {}
+    if config.run.deterministic:
+        run["deterministic"] = True
     # Where nobody asked for fold the run may choose: around Transformer Engine's linears there is
     # rank_exchange only.
     sharding = plan.lora_sharding
     is_given = plan.tp_size > 1 and (sharding != "fold" or asked == "fold")
     shared = {"parallel": {"lora_sharding": sharding}} if is_given else {}
-    return {"base_model": document["base_model"], **shared, **run, "jobs": document["jobs"]}
+    section = {"run": run} if run else {}
+    return {"base_model": document["base_model"], **shared, **section, "jobs": document["jobs"]}
 
 
 def _torchrun(nodes: int, local: int, words: Sequence[str]) -> str:

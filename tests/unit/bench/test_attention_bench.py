@@ -54,18 +54,7 @@ def test_a_variant_is_timed_where_it_is_exact(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "rows.csv"
-    few = (
-        "--only",
-        "all classes",
-        "--shrink",
-        100,
-        "--rounds",
-        1,
-        "--warmup",
-        0,
-        "--heads",
-        "16/4",
-    )
+    few = ("--only", "all classes", "--shrink", 100, "--rounds", 1, "--warmup", 0)
     chosen = ("--heads", "16/4", "--variants", "default", "plan", "--csv", path)
     assert attention.main([str(word) for word in (*few, *chosen)]) == 0
     assert "0 wrong" in capsys.readouterr().out

@@ -11,6 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.planner_case import HARDWARE, SPEC, job
+from tlora_megatron.config.load import BaseModelSpec, ConfigError, ParallelSpec, RunConfig
+from tlora_megatron.config.run import RunSpec
+from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.cost.cost_model import CostModel, step_cost
@@ -21,6 +24,7 @@ from tlora_megatron.planner.lora_choice import handicap
 from tlora_megatron.planner.remedies import more_gpus
 from tlora_megatron.planner.search import SearchSpace, search
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.runtime.plan_files import apply_plan
 
 LENGTHS = LengthHistogram.from_counts([(64, 3), (128, 2), (512, 1)])
 
@@ -64,18 +68,29 @@ def plan_of(tp_size: int) -> Plan:
     return Plan(tp_size=tp_size, micro_batch_tokens=1024)
 
 
-def test_plans_of_a_deterministic_run_are_those_that_it_does_not_refuse() -> None:
-    plans = [p.plan for p in search(SPEC, jobs(4), HARDWARE, 8).plans]
-    kept = [
-        p.plan for p in search(SPEC, jobs(4), HARDWARE, 8, SearchSpace(deterministic=True)).plans
-    ]
-    assert kept == [
-        p
-        for p in plans
-        if p.tp_size <= 2 and p.cp_size == 1
-        and (not p.sequence_parallel or p.lora_sharding == "s_lora")
-    ]  # fmt: skip
+@pytest.mark.parametrize("asked", [None, "rank_exchange"])
+def test_plans_of_a_deterministic_run_are_those_that_it_does_not_refuse(
+    asked: LoraSharding | None,
+) -> None:
+    free = SearchSpace(vpp_size=1, lora_sharding=asked)
+    plans = [p.plan for p in search(SPEC, jobs(4), HARDWARE, 8, free).plans]
+    space = replace(free, deterministic=True)
+    kept = [p.plan for p in search(SPEC, jobs(4), HARDWARE, 8, space).plans]
+    assert kept == [plan for plan in plans if is_taken(plan)]
     assert 0 < len(kept) < len(plans)
+
+
+def is_taken(plan: Plan) -> bool:
+    config = RunConfig(
+        base_model=BaseModelSpec(path="base"),
+        parallel=ParallelSpec(),
+        run=RunSpec(output_dir="out", deterministic=True),
+        jobs=(),
+    )
+    try:
+        return bool(apply_plan(config, plan))
+    except ConfigError:
+        return False
 
 
 def test_plans_are_ranked_by_speed_and_carry_their_own_figures() -> None:

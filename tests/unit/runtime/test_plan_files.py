@@ -407,6 +407,35 @@ def test_a_plan_that_deepspeed_does_not_have_is_refused(
     assert "pp_size must be 1 for a DeepSpeed plan, got 2" in capsys.readouterr().err
 
 
+DETERMINISTIC = (
+    *("--tp=2", "--tokens=1024", "--set=run.deterministic=true"),
+    *("--set=parallel.tp_size=2", "--set=run.micro_batch_tokens=65536"),
+)
+"""A plan beside a layout and a budget that would have another sharding and other portions."""
+
+
+def test_what_a_deterministic_run_needs_follows_from_its_plan(
+    quickstart: str, tmp_path: Path
+) -> None:
+    run, deepspeed = tmp_path / "run.yaml", tmp_path / "ds.json"
+    _write(quickstart, "train", run, "--sp=on", *DETERMINISTIC)
+    _write(quickstart, "deepspeed", deepspeed, "--sp=off", *DETERMINISTIC)
+    config = load_config(run)
+    assert config.parallel.lora_sharding == "s_lora"
+    for found in (config, load_deepspeed_config(deepspeed).run):
+        assert found.run.deterministic
+        assert {job.portion_tokens for job in found.jobs} == {512}
+
+
+def test_the_jobs_of_a_script_for_megatron_lm_are_deterministic_where_asked(
+    quickstart: str, tmp_path: Path
+) -> None:
+    _write(quickstart, "megatron", tmp_path / "run.sh", *DETERMINISTIC)
+    document = yaml.safe_load((tmp_path / "run.jobs.yaml").read_text())
+    assert document["run"] == {"deterministic": True}
+    assert {job["portion_tokens"] for job in document["jobs"]} == {None}, "they follow --seq-length"
+
+
 @pytest.mark.parametrize("kind", ["deepspeed", "megatron"])
 def test_an_fp8_base_is_refused_for_other_trainers(
     quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
