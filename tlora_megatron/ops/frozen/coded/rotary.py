@@ -27,26 +27,22 @@ MOST_VALUES = 32768
 
 
 @triton.jit
-def _load_heads(
+def _heads_of_row(
     query: tl.tensor,
     key: tl.tensor,
     value: tl.tensor,
     row: tl.tensor,
     heads: tl.tensor,
-    places: tl.tensor,
-    inside: tl.tensor,
     GROUPS: tl.constexpr,
     PER_GROUP: tl.constexpr,
     DIM: tl.constexpr,
 ) -> tl.tensor:
-    """One member of each pair, of all heads of a row, `[HEADS, COLUMNS]`."""
+    """Where each head of the projection begins in its own tensor."""
     group, member = heads // (PER_GROUP + 2), heads % (PER_GROUP + 2)
-    at = (row * (GROUPS * PER_GROUP) + group * PER_GROUP + member) * DIM + places
-    first = tl.load(query + at, mask=inside & (member < PER_GROUP), other=0.0)
-    at = (row * GROUPS + group) * DIM + places
-    second = tl.load(key + at, mask=inside & (member == PER_GROUP), other=0.0)
-    third = tl.load(value + at, mask=inside & (member > PER_GROUP), other=0.0)
-    return tl.where(member < PER_GROUP, first, tl.where(member == PER_GROUP, second, third))
+    of_query = query + (row * (GROUPS * PER_GROUP) + group * PER_GROUP + member) * DIM
+    of_key = key + (row * GROUPS + group) * DIM
+    of_value = value + (row * GROUPS + group) * DIM
+    return tl.where(member < PER_GROUP, of_query, tl.where(member == PER_GROUP, of_key, of_value))
 
 
 @triton.jit
@@ -83,8 +79,9 @@ def _pack_kernel(
     inside = (heads < num_heads) & (columns < HALF)[None, :]
     at1, at2 = pairs(columns, HALF, TURNED)
     at1, at2 = at1[None, :], at2[None, :]
-    first = _load_heads(query, key, value, row, heads, at1, inside, GROUPS, PER_GROUP, dim)
-    second = _load_heads(query, key, value, row, heads, at2, inside, GROUPS, PER_GROUP, dim)
+    source = _heads_of_row(query, key, value, row, heads, GROUPS, PER_GROUP, dim)
+    first = tl.load(source + at1, mask=inside, other=0.0)
+    second = tl.load(source + at2, mask=inside, other=0.0)
     turns = columns < TURNED
     c = tl.load(cos + row * (2 * TURNED) + columns, mask=turns, other=1.0).to(tl.float32)[None, :]
     s = -tl.load(sin + row * (2 * TURNED) + columns, mask=turns, other=0.0).to(tl.float32)[None, :]
