@@ -56,7 +56,8 @@ class SearchSpace:
 
     def allows(self, plan: Plan) -> bool:
         """True if the plan keeps to the fixed values."""
-        if self.deterministic and (plan.tp_size > MOST_TP or plan.cp_size > 1):
+        most_tp = 1 if self.runs_in == "deepspeed" else MOST_TP
+        if self.deterministic and (plan.tp_size > most_tp or plan.cp_size > 1):
             return False
         fixed = ("tp_size", "pp_size", "vpp_size", "cp_size", "sequence_parallel")
         return all(getattr(self, name) in (None, getattr(plan, name)) for name in fixed)

@@ -408,7 +408,7 @@ def test_a_plan_that_deepspeed_does_not_have_is_refused(
 
 
 DETERMINISTIC = (
-    *("--tp=2", "--tokens=1024", "--set=run.deterministic=true"),
+    *("--tokens=1024", "--set=run.deterministic=true"),
     *("--set=parallel.tp_size=2", "--set=run.micro_batch_tokens=65536"),
 )
 """A plan beside a layout and a budget that would have another sharding and other portions."""
@@ -418,10 +418,11 @@ def test_what_a_deterministic_run_needs_follows_from_its_plan(
     quickstart: str, tmp_path: Path
 ) -> None:
     run, deepspeed = tmp_path / "run.yaml", tmp_path / "ds.json"
-    _write(quickstart, "train", run, "--sp=on", *DETERMINISTIC)
-    _write(quickstart, "deepspeed", deepspeed, "--sp=off", *DETERMINISTIC)
+    _write(quickstart, "train", run, "--tp=2", "--sp=on", *DETERMINISTIC)
+    _write(quickstart, "deepspeed", deepspeed, *DETERMINISTIC)
     config = load_config(run)
     assert config.parallel.lora_sharding == "s_lora"
+    assert "tensor_parallel" not in json.loads(deepspeed.read_text()), "it would be refused"
     for found in (config, load_deepspeed_config(deepspeed).run):
         assert found.run.deterministic
         assert {job.portion_tokens for job in found.jobs} == {512}

@@ -148,15 +148,14 @@ def load_deepspeed_config(
         raise must("run.recompute", "be none or full under DeepSpeed", config.run.recompute)
     config, changed = _without_nano_batches(config)
     zero, offloads = _zero_section(document)
-    stage = zero.get("stage", 0)
-    if config.run.deterministic and stage == 3:
-        why = "its gathered layers run through DeepSpeed's own modules"
-        raise must("zero_optimization.stage", f"be at most 2 with run.deterministic: {why}", stage)
+    stage, tp_size = zero.get("stage", 0), _tp_size(document)
+    if config.run.deterministic:
+        _refuse_what_neighbours_decide(stage, tp_size)
     return DeepSpeedConfig(
         engine=_engine_section(document, zero, stage, config.base_model.dtype),
         run=config,
         stage=stage,
-        tp_size=_tp_size(document),
+        tp_size=tp_size,
         offload_optimizer=offloads,
         changes=(*changes, *changed, *taken),
     )
@@ -331,6 +330,18 @@ def _zero_section(document: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     if offload not in ("none", "cpu"):
         raise must("zero_optimization.offload_optimizer.device", "be none or cpu", offload)
     return zero, offload == "cpu"
+
+
+def _refuse_what_neighbours_decide(stage: int, tp_size: int) -> None:
+    """Refuses layouts in which a job's bits may depend on its neighbours."""
+    if stage == 3:
+        why = "its gathered layers run through DeepSpeed's own modules"
+        raise must("zero_optimization.stage", f"be at most 2 with run.deterministic: {why}", stage)
+    if tp_size > 1:
+        why = "how its ranks share adapters follows from all jobs"
+        rule = f"be 1 with run.deterministic: {why}"
+        remedy = "take parallel.tp_size of tlora train"
+        raise must("tensor_parallel.autotp_size", rule, tp_size, remedy)
 
 
 def _tp_size(document: dict[str, Any]) -> int:

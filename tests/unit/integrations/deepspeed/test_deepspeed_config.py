@@ -228,12 +228,14 @@ def test_portions_are_a_quarter_of_a_micro_batch_unless_said(folder: Path) -> No
     assert fair.run.run.portion_tokens is None
 
 
-def test_a_deterministic_run_has_portions_of_its_own_and_no_zero_3(folder: Path) -> None:
+def test_a_deterministic_run_has_portions_of_its_own_and_no_zero_3_or_autotp(folder: Path) -> None:
     exact = load(folder, {}, overrides=["run.deterministic=true"])
     assert exact.run.run.portion_tokens is None
     assert all(job.portion_tokens for job in exact.run.jobs)
     with pytest.raises(ConfigError, match=r"zero_optimization.stage must be at most 2 with run.d"):
         load(folder, {"zero_optimization": {"stage": 3}}, overrides=["run.deterministic=true"])
+    with pytest.raises(ConfigError, match=r"autotp_size must be 1 with run.d.*take parallel.tp_"):
+        load(folder, {"tensor_parallel": {"autotp_size": 2}}, overrides=["run.deterministic=true"])
 
 
 def test_auto_is_left_to_us(folder: Path) -> None:
