@@ -27,6 +27,7 @@ struct Problem {
   const int* chunks;  // ext chunks, pair by pair
   void *ext, *rows;
   int row_width;
+  int first_row;  // of the micro-batch that the input begins with
   const float *scaling, *dropout;  // [slots]; dropout null: none
   const int* row_keys;             // null: dropout does not mask `in`
   int dropout_key, first_column;
@@ -69,11 +70,11 @@ __device__ void fill(const Problem& p, const Item& item, Range range, RankRing& 
     const int k = step * kDepth;
     const int column = columns.stride == 0 ? k : output_column(columns, k);
     if (item.all()) {
-      load_tile(to, &p.in, &ring.full[place.stage], column, item.row);
+      load_tile(to, &p.in, &ring.full[place.stage], column, item.row - p.first_row);
     } else {
       for (int strip = item.first_strip(); strip < item.end_strip(); ++strip)
         load_tile(to + strip * kStripBytes, &p.in_strip, &ring.full[place.stage], column,
-                  item.row + strip * kStripRows);
+                  item.row - p.first_row + strip * kStripRows);
     }
     for (int i = 0; i < item.count; ++i)
       load_tile(to + 2 * kPanel + i * kChunk * 128, &p.factors[item.target], &ring.full[place.stage], k,
@@ -210,7 +211,7 @@ struct TloraRows {
   const float *scaling, *dropout;
   int64_t num_rows, in_columns;
   Factors factors;
-  int num_targets, num_items, item_fields, parts, row_width, dropout_key, first_column, device;
+  int num_targets, num_items, item_fields, parts, row_width, first_row, dropout_key, first_column, device;
 };
 
 TLORA_EXPORT int tlora_rows_size() { return sizeof(TloraRows); }
@@ -235,6 +236,7 @@ TLORA_EXPORT int tlora_rows(const TloraRows* arguments, cudaStream_t stream) {
   p.ext = g.ext;
   p.rows = g.rows;
   p.row_width = g.row_width;
+  p.first_row = g.first_row;
   p.scaling = g.scaling;
   p.dropout = g.dropout;
   p.row_keys = g.row_keys;

@@ -91,19 +91,20 @@ class ItemMachine:
         parts: int,
         dropout: Dropout | None,
         masked: bool,
+        first_row: int = 0,
     ) -> None:
         """rank_rows.cu."""
         self.launches.append("rows")
         assert parts in (1, 2, 4, 8), f"a cluster must have 1 to 8 blocks, got {parts}"
         out, rows = form.chunks(flat).numpy(), form.rows(flat).numpy()
-        values = drop(in_TK.numpy(), dropout if masked else None)
+        values = drop(in_TK.numpy(), dropout if masked else None, first_row)
         for item in item_table(work.items, work.count):
             row, begin, end, tile_column, target, slot, count, factor_row, first, rank = item[:10]
             factor = factors.arenas[target].numpy()
             sums = np.zeros((BLOCK_ROWS, kernel_width(count)))
             if begin < row + BLOCK_ROWS and end > row:
                 c = factors.columns[target] if factors.columns else None
-                args = (values, row, factor, factor_row, count, c)
+                args = (values, row - first_row, factor, factor_row, count, c)
                 sums = sum(self._rank_part(*args, part, parts) for part in range(parts))
             t = row + np.arange(BLOCK_ROWS)
             inside = (t >= begin) & (t < end)

@@ -28,11 +28,11 @@ def kernel_width(chunks: int) -> int:
 
 def box(matrix: Array, row: int, column: int, rows: int) -> Array:
     """A copy of `[rows, 64]`, zero outside the matrix: a bulk tensor copy."""
-    assert row >= 0, f"a box must begin in the matrix or beyond, got row {row}"
     assert column >= 0, f"a box must begin in the matrix or beyond, got column {column}"
     found = np.zeros((rows, PANEL), dtype=matrix.dtype)
-    inside = matrix[row : row + rows, column : column + PANEL]
-    found[: inside.shape[0], : inside.shape[1]] = inside
+    before = max(-row, 0)
+    inside = matrix[row + before : max(row + rows, 0), column : column + PANEL]
+    found[before : before + inside.shape[0], : inside.shape[1]] = inside
     return found
 
 
@@ -65,12 +65,12 @@ def compact_column(c: OutputColumns, column: int) -> int:
 
 
 def write_once(to: Array, values: Array) -> None:
-    """Writes over poison.
+    """Writes over poison, or over the zeros that rows outside of a window keep.
 
     Raises:
         AssertionError: if anything was written there before.
     """
-    assert np.isnan(to).all(), "a place must be written once"
+    assert np.isnan(to).all() or not to.any(), "a place must be written once"
     to[...] = values
 
 

@@ -115,8 +115,13 @@ class BoundLinear(ABC):
         return base.dgrad(dy_TN, onto_TK)
 
     @abstractmethod
-    def down(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """Returns s alone, where ranks exchange it before `linear` or `up`."""
+    def down(self, x_TK: torch.Tensor, window: tuple[int, int] | None = None) -> torch.Tensor:
+        """Returns s alone, where ranks exchange it before `linear` or `up`.
+
+        Args:
+            window: x holds the rows `window[0]:window[1]` alone, and s is 0 in the others: sums of
+                s over windows are s, to the bit. None = x holds all rows.
+        """
 
     @abstractmethod
     def linear(

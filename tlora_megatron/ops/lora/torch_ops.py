@@ -78,13 +78,18 @@ class TorchLinear(BoundLinear):
         super().__init__(factors, rows)
         self._blocks = _blocks(rows, factors.layout)
 
-    def down(self, x_TK: torch.Tensor) -> torch.Tensor:
-        s = x_TK.new_empty(_size(self._blocks))
-        dropped_TK = self._dropped(x_TK, 0)
+    def down(self, x_TK: torch.Tensor, window: tuple[int, int] | None = None) -> torch.Tensor:
+        first, last = window or (0, self.rows.ends[-1])
+        new = x_TK.new_empty if window is None else x_TK.new_zeros
+        s = new(_size(self._blocks))
+        dropped_TK = self._dropped(x_TK, first)
         for block in self._blocks:
-            s_TR = block.of(s)
+            begin, end = max(block.begin, first), min(block.end, last)
+            if end <= begin:
+                continue
+            s_TR = block.of(s)[begin - block.begin : end - block.begin]
             lora_a_RK = self.factors.lora_a[block.a_rows]
-            torch.mm(dropped_TK[block.begin : block.end], lora_a_RK.t(), out=s_TR)
+            torch.mm(dropped_TK[begin - first : end - first], lora_a_RK.t(), out=s_TR)
             self._scale(s_TR, block.slot)
         return s
 

@@ -89,6 +89,7 @@ class RowsArguments(ctypes.Structure):
             (name, _Int)
             for name in ("num_targets", "num_items", "item_fields", "parts", "row_width")
         ),
+        ("first_row", _Int),
         *((name, _Int) for name in ("dropout_key", "first_column", "device")),
     ]
 

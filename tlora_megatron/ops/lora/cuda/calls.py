@@ -173,6 +173,7 @@ def rank_rows(
     parts: int,
     dropout: Dropout | None,
     masked: bool,
+    first_row: int = 0,
 ) -> None:
     """`scaling / (1 - p) mask(in) F^T` into both forms of a flat s or dS (rank_rows.cu).
 
@@ -182,6 +183,7 @@ def rank_rows(
         chunks: the plan's table of this name.
         parts: blocks that share the reduction, 1 to 8.
         masked: whether dropout masks `in`, as it does for s; dS has its `1 / (1 - p)` alone.
+        first_row: the row of the micro-batch that `in` begins with.
     """
     mask = mask_fields(dropout)
     if dropout is not None and not masked:
@@ -203,6 +205,7 @@ def rank_rows(
         ITEM_FIELDS,
         parts,
         form.row_width,
+        first_row,
         mask.key,
         mask.first_column,
         device_index(in_TK),

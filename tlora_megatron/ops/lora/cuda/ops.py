@@ -13,6 +13,7 @@ GEMM here is cuBLAS's, which chooses by the number of rows.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Hashable
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -34,6 +35,7 @@ from tlora_megatron.ops.lora.cuda.work_items import DOWN, UP, row_bounds, row_it
 from tlora_megatron.ops.lora.factors import SiteFactors
 from tlora_megatron.ops.lora.kernel_linear import KernelLinear
 from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear, FrozenBase, LinearOps
+from tlora_megatron.ops.lora.plan_tensors import ItemBounds, ItemList, PlanTensors
 from tlora_megatron.ops.lora.rank_places import RankPlaces, cached_places
 from tlora_megatron.ops.lora.triton.config import UpConfig
 from tlora_megatron.ops.lora.triton.gather import gather
@@ -42,15 +44,18 @@ from tlora_megatron.ops.routing.row_groups import RowGroups
 
 _BLOCKS = 2
 """Blocks of the rank-sized kernels that a multiprocessor holds."""
-_S_ITEMS, _DS_ITEMS = (
-    (
-        f"cuda rows, per target: {per_target}",
-        functools.partial(row_items, per_target=per_target),
+
+
+@functools.lru_cache(maxsize=4096)
+def _rows_work(
+    per_target: bool, window: tuple[int, int] | None
+) -> tuple[Hashable, Callable[[PlanTensors], ItemList], Callable[[PlanTensors], ItemBounds]]:
+    """Returns the arguments of `PlanTensors.work_items` for s, or dS."""
+    return (
+        ("cuda rows", per_target, window),
+        functools.partial(row_items, per_target=per_target, window=window),
         functools.partial(row_bounds, per_target=per_target),
     )
-    for per_target in (False, True)
-)
-"""Arguments of `PlanTensors.work_items`."""
 
 
 @runtime_checkable
@@ -168,8 +173,8 @@ class CudaLinear(KernelLinear):
         rank = self._rank_part(ds, self._site.a, "chunk_a", self._dgrad_dropout)
         return base.ranked_dgrad(dy_TN, rank)
 
-    def down(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self._rank_rows(x_TK.contiguous(), self._site.a, masked=True)
+    def down(self, x_TK: torch.Tensor, window: tuple[int, int] | None = None) -> torch.Tensor:
+        return self._rank_rows(x_TK.contiguous(), self._site.a, masked=True, window=window)
 
     def linear(
         self,
@@ -277,10 +282,18 @@ class CudaLinear(KernelLinear):
             dropout=dropout,
         )
 
-    def _rank_rows(self, in_TK: torch.Tensor, arenas: Arenas, *, masked: bool) -> torch.Tensor:
+    def _rank_rows(
+        self,
+        in_TK: torch.Tensor,
+        arenas: Arenas,
+        *,
+        masked: bool,
+        window: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
         """Returns s of a masked x and `lora_a`, or dS of dy and `lora_b`."""
-        flat = in_TK.new_empty(self._form.numel)
-        work = self.plan.work_items(*(_S_ITEMS if masked else _DS_ITEMS))
+        new = in_TK.new_empty if window is None else in_TK.new_zeros
+        flat = new(self._form.numel)
+        work = self.plan.work_items(*_rows_work(not masked, window))
         if not work.count:
             return flat
         rank_rows(
@@ -294,6 +307,7 @@ class CudaLinear(KernelLinear):
             parts=row_parts(self.rows.row_budget, self._divided_for(in_TK.device)),
             dropout=self._dropout,
             masked=masked,
+            first_row=0 if window is None else window[0],
         )
         return flat
 

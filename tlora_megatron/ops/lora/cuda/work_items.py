@@ -57,7 +57,9 @@ def rank_columns(layout: RankLayout) -> int:
     return max(64, -(-widest // 64) * 64)
 
 
-def row_items(plan: PlanTensors, *, per_target: bool) -> ItemList:
+def row_items(
+    plan: PlanTensors, *, per_target: bool, window: tuple[int, int] | None = None
+) -> ItemList:
     """Returns items, those with most rows of their segment first, then in order of rows.
 
     Blocks start in order: what is left for multiprocessors that have a block already is short.
@@ -65,7 +67,9 @@ def row_items(plan: PlanTensors, *, per_target: bool) -> ItemList:
     Args:
         per_target: dS reads each target's own columns and arena; s reads the same x for all targets
             of a slot, whose rows are neighbours in the arena of `lora_a`.
+        window: of the rows that count; what is written must be 0 in the others already.
     """
+    first, last = window or (0, plan.num_rows)
     by_target = plan.slot_chunks[plan.pair_slot]
     counts = by_target if per_target else by_target.sum(axis=1, keepdims=True)
     part, k = spread(-(-counts // ITEM_CHUNKS).ravel())
@@ -73,8 +77,8 @@ def row_items(plan: PlanTensors, *, per_target: bool) -> ItemList:
     before = (np.cumsum(counts, axis=1) - counts).ravel()[part] + ITEM_CHUNKS * k
     arena = _begins(plan.layout, per_target)[plan.pair_slot[pair], target]
     fields = [
-        plan.pair_begin[pair],
-        plan.pair_end[pair],
+        np.maximum(plan.pair_begin[pair], first),
+        np.minimum(plan.pair_end[pair], last),
         target,
         plan.pair_slot[pair],
         np.minimum(counts.ravel()[part] - ITEM_CHUNKS * k, ITEM_CHUNKS),
@@ -93,7 +97,10 @@ def row_items(plan: PlanTensors, *, per_target: bool) -> ItemList:
     )
     owned = np.minimum(end, row + BLOCK_ROWS) - np.maximum(begin, row)
     reads = np.where(owned > 0, owned + count * RANK_CHUNK, 0)
-    return ItemList(items=items[np.lexsort((row, -reads))], workspace=0)
+    order = np.lexsort((row, -reads))
+    if window is not None:
+        order = order[owned[order] > 0]
+    return ItemList(items=items[order], workspace=0)
 
 
 def row_bounds(plan: PlanTensors, *, per_target: bool) -> ItemBounds:

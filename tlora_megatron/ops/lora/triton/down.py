@@ -25,6 +25,7 @@ from tlora_megatron.ops.lora.triton.work_items import down_bounds, down_items
 def _down_block(
     item: tl.tensor,  # pointer
     x: tl.tensor,  # pointer
+    first_row: tl.tensor,
     x_stride: tl.tensor,
     lora_a: tl.tensor,  # pointer
     s: tl.tensor,  # pointer
@@ -64,7 +65,7 @@ def _down_block(
     sums = rank_product(
         x,
         x_stride,
-        rows,
+        rows - first_row,
         live,
         lora_a + tl.load(item + 3).to(tl.int64) * depth,
         depth,
@@ -90,10 +91,11 @@ def _down_block(
     )
 
 
-@triton.jit(do_not_specialize=["row_form", "dropout_key", "first_column"])
+@triton.jit(do_not_specialize=["first_row", "row_form", "dropout_key", "first_column"])
 def _down_kernel(
     items: tl.tensor,
     x: tl.tensor,
+    first_row: tl.tensor,
     x_stride: tl.tensor,
     lora_a: tl.tensor,
     s: tl.tensor,
@@ -126,6 +128,7 @@ def _down_kernel(
                 _down_block(
                     item,
                     x,
+                    first_row,
                     x_stride,
                     lora_a,
                     s,
@@ -150,15 +153,26 @@ def _down_kernel(
                 )
 
 
-def down(x_TK: torch.Tensor, linear: KernelLinear, config: DownConfig) -> torch.Tensor:
-    """Returns s, `[PlanTensors.ranked_rows, ROW_TILE]` in the dtype of x."""
+def down(
+    x_TK: torch.Tensor,
+    linear: KernelLinear,
+    config: DownConfig,
+    window: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """Returns s, `[PlanTensors.ranked_rows, ROW_TILE]` in the dtype of x.
+
+    Args:
+        window: as `BoundLinear.down` takes it.
+    """
     factors, plan, depth = linear.factors, linear.plan, x_TK.shape[1]
     items = plan.work_items(
-        ("down", config, depth),
-        lambda p: down_items(p, config, depth),
+        ("down", config, depth, window),
+        lambda p: down_items(p, config, depth, window),
         lambda p: down_bounds(p, config, depth),
     )
     s = new_ranked(x_TK, plan)
+    if window is not None:
+        s.zero_()
     if not items.count:
         return s
     drop = factors.uses_dropout(linear.rows)
@@ -167,6 +181,7 @@ def down(x_TK: torch.Tensor, linear: KernelLinear, config: DownConfig) -> torch.
     _down_kernel[(items.count,)](
         items.items,
         x_TK,
+        0 if window is None else window[0],
         x_TK.stride(0),
         factors.lora_a,
         s,

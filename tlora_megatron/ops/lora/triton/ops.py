@@ -53,8 +53,8 @@ class TritonLinear(KernelLinear):
         super().__init__(factors, rows, graph_safe=graph_safe)
         self.config = config
 
-    def down(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return down(x_TK, self, self.config.down)
+    def down(self, x_TK: torch.Tensor, window: tuple[int, int] | None = None) -> torch.Tensor:
+        return down(x_TK, self, self.config.down, window)
 
     def linear(
         self,

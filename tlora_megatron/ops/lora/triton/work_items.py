@@ -47,11 +47,14 @@ _ROW0, _BEGIN, _END, _RANK, _DEPTH0, _DEPTH1 = 0, 1, 2, 4, 8, 9
 _SPLIT, _SPLITS, _WORKSPACE, _COUNTER, _KIND = 10, 11, 12, 13, 15
 
 
-def down_items(plan: PlanTensors, config: DownConfig, depth: int) -> ItemList:
+def down_items(
+    plan: PlanTensors, config: DownConfig, depth: int, window: tuple[int, int] | None = None
+) -> ItemList:
     """Items of `s = scaling * drop(x) A^T`: all targets of a slot are one product.
 
     Args:
         depth: features K.
+        window: of the rows that count; s must be 0 in the others already.
     """
     chunks = plan.slot_chunks.sum(axis=1)
     a_rows = np.array([slot[0] for slot in plan.layout.a_begin], dtype=np.int64)
@@ -68,6 +71,13 @@ def down_items(plan: PlanTensors, config: DownConfig, depth: int) -> ItemList:
         split_depth=split,
         target=0,
     )
+    if window is not None:
+        begin = np.maximum(items[:, _BEGIN], window[0])
+        end = np.minimum(items[:, _END], window[1])
+        row0 = items[:, _ROW0]
+        held = np.maximum(begin, row0) < np.minimum(end, row0 + config.block_rows)
+        items[:, _BEGIN], items[:, _END] = begin, end
+        items = items[held]
     return _numbered(items, config.block_rows)
 
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -133,7 +134,10 @@ def test_dropout_scales_once_and_masks_three_times(name: str, run: type) -> None
     x, dy = operands(case, rows.ends[-1])
     check(run(case)(x, dy, rows), definition(case, x, dy, rows))
     shards = [(0, 130), (130, rows.ends[-1])]
-    check(run(case)(x, dy, rows, shards), definition(case, x, dy, rows))
+    bench = run(case)
+    found = bench(x, dy, rows, shards)
+    check(found, definition(case, x, dy, rows))
+    assert torch.equal(s_of_windows(bench, x, rows, shards), found["s"].nan_to_num(nan=0.0))
 
 
 @pytest.mark.parametrize("tile", [128, 192])
@@ -166,14 +170,28 @@ def test_windows_of_x_add_up(name: str, cuts: tuple[int, ...], run: type) -> Non
     num_rows = rows.ends[-1]
     x, dy = operands(case, num_rows)
     shards = list(itertools.pairwise((0, *(c for c in cuts if c < num_rows), num_rows)))
-    check(run(case)(x, dy, rows, shards), definition(case, x, dy, rows))
+    bench = run(case)
+    found = bench(x, dy, rows, shards)
+    check(found, definition(case, x, dy, rows))
+    assert torch.equal(s_of_windows(bench, x, rows, shards), found["s"].nan_to_num(nan=0.0))
+
+
+def s_of_windows(
+    bench: Any, x: torch.Tensor, rows: RowGroups, shards: Sequence[tuple[int, int]]
+) -> torch.Tensor:
+    bound = bench.ops.bind(bench.case.factors, rows)
+    parts = [bound.down(x[begin:end].clone(), (begin, end)) for begin, end in shards]
+    return torch.stack(parts).sum(dim=0)
 
 
 def test_a_window_without_adapters_adds_nothing(run: type) -> None:
     case = make_case([(16,)], WHOLE, IN_SIZE, dtype=torch.float64)
     rows = make_rows((100,), 100)
     x, dy = operands(case, 200)
-    check(run(case)(x, dy, rows, [(0, 100), (100, 200)]), definition(case, x, dy, rows))
+    bench, shards = run(case), [(0, 100), (100, 200)]
+    found = bench(x, dy, rows, shards)
+    check(found, definition(case, x, dy, rows))
+    assert torch.equal(s_of_windows(bench, x, rows, shards), found["s"].nan_to_num(nan=0.0))
 
 
 @pytest.mark.parametrize("name", ["ragged segments", "one adapter", "ranks 1 to 256"])
