@@ -88,7 +88,7 @@ def round_over(values: Tensor, dims: Sequence[int], dtype: torch.dtype) -> Round
     """Rounds values in fp32, with a scale over some dimensions."""
     values = values.float()
     amax = values.abs().amax(dim=tuple(dims), keepdim=True)
-    scales = torch.clamp(amax / LARGEST, min=1 / (LARGEST * 512))
+    scales = torch.clamp(amax / LARGEST, min=2.0**-100)
     rounded = round_to_e4m3((values * (1 / scales)).clamp(-LARGEST, LARGEST))
     return Rounded(rounded.to(dtype), scales)
 
