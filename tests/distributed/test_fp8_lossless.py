@@ -73,6 +73,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "TP2 fold": (*TP2, "parallel.lora_sharding=fold"),
         "TP2 rank_exchange": (*TP2, "parallel.lora_sharding=rank_exchange"),
         "TP2+SP s_lora": (*TP2, *SP, "parallel.lora_sharding=s_lora", "run.recompute=full"),
+        "TP2+SP fold": (*TP2, *SP, "parallel.lora_sharding=fold", "run.recompute=selective"),
         "TP2+SP nano-batches": (*TP2, *SP, "run.nano_batches=2"),
         "PP2": ("parallel.pp_size=2", "run.recompute=selective"),
     },

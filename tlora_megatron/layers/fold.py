@@ -3,7 +3,9 @@
 Column-parallel. Layout in: x `[T, K]`, or `[T / tp, K]` under sequence parallelism. Layout out:
 `[T, N / tp]`. Forward: all-gather of x under sequence parallelism. Backward: one all-reduce of dx,
 or a reduce-scatter of it and a rank-sized all-reduce of dS; not the latter where the run has
-block-diagonal jobs, for which the gathered x is kept instead. Row-parallel: x `[T, K / tp]`, out a
+block-diagonal jobs, for which the gathered x is kept instead. Without such jobs, over a base in
+FP8, x is gathered as codes, and s made of the rank's own rows and summed (rank-sized): backward
+needs no other row of x either. Row-parallel: x `[T, K / tp]`, out a
 partial sum `[T, N]` that the linear's own reduction completes; no collective here.
 
 Only the local input and the rank-sized s are saved; dropout is recomputed; gradients of the factors
@@ -19,11 +21,13 @@ from typing import NamedTuple
 import torch
 
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.linear import Computed
+from tlora_megatron.layers.linear import CodedInput, Computed, OwnS
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.lora.factors import SiteFactors
 from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear
+from tlora_megatron.ops.quantised.known_rows import KnownRows
+from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.collectives import Pending, all_reduce
 from tlora_megatron.parallel.nano.lanes import Lane
@@ -56,26 +60,54 @@ class FoldStrategy:
         """The adapters' weights here; None where no job has a target."""
         return self._factors.get(self._index)
 
+    @property
+    def own_s(self) -> OwnS | None:
+        """Makes s of this rank's rows; None where nothing is gathered, or all of x is needed."""
+        return self._own_s if self._sums_ds else None
+
+    def _own_s(self, x_WK: torch.Tensor, view: MicroBatchView) -> torch.Tensor:
+        window = self.layout.input_window(view.rows.ends[-1])
+        return self._bound(view).down(x_WK, window)
+
+    def _bound(self, view: MicroBatchView) -> BoundLinear:
+        factors = self.factors
+        assert factors is not None, f"site {self._index} must have factors, got none"
+        return self._ops.bind(factors, view.rows)
+
     def forward(
         self,
-        x_TK: torch.Tensor,
+        x: torch.Tensor | CodedInput,
         base: Base,
         bias_N: torch.Tensor | None,
         view: MicroBatchView,
         lane: Lane | None,
     ) -> Computed:
         """Returns y `[T, N]`; see `GemmStrategy.forward`."""
-        factors = self.factors
-        assert factors is not None, f"site {self._index} must have factors, got none"
-        bound = self._ops.bind(factors, view.rows)
-        full_TK = self.layout.gather_input(x_TK) if lane is None else x_TK
+        bound = self._bound(view)
+        if isinstance(x, CodedInput):
+            return self._of_codes(x, bound, base, bias_N, lane)
+        full_TK = self.layout.gather_input(x) if lane is None else x
         y_TN, s = bound.forward(full_TK, base, bias_N)
-        local = x_TK if lane is None else lane.take_local()
+        local = x if lane is None else lane.take_local()
         saved, sums_ds = full_TK, False
         if self._sums_ds and local is not None:
             saved, sums_ds = local.flatten(0, -2), True
         backward = FoldBackward(bound, self.layout, lane, sums_ds)
         return Computed(y_TN, (saved, s, base), backward.run)
+
+    def _of_codes(
+        self,
+        x: CodedInput,
+        bound: BoundLinear,
+        base: Base,
+        bias_N: torch.Tensor | None,
+        lane: Lane | None,
+    ) -> Computed:
+        assert isinstance(base, QuantWeight), "codes come from a base that has them"
+        assert x.s is not None, "adapters' s comes with the codes"
+        y_TN = bound.product(x.x_WK, KnownRows(base, x.rows), bias_N, x.s)
+        backward = FoldBackward(bound, self.layout, lane, sums_ds=True)
+        return Computed(y_TN, (x.x_WK, x.s, base), backward.run)
 
 
 class FoldBackward(NamedTuple):

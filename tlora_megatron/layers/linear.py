@@ -12,7 +12,12 @@ adapters' factors:
 A strategy returns a `Computed`. Here it becomes a node of autograd's graph (`multi_lora_linear`),
 or a result and the function that leads back (`multi_lora_linear_vjp`).
 
-Shapes: T rows, K features in, N features out, as this rank holds them.
+Over a base in FP8, x of a sequence-parallel linear travels as codes (`CodedInput`) wherever the
+adapters need no more of x than this rank's rows. A row's codes, and its s, are the same before and
+after: so the bits do not depend on which way was taken.
+
+Shapes: T rows, K features in, N features out, as this rank holds them; W rows of x on this rank
+before gathering.
 """
 
 from __future__ import annotations
@@ -28,12 +33,43 @@ from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.frozen.products import frozen_dgrad, frozen_product
 from tlora_megatron.ops.lora.factors import SiteFactors
 from tlora_megatron.ops.lora.linear_ops import Base
+from tlora_megatron.ops.quantised.known_rows import KnownRows
+from tlora_megatron.ops.quantised.rows import QuantRows
+from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.parallel.collectives import Pending
 from tlora_megatron.parallel.nano.lanes import Lane
 
 Backward = Callable[..., torch.Tensor | None]
 """`backward(dy_TN, *saved, needs_dx=True)` returns dx `[T, K]`, None if it is not needed, and adds
 the factors' gradients to the jobs' slabs."""
+
+
+class CodedInput(NamedTuple):
+    """The input of a sequence-parallel linear, of which codes were gathered."""
+
+    x_WK: torch.Tensor
+    """This rank's rows, as they were born."""
+    rows: QuantRows
+    """Of all ranks."""
+    s: torch.Tensor | None
+    """The adapters' s of all rows; None without adapters."""
+
+
+class RankTransport(Protocol):
+    """Carries rows between the ranks of tensor parallelism: a `LinearLayout`, or a lane."""
+
+    def gather_rows(self, x: torch.Tensor) -> Pending:
+        """Starts gathering all ranks' rows."""
+        ...
+
+    def sum_ranks(self, x: torch.Tensor) -> Pending:
+        """Starts summing over the ranks; x may be overwritten."""
+        ...
+
+
+OwnS = Callable[[torch.Tensor, MicroBatchView], torch.Tensor]
+"""`own_s(x_WK, view)` returns s of this rank's rows, 0 in the others."""
 
 
 class Computed(NamedTuple):
@@ -55,9 +91,14 @@ class GemmStrategy(Protocol):
         """The adapters' weights here; None where no job has a target."""
         ...
 
+    @property
+    def own_s(self) -> OwnS | None:
+        """Makes s of each rank's own rows; None where it needs x of all rows."""
+        ...
+
     def forward(
         self,
-        x_TK: torch.Tensor,
+        x: torch.Tensor | CodedInput,
         base: Base,
         bias_N: torch.Tensor | None,
         view: MicroBatchView,
@@ -66,7 +107,8 @@ class GemmStrategy(Protocol):
         """Returns `y = x W^T + b + branch(x)`; there must be factors.
 
         Args:
-            x_TK: contiguous; gathered already where there is a lane.
+            x: `[T, K]`, contiguous, gathered already where there is a lane; codes only where
+                `takes_codes`.
             lane: of the nano-batch; it also reduces dx.
         """
         ...
@@ -130,10 +172,7 @@ def multi_lora_linear(
     """Returns `[..., N]` of x `[..., K]`, differentiable in x; without factors the base alone."""
 
     def compute(x_TK: torch.Tensor) -> Computed:
-        if strategy.factors is None:
-            frozen = _FrozenLinear(strategy.layout, lane, view.exactness)
-            return frozen.forward(x_TK, base, bias_N)
-        return strategy.forward(x_TK, base, bias_N, view, lane)
+        return _compute(x_TK, base, bias_N, strategy, view, lane)
 
     return MultiLoRALinear.apply(x, None, compute)
 
@@ -147,18 +186,74 @@ def frozen_linear(
 
 
 def multi_lora_linear_vjp(
-    x_TK: torch.Tensor,
+    x: torch.Tensor | CodedInput,
     base: Base,
     bias_N: torch.Tensor | None,
     strategy: GemmStrategy,
     view: MicroBatchView,
     lane: Lane | None = None,
 ) -> tuple[torch.Tensor, Vjp]:
-    """Returns y `[T, N]` and the way back as a function; without factors it is the base alone."""
+    """Returns y `[T, N]` and the way back as a function; without factors it is the base alone.
+
+    Args:
+        x: `[T, K]`, or its codes where `gather_codes` has given any.
+    """
+    return with_vjp(_compute(x, base, bias_N, strategy, view, lane))
+
+
+def _compute(
+    x: torch.Tensor | CodedInput,
+    base: Base,
+    bias_N: torch.Tensor | None,
+    strategy: GemmStrategy,
+    view: MicroBatchView,
+    lane: Lane | None,
+) -> Computed:
     if strategy.factors is None:
-        frozen = _FrozenLinear(strategy.layout, lane, view.exactness)
-        return with_vjp(frozen.forward(x_TK, base, bias_N))
-    return with_vjp(strategy.forward(x_TK, base, bias_N, view, lane))
+        return _FrozenLinear(strategy.layout, lane, view.exactness).forward(x, base, bias_N)
+    if lane is None and isinstance(x, torch.Tensor):
+        x = gather_codes(x, base, strategy, view, strategy.layout) or x
+    return strategy.forward(x, base, bias_N, view, lane)
+
+
+def takes_codes(strategy: GemmStrategy, base: Base) -> bool:
+    """True if a linear's input travels as codes."""
+    if not strategy.layout.gathers_input or not isinstance(base, QuantWeight):
+        return False
+    return strategy.factors is None or strategy.own_s is not None
+
+
+def gather_codes(
+    x_WK: torch.Tensor,
+    base: Base,
+    strategy: GemmStrategy,
+    view: MicroBatchView,
+    transport: RankTransport,
+) -> CodedInput | None:
+    """Returns codes of all ranks' rows, and s; None where not `takes_codes`."""
+    if not takes_codes(strategy, base):
+        return None
+    assert isinstance(base, QuantWeight), "others have no codes"
+    if strategy.factors is None:
+        return _gather(x_WK, base, transport, None)
+    own_s = strategy.own_s
+    assert own_s is not None, "these adapters need x of all rows"
+    return _gather(x_WK, base, transport, lambda: own_s(x_WK, view))
+
+
+def _gather(
+    x_WK: torch.Tensor,
+    base: QuantWeight,
+    transport: RankTransport,
+    own_s: Callable[[], torch.Tensor] | None,
+) -> CodedInput:
+    own, s = base.rows_of(x_WK), None
+    codes, scales = transport.gather_rows(own.codes_TK), transport.gather_rows(own.scales)
+    if own_s is not None:
+        s = own_s()  # while codes travel
+        # In the rows of others there are zeros: a sum of one value and zeros has its bits.
+        s = transport.sum_ranks(s).wait() if s.numel() else s
+    return CodedInput(x_WK, QuantRows(codes.wait(), scales.wait()), s)
 
 
 def with_vjp(computed: Computed) -> tuple[torch.Tensor, Vjp]:
@@ -174,14 +269,12 @@ class _FrozenLinear(NamedTuple):
     lane: Lane | None
     exactness: Exactness | None
 
-    def forward(self, x_TK: torch.Tensor, base: Base, bias_N: torch.Tensor | None) -> Computed:
+    def forward(
+        self, x: torch.Tensor | CodedInput, base: Base, bias_N: torch.Tensor | None
+    ) -> Computed:
         """Returns y `[T, N]`; see `GemmStrategy.forward`."""
         layout, lane, exactness = self
-        if lane is None:
-            x_TK = layout.gather_input(x_TK)
-        else:
-            lane.take_local()  # nobody needs it
-        y_TN = frozen_product(x_TK, base, bias_N, exactness)
+        y_TN = frozen_product(*self._gathered(x, base), bias_N, exactness)
 
         def backward(dy_TN: torch.Tensor, *, needs_dx: bool = True) -> torch.Tensor | None:
             if not needs_dx:
@@ -190,3 +283,16 @@ class _FrozenLinear(NamedTuple):
             return dx_TK if lane is not None else layout.reduce_dgrad(dx_TK).wait()
 
         return Computed(y_TN, (), backward)
+
+    def _gathered(self, x: torch.Tensor | CodedInput, base: Base) -> tuple[torch.Tensor, Base]:
+        """Returns what is multiplied, and with what."""
+        layout, lane, _ = self
+        if isinstance(x, torch.Tensor):
+            if lane is not None:
+                lane.take_local()  # nobody needs it
+                return x, base
+            if not layout.gathers_input or not isinstance(base, QuantWeight):
+                return layout.gather_input(x), base
+            x = _gather(x, base, layout, None)
+        assert isinstance(base, QuantWeight), "codes come from a base that has them"
+        return x.x_WK, KnownRows(base, x.rows)

@@ -12,6 +12,7 @@ from tlora_megatron.parallel.collectives import (
     Pending,
     all_gather_rows,
     all_reduce,
+    gather_rows,
     reduce_scatter_rows,
 )
 
@@ -56,6 +57,14 @@ class LinearLayout:
     def gather_input(self, x_TK: torch.Tensor) -> torch.Tensor:
         """Returns all rows of the input."""
         return all_gather_rows(x_TK, self.group) if self.gathers_input else x_TK
+
+    def gather_rows(self, x: torch.Tensor) -> Pending:
+        """Starts gathering all ranks' rows of what belongs to the input."""
+        return gather_rows(x, self.group)
+
+    def sum_ranks(self, x: torch.Tensor) -> Pending:
+        """Starts summing over the ranks, in place."""
+        return all_reduce(x, self.group)
 
     def reduce_dgrad(self, dx_TK: torch.Tensor) -> Pending:
         """Starts the reduction of dx; gradients of factors are computed while it is under way."""

@@ -16,6 +16,7 @@ from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.black_box import BlackBoxStrategy, InputNorm, black_box_vjp
 from tlora_megatron.layers.fold import FoldStrategy
 from tlora_megatron.layers.linear import (
+    CodedInput,
     Computed,
     GemmStrategy,
     MultiLoRALinear,
@@ -126,12 +127,12 @@ class MegatronLinearMixin(MultiAdapter):
         return _add_branch(adapters.output, input_, y), bias
 
     def product_vjp(
-        self, x: torch.Tensor, view: MicroBatchView, lane: Lane | None
+        self, x: torch.Tensor | CodedInput, view: MicroBatchView, lane: Lane | None
     ) -> tuple[torch.Tensor, Vjp]:
         """Returns what `forward` does, without autograd and in two dimensions, and the way back.
 
         Relies on what `ModelSpec`s are built of: outputs are not gathered, and a row-parallel
-        linear has no bias. A lane, which has gathered x, reduces y and dx.
+        linear has no bias. A lane, which has gathered x or its codes, reduces y and dx.
         """
         linear: Any = self
         base = held_base(linear, linear.weight)
@@ -142,7 +143,7 @@ def product_vjp(
     base: Base,
     bias_N: torch.Tensor | None,
     adapters: LinearAdapters,
-    x: torch.Tensor,
+    x: torch.Tensor | CodedInput,
     view: MicroBatchView,
     lane: Lane | None,
 ) -> tuple[torch.Tensor, Vjp]:
@@ -159,7 +160,10 @@ def product_vjp(
     product = multi_lora_linear_vjp(x, base, None if is_row else bias_N, gemm, view, lane)
     if is_row and lane is None:
         product = _reduced(*product, gemm.layout)
-    return product if output is None else black_box_vjp(x, product, output, view)
+    if output is None:
+        return product
+    assert isinstance(x, torch.Tensor), "a branch behind the GEMM is made of x itself"
+    return black_box_vjp(x, product, output, view)
 
 
 def _reduced(y: torch.Tensor, vjp: Vjp, layout: LinearLayout) -> tuple[torch.Tensor, Vjp]:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.linear import Computed
+from tlora_megatron.layers.linear import CodedInput, Computed, OwnS
 from tlora_megatron.layers.linear_layout import LinearLayout
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.lora.factors import SiteFactors
@@ -57,9 +57,14 @@ class SLoraStrategy:
         a target."""
         return self._bank.fused_factors.get(self._index)
 
+    @property
+    def own_s(self) -> OwnS | None:
+        """None: this rank's rows of `lora_a` meet every token's x."""
+        return None
+
     def forward(
         self,
-        x_TK: torch.Tensor,
+        x: torch.Tensor | CodedInput,
         base: Base,
         bias_N: torch.Tensor | None,
         view: MicroBatchView,
@@ -67,9 +72,10 @@ class SLoraStrategy:
     ) -> Computed:
         """Returns y `[T, N]`; see `GemmStrategy.forward`. There are no lanes for it."""
         assert lane is None, "nano-batches must not take turns through s_lora"
+        assert isinstance(x, torch.Tensor), "codes are not enough for s"
         bank, rows = self._bank, view.rows
         exchange = self._exchange(rows)
-        x_TK = self.layout.gather_input(x_TK)
+        x_TK = self.layout.gather_input(x)
         s = exchange.gather(exchange.own.down(x_TK))
         local = local_s = None
         local_factors = bank.block_diagonal_factors.get(self._index)

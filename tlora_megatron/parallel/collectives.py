@@ -42,6 +42,13 @@ def reduce_scatter_rows(x_TK: torch.Tensor, group: dist.ProcessGroup | None) -> 
     return Pending(result, _reduce_scatter(result, source, group=group, async_op=True), source)
 
 
+def gather_rows(x_TK: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
+    """Starts gathering every rank's rows in rank order, `[T * size, ...]`."""
+    source = x_TK.contiguous()
+    result = x_TK.new_empty(x_TK.shape[0] * dist.get_world_size(group), *x_TK.shape[1:])
+    return Pending(result, _all_gather(result, source, group=group, async_op=True), source)
+
+
 def all_gather_rows(x_TK: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Returns every rank's rows in rank order, `[T * size, K]`."""
     result = x_TK.new_empty(x_TK.shape[0] * dist.get_world_size(group), *x_TK.shape[1:])

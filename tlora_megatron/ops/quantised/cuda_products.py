@@ -81,14 +81,35 @@ def product(
     """
     handed = handed_rows(x_TK, weight.group)
     rows = weight.rows_of(x_TK) if handed is None else handed
-    out_TN = x_TK.new_empty(len(x_TK), weight.num_columns)
+    # What is made here is the kernel before's.
+    return product_of(rows, weight, x_TK.dtype, bias_N, rank, overlaps=handed is not None)
+
+
+def product_of(
+    rows: QuantRows,
+    weight: QuantWeight,
+    dtype: torch.dtype,
+    bias_N: Tensor | None,
+    rank: RankPart | None,
+    *,
+    overlaps: bool = False,
+) -> Tensor:
+    """Returns `x W^T + b + rank part` of rows that are there already.
+
+    Args:
+        dtype: of x.
+        overlaps: start before the previous kernel has ended, as `fp8_gemm` takes it.
+    """
+    out_TN = torch.empty(
+        len(rows.codes_TK), weight.num_columns, dtype=dtype, device=rows.codes_TK.device
+    )
     fp8_gemm(
         rows,
         weight.codes_NK,
         forward_scales(weight),
         out_TN,
         tile_of(out_TN, weight),
-        overlaps_previous_kernel=handed is not None,  # what is made here is the kernel before's
+        overlaps_previous_kernel=overlaps,
         bias_N=bias_N,
         rank=rank,
     )

@@ -123,21 +123,24 @@ class QuantWeight:
         """Returns `x W^T` `[T, N]`; added to `onto_TN`, in place, where there is one."""
         if onto_TN is None and self.takes_ranks(x_TK):
             return self.ranked_product(x_TK, None, None)
-        rows = self.rows_of(x_TK)
-        if _runs_kernels(x_TK):
+        return self.product_of(self.rows_of(x_TK), x_TK.dtype, onto_TN)
+
+    def product_of(self, rows: QuantRows, dtype: torch.dtype, onto_TN: Tensor | None) -> Tensor:
+        """Returns the product of rows that `rows_of` has made of x in `dtype`; see `forward`."""
+        if _runs_kernels(rows.codes_TK, dtype):
             # Not at the top: triton is only there on machines with a GPU.
             from tlora_megatron.ops.quantised.triton_products import launch_forward
 
-            return launch_forward(rows, self.codes_NK, self.scales, x_TK.dtype, onto_TN)
-        y_TN = forward_product(rows, self.codes_NK, self.scales, x_TK.dtype)
-        return _rounded(y_TN, x_TK.dtype, onto_TN)
+            return launch_forward(rows, self.codes_NK, self.scales, dtype, onto_TN)
+        y_TN = forward_product(rows, self.codes_NK, self.scales, dtype)
+        return _rounded(y_TN, dtype, onto_TN)
 
     def dgrad(self, dy_TN: Tensor, onto_TK: Tensor | None = None) -> Tensor:
         """Returns `dy W` `[T, K]`; added to `onto_TK`, in place, where there is one."""
         if onto_TK is None and self.takes_ranks(dy_TN):
             return self.ranked_dgrad(dy_TN, None)
         rows = self.gradient_rows_of(dy_TN)
-        if _runs_kernels(dy_TN):
+        if _runs_kernels(dy_TN, dy_TN.dtype):
             from tlora_megatron.ops.quantised.triton_products import launch_input_gradient
 
             return launch_input_gradient(rows, self.codes_NK, self.scales, dy_TN.dtype, onto_TK)
@@ -156,9 +159,9 @@ def encode_weight(w_NK: Tensor) -> QuantWeight:
     return QuantWeight(rows.codes_TK, rows.scales)
 
 
-def _runs_kernels(x: Tensor) -> bool:
+def _runs_kernels(x: Tensor, dtype: torch.dtype) -> bool:
     """Returns True for rows on GPUs, unless their products are to be in fp64."""
-    return runs_triton(x) and x.dtype != torch.float64
+    return runs_triton(x) and dtype != torch.float64
 
 
 def _rounded(wide: Tensor, dtype: torch.dtype, onto: Tensor | None) -> Tensor:

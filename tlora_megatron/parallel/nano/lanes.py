@@ -30,6 +30,7 @@ from tlora_megatron.ops.routing.segments import (
     bind_micro_batch,
     current_micro_batch,
 )
+from tlora_megatron.parallel.collectives import Pending
 from tlora_megatron.parallel.nano.lane_tape import (
     AutogradTape,
     Exchange,
@@ -152,10 +153,22 @@ class Lane:
             x of all ranks.
         """
         full = self._over(self._collectives.all_gather, x) if self.gathers else x
-        greenlet.getcurrent().parent.switch()
-        self.stream.to_main()
+        self.yield_turn()
         self._x_local = x if keeps_local and self.gathers else None
         return full
+
+    def yield_turn(self) -> None:
+        """Lets the other lanes take their turns, and continues on the main stream."""
+        greenlet.getcurrent().parent.switch()
+        self.stream.to_main()
+
+    def gather_rows(self, x: torch.Tensor) -> Pending:
+        """Gathers all ranks' rows, on the side stream."""
+        return Pending(self._collectives.all_gather(x, self.index), None)
+
+    def sum_ranks(self, x: torch.Tensor) -> Pending:
+        """Sums over the ranks, on the side stream; x may be overwritten."""
+        return Pending(self._collectives.all_reduce(x, self.index), None)
 
     def take_local(self) -> torch.Tensor | None:
         """Returns this rank's rows of what was gathered, which backward must keep in its place.

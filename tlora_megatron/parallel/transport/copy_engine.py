@@ -76,18 +76,24 @@ class CopyEngineCollectives:
 
     def all_reduce(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
         x_TH = x_TH.contiguous()
-        self._run("all_reduce", x_TH, x_TH, x_TH.nbytes, lane)
+        self._run("all_reduce", x_TH, x_TH, x_TH.nbytes, lane, x_TH.dtype)
         return x_TH
 
     def reduce_scatter(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
         assert len(x_TH) % self.size == 0, f"{self.size} must divide the rows, got {len(x_TH)}"
         result = x_TH.new_empty(len(x_TH) // self.size, *x_TH.shape[1:])
-        self._run("reduce_scatter", x_TH.contiguous(), result, x_TH.nbytes, lane)
+        self._run("reduce_scatter", x_TH.contiguous(), result, x_TH.nbytes, lane, x_TH.dtype)
         return result
 
     def all_gather(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
+        x_TH = x_TH.contiguous()
         result = x_TH.new_empty(len(x_TH) * self.size, *x_TH.shape[1:])
-        self._run("all_gather", x_TH.contiguous(), result, result.nbytes, lane)
+        dtype = x_TH.dtype
+        if dtype == torch.uint8:
+            # Bytes are moved as fp32, which one source that nothing is added to leaves as it is.
+            assert x_TH.nbytes % 4 == 0, f"bytes must come in fours, got {x_TH.nbytes}"
+            dtype = torch.float32
+        self._run("all_gather", x_TH, result, result.nbytes, lane, dtype)
         return result
 
     def close(self) -> None:
@@ -99,11 +105,17 @@ class CopyEngineCollectives:
         del self.group
 
     def _run(
-        self, operation: Operation, x: torch.Tensor, out: torch.Tensor, num_bytes: int, lane: int
+        self,
+        operation: Operation,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        num_bytes: int,
+        lane: int,
+        dtype: torch.dtype,
     ) -> None:
         if lane >= len(self._calls):
             raise RuntimeError(f"lane must be prepared, got {lane} of {len(self._calls)}")
-        self.launch(self._calls[lane](operation, num_bytes, x.dtype), x, out)
+        self.launch(self._calls[lane](operation, num_bytes, dtype), x, out)
 
     def launch(self, arguments: ExchangeArguments, x: torch.Tensor, out: torch.Tensor) -> None:
         """Enqueues steps on the current stream with one call of the library."""

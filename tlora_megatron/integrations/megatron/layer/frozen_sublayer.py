@@ -25,6 +25,7 @@ from tlora_megatron.integrations.megatron.layer.module_hooks import (
     hangs_on_all,
     packs_saved_tensors,
 )
+from tlora_megatron.layers.linear import CodedInput, gather_codes, takes_codes
 from tlora_megatron.layers.quantised_linear import held_codes
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.frozen.rms_norm import Beside, NormWeight, norm_into
@@ -77,7 +78,7 @@ class FrozenSublayer:
 
     def compute(
         self,
-        x: Tensor,
+        x: Tensor | CodedInput,
         view: MicroBatchView,
         lane: Lane | None,
         *,
@@ -87,7 +88,8 @@ class FrozenSublayer:
         """Computes the row-parallel linear's output from the norm's.
 
         Args:
-            x: `[T, H]`; gathered where there is a lane, which also reduces what is returned.
+            x: `[T, H]`; gathered where there is a lane, which also reduces what is returned. A lane
+                may have gathered codes instead.
             keeps: record the backward pass; if False, the returned vjp must not be called.
             restore: called in backward before x is read; the caller lets go of its values.
 
@@ -101,7 +103,7 @@ class FrozenSublayer:
 
     def _chain(
         self,
-        x: Tensor,
+        x: Tensor | CodedInput,
         view: MicroBatchView,
         lane: Lane | None,
         *,
@@ -109,16 +111,18 @@ class FrozenSublayer:
         restore: Restore | None = None,
     ) -> tuple[Tensor, Vjp]:
         backs: list[Vjp] = []
+        value: Any = x
+        del x
         for run in (self.column.product_vjp, self.inner, self.row.product_vjp):
-            x, back = run(x, view, lane)
+            value, back = run(value, view, lane)
             if keeps:
                 backs.append(back)
             del back  # what it holds goes with it
         if backs:
             backs[0] = _restoring(restore, backs[0])  # the linear that reads x
-        return x, functools.partial(_walk_back, backs)
+        return value, functools.partial(_walk_back, backs)
 
-    def _recomputing(self, x: Tensor, view: MicroBatchView, lane: Lane | None) -> Vjp:
+    def _recomputing(self, x: Tensor | CodedInput, view: MicroBatchView, lane: Lane | None) -> Vjp:
         surroundings = self.replay()
 
         def vjp(dy: Tensor) -> Tensor:
@@ -195,7 +199,7 @@ def _run_whole(
 ) -> Tensor:
     x, residual = hidden.flatten(0, -2), None
     for sublayer in sublayers:
-        column = _codes_of_all_rows(sublayer.column)
+        column = _coded_column(sublayer.column)
         beside = None if column is None and row is None else Beside(column, row)
         row = _codes_of_all_rows(sublayer.row)
         residual, normed, norm_back = sublayer.norm.add_vjp(x, residual, beside)
@@ -213,6 +217,14 @@ def _run_whole(
     assert residual is not None, "a layer has sublayers"
     # No view of the sum: Megatron's pipeline frees what a stage has sent.
     return residual.view(hidden.shape) + x.view(hidden.shape)
+
+
+def _coded_column(linear: Any) -> QuantWeight | None:
+    """Returns the codes of a linear that multiplies those of its rows, gathered or not."""
+    held = held_codes(linear)
+    if held is None or takes_codes(linear.tlora_adapters.gemm, held):
+        return held
+    return _codes_of_all_rows(linear)
 
 
 def _codes_of_all_rows(linear: Any) -> QuantWeight | None:
@@ -276,11 +288,25 @@ def run_in_lane(
     for sublayer in sublayers:
         if residual is not None:
             x = lane.reduce(x)
-        residual, normed, norm_back = sublayer.norm.add_vjp(x, residual)
-        full = lane.gather_and_yield(normed, keeps_local=not sublayer.recomputes)
+        column = held_codes(sublayer.column)
+        beside = None if column is None else Beside(_coded_column(sublayer.column), None)
+        residual, normed, norm_back = sublayer.norm.add_vjp(x, residual, beside)
+        full = _gather(sublayer, normed, lane)
         x, compute_back = sublayer.compute(full, lane.view, lane, keeps=tape is not None)
         lane.to_side_stream(x)
         if tape is not None:
             tape.sublayers.append(VjpSublayer(compute_back, norm_back))
         del full, normed, norm_back, compute_back
     return x, residual
+
+
+def _gather(sublayer: FrozenSublayer, normed: Tensor, lane: Lane) -> Tensor | CodedInput:
+    """Gathers a norm's output, or its codes where they are enough, and lets other lanes run."""
+    held = held_codes(sublayer.column)
+    if held is not None:
+        gemm = sublayer.column.tlora_adapters.gemm
+        coded = gather_codes(normed, held, gemm, lane.view, lane)
+        if coded is not None:
+            lane.yield_turn()
+            return coded
+    return lane.gather_and_yield(normed, keeps_local=not sublayer.recomputes)
