@@ -31,6 +31,13 @@ from tlora_megatron.ops.quantised.triton_rows import launch_encode
 from tlora_megatron.ops.quantised.weight import QuantWeight
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 WIDTHS = (8, 24, 128, 1000, 4096, 6144, 8200, 14336, 28672)
 
 

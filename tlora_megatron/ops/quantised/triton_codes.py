@@ -86,13 +86,20 @@ def _decode_by_hand(codes: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def times_fold(
-    values: tl.tensor, fold: tl.tensor, columns: tl.tensor, num_rows: tl.tensor, WIDTH: tl.constexpr
+    values: tl.tensor,
+    fold: tl.tensor,
+    columns: tl.tensor,
+    num_rows: tl.tensor,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> tl.tensor:
     """Multiplies fp32 values with the factors of their columns, which stay in the L1 cache."""
-    # Always true. In a branch, because in a loop that fetches rows ahead Triton would fetch these
-    # again with every row.
-    if num_rows > 0:
+    if STAGES == 1:
         values *= tl.load(fold + columns, mask=columns < WIDTH, other=0.0)
+    else:
+        # Always true. In a branch, because otherwise Triton would fetch these ahead, with rows.
+        if num_rows > 0:
+            values *= tl.load(fold + columns, mask=columns < WIDTH, other=0.0)
     return values
 
 

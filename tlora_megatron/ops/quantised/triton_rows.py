@@ -15,10 +15,8 @@ from tlora_megatron.ops.warm_kernel import WarmKernel
 _GROUP = 128
 """Columns that may share a scale: no tile has fewer."""
 _TILE = 4096
-"""Values of a thread block where rows are narrower; a wider row has a block of its own."""
-_WIDE = 8192
-"""Columns from which on few blocks fit a multiprocessor: those stay on it, and copy their next rows
-to shared memory while they work on one."""
+"""Values of a thread block where rows are narrower. Of wider rows few blocks fit a multiprocessor:
+those stay on it, and copy their next rows to shared memory while they work on one."""
 _REDUCTION_BYTES = 4096
 """Of shared memory, at most."""
 
@@ -47,7 +45,7 @@ def _encode_kernel(
         at = rows[:, None] * WIDTH + columns[None, :]
         values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         if FOLDS:
-            values = times_fold(values, fold, columns[None, :], num_rows, WIDTH)
+            values = times_fold(values, fold, columns[None, :], num_rows, WIDTH, STAGES)
         store_codes(
             values, codes, scales, rows, num_rows, WIDTH, ROWS, COLUMNS, GROUP, BY_HAND
         )  # fmt: skip
@@ -78,7 +76,7 @@ def row_tile(x_TK: torch.Tensor) -> RowTile:
     width = x_TK.shape[1]
     columns = max(_GROUP, power_of_2(width))
     rows = max(1, _TILE // columns)
-    if width < _WIDE:
+    if columns <= _TILE:
         return RowTile(rows, columns, max(1, rows * columns // 512), 1)
     stages = _stages(columns * x_TK.element_size(), x_TK.device)
     return RowTile(1, columns, min(32, columns // 1024), stages)

@@ -78,7 +78,7 @@ def _backward_kernel(
     values = result.to(tl.float32)
     if FOLDS:
         columns = tl.arange(0, COLUMNS)[None, :]
-        values = times_fold(values, fold, columns, num_rows, WIDTH)
+        values = times_fold(values, fold, columns, num_rows, WIDTH, 1)
     store_codes(values, codes, scales, rows, num_rows, WIDTH, ROWS, COLUMNS, 0, BY_HAND)
 
 

@@ -85,8 +85,8 @@ def _backward_kernel(
         dgate = dgate.to(tl.float32)
         dup = dup.to(tl.float32)
         if FOLDS:
-            dgate = times_fold(dgate, fold, columns, num_rows, WIDTH)
-            dup = times_fold(dup, fold + WIDTH, columns, num_rows, WIDTH)
+            dgate = times_fold(dgate, fold, columns, num_rows, WIDTH, STAGES)
+            dup = times_fold(dup, fold + WIDTH, columns, num_rows, WIDTH, STAGES)
         sizes = tl.maximum(tl.abs(dgate), tl.abs(dup), propagate_nan=tl.PropagateNan.ALL)
         scale = scale_of(tl.max(abs_bits(sizes), axis=1))
         tl.store(scales + rows, scale)
