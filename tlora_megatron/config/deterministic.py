@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tlora_megatron.config.load import ParallelSpec, RunConfig
 
 COST = "0 to 9 % of a step on an H200, most with long documents, and rows that portions leave free"
-"""As docs/determinism.md has it."""
+"""The cost in words; docs/determinism.md has its parts."""
 _PORTION = 1024
 """Default portions are multiples of this."""
 MOST_TP = 2

@@ -16,7 +16,8 @@ class Exactness:
     row_budget: int = 8192
     """In the place of the run's own (`RowGroups.row_budget`)."""
     multiprocessors: int = 132
-    """That sums over rows are divided for, whatever the GPU has: those of an H100 and an H200."""
+    """Multiprocessors that sums over rows are divided for, whatever the GPU has: those of an H100
+    and an H200."""
     head_rows: int = 1024
     """Rows of logits that are computed at a time, whatever the micro-batch has."""
     short_document: int = 1024
@@ -24,7 +25,8 @@ class Exactness:
     blocks are not divided; with fewer than 32 heads so much shorter ones."""
     long_document: int = 2048
     """Documents of more tokens have a backward call of attention to themselves, in which key blocks
-    are divided among all multiprocessors; those between the two constants are divided in two."""
+    are divided among all multiprocessors; those between the two constants are divided in two, with
+    fewer than 32 heads in more."""
 
 
 def exactness_of(deterministic: bool) -> Exactness | None:

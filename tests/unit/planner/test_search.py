@@ -80,6 +80,13 @@ def test_plans_of_a_deterministic_run_are_those_that_it_does_not_refuse(
     assert 0 < len(kept) < len(plans)
 
 
+def test_deterministic_plans_for_deepspeed_have_no_autotp() -> None:
+    for deterministic in (None, True):
+        space = SearchSpace(runs_in="deepspeed", deterministic=deterministic)
+        sizes = {p.plan.tp_size for p in search(SPEC, jobs(4), HARDWARE, 8, space).plans}
+        assert sizes == ({1} if deterministic else {1, 2})
+
+
 def is_taken(plan: Plan) -> bool:
     config = RunConfig(
         base_model=BaseModelSpec(path="base"),

@@ -29,7 +29,7 @@ Kernel = Callable[..., tuple[torch.Tensor, ...]]
 """`kernel(dout, saved, cumulative, longest)` returns dq, dk and dv of as many rows as it gets."""
 
 NUM_STREAMS = 4
-"""That calls run on, the current one among them."""
+"""Streams that calls run on, the current one among them."""
 
 
 class BackwardCall(NamedTuple):
@@ -42,7 +42,7 @@ class BackwardCall(NamedTuple):
     Where heads are divided, all rows follow once for each of the `documents`."""
     longest: int
     documents: int = 1
-    """That heads are divided among."""
+    """Documents of the kernel that heads are divided among; 1 = they are not divided."""
 
 
 class BackwardCalls(NamedTuple):

@@ -22,6 +22,7 @@ from tlora_megatron.ops.kernel_build import built_library
 from tlora_megatron.ops.lora.cuda.operands import why_not_sizes
 from tlora_megatron.ops.lora.kernel_choice import kernel_choice
 from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.evaluation import Scorer
 from tlora_megatron.training.metrics import write_atomic
 from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.run.summary import versions
@@ -72,15 +73,20 @@ def _is_transformer_engine(module: nn.Module) -> bool:
 
 
 def run_fingerprint(
-    config: RunConfig, groups: ParallelGroups, dtype: torch.dtype
+    config: RunConfig, groups: ParallelGroups, dtype: torch.dtype, engine: Scorer
 ) -> dict[str, Any]:
-    """Returns what else bits follow from: runs with equal ones give a job equal bytes."""
+    """Returns what else bits follow from: runs with equal ones give a job equal bytes.
+
+    Args:
+        engine: of the trainer, as each has layers of its own around the linears.
+    """
     layout, device = groups.layout, groups.device
     kernels = kernel_choice(device, dtype).name
     found = {
         "device": platform.machine(),
         "threads": torch.get_num_threads(),
         "kernels": kernels,
+        "engine": type(engine).__name__,
         "dtype": config.base_model.dtype,
         "quantization": config.base_model.quantization,
         "nano_batches": config.run.nano_batches,

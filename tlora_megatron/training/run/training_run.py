@@ -163,7 +163,7 @@ class TrainingRun:
         groups, linears = self._resolve_sharding(
             self.config, self.spec, groups, linears, self._jobs.prepared
         )
-        fingerprint = self._fingerprint(groups, linears)
+        fingerprint = self._fingerprint(groups, linears, engine)
         bank = self._make_bank(groups, linears, placement)
         attach(linears, bank)
         super_model = self._make_super_model(groups, bank, engine, round_shape)
@@ -230,13 +230,15 @@ class TrainingRun:
         except (ImportError, OSError, ValueError) as error:
             logger.warning("%s could not be written: %s", self.output_dir / "report.html", error)
 
-    def _fingerprint(self, groups: ParallelGroups, linears: Linears) -> dict[str, Any] | None:
+    def _fingerprint(
+        self, groups: ParallelGroups, linears: Linears, engine: Scorer
+    ) -> dict[str, Any] | None:
         """Returns what a deterministic run promises bits for; None if it promises nothing."""
         if not self.config.run.deterministic:
             return None
         dtype = DTYPES[self.config.base_model.dtype]
         check_deterministic(groups.device, dtype, linears)
-        self.facts["deterministic"] = run_fingerprint(self.config, groups, dtype)
+        self.facts["deterministic"] = run_fingerprint(self.config, groups, dtype, engine)
         return self.facts["deterministic"]
 
     def _make_bank(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +13,13 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.ops.exactness import Exactness
-from tlora_megatron.ops.frozen import packed_attention
+from tlora_megatron.ops.frozen import exact_attention, packed_attention
 from tlora_megatron.ops.frozen.attention_plan import classes_of
 from tlora_megatron.ops.frozen.exact_attention import (
     backward_calls,
     backward_in_calls,
     deterministic_kernels,
+    run_beside_each_other,
 )
 from tlora_megatron.ops.frozen.packed_attention import attend_spans
 from tlora_megatron.ops.routing.segments import Document, pack_micro_batch
@@ -109,6 +112,63 @@ def test_a_micro_batch_has_its_calls_only_where_it_asks_for_them(
         assert call.cumulative.tolist() == [0, 1, 2, 3, 3, 3, 3, 3, 3, 3]
         assert (call.begin, call.end, lengths.max_queries, lengths.max_keys) == (0, 3, 2, 2)
         assert lengths.backward_calls.gaps == ((3, 4),)
+
+
+class Stream:
+    """Stands for a stream: keeps what it is told, in one order of all."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self.told = name, told
+
+    def record_event(self) -> str:
+        self.told.append(f"{self.name} forks")
+        return "fork"
+
+    def wait_event(self, event: str) -> None:
+        self.told.append(f"{self.name} waits for {event}")
+
+    def wait_stream(self, other: Stream) -> None:
+        self.told.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stands in for CUDA's streams; what they are told is in the list."""
+    told: list[str] = []
+    main, *sides = (Stream(name, told) for name in ("main", "a", "b", "c"))
+
+    @contextmanager
+    def entered(stream: Stream) -> Iterator[None]:
+        told.append(f"on {stream.name}")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(exact_attention, "_side_streams", lambda device: tuple(sides))
+    return told
+
+
+def test_works_lie_between_a_fork_and_a_join(told: list[str]) -> None:
+    works = [partial(told.append, f"work {index}") for index in range(4)]
+    run_beside_each_other(works, torch.device("cuda", 0), 3)
+    assert told == [
+        "main forks", "a waits for fork", "b waits for fork",
+        "on main", "work 0", "on a", "work 1", "on b", "work 2", "on main", "work 3",
+        "main waits for a", "main waits for b",
+    ]  # fmt: skip
+
+
+def test_streams_join_when_a_work_fails(told: list[str]) -> None:
+    """Or memory of the current stream would be given out while another one writes it."""
+    works = [partial(told.append, "work 0"), partial(divmod, 1, 0)]
+    with pytest.raises(ZeroDivisionError):
+        run_beside_each_other(works, torch.device("cuda", 0), 4)
+    assert told[-2:] == ["on a", "main waits for a"]
+
+
+def test_one_work_needs_no_other_stream(told: list[str]) -> None:
+    run_beside_each_other([partial(told.append, "work")], torch.device("cuda", 0), 4)
+    assert told == ["work"]
 
 
 @pytest.mark.parametrize("warn_only", [False, True])

@@ -17,6 +17,8 @@ from torch import nn
 
 from scripts.bench.determinism.cases import SIZES
 from tlora_megatron.config.job import DataSpec, JobSpec
+from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig
+from tlora_megatron.config.run import RunSpec
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.training.run import determinism
@@ -24,6 +26,7 @@ from tlora_megatron.training.run.determinism import (
     FILE_NAME,
     check_deterministic,
     keep_fingerprints,
+    run_fingerprint,
 )
 from tlora_megatron.training.run.environment import ENVIRONMENT, set_environment
 
@@ -100,6 +103,28 @@ def test_on_gpus_a_linear_that_a_library_would_compute_is_refused_by_name(
     refused = pytest.raises(NotImplementedError, match=sentence) if sentence else nullcontext()
     with refused:
         check_deterministic(torch.device("cuda"), torch.bfloat16, linears)
+
+
+class Ours:
+    """Stands for an engine."""
+
+
+class Theirs(Ours):
+    """Stands for another trainer's."""
+
+
+def test_trainers_have_other_fingerprints() -> None:
+    config = RunConfig(
+        base_model=BaseModelSpec(path="base"),
+        parallel=ParallelSpec(),
+        run=RunSpec(output_dir="out"),
+        jobs=(),
+    )
+    groups: Any = SimpleNamespace(layout=ParallelLayout(), device=CPU)
+    engines: tuple[Any, ...] = (Ours(), Theirs())
+    ours, theirs = (run_fingerprint(config, groups, torch.bfloat16, x) for x in engines)
+    assert ours == theirs | {"engine": "Ours"}
+    assert theirs["engine"] == "Theirs"
 
 
 HERE = {"device": "a", "layout": {"tp_size": 1, "pp_size": 1}}
