@@ -22,7 +22,13 @@ from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import RankedPlan, SearchResult, SearchSpace, search
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.runtime.plan_files import KINDS, jobs_file, write_plan
-from tlora_megatron.runtime.plan_inputs import parse_lengths, plan_jobs, plan_model, run_hardware
+from tlora_megatron.runtime.plan_inputs import (
+    largest_portion,
+    parse_lengths,
+    plan_jobs,
+    plan_model,
+    run_hardware,
+)
 
 _EPILOG = """\
 examples:
@@ -151,7 +157,7 @@ def _show(args: argparse.Namespace, inputs: _Inputs, result: SearchResult) -> No
         print(json.dumps(result_document(*shown), indent=2))
     else:
         print_result(open_console(), *shown)
-    if inputs.config.run.deterministic:
+    if inputs.config.run.deterministic and result.plans:
         notes = open_console(stderr=args.json)
         notes.print(
             f"run.deterministic: plans keep a job's bits. Its cost is not in their times: "
@@ -201,6 +207,7 @@ def _space(args: argparse.Namespace, config: RunConfig) -> SearchSpace:
         lora_sharding=args.lora_sharding or (None if asked == "auto" else asked),
         recompute=args.recompute,
         micro_batch_tokens=args.tokens,
+        largest_portion=largest_portion(config),
         runs_in=_runner(args),
         deterministic=config.run.deterministic or None,
     )

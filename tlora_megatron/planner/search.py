@@ -43,6 +43,8 @@ class SearchSpace:
     lora_sharding: LoraSharding | None = None
     recompute: Recompute | None = None
     micro_batch_tokens: int | None = None
+    largest_portion: int | None = None
+    """Tokens that each micro-batch must hold, as `portion_tokens` of a job asks."""
     runs_in: Runner | None = None
     """Keep only plans that this program can run."""
     deterministic: Literal[True] | None = None
@@ -226,12 +228,14 @@ def _variants(
 
 
 def budgets(jobs: Sequence[JobLoad], layout: Plan, space: SearchSpace) -> list[int]:
-    """Budgets worth trying: from the longest sequence up to all batches together."""
+    """Budgets worth trying: from the longest sequence or portion up to all batches together."""
     longest = max(max(job.lengths.longest, job.longest_eval) for job in jobs)
+    whole = "sequence" if longest >= (space.largest_portion or 0) else "portion"
+    longest = max(longest, space.largest_portion or 0)
     if space.micro_batch_tokens is not None:
         if space.micro_batch_tokens < longest:
             raise ValueError(
-                f"micro_batch_tokens must be at least {longest}, the longest sequence, "
+                f"micro_batch_tokens must be at least {longest}, the longest {whole}, "
                 f"got {space.micro_batch_tokens}"
             )
         return [space.micro_batch_tokens]

@@ -6,7 +6,7 @@ from tlora_megatron.config.load import RunConfig
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import RankedPlan, SearchSpace, search
 from tlora_megatron.planner.workload import LengthHistogram
-from tlora_megatron.runtime.plan_inputs import plan_jobs, plan_model
+from tlora_megatron.runtime.plan_inputs import largest_portion, plan_jobs, plan_model
 
 
 def best_plan(
@@ -26,6 +26,7 @@ def best_plan(
     space = SearchSpace(
         runs_in="train",
         lora_sharding=None if asked == "auto" else asked,
+        largest_portion=largest_portion(config),
         deterministic=config.run.deterministic or None,
     )
     result = search(spec, jobs, hardware, num_gpus, space)

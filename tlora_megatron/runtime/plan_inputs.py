@@ -47,6 +47,11 @@ def plan_model(config: RunConfig) -> ModelSpec:
     return replace(spec, fp8_linears=quantisation.layers_by_linear, fp8_in_blocks=in_blocks)
 
 
+def largest_portion(config: RunConfig) -> int | None:
+    """The largest `portion_tokens` that is given; None if there is none."""
+    return max((job.portion_tokens for job in config.jobs if job.portion_tokens), default=None)
+
+
 def plan_hardware(name: str) -> HardwareProfile:
     """Finds a profile by path, or by name in `_profile_folders`.
 

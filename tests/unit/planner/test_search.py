@@ -87,6 +87,14 @@ def test_deterministic_plans_for_deepspeed_have_no_autotp() -> None:
         assert sizes == ({1} if deterministic else {1, 2})
 
 
+def test_micro_batches_hold_the_largest_portion() -> None:
+    tokens = [
+        {p.plan.micro_batch_tokens for p in search(SPEC, jobs(4), HARDWARE, 2, space).plans}
+        for space in (SearchSpace(), SearchSpace(largest_portion=3000))
+    ]
+    assert min(tokens[0]) < 3000 <= min(tokens[1])
+
+
 def is_taken(plan: Plan) -> bool:
     config = RunConfig(
         base_model=BaseModelSpec(path="base"),
@@ -233,7 +241,8 @@ def test_that_nothing_fits_is_known_soon(repo: Path, monkeypatch: pytest.MonkeyP
     [
         (0, {}, r"num_gpus must be in \[1, 4096\], got 0"),
         (5000, {}, "num_gpus must be in"),
-        (1, {"micro_batch_tokens": 100}, "micro_batch_tokens must be at least 512, the longest"),
+        (1, {"micro_batch_tokens": 100}, "micro_batch_tokens must be at least 512, the longest s"),
+        (1, {"micro_batch_tokens": 600, "largest_portion": 700}, "at least 700, the longest port"),
         (1, {"tp_size": 0}, "tp_size must be at least 1, got 0"),
         (2, {"tp_size": 3}, r"must allow some plan on 2 GPUs, got \{'tp_size': 3\}"),
         (1, {"vpp_size": 2}, r"must allow some plan on 1 GPUs, got \{'vpp_size': 2\}"),
