@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,7 +18,6 @@ from tlora_megatron.ops.dropout.masks import dropout_reference
 from tlora_megatron.ops.lora.columns import OutputColumns
 from tlora_megatron.ops.lora.cuda.calls import RankPart
 from tlora_megatron.ops.lora.kernel_choice import problem_of
-from tlora_megatron.ops.quantised import cuda_dgrad
 from tlora_megatron.ops.quantised.codes import decode, encode
 from tlora_megatron.ops.quantised.cuda_dgrad import dgrad_with_ranks, fp8_dgrad
 from tlora_megatron.ops.quantised.definition import input_gradient
@@ -37,7 +35,7 @@ ROUNDED = 3e-3
 WITH_RANKS = 1.2e-2
 ONE = 0x38
 GUARD = 8
-VARIANTS = [(1, 0), (1, 3), (2, 0), (2, 4), (3, 0)]
+KINDS: tuple[Kind, ...] = ("channel", "block")
 SUPPORTED = [name for name in CASES if name != "odd columns"]
 
 
@@ -140,7 +138,7 @@ def test_every_row_reads_its_n_and_every_feature_is_in_its_place(of: str) -> Non
 SHAPES = [(1, 16, 16), (63, 144, 272), (257, 4096, 528), (300, 1040, 128), (130, 28672, 256)]
 
 
-@pytest.mark.parametrize("kind", ["channel", "block"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [*SHAPES, (2048, 1024, 8192)], ids=str)
 def test_base_alone(shape: tuple[int, int, int], kind: Kind) -> None:
     t, n, k = shape
@@ -202,7 +200,7 @@ def expected_dgrad(
     return definition(encode_rows(dy, fold_K=weight.fold_N), weight) + ranks_TK
 
 
-@pytest.mark.parametrize("kind", ["channel", "block"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dropout", [(), DROPOUT], ids=["no dropout", "dropout"])
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("linear", SUPPORTED)
@@ -254,31 +252,6 @@ def test_1024_adapters() -> None:
     assert error(dx_TK, expected_dgrad(case, weight, x, dy, rows)) < WITH_RANKS
 
 
-@pytest.mark.parametrize("kind", ["channel", "block"])
-@pytest.mark.parametrize(("variant", "lag"), VARIANTS)
-def test_variants_equal_bitwise(
-    monkeypatch: pytest.MonkeyPatch, variant: int, lag: int, kind: Kind
-) -> None:
-    def both(run: Callable[[], Tensor]) -> None:
-        monkeypatch.setattr(cuda_dgrad, "VARIANT", 0)
-        expected = run()
-        monkeypatch.setattr(cuda_dgrad, "VARIANT", variant)
-        monkeypatch.setattr(cuda_dgrad, "LAG", lag)
-        for _ in range(3):
-            actual = run()
-            assert torch.equal(actual, expected), places_of_errors(actual != expected)
-
-    for t, n, k in [*SHAPES, (8192, 6144, 4096)]:
-        weight = draw_weight(n, k, kind)
-        drawn = draw_rows(t, weight)
-        both(partial(dgrad, drawn, weight))
-    for dropout in ((), DROPOUT):
-        case = case_of("q k v", dropout)
-        rows = make_rows((900, 2000, 1, 2500))
-        x, dy = draw(case, rows.ends[-1])
-        both(partial(linear_dgrad, case, quantised(case, kind), x, dy, rows))
-
-
 @pytest.mark.parametrize("dropout", [(), DROPOUT], ids=["no dropout", "dropout"])
 def test_runs_are_bitwise_equal(dropout: tuple[float, ...]) -> None:
     case = case_of("q k v", dropout)
@@ -287,10 +260,11 @@ def test_runs_are_bitwise_equal(dropout: tuple[float, ...]) -> None:
     weight = quantised(case, "block")
     first, *others = (linear_dgrad(case, weight, x, dy, rows) for _ in range(6))
     assert all(torch.equal(first, other) for other in others)
-    weight = draw_weight(6144, 4096, "channel")
-    large = draw_rows(8192, weight)
-    first, *others = (dgrad(large, weight) for _ in range(4))
-    assert all(torch.equal(first, other) for other in others)
+    for kind in KINDS:
+        weight = draw_weight(6144, 4096, kind)
+        large = draw_rows(8192, weight)
+        first, *others = (dgrad(large, weight) for _ in range(4))
+        assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("slot", [1, 2], ids=["a job", "a job without an adapter here"])

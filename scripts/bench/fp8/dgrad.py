@@ -7,7 +7,6 @@ Rows of dy are quantised before the clock starts, but for `encode`, which is tha
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,7 +23,6 @@ from scripts.bench.linear.workload import Workload, make_workload
 from tlora_megatron.ops.lora.cuda.calls import RankPart
 from tlora_megatron.ops.lora.cuda.ops import CudaLinear, CudaOps
 from tlora_megatron.ops.lora.torch_ops import TorchOps
-from tlora_megatron.ops.quantised import cuda_dgrad
 from tlora_megatron.ops.quantised.cuda_dgrad import fp8_dgrad
 from tlora_megatron.ops.quantised.definition import input_gradient
 from tlora_megatron.ops.quantised.rows import QuantRows, encode_rows
@@ -33,8 +31,6 @@ from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
 Call = Callable[[], Tensor]
 ROUNDS = 10
 ADAPTERS = 4
-VARIANTS = ((0, 0), (1, 0), (1, 3), (2, 0), (2, 2), (2, 3), (2, 4), (3, 0))
-"""The way through a stage's products, and the stages by which half of a block begins later."""
 
 
 def main() -> None:
@@ -98,14 +94,7 @@ def worst_error(rows: QuantRows, weight: QuantWeight) -> float:
     return float((difference.norm(dim=1) / expected.norm(dim=1)).max())
 
 
-def _dgrad(
-    rows: QuantRows,
-    weight: QuantWeight,
-    rank: RankPart | None = None,
-    variant: int = 0,
-    lag: int = 0,
-) -> Tensor:
-    cuda_dgrad.VARIANT, cuda_dgrad.LAG = variant, lag
+def _dgrad(rows: QuantRows, weight: QuantWeight, rank: RankPart | None = None) -> Tensor:
     num_rows, size = len(rows.codes_TK), weight.shape[1]
     dx_TK = torch.empty(num_rows, size, dtype=torch.bfloat16, device=rows.codes_TK.device)
     fp8_dgrad(rows, weight, dx_TK, rank=rank)
@@ -120,31 +109,20 @@ def _ways(
     ways: dict[str, list[Call]] = {
         "bf16": [partial(torch.mm, each.dy_TN, each.weight_NK) for each in workload.sets]
     }
+    ways["fp8"] = [partial(_dgrad, *pair) for pair in pairs]
     blocks = [QuantWeight(w.codes_NK, _block_scales(w)) for w in weights]
-    of_blocks = list(zip(rows, blocks, strict=True))
-    given = {p: _rank_parts(workload, ADAPTERS, p) for p in (0.0, 0.1)}
-    for v, lag in VARIANTS:
-        name = f"v{v} lag {lag}"
-        ways[name] = [partial(_dgrad, *pair, None, v, lag) for pair in pairs]
-        ways[f"{name} blocks"] = [partial(_dgrad, *pair, None, v, lag) for pair in of_blocks]
-        for p, parts in given.items():
-            if p and v:
-                continue  # the same kernel
+    ways["fp8 blocks"] = [partial(_dgrad, *pair) for pair in zip(rows, blocks, strict=True)]
+    for p in (0.0, 0.1):
+        parts = _rank_parts(workload, ADAPTERS, p)
+        for name, of in (("fp8", weights), ("fp8 blocks", blocks)):
             ways[f"{name} {ADAPTERS} jobs" + (" dropout" if p else "")] = [
-                partial(_dgrad, *pair, part, v, lag)
-                for pair, part in zip(pairs, parts, strict=True)
+                partial(_dgrad, *each) for each in zip(rows, of, parts, strict=True)
             ]
     ways["encode"] = [
         partial(_encoded, each.dy_TN, weight.fold_N)
         for each, weight in zip(workload.sets, weights, strict=True)
     ]
     ways["cuBLASLt W^T kept"] = [_scaled_mm(*pair) for pair in pairs]
-    try:
-        products = importlib.import_module("tlora_megatron.ops.quantised.cuda_products")
-    except ImportError:
-        return ways
-    if hasattr(products, "transposed"):
-        ways["fp8 by scratch"] = [partial(_by_scratch, products, *pair) for pair in pairs]
     return ways
 
 
@@ -169,17 +147,6 @@ def _scaled_mm(rows: QuantRows, weight: QuantWeight) -> Call:
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
-
-
-def _by_scratch(products: Any, rows: QuantRows, weight: QuantWeight) -> Tensor:
-    """The GEMM of forward over a transposed copy of W, made each time."""
-    codes_KN = products.transposed(weight.codes_NK)
-    dx_TK = torch.empty(
-        len(rows.codes_TK), weight.shape[1], dtype=torch.bfloat16, device=weight.device
-    )
-    tile = products.tile_of(dx_TK, weight)
-    products.fp8_gemm(rows, codes_KN, products.gradient_scales(weight), dx_TK, tile)
-    return dx_TK
 
 
 def _rank_parts(workload: Workload, adapters: int, p: float) -> list[RankPart | None]:

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 
 FROM_REGISTERS = True
 """False leaves the input gradient to kernels that transpose the weight first."""
-LAG = 0
-"""Stages, up to 4, by which half of a block begins later than the other."""
-VARIANT = 0
-"""The way through a stage's products, `Variant` of csrc/fp8_dgrad.cuh: the bench compares them."""
 _ARGUMENTS = packer(DgradArguments)
 _SIZE_STEP = 16
 """Bytes: rows of codes must begin at multiples of it."""
@@ -86,5 +82,5 @@ def fp8_dgrad(
         rank,
     )
     block_scales = weight.scales.data_ptr() if weight.kind == "block" else 0
-    arguments = _ARGUMENTS.pack(plain, dy_rows.scales.data_ptr(), block_scales, VARIANT, LAG)
+    arguments = _ARGUMENTS.pack(plain, dy_rows.scales.data_ptr(), block_scales)
     launch("fp8_dgrad", arguments, dx_TK)

@@ -51,7 +51,6 @@ class DgradArguments(ctypes.Structure):
     _fields_ = [
         ("gemm", GemmArguments),
         *((name, _Pointer) for name in ("row_scales", "block_scales")),
-        *((name, _Int) for name in ("variant", "lag")),
     ]
 
 
