@@ -160,8 +160,8 @@ def _show(args: argparse.Namespace, inputs: _Inputs, result: SearchResult) -> No
     if inputs.config.run.deterministic and result.plans:
         notes = open_console(stderr=args.json)
         notes.print(
-            f"run.deterministic: plans keep a job's bits. Its cost is not in their times: "
-            f"{COST} (docs/determinism.md)"
+            f"run.deterministic: plans keep a job's bits. Its cost is in neither their times "
+            f"nor their memory: {COST} (docs/determinism.md)"
         )
 
 
