@@ -90,6 +90,6 @@ def test_the_peak_is_codes_and_a_few_blocks(
     held = build(directory)
     peak = torch.cuda.max_memory_allocated() - before
     assert sum(weight.codes_NK.nbytes for weight in held.values()) > 0.99 * weights
-    # Eight threads, each with a block as stored, in fp32, its codes, and its values again.
-    blocks = 8 * base_reader._BLOCK_BYTES
-    assert peak < 1.02 * weights + 8 * blocks
+    # Eight threads have a block as stored each. One at a time has it in fp32, too, its codes, and
+    # its values again, without and with their scales. A linear of the MLP would be 32 or 64 blocks.
+    assert peak < 1.01 * weights + 16 * base_reader._BLOCK_BYTES

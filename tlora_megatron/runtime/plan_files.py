@@ -16,6 +16,7 @@ from tlora_megatron.config.base_model import refuse_quantization
 from tlora_megatron.config.deterministic import settle_deterministic
 from tlora_megatron.config.load import ParallelSpec, RunConfig, config_to_dict
 from tlora_megatron.model.layout import LoraSharding
+from tlora_megatron.model.published_fp8 import refuse_published
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import HardwareProfile
@@ -111,6 +112,8 @@ def write_plan(
     plan, nodes, local = ranked.plan, *_nodes(ranked.plan, hardware)
     if kind in _FOREIGN:
         refuse_quantization(config.base_model, _FOREIGN[kind])
+        if config.base_model.path is not None:
+            refuse_published(Path(config.base_model.path) / "config.json", _FOREIGN[kind])
     if kind == "train":
         _write(path, _yaml(config_to_dict(apply_plan(config, plan))))
         return [_torchrun(nodes, local, ["-m", "tlora_megatron.cli", "train", str(path)])]

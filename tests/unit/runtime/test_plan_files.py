@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.helpers.fp8_folders import make_fp8_folder, set_quantization
 from tests.helpers.launch import HANG_S
 from tests.helpers.planner_case import HARDWARE
 from tlora_megatron.cli.auto_plan import planned_overrides
@@ -247,6 +248,30 @@ def test_plan_says_which_linears_are_fp8_and_counts_their_bytes(
     assert found["base"] == {"dtype": "float32", "fp8_linears": linears}
     columns = 4 * 256 + 3 * 128 + 4 * 704
     assert weights[0] - weights[1] == 128 * columns * 3 - 4 * columns
+
+
+@pytest.mark.parametrize(("kind", "scales"), [("channel", 1024 + 192 + 1024), ("block", 16 + 8 + 16)])
+def test_a_folder_published_in_fp8_is_seen_without_a_key(
+    quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: Any, scales: int
+) -> None:
+    base = make_fp8_folder(tmp_path, kind)
+    argv = ["plan", quickstart, "--gpus", "1", "--lengths", "64", f"--set=base_model.path={base}"]
+    assert main([*argv, "--json", "--write", "train", str(tmp_path / "run.yaml")]) == 0
+    assert plan_model(load_config(tmp_path / "run.yaml")).fp8_linears
+    codes = json.loads(capsys.readouterr().out)
+    assert main([*argv, "--runs-in=any", "--write", "deepspeed", str(tmp_path / "ds.json")]) == 2
+    assert "weights that are not quantised under DeepSpeed" in capsys.readouterr().err
+    set_quantization(base, None)
+    assert main([*argv, "--json"]) == 0
+    wide = json.loads(capsys.readouterr().out)
+    found, plain = (document["plans"][0] for document in (codes, wide))
+    linears = {"linear_qkv": 2, "linear_proj": 2, "linear_fc1": 2, "linear_fc2": 1}
+    assert codes["base"] == {"dtype": "float32", "fp8_linears": linears}
+    weights = 2 * (1024 * 192 + 192 * 512 + 1024 * 192) + 192 * 512
+    numbers = 2 * scales + (192 if kind == "channel" else 8)
+    saved = plain["memory"]["base_weights"] - found["memory"]["base_weights"]
+    assert saved == 3 * weights - 4 * numbers
+    assert found["time_s"]["gemm_s"] < plain["time_s"]["gemm_s"]
 
 
 def test_plan_where_nothing_fits_says_what_would_and_returns_1(

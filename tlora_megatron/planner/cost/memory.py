@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import NamedTuple
 
+from tlora_megatron.model.published_fp8 import BLOCK
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import (
@@ -230,11 +231,13 @@ def _base_bytes(spec: ModelSpec, plan: Plan, size: int, *, is_first: bool, is_la
 def linear_bytes(spec: ModelSpec, linear: str, tp_size: int, size: int) -> float:
     """Bytes of a frozen linear's weight on one rank in the mean layer.
 
-    They are elements, or codes and a scale a column.
+    They are elements, or codes and a scale a column, or a block.
     """
     columns, inner = local_shape(spec, linear, tp_size)
     share = spec.fp8_share(linear)
-    codes = columns * inner + columns * SCALE_BYTES
+    in_blocks = math.ceil(columns / BLOCK[0]) * math.ceil(inner / BLOCK[1])
+    scales = in_blocks if spec.fp8_in_blocks else columns
+    codes = columns * inner + scales * SCALE_BYTES
     return share * codes + (1.0 - share) * columns * inner * size
 
 

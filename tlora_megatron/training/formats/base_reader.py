@@ -93,7 +93,7 @@ def read_base(
     if spoilt:
         raise checkpoint.not_finite(min(spoilt))
     rounding = Rounding().join(lane.rounding for lane in lanes)
-    if device.type == "cuda" and rounding.sums:
+    if device.type == "cuda" and scales:
         del lanes
         torch.cuda.empty_cache()  # no other stream could use what lies in the lanes' own
     return rounding

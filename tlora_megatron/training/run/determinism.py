@@ -23,6 +23,7 @@ from tlora_megatron.ops.lora.cuda.operands import why_not_sizes
 from tlora_megatron.ops.lora.kernel_choice import kernel_choice
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.evaluation import Scorer
+from tlora_megatron.training.formats.base_card import QuantisationCard
 from tlora_megatron.training.metrics import write_atomic
 from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.run.summary import versions
@@ -73,7 +74,11 @@ def _is_transformer_engine(module: nn.Module) -> bool:
 
 
 def run_fingerprint(
-    config: RunConfig, groups: ParallelGroups, dtype: torch.dtype, engine: Scorer
+    config: RunConfig,
+    groups: ParallelGroups,
+    dtype: torch.dtype,
+    engine: Scorer,
+    quantisation: QuantisationCard | None = None,
 ) -> dict[str, Any]:
     """Returns what else bits follow from: runs with equal ones give a job equal bytes.
 
@@ -88,7 +93,7 @@ def run_fingerprint(
         "kernels": kernels,
         "engine": type(engine).__name__,
         "dtype": config.base_model.dtype,
-        "quantization": config.base_model.quantization,
+        "quantization": None if quantisation is None else str(quantisation),
         "nano_batches": config.run.nano_batches,
         "layout": {
             "tp_size": layout.tp_size,

@@ -238,7 +238,9 @@ class TrainingRun:
             return None
         dtype = DTYPES[self.config.base_model.dtype]
         check_deterministic(groups.device, dtype, linears)
-        self.facts["deterministic"] = run_fingerprint(self.config, groups, dtype, engine)
+        self.facts["deterministic"] = run_fingerprint(
+            self.config, groups, dtype, engine, self.quantisation
+        )
         return self.facts["deterministic"]
 
     def _make_bank(

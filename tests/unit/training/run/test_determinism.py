@@ -21,6 +21,7 @@ from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig
 from tlora_megatron.config.run import RunSpec
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.training.formats.base_card import QuantisationCard
 from tlora_megatron.training.run import determinism
 from tlora_megatron.training.run.determinism import (
     FILE_NAME,
@@ -113,7 +114,7 @@ class Theirs(Ours):
     """Stands for another trainer's."""
 
 
-def test_trainers_have_other_fingerprints() -> None:
+def test_a_fingerprint_names_trainer_and_codes() -> None:
     config = RunConfig(
         base_model=BaseModelSpec(path="base"),
         parallel=ParallelSpec(),
@@ -125,6 +126,9 @@ def test_trainers_have_other_fingerprints() -> None:
     ours, theirs = (run_fingerprint(config, groups, torch.bfloat16, x) for x in engines)
     assert ours == theirs | {"engine": "Ours"}
     assert theirs["engine"] == "Theirs"
+    card = QuantisationCard(method="fp8", format="e4m3", digest="0123456789abcdef")
+    found = run_fingerprint(config, groups, torch.bfloat16, engines[0], card)
+    assert found == ours | {"quantization": "fp8 (e4m3, 0123456789ab)"}
 
 
 HERE = {"device": "a", "layout": {"tp_size": 1, "pp_size": 1}}
