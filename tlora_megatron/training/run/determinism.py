@@ -137,11 +137,20 @@ def keep_fingerprints(
             continue
         path = output_dir / "jobs" / job.spec.name / FILE_NAME
         if fingerprint is None:
-            path.unlink(missing_ok=True)
+            _forget(path, job.spec.name)
             continue
         kept = _with_earlier({**fingerprint, "portion_tokens": job.spec.portion_tokens}, job)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(kept, indent=2))
+
+
+def _forget(path: Path, name: str) -> None:
+    if path.exists():
+        logger.warning(
+            "job %s goes on without run.deterministic, so its bits are promised no more; set "
+            "run.deterministic: true again to keep them", name,
+        )  # fmt: skip
+        path.unlink()
 
 
 def _with_earlier(mine: dict[str, Any], job: PreparedJob) -> dict[str, Any]:

@@ -182,7 +182,9 @@ def test_a_job_whose_first_steps_promised_nothing_is_told(
     keep_fingerprints(HERE, tmp_path, jobs)
     assert caplog.text.rstrip().endswith(": no fingerprint there")
     assert kept(tmp_path, "one") == HERE | {"portion_tokens": 64, "earlier": None}
+    caplog.clear()
     keep_fingerprints(None, tmp_path, jobs)
+    assert "job one goes on without run.deterministic" in caplog.text
     assert not (tmp_path / "jobs" / "one" / FILE_NAME).exists()
 
 
