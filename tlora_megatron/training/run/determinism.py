@@ -147,9 +147,8 @@ def keep_fingerprints(
 def _forget(path: Path, name: str) -> None:
     if path.exists():
         logger.warning(
-            "job %s goes on without run.deterministic, so its bits are promised no more; set "
-            "run.deterministic: true again to keep them", name,
-        )  # fmt: skip
+            "job %s goes on without run.deterministic, so its bits are promised no more", name
+        )
         path.unlink()
 
 
