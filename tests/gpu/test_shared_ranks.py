@@ -73,3 +73,18 @@ def test_the_branch_of_some_rows_is_what_the_definition_adds(made: Made) -> None
     check(whole, (expected["y"] - base_y)[begin:end] + 1, "y with its base")
     dx = bound.branch_dgrad(ds, (begin, end))
     check(dx, (expected["dx"] - base_dx)[begin:end], "dx")
+
+
+def test_s_of_windows_adds_up_to_the_bit(made: Made) -> None:
+    """Sequence parallelism: each rank has some rows of x, and makes s of those."""
+    ops, case, rows, x, _ = made
+    if ops.name == "torch":
+        pytest.skip("cuBLAS chooses by the number of rows")
+    bound, num_rows = ops.bind(case.factors, rows), rows.ends[-1]
+    window = (0, num_rows)
+    base = torch.zeros(num_rows, case.out_size, dtype=x.dtype, device="cuda")
+    expected = bound.up(bound.down(x), base, window)
+    for cut in (1, 33, num_rows // 2, num_rows - 1):
+        windows = ((0, cut), (cut, num_rows))
+        first, second = (bound.down(x[a:b].clone(), (a, b)) for a, b in windows)
+        assert torch.equal(bound.up(first + second, base, window), expected), cut

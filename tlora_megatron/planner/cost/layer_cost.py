@@ -17,6 +17,8 @@ from tlora_megatron.planner.hardware import CollectiveOp
 from tlora_megatron.planner.rounds import RoundLoad
 from tlora_megatron.planner.workload import JobLoad
 
+_GROUP = 128
+"""Features of x that share a scale, over an FP8 base with scales of blocks."""
 _CP_OPS: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter")
 BLOCKS = {"attention": ("linear_qkv", "linear_proj"), "mlp": ("linear_fc1", "linear_fc2")}
 
@@ -214,18 +216,31 @@ class LayerModel:
         """
         if plan.tp_size == 1:
             return dict.fromkeys(BLOCKS, (0.0, 0.0))
-        size = rows * self.spec.hidden_size * self.rates.element_bytes
-        if plan.sequence_parallel:
-            once = self._over_tp(plan, "all_gather", size)
-            once += self._over_tp(plan, "reduce_scatter", size)
-        else:
-            once = self._over_tp(plan, "all_reduce", size)
         comm = {}
         for block, sites in self._counts(plan).items():
             ranked = [self._exchanges(plan, load, rows, site) for site in sites]
             forward, backward = (sum(both[side] for both in ranked) for side in (0, 1))
-            comm[block] = once + forward, once + backward
+            whole = self._hidden_states(plan, rows, sites)
+            comm[block] = whole[0] + forward, whole[1] + backward
         return comm
+
+    def _hidden_states(
+        self, plan: Plan, rows: float, sites: Sequence[LoraCounts]
+    ) -> tuple[float, float]:
+        """Time of what carries hidden states to and from a block, forward and backward."""
+        size = rows * self.spec.hidden_size * self.rates.element_bytes
+        if not plan.sequence_parallel:
+            once = self._over_tp(plan, "all_reduce", size)
+            return once, once
+        gather = self._over_tp(plan, "all_gather", size)
+        scatter = self._over_tp(plan, "reduce_scatter", size)
+        # Over an FP8 base, codes and scales of x travel, but where adapters need all of x itself.
+        column = next(site for site in sites if site.gathers)
+        share = 0.0 if column.keeps_whole else self.spec.fp8_share(column.linear)
+        groups = -(-self.spec.hidden_size // _GROUP) if self.spec.fp8_in_blocks else 1
+        codes = self._over_tp(plan, "all_gather", rows * self.spec.hidden_size)
+        codes += self._over_tp(plan, "all_gather", rows * groups * 4)
+        return share * codes + (1 - share) * gather + scatter, gather + scatter
 
     def _exchanges(
         self, plan: Plan, load: RoundLoad, rows: float, site: LoraCounts
@@ -236,6 +251,9 @@ class LayerModel:
         width = site.widest if plan.lora_sharding == "fold" else _dot(shares, site.exchanged)
         size = rows * self.rates.element_bytes * width
         forward, backward = (sum(self._over_tp(plan, op, size) for op in ops) for ops in exchange)
+        if plan.lora_sharding == "fold":
+            # Where fold sums dS, x may travel as codes: s is then made of own rows, and summed too.
+            forward += self.spec.fp8_share(site.linear) * backward
         return forward, backward
 
     def _over_tp(self, plan: Plan, op: CollectiveOp, size_bytes: float) -> float:

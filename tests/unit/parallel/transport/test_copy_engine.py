@@ -68,6 +68,15 @@ def test_a_collective_is_one_call_on_the_current_stream(library: Library) -> Non
     assert {(c["dtype"], c["rank"], c["size"]) for c in library.calls} == {(0, RANK, SIZE)}
 
 
+def test_bytes_are_gathered_as_words_that_nothing_is_added_to(library: Library) -> None:
+    made = collectives()
+    whole = made.all_gather(torch.zeros(3, 4, dtype=torch.uint8), 0)
+    assert (whole.shape, whole.dtype) == ((3 * SIZE, 4), torch.uint8)
+    assert library.calls[0]["dtype"] == 2
+    with pytest.raises(AssertionError, match="come in fours, got 6"):
+        made.all_gather(torch.zeros(2, 3, dtype=torch.uint8), 0)
+
+
 def test_steps_are_made_once_for_a_lane_a_size_and_a_dtype(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,24 @@ def test_sequence_parallelism_gathers_and_scatters_and_sums_ds() -> None:
     assert cost(plan).elementwise_s == pytest.approx(LAYERS * (less + elements) / 1e9)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "in_blocks"), [(1, False), (1, True), (2, False)], ids=["", "groups", "whole x"]
+)
+def test_over_an_fp8_base_codes_are_gathered_unless_adapters_need_x(
+    blocks: int, in_blocks: bool
+) -> None:
+    plan = Plan(tp_size=2, sequence_parallel=True, micro_batch_tokens=128)
+    linears = (("linear_qkv", LAYERS // 2),)
+    spec, hardware = replace(SPEC, fp8_in_blocks=in_blocks), replace(HARDWARE, fp8_speedup=2.0)
+    jobs = [job(num_blocks=blocks)]
+    wide, codes = (
+        step_cost(each, jobs, plan, hardware) for each in (spec, replace(spec, fp8_linears=linears))
+    )
+    ds = 128 * 16 * 2  # s is summed as dS is
+    saved = 0 if blocks > 1 else STREAM - STREAM / 2 - 128 * 4 / 2 - ds
+    assert wide.tp_comm_s - codes.tp_comm_s == pytest.approx(LAYERS / 2 * saved / 1e9)
+
+
 def test_reductions_of_dx_hide_behind_factor_gradients() -> None:
     lora = replace(FREE_LORA, backward_fixed_s=1.0)
     plan = Plan(tp_size=2, micro_batch_tokens=128)
