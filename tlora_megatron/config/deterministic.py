@@ -11,7 +11,7 @@ from tlora_megatron.config.reader import must
 if TYPE_CHECKING:
     from tlora_megatron.config.load import ParallelSpec, RunConfig
 
-COST = "0 to 9 % of a step on an H200, most with long documents, and rows that portions leave free"
+COST = "0 to 5 % of a step on an H200, most with long documents, and rows that portions leave free"
 """The cost in words; docs/determinism.md has its parts."""
 _PORTION = 1024
 """Default portions are multiples of this."""
