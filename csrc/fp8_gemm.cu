@@ -3,47 +3,27 @@
 
 #include "gemm_host.cuh"
 
-extern template int fp8::launch_width<128>(const Fp8Problem&, bool, int, int, cudaStream_t);
-extern template int fp8::launch_width<192>(const Fp8Problem&, bool, int, int, cudaStream_t);
-extern template int fp8::launch_width<256>(const Fp8Problem&, bool, int, int, cudaStream_t);
-
-// Variants to measure; `promote` names them by what it is above 128.
-namespace fp8 {
-template <int BN, int N, int kSets>
-int launch_slices(const Fp8Problem& problem, bool block, int blocks, cudaStream_t stream);
-extern template int launch_slices<256, 64, 1>(const Fp8Problem&, bool, int, cudaStream_t);
-extern template int launch_slices<256, 32, 2>(const Fp8Problem&, bool, int, cudaStream_t);
-extern template int launch_slices<192, 96, 0>(const Fp8Problem&, bool, int, cudaStream_t);
-extern template int launch_slices<192, 96, 1>(const Fp8Problem&, bool, int, cudaStream_t);
-extern template int launch_slices<128, 64, 2>(const Fp8Problem&, bool, int, cudaStream_t);
-}  // namespace fp8
+extern template int fp8::launch_width<128>(const Fp8Problem&, bool, int, cudaStream_t);
+extern template int fp8::launch_width<192>(const Fp8Problem&, bool, int, cudaStream_t);
+extern template int fp8::launch_width<256>(const Fp8Problem&, bool, int, cudaStream_t);
 
 // What the caller passes: `Fp8GemmArguments` of ops/lora/cuda/arguments.py, field by field.
 struct TloraFp8Gemm {
   TloraGemm gemm;  // x and W are codes; W is [columns_out, depth]
   const float *row_scales, *scales;
   int row_stride, row_group_stride, column_stride, group_stride;
-  int block;    // the kind of W's scales
-  int promote;  // every so many k; 0: not at all
-  int lag;      // stages by which the second warpgroup begins later: 0 to 3
+  int block;  // the kind of W's scales
 };
 
 namespace {
 
 using namespace fp8;
 
-int launch_any(const Fp8Problem& p, int width, bool block, int promote, int blocks, cudaStream_t stream) {
-  switch (width * 10 + promote - 128) {
-    case 2561: return launch_slices<256, 64, 1>(p, block, blocks, stream);
-    case 2562: return launch_slices<256, 32, 2>(p, block, blocks, stream);
-    case 1922: return launch_slices<192, 96, 0>(p, block, blocks, stream);
-    case 1921: return launch_slices<192, 96, 1>(p, block, blocks, stream);
-    case 1282: return launch_slices<128, 64, 2>(p, block, blocks, stream);
-  }
+int launch_any(const Fp8Problem& p, int width, bool block, int blocks, cudaStream_t stream) {
   switch (width) {
-    case 128: return launch_width<128>(p, block, promote, blocks, stream);
-    case 192: return launch_width<192>(p, block, promote, blocks, stream);
-    case 256: return launch_width<256>(p, block, promote, blocks, stream);
+    case 128: return launch_width<128>(p, block, blocks, stream);
+    case 192: return launch_width<192>(p, block, blocks, stream);
+    case 256: return launch_width<256>(p, block, blocks, stream);
   }
   return fail("tile_columns", "must be 128, 192 or 256");
 }
@@ -67,10 +47,8 @@ TLORA_EXPORT int tlora_fp8_gemm(const TloraFp8Gemm* arguments, cudaStream_t stre
   p.row_group_stride = f.row_group_stride;
   p.column_stride = f.column_stride;
   p.group_stride = f.group_stride;
-  if (f.lag < 0 || f.lag >= kStages) return fail("lag", "must be less than the stages of the ring");
-  p.lag = f.lag;
   if (!make_code_map(&p.x, g.x, g.rows, g.depth, kBlockRows) ||
       !make_code_map(&p.weight, g.weight, g.columns_out, g.depth, g.tile_columns / 2) || !make_shared_maps(g, &p))
     return fail_maps();
-  return launch_any(p, g.tile_columns, f.block, f.promote, g.blocks, stream);
+  return launch_any(p, g.tile_columns, f.block, g.blocks, stream);
 }

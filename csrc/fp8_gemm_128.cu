@@ -1,4 +1,4 @@
 // The FP8 kernels of tiles of 128 columns: a unit of their own, compiled beside the others.
 #include "fp8_gemm.cuh"
 
-template int fp8::launch_width<128>(const Fp8Problem&, bool, int, int, cudaStream_t);
+template int fp8::launch_width<128>(const Fp8Problem&, bool, int, cudaStream_t);

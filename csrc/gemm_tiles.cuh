@@ -105,6 +105,9 @@ struct Copies {
   const int block;
   RingOf<kLength> ring;
   bool waited = false;  // for the kernel that makes ext
+  // Copies of a chunk that the compiler may unroll: none where the ring is not the usual one, as copying warps have
+  // fewer registers there.
+  static constexpr int kPanelsAtOnce = kLength == kStages && kTurns == 2 ? 4 : 1;
 
   __device__ uint64_t* begin_stage(int bytes) {
     barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
@@ -144,6 +147,7 @@ struct Copies {
   __device__ void load_chunk(uint64_t* full, int target, int row, int place, int column) {
     // A null table of columns (dgrad) stands for one arena that every target shares.
     const bool one = p.columns[0].stride == 0;
+#pragma unroll kPanelsAtOnce
     for (int panel = block; panel < BN / 64; panel += 2) {
       const int n = column + panel * 64;
       const int from = one ? n : compact_column(p.columns[target], n);

@@ -29,19 +29,6 @@ __device__ __forceinline__ void wgmma_codes_n128(float (&d)[64], const uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
-__device__ __forceinline__ void wgmma_codes_n32(float (&d)[16], const uint32_t (&a)[4], uint64_t b,
-                                               int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-      "}, {%16, %17, %18, %19}, %20, p, 1, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
 __device__ __forceinline__ void wgmma_codes_n64(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
                                                int accumulate) {
   asm volatile(
@@ -80,7 +67,6 @@ __device__ __forceinline__ void wgmma_codes_n96(float (&d)[48], const uint32_t (
 
 template <int N>
 __device__ __forceinline__ void wgmma_codes(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-  if constexpr (N == 32) wgmma_codes_n32(d, a, b, accumulate);
   if constexpr (N == 64) wgmma_codes_n64(d, a, b, accumulate);
   if constexpr (N == 96) wgmma_codes_n96(d, a, b, accumulate);
   if constexpr (N == 128) wgmma_codes_n128(d, a, b, accumulate);

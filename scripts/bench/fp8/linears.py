@@ -5,9 +5,9 @@
 Every variant of a shape runs in turn as a CUDA graph over rotated operands, so that all see the
 same clock and none finds its operands in L2; times are medians. `bf16` is cuBLAS; `library` is
 torch._scaled_mm with scales of rows and fast accumulation, its transposed weight made beforehand.
-`gemm` is ours without adapters, by width of tile, products summed before promotion, and lag; `xN`
-has N adapters of rank 16 in it, from an s that is there. `linear xN` is all that training runs:
-casts, s, GEMM; then casts, dS, GEMM, dA and dB. Ours is held against the definition first.
+`gemm` is ours without adapters, by width of tile, and `blocks` with scales of blocks; `xN` has N
+adapters of rank 16 in it, from an s that is there. `linear xN` is all that training runs: casts, s,
+GEMM; then casts, dS, GEMM, dA and dB. Ours is held against the definition first.
 """
 
 from __future__ import annotations
@@ -34,25 +34,16 @@ from tlora_megatron.ops.lora.cuda.ops import CudaLinear
 from tlora_megatron.ops.lora.kernel_choice import choose_ops
 from tlora_megatron.ops.quantised import cuda_dgrad, cuda_products
 from tlora_megatron.ops.quantised.definition import forward_product, input_gradient
-from tlora_megatron.ops.quantised.rows import QuantRows, encode_rows
-from tlora_megatron.ops.quantised.weight import encode_weight
+from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
+from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
 
 TOKENS = 8192
 RANK = 16
 MOST = 3e-3
 """Error of a checked row over its norm."""
 CHECKED_ROWS = 256
-GEMMS = (
-    *((256, 128, lag) for lag in (0, 2)),
-    *((256, 129, lag) for lag in (0, 1, 2, 3)),
-    *((256, 130, lag) for lag in (0, 1)),
-    *((192, 129, lag) for lag in (0, 1)),
-    (192, 130, 0),
-    (128, 130, 0),
-    (256, 0, 0),
-    (192, 512, 0),
-)
-"""Widths of tiles, products summed before promotion (above 128: loops to choose from), and lags."""
+WIDTHS = (256, 192, 128)
+"""Of tiles."""
 PEAK_FLOPS, BANDWIDTH = 1979e12, 4.3e12
 """Of an H200: FP8, dense, and bytes a second as streaming kernels reach it."""
 Call = Callable[[int], torch.Tensor]
@@ -83,19 +74,23 @@ class Quantised:
         """Transposed codes, which the library's backward reads."""
         return tuple(cuda_products.transposed(w.codes_NK) for w in self.weights)
 
-    def product(self, width: int, promote: int, lag: int, index: int) -> torch.Tensor:
+    def product(self, width: int, index: int) -> torch.Tensor:
         """Ours, without adapters."""
         weight = self.weights[index]
         scales = cuda_products.forward_scales(weight)
-        return self._gemm(self.x[index], weight.codes_NK, scales, GemmTile(width), promote, lag)
+        return self._gemm(self.x[index], weight.codes_NK, scales, GemmTile(width))
 
-    def gradient_of_copy(self, width: int, promote: int, lag: int, index: int) -> torch.Tensor:
-        """Ours, without adapters, of a transposed copy that is there."""
-        weight = self.weights[index]
-        scales = cuda_products.gradient_scales(weight)
-        return self._gemm(
-            self.dy[index], self.copies_KN[index], scales, GemmTile(width), promote, lag
-        )
+    @cached_property
+    def grouped_x(self) -> tuple[QuantRows, ...]:
+        """Inputs for scales of blocks."""
+        return tuple(encode_rows(s.x_TK, group=GROUP) for s in self.workload.sets)
+
+    def product_of_blocks(self, width: int, index: int) -> torch.Tensor:
+        """Ours, without adapters, with scales of blocks: all 1."""
+        codes = self.weights[index].codes_NK
+        scales = torch.ones([-(-size // GROUP) for size in codes.shape], device=codes.device)
+        blocks = cuda_products.forward_scales(QuantWeight(codes, scales))
+        return self._gemm(self.grouped_x[index], codes, blocks, GemmTile(width))
 
     def gradient(self, index: int) -> torch.Tensor:
         """Ours, without adapters; makes the transposed copy."""
@@ -127,12 +122,10 @@ class Quantised:
         codes: torch.Tensor,
         scales: cuda_products.WeightScales,
         tile: GemmTile | None,
-        promote: int = cuda_products.PROMOTE,
-        lag: int = cuda_products.LAG,
     ) -> torch.Tensor:
         out = torch.empty(TOKENS, len(codes), dtype=torch.bfloat16, device="cuda")
         tile = tile or cuda_products.tile_of(out, self.weights[0])
-        cuda_products.fp8_gemm(rows, codes, scales, out, tile, promote=promote, lag=lag)
+        cuda_products.fp8_gemm(rows, codes, scales, out, tile)
         return out
 
 
@@ -168,9 +161,10 @@ def base_variants(q: Quantised) -> Iterator[Variant]:
     yield backward("transpose", lambda i: cuda_products.transposed(weights[i].codes_NK))
     yield backward("copy + gemm", q.gradient)
     yield backward("registers", q.gradient_of_registers)
-    for width, promote, lag in GEMMS:
-        name = f"gemm {width}/{promote}/{lag}"
-        yield forward(name, partial(q.product, width, promote, lag))
+    for width in WIDTHS:
+        yield forward(f"gemm {width}", partial(q.product, width))
+    for width in WIDTHS[::2]:
+        yield forward(f"blocks {width}", partial(q.product_of_blocks, width))
 
 
 class Adapted:
@@ -189,7 +183,7 @@ class Adapted:
         pairs = zip(self._bound, sets, self._s, strict=True)
         self._ds = [b.backward_up(s.dy_TN, own) for b, s, own in pairs]
 
-    def product(self, tile: GemmTile | None, promote: int, lag: int, index: int) -> torch.Tensor:
+    def product(self, tile: GemmTile | None, index: int) -> torch.Tensor:
         """The GEMM alone, of codes and an s that are there."""
         bound, weight = self._bound[index], self._q.weights[index]
         assert isinstance(bound, CudaLinear), "this bench is for Hopper GPUs"
@@ -201,8 +195,6 @@ class Adapted:
             out,
             tile or cuda_products.tile_of(out, weight),
             rank=bound._rank_part(self._s[index], bound._site.b, "chunk_b", None),
-            promote=promote,
-            lag=lag,
         )
         return out
 
@@ -235,12 +227,11 @@ class Adapted:
 def adapted_variants(q: Quantised, num_adapters: int) -> Iterator[Variant]:
     """The GEMMs with adapters, and whole linears."""
     adapted, name = Adapted(q, num_adapters), f"x{num_adapters}"
-    chosen = partial(adapted.product, None, cuda_products.PROMOTE, cuda_products.LAG)
+    chosen = partial(adapted.product, None)
     yield Variant(name=f"gemm {name}", direction="forward", call=chosen)
-    for width, promote, lag in GEMMS[:6]:
-        call = partial(adapted.product, GemmTile(width), promote, lag)
-        of_loop = f"gemm {width}/{promote}/{lag} {name}"
-        yield Variant(name=of_loop, direction="forward", call=call)
+    for width in WIDTHS:
+        call = partial(adapted.product, GemmTile(width))
+        yield Variant(name=f"gemm {width} {name}", direction="forward", call=call)
     yield Variant(name=f"copy + gemm {name}", direction="backward", call=adapted.gradient)
     yield Variant(name=f"linear {name}", direction="both", call=adapted.linear)
 

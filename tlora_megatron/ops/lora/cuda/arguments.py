@@ -62,7 +62,6 @@ class Fp8GemmArguments(ctypes.Structure):
         *((name, _Pointer) for name in ("row_scales", "scales")),
         *((name, _Int) for name in ("row_stride", "row_group_stride")),
         *((name, _Int) for name in ("column_stride", "group_stride", "block")),
-        *((name, _Int) for name in ("promote", "lag")),
     ]
 
 
