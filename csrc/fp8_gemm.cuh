@@ -283,10 +283,7 @@ struct Consumer : Sums<BN, kRingOf<BN>, BN / 64> {
     }
   }
 
-  // Each chunk is a sum of its own: in one of the tensor cores' sums chunks would be divided otherwise with other
-  // neighbours.
   __device__ void add_chunks(float (&sums)[BN / 2], Chunks chunks) {
-    float parts[2][32];
     for (int begin = chunks.begin; begin < chunks.end; begin += kStageChunks) {
       const int count = min(kStageChunks, chunks.end - begin);
       barrier_wait(&own.full[ring.stage], ring.parity);
@@ -294,28 +291,43 @@ struct Consumer : Sums<BN, kRingOf<BN>, BN / 64> {
       uint64_t b = operand(own.weight[ring.stage], kPanel);
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
-#pragma unroll
-        for (int panel = 0; panel <= BN / 64; ++panel) {
-          if (panel < BN / 64) {
-            settle(parts[panel % 2]);
-            wgmma_fence();
-            wgmma<64, 1, 1>(parts[panel % 2], a, b + panel * (kPanel >> 4), 0);
-            wgmma_commit();
-          }
-          if (panel == 0) continue;
-          if (panel < BN / 64)
-            wgmma_wait<1>();
-          else
-            wgmma_wait<0>();
-          settle(parts[(panel + 1) % 2]);
-#pragma unroll
-          for (int j = 0; j < 32; ++j) sums[(panel - 1) * 32 + j] += parts[(panel + 1) % 2][j];
-        }
+        if constexpr (kDropout)
+          add_chunk_apart(sums, a, b);
+        else
+          add_chunk(sums, a, b);
         a += kChunk * 128 >> 4;
         b += kChunk * 128 >> 4;
       }
       this->release(ring.stage);
       ring.advance();
+    }
+  }
+
+  // A chunk is one product of the tensor cores, onto the sums: zeros in the rows of others change no bit.
+  __device__ void add_chunk(float (&sums)[BN / 2], uint64_t a, uint64_t b) {
+    auto& panels = reinterpret_cast<float(&)[BN / 64][32]>(sums);
+    settle(sums);
+    wgmma_fence();
+#pragma unroll
+    for (int panel = 0; panel < BN / 64; ++panel) wgmma<64, 1, 1>(panels[panel], a, b + panel * (kPanel >> 4), 1);
+    wgmma_commit();
+    wgmma_wait<0>();
+    settle(sums);
+  }
+
+  // Through registers of its own: before the base's products the compiler finds no place for the sums, and serializes.
+  __device__ void add_chunk_apart(float (&sums)[BN / 2], uint64_t a, uint64_t b) {
+    float part[32];
+#pragma unroll
+    for (int panel = 0; panel < BN / 64; ++panel) {
+      settle(part);
+      wgmma_fence();
+      wgmma<64, 1, 1>(part, a, b + panel * (kPanel >> 4), 0);
+      wgmma_commit();
+      wgmma_wait<0>();
+      settle(part);
+#pragma unroll
+      for (int j = 0; j < 32; ++j) sums[panel * 32 + j] += part[j];
     }
   }
 
