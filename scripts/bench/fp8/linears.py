@@ -85,10 +85,15 @@ class Quantised:
         """Inputs for scales of blocks."""
         return tuple(encode_rows(s.x_TK, group=GROUP) for s in self.workload.sets)
 
+    @cached_property
+    def scales_of_blocks(self) -> torch.Tensor:
+        """Those of every weight: all 1."""
+        codes = self.weights[0].codes_NK
+        return torch.ones([-(-size // GROUP) for size in codes.shape], device=codes.device)
+
     def product_of_blocks(self, width: int, index: int) -> torch.Tensor:
-        """Ours, without adapters, with scales of blocks: all 1."""
-        codes = self.weights[index].codes_NK
-        scales = torch.ones([-(-size // GROUP) for size in codes.shape], device=codes.device)
+        """Ours, without adapters, with scales of blocks."""
+        codes, scales = self.weights[index].codes_NK, self.scales_of_blocks
         blocks = cuda_products.forward_scales(QuantWeight(codes, scales))
         return self._gemm(self.grouped_x[index], codes, blocks, GemmTile(width))
 
