@@ -21,7 +21,7 @@ from tlora_megatron.ops.lora.columns import OutputColumns
 from tlora_megatron.ops.lora.cuda.calls import GemmTile
 from tlora_megatron.ops.lora.kernel_choice import problem_of
 from tlora_megatron.ops.lora.linear_ops import BoundLinear, LinearOps
-from tlora_megatron.ops.quantised import cuda_dgrad, cuda_products
+from tlora_megatron.ops.quantised import cuda_products
 from tlora_megatron.ops.quantised.codes import encode
 from tlora_megatron.ops.quantised.definition import forward_product, input_gradient
 from tlora_megatron.ops.quantised.rows import GROUP, QuantRows, encode_rows
@@ -61,11 +61,9 @@ SIZES = ((256, 768, 512), (300, 520, 400), (1, 16, 16), (4097, 1096, 1040), (129
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Input gradients go through a transposed copy: test_fp8_dgrad_gpu.py has the other way."""
+def hopper() -> None:
     if problem := problem_of("cuda", torch.device("cuda"), BF16):
         pytest.skip(problem)
-    monkeypatch.setattr(cuda_dgrad, "FROM_REGISTERS", False)
 
 
 KINDS = ("channel 128", "channel 192", "channel 256", "block 128", "block 256")
@@ -118,7 +116,7 @@ def test_products_without_adapters(sizes: tuple[int, int, int], kind: Kind) -> N
         return
     gradient = input_gradient(dy_rows, weight.codes_NK, weight.scales, BF16)
     with poisoned_memory():
-        dx = cuda_products.input_gradient(dy, weight, None)
+        dx = weight.ranked_dgrad(dy, None)
     assert row_error(dx, gradient) < MOST
 
 
@@ -271,14 +269,6 @@ def test_bits_do_not_depend_on_the_width_of_tiles(
     assert row_error(found, expected) < MOST
     for width in (128, 192) if kind_of_scales == "channel" else (128,):
         assert torch.equal(gemm(rows, weight, width), found), width
-
-
-@pytest.mark.parametrize("sizes", [(16, 16), (144, 272), (4096, 14_336), (6144, 4096)], ids=str)
-def test_a_transposed_copy(sizes: tuple[int, int]) -> None:
-    generator = torch.Generator("cuda").manual_seed(3)
-    codes = torch.randint(0, 256, sizes, generator=generator, device="cuda", dtype=torch.uint8)
-    with poisoned_memory():
-        assert torch.equal(cuda_products.transposed(codes), codes.t())
 
 
 def test_codes_handed_with_a_tensor_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ class Quantised:
     @cached_property
     def copies_KN(self) -> tuple[torch.Tensor, ...]:
         """Transposed codes, which the library's backward reads."""
-        return tuple(cuda_products.transposed(w.codes_NK) for w in self.weights)
+        return tuple(w.codes_NK.t().contiguous() for w in self.weights)
 
     def product(self, width: int, index: int) -> torch.Tensor:
         """Ours, without adapters."""
@@ -98,14 +98,7 @@ class Quantised:
         return self._gemm(self.grouped_x[index], codes, blocks, GemmTile(width))
 
     def gradient(self, index: int) -> torch.Tensor:
-        """Ours, without adapters; makes the transposed copy."""
-        weight = self.weights[index]
-        codes_KN = cuda_products.transposed(weight.codes_NK)
-        scales = cuda_products.gradient_scales(weight)
-        return self._gemm(self.dy[index], codes_KN, scales, None)
-
-    def gradient_of_registers(self, index: int) -> torch.Tensor:
-        """Ours, without adapters, from the one copy of codes."""
+        """Ours, without adapters."""
         weight = self.weights[index]
         out = torch.empty(TOKENS, weight.shape[1], dtype=torch.bfloat16, device="cuda")
         cuda_dgrad.fp8_dgrad(self.dy[index], weight, out)
@@ -126,10 +119,9 @@ class Quantised:
         rows: QuantRows,
         codes: torch.Tensor,
         scales: cuda_products.WeightScales,
-        tile: GemmTile | None,
+        tile: GemmTile,
     ) -> torch.Tensor:
         out = torch.empty(TOKENS, len(codes), dtype=torch.bfloat16, device="cuda")
-        tile = tile or cuda_products.tile_of(out, self.weights[0])
         cuda_products.fp8_gemm(rows, codes, scales, out, tile)
         return out
 
@@ -163,9 +155,7 @@ def base_variants(q: Quantised) -> Iterator[Variant]:
     yield backward("library", q.library_gradient)
     yield forward("cast", lambda i: encode_rows(sets[i].x_TK).codes_TK)
     yield backward("cast", lambda i: encode_rows(sets[i].dy_TN, fold_K=weights[i].fold_N).codes_TK)
-    yield backward("transpose", lambda i: cuda_products.transposed(weights[i].codes_NK))
-    yield backward("copy + gemm", q.gradient)
-    yield backward("registers", q.gradient_of_registers)
+    yield backward("gemm", q.gradient)
     for width in WIDTHS:
         yield forward(f"gemm {width}", partial(q.product, width))
     for width in WIDTHS[::2]:
@@ -204,18 +194,12 @@ class Adapted:
         return out
 
     def gradient(self, index: int) -> torch.Tensor:
-        """The GEMM and the transposed copy, of codes and a dS that are there."""
+        """The GEMM alone, of codes and a dS that are there."""
         bound, weight = self._bound[index], self._q.weights[index]
         assert isinstance(bound, CudaLinear), "this bench is for Hopper GPUs"
         out = torch.empty(TOKENS, weight.shape[1], dtype=torch.bfloat16, device="cuda")
-        cuda_products.fp8_gemm(
-            self._q.dy[index],
-            cuda_products.transposed(weight.codes_NK),
-            cuda_products.gradient_scales(weight),
-            out,
-            cuda_products.tile_of(out, weight),
-            rank=bound._rank_part(self._ds[index], bound._site.a, "chunk_a", None),
-        )
+        rank = bound._rank_part(self._ds[index], bound._site.a, "chunk_a", None)
+        cuda_dgrad.fp8_dgrad(self._q.dy[index], weight, out, rank=rank)
         return out
 
     def linear(self, index: int) -> torch.Tensor:
@@ -237,16 +221,13 @@ def adapted_variants(q: Quantised, num_adapters: int) -> Iterator[Variant]:
     for width in WIDTHS:
         call = partial(adapted.product, GemmTile(width))
         yield Variant(name=f"gemm {width} {name}", direction="forward", call=call)
-    yield Variant(name=f"copy + gemm {name}", direction="backward", call=adapted.gradient)
+    yield Variant(name=f"gemm {name}", direction="backward", call=adapted.gradient)
     yield Variant(name=f"linear {name}", direction="both", call=adapted.linear)
 
 
 def worst_error(q: Quantised, variant: Variant, result: torch.Tensor) -> float | None:
     """Error over the norm, of some rows of set 0; None for what the definition does not say."""
-    if (
-        not variant.name.startswith(("gemm ", "copy", "registers", "library"))
-        or " x" in variant.name
-    ):
+    if not variant.name.startswith(("gemm", "library")) or " x" in variant.name:
         return None
     weight, forward = q.weights[0], variant.direction == "forward"
     rows, product = (q.x[0], forward_product) if forward else (q.dy[0], input_gradient)

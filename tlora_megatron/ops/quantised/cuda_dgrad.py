@@ -19,22 +19,15 @@ from tlora_megatron.ops.quantised.rows import QuantRows
 if TYPE_CHECKING:
     from tlora_megatron.ops.quantised.weight import QuantWeight
 
-FROM_REGISTERS = True
-"""False leaves the input gradient to kernels that transpose the weight first."""
 _ARGUMENTS = packer(DgradArguments)
-_SIZE_STEP = 16
-"""Bytes: rows of codes must begin at multiples of it."""
-
-
-def fits_fp8_dgrad(weight: QuantWeight) -> bool:
-    """True if the kernel takes a weight of these sizes, and is to be used."""
-    return FROM_REGISTERS and not any(size % _SIZE_STEP for size in weight.shape)
 
 
 def dgrad_with_ranks(
     dy_TN: torch.Tensor, weight: QuantWeight, rank: RankPart | None
 ) -> torch.Tensor:
     """Returns `dy W + mask(rank part)`, with dy's codes from who made dy or made here.
+
+    `cuda_products.takes` says for which weights.
 
     Args:
         rank: of a dS that the kernel before has made.

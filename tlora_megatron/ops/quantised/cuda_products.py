@@ -1,8 +1,7 @@
-"""Products with FP8 weights on Hopper GPUs, adapters included: one GEMM of codes a direction.
+"""Products of inputs with FP8 weights on Hopper GPUs, adapters included: one GEMM of codes.
 
-csrc/fp8_gemm.cuh says what it computes. The input gradient goes through a transposed copy of the
-weight's codes, which lives for the one product (csrc/transpose_codes.cu): the tensor cores read 8
-bits along the sum only. A row's bits depend on that row and the weight alone, not on the tiles.
+csrc/fp8_gemm.cuh says what it computes; the input gradient has a kernel of its own
+(`cuda_dgrad.py`). A row's bits depend on that row and the weight alone, not on the tiles.
 
 Shapes: T rows, K features in, N features out.
 """
@@ -15,18 +14,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.lora.cuda.arguments import Fp8GemmArguments, TransposeArguments, packer
+from tlora_megatron.ops.lora.cuda.arguments import Fp8GemmArguments, packer
 from tlora_megatron.ops.lora.cuda.calls import (
     GemmTile,
     RankPart,
-    device_index,
     gemm_arguments,
     launch,
     multiprocessors,
 )
 from tlora_megatron.ops.lora.cuda.operands import fit_gemm, gemm_tile
 from tlora_megatron.ops.lora.kernel_choice import kernel_choice
-from tlora_megatron.ops.quantised.cuda_dgrad import dgrad_with_ranks, fits_fp8_dgrad
 from tlora_megatron.ops.quantised.handed_rows import handed_rows
 from tlora_megatron.ops.quantised.rows import QuantRows
 
@@ -37,7 +34,7 @@ _SPEEDS = ((256, 1.0), (192, 0.99), (128, 0.88))
 """Widths of tiles and the share of the widest's speed that each reaches on an H200."""
 _BLOCK_SPEEDS = tuple(pair for pair in _SPEEDS if pair[0] != 192)
 """A tile of scales of blocks must be whole blocks wide."""
-_GEMM, _TRANSPOSE = map(packer, (Fp8GemmArguments, TransposeArguments))
+_GEMM = packer(Fp8GemmArguments)
 
 
 class WeightScales(NamedTuple):
@@ -56,7 +53,7 @@ class WeightScales(NamedTuple):
 
 
 def takes(x: Tensor, weight: QuantWeight) -> bool:
-    """True if these kernels compute the products of x, or of a gradient, with a weight."""
+    """True if our kernels compute the products of x, or of a gradient, with a weight."""
     return (
         x.is_cuda
         and x.dtype == torch.bfloat16
@@ -111,42 +108,12 @@ def product_of(
     return out_TN
 
 
-def input_gradient(dy_TN: Tensor, weight: QuantWeight, rank: RankPart | None) -> Tensor:
-    """Returns `dy W + mask(rank part)`, with dy's codes from who made dy or made here."""
-    if fits_fp8_dgrad(weight):
-        return dgrad_with_ranks(dy_TN, weight, rank)
-    rows = weight.gradient_rows_of(dy_TN)
-    codes_KN = transposed(weight.codes_NK)
-    out_TK = dy_TN.new_empty(len(dy_TN), weight.shape[1])
-    tile = tile_of(out_TK, weight)
-    fp8_gemm(rows, codes_KN, gradient_scales(weight), out_TK, tile, rank=rank)
-    return out_TK
-
-
-def transposed(codes: Tensor) -> Tensor:
-    """Returns a transposed copy of codes, both of whose sizes are multiples of 16.
-
-    Its memory belongs to the current stream, so streams never share a copy.
-    """
-    copy = codes.new_empty(codes.shape[1], codes.shape[0])
-    arguments = (codes.data_ptr(), copy.data_ptr(), *codes.shape, device_index(codes))
-    launch("transpose", _TRANSPOSE.pack(*arguments), codes)
-    return copy
-
-
 def forward_scales(weight: QuantWeight) -> WeightScales:
     """Returns the scales of `x W^T`."""
     if weight.kind == "channel":
         return WeightScales(weight.scales.data_ptr())
     groups = weight.scales.shape[1]
     return WeightScales(weight.scales.data_ptr(), True, groups, 1, groups, 1)
-
-
-def gradient_scales(weight: QuantWeight) -> WeightScales:
-    """Returns the scales of `dy W`: those of channels are in dy's codes already."""
-    if weight.kind == "channel":
-        return WeightScales()
-    return WeightScales(weight.scales.data_ptr(), True, 1, 0, 1, weight.scales.shape[1])
 
 
 def fp8_gemm(

@@ -115,9 +115,9 @@ class QuantWeight:
 
     def ranked_dgrad(self, dy_TN: Tensor, rank: RankPart | None) -> Tensor:
         """Returns `dy W + mask(rank part)` `[T, K]`; if `takes_ranks`."""
-        from tlora_megatron.ops.quantised.cuda_products import input_gradient
+        from tlora_megatron.ops.quantised.cuda_dgrad import dgrad_with_ranks
 
-        return input_gradient(dy_TN, self, rank)
+        return dgrad_with_ranks(dy_TN, self, rank)
 
     def forward(self, x_TK: Tensor, onto_TN: Tensor | None = None) -> Tensor:
         """Returns `x W^T` `[T, N]`; added to `onto_TN`, in place, where there is one."""

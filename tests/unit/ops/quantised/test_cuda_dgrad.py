@@ -70,9 +70,3 @@ def test_with_adapters_and_dropout(launched: list[dict[str, Any]]) -> None:
         dropout=mask.probability, ext_rows=16, num_targets=2, dropout_key=77, first_column=96,
         overlaps_previous_kernel=1,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(("sizes", "fits"), [((32, 48), True), ((40, 48), False)])
-def test_rows_of_codes_must_be_aligned(sizes: tuple[int, int], fits: bool) -> None:
-    weight = QuantWeight(torch.zeros(sizes, dtype=torch.uint8), torch.ones(sizes[0]))
-    assert cuda_dgrad.fits_fp8_dgrad(weight) == fits

@@ -15,7 +15,7 @@ from tlora_megatron.ops.lora.cuda.arguments import STRUCTS
 from tlora_megatron.ops.lora.cuda.calls import GemmTile, RankPart
 from tlora_megatron.ops.lora.cuda.ops import CudaOps, RankedBase
 from tlora_megatron.ops.lora.torch_ops import TorchOps
-from tlora_megatron.ops.quantised import cuda_dgrad, cuda_products
+from tlora_megatron.ops.quantised import cuda_products
 from tlora_megatron.ops.quantised.rows import GROUP, encode_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
 
@@ -35,8 +35,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             found.append(STRUCTS[name].from_buffer_copy(arguments))
 
     monkeypatch.setattr(calls, "load_extension", Library)
+    monkeypatch.setattr(calls, "device_index", lambda x: 3)
     for module in (calls, cuda_products):
-        monkeypatch.setattr(module, "device_index", lambda x: 3)
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: 40 + i, raising=False)
     return found
@@ -56,28 +56,6 @@ def test_forward(launched: list[Any], weight: QuantWeight, steps: tuple[int, ...
     assert (gemm.tile_columns, gemm.blocks, gemm.overlaps_previous_kernel) == (256, 132, 0)
     assert (fields.row_scales, fields.scales) == (rows.scales.data_ptr(), weight.scales.data_ptr())
     assert steps == _steps(fields)
-
-
-@pytest.mark.parametrize(
-    ("weight", "steps"), [(CHANNELS, (1, 0, 0, 0, 0)), (BLOCKS, (1, 0, 1, 2, 1))]
-)
-def test_input_gradient(
-    launched: list[Any],
-    weight: QuantWeight,
-    steps: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Through a transposed copy; scales of channels are in dy's codes, those of blocks turned."""
-    monkeypatch.setattr(cuda_dgrad, "FROM_REGISTERS", False)
-    dx = cuda_products.input_gradient(torch.randn(T, N), weight, None)
-    assert dx.shape == (T, K)
-    copy, fields = launched
-    assert (copy.source, copy.rows, copy.columns) == (weight.codes_NK.data_ptr(), N, K)
-    assert copy.target == fields.gemm.weight
-    assert (fields.gemm.rows, fields.gemm.columns_out, fields.gemm.depth) == (T, K, N)
-    assert fields.scales == (None if weight is CHANNELS else weight.scales.data_ptr())
-    assert steps == _steps(fields)
-    assert fields.gemm.tile_columns != (192 if weight is BLOCKS else 0)
 
 
 def _steps(fields: Any) -> tuple[int, ...]:

@@ -65,16 +65,6 @@ class Fp8GemmArguments(ctypes.Structure):
     ]
 
 
-class TransposeArguments(ctypes.Structure):
-    """`TloraTranspose` of transpose_codes.cu."""
-
-    _fields_ = [
-        *((name, _Pointer) for name in ("source", "target")),
-        *((name, _Long) for name in ("rows", "columns")),
-        ("device", _Int),
-    ]
-
-
 class RowsArguments(ctypes.Structure):
     """`TloraRows` of rank_rows.cu."""
 
@@ -151,7 +141,6 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "gemm": GemmArguments,
     "fp8_dgrad": DgradArguments,
     "fp8_gemm": Fp8GemmArguments,
-    "transpose": TransposeArguments,
     "rows": RowsArguments,
     "sums": SumsArguments,
     "step": ExchangeStep,
