@@ -4,8 +4,7 @@
 //   channel: base[m, n] = sum_k (x[m, k] W[n, k]) row_scales[m] column_scales[n]
 //   block:   base[m, n] = sum_k (x[m, k] W[n, k] row_scales[m, k / 128] block_scales[n / 128, k / 128])
 //   out = base + bias + mask(rank part), the rank part being that of lora_gemm.cuh, in bf16
-// Both operands are contiguous along k. The input gradient comes the same way from the codes of dy and of W^T: a kind
-// "channel" without column scales, or "block" with the scales of W read in the other direction.
+// Both operands are contiguous along k. In the input gradient W is not: fp8_dgrad.cuh computes that.
 //
 // The hardware sums products of 8 bits with about 14 bits and cuts off the rest: over 14,336 products of one sign it loses
 // 21 % of the value, 0.56 % in sums of 512 and 0.06 % in sums of 128. So sums of 128 k (a stage of the ring) are added, in

@@ -38,9 +38,9 @@ _GEMM = packer(Fp8GemmArguments)
 
 
 class WeightScales(NamedTuple):
-    """How the GEMM finds scales: null or channels', or of blocks with the steps between them."""
+    """How the GEMM finds scales: channels', or those of blocks with the steps between them."""
 
-    address: int = 0
+    address: int
     is_block: bool = False
     row_stride: int = 1
     """Elements from one row's scale to the next's."""
