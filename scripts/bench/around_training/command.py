@@ -94,8 +94,10 @@ def beside_saves(gaps_s: Sequence[float], every: int) -> tuple[float, float] | N
 def _rounds(process: subprocess.Popen[bytes], metrics: Path, begin_s: float) -> Sequence[float]:
     """Waits for the end; returns when each of the first job's steps was logged."""
     seen: list[float] = []
-    while process.poll() is None:
+    while True:
+        has_ended = process.poll() is not None  # before the look, which then sees the last step
         steps = metrics.read_bytes().count(b'"loss"') if metrics.exists() else 0
         seen += [time.monotonic() - begin_s] * (steps - len(seen))
+        if has_ended:
+            return seen
         time.sleep(_POLL_S)
-    return seen
