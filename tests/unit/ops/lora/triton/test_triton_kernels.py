@@ -409,13 +409,15 @@ def test_windows_of_rows_add_up() -> None:
     ops = TritonOps(config=SMALL)
     whole = run(ops, case, x, dy, rows)
     bound = ops.bind(case.factors, rows)
-    s = bound.down(x)
-    for windows in (((0, 63), (63, 126)), ((0, 1), (1, 126))):
+    windows = ((0, 63), (63, 126))
+    with poisoned_memory():
+        s = bound.down(x)
         parts_of_s = [bound.down(x[begin:end], (begin, end)) for begin, end in windows]
-        assert torch.equal(torch.stack(parts_of_s).sum(dim=0), s)
+    written = ~s.isnan()
+    assert torch.equal(torch.stack(parts_of_s).sum(dim=0)[written], s[written])
     ds = bound.backward_up(dy, s)
     gradients(case.factors)
-    for window in ((0, 63), (63, 126)):
+    for window in windows:
         bound.backward_down(x[window[0] : window[1]], dy, s, ds, window)
     parts = gradients(case.factors)
     for name in parts:
