@@ -11,8 +11,7 @@ extern template int fp8::launch_width<256>(const Fp8Problem&, bool, int, cudaStr
 struct TloraFp8Gemm {
   TloraGemm gemm;  // x and W are codes; W is [columns_out, depth]
   const float *row_scales, *scales;
-  int row_stride, row_group_stride, column_stride, group_stride;
-  int block;  // the kind of W's scales
+  int block;  // scales of W are those of blocks, and x's of 128 k; both lie group beside group
 };
 
 namespace {
@@ -37,16 +36,13 @@ TLORA_EXPORT int tlora_fp8_gemm(const TloraFp8Gemm* arguments, cudaStream_t stre
   const TloraGemm& g = f.gemm;
   if (g.rows == 0) return 0;
   if (int failed = prepare(g.device)) return failed;
-  if (!f.block && f.scales != nullptr && g.row_keys != nullptr)
-    return fail("dropout", "must come without scales of columns, which would scale the rank part");
+  if (g.row_keys != nullptr) return fail("row_keys", "must be null: forward's dropout masks x");
   Fp8Problem p{};
   if (int failed = describe(g, &p)) return failed;
   p.row_scales = f.row_scales;
   p.scales = f.scales;
-  p.row_stride = f.row_stride;
-  p.row_group_stride = f.row_group_stride;
-  p.column_stride = f.column_stride;
-  p.group_stride = f.group_stride;
+  p.row_stride = p.column_stride = static_cast<int>((g.depth + kCodes - 1) / kCodes);
+  p.row_group_stride = p.group_stride = 1;
   if (!make_code_map(&p.x, g.x, g.rows, g.depth, kBlockRows) ||
       !make_code_map(&p.weight, g.weight, g.columns_out, g.depth, g.tile_columns / 2) || !make_shared_maps(g, &p))
     return fail_maps();

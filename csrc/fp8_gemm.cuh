@@ -3,13 +3,13 @@
 // Semantics, for row m and output column n, with x and W read as the values of their codes:
 //   channel: base[m, n] = sum_k (x[m, k] W[n, k]) row_scales[m] column_scales[n]
 //   block:   base[m, n] = sum_k (x[m, k] W[n, k] row_scales[m, k / 128] block_scales[n / 128, k / 128])
-//   out = base + bias + mask(rank part), the rank part being that of lora_gemm.cuh, in bf16
+//   out = base + bias + rank part, the rank part being that of lora_gemm.cuh, in bf16; dropout has masked x before
 // Both operands are contiguous along k. In the input gradient W is not: fp8_dgrad.cuh computes that.
 //
 // The hardware sums products of 8 bits with about 14 bits and cuts off the rest: over 14,336 products of one sign it loses
 // 21 % of the value, 0.56 % in sums of 512 and 0.06 % in sums of 128. So sums of 128 k (a stage of the ring) are added, in
-// ascending order of k, to a second set of accumulators in fp32. Rank chunks follow, behind the base and its scales; with
-// dropout, which masks them alone, they come first. A row's result depends on its own codes, its scales and W alone.
+// ascending order of k, to a second set of accumulators in fp32. Rank chunks follow, behind the base and its scales. A row's
+// result depends on its own codes, its scales and W alone.
 //
 // A warp loads its 16 rows of a stage by `ldmatrix` (tests/unit/ops/quantised/test_gemm_fragments.py: that is a product's
 // first operand as it is) and multiplies them by slices of W's columns: while one slice is multiplied, the slice before is
@@ -71,7 +71,7 @@ __device__ __forceinline__ void copy_later(void* to, const void* from) {
 
 __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-template <int BN, bool kDropout>
+template <int BN>
 struct Producer : Copies<BN, kRingOf<BN>, BN / 64> {
   using Base = Copies<BN, kRingOf<BN>, BN / 64>;
   using Base::p, Base::shared, Base::block, Base::ring;
@@ -82,26 +82,24 @@ struct Producer : Copies<BN, kRingOf<BN>, BN / 64> {
       const Tile tile(p, index);
       const int row = tile.row_tile * kTileRows + block * kBlockRows;
       const int column = tile.column_tile * BN;
-      if (kDropout) this->load_chunks(tile, column);
       for (int k = 0; k < p.depth; k += kCodes) {
         uint64_t* full = this->begin_stage(Shared<BN>::kStageBytes);
         load_tile(shared.x[ring.stage], &p.x, full, k, row);
         load_tile_both(shared.weight[ring.stage] + block * half * kCodes, &p.weight, full, k, column + block * half);
         ring.advance();
       }
-      if (!kDropout) this->load_chunks(tile, column);
+      this->load_chunks(tile, column);
     }
     this->drain();
   }
 };
 
-template <int BN, bool kBlock, bool kDropout>
+template <int BN, bool kBlock>
 struct Consumer : Sums<BN, kRingOf<BN>, BN / 64> {
   using Base = Sums<BN, kRingOf<BN>, BN / 64>;
   using Base::p, Base::warpgroup, Base::thread, Base::ring, Base::waited;
   static constexpr int N = kSliceOf<BN>;
   static constexpr int kSlices = BN / N;
-  static constexpr bool kScaled = kBlock || kDropout;  // while slices are added, not at the end
   static_assert(kSlices % 2 == 0 && (!kBlock || 128 % N == 0), "slices take turns, within a block of scales");
   using Codes = uint32_t[kSteps][4];
   using Parts = float[2][N / 2];
@@ -109,7 +107,7 @@ struct Consumer : Sums<BN, kRingOf<BN>, BN / 64> {
   const Fp8Problem& q;
   Fp8Shared<BN>& own;
 
-  // What a slice's products are multiplied by when they are added, of the two rows of the accumulators' layout.
+  // Blocks: what a slice's products are multiplied by when they are added, of the two rows of the accumulators' layout.
   struct Factors {
     float first = 1.f, second = 1.f;
   };
@@ -124,16 +122,12 @@ struct Consumer : Sums<BN, kRingOf<BN>, BN / 64> {
       copy_scales(row, column);
 #pragma unroll
       for (int i = 0; i < BN / 2; ++i) sums[i] = 0.f;
-      if constexpr (kDropout) {
-        add_chunks(sums, chunks);
-        if (chunks.begin < chunks.end) this->drop(sums, row, column);
-      }
       multiply(sums, row, column);
       if (thread == 0) store_wait_read<0>();
       copies_wait();
       warpgroup_sync(warpgroup);
-      if constexpr (!kScaled) scale(sums);
-      if constexpr (!kDropout) add_chunks(sums, chunks);
+      if constexpr (!kBlock) scale(sums);
+      add_chunks(sums, chunks);
       store_whole(sums, row, column);
     }
     if (thread == 0) store_wait_all();
@@ -141,7 +135,7 @@ struct Consumer : Sums<BN, kRingOf<BN>, BN / 64> {
 
   // All threads have read those of the tile before: store_whole waits for them.
   __device__ void copy_scales(int row, int column) {
-    if constexpr (kScaled) return;
+    if constexpr (kBlock) return;
     if (thread < 64) copy_later<4>(&own.row_scales[warpgroup][thread], q.row_scales + min(row + thread, p.rows - 1));
     if (thread >= BN / 2) return;
     float2* to = &own.column_scales[warpgroup][thread];
@@ -184,11 +178,11 @@ struct Consumer : Sums<BN, kRingOf<BN>, BN / 64> {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
       float& sum = sums[slice * N / 2 + i];
-      sum = kScaled ? fmaf(part[i], i % 4 < 2 ? f.first : f.second, sum) : sum + part[i];
+      sum = kBlock ? fmaf(part[i], i % 4 < 2 ? f.first : f.second, sum) : sum + part[i];
     }
   }
 
-  // Scales of a thread's two rows and, in blocks, of W: those of a stage are loaded beside the products of the one before.
+  // Blocks: scales of a thread's two rows and of W: those of a stage are loaded beside the products of the one before.
   struct Scales {
     int row[2], block, last_block;  // where the next ones are
     float of_row[2], of_block[(BN + 127) / 128];
@@ -205,8 +199,7 @@ struct Consumer : Sums<BN, kRingOf<BN>, BN / 64> {
     // wait there for the scale as soon as it has been asked for.
     s.block = column / kCodes * q.column_stride - (s.row[0] < 0);
     s.last_block = (p.columns_out - 1) / kCodes - column / kCodes;
-    if constexpr (kScaled) load_scales(s);
-    if constexpr (kDropout && !kBlock) s.factors[0] = {s.of_row[0], s.of_row[1]};
+    if constexpr (kBlock) load_scales(s);
   }
 
   __device__ void load_scales(Scales& s) {
@@ -290,10 +283,7 @@ struct Consumer : Sums<BN, kRingOf<BN>, BN / 64> {
       uint64_t b = operand(own.weight[ring.stage], kPanel);
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
-        if constexpr (kDropout)
-          add_chunk_apart(sums, a, b);
-        else
-          add_chunk(sums, a, b);
+        add_chunk(sums, a, b);
         a += kChunk * 128 >> 4;
         b += kChunk * 128 >> 4;
       }
@@ -314,22 +304,6 @@ struct Consumer : Sums<BN, kRingOf<BN>, BN / 64> {
     settle(sums);
   }
 
-  // Through registers of its own: before the base's products the compiler finds no place for the sums, and serializes.
-  __device__ void add_chunk_apart(float (&sums)[BN / 2], uint64_t a, uint64_t b) {
-    float part[32];
-#pragma unroll
-    for (int panel = 0; panel < BN / 64; ++panel) {
-      settle(part);
-      wgmma_fence();
-      wgmma<64, 1, 1>(part, a, b + panel * (kPanel >> 4), 0);
-      wgmma_commit();
-      wgmma_wait<0>();
-      settle(part);
-#pragma unroll
-      for (int j = 0; j < 32; ++j) sums[panel * 32 + j] += part[j];
-    }
-  }
-
   __device__ void store_whole(float (&sums)[BN / 2], int row, int column) {
 #pragma unroll
     for (int panel = 0; panel < BN / 64; ++panel) this->put_panel(own.out[warpgroup][panel], sums, panel, column);
@@ -345,7 +319,7 @@ struct Consumer : Sums<BN, kRingOf<BN>, BN / 64> {
   }
 };
 
-template <int BN, bool kBlock, bool kDropout>
+template <int BN, bool kBlock>
 __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     fp8_gemm(const __grid_constant__ Fp8Problem p) {
   extern __shared__ uint8_t unaligned[];
@@ -356,29 +330,25 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
   if (!p.overlaps_previous_kernel) wait_for_previous();
   if (threadIdx.x < 128) {
     keep_registers<40>();
-    if (threadIdx.x == 0) Producer<BN, kDropout>{{p, shared, block}}.run(first_tile, step);
+    if (threadIdx.x == 0) Producer<BN>{{p, shared, block}}.run(first_tile, step);
   } else {
     take_registers<232>();
     const int warpgroup = threadIdx.x / 128 - 1;
-    Consumer<BN, kBlock, kDropout>{{p, shared, warpgroup, static_cast<int>(threadIdx.x % 128)}, p, shared}.run(
-        first_tile, step, block);
+    Consumer<BN, kBlock>{{p, shared, warpgroup, static_cast<int>(threadIdx.x % 128)}, p, shared}.run(first_tile, step, block);
   }
 }
 
-template <int BN, bool kBlock, bool kDropout>
+template <int BN, bool kBlock>
 int launch(const Fp8Problem& problem, int blocks, cudaStream_t stream) {
   constexpr int bytes = sizeof(Fp8Shared<BN>) + 1024;
   static_assert(bytes <= 232448, "what a block of a Hopper GPU may have");
-  return launch_kernel<fp8_gemm<BN, kBlock, kDropout>>(problem, blocks, kThreads, bytes, 0, stream, kPriority);
+  return launch_kernel<fp8_gemm<BN, kBlock>>(problem, blocks, kThreads, bytes, 0, stream, kPriority);
 }
 
 template <int BN>
 int launch_width(const Fp8Problem& problem, bool block, int blocks, cudaStream_t stream) {
-  const bool dropout = problem.row_keys != nullptr;
-  if (!block && dropout) return launch<BN, false, true>(problem, blocks, stream);
-  if (!block) return launch<BN, false, false>(problem, blocks, stream);
-  if constexpr (BN % 128 == 0)
-    return dropout ? launch<BN, true, true>(problem, blocks, stream) : launch<BN, true, false>(problem, blocks, stream);
+  if (!block) return launch<BN, false>(problem, blocks, stream);
+  if constexpr (BN % 128 == 0) return launch<BN, true>(problem, blocks, stream);
   return fail("tile_columns", "must be 128 or 256 for scales of blocks");
 }
 

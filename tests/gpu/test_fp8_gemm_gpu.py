@@ -251,8 +251,7 @@ def test_long_sums_of_equal_signs_do_not_lose_what_tensor_cores_cut_off() -> Non
 
 def gemm(rows: QuantRows, weight: QuantWeight, width: int) -> torch.Tensor:
     out = torch.full((len(rows.codes_TK), weight.num_columns), torch.nan, device="cuda", dtype=BF16)
-    scales = cuda_products.forward_scales(weight)
-    cuda_products.fp8_gemm(rows, weight.codes_NK, scales, out, GemmTile(width))
+    cuda_products.fp8_gemm(rows, weight, out, GemmTile(width))
     return out
 
 

@@ -43,9 +43,9 @@ MOST = 3e-3
 """Error of a checked row over its norm."""
 CHECKED_ROWS = 256
 WIDTHS = (256, 192, 128)
-"""Of tiles."""
+"""Widths of tiles."""
 PEAK_FLOPS, BANDWIDTH = 1979e12, 4.3e12
-"""Of an H200: FP8, dense, and bytes a second as streaming kernels reach it."""
+"""FP8 operations, dense, and bytes a second that streaming kernels reach, on an H200."""
 Call = Callable[[int], torch.Tensor]
 
 
@@ -76,9 +76,7 @@ class Quantised:
 
     def product(self, width: int, index: int) -> torch.Tensor:
         """Ours, without adapters."""
-        weight = self.weights[index]
-        scales = cuda_products.forward_scales(weight)
-        return self._gemm(self.x[index], weight.codes_NK, scales, GemmTile(width))
+        return self._gemm(self.x[index], self.weights[index], GemmTile(width))
 
     @cached_property
     def grouped_x(self) -> tuple[QuantRows, ...]:
@@ -93,9 +91,8 @@ class Quantised:
 
     def product_of_blocks(self, width: int, index: int) -> torch.Tensor:
         """Ours, without adapters, with scales of blocks."""
-        codes, scales = self.weights[index].codes_NK, self.scales_of_blocks
-        blocks = cuda_products.forward_scales(QuantWeight(codes, scales))
-        return self._gemm(self.grouped_x[index], codes, blocks, GemmTile(width))
+        blocks = QuantWeight(self.weights[index].codes_NK, self.scales_of_blocks)
+        return self._gemm(self.grouped_x[index], blocks, GemmTile(width))
 
     def gradient(self, index: int) -> torch.Tensor:
         """Ours, without adapters."""
@@ -114,15 +111,9 @@ class Quantised:
         copy_KN = self.copies_KN[index]
         return _scaled_mm(self.dy[index], copy_KN, torch.ones(len(copy_KN), device=copy_KN.device))
 
-    def _gemm(
-        self,
-        rows: QuantRows,
-        codes: torch.Tensor,
-        scales: cuda_products.WeightScales,
-        tile: GemmTile,
-    ) -> torch.Tensor:
-        out = torch.empty(TOKENS, len(codes), dtype=torch.bfloat16, device="cuda")
-        cuda_products.fp8_gemm(rows, codes, scales, out, tile)
+    def _gemm(self, rows: QuantRows, weight: QuantWeight, tile: GemmTile) -> torch.Tensor:
+        out = torch.empty(TOKENS, weight.num_columns, dtype=torch.bfloat16, device="cuda")
+        cuda_products.fp8_gemm(rows, weight, out, tile)
         return out
 
 
@@ -140,7 +131,7 @@ def _scaled_mm(rows: QuantRows, codes: torch.Tensor, scales: torch.Tensor) -> to
 
 
 def base_variants(q: Quantised) -> Iterator[Variant]:
-    """What computes without adapters, and what it needs."""
+    """Yields what computes without adapters, and what that needs."""
     sets, weights = q.workload.sets, q.weights
 
     def forward(name: str, call: Call) -> Variant:
@@ -185,8 +176,7 @@ class Adapted:
         out = torch.empty(TOKENS, weight.num_columns, dtype=torch.bfloat16, device="cuda")
         cuda_products.fp8_gemm(
             self._q.x[index],
-            weight.codes_NK,
-            cuda_products.forward_scales(weight),
+            weight,
             out,
             tile or cuda_products.tile_of(out, weight),
             rank=bound._rank_part(self._s[index], bound._site.b, "chunk_b", None),

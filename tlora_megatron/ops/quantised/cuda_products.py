@@ -9,7 +9,7 @@ Shapes: T rows, K features in, N features out.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,21 +35,6 @@ _SPEEDS = ((256, 1.0), (192, 0.99), (128, 0.88))
 _BLOCK_SPEEDS = tuple(pair for pair in _SPEEDS if pair[0] != 192)
 """A tile of scales of blocks must be whole blocks wide."""
 _GEMM = packer(Fp8GemmArguments)
-
-
-class WeightScales(NamedTuple):
-    """How the GEMM finds scales: channels', or those of blocks with the steps between them."""
-
-    address: int
-    is_block: bool = False
-    row_stride: int = 1
-    """Elements from one row's scale to the next's."""
-    row_group_stride: int = 0
-    """Elements from a row's scale of 128 columns to that of the next 128."""
-    column_stride: int = 0
-    """Elements from the scale of 128 output columns to that of the next."""
-    group_stride: int = 0
-    """Elements from the scale of 128 terms of the sum to that of the next."""
 
 
 def takes(x: Tensor, weight: QuantWeight) -> bool:
@@ -97,8 +82,7 @@ def product_of(
     )
     fp8_gemm(
         rows,
-        weight.codes_NK,
-        forward_scales(weight),
+        weight,
         out_TN,
         tile_of(out_TN, weight),
         overlaps_previous_kernel=overlaps,
@@ -108,46 +92,38 @@ def product_of(
     return out_TN
 
 
-def forward_scales(weight: QuantWeight) -> WeightScales:
-    """Returns the scales of `x W^T`."""
-    if weight.kind == "channel":
-        return WeightScales(weight.scales.data_ptr())
-    groups = weight.scales.shape[1]
-    return WeightScales(weight.scales.data_ptr(), True, groups, 1, groups, 1)
-
-
 def fp8_gemm(
     rows: QuantRows,
-    codes: Tensor,
-    scales: WeightScales,
-    out: Tensor,
+    weight: QuantWeight,
+    out_TN: Tensor,
     tile: GemmTile,
     *,
     overlaps_previous_kernel: bool = False,
     bias_N: Tensor | None = None,
     rank: RankPart | None = None,
 ) -> None:
-    """`out = rows codes^T`, scaled, `+ bias + mask(rank part)`.
+    """`out = rows W^T + bias + rank part`.
 
     Args:
-        codes: `[columns of out, columns of rows]`.
+        rows: as the weight's `rows_of` makes them.
+        out_TN: bf16, written.
         overlaps_previous_kernel: start before the previous kernel has ended. Everything but the
             rank part's flat tensor must have been written before that kernel began.
+        rank: of an s, which no dropout masks any more.
     """
     plain = gemm_arguments(
-        rows.codes_TK, codes, out, tile, True, overlaps_previous_kernel, bias_N, rank
+        rows.codes_TK, weight.codes_NK, out_TN, tile, True, overlaps_previous_kernel, bias_N, rank
     )
-    address, is_block, *strides = scales
-    arguments = _GEMM.pack(  # in the order of `Fp8GemmArguments`
-        plain, rows.scales.data_ptr(), address, *strides, is_block
-    )
-    launch("fp8_gemm", arguments, out)
+    addresses = rows.scales.data_ptr(), weight.scales.data_ptr()
+    launch("fp8_gemm", _GEMM.pack(plain, *addresses, weight.kind == "block"), out_TN)
 
 
-def tile_of(out: Tensor, weight: QuantWeight) -> GemmTile:
+def tile_of(out_TN: Tensor, weight: QuantWeight) -> GemmTile:
     """Returns how the GEMM of an output is divided; its bits do not depend on it."""
     speeds = _SPEEDS if weight.kind == "channel" else _BLOCK_SPEEDS
-    return gemm_tile(len(out), out.shape[1], multiprocessors(out.device) // 2, speeds)
+    return gemm_tile(
+        max(1, len(out_TN)), out_TN.shape[1], multiprocessors(out_TN.device) // 2, speeds
+    )
 
 
 @functools.cache

@@ -42,25 +42,21 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("weight", "steps"), [(CHANNELS, (1, 0, 0, 0, 0)), (BLOCKS, (2, 1, 2, 1, 1))]
-)
-def test_forward(launched: list[Any], weight: QuantWeight, steps: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("weight", [CHANNELS, BLOCKS], ids=["channel", "block"])
+def test_forward(launched: list[Any], weight: QuantWeight) -> None:
     out, rows = X.new_empty(T, N), encode_rows(X, group=weight.group)
-    scales = cuda_products.forward_scales(weight)
-    cuda_products.fp8_gemm(rows, weight.codes_NK, scales, out, GemmTile(256))
+    cuda_products.fp8_gemm(rows, weight, out, GemmTile(256))
     (fields,) = launched
     gemm = fields.gemm
     assert (gemm.x, gemm.weight) == (rows.codes_TK.data_ptr(), weight.codes_NK.data_ptr())
     assert (gemm.rows, gemm.columns_out, gemm.depth, gemm.out) == (T, N, K, out.data_ptr())
     assert (gemm.tile_columns, gemm.blocks, gemm.overlaps_previous_kernel) == (256, 132, 0)
     assert (fields.row_scales, fields.scales) == (rows.scales.data_ptr(), weight.scales.data_ptr())
-    assert steps == _steps(fields)
+    assert fields.block == (weight is BLOCKS)
 
 
-def _steps(fields: Any) -> tuple[int, ...]:
-    names = ("row_stride", "row_group_stride", "column_stride", "group_stride", "block")
-    return tuple(getattr(fields, name) for name in names)
+def test_a_product_of_no_rows_has_none(launched: list[Any]) -> None:
+    assert cuda_products.product(X[:0], CHANNELS, None, None).shape == (0, N)
 
 
 @pytest.mark.parametrize("is_handed", [True, False])

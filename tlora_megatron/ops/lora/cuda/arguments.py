@@ -60,8 +60,7 @@ class Fp8GemmArguments(ctypes.Structure):
     _fields_ = [
         ("gemm", GemmArguments),
         *((name, _Pointer) for name in ("row_scales", "scales")),
-        *((name, _Int) for name in ("row_stride", "row_group_stride")),
-        *((name, _Int) for name in ("column_stride", "group_stride", "block")),
+        ("block", _Int),
     ]
 
 
