@@ -21,7 +21,7 @@ from tlora_megatron.planner.candidate import SHARDINGS, Runner
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import RankedPlan, SearchResult, SearchSpace, search
 from tlora_megatron.planner.workload import JobLoad
-from tlora_megatron.runtime.plan_files import KINDS, jobs_file, write_plan
+from tlora_megatron.runtime.plan_files import KINDS, check_base, jobs_file, write_plan
 from tlora_megatron.runtime.plan_inputs import (
     largest_portion,
     parse_lengths,
@@ -144,6 +144,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 def _load(args: argparse.Namespace) -> _Inputs:
     config = load_config(args.config, args.overrides, args.output_dir, settle=False)
+    check_base(config.base_model, _runner(args))
     hardware = run_hardware(args.hardware or DEFAULT_HARDWARE, config)
     spec = plan_model(config)
     lengths = None if args.lengths is None else parse_lengths(args.lengths)

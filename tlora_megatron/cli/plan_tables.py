@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.planner.candidate import runners
 from tlora_megatron.planner.cost import cost_model, memory
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import Dropped, RankedPlan, SearchResult
@@ -38,14 +39,16 @@ def print_result(
     )
     if spec.fp8_linears:
         rate = (
-            "measured" if hardware.fp8_gemms else f"{hardware.fp8_speedup:g} x {hardware.dtype}'s"
+            "measured"
+            if hardware.fp8_gemms
+            else f"{hardware.fp8_speedup:g} times {hardware.dtype}'s"
         )
         console.print(
             f"base in FP8: {_fp8_linears(spec)}; the rest in {hardware.dtype} (FP8 rates: {rate})"
         )
     if result.plans:
         shown = _best_of_layouts(result.plans)[:top]
-        _print_plans(console, shown, hardware)
+        _print_plans(console, shown, spec, hardware)
         more = len(result.plans) - len(shown)
         if more:
             console.print(f"best of each layout; {more:,} more plans fit")
@@ -77,7 +80,10 @@ def _best_of_layouts(plans: Sequence[RankedPlan]) -> list[tuple[int, RankedPlan]
 
 
 def _print_plans(
-    console: Console, plans: Sequence[tuple[int, RankedPlan]], hardware: HardwareProfile
+    console: Console,
+    plans: Sequence[tuple[int, RankedPlan]],
+    spec: ModelSpec,
+    hardware: HardwareProfile,
 ) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     names = ("", "TP", "SP", "LoRA", "PP", "VPP", "CP", "DP", "tokens", "recompute", "tokens/s")
@@ -111,7 +117,7 @@ def _print_plans(
             f"{use.total_bytes / _GIB:.1f}",
             f"{use.total_bytes / total:.0%}",
             _second_term(cost),
-            ", ".join(plan.runs_in),
+            ", ".join(runners(spec, plan)),
         )
     console.print(table, soft_wrap=False)
 
@@ -218,7 +224,7 @@ def result_document(
             for job in jobs
         ],
         "plans_that_fit": len(result.plans),
-        "plans": [_plan_document(ranked, jobs) for ranked in result.plans[:top]],
+        "plans": [_plan_document(ranked, spec, jobs) for ranked in result.plans[:top]],
         "dropped": [
             {"reason": entry.reason, "count": entry.count, "example": entry.example.label}
             for entry in result.dropped
@@ -227,11 +233,11 @@ def result_document(
     }
 
 
-def _plan_document(ranked: RankedPlan, jobs: Sequence[JobLoad]) -> dict[str, Any]:
+def _plan_document(ranked: RankedPlan, spec: ModelSpec, jobs: Sequence[JobLoad]) -> dict[str, Any]:
     plan, cost, use = ranked.plan, ranked.cost, ranked.memory
     return {
         **asdict(plan),
-        "runs_in": list(plan.runs_in),
+        "runs_in": list(runners(spec, plan)),
         "step_time_s": cost.step_time_s,
         "tokens_per_s": cost.tokens_per_s,
         "binding_time": cost.binding,

@@ -86,6 +86,11 @@ class Plan:
         return ", ".join([*parts, f"recompute {self.recompute}"])
 
 
+def runners(spec: ModelSpec, plan: Plan) -> tuple[Runner, ...]:
+    """Returns the programs that can run the plan of a model: of one with FP8 linears, one."""
+    return tuple(name for name in plan.runs_in if name == "train" or not spec.fp8_linears)
+
+
 def misfit(spec: ModelSpec, plan: Plan) -> str | None:
     """The reason why a model cannot be split as a plan says; None if it can."""
     for name, size in (
@@ -103,6 +108,8 @@ def misfit(spec: ModelSpec, plan: Plan) -> str | None:
         return f"num_layers {spec.num_layers} is no multiple of PP {plan.pp_size}"
     if plan.vpp_size > 1 and plan.pp_size == 1:
         return "virtual stages need a pipeline"
+    if plan.vpp_size > 1 and spec.fp8_linears:
+        return "virtual stages are Megatron-LM's, which has no base in FP8"
     if spec.num_layers // plan.pp_size % plan.vpp_size:
         layers = spec.num_layers // plan.pp_size
         return f"{layers} layers a stage are no multiple of VPP {plan.vpp_size}"

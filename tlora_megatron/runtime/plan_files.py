@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
-from tlora_megatron.config.base_model import refuse_quantization
+from tlora_megatron.config.base_model import BaseModelSpec, refuse_quantization
 from tlora_megatron.config.deterministic import settle_deterministic
 from tlora_megatron.config.load import ParallelSpec, RunConfig, config_to_dict
 from tlora_megatron.model.layout import LoraSharding
@@ -36,6 +36,23 @@ neither Transformer Engine nor apex is needed."""
 
 _FOREIGN = {"deepspeed": "DeepSpeed", "megatron": "Megatron-LM's flag"}
 """Trainers of others that plans are written for."""
+
+
+def check_base(base: BaseModelSpec, runner: str | None) -> None:
+    """Refuses an FP8 base for programs that have none.
+
+    Args:
+        runner: a kind of files, or a program; None = whichever can.
+
+    Raises:
+        ValueError: naming the program.
+    """
+    where = _FOREIGN.get(runner or "")
+    if where is None:
+        return
+    refuse_quantization(base, where)
+    if base.path is not None:
+        refuse_published(Path(base.path) / "config.json", where)
 
 
 def apply_plan(config: RunConfig, plan: Plan) -> RunConfig:
@@ -110,10 +127,7 @@ def write_plan(
         ValueError: if the plan cannot run there.
     """
     plan, nodes, local = ranked.plan, *_nodes(ranked.plan, hardware)
-    if kind in _FOREIGN:
-        refuse_quantization(config.base_model, _FOREIGN[kind])
-        if config.base_model.path is not None:
-            refuse_published(Path(config.base_model.path) / "config.json", _FOREIGN[kind])
+    check_base(config.base_model, kind)
     if kind == "train":
         _write(path, _yaml(config_to_dict(apply_plan(config, plan))))
         return [_torchrun(nodes, local, ["-m", "tlora_megatron.cli", "train", str(path)])]

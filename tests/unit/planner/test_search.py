@@ -64,6 +64,14 @@ def test_no_layout_cuts_blocks_of_fp8_scales() -> None:
     assert misfit(replace(spec, fp8_in_blocks=False), plan_of(4)) is None
 
 
+def test_an_fp8_base_has_no_virtual_stages() -> None:
+    """They are Megatron-LM's, which refuses it."""
+    staged = replace(plan_of(1), pp_size=2, vpp_size=2)
+    assert misfit(SPEC, staged) is None
+    reason = misfit(replace(SPEC, fp8_linears=(("linear_qkv", 4),)), staged)
+    assert reason == "virtual stages are Megatron-LM's, which has no base in FP8"
+
+
 def plan_of(tp_size: int) -> Plan:
     return Plan(tp_size=tp_size, micro_batch_tokens=1024)
 

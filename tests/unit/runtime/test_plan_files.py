@@ -246,6 +246,7 @@ def test_plan_says_which_linears_are_fp8_and_counts_their_bytes(
         weights.append(found["plans"][0]["memory"]["base_weights"])
     linears = {"linear_qkv": 4, "linear_proj": 3, "linear_fc1": 4}
     assert found["base"] == {"dtype": "float32", "fp8_linears": linears}
+    assert found["plans"][0]["runs_in"] == ["train"]
     columns = 4 * 256 + 3 * 128 + 4 * 704
     assert weights[0] - weights[1] == 128 * columns * 3 - 4 * columns
 
@@ -466,10 +467,19 @@ def test_the_jobs_of_a_script_for_megatron_lm_are_deterministic_where_asked(
 def test_an_fp8_base_is_refused_for_other_trainers(
     quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    argv = ["plan", quickstart, "--gpus", "1", "--lengths", "64", "--runs-in", "any"]
-    argv += ["--set=base_model.quantization=fp8", "--write", kind, str(tmp_path / "plan")]
-    assert main(argv) == 2
-    assert "base_model.quantization must be null under" in capsys.readouterr().err
+    argv = [
+        "plan",
+        quickstart,
+        "--gpus",
+        "1",
+        "--lengths",
+        "64",
+        "--set=base_model.quantization=fp8",
+    ]
+    written = ["--runs-in", "any", "--write", kind, str(tmp_path / "plan")]
+    for options in (["--runs-in", kind], written):
+        assert main([*argv, *options]) == 2
+        assert "base_model.quantization must be null under" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
