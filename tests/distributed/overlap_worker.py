@@ -98,7 +98,7 @@ def run_round(path: Path, options: dict[str, str], counts: tuple[int, ...]) -> R
             listener=SilentListener(),
             resolve_sharding=resolve_lora_sharding,
         ) as run:
-            loop = run.start(*controller._build(run, spec, controller._layout(config)))
+            loop = run.start(*controller._build(run, spec, controller._layout(config), None))
             model: Any = loop.super_model
             if "foreign" in options and model.groups.is_last_stage:
                 make_foreign(model.engine.model, model.bank)

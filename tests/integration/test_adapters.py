@@ -232,7 +232,7 @@ def test_logits_of_one_packed_micro_batch_equal_peft_s(
         resolve_sharding=resolve_lora_sharding,
     ) as run:
         super_model = run.start(
-            *controller._build(run, spec, controller._layout(loaded))
+            *controller._build(run, spec, controller._layout(loaded), None)
         ).super_model
     groups = super_model.groups
     assert {job.step for job in super_model.jobs} == {20}

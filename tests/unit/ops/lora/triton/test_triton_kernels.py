@@ -161,10 +161,9 @@ def test_half_precision_and_the_default_blocks() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("dropout", [(), (0.3, 0.1, 0.5, 0.0)], ids=["", "dropout"])
-def test_portions_add_up_as_micro_batches_one_after_another(dropout: tuple[float, ...]) -> None:
+def test_portions_add_up_as_micro_batches_one_after_another() -> None:
     columns, ranks = CASES["q k v"]
-    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=dropout)
+    case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
     rows = make_rows((190, 7, 0, 61), 6, budget=400, cuts=(20, 130, 141, 210))
     x, dy = draw(case, rows.ends[-1])
     ops = TritonOps(config=SMALL)
