@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tlora_megatron.config.load import BaseModelSpec, RunConfig, config_to_dict
+from tlora_megatron.config.reader import show
 
 CONFIG_NAME = "config.json"
 """The resolved configuration: a directory with one holds a run."""
@@ -88,10 +89,13 @@ def _other_base(held: Path, ours: dict[str, Any]) -> str:
         return f"a {CONFIG_NAME} that is no run's"
     keys = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
     keys = [key for key in keys if key != "allow_change"]
-    if not keys or (ours["allow_change"] and _CHANGEABLE.issuperset(keys)):
+    may_change = _CHANGEABLE.issuperset(keys)
+    if not keys or (ours["allow_change"] and may_change):
         return ""
-    differences = (f"{key} {theirs.get(key)} instead of {ours.get(key)}" for key in keys)
+    differences = (
+        f"{key} {show(theirs.get(key))} instead of {show(ours.get(key))}" for key in keys
+    )
     remedy = "; base_model.allow_change: true lets its jobs go on over it"
     return f"a run over another base_model: {', '.join(differences)}" + (
-        remedy if keys == ["quantization"] else ""
+        remedy if may_change and keys != ["path"] else ""
     )

@@ -60,8 +60,11 @@ def test_another_quantization_of_the_base_must_be_allowed(
     (tmp_path / "config.json").write_text(json.dumps(held))
     assert claim_output_dir(tmp_path, config)
     fp8 = replace(config, base_model=replace(config.base_model, quantization="fp8"))
-    with pytest.raises(ValueError, match="over another base_model: quantization None instead of f"):
+    with pytest.raises(ValueError, match=r"quantization null instead of .fp8.; base_"):
         claim_output_dir(tmp_path, fp8)
+    partly = replace(fp8.base_model, unquantised=("embed_tokens", "lm_head", "down_proj"))
+    with pytest.raises(ValueError, match="allow_change: true lets its jobs go on"):
+        claim_output_dir(tmp_path, replace(fp8, base_model=partly))
     allowed = replace(fp8, base_model=replace(fp8.base_model, allow_change=True))
     assert claim_output_dir(tmp_path, allowed)
     seeded = replace(allowed, base_model=replace(allowed.base_model, seed=1))
@@ -78,7 +81,7 @@ def test_a_configuration_that_cannot_be_read_is_no_run_s(tmp_path: Path) -> None
 def test_another_base_is_named_by_what_differs(tmp_path: Path) -> None:
     base = {**config_to_dict(config_for(tmp_path))["base_model"], "dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps({"base_model": base}))
-    said = "with a run over another base_model: dtype float32 instead of bfloat16$"
+    said = "with a run over another base_model: dtype 'float32' instead of 'bfloat16'$"
     with pytest.raises(ValueError, match=said):
         claim_output_dir(tmp_path, config_for(tmp_path))
 
