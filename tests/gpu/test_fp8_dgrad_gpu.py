@@ -78,7 +78,7 @@ def draw_rows(t: int, weight: QuantWeight, seed: int = 1) -> QuantRows:
 
 
 def places_of_errors(wrong_TK: Tensor) -> str:
-    """Which bits of a row's and a feature's index wrong elements share, and the first of them."""
+    """Returns the bits of rows' and features' indices that wrong elements share, and the first."""
     lines = [f"{int(wrong_TK.sum())} of {wrong_TK.numel()} elements are wrong"]
     for name, dim in (("row", 0), ("feature", 1)):
         index = torch.arange(wrong_TK.shape[dim], device=wrong_TK.device)

@@ -34,7 +34,7 @@ _FUSED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeQuant:
-    """How the base of an oracle is quantised."""
+    """The quantisation of an oracle's base."""
 
     tp_size: int = 1
     """Ranks that would cut the linears, each of which has scales of its own."""
@@ -110,7 +110,7 @@ class FakeQuantLinear(nn.Linear):
 
 
 class Weight(NamedTuple):
-    """What the two products take of a rounded weight."""
+    """A rounded weight, as the two products take it."""
 
     dequantised_NK: Tensor
     fold_N: Tensor

@@ -31,7 +31,7 @@ WIDTHS = (4096, 6144, 14336, 28672)
 BUFFERS = 3
 """Inputs that take turns, so that none is read from the L2 cache."""
 FLOOR_BYTES_PER_S = 4.3e12
-"""What an H200 reads and writes."""
+"""Bytes that an H200 reads and writes."""
 CHECKED_ROWS = 64
 
 

@@ -31,7 +31,7 @@ _EVALS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Study:
-    """What is trained on each base."""
+    """The trainings that run on each base."""
 
     base: Mapping[str, Any]
     """The section `base_model` without its quantisation."""

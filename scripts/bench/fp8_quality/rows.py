@@ -31,7 +31,7 @@ class CurveRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndRow:
-    """Where a job ended; the fields are the CSV's columns."""
+    """The end of a job; the fields are the CSV's columns."""
 
     gpu: str
     versions: str

@@ -1,4 +1,4 @@
-"""What times frozen linears, on a CPU."""
+"""The timing of frozen linears, on a CPU."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class KnownRows:
 
     weight: QuantWeight
     rows: QuantRows
-    """Of x, as the weight's `rows_of` makes them."""
+    """Those of x, as the weight's `rows_of` makes them."""
 
     @property
     def num_columns(self) -> int:

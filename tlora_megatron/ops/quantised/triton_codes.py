@@ -68,7 +68,7 @@ def _encode_by_hand(values: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def decode(codes: tl.tensor, BY_HAND: tl.constexpr) -> tl.tensor:
-    """What `tl.dot` takes for uint8 codes: the same bytes as e4m3, or their values in fp16."""
+    """Turns uint8 codes into what `tl.dot` takes: the same bytes as e4m3, or values in fp16."""
     if BY_HAND:
         return _decode_by_hand(codes)
     else:

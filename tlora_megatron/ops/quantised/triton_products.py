@@ -3,7 +3,7 @@
 Tensor cores add products of FP8 in fewer bits than fp32 has, so each 128 of the contraction are a
 product of their own, and those are added in fp32. Tiles do not depend on the number of rows, so
 neither does what a row gets. The weight must lie with the contraction in its rows; for the input
-gradient it is transposed into memory that is let go of again.
+gradient it is transposed into memory that is freed afterwards.
 
 Shapes: T rows, K features in, N features out; D depth of the contraction, C columns of the result.
 """
@@ -33,7 +33,7 @@ _NO_SCALES, _COLUMN_SCALES, _BLOCK_SCALES = 0, 1, 2
 def _tile(
     num_rows: tl.tensor, NUM_COLUMNS: tl.constexpr, BM: tl.constexpr, BAND: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Which blocks of rows and of columns a program takes."""
+    """Returns the block of rows and the block of columns that a program takes."""
     across: tl.constexpr = (NUM_COLUMNS + 127) // 128
     first = tl.program_id(0) // (BAND * across) * BAND
     size = tl.minimum(tl.cdiv(num_rows, BM) - first, BAND)

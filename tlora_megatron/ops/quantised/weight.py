@@ -43,7 +43,7 @@ class QuantWeight:
 
     @property
     def kind(self) -> Kind:
-        """Whether output channels have scales, or blocks of 128 x 128."""
+        """The parts that have a scale each: output channels, or blocks of 128 x 128."""
         return "channel" if self.scales.dim() == 1 else "block"
 
     @property
@@ -58,7 +58,7 @@ class QuantWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where codes and scales lie."""
+        """The device that holds codes and scales."""
         return self.codes_NK.device
 
     @property

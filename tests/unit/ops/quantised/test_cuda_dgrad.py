@@ -1,4 +1,4 @@
-"""What the launch of the FP8 input gradient packs is what the kernel's struct holds."""
+"""The launch of the FP8 input gradient packs what the kernel's struct holds."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def byte_perm(low: int, high: int, selector: int) -> int:
 
 
 def assert_no_bank_conflict(addresses: list[int], size: int) -> None:
-    """Of accesses that one pass of a warp makes, no two may share a bank of 4 bytes."""
+    """Fails if two accesses that a warp makes in one pass share a bank of 4 bytes."""
     banks = [(at // 4 + k) % 32 for at in addresses for k in range(size // 4)]
     assert len(set(banks)) == len(banks), addresses
 

@@ -1,4 +1,4 @@
-"""How csrc/fp8_gemm.cuh loads x's codes, on paper: plain `ldmatrix` gives a product's operand."""
+"""The loads of x in csrc/fp8_gemm.cuh, on paper: plain `ldmatrix` gives a product its operand."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_a_row_of_a_product_depends_on_itself_alone_and_keeps_its_nan() -> None:
 def compiled_for(
     capability: int, kernel: Any, types: dict[str, str], constants: dict[str, int]
 ) -> dict[str, str]:
-    """What the compiler makes of a kernel, by stage; needs no GPU."""
+    """Returns what the compiler makes of a kernel, by stage; needs no GPU."""
     compiler = pytest.importorskip("triton.compiler")
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", capability, 32)
     names = kernel.arg_names

@@ -58,7 +58,7 @@ class Decoded:
 
 
 def held(directory: Path, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
-    """What a rank holds of every tensor, codes multiplied with their scales."""
+    """Returns what a rank holds of every tensor, codes multiplied with their scales."""
     spec = read_model_spec(directory / "config.json")
     quantisation = base_quantisation(BaseModelSpec(path=str(directory)), spec)
     assert quantisation is not None

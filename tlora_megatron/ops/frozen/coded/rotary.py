@@ -37,7 +37,7 @@ def _heads_of_row(
     PER_GROUP: tl.constexpr,
     DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Where each head of the projection begins in its own tensor."""
+    """Returns the address at which each head of the projection begins in its own tensor."""
     group, member = heads // (PER_GROUP + 2), heads % (PER_GROUP + 2)
     of_query = query + (row * (GROUPS * PER_GROUP) + group * PER_GROUP + member) * DIM
     of_key = key + (row * GROUPS + group) * DIM
