@@ -206,4 +206,6 @@ def test_the_cache_is_left_to_factors() -> None:
         function = ctypes.c_void_p(compiled.function)
         assert driver.cuFuncGetAttribute(ctypes.byref(percent), 9, function) == 0
         found.append(percent.value)
-    assert all(0 < value <= 100 for value in found), found
+    # -1: the driver's own choice; 0: blocks of narrow rows need none.
+    assert found
+    assert set(found) <= set(range(101)), sorted(set(found))
