@@ -101,9 +101,9 @@ def _leave_cache(kernel: CompiledKernel, num_warps: int) -> None:
     """Asks the driver for the shared memory that blocks need, and no more; a hint."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     most = getattr(properties, "shared_memory_per_multiprocessor", 0)
-    blocks = max(1, _MULTIPROCESSOR_WARPS // num_warps)
-    needed = blocks * (kernel.metadata.shared + 1024)  # what the system adds to each
-    if not 0 < needed <= most:
+    each = kernel.metadata.shared + 1024  # which the system adds to a block
+    needed = min(_MULTIPROCESSOR_WARPS // num_warps, most // each) * each
+    if not needed:
         return
     with contextlib.suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")
