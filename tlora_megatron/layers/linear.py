@@ -51,7 +51,7 @@ class CodedInput(NamedTuple):
     x_WK: torch.Tensor
     """This rank's rows, as they were born."""
     rows: QuantRows
-    """Of all ranks."""
+    """Codes and scales of all ranks' rows."""
     s: torch.Tensor | None
     """The adapters' s of all rows; None without adapters."""
 

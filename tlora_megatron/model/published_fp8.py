@@ -28,7 +28,7 @@ class PublishedFormat:
     method: Literal["compressed-tensors", "fp8"]
     """The folder's `quant_method`."""
     strategy: Strategy
-    """What has a scale."""
+    """The part of a weight that has one scale."""
     scale: str
     """Name of the scales beside `weight`; codes are multiplied with them."""
     targets: tuple[str, ...]

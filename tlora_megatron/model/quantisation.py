@@ -33,7 +33,7 @@ class BaseQuantisation:
     format: str
     """Describes it to people and to checkpoints, such as `e4m3, one scale an output channel`."""
     kind: Literal["channel", "block"]
-    """What has a scale: an output channel, or a block of 128 x 128."""
+    """The part of a weight that has one scale: an output channel, or a block of 128 x 128."""
     linears: frozenset[tuple[int, str]]
     """(layer, Megatron's name) of the linears that hold codes."""
     published: PublishedFormat | None = None

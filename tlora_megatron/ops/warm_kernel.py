@@ -22,7 +22,7 @@ _ALIGNMENT = 16
 
 
 _MULTIPROCESSOR_WARPS = 32
-"""Of blocks that stay: what a multiprocessor's registers hold at 64 a thread."""
+"""Warps of a multiprocessor whose registers, 64 a thread, fit it, for blocks that stay."""
 _CARVEOUT = 9
 """`CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT`: percent of the most."""
 

@@ -32,7 +32,7 @@ TARGETS = (
     ("down_proj",),
 )
 SHARES = (1.0, 0.02, 0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.7)
-"""Of the longest sequence: lengths of sequences, give or take a few rows."""
+"""Lengths of sequences, as parts of the longest, give or take a few rows."""
 BAD_LR = 1e30
 """The first update makes weights whose products are not finite."""
 

@@ -144,7 +144,7 @@ class Bench:
     def _time_peft(
         self, shapes: Sequence[tuple[int, int]], *, fp32_factors: bool
     ) -> Iterator[tuple[str, Timing]]:
-        """What the jobs are called, and the timing, of each shape that fits."""
+        """Yields the jobs' name and the timing of each shape that fits."""
         args = self.args
         model = build_peft(
             args.model, args.layers, PEFT_RANK, args.dropout, fp32_factors=fp32_factors

@@ -21,7 +21,7 @@ from tlora_megatron.ops.warm_kernel import WarmKernel
 
 _BLOCK_ROWS = 128
 _BLOCK_COLUMNS = 128
-"""As wide as a block of scales, of which a tile so needs one at a time."""
+"""The width of a block of scales, so that a tile needs one scale at a time."""
 _BAND = 8
 """Blocks of rows that run through all columns together, so that W comes from the L2 cache."""
 _STAGES = 3

@@ -18,7 +18,7 @@ _TILE = 4096
 """Values of a thread block where rows are narrower. Of wider rows few blocks fit a multiprocessor:
 those stay on it, and copy their next rows to shared memory while they work on one."""
 _REDUCTION_BYTES = 4096
-"""Of shared memory, at most."""
+"""Shared memory that reductions take, at most."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])

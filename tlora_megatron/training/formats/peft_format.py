@@ -71,7 +71,7 @@ class AdapterFile:
     base_model: str | None
     """The file's name of its base: a path or a hub name, not checked."""
     quantisation: QuantisationCard | None = None
-    """Of the base that it was trained over here."""
+    """The quantisation of the base that it was trained over here."""
     factors: dict[str, Tensor]
     """Canonical whole factors, fp32 on the CPU."""
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tlora_megatron.ops.frozen.rms_norm import HeadNorms
 
 MOST_VALUES = 32768
-"""Of a row, with those that powers of two add: what fits a block's registers."""
+"""Values of a row, with those that powers of two add, that fit a block's registers."""
 
 
 @triton.jit
