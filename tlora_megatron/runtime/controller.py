@@ -21,8 +21,8 @@ from tlora_megatron.runtime.base_log import log_base
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.wake import wake_device
 from tlora_megatron.training.fingerprint.check import check_base_of_run
-from tlora_megatron.training.formats.base_card import quantisation_card
 from tlora_megatron.training.formats.hf_convert import check_layout
+from tlora_megatron.training.formats.quantised.card import quantisation_card
 from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.run.environment import set_environment
 from tlora_megatron.training.run.nano_setup import nano_settings

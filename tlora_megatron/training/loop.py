@@ -11,7 +11,7 @@ from pathlib import Path
 from tlora_megatron import timeline
 from tlora_megatron.config.run import RunSpec
 from tlora_megatron.model.backbone import Backbone
-from tlora_megatron.training.formats.base_card import QuantisationCard
+from tlora_megatron.training.formats.quantised.card import QuantisationCard
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.metrics import JobMetrics

@@ -13,9 +13,9 @@ import torch
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data
-from tlora_megatron.training.formats.base_card import QuantisationCard
 from tlora_megatron.training.formats.checkpoint import Checkpoint, find_checkpoint
 from tlora_megatron.training.formats.peft_format import fit_to_job, load_adapter
+from tlora_megatron.training.formats.quantised.card import QuantisationCard
 
 logger = logging.getLogger(__name__)
 

@@ -101,12 +101,12 @@ class Quantised:
         cuda_dgrad.fp8_dgrad(self.dy[index], weight, out)
         return out
 
-    def library_product(self, index: int) -> torch.Tensor:
+    def product_of_torch(self, index: int) -> torch.Tensor:
         """torch._scaled_mm."""
         weight = self.weights[index]
         return _scaled_mm(self.x[index], weight.codes_NK, weight.scales)
 
-    def library_gradient(self, index: int) -> torch.Tensor:
+    def gradient_of_torch(self, index: int) -> torch.Tensor:
         """torch._scaled_mm."""
         copy_KN = self.copies_KN[index]
         return _scaled_mm(self.dy[index], copy_KN, torch.ones(len(copy_KN), device=copy_KN.device))
@@ -142,8 +142,8 @@ def base_variants(q: Quantised) -> Iterator[Variant]:
 
     yield forward("bf16", lambda i: F.linear(sets[i].x_TK, sets[i].weight_NK))
     yield backward("bf16", lambda i: torch.mm(sets[i].dy_TN, sets[i].weight_NK))
-    yield forward("library", q.library_product)
-    yield backward("library", q.library_gradient)
+    yield forward("library", q.product_of_torch)
+    yield backward("library", q.gradient_of_torch)
     yield forward("cast", lambda i: encode_rows(sets[i].x_TK).codes_TK)
     yield backward("cast", lambda i: encode_rows(sets[i].dy_TN, fold_K=weights[i].fold_N).codes_TK)
     yield backward("gemm", q.gradient)

@@ -38,7 +38,7 @@ from tlora_megatron.training.formats.hf_convert import (
     hf_shapes,
     stage_layers,
 )
-from tlora_megatron.training.formats.quantized_source import QuantizedSource
+from tlora_megatron.training.formats.quantised.source import QuantizedSource
 from tlora_megatron.training.formats.rank_tensors import (
     RankTensor,
     padded_vocab_size,

@@ -35,8 +35,8 @@ from tlora_megatron.integrations.megatron.layer.plain_layer import LateReasons, 
 from tlora_megatron.integrations.megatron.packed_attention import DocumentRotaryEmbedding
 from tlora_megatron.layers.attach import make_multi_adapter
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.layers.te_fp8 import why_not_fp8
-from tlora_megatron.layers.te_linear import TEProductMixin, is_te_linear
+from tlora_megatron.layers.transformer_engine.fp8 import why_not_fp8
+from tlora_megatron.layers.transformer_engine.linear import TEProductMixin, is_te_linear
 from tlora_megatron.parallel.groups import ParallelGroups
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,8 @@ from tlora_megatron.config.job import HF_TARGETS, JobSpec, LoraSpec
 from tlora_megatron.layers.slab import check_finite, factor_shape, split_name
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.formats.atomic_directory import readable_directory, replace_directory
-from tlora_megatron.training.formats.base_card import (
+from tlora_megatron.training.formats.peft_config import lora_spec, peft_config, read_peft_config
+from tlora_megatron.training.formats.quantised.card import (
     README,
     QuantisationCard,
     as_metadata,
@@ -33,7 +34,6 @@ from tlora_megatron.training.formats.base_card import (
     readme,
     remove_readme,
 )
-from tlora_megatron.training.formats.peft_config import lora_spec, peft_config, read_peft_config
 from tlora_megatron.training.formats.safetensors_file import (
     PendingTensor,
     Scratch,

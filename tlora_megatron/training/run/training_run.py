@@ -29,7 +29,7 @@ from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.evaluation import Scorer
-from tlora_megatron.training.formats.base_card import QuantisationCard
+from tlora_megatron.training.formats.quantised.card import QuantisationCard
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.loop import TrainingLoop

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tlora_megatron.training.formats.base_card import QuantisationCard
 from tlora_megatron.training.formats.checkpoint import checkpoint_state, write_checkpoint
 from tlora_megatron.training.formats.peft_format import write_adapter
+from tlora_megatron.training.formats.quantised.card import QuantisationCard
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.saving.snapshot import BUFFERS, Snapshot
 

@@ -26,7 +26,7 @@ from tlora_megatron.integrations.megatron.layer.core_attention import PackedCore
 from tlora_megatron.integrations.megatron.layer.mixing import built_class
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
 from tlora_megatron.integrations.megatron.layer.residual_stream import why_not_stream
-from tlora_megatron.layers.te_linear import TEProductMixin, why_not_te_product
+from tlora_megatron.layers.transformer_engine.linear import TEProductMixin, why_not_te_product
 
 Half = Literal["attention", "mlp"]
 HALVES: tuple[Half, ...] = ("attention", "mlp")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_unfused
 
-from tlora_megatron.layers.te_linear import is_te_linear
+from tlora_megatron.layers.transformer_engine.linear import is_te_linear
 
 
 def why_not_stream(config: Any, column: Any) -> str | None:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.linear_case import WORKLOADS, Case, error
-from tlora_megatron.layers import te_fp8
 from tlora_megatron.layers.linear import multi_lora_linear_vjp
-from tlora_megatron.layers.te_fp8 import Fp8Base, te_base, why_not_fp8
+from tlora_megatron.layers.transformer_engine import fp8
+from tlora_megatron.layers.transformer_engine.fp8 import Fp8Base, te_base, why_not_fp8
 
 
 class PlainBase:
@@ -54,7 +54,7 @@ def test_a_base_that_computes_is_as_good_as_its_weight(linear: str, workload: st
 
 
 class Engine:
-    """Transformer Engine's functions as far as `te_fp8` calls them; counts what is quantised."""
+    """Transformer Engine's functions as far as `fp8` calls them; counts what is quantised."""
 
     def __init__(self, *, delayed: bool = False) -> None:
         self.weights_quantised = self.steps_ended = 0
@@ -155,7 +155,7 @@ class Linear(nn.Module):
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     engine = Engine()
-    monkeypatch.setattr(te_fp8, "_engine", lambda: engine)
+    monkeypatch.setattr(fp8, "_engine", lambda: engine)
     return engine
 
 
@@ -210,7 +210,7 @@ def test_the_base_is_the_weight_outside_of_fp8(engine: Engine) -> None:
 
 
 def test_a_repeated_forward_is_in_fp8_too(engine: Engine) -> None:
-    surroundings = te_fp8.replay_autocast()
+    surroundings = fp8.replay_autocast()
     engine.on = False
     with surroundings():
         assert isinstance(te_base(Linear()), Fp8Base)

@@ -19,12 +19,12 @@ from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.slab import initial_factors
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.training.formats.base_card import (
+from tlora_megatron.training.formats.peft_format import export_adapter, load_adapter
+from tlora_megatron.training.formats.quantised.card import (
     QuantisationCard,
     check_same_base,
     quantisation_card,
 )
-from tlora_megatron.training.formats.peft_format import export_adapter, load_adapter
 
 CARD = QuantisationCard(method="fp8", format="e4m3, one scale an output channel", digest="a1" * 32)
 OTHER = replace(CARD, digest="b2" * 32)

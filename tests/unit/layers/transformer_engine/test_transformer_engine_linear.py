@@ -11,7 +11,11 @@ from torch import nn
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.attach import check_blocks_fit, make_multi_adapter
-from tlora_megatron.layers.te_linear import TEProductMixin, is_te_linear, why_not_te_product
+from tlora_megatron.layers.transformer_engine.linear import (
+    TEProductMixin,
+    is_te_linear,
+    why_not_te_product,
+)
 
 
 class _Wrapper(nn.Module):

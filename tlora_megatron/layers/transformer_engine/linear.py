@@ -21,7 +21,7 @@ from tlora_megatron.layers.multi_adapter import (
     product_vjp,
 )
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.layers.te_fp8 import is_plain, te_base
+from tlora_megatron.layers.transformer_engine.fp8 import is_plain, te_base
 from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.routing.segments import MicroBatchView
 from tlora_megatron.parallel.nano.lanes import Lane
@@ -38,9 +38,9 @@ _CLASSES = {
 class TEProductMixin(BlackBoxMixin):
     """Adds the product without autograd to what `BlackBoxMixin` does.
 
-    Inside an autocast to FP8 the base's GEMMs are Transformer Engine's (`layers.te_fp8`), otherwise
-    ours. Relies on what `why_not_te_product` has seen: weights of the activations' dtype, and no
-    communication inside the GEMMs.
+    Inside an autocast to FP8 the base's GEMMs are Transformer Engine's (`transformer_engine.fp8`),
+    otherwise ours. Relies on what `why_not_te_product` has seen: weights of the activations' dtype,
+    and no communication inside the GEMMs.
     """
 
     tlora_product: LinearAdapters

@@ -21,7 +21,7 @@ from tlora_megatron.model.quantisation import ADAPTER_METADATA, PARTS, BaseQuant
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.quantised.rows import encode_rows
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
-from tlora_megatron.training.formats.quantized_source import QuantizedSource
+from tlora_megatron.training.formats.quantised.source import QuantizedSource
 
 logger = logging.getLogger(__name__)
 
