@@ -37,11 +37,8 @@ def kernel_table(run: Callable[[], object], title: str, file: Path) -> None:
     with torch.profiler.profile(activities=activities) as trace:
         run()
         torch.cuda.synchronize()
-    spans = [
-        (event.time_range.start, event.time_range.end)
-        for event in trace.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
+    on_device = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = [(event.time_range.start, event.time_range.end) for event in on_device]
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     kernels = []
     for event in trace.key_averages():
@@ -59,18 +56,29 @@ def kernel_table(run: Callable[[], object], title: str, file: Path) -> None:
     lines.append("-- by name")
     for spent_us, count, name in sorted(kernels, reverse=True)[:_SHOWN]:
         lines.append(f"{spent_us / 1e3:9.2f} ms {count:6d}  {name[:150]}")
+    lines.append("-- longest waits of the device, and which kernel ended them")
+    for waited_us, index in longest_waits(spans):
+        lines.append(f"{waited_us / 1e3:9.2f} ms  before {on_device[index].name[:120]}")
     with file.open("a") as sink:
         sink.write("\n".join(lines) + "\n\n")
 
 
 def idle_us(spans: Sequence[tuple[float, float]]) -> float:
     """Time between the first span's begin and the last one's end in which none runs."""
-    idle, reached = 0.0, None
-    for begin, end in sorted(spans):
-        if reached is not None:
-            idle += max(0.0, begin - reached)
+    return sum(waited for waited, _ in longest_waits(spans, len(spans)))
+
+
+def longest_waits(
+    spans: Sequence[tuple[float, float]], most: int = 12
+) -> list[tuple[float, int]]:
+    """The longest times in which no span runs, each with the index of the span that ends it."""
+    waits, reached = [], None
+    for index in sorted(range(len(spans)), key=spans.__getitem__):
+        begin, end = spans[index]
+        if reached is not None and begin > reached:
+            waits.append((begin - reached, index))
         reached = end if reached is None else max(reached, end)
-    return idle
+    return sorted(waits, reverse=True)[:most]
 
 
 def kind_of(name: str) -> str:
