@@ -65,13 +65,11 @@ def kernel_table(run: Callable[[], object], title: str, file: Path) -> None:
 
 def idle_us(spans: Sequence[tuple[float, float]]) -> float:
     """Time between the first span's begin and the last one's end in which none runs."""
-    return sum(waited for waited, _ in longest_waits(spans, len(spans)))
+    return sum((waited for waited, _ in longest_waits(spans, len(spans))), 0.0)
 
 
-def longest_waits(
-    spans: Sequence[tuple[float, float]], most: int = 12
-) -> list[tuple[float, int]]:
-    """The longest times in which no span runs, each with the index of the span that ends it."""
+def longest_waits(spans: Sequence[tuple[float, float]], most: int = 12) -> list[tuple[float, int]]:
+    """The longest times without any span, each with the index of the span that ends it."""
     waits, reached = [], None
     for index in sorted(range(len(spans)), key=spans.__getitem__):
         begin, end = spans[index]
