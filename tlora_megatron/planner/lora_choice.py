@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -35,7 +35,7 @@ class ShardingChoice:
 def choose_lora_sharding(
     asked: LoraSharding | Literal["auto"],
     *,
-    tp_size: int,
+    tp_sizes: Collection[int],
     black_box: str | None,
     overlaps: bool,
     times_s: Mapping[LoraSharding, float],
@@ -45,6 +45,7 @@ def choose_lora_sharding(
 
     Args:
         asked: value of the configuration.
+        tp_sizes: tensor-parallel sizes of the run's replicas, each once.
         black_box: class of linears whose GEMM and reduction are not ours (Transformer Engine's),
             around which only rank_exchange works; None: all linears are Megatron's own.
         overlaps: True if nano-batches shall hide tensor-parallel communication; they run fold's
@@ -55,8 +56,16 @@ def choose_lora_sharding(
     Raises:
         ValueError: if what is asked for contradicts the linears.
     """
-    if tp_size == 1:
+    if set(tp_sizes) == {1}:
         return ShardingChoice(sharding="fold", reason="TP 1 has nothing to share")
+    if len(set(tp_sizes)) > 1:
+        if asked not in ("auto", "fold") or black_box is not None:
+            got = asked if black_box is None else f"a {black_box}"
+            raise ValueError(
+                "parallel.lora_sharding must be fold or auto where replicas differ in tp_size, on "
+                f"Megatron's own linears, got {got}"
+            )
+        return ShardingChoice(sharding="fold", reason="replicas differ in tp_size")
     if black_box is not None:
         if asked not in ("auto", "rank_exchange"):
             raise ValueError(

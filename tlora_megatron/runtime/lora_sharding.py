@@ -36,15 +36,17 @@ def resolve_lora_sharding(
 ) -> tuple[ParallelGroups, Linears]:
     """Returns groups and linears with the run's LoRA sharding in them; logs the choice and why.
 
-    It is a `training.run.training_run.ShardingResolver`. Collective over the world: the first rank
-    chooses, since machines may differ.
+    It is a `training.run.training_run.ShardingResolver`. Collective over the world, replicas
+    without tensor parallelism included: the first rank chooses, since machines may differ.
 
     Raises:
         ValueError: if the configuration asks for what the linears cannot do.
     """
-    if groups.layout.tp_size == 1 or any(isinstance(site, PlainSite) for site, _ in linears):
+    if any(isinstance(site, PlainSite) for site, _ in linears):
         return groups, linears
     choice = _agreed_choice(config, spec, groups, linears, jobs)
+    if choice is None or groups.layout.tp_size == 1:
+        return groups, linears
     if groups.is_writer:
         logger.info("%s", choice.line)
     sharding = choice.sharding
@@ -59,7 +61,8 @@ def _agreed_choice(
     groups: ParallelGroups,
     linears: Linears,
     jobs: Sequence[PreparedJob],
-) -> ShardingChoice:
+) -> ShardingChoice | None:
+    """The same on all ranks; None if none has tensor parallelism."""
     asked = config.parallel.lora_sharding
     others = [module for _, module in linears if not hasattr(module, "_forward_impl")]
     foreign = {
@@ -68,16 +71,19 @@ def _agreed_choice(
         if asked == "s_lora" or not isinstance(module, TEProductMixin)
     }
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (sorted(foreign), bool(others)))
-    black_box = next((name for names, _ in found for name in names), None)
+    dist.all_gather_object(found, (groups.layout.tp_size, sorted(foreign), bool(others)))
+    tp_sizes = {tp_size for tp_size, *_ in found}
+    if tp_sizes == {1}:
+        return None
+    black_box = next((name for _, names, _ in found for name in names), None)
     times: dict[LoraSharding, float] = {}
     # What our kernels can compute is computed around the base, by fold too, where they do not.
     source = "of what works around Transformer Engine's linears too, fold exchanges least"
-    if asked == "auto" and not any(has_others for _, has_others in found):
+    if asked == "auto" and len(tp_sizes) == 1 and not any(has_others for *_, has_others in found):
         times, source = _predict(config, spec, groups, jobs)
     choice = choose_lora_sharding(
         asked,
-        tp_size=groups.layout.tp_size,
+        tp_sizes=tp_sizes,
         black_box=black_box,
         overlaps=config.run.nano_batches != 1,
         times_s=times,

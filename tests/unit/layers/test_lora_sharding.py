@@ -61,7 +61,8 @@ TIMES: dict[LoraSharding, float] = {"fold": 1.0, "rank_exchange": 1.2, "s_lora":
 
 def choose(asked: Any = "auto", **changes: Any) -> Any:
     given_: dict[str, Any] = {
-        "tp_size": 2, "black_box": None, "overlaps": False, "times_s": TIMES, "source": "by hand",
+        "tp_sizes": {2}, "black_box": None, "overlaps": False, "times_s": TIMES,
+        "source": "by hand",
     }  # fmt: skip
     return choose_lora_sharding(asked, **(given_ | changes))
 
@@ -85,7 +86,8 @@ def test_auto_takes_what_is_fastest_and_tells_all_times() -> None:
         ("rank_exchange", {"black_box": "TELinear"}, "rank_exchange", "TELinear"),
         ("rank_exchange", {}, "rank_exchange", "asked for"),
         ("s_lora", {"overlaps": True}, "s_lora", "asked for"),
-        ("s_lora", {"tp_size": 1}, "fold", "TP 1"),
+        ("s_lora", {"tp_sizes": {1}}, "fold", "TP 1"),
+        ("auto", {"tp_sizes": {2, 1}}, "fold", "replicas differ in tp_size"),
     ],
 )
 def test_other_choices(asked: str, changes: dict[str, Any], sharding: str, reason: str) -> None:
@@ -99,6 +101,16 @@ def test_black_boxes_allow_rank_exchange_only(asked: str) -> None:
     rule = rf"lora_sharding must be rank_exchange or auto around a TELinear, .* got {asked}"
     with pytest.raises(ValueError, match=rule):
         choose(asked, black_box="TELinear")
+
+
+@pytest.mark.parametrize(
+    ("asked", "black_box", "got"), [("s_lora", None, "s_lora"), ("auto", "TELinear", "a TELinear")]
+)
+def test_replicas_of_unlike_tp_sizes_allow_fold_only(
+    asked: str, black_box: str | None, got: str
+) -> None:
+    with pytest.raises(ValueError, match=f"fold or auto where replicas differ .*, got {got}"):
+        choose(asked, black_box=black_box, tp_sizes={2, 1})
 
 
 def test_the_key_is_read_strictly() -> None:

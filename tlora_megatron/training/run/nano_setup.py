@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from tlora_megatron.config.run import RunSpec
 from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.transport.tensor_collectives import DEFAULT_MAX_BYTES
 from tlora_megatron.training.nano.rounds import NanoRounds
 from tlora_megatron.training.nano.switch import NanoSettings
 from tlora_megatron.training.nano.trace import NanoTrace
 from tlora_megatron.training.super_model import SuperModel
+
+logger = logging.getLogger(__name__)
 
 
 def nano_settings(run: RunSpec, spec: ModelSpec, dtype: torch.dtype) -> NanoSettings:
@@ -37,7 +42,7 @@ def start_nano_batches(
         What chooses the number from now on; None where it stays as it is.
     """
     switch, groups = super_model.engine.nano_batches, super_model.groups
-    if switch is None or groups.layout.tp_size == 1:
+    if switch is None or run.nano_batches == 1 or not _all_have_tp(groups):
         return None
     # Two make the engine ready for any number, or say why there can be none.
     switch.set_count(2 if run.nano_batches == "auto" else run.nano_batches)
@@ -51,3 +56,17 @@ def start_nano_batches(
         device=groups.device,
         resuming=resuming,
     )
+
+
+def _all_have_tp(groups: ParallelGroups) -> bool:
+    """True where all ranks are in tensor-parallel groups of one size; collective over the world.
+
+    Numbers of nano-batches are agreed over the world, and replicas of other sizes have none.
+    """
+    sizes = [0] * dist.get_world_size()
+    dist.all_gather_object(sizes, groups.layout.tp_size)
+    if len(set(sizes)) > 1 and groups.is_writer:
+        logger.warning(
+            "run.nano_batches has no effect, micro-batches run whole: replicas differ in tp_size"
+        )
+    return len(set(sizes)) == 1 and sizes[0] > 1
