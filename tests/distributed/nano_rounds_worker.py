@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tlora_megatron.parallel.nano.lane_room import LaneRoom
 from tlora_megatron.training.nano.rounds import NanoRounds
 from tlora_megatron.training.nano.trace import NanoTrace
-from tlora_megatron.training.packing.packing import Bins
+from tlora_megatron.training.packing.packing import Round
 
 MOST = (4, 2)
 """That each process has room for."""
@@ -20,7 +20,7 @@ TIMES = ({1: 1.0, 2: 0.7, 3: 0.5, 4: 0.4}, {1: 0.9, 2: 0.8, 3: 0.5, 4: 0.4})
 """Of a round in so many, in seconds."""
 
 
-class _Documents(Bins):
+class _Documents(Round):
     num_tokens = 1000
     most_documents = 8
 
@@ -60,7 +60,7 @@ def main() -> None:
         device=torch.device("cpu"),
         resuming=False,
     )
-    content: Any = _Documents(num_micro_batches=1, dp_size=1, contents=())
+    content: Any = _Documents(replicas=())
     for _ in range(40):
         rounds.after_round((), content, TIMES[rank][counts[-1]], has_waited=True)
     # One line at once: the processes share an output.

@@ -149,9 +149,9 @@ class TrainingLoop:
         """Logs, evaluates, saves and ends the jobs that stepped."""
         self.train_time_s += round_s
         self.rounds += 1
-        if self.nano_rounds is not None and self.super_model.bins is not None:
+        if self.nano_rounds is not None and self.super_model.round is not None:
             self.nano_rounds.after_round(
-                self.super_model.jobs, self.super_model.bins, round_s, has_waited=bool(reports)
+                self.super_model.jobs, self.super_model.round, round_s, has_waited=bool(reports)
             )
         for report in reports:
             self._log(report)

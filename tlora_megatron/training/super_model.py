@@ -17,7 +17,7 @@ from tlora_megatron.parallel.nano.cuts import CutDocuments, cut_by_length
 from tlora_megatron.training.evaluation import Evaluation, Scorer
 from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.optimizer import StepOutcome, StepRequest, step_adapters
-from tlora_megatron.training.packing.packing import Bins, MicroBatch, PackedBatch, RoundShape
+from tlora_megatron.training.packing.packing import MicroBatch, PackedBatch, Round, RoundShape
 from tlora_megatron.training.packing.round_packer import RoundPacker
 
 CutFor = Callable[[Sequence[JobState]], CutDocuments]
@@ -81,7 +81,7 @@ class SuperModel(Generic[EngineT]):
         self.micro_batch_tokens = micro_batch_tokens
         self.round_shape = round_shape
         self.jobs: tuple[JobState, ...] = ()
-        self.bins: Bins | None = None
+        self.round: Round | None = None
         """Contents of the training round packed last; the same on every rank."""
         self.nano_batches_run: Counter[int] = Counter()
         """This replica's micro-batches of training by the number of nano-batches they ran in."""
@@ -112,7 +112,7 @@ class SuperModel(Generic[EngineT]):
             job.begin_batch(self.groups.device)
         packer = self._packer([job.dropout_key for job in self.jobs])
         packed = packer.pack_round([job.queue for job in self.jobs], first_slot=self._rounds)
-        self.bins, self._micro_batches = packed.bins, packed.micro_batches
+        self.round, self._micro_batches = packed.round, packed.micro_batches
         for job, queue in zip(self.jobs, packed.left, strict=True):
             job.queue = queue
         batches = [micro_batch.executed for micro_batch in self._micro_batches]

@@ -33,16 +33,16 @@ def packed_rounds(case: Case, count: int) -> list[PackedRound]:
     rounds = []
     for index in range(count):
         queues = [queue or stream.next() for queue, stream in zip(queues, streams, strict=True)]
-        bins, queues = fill_bins(
+        filled, queues = fill_bins(
             queues,
             capacity=plan.micro_batch_tokens,
             dp_size=plan.dp_size,
             pp_size=plan.pp_size,
             first_slot=index,
         )
-        loads = [sum(placed.item.length for placed in content) for content in bins.contents]
+        loads = [sum(placed.item.length for placed in content) for content in filled.micro_batches]
         rows = round_up(max(loads), ROW_TILE)
-        rounds.append(PackedRound(sum(loads), bins.num_micro_batches * rows))
+        rounds.append(PackedRound(sum(loads), len(filled.replicas[0]) * rows))
     return rounds
 
 

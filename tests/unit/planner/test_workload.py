@@ -265,12 +265,12 @@ def _packed(
             if not queues[slot]:
                 lengths = itertools.islice(streams[slot], load.batch_size)
                 queues[slot] = batch_items([_sequence(n) for n in lengths])
-        bins, queues = fill_bins(
+        filled, queues = fill_bins(
             queues, capacity=capacity, dp_size=dp_size, pp_size=pp_size, first_slot=index
         )
-        loads = [sum(p.item.length for p in content) for content in bins.contents]
+        loads = [sum(p.item.length for p in content) for content in filled.micro_batches]
         tokens += sum(loads)
-        fullest.append((bins.num_micro_batches, max(loads)))
+        fullest.append((len(filled.replicas[0]), max(loads)))
     return tokens, fullest
 
 

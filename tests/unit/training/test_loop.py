@@ -28,7 +28,7 @@ class Told(SilentListener):
 def loop_over(job: SimpleNamespace, told: Told, watch: RunWatch | None = None) -> TrainingLoop:
     super_model: Any = SimpleNamespace(
         jobs=(job,), groups=SimpleNamespace(is_writer=False, device=torch.device("cpu")),
-        bins=None, train_round=lambda: [],
+        round=None, train_round=lambda: [],
     )  # fmt: skip
     backbone: Any = None
     run = RunSpec(output_dir="unused")

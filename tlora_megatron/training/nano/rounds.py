@@ -28,7 +28,7 @@ from tlora_megatron.training.nano.aimd import AimdController
 from tlora_megatron.training.nano.controller import HysteresisController, NanoController, StepTime
 from tlora_megatron.training.nano.switch import NanoSwitch
 from tlora_megatron.training.nano.trace import NOTHING, NanoTrace, Resumed, TraceLine
-from tlora_megatron.training.packing.packing import Bins
+from tlora_megatron.training.packing.packing import Round
 
 logger = logging.getLogger(__name__)
 
@@ -132,19 +132,19 @@ class NanoRounds:
         self._set_count()
 
     def after_round(
-        self, jobs: Sequence[JobState], bins: Bins, round_s: float, *, has_waited: bool
+        self, jobs: Sequence[JobState], content: Round, round_s: float, *, has_waited: bool
     ) -> None:
         """Takes a round's time, and sets the number of nano-batches of the next.
 
         Args:
             jobs: the jobs that the round was packed from, in slot order.
-            bins: the contents of the round.
+            content: the micro-batches of the round.
             has_waited: the host waited for the device at the end of the round, because some job
                 stepped. Rounds without a wait are measured together with the next that has one.
         """
         self._time_s += round_s
-        self._tokens += bins.num_tokens
-        self._most = max(self._most, bins.most_documents)
+        self._tokens += content.num_tokens
+        self._most = max(self._most, content.most_documents)
         if not has_waited:
             return
         count, done = self.controller.count, self._pending

@@ -9,8 +9,9 @@ a large batch every few.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,28 +58,32 @@ class Placed(NamedTuple):
     """Number of its portion (`packing.portions`) in the round, from 0; None = in no portion."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bins:
-    """The micro-batches of one round over all data-parallel ranks."""
+MicroBatchItems = tuple[Placed, ...]
+"""The items of one micro-batch, in packed order."""
 
-    num_micro_batches: int
-    dp_size: int
-    contents: tuple[tuple[Placed, ...], ...]
-    """Bin `m * dp_size + d` is micro-batch m of DP rank d; each in order of slot."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """The micro-batches of one round over all data-parallel replicas; the same on every rank."""
+
+    replicas: tuple[tuple[MicroBatchItems, ...], ...]
+    """The micro-batches of each replica, in the order in which it runs them. Replicas may have
+    unlike numbers of them, 0 too; with a pipeline each has at least one, maybe without items."""
+
+    @property
+    def micro_batches(self) -> Iterator[MicroBatchItems]:
+        """All micro-batches, a replica after the other."""
+        return itertools.chain.from_iterable(self.replicas)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all micro-batches without padding."""
-        return sum(placed.item.length for content in self.contents for placed in content)
+        return sum(placed.item.length for items in self.micro_batches for placed in items)
 
     @property
     def most_documents(self) -> int:
         """Documents of the micro-batch that holds most of them."""
-        return max(map(len, self.contents))
-
-    def of_rank(self, dp_rank: int) -> list[tuple[Placed, ...]]:
-        """Micro-batches of one data-parallel rank."""
-        return [self.contents[m * self.dp_size + dp_rank] for m in range(self.num_micro_batches)]
+        return max(map(len, self.micro_batches), default=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +123,7 @@ def fill_bins(
     pp_size: int,
     first_slot: int = 0,
     num_micro_batches: int | None = None,
-) -> tuple[Bins, list[list[Item]]]:
+) -> tuple[Round, list[list[Item]]]:
     """Takes items from every slot's queue in turn until nothing more fits.
 
     Args:
@@ -129,7 +134,7 @@ def fill_bins(
         num_micro_batches: on every data-parallel rank; None = `choose_num_micro_batches`.
 
     Returns:
-        The bins, and what is left of each queue.
+        The round, and what is left of each queue.
     """
     if num_micro_batches is None:
         total = sum(item.length for queue in queues for item in queue)
@@ -138,13 +143,13 @@ def fill_bins(
     left = [sorted(queue, key=lambda item: -item.length) for queue in queues]
     turns = [(first_slot + turn) % len(left) for turn in range(len(left))]
     contents = _deal(left, turns, num_bins=num_micro_batches * dp_size, capacity=capacity)
-    return Bins(num_micro_batches=num_micro_batches, dp_size=dp_size, contents=contents), left
+    return Round(replicas=tuple(contents[d::dp_size] for d in range(dp_size))), left
 
 
 def _deal(
     left: Sequence[list[Item]], turns: Sequence[int], *, num_bins: int, capacity: int
 ) -> tuple[tuple[Placed, ...], ...]:
-    """Moves items from the slots' queues to the lightest bin, a slot after the other.
+    """Moves items from the slots' queues to the lightest micro-batch, a slot after the other.
 
     Args:
         left: each slot's queue, in the order to take from; what fits is removed.

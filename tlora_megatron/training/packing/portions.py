@@ -14,9 +14,9 @@ import math
 from collections.abc import Sequence
 
 from tlora_megatron.training.packing.packing import (
-    Bins,
     Item,
     Placed,
+    Round,
     choose_num_micro_batches,
     in_packed_order,
 )
@@ -51,7 +51,7 @@ def fill_with_portions(
     pp_size: int,
     first_slot: int = 0,
     num_micro_batches: int | None = None,
-) -> tuple[Bins, list[list[Item]]]:
+) -> tuple[Round, list[list[Item]]]:
     """Takes a portion of every slot in turn until none fits; a slot without takes a sequence.
 
     Args:
@@ -60,7 +60,7 @@ def fill_with_portions(
         queues: as `packing.fill_bins`, like the rest.
 
     Returns:
-        The bins, and what is left of each queue.
+        The round, and what is left of each queue.
     """
     total = sum(item.length for queue in queues for item in queue)
     if num_micro_batches is None:
@@ -71,8 +71,8 @@ def fill_with_portions(
     open_slots = [slot for slot in turns if room.left[slot]]
     while open_slots:
         open_slots = [slot for slot in open_slots if room.place(slot, portion_tokens[slot])]
-    ordered = tuple(in_packed_order(content) for ranks in room.contents for content in ranks)
-    return Bins(num_micro_batches=num_micro_batches, dp_size=dp_size, contents=ordered), room.left
+    replicas = tuple(tuple(map(in_packed_order, own)) for own in zip(*room.contents, strict=True))
+    return Round(replicas=replicas), room.left
 
 
 class _Room:

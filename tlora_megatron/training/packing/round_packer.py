@@ -12,11 +12,11 @@ from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.cuts import CutDocuments
 from tlora_megatron.training.packing.nano_batch_packer import NanoBatchPacker
 from tlora_megatron.training.packing.packing import (
-    Bins,
     Item,
     MicroBatch,
     PackedBatch,
     Placed,
+    Round,
     RoundShape,
     fill_bins,
     pack,
@@ -28,8 +28,8 @@ from tlora_megatron.training.packing.portions import fill_with_portions
 class PackedRound(NamedTuple):
     """One round, packed."""
 
-    bins: Bins
-    """The items of every data-parallel rank; the same on all ranks."""
+    round: Round
+    """The items of every data-parallel replica; the same on all ranks."""
     left: list[list[Item]]
     """Each slot's items that did not fit."""
     micro_batches: list[MicroBatch]
@@ -66,7 +66,7 @@ class RoundPacker:
         layout, fill = self.groups.layout, fill_bins
         if any(self.portion_tokens) and self.dropout_keys:
             fill = partial(fill_with_portions, portion_tokens=self.portion_tokens)
-        bins, left = fill(
+        filled, left = fill(
             queues,
             capacity=self._capacity(queues),
             dp_size=layout.dp_size,
@@ -74,9 +74,9 @@ class RoundPacker:
             first_slot=first_slot,
             num_micro_batches=self.shape.asked_micro_batches(),
         )
-        mine = bins.of_rank(self.groups.dp_rank)
+        mine = filled.replicas[self.groups.dp_rank]
         contents = [self._with_rows(placed) for placed in mine]
-        return PackedRound(bins, left, self.pack(mine), contents)
+        return PackedRound(filled, left, self.pack(mine), contents)
 
     def most_of_a_round(self, queue: Sequence[Item]) -> int:
         """Counts the items of a queue that could fill a round alone."""

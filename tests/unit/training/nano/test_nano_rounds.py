@@ -18,7 +18,7 @@ from tlora_megatron.parallel.nano.lane_room import NO_LIMIT, LaneRoom
 from tlora_megatron.training.data.job_data import TokenSequence
 from tlora_megatron.training.nano.rounds import NanoRounds, mix_key, rank_aware_cut
 from tlora_megatron.training.nano.trace import TRACE_FILE, NanoTrace
-from tlora_megatron.training.packing.packing import Bins, Item, Placed
+from tlora_megatron.training.packing.packing import Item, Placed, Round
 
 COSTS = (1.0, 0.9, 0.95, 1.0)
 
@@ -26,13 +26,13 @@ COSTS = (1.0, 0.9, 0.95, 1.0)
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
-def bins(*lengths: int) -> Bins:
+def content_of(*lengths: int) -> Round:
     """One micro-batch."""
     sequences = [
         TokenSequence(np.zeros(n + 1, dtype=np.int32), np.ones(n + 1, dtype=bool)) for n in lengths
     ]
     placed = tuple(Placed(0, Item(s, i, 0, 1.0)) for i, s in enumerate(sequences))
-    return Bins(num_micro_batches=1, dp_size=1, contents=(placed,))
+    return Round(replicas=((placed,),))
 
 
 def jobs(*names: str, step: int = 0) -> Any:
@@ -73,7 +73,7 @@ class Run:
         raise AssertionError("rounds must leave the engine open")
 
     def train(self, rounds: int, names: tuple[str, ...] = ("a", "b"), every: int = 1) -> None:
-        content = bins(100, 50, 60, 40)
+        content = content_of(100, 50, 60, 40)
         for index in range(rounds):
             time_s = COSTS[self.count - 1] / every
             waited = index % every == every - 1
@@ -86,9 +86,9 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / TRACE_FILE).read_text().splitlines()]
 
 
-def test_bins_know_their_size() -> None:
-    assert bins(3, 4, 5).num_tokens == 12
-    assert bins(3, 4, 5).most_documents == 3
+def test_rounds_know_their_size() -> None:
+    assert content_of(3, 4, 5).num_tokens == 12
+    assert content_of(3, 4, 5).most_documents == 3
 
 
 def test_chooses_sets_and_writes_down(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_step_that_ran_beside_a_decision_does_not_count_for_the_new_number(
     tmp_path: Path,
 ) -> None:
     """Were it counted, the first step behind a change would be."""
-    run, content, last = Run(tmp_path), bins(100, 50, 60, 40), 0
+    run, content, last = Run(tmp_path), content_of(100, 50, 60, 40), 0
     for _ in range(50):
         is_first, last = run.count != last, run.count
         time_s = 9.0 if is_first else COSTS[run.count - 1]

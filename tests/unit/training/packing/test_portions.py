@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tlora_megatron.training.data.job_data import TokenSequence
-from tlora_megatron.training.packing.packing import Bins, Item
+from tlora_megatron.training.packing.packing import Item, Round
 from tlora_megatron.training.packing.portions import fill_with_portions, next_portion
 
 
@@ -21,7 +21,7 @@ def items(lengths: list[int]) -> list[Item]:
     return [Item(sequence, i, 0, 1.0) for i, sequence in enumerate(sequences)]
 
 
-def rounds(queues: list[list[Item]], *, portion_tokens: int | None, **shape: int) -> list[Bins]:
+def rounds(queues: list[list[Item]], *, portion_tokens: int | None, **shape: int) -> list[Round]:
     """All rounds until every queue is empty."""
     found = []
     portions = [portion_tokens] * len(queues)
@@ -33,13 +33,12 @@ def rounds(queues: list[list[Item]], *, portion_tokens: int | None, **shape: int
     return found
 
 
-def slot_history(rounds_: list[Bins], slot: int) -> list[tuple[tuple[int, ...], ...]]:
+def slot_history(rounds_: list[Round], slot: int) -> list[tuple[tuple[int, ...], ...]]:
     """The sequences of a slot on every rank, portion by portion in the order of their sums."""
     history = []
     for bins in rounds_:
         before = -1
-        for m in range(bins.num_micro_batches):
-            ranks = bins.contents[m * bins.dp_size : (m + 1) * bins.dp_size]
+        for ranks in zip(*bins.replicas, strict=True):
             mine = [[p for p in placed if p.slot == slot] for placed in ranks]
             for portion in sorted({p.portion for placed in mine for p in placed}):
                 assert portion == before + 1, "portions come in order"
@@ -73,12 +72,14 @@ def test_every_sequence_runs_once_and_nothing_overflows(seed: int) -> None:
     queues.append(items([3]))
     done = rounds(queues, portion_tokens=20, capacity=50, dp_size=2, pp_size=1)
     for bins in done:
-        for placed in bins.contents:
+        for placed in bins.micro_batches:
             assert sum(p.item.length for p in placed) <= 50
             keys = [(p.slot, p.portion, p.item.index) for p in placed]
             assert keys == sorted(keys)
     for slot, queue in enumerate(queues):
-        ran = [p.item.index for bins in done for c in bins.contents for p in c if p.slot == slot]
+        ran = [
+            p.item.index for bins in done for c in bins.micro_batches for p in c if p.slot == slot
+        ]
         assert sorted(ran) == list(range(len(queue)))
 
 
@@ -93,7 +94,7 @@ def test_a_slot_s_second_portion_comes_after_every_other_slot_s_first() -> None:
     bins, left = fill_with_portions(
         queues, portion_tokens=[20] * 3, capacity=100, dp_size=1, pp_size=1, first_slot=1
     )
-    held = [(p.slot, p.portion) for p in bins.contents[0]]
+    held = [(p.slot, p.portion) for p in bins.replicas[0][0]]
     assert held == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert [len(queue) for queue in left] == [3, 0, 1]
 
@@ -104,9 +105,9 @@ def test_a_pipeline_s_micro_batches_are_filled_evenly_and_in_order() -> None:
         queues, portion_tokens=[10, 10], capacity=100, dp_size=1, pp_size=4
     )
     assert not any(left)
-    assert [sum(p.item.length for p in content) for content in bins.contents] == [40] * 4
+    assert [sum(p.item.length for p in content) for content in bins.micro_batches] == [40] * 4
     for slot in (0, 1):
-        order = [p.portion for content in bins.contents for p in content if p.slot == slot]
+        order = [p.portion for content in bins.micro_batches for p in content if p.slot == slot]
         assert order == list(range(len(queues[slot])))
 
 
@@ -115,7 +116,7 @@ def test_sequences_without_portions_take_the_room_beside() -> None:
     bins, left = fill_with_portions(
         queues, portion_tokens=[10, None], capacity=60, dp_size=1, pp_size=1
     )
-    held = [(p.slot, p.portion, p.item.length) for p in bins.contents[0]]
+    held = [(p.slot, p.portion, p.item.length) for p in bins.replicas[0][0]]
     assert held == [(0, 0, 10), (0, 1, 10), (0, 2, 10), (1, None, 30)]
     assert [[item.length for item in queue] for queue in left] == [[], [15, 5]]
 
