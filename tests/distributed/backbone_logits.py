@@ -23,12 +23,12 @@ from torch import Tensor
 
 from tlora_megatron.integrations.megatron import recompute
 from tlora_megatron.integrations.megatron.model import (
-    Recompute,
     build_backbone,
     initialize_parallel,
     load_backbone,
 )
 from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.ops.routing.segments import (
     Document,

@@ -20,6 +20,7 @@ from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
     use_modules,
 )
 from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing.segments import (
     Document,
@@ -27,7 +28,6 @@ from tlora_megatron.ops.routing.segments import (
     pack_micro_batch,
     use_micro_batch,
 )
-from tlora_megatron.planner.candidate import Recompute
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 

@@ -8,15 +8,14 @@ from typing import Literal, get_args
 
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
 from tlora_megatron.model.quantisation import cut_block
+from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.workload import JobLoad
 
-Recompute = Literal["none", "selective", "full"]
 Runner = Literal["train", "megatron", "deepspeed"]
 """The programs that run a plan: `tlora train`, a Megatron-LM script, or DeepSpeed."""
 SHARDINGS: tuple[LoraSharding, ...] = get_args(LoraSharding)
 """LoRA shardings; the one that exchanges least comes first."""
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

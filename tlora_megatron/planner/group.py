@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from tlora_megatron.model.recompute import RECOMPUTES
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.planner.candidate import RECOMPUTES, Plan, job_misfit, misfit
+from tlora_megatron.planner.candidate import Plan, job_misfit, misfit
 from tlora_megatron.planner.cost.cost_model import CostModel, StepCost
 from tlora_megatron.planner.cost.memory import MemoryModel, MemoryUse
 from tlora_megatron.planner.cost.rates import Rates

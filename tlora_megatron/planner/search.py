@@ -8,11 +8,10 @@ from typing import Literal
 
 from tlora_megatron.config.deterministic import MOST_TP, exact_shardings
 from tlora_megatron.model.layout import LoraSharding
+from tlora_megatron.model.recompute import RECOMPUTES, Recompute
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import (
-    RECOMPUTES,
     Plan,
-    Recompute,
     Runner,
     chunk_multiple,
     job_misfit,

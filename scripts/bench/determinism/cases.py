@@ -12,8 +12,8 @@ import torch
 from scripts.bench.determinism.mixes import TARGETS, Mix, Plan, draw_mix
 from scripts.bench.harness.arguments import REPO
 from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
-from tlora_megatron.planner.candidate import Recompute
 
 MODEL = REPO / "configs/models/llama-3.1-8b.json"
 

@@ -9,8 +9,9 @@ from typing import Any, cast
 from scripts.bench.harness.arguments import REPO
 from tlora_megatron.config.base_model import EMBEDDING, HEAD
 from tlora_megatron.model.quantisation import BaseQuantisation, quantised_on_reading
+from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
-from tlora_megatron.planner.candidate import Plan, Recompute
+from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel, StepCost
 from tlora_megatron.planner.cost.memory import MemoryModel, MemoryUse
 from tlora_megatron.planner.cost.rates import Rates

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from tlora_megatron.integrations.megatron.layer.rotary import PackedRotaryEmbedd
 from tlora_megatron.integrations.megatron.quantised_model import OnMeta, hold_codes, scales_of
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
+from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
 from tlora_megatron.training.formats.base_reader import read_base
@@ -45,8 +46,6 @@ from tlora_megatron.training.formats.rank_tensors import (
     rank_tensors,
 )
 from tlora_megatron.training.formats.rounding import Rounding
-
-Recompute = Literal["none", "selective", "full"]
 
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
     "none": {},
@@ -151,8 +150,9 @@ def build_backbone(
     vocabulary mean nothing, and `layers.vocabulary_head` passes over them.
 
     Args:
-        recompute: `selective` recomputes every MLP in backward, `full` every layer. Both need
-            the micro-batch bound again in recompute: `ops.routing.segments.bind_current`.
+        recompute: of micro-batches whose view names none: `selective` recomputes every MLP in
+            backward, `full` every layer. Both need the micro-batch bound again in recompute:
+            `ops.routing.segments.bind_current`.
         quantisation: of the base; its linears then have codes, and never had other weights.
 
     Raises:

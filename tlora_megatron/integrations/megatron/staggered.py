@@ -262,7 +262,7 @@ class _Run:
 
 def _stretches(block: Any, view: MicroBatchView, arguments: dict[str, Any]) -> Iterator[_Stretch]:
     """Groups layers as Megatron's block does for recompute; without recompute all are one."""
-    stretches = _recompute_stretches(block)
+    stretches = _recompute_stretches(block, view)
     if not runs_sublayers(block, view, arguments):
         return stretches
     return (
@@ -291,8 +291,11 @@ def _has_sublayers(layer: Any, view: MicroBatchView, angles: Tensor | None) -> b
     return bool(getattr(layer, "direct_sublayers", ()))
 
 
-def _recompute_stretches(block: Any) -> Iterator[_Stretch]:
+def _recompute_stretches(block: Any, view: MicroBatchView) -> Iterator[_Stretch]:
     config, layers = block.config, tuple(block.layers)
+    if view.recompute == "full":
+        yield from (_Stretch((layer,), recompute=True) for layer in layers)
+        layers = ()
     if config.recompute_granularity == "full" and block.training:
         count = config.recompute_num_layers
         recomputed = len(layers) if config.recompute_method == "uniform" else count

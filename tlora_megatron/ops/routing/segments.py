@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.routing.host_copy import to_device
 from tlora_megatron.ops.routing.row_groups import RowGroups
@@ -90,7 +91,14 @@ class MicroBatchView:
     """Views of the nano-batches that it runs in, if it does: their rows are this one's in order."""
     exactness: Exactness | None = None
     """Asks all ops for bits that depend on a row's own document and portion; None = on nothing."""
+    recompute: Recompute | None = None
+    """How much of it backward computes again; None = as its layers were built to."""
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def under(self, recompute: Recompute) -> MicroBatchView:
+        """Returns the same rows, of which backward computes so much again."""
+        nanos = tuple(nano.under(recompute) for nano in self.nano_views)
+        return replace(self, recompute=recompute, nano_views=nanos)
 
     def cached(self, key: str, build: Callable[[], T]) -> T:
         """Returns the value stored under `key`, building it on first use."""

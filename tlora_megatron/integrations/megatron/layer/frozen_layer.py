@@ -13,6 +13,7 @@ forwards.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from megatron.core import tensor_parallel
@@ -114,6 +115,19 @@ class FrozenTransformerLayer(TransformerLayer):
         view, lane = current_micro_batch(), current_lane()
         if lane is None and view is not None and not view.nano_views and self.direct_sublayers:
             return run_layer(self.tlora_sublayers, hidden_states, view), None
+        run = partial(self._by_modules, attention_mask, view, lane)
+        if lane is None and view is not None and view.recompute == "full":
+            return tensor_parallel.checkpoint(run, False, hidden_states), None
+        return run(hidden_states), None
+
+    def _by_modules(
+        self,
+        attention_mask: Tensor | None,
+        view: MicroBatchView | None,
+        lane: Lane | None,
+        hidden_states: Tensor,
+    ) -> Tensor:
+        repeats_mlp = self.recompute_mlp or (view is not None and view.recompute == "selective")
         residual, normed = self.input_layernorm.fork(hidden_states)
         if lane is not None:
             residual = lane.detach_residual(residual, joint=True)
@@ -121,13 +135,13 @@ class FrozenTransformerLayer(TransformerLayer):
         residual, normed = self.pre_mlp_layernorm.add(attended, residual)
         if lane is not None:
             residual = lane.detach_residual(residual, joint=True)
-            if self.recompute_mlp:
+            if repeats_mlp:
                 lane.replay(self.mlp)
-        if self.recompute_mlp and lane is None:
+        if repeats_mlp and lane is None:
             out, _ = tensor_parallel.checkpoint(self.mlp, False, normed)
         else:
             out, _ = self.mlp(normed)
-        return residual + out, None
+        return residual + out
 
 
 def freeze_layer(layer: TransformerLayer) -> None:
@@ -156,5 +170,6 @@ def _sublayers(layer: Any) -> tuple[FrozenSublayer, ...]:
             lambda x, *_: swiglu_vjp(x, held_codes(mlp.linear_fc2), held_codes(mlp.linear_fc1)),
             mlp.linear_fc2,
             recomputes=layer.recompute_mlp,
+            asks_micro_batch=True,
         ),
     )

@@ -71,10 +71,16 @@ class FrozenSublayer:
     row: Any
     recomputes: bool
     """Forward keeps the input only; backward computes the rest again."""
+    asks_micro_batch: bool = False
+    """It also does so for each micro-batch that names `selective`."""
     replay: Callable[[], Callable[[], AbstractContextManager[None]]] = no_replay
     """Called in forward, returns what the repetition of it in backward enters."""
     recomputes_norm: bool = False
     """Forward lets go of the norm's output, and backward computes it again; not in lanes."""
+
+    def repeats(self, view: MicroBatchView) -> bool:
+        """Returns True if a micro-batch's forward keeps the input only."""
+        return self.recomputes or (self.asks_micro_batch and view.recompute == "selective")
 
     def compute(
         self,
@@ -96,7 +102,7 @@ class FrozenSublayer:
         Returns:
             The output and its vjp.
         """
-        if keeps and self.recomputes:
+        if keeps and self.repeats(view):
             y, _ = self._chain(x, view, lane, keeps=False)
             return y, _restoring(restore, self._recomputing(x, view, lane))
         return self._chain(x, view, lane, keeps=keeps, restore=restore)
@@ -178,7 +184,7 @@ def gives_product(linear: Any) -> bool:
 def run_layer(sublayers: Sequence[FrozenSublayer], hidden: Tensor, view: MicroBatchView) -> Tensor:
     """Runs `[T, 1, H]` through a layer's sublayers, as one node of autograd's graph."""
     if not torch.is_grad_enabled():
-        return _run_whole(sublayers, hidden, view, None)
+        return _run_whole(sublayers, hidden, view)
     out = _Layer.apply(hidden, sublayers, view, hidden.__dict__.get(_ADDED_BY))
     row = _codes_of_all_rows(sublayers[-1].row)
     if row is not None:
@@ -194,8 +200,8 @@ def _run_whole(
     sublayers: Sequence[FrozenSublayer],
     hidden: Tensor,
     view: MicroBatchView,
-    tape: VjpTape | None,
     row: QuantWeight | None = None,
+    tape: VjpTape | None = None,
 ) -> Tensor:
     x, residual = hidden.flatten(0, -2), None
     for sublayer in sublayers:
@@ -248,7 +254,10 @@ def _norm_again(norm: Norm, total: Tensor, normed: Tensor) -> None:
 
 
 class _Layer(torch.autograd.Function):
-    """One layer, whose linears reduce by themselves, as a node of autograd's graph."""
+    """One layer, whose linears reduce by themselves, as a node of autograd's graph.
+
+    Of a micro-batch that names `full` it keeps the input only, and backward runs it again.
+    """
 
     @staticmethod
     def forward(
@@ -258,11 +267,17 @@ class _Layer(torch.autograd.Function):
         view: MicroBatchView,
         row: QuantWeight | None,
     ) -> Tensor:
-        ctx.tape = VjpTape()
-        return _run_whole(sublayers, hidden.detach(), view, ctx.tape, row)
+        run = functools.partial(_run_whole, sublayers, hidden.detach(), view, row)
+        ctx.tape, ctx.again = (None, run) if view.recompute == "full" else (VjpTape(), None)
+        return run(ctx.tape)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        again, ctx.again = ctx.again, None
+        if again is not None:
+            ctx.tape = VjpTape()
+            again(ctx.tape)
+            del again  # and with it the layer's input
         sublayers = ctx.tape.sublayers
         assert sublayers, "a layer goes back once"
         gradient = pass_rows(dout, dout.contiguous().flatten(0, -2))
@@ -309,4 +324,4 @@ def _gather(sublayer: FrozenSublayer, normed: Tensor, lane: Lane) -> Tensor | Co
         if coded is not None:
             lane.yield_turn()
             return coded
-    return lane.gather_and_yield(normed, keeps_local=not sublayer.recomputes)
+    return lane.gather_and_yield(normed, keeps_local=not sublayer.repeats(lane.view))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -16,6 +18,7 @@ from tlora_megatron.integrations.megatron.layer.built_parts import head_norm_mod
 from tlora_megatron.integrations.megatron.layer.frozen_layer import FrozenTransformerLayer
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
 from tlora_megatron.model.quantisation import quantised_on_reading
+from tlora_megatron.model.recompute import RECOMPUTES, Recompute
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing.segments import (
     Document,
@@ -25,7 +28,6 @@ from tlora_megatron.ops.routing.segments import (
     use_micro_batch,
 )
 from tlora_megatron.parallel.transport.tensor_collectives import make_tensor_collectives
-from tlora_megatron.planner.candidate import Recompute
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 
@@ -196,6 +198,46 @@ def test_halves_compute_what_modules_do_in_lanes(recompute: Recompute) -> None:
     actual = case.results(case.split())
     use_modules(case.decoder)
     assert equal(actual, case.results(case.split()))
+
+
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["plain", "fp8"])
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_a_micro_batch_chooses_what_is_computed_again(num_parts: int, is_fp8: bool) -> None:
+    """To the bit, by sublayers and by modules; a run count says that it did."""
+    case = Case(is_fp8=is_fp8)
+    view = whole() if num_parts == 1 else case.split()
+    expected, seen = case.results(view), Counter[str]()
+    for _ in range(2):
+        for recompute in RECOMPUTES:
+            with counted_products(case.decoder, seen):
+                assert equal(case.results(view.under(recompute)), expected), recompute
+            # Once with autograd and once without; again in backward.
+            again = {"none": (0, 0), "selective": (0, 1), "full": (1, 1)}[recompute]
+            runs = {name: n / SPEC.num_layers / num_parts for name, n in seen.items()}
+            assert runs == {"linear_qkv": 2 + again[0], "linear_fc1": 2 + again[1]}, recompute
+        use_modules(case.decoder)
+
+
+@contextmanager
+def counted_products(decoder: Any, seen: Counter[str]) -> Iterator[None]:
+    """Counts forward products of two linears, by sublayers or modules."""
+    seen.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        for layer in decoder.layers:
+            for linear in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
+                for method in ("product_vjp", "forward"):
+                    patch.setattr(linear, method, _counting(linear, method, seen))
+        yield
+
+
+def _counting(linear: Any, method: str, seen: Counter[str]) -> Any:
+    inner, name = getattr(linear, method), linear.tlora_adapters.site.linear
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        seen[name] += 1
+        return inner(*args, **kwargs)
+
+    return run
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])

@@ -1,0 +1,47 @@
+"""How much of a micro-batch backward computes again, and the choice of it by rows."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Recompute = Literal["none", "selective", "full"]
+"""What is computed again: nothing, every MLP, or every layer."""
+RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+"""All of them, the one that computes least again first."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeTable:
+    """The recompute of every micro-batch of a run, by its rows.
+
+    The last entry holds every micro-batch that is longer than it says, too: nothing saves more.
+    """
+
+    most_rows: tuple[tuple[Recompute, int], ...]
+    """Recomputes, and the most rows of a micro-batch (over its context-parallel ranks) that each
+    has memory for; what computes least again comes first."""
+
+    def __post_init__(self) -> None:
+        rows = [most for _, most in self.most_rows]
+        if not rows or rows[0] < 1 or any(a >= b for a, b in itertools.pairwise(rows)):
+            raise ValueError(f"rows of a recompute table must ascend from 1, got {self.most_rows}")
+
+    def of(self, rows: int) -> Recompute:
+        """Returns the recompute of a micro-batch of `rows` rows."""
+        return next((name for name, most in self.most_rows if rows <= most), self.most_rows[-1][0])
+
+    def room_beside(self, rows: int) -> int:
+        """Returns the most rows that a micro-batch may grow to without more recompute."""
+        return next((most for _, most in self.most_rows if rows <= most), rows)
+
+    @property
+    def line(self) -> str:
+        """The table as users read it: `none to 6,144 rows, selective to 12,288, full beyond`."""
+        *lighter, (last, _) = self.most_rows
+        if not lighter:
+            return f"{last} for all micro-batches"
+        parts = [f"{name} to {most:,}" for name, most in lighter]
+        parts[0] += " rows"
+        return ", ".join([*parts, f"{last} beyond"])
