@@ -8,8 +8,9 @@ import math
 import random
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, JobSpec
 from tlora_megatron.config.reader import show
@@ -70,8 +71,9 @@ class LengthHistogram:
     def from_lengths(cls, lengths: Iterable[int], most_bins: int = _MOST_BINS) -> LengthHistogram:
         """Makes a histogram from the lengths of all sequences.
 
-        There are at most `most_bins` bins of about equally many sequences. The length of a bin is
-        its mean, rounded up; the longest sequence has a bin of its own.
+        There are at most `most_bins` bins of about equally many tokens, so that the few sequences
+        that fill a long tail keep their lengths, and attention its sum of squares. The length of a
+        bin is its mean, rounded up; the longest sequence has a bin of its own.
 
         Raises:
             ValueError: if there is no length or one is not positive.
@@ -83,10 +85,10 @@ class LengthHistogram:
             raise ValueError(f"lengths must be positive and ascend, got {ordered[0]}")
         if len(set(ordered)) <= most_bins:
             return cls.from_counts((length, count) for length, count in Counter(ordered).items())
-        size = len(ordered) - 1
-        bounds = [size * i // (most_bins - 1) for i in range(most_bins)] + [len(ordered)]
-        groups = [ordered[b:e] for b, e in itertools.pairwise(bounds) if e > b]
-        return cls.from_counts((-(-sum(g) // len(g)), len(g)) for g in groups)
+        *rest, longest = ordered
+        bins = _bins_of_tokens(rest, most_bins - 1)
+        groups = [[n for _, n in own] for _, own in itertools.groupby(bins, itemgetter(0))]
+        return cls.from_counts((-(-sum(g) // len(g)), len(g)) for g in [*groups, [longest]])
 
     @property
     def mean(self) -> float:
@@ -121,6 +123,21 @@ class LengthHistogram:
             return itertools.repeat(self.longest)
         block = max(_SMALLEST_BLOCK, 2 ** math.ceil(math.log2(32 * batch_size)))
         return itertools.cycle(_shuffled_lengths(self.pairs, seed, min(block, _SPREAD)))
+
+
+def _bins_of_tokens(
+    ordered: Sequence[int], most_bins: int
+) -> Iterator[tuple[tuple[int, int], int]]:
+    """Pairs of a bin and a length, for every length.
+
+    A fourth of the bins is kept to divide what is short and what is more than twice as long.
+    """
+    octaves = most_bins // 4
+    bins, total, longest = most_bins - octaves, sum(ordered), ordered[-1]
+    before = itertools.accumulate(ordered[:-1], initial=0)
+    for length, tokens in zip(ordered, before, strict=True):
+        octave = min((longest // length).bit_length() - 1, octaves)
+        yield (tokens * bins // total, -octave), length
 
 
 @functools.lru_cache(maxsize=4096)

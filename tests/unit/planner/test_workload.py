@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
 from dataclasses import replace
 
@@ -39,6 +40,18 @@ def test_many_lengths_become_bins_with_the_longest_alone() -> None:
     assert histogram.longest == 1000
     assert histogram.pairs[-1][1] == pytest.approx(0.001)
     assert histogram.mean == pytest.approx(statistics.fmean(lengths), rel=0.002)
+
+
+def test_bins_keep_the_squares_of_a_heavy_tail() -> None:
+    draw = random.Random(0)
+    for share, longest, count in ((0.002, 65536, 2000), (0.002, 65536, 20000), (0.0, 16384, 5000)):
+        short = (min(16384, max(16, int(draw.lognormvariate(5.9, 1.0)))) for _ in range(count))
+        lengths = [longest if draw.random() < share else length for length in short]
+        histogram = LengthHistogram.from_lengths(lengths)
+        squares = statistics.fmean(length**2 for length in lengths)
+        assert len(histogram.pairs) <= 64
+        assert histogram.mean == pytest.approx(statistics.fmean(lengths), rel=0.002)
+        assert histogram.variance + histogram.mean**2 == pytest.approx(squares, rel=0.01)
 
 
 def test_lengths_over_a_limit_are_cut_to_it() -> None:
