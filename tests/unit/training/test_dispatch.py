@@ -1,0 +1,149 @@
+"""Admission by fair turns, assignment by time, cuts within budgets."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tlora_megatron.model.replica_rate import ReplicaRate
+from tlora_megatron.training.dispatch import admit, assign, cut, cut_evenly
+
+KINDS = (
+    ReplicaRate(token_ps=110_000_000, square_ps=6000, longest=6144),
+    ReplicaRate(token_ps=58_000_000, square_ps=3100, longest=12288),
+    ReplicaRate(token_ps=31_000_000, square_ps=1600, longest=16384),
+    ReplicaRate(token_ps=17_000_000, square_ps=850, longest=65536),
+)
+"""Replicas of an 8B model on 1, 2, 4 and 8 GPUs, about."""
+fast = settings(max_examples=60, deadline=None)
+QUEUES = st.lists(st.lists(st.integers(1, 40), max_size=8), min_size=1, max_size=5)
+FEW = st.lists(st.integers(1, 6000), max_size=40)
+
+
+def lengths_of(draw: random.Random, count: int, longest: int) -> list[int]:
+    means = [draw.uniform(200, 4000) for _ in range(6)]
+    drawn = (draw.lognormvariate(math.log(draw.choice(means)) - 0.3, 0.8) for _ in range(count))
+    return [min(longest, max(8, int(rows))) for rows in drawn]
+
+
+@given(QUEUES, st.integers(0, 9), st.integers(1, 200))
+@fast
+def test_a_round_takes_turns_until_it_is_full(
+    queues: list[list[int]], first_slot: int, room: int
+) -> None:
+    queues = [sorted(queue, reverse=True) for queue in queues]
+    taken = admit(queues, first_slot=first_slot, room=room)
+    used = sum(sum(queue[:count]) for queue, count in zip(queues, taken, strict=True))
+    turns = [(first_slot + turn) % len(queues) for turn in range(len(queues))]
+    first = next((slot for slot in turns if queues[slot]), None)
+    assert first is None or taken[first] >= 1
+    assert used <= room or sum(taken) == 1
+    for queue, count in zip(queues, taken, strict=True):
+        # Whoever could still go is done, or would not fit; nobody is passed over meanwhile.
+        assert count == len(queue) or used + queue[count] > room
+
+
+@given(QUEUES)
+@fast
+def test_nobody_starves(queues: list[list[int]]) -> None:
+    left = [sorted(queue, reverse=True) for queue in queues]
+    for number in range(len(queues)):
+        taken = admit(left, first_slot=number, room=1)
+        left = [queue[count:] for queue, count in zip(left, taken, strict=True)]
+        assert not queues[number] or len(left[number]) < len(queues[number])
+
+
+@given(FEW, st.integers(1, 9))
+@fast
+def test_among_alike_replicas_the_longest_goes_first_to_the_first_to_end(
+    lengths: list[int], count: int
+) -> None:
+    found = assign(lengths, [KINDS[0]] * count)
+    ends = [(0, replica) for replica in range(count)]
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        end, replica = heapq.heappop(ends)
+        assert found.replicas[i] == replica
+        heapq.heappush(ends, (end + KINDS[0].sequence_ps(lengths[i]), replica))
+    assert found.ends_ps == tuple(end for end, _ in sorted(ends, key=lambda entry: entry[1]))
+    assert found.bound_ps <= found.makespan_ps
+    # Longest first is at most 4/3 - 1/(3 m) of the best, and this bound is no better than the best.
+    assert found.makespan_ps <= 2 * found.bound_ps
+
+
+def test_a_faster_clock_for_all_changes_no_assignment() -> None:
+    lengths = lengths_of(random.Random(0), 300, 16384)
+    twice = [
+        ReplicaRate(token_ps=2 * k.token_ps, square_ps=2 * k.square_ps, longest=k.longest)
+        for k in KINDS
+    ]
+    assert assign(lengths, KINDS).replicas == assign(lengths, twice).replicas
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_unlike_replicas_end_within_2_per_cent_of_the_bound(seed: int) -> None:
+    draw = random.Random(seed)
+    kinds = draw.sample(KINDS, draw.randint(2, 4))
+    rates = [kind for kind in kinds for _ in range(draw.randint(1, 6))]
+    longest = min(16384, max(kind.longest for kind in kinds))
+    lengths = lengths_of(draw, draw.randint(40, 90) * len(rates), longest)
+    found = assign(lengths, rates)
+    assert found.bound_ps <= found.makespan_ps <= 1.02 * found.bound_ps
+    assert found == assign(list(lengths), list(rates))
+    ends = [0] * len(rates)
+    for rows, replica in zip(lengths, found.replicas, strict=True):
+        assert rows <= rates[replica].longest
+        ends[replica] += rates[replica].sequence_ps(rows)
+    assert tuple(ends) == found.ends_ps
+
+
+def test_the_bound_is_below_the_best_of_all_assignments() -> None:
+    draw = random.Random(1)
+    for _ in range(30):
+        rates = [draw.choice(KINDS) for _ in range(2)] + [KINDS[3]]
+        lengths = [draw.randint(1, 9000) for _ in range(6)]
+        best = min(_makespans(lengths, rates))
+        found = assign(lengths, rates)
+        assert found.bound_ps <= best <= found.makespan_ps
+
+
+def _makespans(lengths: list[int], rates: list[ReplicaRate]) -> list[int]:
+    states = {(0,) * len(rates)}
+    for rows in lengths:
+        states = {
+            tuple(end + (r == j) * rate.sequence_ps(rows) for j, end in enumerate(ends))
+            for ends in states
+            for r, rate in enumerate(rates)
+            if rows <= rate.longest
+        }
+    return [max(ends) for ends in states]
+
+
+def test_a_sequence_that_no_replica_holds_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"must be at most 12288 rows.*got 12289"):
+        assign([5, 12289], KINDS[:2])
+
+
+@given(FEW, st.integers(6000, 20000))
+@fast
+def test_cuts_keep_the_budget_and_every_sequence(lengths: list[int], budget: int) -> None:
+    parts = cut(lengths, budget)
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    rows = [sum(lengths[i] for i in part) for part in parts]
+    assert all(0 < r <= budget for r in rows)
+    assert rows == sorted(rows, reverse=True)
+    # First fit leaves at most one micro-batch half empty; evened out, none need be full.
+    assert len(parts) <= 1 + 2 * sum(lengths) // budget
+    drawn = random.Random(0).sample(lengths, len(lengths))
+    kinds = [sorted(lengths[i] for i in part) for part in parts]
+    assert kinds == [sorted(drawn[i] for i in part) for part in cut(drawn, budget)]
+
+
+def test_cuts_are_even() -> None:
+    assert [len(part) for part in cut([100] * 12, 500)] == [4, 4, 4]
+    assert cut_evenly([9, 9], 1, 10) is None
+    assert cut_evenly([], 2, 10) == [[], []]
