@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -36,8 +37,11 @@ class Ranks:
         """Those of the present rank."""
         return rows[slice(*self.window(self.rank))]
 
-    def gather_rows(self, x: Tensor, group: object) -> Pending:
-        """Codes or scales of all rows."""
+    def gather_together(self, tensors: Sequence[Tensor], group: object) -> list[Pending]:
+        """Codes and scales of all rows."""
+        return [self._gathered(x) for x in tensors]
+
+    def _gathered(self, x: Tensor) -> Pending:
         self.bytes, self.gathers = self.bytes + x.nbytes, self.gathers + 1
         whole = self._rows.codes_TK if x.dtype == torch.uint8 else self._rows.scales
         assert torch.equal(x, self.own(whole)), "a row's codes depend on the row alone"
@@ -73,6 +77,6 @@ class Ranks:
     def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Takes the place of the collectives."""
         module = "tlora_megatron.layers.linear_layout."
-        for name in ("gather_rows", "all_gather_rows", "all_reduce"):
+        for name in ("gather_together", "all_gather_rows", "all_reduce"):
             monkeypatch.setattr(module + name, getattr(self, name))
         monkeypatch.setattr(module + "dist.get_rank", lambda group: self.rank)

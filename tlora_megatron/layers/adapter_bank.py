@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -79,6 +79,8 @@ class AdapterBank:
         """Factors of block-diagonal jobs, where sites do not fold."""
         self._copies: list[list[torch.Tensor]] = []
         """Views of a slot's factors in the arenas, in its slab's order (`_compute_views`)."""
+        self._casts: list[_Cast] = []
+        """The weights of a slot on their way into the arenas: all in the same memory."""
         self.defects: list[torch.Tensor] = []
         """For each slot fp32 `[]`: 0, or NaN where a weight of this rank is not finite in the
         compute dtype. It is added to the number that decides whether the job moves."""
@@ -106,11 +108,12 @@ class AdapterBank:
                 adapter.slab.zero_grad()
         self.adapters = tuple(adapters)
         # Both hold the old arenas, which would otherwise stay in memory beside the new ones.
-        self._copies = []
+        self._copies, self._casts = [], []
         for factors in (self.fused_factors, self.s_lora_a_factors, self.block_diagonal_factors):
             factors.clear()
         self._build_factors()
         self._copies = [self._compute_views(s, a) for s, a in enumerate(adapters)]
+        self._casts = _casts([a.slab.layout for a in adapters], self.dtype, self.device)
         self.defects = [torch.zeros((), device=self.device) for _ in adapters]
         for slot in range(len(adapters)):
             self.refresh(slot)
@@ -173,12 +176,13 @@ class AdapterBank:
         `defects` and never reaches an arena: GEMM tiles that adapters share multiply each one's
         weights with zeros in the rows of the others, and 0 * inf is NaN.
         """
-        slab = self.adapters[slot].slab
         if self._copies[slot]:
             # Cast as one buffer first: copies between dtypes would be a launch a factor.
-            cast = slab.compute_copy(self.dtype)
-            self.defects[slot] = torch.linalg.vector_norm(cast, math.inf).float() * 0
-            torch._foreach_copy_(self._copies[slot], _sources(slab.layout, cast.nan_to_num_()))
+            cast = self._casts[slot]
+            self.adapters[slot].slab.copy_weights(cast.buffer)
+            self.defects[slot] = torch.linalg.vector_norm(cast.buffer, math.inf).float() * 0
+            cast.buffer.nan_to_num_()
+            torch._foreach_copy_(self._copies[slot], cast.factors)
 
 
 Members = Literal["all", "standard", "block_diagonal", "own ranks"]
@@ -265,6 +269,26 @@ def _rank_of(lora: LoraSpec, site: Site, members: Members) -> int:
     if members == "all" or (members == "block_diagonal") == lora.is_block_diagonal:
         return lora.local_rank(site.tp_size)
     return 0
+
+
+class _Cast(NamedTuple):
+    """Room for an adapter's weights in the compute dtype."""
+
+    buffer: torch.Tensor
+    """`[numel]`."""
+    factors: list[torch.Tensor]
+    """Its factors in the shapes of `AdapterBank._compute_views`."""
+
+
+def _casts(layouts: Sequence[SlabLayout], dtype: torch.dtype, device: torch.device) -> list[_Cast]:
+    """Returns each layout's room, all in the same memory; equal layouts share their views."""
+    room = torch.empty(max([x.numel for x in layouts], default=0), dtype=dtype, device=device)
+    known: dict[LoraSpec, _Cast] = {}
+    for layout in layouts:
+        if layout.lora not in known:
+            buffer = room[: layout.numel]
+            known[layout.lora] = _Cast(buffer, _sources(layout, buffer))
+    return [known[layout.lora] for layout in layouts]
 
 
 def _sources(layout: SlabLayout, copy: torch.Tensor) -> list[torch.Tensor]:

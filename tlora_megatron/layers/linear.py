@@ -22,7 +22,7 @@ before gathering.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -59,8 +59,8 @@ class CodedInput(NamedTuple):
 class RankTransport(Protocol):
     """Carries rows between the ranks of tensor parallelism: a `LinearLayout`, or a lane."""
 
-    def gather_rows(self, x: torch.Tensor) -> Pending:
-        """Starts gathering all ranks' rows."""
+    def gather_together(self, tensors: Sequence[torch.Tensor]) -> Sequence[Pending]:
+        """Starts gathering all ranks' rows of several tensors."""
         ...
 
     def sum_ranks(self, x: torch.Tensor) -> Pending:
@@ -248,7 +248,7 @@ def _gather(
     own_s: Callable[[], torch.Tensor] | None,
 ) -> CodedInput:
     own, s = base.rows_of(x_WK), None
-    codes, scales = transport.gather_rows(own.codes_TK), transport.gather_rows(own.scales)
+    codes, scales = transport.gather_together([own.codes_TK, own.scales])
     if own_s is not None:
         s = own_s()  # while codes travel
         # In the rows of others there are zeros: a sum of one value and zeros has its bits.

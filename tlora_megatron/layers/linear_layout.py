@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,7 +13,7 @@ from tlora_megatron.parallel.collectives import (
     Pending,
     all_gather_rows,
     all_reduce,
-    gather_rows,
+    gather_together,
     reduce_scatter_rows,
 )
 
@@ -58,9 +59,9 @@ class LinearLayout:
         """Returns all rows of the input."""
         return all_gather_rows(x_TK, self.group) if self.gathers_input else x_TK
 
-    def gather_rows(self, x: torch.Tensor) -> Pending:
+    def gather_together(self, tensors: Sequence[torch.Tensor]) -> list[Pending]:
         """Starts gathering all ranks' rows of what belongs to the input."""
-        return gather_rows(x, self.group)
+        return gather_together(tensors, self.group)
 
     def sum_ranks(self, x: torch.Tensor) -> Pending:
         """Starts summing over the ranks, in place."""

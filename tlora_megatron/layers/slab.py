@@ -133,9 +133,12 @@ class AdapterSlab:
         """Returns a buffer `[numel]` on the gradient's device; collective if ranks hold slices."""
         return self._gather(self.buffers()[buffer].to(self.grad.device))
 
-    def compute_copy(self, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a copy `[numel]` of the master weights in a dtype; collective like `whole`."""
-        return self._gather(self.master.to(dtype, copy=True).to(self.grad.device))
+    def copy_weights(self, room_N: torch.Tensor) -> None:
+        """Writes the master weights, cast, into `[numel]`; collective like `whole`."""
+        if self.placement.group is None and self.master.device == room_N.device:
+            room_N.copy_(self.master)
+        else:
+            room_N.copy_(self._gather(self.master.to(room_N.dtype).to(room_N.device)))
 
     def _gather(self, held: torch.Tensor) -> torch.Tensor:
         if self.placement.group is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,11 +13,19 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class Waitable(Protocol):
+    """What `torch.distributed` returns for one collective, or for several together."""
+
+    def wait(self) -> object:
+        """Makes the current stream wait; on a CPU, the host."""
+        ...
+
+
 class Pending(NamedTuple):
     """A collective under way."""
 
     result: torch.Tensor
-    work: dist.Work | None
+    work: Waitable | None
     source: torch.Tensor | None = None
     """Kept alive until the collective has read it."""
 
@@ -47,6 +56,21 @@ def gather_rows(x_TK: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
     source = x_TK.contiguous()
     result = x_TK.new_empty(x_TK.shape[0] * dist.get_world_size(group), *x_TK.shape[1:])
     return Pending(result, _all_gather(result, source, group=group, async_op=True), source)
+
+
+def gather_together(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+) -> list[Pending]:
+    """Starts `gather_rows` of several tensors, on GPUs as one launch.
+
+    A launch costs the host as much as several kernels do, and a small transfer costs the device
+    little beside a large one.
+    """
+    if not tensors[0].is_cuda:
+        return [gather_rows(x, group) for x in tensors]
+    with dist._coalescing_manager(group=group, async_ops=True) as together:
+        pending = [gather_rows(x, group) for x in tensors]
+    return [p._replace(work=together) for p in pending]
 
 
 def all_gather_rows(x_TK: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -19,7 +19,7 @@ Shapes: T rows of the nano-batch, n tensor-parallel ranks, H features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import greenlet
 import torch
@@ -162,9 +162,9 @@ class Lane:
         greenlet.getcurrent().parent.switch()
         self.stream.to_main()
 
-    def gather_rows(self, x: torch.Tensor) -> Pending:
-        """Gathers all ranks' rows, on the side stream."""
-        return Pending(self._collectives.all_gather(x, self.index), None)
+    def gather_together(self, tensors: Sequence[torch.Tensor]) -> list[Pending]:
+        """Gathers all ranks' rows of several tensors, on the side stream."""
+        return [Pending(self._collectives.all_gather(x, self.index), None) for x in tensors]
 
     def sum_ranks(self, x: torch.Tensor) -> Pending:
         """Sums over the ranks, on the side stream; x may be overwritten."""
