@@ -1,4 +1,4 @@
-"""Gathers tensors of several types by one launch, and each by itself; every rank prints if equal."""
+"""Gathers tensors of several types by one launch and one by one: every rank says if equal."""
 
 from __future__ import annotations
 
