@@ -16,7 +16,13 @@ from scripts.bench.linear.baselines import BASELINES
 from scripts.bench.linear.check import MAX_ERROR, FrozenRows, worst_error
 from scripts.bench.linear.fused import FusedLinear, build_factors, row_groups, with_dropout
 from scripts.bench.linear.plain_factors import PlainFactors, draw_factors
-from scripts.bench.linear.quantised import FP8, FrozenFp8, QuantisedRows, quantised_bases
+from scripts.bench.linear.quantised import (
+    FP8,
+    FrozenFp8,
+    GivenRows,
+    QuantisedRows,
+    quantised_bases,
+)
 from scripts.bench.linear.results import Row, ratio
 from scripts.bench.linear.shapes import AdapterMix
 from scripts.bench.linear.workload import Backward, Forward, Frozen, Provider, Workload
@@ -143,6 +149,10 @@ class CellMeasurer:
         factors, rows = with_dropout(adapters.fused, dropout), row_groups(mix, dropout=dropout)
         weights = [operands.weight_NK for operands in workload.sets]
         bases = self._quantised if name in FP8 else weights
+        if name == "tlora_fp8_given":
+            given = GivenRows(name, ops, workload, factors, rows, bases)
+            given.quantise(self._quantised)
+            return given
         return FusedLinear(name, ops, workload, factors, rows, bases)
 
     @cached_property

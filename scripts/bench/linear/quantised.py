@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from scripts.bench.linear.check import FrozenRows
+from scripts.bench.linear.fused import FusedLinear
 from scripts.bench.linear.workload import Backward, BufferSet, Forward, Frozen, Workload
 from tlora_megatron.ops.quantised.definition import forward_product, input_gradient
+from tlora_megatron.ops.quantised.handed_rows import hand_rows
 from tlora_megatron.ops.quantised.rows import encode_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
 
-FP8 = ("frozen_fp8", "tlora_fp8")
-"""Providers over an FP8 base; their times hold what they quantise."""
+FP8 = ("frozen_fp8", "tlora_fp8", "tlora_fp8_given")
+"""Providers over an FP8 base. The times of the first two hold what they quantise; the last is given
+the codes of x and dy, as in a layer, where the kernels before the linear make them."""
 
 
 def quantised_bases(workload: Workload) -> tuple[QuantWeight, ...]:
@@ -35,6 +40,28 @@ class FrozenFp8(Frozen):
     def backward(self, index: int, forward: Forward) -> Backward:
         """`fq(dy) W`."""
         return Backward(self._bases[index].dgrad(self._sets[index].dy_TN), None)
+
+
+class GivenRows(FusedLinear):
+    """The FP8 linear with adapters whose input and gradient come with their codes."""
+
+    def quantise(self, bases: Sequence[QuantWeight]) -> None:
+        """Makes the codes of all buffer sets."""
+        self._given = [
+            (base, base.rows_of(operands.x_TK), base.gradient_rows_of(operands.dy_TN))
+            for base, operands in zip(bases, self._sets, strict=True)
+        ]
+
+    def forward(self, index: int) -> Forward:
+        """y, and s as saved."""
+        hand_rows(self._sets[index].x_TK, self._given[index][1])
+        return super().forward(index)
+
+    def backward(self, index: int, forward: Forward) -> Backward:
+        """dx; dA and dB are added to the jobs' gradients."""
+        base, _, rows = self._given[index]
+        hand_rows(self._sets[index].dy_TN, rows, base.fold_N)
+        return super().backward(index, forward)
 
 
 class QuantisedRows(FrozenRows):
