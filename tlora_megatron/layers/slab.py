@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron.config.job import LoraSpec
+from tlora_megatron.layers.slab_cells import SlabCells
 from tlora_megatron.layers.slab_layout import Factor, SlabLayout
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.parallel.collectives import all_gather_rows
@@ -67,6 +68,8 @@ class AdapterSlab:
             for factor, part in zip(layout.spread, self._spread_grad.split(sizes), strict=True)
         }
         self.master, self.exp_avg, self.exp_avg_sq = (self._zeros() for _ in range(3))
+        self.cells: SlabCells | None = None
+        """Its parts that unlike replicas sum; made by the first sum."""
         self._read_until: torch.cuda.Event | None = None
 
     def _zeros(self) -> torch.Tensor:

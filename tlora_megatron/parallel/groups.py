@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.parallel.cells import ReplicaCells
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,16 +17,28 @@ class ParallelGroups:
     """Ranks and groups of one process, made by the integration that initialised them."""
 
     layout: ParallelLayout
+    """Sizes of this process's own replica; its `dp_size` is the number of replicas."""
     tp_rank: int
     pp_rank: int
     cp_rank: int
     dp_rank: int
+    """Index of this process's replica."""
     tp_group: dist.ProcessGroup
     dp_cp_group: dist.ProcessGroup
-    """Replicas of this rank's adapter shards: data and context parallel ranks."""
+    """Replicas of this rank's adapter shards: data and context parallel ranks. Where replicas are
+    unlike only those of its own."""
     model_group: dist.ProcessGroup
     """Tensor and pipeline ranks of one replica, TP fastest."""
     device: torch.device
+    deployment: Deployment | None = None
+    """All replicas where they are unlike; None = they are as `layout` says."""
+    cells: ReplicaCells | None = None
+    """The parts of adapters that unlike replicas sum; None = `dp_cp_group` sums whole slabs."""
+
+    @property
+    def most_stages(self) -> int:
+        """Pipeline stages of the deepest replica."""
+        return self.layout.pp_size if self.deployment is None else self.deployment.most_stages
 
     @property
     def is_last_stage(self) -> bool:

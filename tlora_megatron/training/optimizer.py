@@ -19,6 +19,7 @@ import torch.distributed as dist
 from tlora_megatron.config.job import OptimizerSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
+from tlora_megatron.layers.slab_cells import SlabCells
 from tlora_megatron.ops.adamw.step import AdamUpdate, fused_adamw
 from tlora_megatron.parallel.collectives import all_reduce
 from tlora_megatron.parallel.groups import ParallelGroups
@@ -68,8 +69,9 @@ def step_adapters(
         exact: losses and norms are added in the order of ranks.
 
     Collectives: one all-reduce of each adapter's gradient over DP and CP, one of its TP-replicated
-    part over TP, one of all losses and norms over the world; where replicas hold slices of the
-    state, an all-gather of the new weights in the compute dtype.
+    part over TP (unlike replicas: those of `SlabCells`), one of all losses and norms over the
+    world; where replicas hold slices of the state, an all-gather of the new weights in the compute
+    dtype.
     """
     if not requests:
         return []
@@ -96,6 +98,13 @@ def step_adapters(
 
 
 def _reduce_gradients(groups: ParallelGroups, slabs: Sequence[AdapterSlab]) -> None:
+    if groups.cells is not None:
+        # One after the other: a process in the groups of several cells enters them in one order.
+        for slab in slabs:
+            cells = slab.cells or SlabCells(slab.layout, groups.cells)
+            slab.cells = cells
+            cells.sum_over_replicas(slab.grad, groups.tp_group)
+        return
     for pending in [all_reduce(slab.grad, groups.dp_cp_group) for slab in slabs]:
         pending.wait()
     replicated = [slab.grad[: slab.layout.replicated_numel] for slab in slabs]

@@ -15,27 +15,42 @@ from torch import nn
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
+from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.routing.segments import use_micro_batch
+from tlora_megatron.parallel.cells import make_replica_cells
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.nano.switch import NanoSettings
 from tlora_megatron.training.packing.packing import PackedBatch
 
 
-def current_groups(layout: ParallelLayout) -> ParallelGroups:
-    """Returns this process's place in Megatron's initialised parallel state."""
+def current_groups(
+    layout: ParallelLayout, deployment: Deployment | None = None, *, num_layers: int = 0
+) -> ParallelGroups:
+    """Returns this process's place in Megatron's initialised parallel state.
+
+    Args:
+        deployment: unlike replicas; collective over the world, as their cells have groups.
+        num_layers: of the model, which unlike replicas may cut into unlike stages.
+    """
     cuda = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    dp_rank, cells = parallel_state.get_data_parallel_rank(), None
+    if deployment is not None:
+        dp_rank = deployment.placed(dist.get_rank()).index
+        cells = make_replica_cells(deployment, num_layers)
     return ParallelGroups(
         layout=layout,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         cp_rank=parallel_state.get_context_parallel_rank(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_rank=dp_rank,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         model_group=parallel_state.get_model_parallel_group(),
         device=device,
+        deployment=deployment,
+        cells=cells,
     )
 
 

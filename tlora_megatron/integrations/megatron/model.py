@@ -25,6 +25,8 @@ from tlora_megatron.integrations.megatron.layer.frozen_layer import freeze_layer
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
 from tlora_megatron.integrations.megatron.layer.rotary import PackedRotaryEmbedding
 from tlora_megatron.integrations.megatron.quantised_model import OnMeta, hold_codes, scales_of
+from tlora_megatron.integrations.megatron.replica_groups import lay_out_replicas
+from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
 from tlora_megatron.model.recompute import Recompute
@@ -60,7 +62,13 @@ _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
 }
 
 
-def initialize_parallel(layout: ParallelLayout, *, overlaps: bool = False) -> None:
+_laid_out: Deployment | None = None
+"""The unlike replicas that Megatron's groups are of; None = one grid over the world, or none."""
+
+
+def initialize_parallel(
+    layout: ParallelLayout, *, overlaps: bool = False, deployment: Deployment | None = None
+) -> None:
     """Joins the process group that torchrun's environment describes and lays Megatron's groups out.
 
     NCCL with one GPU a process where there is CUDA, else gloo. Without torchrun it is a world of
@@ -69,6 +77,7 @@ def initialize_parallel(layout: ParallelLayout, *, overlaps: bool = False) -> No
     Args:
         overlaps: nano-batches will hide each other's communication
             (`parallel.nano.hardware_queues`).
+        deployment: unlike replicas, of one of which `layout` is; None = all are alike.
 
     Raises:
         ValueError: if the world is not as large as the layout, or a node has more processes
@@ -85,11 +94,13 @@ def initialize_parallel(layout: ParallelLayout, *, overlaps: bool = False) -> No
         # Groups of a process group that was left are gone, but Megatron would still name them.
         parallel_state.destroy_model_parallel()
         _init_process_group()
-    if dist.get_world_size() != layout.world_size:
+    world_size = layout.world_size if deployment is None else deployment.world_size
+    if dist.get_world_size() != world_size:
         raise ValueError(
-            f"world size must be {layout.world_size} for {layout}, got {dist.get_world_size()}"
+            f"world size must be {world_size} for {deployment or layout}, "
+            f"got {dist.get_world_size()}"
         )
-    _lay_out_groups(layout)
+    _lay_out_groups(layout, deployment)
     # Nothing here draws from these generators, but Megatron's layers enter their contexts.
     model_parallel_cuda_manual_seed(0)
 
@@ -116,7 +127,9 @@ def _init_process_group() -> None:
     dist.init_process_group(**options)
 
 
-def _lay_out_groups(layout: ParallelLayout) -> None:
+def _lay_out_groups(layout: ParallelLayout, deployment: Deployment | None) -> None:
+    global _laid_out
+    before, _laid_out = _laid_out, deployment
     sizes = (layout.tp_size, layout.pp_size, layout.cp_size)
     if parallel_state.model_parallel_is_initialized():
         current = (
@@ -124,9 +137,12 @@ def _lay_out_groups(layout: ParallelLayout) -> None:
             parallel_state.get_pipeline_model_parallel_world_size(),
             parallel_state.get_context_parallel_world_size(),
         )
-        if current == sizes:
+        if current == sizes and before == deployment:
             return
         parallel_state.destroy_model_parallel()
+    if deployment is not None:
+        lay_out_replicas(deployment)
+        return
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,
