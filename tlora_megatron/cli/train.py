@@ -20,9 +20,9 @@ from tlora_megatron.cli.progress import RichProgress
 from tlora_megatron.cli.tables import print_run
 from tlora_megatron.config.load import RunConfig, ignored_settings, load_config
 from tlora_megatron.integrations.megatron import quiet
-from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.weight_files import read_ahead
 from tlora_megatron.ops.kernel_build import build_early
+from tlora_megatron.runtime.own_replica import lay_out_world
 from tlora_megatron.runtime.ranks import cli_command, run_ranks, threads_per_rank
 from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.stopping.signals import StopSignals, exit_code
@@ -132,14 +132,7 @@ def _start_early(config: RunConfig) -> None:
 
 
 def _launch(args: argparse.Namespace, config: RunConfig) -> int:
-    parallel = config.parallel
-    ParallelLayout.for_world(
-        args.nproc,
-        tp_size=parallel.tp_size,
-        pp_size=parallel.pp_size,
-        cp_size=parallel.cp_size,
-        sequence_parallel=parallel.sequence_parallel,
-    )
+    lay_out_world(config.parallel, args.nproc)
     argv = ["train", args.config, *(f"--set={override}" for override in args.overrides)]
     if args.output_dir is not None:
         argv.append(f"--output-dir={args.output_dir}")

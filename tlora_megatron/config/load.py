@@ -20,6 +20,8 @@ from tlora_megatron.config.base_model import (
 from tlora_megatron.config.deterministic import settle_deterministic
 from tlora_megatron.config.job import JobSpec, rule
 from tlora_megatron.config.reader import ConfigError, check_partial, must, read_spec, unknown
+from tlora_megatron.config.replica_rules import check_replicas, settle_replicas
+from tlora_megatron.config.replicas import ReplicaSpec, expand_short_form
 from tlora_megatron.config.rules import (
     KNOWN_TARGETS,
     check_job,
@@ -63,6 +65,23 @@ class ParallelSpec:
         "one predicted to be fastest. All give the same losses and checkpoints",
         default="auto",
     )
+    replicas: tuple[ReplicaSpec, ...] | None = rule(
+        "replicas of unlike layouts, instead of the sizes above (see replicas.md): a list of "
+        "{count, tp_size, pp_size, cp_size, sequence_parallel, micro_batch_tokens, recompute}, or "
+        "the short form `1xCP8@65536 + 2xTP2+SP@12288/selective`. null: all are alike",
+        default=None,
+        nonempty=True,
+    )
+
+    @property
+    def is_unlike(self) -> bool:
+        """True if replicas have layouts, budgets or recompute of their own."""
+        return self.replicas is not None and len(self.replicas) > 1
+
+    @property
+    def most_tp(self) -> int:
+        """Tensor-parallel ranks of the replica that has most."""
+        return max((spec.tp_size for spec in self.replicas or ()), default=self.tp_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +102,12 @@ class RunConfig:
     jobs: tuple[JobSpec, ...]
     job_errors: tuple[JobError, ...] = ()
     """Jobs left out under `run.on_job_error: skip`."""
+
+    @property
+    def longest_sequence(self) -> int:
+        """Rows of the longest sequence that some replica's micro-batch holds."""
+        own = (spec.micro_batch_tokens for spec in self.parallel.replicas or ())
+        return max((tokens for tokens in own if tokens), default=self.run.micro_batch_tokens)
 
 
 def load_config(
@@ -138,12 +163,14 @@ def read_config(
     run = _read_run(document.get("run", {}), output_dir)
     if base_model is None:
         base_model = read_base_model(document.get("base_model"), folder)
-    parallel = read_spec(ParallelSpec, document.get("parallel", {}), "parallel")
+    parallel, run = settle_replicas(_read_parallel(document.get("parallel", {})), run)
+    _check_portion(run.portion_tokens, run, "run")
     skip = run.on_job_error == "skip"
     jobs, errors = _read_jobs(document, run, folder, targets, skip=skip)
     config = RunConfig(
         base_model=base_model, parallel=parallel, run=run, jobs=jobs, job_errors=errors
     )
+    check_replicas(config)
     return settle_deterministic(config) if settle else config
 
 
@@ -166,11 +193,12 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
 def ignored_settings(config: RunConfig) -> tuple[str, ...]:
     """One sentence for each setting that has no effect in this configuration."""
     found = []
-    if config.parallel.sequence_parallel and config.parallel.tp_size == 1:
+    tp_size = config.parallel.most_tp
+    if config.parallel.sequence_parallel and tp_size == 1:
         found.append("parallel.sequence_parallel has no effect with tp_size 1")
-    if config.parallel.lora_sharding != "auto" and config.parallel.tp_size == 1:
+    if config.parallel.lora_sharding != "auto" and tp_size == 1:
         found.append("parallel.lora_sharding has no effect with tp_size 1")
-    found += ignored_overlap(config.run, config.parallel.tp_size)
+    found += ignored_overlap(config.run, tp_size)
     found += ignored_base_settings(config.base_model)
     for job in config.jobs:
         if job.eval_every_steps and job.data.eval is None:
@@ -188,11 +216,16 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def _read_parallel(raw: Any) -> ParallelSpec:
+    if isinstance(raw, dict) and "replicas" in raw:
+        raw = raw | {"replicas": expand_short_form(raw["replicas"], "parallel.replicas")}
+    return read_spec(ParallelSpec, raw, "parallel")
+
+
 def _read_run(raw: Any, output_dir: str | None) -> RunSpec:
     if output_dir is not None and isinstance(raw, dict):
         raw = {**raw, "output_dir": output_dir}
     run = read_spec(RunSpec, raw, "run")
-    _check_portion(run.portion_tokens, run, "run")
     return replace(run, output_dir=resolve(run.output_dir, Path.cwd()))
 
 

@@ -59,21 +59,21 @@ class _Run(NamedTuple):
     """Pieces at constant strides."""
 
     first: _Piece
-    count: int
+    num_pieces: int
     stride: int
     packed_stride: int
 
     def in_slab(self, flat: torch.Tensor) -> torch.Tensor:
         """Returns the view `[pieces, rows, columns]` of a flat slab."""
         first = self.first
-        shape = (self.count, first.num_rows, first.num_columns)
+        shape = (self.num_pieces, first.num_rows, first.num_columns)
         begin = flat.storage_offset() + first.begin
         return flat.as_strided(shape, (self.stride, first.row_size, 1), begin)
 
     def packed(self, flat: torch.Tensor) -> torch.Tensor:
         """Returns the view `[pieces, rows, columns]` of a contiguous packed buffer."""
         first = self.first
-        shape = (self.count, first.num_rows, first.num_columns)
+        shape = (self.num_pieces, first.num_rows, first.num_columns)
         begin = flat.storage_offset() + first.packed_begin
         return flat.as_strided(shape, (self.packed_stride, first.packed_row_size, 1), begin)
 
@@ -232,9 +232,9 @@ def _runs(pieces: Sequence[_Piece]) -> Iterator[_Run]:
     for before, piece in itertools.pairwise(pieces):
         stride = piece.begin - before.begin
         packed_stride = piece.packed_begin - before.packed_begin
-        goes_on = run.count == 1 or (stride, packed_stride) == (run.stride, run.packed_stride)
+        goes_on = run.num_pieces == 1 or (stride, packed_stride) == (run.stride, run.packed_stride)
         if goes_on and piece.shape == before.shape:
-            run = _Run(run.first, run.count + 1, stride, packed_stride)
+            run = _Run(run.first, run.num_pieces + 1, stride, packed_stride)
             continue
         yield run
         run = _Run(piece, 1, 0, 0)

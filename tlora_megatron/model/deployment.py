@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from tlora_megatron.config.reader import read_spec
 from tlora_megatron.config.replicas import Recompute, ReplicaSpec, expand_short_form, short_form
@@ -47,7 +46,8 @@ class ReplicaLayout:
         )
 
 
-class PlacedReplica(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PlacedReplica:
     """One replica and the processes that it is on."""
 
     index: int
@@ -106,6 +106,21 @@ class Deployment:
         runs = ((layout, len(list(run))) for layout, run in itertools.groupby(self.replicas))
         return short_form([_spec(layout, count) for layout, count in runs])
 
+    @classmethod
+    def for_world(cls, specs: Sequence[ReplicaSpec], world_size: int) -> Deployment:
+        """Returns the deployment of `parallel.replicas` on so many processes.
+
+        Raises:
+            ValueError: if it takes more or fewer.
+        """
+        deployment = cls.from_specs(specs)
+        if deployment.world_size != world_size:
+            raise ValueError(
+                f"parallel.replicas must take all {world_size} processes, got {deployment} on "
+                f"{deployment.world_size}; change counts or start {deployment.world_size}"
+            )
+        return deployment
+
     @property
     def world_size(self) -> int:
         """Number of processes."""
@@ -136,13 +151,17 @@ class Deployment:
         """Runs of columns of which every replica's tensor-parallel ranks hold whole ones."""
         return math.lcm(*(layout.tp_size for layout in self.replicas))
 
-    def longest(self, run_tokens: int) -> int:
-        """Returns the largest budget of a micro-batch: no sequence may be longer.
+    def budgets(self, run_tokens: int) -> tuple[int, ...]:
+        """Returns the most rows of a micro-batch of every replica.
 
         Args:
             run_tokens: the budget of replicas that have none of their own.
         """
-        return max(layout.micro_batch_tokens or run_tokens for layout in self.replicas)
+        return tuple(layout.micro_batch_tokens or run_tokens for layout in self.replicas)
+
+    def longest(self, run_tokens: int) -> int:
+        """Returns the largest budget of a micro-batch: no sequence may be longer."""
+        return max(self.budgets(run_tokens))
 
     def stage_borders(self, num_layers: int) -> tuple[int, ...]:
         """Returns the first layers of all stages of all replicas, and `num_layers`, ascending."""

@@ -40,6 +40,12 @@ class ParallelGroups:
         """Pipeline stages of the deepest replica."""
         return self.layout.pp_size if self.deployment is None else self.deployment.most_stages
 
+    def budgets(self, run_tokens: int) -> tuple[int, ...]:
+        """Returns the most rows of a micro-batch of every replica."""
+        if self.deployment is None:
+            return (run_tokens,) * self.layout.dp_size
+        return self.deployment.budgets(run_tokens)
+
     @property
     def is_last_stage(self) -> bool:
         """True if this pipeline stage computes losses."""

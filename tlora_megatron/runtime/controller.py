@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +18,9 @@ from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
 from tlora_megatron.runtime.base_log import log_base
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
+from tlora_megatron.runtime.own_replica import OwnReplica, check_replicas_fit, own_replica
 from tlora_megatron.runtime.wake import wake_device
 from tlora_megatron.training.fingerprint.check import check_base_of_run
-from tlora_megatron.training.formats.hf_convert import check_layout
 from tlora_megatron.training.formats.quantised.card import quantisation_card
 from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.run.environment import set_environment
@@ -52,11 +51,11 @@ def train_run(
     """
     timeline.begin_run()
     spec = read_model_spec(_model_config(config))
-    layout = _layout(config)
-    check_layout(spec, layout)
+    own = own_replica(config)
     quantisation = base_quantisation(config.base_model, spec)
+    check_replicas_fit(spec, quantisation, own)
     set_environment(config.run.deterministic)
-    set_queues(overlaps=_overlaps(config, layout))
+    set_queues(overlaps=_overlaps(config, own.layout))
     wake_device()
     with TrainingRun(
         config,
@@ -70,7 +69,7 @@ def train_run(
     ) as run:
         if quantisation is not None:
             run.facts["quantization"] = quantisation.describe(spec)
-        groups, linears, engine = _build(run, spec, layout, quantisation)
+        groups, linears, engine = _build(run, spec, own, quantisation)
         with timeline.phase("base"):
             check_base_of_run(engine, groups, config, in_fp8=quantisation is not None)
         loop = run.start(groups, linears, engine)
@@ -106,17 +105,6 @@ def _model_dir(config: RunConfig) -> Path:
     return _model_config(config).parent
 
 
-def _layout(config: RunConfig) -> ParallelLayout:
-    parallel = config.parallel
-    return ParallelLayout.for_world(
-        int(os.environ.get("WORLD_SIZE", "1")),
-        tp_size=parallel.tp_size,
-        pp_size=parallel.pp_size,
-        cp_size=parallel.cp_size,
-        sequence_parallel=parallel.sequence_parallel,
-    )
-
-
 def _overlaps(config: RunConfig, layout: ParallelLayout) -> bool:
     """True if nano-batches are going to hide each other's communication."""
     return config.run.nano_batches != 1 and layout.tp_size > 1
@@ -143,7 +131,7 @@ def import_backbone() -> None:
 def _build(
     run: TrainingRun,
     spec: ModelSpec,
-    layout: ParallelLayout,
+    own: OwnReplica,
     quantisation: BaseQuantisation | None,
 ) -> tuple[ParallelGroups, Linears, Engine]:
     """Sets up processes and backbone; returns groups, linears and engine."""
@@ -156,16 +144,16 @@ def _build(
         pair_linears,
     )
 
-    config = run.config
-    backbone.initialize_parallel(layout, overlaps=_overlaps(config, layout))
-    groups = current_groups(layout)
+    config, layout, deployment = run.config, own.layout, own.deployment
+    backbone.initialize_parallel(layout, overlaps=_overlaps(config, layout), deployment=deployment)
+    groups = current_groups(layout, deployment, num_layers=spec.num_layers)
     dtype = DTYPES[config.base_model.dtype]
     with timeline.phase("base"):
         model = backbone.build_backbone(
             spec,
             layout,
             dtype=dtype,
-            recompute=config.run.recompute,
+            recompute=own.recompute,
             quantisation=quantisation,
         )
         weights = None if config.base_model.random_init else _model_dir(config)

@@ -12,6 +12,7 @@ from typing import Any
 from tlora_megatron.config.base_model import refuse_quantization
 from tlora_megatron.config.load import BaseModelSpec, RunConfig, RunSpec, read_config
 from tlora_megatron.config.reader import ConfigError, must, nearest, read_spec
+from tlora_megatron.config.replica_rules import refuse_replicas
 from tlora_megatron.config.rules import resolve
 from tlora_megatron.config.source import apply_override, merge, read_document
 from tlora_megatron.integrations.deepspeed.job_defaults import take_job_defaults
@@ -172,6 +173,7 @@ def _join(section: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Adds what holds under DeepSpeed to the section; the section's own values come first."""
     if defaults and isinstance(section.get("defaults", {}), dict):
         section["defaults"] = merge(defaults, section.get("defaults", {}))
+    refuse_replicas(section.get("parallel"), "DeepSpeed")
     if "parallel" in section:
         raise ConfigError("tlora must not hold parallel: tensor_parallel.autotp_size says it")
     _set_portions(section)

@@ -18,6 +18,7 @@ import torch
 from tlora_megatron.config.base_model import refuse_quantization
 from tlora_megatron.config.load import BaseModelSpec, ConfigError, RunConfig, read_config
 from tlora_megatron.config.reader import read_spec, show
+from tlora_megatron.config.replica_rules import refuse_replicas
 from tlora_megatron.config.rules import resolve
 from tlora_megatron.config.source import read_document
 from tlora_megatron.integrations.megatron_lm.guard import FLAG
@@ -89,6 +90,7 @@ def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchS
     document = read_document(path)
     given = document.get("base_model")
     is_named = isinstance(given, dict) and given.get("path") is not None
+    refuse_replicas(document.get("parallel"), FLAG)
     _join(document, _decided(args))
     folder = path.resolve().parent
     base_model, tokenizer_dir = _base_model(args, document.pop("base_model"), folder)

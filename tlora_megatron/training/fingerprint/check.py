@@ -28,7 +28,7 @@ from tlora_megatron.training.formats.fingerprint_file import (
     read_fingerprint,
 )
 from tlora_megatron.training.packing.packing import Item, Placed, RoundShape
-from tlora_megatron.training.packing.round_packer import PackedRound, RoundPacker
+from tlora_megatron.training.packing.round_packer import RoundPacker
 
 logger = logging.getLogger(__name__)
 
@@ -94,13 +94,15 @@ def check_base(
     Raises:
         ValueError: with both numbers, if the error is more than the precision explains.
     """
-    packer = _packer(groups, micro_batch_tokens, fills_budget)
-    tokens = np.array(fingerprint.tokens[: micro_batch_tokens + 1], dtype=np.int64)
+    budgets = groups.budgets(micro_batch_tokens)
+    packer = _packer(groups, budgets[groups.dp_rank], fills_budget)
+    tokens = np.array(fingerprint.tokens[: min(budgets) + 1], dtype=np.int64)
     sequence = TokenSequence(tokens, np.ones(len(tokens), dtype=bool))
     # One for every micro-batch of every data-parallel rank, so that no replica goes unseen.
-    count = groups.layout.dp_size * groups.layout.pp_size
-    items = [Item(sequence, index, 0, 1.0) for index in range(count)]
-    found = _score(scorer, packer.pack_round([items], first_slot=0), groups, items)
+    stages = groups.most_stages
+    items = [Item(sequence, i, 0, 1.0) for i in range(groups.layout.dp_size * stages)]
+    mine = items[groups.dp_rank * stages : (groups.dp_rank + 1) * stages]
+    found = _score(scorer, packer, [(Placed(0, item),) for item in mine], items)
     errors = [relative_error(fingerprint, row) for row in found]
     error = max(errors, key=lambda e: e if math.isfinite(e) else math.inf)
     allowed = allowed_error(fingerprint, precision, groups.device)
@@ -155,12 +157,11 @@ def _sentence(
 
 
 def _packer(groups: ParallelGroups, micro_batch_tokens: int, fills_budget: bool) -> RoundPacker:
-    """Packs a micro-batch a pipeline stage on every data-parallel rank, of a slot without jobs."""
-    pp_size = groups.layout.pp_size
+    """Packs micro-batches of a slot without jobs."""
     return RoundPacker(
         groups=groups,
         micro_batch_tokens=micro_batch_tokens,
-        shape=RoundShape(num_micro_batches=lambda: pp_size, fills_budget=fills_budget),
+        shape=RoundShape(fills_budget=fills_budget),
         active=(True,),
         dropout_keys=(),
         num_nano_batches=1,
@@ -169,13 +170,19 @@ def _packer(groups: ParallelGroups, micro_batch_tokens: int, fills_budget: bool)
 
 
 def _score(
-    scorer: Scorer, packed: PackedRound, groups: ParallelGroups, items: Sequence[Item]
+    scorer: Scorer, packer: RoundPacker, mine: Sequence[Sequence[Placed]], items: Sequence[Item]
 ) -> list[list[float]]:
-    """Log-probabilities of every copy of the text."""
+    """Log-probabilities of every copy of the text.
+
+    Args:
+        mine: those of the copies that this replica scores, by micro-batch.
+        items: all copies.
+    """
+    groups, micro_batches = packer.groups, packer.pack(mine)
     totals = torch.zeros(len(items), items[0].length, dtype=torch.float64)
-    results = scorer.predict([batch.executed for batch in packed.micro_batches])
+    results = scorer.predict([batch.executed for batch in micro_batches])
     if groups.counts_losses:
-        scored = zip(packed.contents, packed.micro_batches, results, strict=True)
+        scored = zip(mine, micro_batches, results, strict=True)
         for placed, batch, (losses_T, _) in scored:
             _add(totals, placed, batch.executed.view.pieces, losses_T.double().cpu())
     totals = totals.to(groups.device)

@@ -23,6 +23,7 @@ from tlora_megatron.training.packing.packing import (
     round_up,
 )
 from tlora_megatron.training.packing.portions import fill_with_portions
+from tlora_megatron.training.packing.unlike import fill_unlike
 
 
 class PackedRound(NamedTuple):
@@ -63,26 +64,40 @@ class RoundPacker:
         Args:
             first_slot: has the first turn; see `packing.fill_bins`.
         """
-        layout, fill = self.groups.layout, fill_bins
-        if any(self.portion_tokens) and self.dropout_keys:
-            fill = partial(fill_with_portions, portion_tokens=self.portion_tokens)
-        filled, left = fill(
-            queues,
-            capacity=self._capacity(queues),
-            dp_size=layout.dp_size,
-            pp_size=layout.pp_size,
-            first_slot=first_slot,
-            num_micro_batches=self.shape.asked_micro_batches(),
-        )
+        filled, left = self._fill(queues, first_slot)
         mine = filled.replicas[self.groups.dp_rank]
         contents = [self._with_rows(placed) for placed in mine]
         return PackedRound(filled, left, self.pack(mine), contents)
 
+    def _fill(
+        self, queues: Sequence[list[Item]], first_slot: int
+    ) -> tuple[Round, list[list[Item]]]:
+        """Fills the micro-batches of all replicas; the same on every rank."""
+        asked, stages = self.shape.asked_micro_batches(), self.groups.most_stages
+        if self.groups.deployment is not None:
+            return fill_unlike(
+                queues,
+                budgets=self._budgets,
+                pp_size=stages,
+                first_slot=first_slot,
+                num_micro_batches=asked,
+            )
+        fill = fill_bins
+        if any(self.portion_tokens) and self.dropout_keys:
+            fill = partial(fill_with_portions, portion_tokens=self.portion_tokens)
+        return fill(
+            queues,
+            capacity=self._capacity(queues),
+            dp_size=self.groups.layout.dp_size,
+            pp_size=stages,
+            first_slot=first_slot,
+            num_micro_batches=asked,
+        )
+
     def most_of_a_round(self, queue: Sequence[Item]) -> int:
         """Counts the items of a queue that could fill a round alone."""
-        layout = self.groups.layout
-        most = self.shape.asked_micro_batches() or 4 * layout.pp_size
-        room = self.micro_batch_tokens * layout.dp_size * most
+        most = self.shape.asked_micro_batches() or 4 * self.groups.most_stages
+        room = sum(self._budgets) * most
         for count, item in enumerate(queue):
             if room <= 0:
                 return count
@@ -162,6 +177,11 @@ class RoundPacker:
             return self.micro_batch_tokens
         longest = max(sum(p.item.length for p in placed) for placed in contents)
         return round_up(max(longest, 1), row_multiple(self.groups))
+
+    @property
+    def _budgets(self) -> tuple[int, ...]:
+        """Most rows of a micro-batch of every replica."""
+        return self.groups.budgets(self.micro_batch_tokens)
 
     @property
     def _row_budget(self) -> int:

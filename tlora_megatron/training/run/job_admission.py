@@ -119,7 +119,7 @@ class JobAdmission:
             raise ValueError(read.message)
         config, spec = self._config, self._spec
         # How other models' linears are divided shows when they are built: checked then.
-        tp_size = config.parallel.tp_size if isinstance(spec, ModelSpec) else 1
+        tp_size = config.parallel.most_tp if isinstance(spec, ModelSpec) else 1
         check_block_sizes(job.name, job.lora, spec, tp_size)
         saved = Path(config.run.output_dir) / "jobs" / job.name / "checkpoints"
         prepared = prepare_job(
@@ -128,7 +128,7 @@ class JobAdmission:
             tokenizer,
             base_model=self._base_model,
             quantisation=self._quantisation,
-            micro_batch_tokens=config.run.micro_batch_tokens,
+            micro_batch_tokens=config.longest_sequence,
             saved=saved if self._resuming else None,
             data=read,
         )

@@ -261,7 +261,7 @@ class TrainingRun:
             bank,
             groups,
             jobs,
-            micro_batch_tokens=run.micro_batch_tokens,
+            micro_batch_tokens=groups.budgets(run.micro_batch_tokens)[groups.dp_rank],
             round_shape=replace(round_shape, exactness=exactness_of(run.deterministic)),
             cut_for=partial(rank_aware_cut, spec),
         )

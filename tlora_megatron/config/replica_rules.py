@@ -1,0 +1,116 @@
+"""Rules of `parallel.replicas` that concern other keys, and what it fills in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tlora_megatron.config.reader import ConfigError, must
+from tlora_megatron.config.replicas import ReplicaSpec, short_form
+
+if TYPE_CHECKING:
+    from tlora_megatron.config.load import ParallelSpec, RunConfig, RunSpec
+
+_SIZES = ("tp_size", "pp_size", "cp_size", "sequence_parallel")
+
+
+def settle_replicas(parallel: ParallelSpec, run: RunSpec) -> tuple[ParallelSpec, RunSpec]:
+    """Fills in what each replica takes from `run`.
+
+    Replicas that are all alike become plain sizes, and what they say of `run` the run's own: a
+    configuration that could have done without the key means the same as one that does.
+
+    Raises:
+        ConfigError: for sizes beside the key that say otherwise.
+    """
+    if parallel.replicas is None:
+        return parallel, run
+    specs = _merged([_filled(spec, run) for spec in parallel.replicas])
+    first = specs[0]
+    plain = type(parallel)()
+    for name in _SIZES:
+        given = getattr(parallel, name)
+        alike = len(specs) == 1 and given == getattr(first, name)
+        if given != getattr(plain, name) and not alike:
+            remedy = "each replica says it; leave the key out"
+            raise must(f"parallel.{name}", "be absent beside parallel.replicas", given, remedy)
+    if len(specs) > 1:
+        return replace(parallel, replicas=specs), run
+    sizes: dict[str, Any] = {name: getattr(first, name) for name in _SIZES}
+    own: dict[str, Any] = {
+        "micro_batch_tokens": first.micro_batch_tokens,
+        "recompute": first.recompute,
+    }
+    return replace(parallel, replicas=specs, **sizes), replace(run, **own)
+
+
+def _filled(spec: ReplicaSpec, run: RunSpec) -> ReplicaSpec:
+    return replace(
+        spec,
+        sequence_parallel=spec.sequence_parallel and spec.tp_size > 1,
+        micro_batch_tokens=spec.micro_batch_tokens or run.micro_batch_tokens,
+        recompute=spec.recompute or run.recompute,
+    )
+
+
+def _merged(specs: Sequence[ReplicaSpec]) -> tuple[ReplicaSpec, ...]:
+    """Joins replicas that are equal but for their count."""
+    counts: dict[ReplicaSpec, int] = {}
+    for spec in specs:
+        one = replace(spec, count=1)
+        counts[one] = counts.get(one, 0) + spec.count
+    return tuple(replace(spec, count=count) for spec, count in counts.items())
+
+
+def check_replicas(config: RunConfig) -> None:
+    """Refuses what unlike replicas cannot keep.
+
+    Raises:
+        ConfigError: naming the key, and the job where there is one.
+    """
+    specs, run = config.parallel.replicas, config.run
+    if specs is None or len(specs) == 1:
+        return
+    form = short_form(specs)
+    if run.deterministic:
+        why = "a job's sums would follow from the replicas that its neighbours leave free"
+        rule = f"be absent or name one layout with run.deterministic: {why}"
+        raise must("parallel.replicas", rule, form, "give parallel.tp_size and its like")
+    for job in config.jobs:
+        if job.portion_tokens is not None:
+            rule = "be null with unlike parallel.replicas, whose micro-batches hold unlike numbers"
+            raise must("portion_tokens", rule, job.portion_tokens, f"of job {job.name}")
+    if len({spec.tp_size for spec in specs}) > 1:
+        _check_unlike_tp(config, form)
+
+
+def _check_unlike_tp(config: RunConfig, form: str) -> None:
+    """Replicas cut factors over unlike numbers of ranks, for which fold alone has a rule."""
+    where = f"with replicas of unlike tp_size ({form})"
+    sharding, nano = config.parallel.lora_sharding, config.run.nano_batches
+    if sharding not in ("auto", "fold"):
+        raise must("parallel.lora_sharding", f"be auto or fold {where}", sharding)
+    if nano != 1:
+        raise must("run.nano_batches", f"be 1 {where}", nano)
+    for job in config.jobs:
+        if job.lora.is_block_diagonal:
+            blocks = job.lora.num_blocks
+            raise must("lora.num_blocks", f"be 1 {where}", blocks, f"of job {job.name}")
+
+
+def refuse_replicas(parallel: Any, where: str) -> None:
+    """Refuses the key where a trainer of somebody else's lays processes out.
+
+    Args:
+        parallel: the section as it was read, before any check.
+        where: the trainer, such as `DeepSpeed`.
+
+    Raises:
+        ConfigError: if it holds `replicas`.
+    """
+    if isinstance(parallel, dict) and parallel.get("replicas") is not None:
+        raise ConfigError(
+            f"parallel.replicas must be absent under {where}, whose processes are one grid; "
+            "`tlora train` has it"
+        )

@@ -1,0 +1,80 @@
+"""This process's replica: what a configuration makes of it, whoever else is in the world."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from tlora_megatron.config.load import ParallelSpec, RunConfig
+from tlora_megatron.config.replicas import Recompute
+from tlora_megatron.model.deployment import Deployment
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.training.formats.hf_convert import check_layout
+
+
+class OwnReplica(NamedTuple):
+    """The layout of this process's replica, and all replicas where they are unlike."""
+
+    layout: ParallelLayout
+    deployment: Deployment | None
+    """None = all are as `layout` says."""
+    recompute: Recompute
+
+
+def own_replica(config: RunConfig) -> OwnReplica:
+    """Returns the replica of the process that torchrun's environment describes.
+
+    Raises:
+        ValueError: if the configuration does not take as many processes as there are.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    deployment = lay_out_world(config.parallel, world_size)
+    if isinstance(deployment, ParallelLayout):
+        return OwnReplica(deployment, None, config.run.recompute)
+    own = deployment.placed(int(os.environ.get("RANK", "0"))).layout
+    layout = own.parallel_layout(len(deployment.replicas))
+    return OwnReplica(layout, deployment, own.recompute or config.run.recompute)
+
+
+def lay_out_world(parallel: ParallelSpec, world_size: int) -> ParallelLayout | Deployment:
+    """Returns the layout of all processes: a deployment where replicas are unlike.
+
+    Raises:
+        ValueError: if it does not take as many processes as there are.
+    """
+    if parallel.replicas is not None:
+        deployment = Deployment.for_world(parallel.replicas, world_size)
+        if not deployment.is_alike:
+            return deployment
+    return ParallelLayout.for_world(
+        world_size,
+        tp_size=parallel.tp_size,
+        pp_size=parallel.pp_size,
+        cp_size=parallel.cp_size,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+
+
+def check_replicas_fit(
+    spec: ModelSpec, quantisation: BaseQuantisation | None, own: OwnReplica
+) -> None:
+    """Refuses layouts that do not divide the model, those of other replicas too.
+
+    Raises:
+        ValueError: naming the size.
+    """
+    layouts = [own.layout]
+    if own.deployment is not None:
+        layouts = [kind.parallel_layout(1) for kind in own.deployment.kinds]
+        atoms = own.deployment.atoms
+        if spec.hidden_size % atoms:
+            raise ValueError(
+                f"hidden_size must be a multiple of {atoms}, the least common one of the replicas' "
+                f"TP sizes, got {spec.hidden_size}"
+            )
+    for layout in layouts:
+        check_layout(spec, layout)
+        if quantisation is not None:
+            check_block_layout(spec, quantisation, layout)
