@@ -98,6 +98,8 @@ def _type(hint: Any) -> str:
     origin, options = get_origin(hint), get_args(hint)
     if origin is Literal:
         return ", ".join(f"`{option}`" for option in options)
+    if is_dataclass(hint):
+        return "mapping"
     if origin in (Union, types.UnionType):
         return " or ".join(_type(option) for option in options)
     if origin is tuple:

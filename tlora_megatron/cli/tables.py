@@ -11,6 +11,7 @@ from rich.table import Table
 
 from tlora_megatron.config.job import JobSpec, LoraSpec
 from tlora_megatron.config.load import RunConfig
+from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.published_fp8 import read_published_format
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import read_model_spec
@@ -55,9 +56,14 @@ def print_config(console: Console, config: RunConfig) -> None:
     console.print(f"base model: {source} ({base.dtype})")
     if (quantization := _quantization(config)) is not None:
         console.print(f"quantization: {quantization}")
-    sp = ", sequence parallel" if parallel.sequence_parallel else ""
-    sizes = f"tp {parallel.tp_size}, pp {parallel.pp_size}, cp {parallel.cp_size}{sp}"
-    console.print(f"parallel: {sizes}; data parallel over the rest of the processes")
+    if parallel.replicas is not None:
+        deployment = Deployment.from_specs(parallel.replicas)
+        size = deployment.world_size
+        console.print(f"replicas: {deployment} ({size} processes)", soft_wrap=True)
+    else:
+        sp = ", sequence parallel" if parallel.sequence_parallel else ""
+        sizes = f"tp {parallel.tp_size}, pp {parallel.pp_size}, cp {parallel.cp_size}{sp}"
+        console.print(f"parallel: {sizes}; data parallel over the rest of the processes")
     console.print(
         f"run: {run.micro_batch_tokens} tokens a micro-batch, recompute {run.recompute}, "
         f"resume {run.resume}, seed {run.seed}"
@@ -133,6 +139,8 @@ def _print_speed(console: Console, run: dict[str, Any]) -> None:
     if run.get("world_size") is not None:
         size = run["world_size"]
         parts.append("1 process" if size == 1 else f"{size} processes")
+    if run.get("replicas"):
+        parts.append(f"replicas {run['replicas']}")
     times = time_line(run)
     if run.get("wall_time_s") is not None and not times:
         parts.append(f"{run['wall_time_s']:,.1f} s")

@@ -20,9 +20,9 @@ from tlora_megatron.cli.progress import RichProgress
 from tlora_megatron.cli.tables import print_run
 from tlora_megatron.config.load import RunConfig, ignored_settings, load_config
 from tlora_megatron.integrations.megatron import quiet
+from tlora_megatron.model.deployment import lay_out_world
 from tlora_megatron.model.weight_files import read_ahead
 from tlora_megatron.ops.kernel_build import build_early
-from tlora_megatron.runtime.own_replica import lay_out_world
 from tlora_megatron.runtime.ranks import cli_command, run_ranks, threads_per_rank
 from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.stopping.signals import StopSignals, exit_code
@@ -44,6 +44,7 @@ _DECISIONS = (
     "tlora_megatron.ops.kernel_build",
     "tlora_megatron.runtime.base_log",
     "tlora_megatron.runtime.lora_sharding",
+    "tlora_megatron.runtime.own_replica",
     "tlora_megatron.training.run.determinism",
 )
 """Loggers of what a run decides or makes itself; shown together with warnings."""

@@ -80,7 +80,7 @@ def check_replicas(config: RunConfig) -> None:
     for job in config.jobs:
         if job.portion_tokens is not None:
             rule = "be null with unlike parallel.replicas, whose micro-batches hold unlike numbers"
-            raise must("portion_tokens", rule, job.portion_tokens, f"of job {job.name}")
+            raise must(f"portion_tokens of job {job.name}", rule, job.portion_tokens)
     if len({spec.tp_size for spec in specs}) > 1:
         _check_unlike_tp(config, form)
 
@@ -95,8 +95,8 @@ def _check_unlike_tp(config: RunConfig, form: str) -> None:
         raise must("run.nano_batches", f"be 1 {where}", nano)
     for job in config.jobs:
         if job.lora.is_block_diagonal:
-            blocks = job.lora.num_blocks
-            raise must("lora.num_blocks", f"be 1 {where}", blocks, f"of job {job.name}")
+            kind, key = job.lora.parametrization, "lora.parametrization"
+            raise must(f"{key} of job {job.name}", f"be standard {where}", kind)
 
 
 def refuse_replicas(parallel: Any, where: str) -> None:

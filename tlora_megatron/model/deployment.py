@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from tlora_megatron.config.load import ParallelSpec
 from tlora_megatron.config.reader import read_spec
 from tlora_megatron.config.replicas import Recompute, ReplicaSpec, expand_short_form, short_form
 from tlora_megatron.model.layout import ParallelLayout
@@ -186,6 +187,25 @@ class Deployment:
             if rank in replica.ranks:
                 return replica
         raise IndexError(f"rank must be below {self.world_size}, got {rank}")
+
+
+def lay_out_world(parallel: ParallelSpec, world_size: int) -> ParallelLayout | Deployment:
+    """Returns the layout of all processes: a deployment where replicas are unlike.
+
+    Raises:
+        ValueError: if it does not take as many processes as there are.
+    """
+    if parallel.replicas is not None:
+        deployment = Deployment.for_world(parallel.replicas, world_size)
+        if not deployment.is_alike:
+            return deployment
+    return ParallelLayout.for_world(
+        world_size,
+        tp_size=parallel.tp_size,
+        pp_size=parallel.pp_size,
+        cp_size=parallel.cp_size,
+        sequence_parallel=parallel.sequence_parallel,
+    )
 
 
 def _layout(spec: ReplicaSpec) -> ReplicaLayout:

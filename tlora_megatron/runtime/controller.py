@@ -18,7 +18,12 @@ from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
 from tlora_megatron.runtime.base_log import log_base
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
-from tlora_megatron.runtime.own_replica import OwnReplica, check_replicas_fit, own_replica
+from tlora_megatron.runtime.own_replica import (
+    OwnReplica,
+    check_replicas_fit,
+    log_replicas,
+    own_replica,
+)
 from tlora_megatron.runtime.wake import wake_device
 from tlora_megatron.training.fingerprint.check import check_base_of_run
 from tlora_megatron.training.formats.quantised.card import quantisation_card
@@ -147,6 +152,7 @@ def _build(
     config, layout, deployment = run.config, own.layout, own.deployment
     backbone.initialize_parallel(layout, overlaps=_overlaps(config, layout), deployment=deployment)
     groups = current_groups(layout, deployment, num_layers=spec.num_layers)
+    log_replicas(groups)
     dtype = DTYPES[config.base_model.dtype]
     with timeline.phase("base"):
         model = backbone.build_backbone(

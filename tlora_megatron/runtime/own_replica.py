@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import NamedTuple
 
-from tlora_megatron.config.load import ParallelSpec, RunConfig
+from tlora_megatron.config.load import RunConfig
 from tlora_megatron.config.replicas import Recompute
-from tlora_megatron.model.deployment import Deployment
+from tlora_megatron.model.deployment import Deployment, lay_out_world
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
 from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.hf_convert import check_layout
+
+logger = logging.getLogger(__name__)
 
 
 class OwnReplica(NamedTuple):
@@ -38,23 +42,19 @@ def own_replica(config: RunConfig) -> OwnReplica:
     return OwnReplica(layout, deployment, own.recompute or config.run.recompute)
 
 
-def lay_out_world(parallel: ParallelSpec, world_size: int) -> ParallelLayout | Deployment:
-    """Returns the layout of all processes: a deployment where replicas are unlike.
-
-    Raises:
-        ValueError: if it does not take as many processes as there are.
-    """
-    if parallel.replicas is not None:
-        deployment = Deployment.for_world(parallel.replicas, world_size)
-        if not deployment.is_alike:
-            return deployment
-    return ParallelLayout.for_world(
-        world_size,
-        tp_size=parallel.tp_size,
-        pp_size=parallel.pp_size,
-        cp_size=parallel.cp_size,
-        sequence_parallel=parallel.sequence_parallel,
-    )
+def log_replicas(groups: ParallelGroups) -> None:
+    """Logs, on the writer, which replica is on which processes, and where gradients are summed."""
+    deployment = groups.deployment
+    if deployment is None or not groups.is_writer:
+        return
+    for replica in deployment.placed_replicas():
+        first, last = replica.ranks[0], replica.ranks[-1]
+        where = f"process {first}" if first == last else f"processes {first} to {last}"
+        logger.info("replica %d is %s on %s", replica.index, Deployment((replica.layout,)), where)
+    logger.info(
+        "%d replicas of %d layouts sum adapters in cells of 1/%d of the columns, between the "
+        "stages' borders", len(deployment.replicas), len(deployment.kinds), deployment.atoms,
+    )  # fmt: skip
 
 
 def check_replicas_fit(

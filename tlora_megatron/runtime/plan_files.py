@@ -96,7 +96,9 @@ def _nano_batches(config: RunConfig, plan: Plan) -> int | Literal["auto"]:
 
 def overrides_of(config: RunConfig, plan: Plan) -> list[str]:
     """The plan as overrides for `tlora train --set`."""
+    replaced = [] if config.parallel.replicas is None else ["parallel.replicas=null"]
     return [
+        *replaced,
         f"parallel.tp_size={plan.tp_size}",
         f"parallel.pp_size={plan.pp_size}",
         f"parallel.cp_size={plan.cp_size}",

@@ -175,6 +175,7 @@ def _facts(config: dict[str, Any], run: dict[str, Any]) -> dict[str, str]:
         "base model": base.get("path") or base.get("config"),
         "dtype": base.get("dtype"),
         "quantization": run.get("quantization"),
+        "replicas": run.get("replicas"),
         "sequence parallel": _layout(config, run).get("sequence_parallel"),
         "rounds": run.get("rounds"),
         "micro-batch tokens": settings.get("micro_batch_tokens"),

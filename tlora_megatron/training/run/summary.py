@@ -15,20 +15,21 @@ import torch.distributed as dist
 
 from tlora_megatron import timeline
 from tlora_megatron.config.load import JobError
-from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.loop import TrainingLoop
 
 
 def summarize(
     loop: TrainingLoop,
-    layout: ParallelLayout,
+    groups: ParallelGroups,
     rejected: Sequence[JobError],
     nano_batches: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Returns plain values about the run and every job.
 
     Args:
+        groups: of the writer, whose layout is that of the first replica.
         rejected: the jobs that were left out.
         nano_batches: from `summarize_nano_batches`.
     """
@@ -36,12 +37,14 @@ def summarize(
     for error in rejected:
         jobs[error.name] = {"status": "rejected", "reason": error.message}
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    sizes = {key: value for key, value in asdict(layout).items() if key != "stage_linears"}
+    sizes = {key: v for key, v in asdict(groups.layout).items() if key != "stage_linears"}
+    deployment = groups.deployment
     return {
         "run": {
             "tokens_per_s": loop.tokens_per_s if loop.rounds else None,
             "world_size": dist.get_world_size(),
             "layout": sizes,
+            "replicas": None if deployment is None else str(deployment),
             "rounds": loop.rounds,
             "stopped": signal.Signals(loop.stopped_by).name if loop.stopped_by else None,
             "stop_sentence": loop.stop_sentence,

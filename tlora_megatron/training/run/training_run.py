@@ -214,7 +214,7 @@ class TrainingRun:
         groups = super_model.groups
         if not groups.is_writer:
             return {}
-        summary = summarize(loop, groups.layout, self._jobs.rejected, nano_batches)
+        summary = summarize(loop, groups, self._jobs.rejected, nano_batches)
         summary["run"] |= self.facts
         write_summary(self.output_dir, summary)
         self._try_report(report)

@@ -1,0 +1,142 @@
+"""Replicas of unlike layouts in one world: each job gets what transformers and PEFT give it alone.
+
+All runs of one world size share one set of processes; each is a whole `train_run`, checked by the
+files it leaves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.interrupted_worker import starts
+from tests.helpers.oracle import OracleResult
+from tests.helpers.scenario import (
+    JOBS,
+    assert_equals_oracle,
+    assert_unharmed,
+    exported,
+    gone_wrong,
+    losses,
+    make_scenario,
+    take_fingerprint,
+)
+from tests.helpers.scenario_worlds import RESUMER, World, layout_params, run_cases, worlds
+
+NAMES = tuple(job["name"] for job in JOBS)
+REPLICAS: Mapping[int, Mapping[str, str]] = {
+    3: {
+        "TP2+TP1": "1xTP2@256 + 1xTP1@128",
+        "PP2+TP1": "1xPP2 + 1xTP1/full",
+        "CP2+TP1": "1xCP2 + 1xTP1",
+    },
+    4: {
+        "TP2SP+PP2": "1xTP2+SP + 1xPP2",
+        "TP2+TP1+TP1": "1xTP2@256/selective + 2xTP1@128",
+    },
+}
+OVERRIDES = {
+    size: {name: (f"parallel.replicas={form}",) for name, form in mine.items()}
+    for size, mine in REPLICAS.items()
+}
+TP2_TP1 = OVERRIDES[3]["TP2+TP1"]
+ILL = "mlp"
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config file of the scenario; every replica is held to its base's fingerprint."""
+    path = make_scenario(tmp_path_factory.mktemp("replicas"), num_layers=4)
+    take_fingerprint(path.parent / "base")
+    return path
+
+
+@pytest.fixture(scope="module")
+def run_world(scenario: Path) -> World:
+    """Trains all deployments of a world size, once; returns the folder of their outputs."""
+    return worlds(scenario.parent, lambda size: cases_of(scenario, size))
+
+
+def cases_of(scenario: Path, size: int) -> dict[str, Any]:
+    from tests.helpers.scenario_worlds import Case
+
+    cases = {name: Case(scenario, sets) for name, sets in OVERRIDES[size].items()}
+    if size == 3:
+        cases["again"] = Case(scenario, TP2_TP1)
+        cases["ill"] = Case(scenario, (*TP2_TP1, *gone_wrong(ILL)))
+    return cases
+
+
+@pytest.mark.parametrize(("world_size", "layout"), layout_params(OVERRIDES))
+def test_losses_and_weights_equal_the_oracle(
+    world_size: int,
+    layout: str,
+    run_world: World,
+    oracle: dict[str, OracleResult],
+    scenario: Path,
+) -> None:
+    output_dir = run_world(world_size) / layout
+    for name in NAMES:
+        assert_equals_oracle(output_dir, name, oracle[name], scenario.parent / "base")
+
+
+def test_a_deployment_repeats_to_the_bit(run_world: World, scenario: Path) -> None:
+    first, again = (run_world(3) / name for name in ("TP2+TP1", "again"))
+    for name in NAMES:
+        assert losses(first, name) == losses(again, name)
+        expected, factors = (
+            exported(out, name, scenario.parent / "base") for out in (first, again)
+        )
+        assert all(torch.equal(factors[key], value) for key, value in expected.items()), name
+
+
+def test_a_job_gone_wrong_harms_nobody(run_world: World, scenario: Path) -> None:
+    out = run_world(3)
+    assert_unharmed(out / "ill", out / "TP2+TP1", ILL, NAMES, scenario.parent / "base")
+
+
+def test_the_run_says_which_replica_is_what(run_world: World) -> None:
+    summary = json.loads((run_world(3) / "TP2+TP1" / "summary.json").read_text())
+    assert summary["run"]["replicas"] == "1xTP2@256/none + 1xTP1@128/none"
+
+
+RESUMED = ("1xTP2 + 1xTP1", "3xTP1", "1xPP2 + 1xTP1", "1xTP2 + 1xTP1")
+
+
+def test_resumes_in_other_deployments(
+    scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path
+) -> None:
+    case = {"config": str(scenario), "output_dir": str(tmp_path / "out")}
+    every = "run.checkpoint_every_steps=3"
+    lives = [
+        case | {"set": [every, f"parallel.replicas={form}"], "stop": stop and ["everything", stop]}
+        for form, stop in zip(RESUMED, (4, 7, 10, None), strict=True)
+    ]
+    run_cases(3, lives, tmp_path / "lives.json", worker=RESUMER)
+    assert [steps["everything"] for steps in starts(tmp_path / "out")] == [0, 3, 6, 9]
+    for name in NAMES:
+        assert_equals_oracle(tmp_path / "out", name, oracle[name], scenario.parent / "base")
+
+
+@pytest.mark.four_processes
+def test_resumes_on_fewer_processes_and_back(
+    scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path
+) -> None:
+    """TP2 + TP1, then DP2, then TP2, then TP2 + TP1 again."""
+    lives = ((3, TP2_TP1, 4), (2, (), 7), (2, ("parallel.tp_size=2",), 10), (3, TP2_TP1, None))
+    for life, (size, sets, stop) in enumerate(lives):
+        case = {
+            "config": str(scenario),
+            "output_dir": str(tmp_path / "out"),
+            "set": ["run.checkpoint_every_steps=3", *sets],
+            "stop": stop and ["everything", stop],
+        }
+        run_cases(size, [case], tmp_path / f"{life}.json", worker=RESUMER)
+    assert [steps["everything"] for steps in starts(tmp_path / "out")] == [0, 3, 6, 9]
+    for name in NAMES:
+        assert_equals_oracle(tmp_path / "out", name, oracle[name], scenario.parent / "base")

@@ -1,0 +1,168 @@
+"""`parallel.replicas`: what it fills in, and every setting that it refuses by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlora_megatron.config.load import (
+    ConfigError,
+    RunConfig,
+    config_to_dict,
+    ignored_settings,
+    load_config,
+    read_config,
+)
+from tlora_megatron.config.replica_rules import refuse_replicas
+from tlora_megatron.model.deployment import Deployment, lay_out_world
+from tlora_megatron.model.layout import ParallelLayout
+
+UNLIKE_TP = "1xTP2+SP@512/full + 2xTP1@128"
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Any:
+    """Loads a run of one job with changes: `parallel={...}`, `run={...}` and keys of the job."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+
+    def load(
+        replicas: Any, *overrides: str, parallel: Any = None, run: Any = None, **job: Any
+    ) -> RunConfig:
+        section = dict(parallel or {})
+        if replicas is not None:
+            section["replicas"] = replicas
+        document = {
+            "base_model": {"path": "base"},
+            "parallel": section,
+            "run": {"output_dir": "out", "micro_batch_tokens": 256, **(run or {})},
+            "jobs": [{"name": "one", "data": {"train": "a.jsonl"}, "max_steps": 1, **job}],
+        }
+        path = tmp_path / "run.json"
+        path.write_text(json.dumps(document))
+        return load_config(path, overrides)
+
+    return load
+
+
+def test_the_list_the_short_form_and_an_override_say_the_same(load: Any) -> None:
+    listed = [
+        {
+            "tp_size": 2,
+            "sequence_parallel": True,
+            "micro_batch_tokens": 512,
+            "recompute": "full",
+        },
+        {"count": 2, "micro_batch_tokens": 128},
+    ]
+    short, override = load(UNLIKE_TP), load(None, f"parallel.replicas={UNLIKE_TP}")
+    assert load(listed) == short == override
+    assert short.parallel.is_unlike
+    assert short.longest_sequence == 512
+    assert [spec.recompute for spec in short.parallel.replicas] == ["full", "none"]
+    assert str(Deployment.from_specs(short.parallel.replicas)) == UNLIKE_TP + "/none"
+    assert ignored_settings(short) == ()
+
+
+def test_what_is_read_reads_back(load: Any, tmp_path: Path) -> None:
+    for form in (UNLIKE_TP, "2xTP2@128/full", [{"count": 2, "tp_size": 2, "pp_size": 3}]):
+        config = load(form)
+        assert read_config(config_to_dict(config), tmp_path) == config
+
+
+def test_alike_replicas_are_plain_sizes(load: Any) -> None:
+    sizes = {"tp_size": 2, "sequence_parallel": True, "cp_size": 3}
+    run = {"micro_batch_tokens": 512, "recompute": "full"}
+    plain = load(None, parallel=sizes, run=run)
+    found = load("1xTP2+SP+CP3@512/full + 3xTP2+SP+CP3@512/full")
+    assert (found.run, found.parallel.tp_size) == (plain.run, 2)
+    assert not found.parallel.is_unlike
+    assert found.longest_sequence == 512
+    assert lay_out_world(found.parallel, 24) == lay_out_world(plain.parallel, 24)
+    assert isinstance(lay_out_world(found.parallel, 24), ParallelLayout)
+
+
+def test_budgets_come_from_the_run_where_a_replica_has_none(load: Any) -> None:
+    specs = load("1xTP2 + 1xTP1@64", run={"recompute": "selective"}).parallel.replicas
+    assert [spec.micro_batch_tokens for spec in specs] == [256, 64]
+    assert {spec.recompute for spec in specs} == {"selective"}
+
+
+@pytest.mark.parametrize("form", [UNLIKE_TP, "2xTP1"])
+def test_other_numbers_of_processes_are_refused(load: Any, form: str) -> None:
+    with pytest.raises(ValueError, match=r"parallel.replicas must take all 8 processes, got "):
+        lay_out_world(load(form).parallel, 8)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "sizes beside it": (
+        UNLIKE_TP,
+        {"parallel": {"tp_size": 2}},
+        "parallel.tp_size must be absent beside parallel.replicas, got 2",
+    ),
+    "other sizes beside alike ones": (
+        "2xTP2",
+        {"parallel": {"pp_size": 2}},
+        "parallel.pp_size must be absent beside parallel.replicas",
+    ),
+    "nobody": ([], {}, "parallel.replicas must not be empty"),
+    "another key": ([{"dp_size": 2}], {}, "parallel.replicas[0].dp_size is not a known key"),
+    "s_lora": (
+        UNLIKE_TP,
+        {"parallel": {"lora_sharding": "s_lora"}},
+        "parallel.lora_sharding must be auto or fold with replicas of unlike tp_size",
+    ),
+    "rank_exchange": (
+        UNLIKE_TP,
+        {"parallel": {"lora_sharding": "rank_exchange"}},
+        "parallel.lora_sharding must be auto or fold with replicas of unlike tp_size",
+    ),
+    "block-diagonal": (
+        UNLIKE_TP,
+        {"lora": {"parametrization": "block_diagonal", "num_blocks": 2}},
+        "lora.parametrization of job one must be standard with replicas of unlike tp_size "
+        "(1xTP2+SP@512/full + 2xTP1@128/none), got 'block_diagonal'",
+    ),
+    "nano-batches": (
+        UNLIKE_TP,
+        {"run": {"nano_batches": "auto"}},
+        "run.nano_batches must be 1 with replicas of unlike tp_size",
+    ),
+    "deterministic": (
+        "1xPP2 + 1xTP1",
+        {"run": {"deterministic": True}},
+        "parallel.replicas must be absent or name one layout with run.deterministic",
+    ),
+    "portions": (
+        "1xPP2 + 1xTP1",
+        {"portion_tokens": 16},
+        "portion_tokens of job one must be null with unlike parallel.replicas",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_contradictions_are_refused_by_name(load: Any, case: str) -> None:
+    form, changes, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(form, **changes)
+
+
+def test_alike_tp_keeps_what_unlike_tp_cannot(load: Any) -> None:
+    config = load(
+        "1xTP2+PP2 + 1xTP2@64",
+        parallel={"lora_sharding": "s_lora"},
+        run={"nano_batches": 2},
+        lora={"rank": 4, "num_blocks": 2, "parametrization": "block_diagonal"},
+    )
+    assert config.parallel.is_unlike
+
+
+def test_other_trainers_refuse_it() -> None:
+    refuse_replicas({"tp_size": 2}, "DeepSpeed")
+    with pytest.raises(ConfigError, match=r"parallel.replicas must be absent under DeepSpeed"):
+        refuse_replicas({"replicas": "2xTP1"}, "DeepSpeed")
