@@ -29,7 +29,7 @@ from tlora_megatron.config.rules import (
     resolve,
     resolve_job_paths,
 )
-from tlora_megatron.config.run import RunSpec, ignored_overlap
+from tlora_megatron.config.run import RunSpec, ignored_memory, ignored_overlap
 from tlora_megatron.config.source import apply_override, merge, read_document
 
 __all__ = [
@@ -199,6 +199,7 @@ def ignored_settings(config: RunConfig) -> tuple[str, ...]:
     if config.parallel.lora_sharding != "auto" and tp_size == 1:
         found.append("parallel.lora_sharding has no effect with tp_size 1")
     found += ignored_overlap(config.run, tp_size)
+    found += ignored_memory(config.run)
     found += ignored_base_settings(config.base_model)
     for job in config.jobs:
         if job.eval_every_steps and job.data.eval is None:

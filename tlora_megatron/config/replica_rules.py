@@ -40,7 +40,7 @@ def settle_replicas(parallel: ParallelSpec, run: RunSpec) -> tuple[ParallelSpec,
     sizes: dict[str, Any] = {name: getattr(first, name) for name in _SIZES}
     own: dict[str, Any] = {
         "micro_batch_tokens": first.micro_batch_tokens,
-        "recompute": first.recompute,
+        "recompute": first.recompute or run.recompute,
     }
     return replace(parallel, replicas=specs, **sizes), replace(run, **own)
 
@@ -50,7 +50,7 @@ def _filled(spec: ReplicaSpec, run: RunSpec) -> ReplicaSpec:
         spec,
         sequence_parallel=spec.sequence_parallel and spec.tp_size > 1,
         micro_batch_tokens=spec.micro_batch_tokens or run.micro_batch_tokens,
-        recompute=spec.recompute or run.recompute,
+        recompute=spec.recompute or (None if run.recompute == "auto" else run.recompute),
     )
 
 
@@ -81,6 +81,9 @@ def check_replicas(config: RunConfig) -> None:
         if job.portion_tokens is not None:
             rule = "be null with unlike parallel.replicas, whose micro-batches hold unlike numbers"
             raise must(f"portion_tokens of job {job.name}", rule, job.portion_tokens)
+    if any(spec.recompute is None for spec in specs):
+        rule = "be none, selective or full with unlike parallel.replicas, whose memory differs"
+        raise must("run.recompute", rule, run.recompute, "or let each replica name its own")
     if len({spec.tp_size for spec in specs}) > 1:
         _check_unlike_tp(config, form)
 

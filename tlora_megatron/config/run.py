@@ -33,8 +33,17 @@ class RunSpec:
         "determinism.md)",
         default=False,
     )
-    recompute: Literal["none", "selective", "full"] = rule(
-        "activations to recompute in backward; saves memory and costs time", default="none"
+    recompute: Literal["none", "selective", "full", "auto"] = rule(
+        "activations to recompute in backward; saves memory and costs time. auto: each micro-batch "
+        "the least that its rows and the GPUs' memory allow; long sequences then run apart from "
+        "short ones (see rounds.md)",
+        default="none",
+    )
+    gpu_memory_gb: float | None = rule(
+        "memory of each GPU, in GB, that recompute: auto may count on, with what drivers and "
+        "libraries take. null: all that no other process has at the start",
+        default=None,
+        gt=0,
     )
     checkpoint_every_steps: int = rule(
         "optimizer steps of a job between its checkpoints; 0: only at its end", default=50, ge=0
@@ -96,6 +105,18 @@ class RunSpec:
         "can reach each other's memory, otherwise nccl",
         default="auto",
     )
+
+
+def built_recompute(run: RunSpec) -> Literal["none", "selective", "full"]:
+    """Returns what layers are built to compute again; with auto, their micro-batches say it."""
+    return "none" if run.recompute == "auto" else run.recompute
+
+
+def ignored_memory(run: RunSpec) -> list[str]:
+    """One sentence if a budget of memory is given that nothing asks for."""
+    if run.gpu_memory_gb is None or run.recompute == "auto":
+        return []
+    return [f"run.gpu_memory_gb has no effect with recompute {run.recompute}"]
 
 
 def ignored_overlap(run: RunSpec, tp_size: int) -> list[str]:

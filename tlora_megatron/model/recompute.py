@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
-Recompute = Literal["none", "selective", "full"]
-"""What is computed again: nothing, every MLP, or every layer."""
+from tlora_megatron.config.replicas import Recompute
+
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 """All of them, the one that computes least again first."""
 
@@ -32,8 +32,8 @@ class RecomputeTable:
         """Returns the recompute of a micro-batch of `rows` rows."""
         return next((name for name, most in self.most_rows if rows <= most), self.most_rows[-1][0])
 
-    def room_beside(self, rows: int) -> int:
-        """Returns the most rows that a micro-batch may grow to without more recompute."""
+    def room_around(self, rows: int) -> int:
+        """Returns the most rows of a micro-batch around so many that needs no more recompute."""
         return next((most for _, most in self.most_rows if rows <= most), rows)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import replace
+from functools import partial
 
 from tlora_megatron.model.recompute import RECOMPUTES, Recompute, RecomputeTable
 from tlora_megatron.planner.candidate import Plan
@@ -37,13 +38,15 @@ def recompute_for_rows(
     sizes = range(step, plan.micro_batch_tokens + step, step)
     found: list[tuple[Recompute, int]] = []
     for recompute in RECOMPUTES:
-        tried = replace(plan, recompute=recompute)
-        fitting = bisect_right(
-            sizes, budget_bytes, key=lambda rows, plan=tried: memory.use(plan, rows).total_bytes
-        )
+        need = partial(_total_bytes, memory, replace(plan, recompute=recompute))
+        fitting = bisect_right(sizes, budget_bytes, key=need)
         rows = sizes[fitting - 1] if fitting else 0
         if rows > (found[-1][1] if found else min(fewest, sizes[-1]) - 1):
             found.append((recompute, rows))
         if fitting == len(sizes):
             break
     return RecomputeTable(tuple(found or [(RECOMPUTES[-1], sizes[-1])]))
+
+
+def _total_bytes(memory: MemoryModel, plan: Plan, rows: int) -> float:
+    return memory.use(plan, rows).total_bytes

@@ -24,6 +24,7 @@ from tlora_megatron.runtime.own_replica import (
     log_replicas,
     own_replica,
 )
+from tlora_megatron.runtime.recompute_choice import choose_recompute
 from tlora_megatron.runtime.wake import wake_device
 from tlora_megatron.training.fingerprint.check import check_base_of_run
 from tlora_megatron.training.formats.quantised.card import quantisation_card
@@ -70,6 +71,7 @@ def train_run(
         quantisation=quantisation_card(config.base_model, spec, quantisation),
         listener=listener,
         resolve_sharding=resolve_lora_sharding,
+        choose_recompute=choose_recompute,
         signals=signals,
     ) as run:
         if quantisation is not None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron.config.load import RunConfig
+from tlora_megatron.config.run import built_recompute
 from tlora_megatron.layers.linear_sites import PlainSite
 from tlora_megatron.layers.transformer_engine.linear import TEProductMixin
 from tlora_megatron.model.backbone import Backbone
@@ -115,15 +116,16 @@ def _predict(
         dp_size=layout.dp_size,
         sequence_parallel=layout.sequence_parallel,
         micro_batch_tokens=config.run.micro_batch_tokens,
-        recompute=config.run.recompute,
+        recompute=built_recompute(config.run),
     )
     try:
-        times = sharding_times(spec, [_load(job) for job in jobs], plan, profile)
+        times = sharding_times(spec, list(map(job_load, jobs)), plan, profile)
     except ValueError as error:
         return {}, f"not predicted: {error}"
     return times, f"predicted from the {profile.source} profile {profile.name}"
 
 
-def _load(job: PreparedJob) -> JobLoad:
+def job_load(job: PreparedJob) -> JobLoad:
+    """A job as the planner sees it, its lengths those of its training data."""
     rows = [len(sequence.tokens) - 1 for sequence in job.data.train]
     return JobLoad.from_spec(job.spec, LengthHistogram.from_lengths(rows))

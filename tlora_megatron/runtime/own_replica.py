@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.config.replicas import Recompute
+from tlora_megatron.config.run import built_recompute
 from tlora_megatron.model.deployment import Deployment, lay_out_world
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
@@ -36,10 +37,10 @@ def own_replica(config: RunConfig) -> OwnReplica:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     deployment = lay_out_world(config.parallel, world_size)
     if isinstance(deployment, ParallelLayout):
-        return OwnReplica(deployment, None, config.run.recompute)
+        return OwnReplica(deployment, None, built_recompute(config.run))
     own = deployment.placed(int(os.environ.get("RANK", "0"))).layout
     layout = own.parallel_layout(len(deployment.replicas))
-    return OwnReplica(layout, deployment, own.recompute or config.run.recompute)
+    return OwnReplica(layout, deployment, own.recompute or built_recompute(config.run))
 
 
 def log_replicas(groups: ParallelGroups) -> None:

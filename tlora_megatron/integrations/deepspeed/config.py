@@ -145,7 +145,7 @@ def load_deepspeed_config(
         section, folder, output_dir=output_dir, targets=None, base_model=base_model
     )
     refuse_quantization(config.base_model, "DeepSpeed")
-    if config.run.recompute == "selective":
+    if config.run.recompute not in ("none", "full"):
         raise must("run.recompute", "be none or full under DeepSpeed", config.run.recompute)
     config, changed = _without_nano_batches(config)
     zero, offloads = _zero_section(document)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tlora_megatron.model.recompute import RecomputeTable
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.routing.host_copy import to_device
 from tlora_megatron.ops.routing.segments import Document, MicroBatchView, pack_micro_batch
@@ -97,6 +98,9 @@ class RoundShape:
     """Every micro-batch has as many rows as the token budget; else as the fullest of its round."""
     exactness: Exactness | None = None
     """For every micro-batch, those of evaluations too."""
+    recompute: RecomputeTable | None = None
+    """Chooses the recompute of each micro-batch in training, and where rounds are cut into
+    micro-batches (`packing.recompute_cut`); None = all have that of their layers."""
 
     def asked_micro_batches(self) -> int | None:
         """The number that the driver wants in the next round; None = any."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from tlora_megatron.model.recompute import RecomputeTable
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.cuts import CutDocuments
 from tlora_megatron.training.packing.nano_batch_packer import NanoBatchPacker
@@ -18,11 +19,13 @@ from tlora_megatron.training.packing.packing import (
     Placed,
     Round,
     RoundShape,
+    SplitBatch,
     fill_bins,
     pack,
     round_up,
 )
 from tlora_megatron.training.packing.portions import fill_with_portions
+from tlora_megatron.training.packing.recompute_cut import cut_round, with_recompute
 from tlora_megatron.training.packing.unlike import fill_unlike
 
 
@@ -65,6 +68,8 @@ class RoundPacker:
             first_slot: has the first turn; see `packing.fill_bins`.
         """
         filled, left = self._fill(queues, first_slot)
+        if self._recompute is not None and self.groups.most_stages == 1:
+            filled = cut_round(filled, self._recompute, self._nano_padding)
         mine = filled.replicas[self.groups.dp_rank]
         contents = [self._with_rows(placed) for placed in mine]
         return PackedRound(filled, left, self.pack(mine), contents)
@@ -113,10 +118,17 @@ class RoundPacker:
         contents = [self._with_rows(placed) for placed in bins]
         num_tokens = self._num_rows(contents)
         packed = [self._pack_whole(placed, num_tokens) for placed in contents]
-        if self.num_nano_batches == 1:
-            return [MicroBatch(batch) for batch in packed]
-        splits = self._nano_batch_packer().pack(bins, lambda placed: self._has_rows(placed.slot))
-        return [MicroBatch(*pair) for pair in zip(packed, splits, strict=True)]
+        splits: Sequence[SplitBatch | None] = [None] * len(packed)
+        if self.num_nano_batches > 1:
+            packer = self._nano_batch_packer()
+            splits = packer.pack(bins, lambda placed: self._has_rows(placed.slot))
+        found = [MicroBatch(*pair) for pair in zip(packed, splits, strict=True)]
+        table = self._recompute
+        return found if table is None else [with_recompute(own, table) for own in found]
+
+    @property
+    def _recompute(self) -> RecomputeTable | None:
+        return self.shape.recompute if self.dropout_keys else None
 
     def _capacity(self, queues: Sequence[Sequence[Item]]) -> int:
         """Tokens that a micro-batch may hold.
@@ -124,12 +136,24 @@ class RoundPacker:
         All its rows, or fewer where their number is fixed and nano-batches need some for their
         padding, as long as every sequence still fits.
         """
+        longest = max((item.length for queue in queues for item in queue), default=0)
+        if self._recompute is not None and self.groups.layout.pp_size > 1:
+            return self._lightest_capacity(self._recompute, longest)
         if not self.shape.fills_budget or self.num_nano_batches == 1:
             return self.micro_batch_tokens
-        padding = self.num_nano_batches * (row_multiple(self.groups) - 1)
-        room = self.micro_batch_tokens - min(padding, self.micro_batch_tokens // 8)
-        longest = max((item.length for queue in queues for item in queue), default=0)
+        room = self.micro_batch_tokens - min(self._nano_padding, self.micro_batch_tokens // 8)
         return room if longest <= room else self.micro_batch_tokens
+
+    def _lightest_capacity(self, table: RecomputeTable, longest: int) -> int:
+        """Tokens of a pipeline's micro-batches, which are of one length, so of one recompute."""
+        longest = max(longest, *(tokens or 0 for tokens in self.portion_tokens))
+        room = table.room_around(longest + self._nano_padding) - self._nano_padding
+        return min(room, self.micro_batch_tokens)
+
+    @property
+    def _nano_padding(self) -> int:
+        """Rows that the nano-batches of a micro-batch may be padded by."""
+        return (self.num_nano_batches > 1) * self.num_nano_batches * (row_multiple(self.groups) - 1)
 
     def _with_rows(self, placed: Sequence[Placed]) -> tuple[Placed, ...]:
         return tuple(p for p in placed if self._has_rows(p.slot))

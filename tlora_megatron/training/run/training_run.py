@@ -26,6 +26,7 @@ from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.slab import StatePlacement, initial_factor
 from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.model.recompute import RecomputeTable
 from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.evaluation import Scorer
@@ -64,6 +65,10 @@ ShardingResolver = Callable[
     tuple[ParallelGroups, Linears],
 ]
 """Chooses the LoRA sharding of a run before adapters are allocated."""
+RecomputeChooser = Callable[
+    [RunConfig, ParallelGroups, Sequence[PreparedJob]], RecomputeTable | None
+]
+"""Chooses the recompute of micro-batches by their rows; None = all have the one built in."""
 
 
 class TrainingRun:
@@ -80,6 +85,7 @@ class TrainingRun:
         quantisation: of the base.
         listener: is told what happens; silent on all ranks but the first.
         resolve_sharding: chooses the LoRA sharding.
+        choose_recompute: chooses recompute, where `run.recompute` is auto.
         signals: stop the loop; given on every process or on none.
 
     Raises:
@@ -96,6 +102,7 @@ class TrainingRun:
         quantisation: QuantisationCard | None = None,
         listener: RunListener,
         resolve_sharding: ShardingResolver,
+        choose_recompute: RecomputeChooser = lambda *_: None,
         signals: StopSignals | None = None,
     ) -> None:
         self.config = config
@@ -108,6 +115,7 @@ class TrainingRun:
         self.facts: dict[str, Any] = {}
         """What whoever drives the backbone adds to the summary's `run`."""
         self._resolve_sharding = resolve_sharding
+        self._choose_recompute = choose_recompute
         self._signals = signals
         self._open = ExitStack()
         self._resuming = claim_output_dir(self.output_dir, config)
@@ -163,6 +171,10 @@ class TrainingRun:
         groups, linears = self._resolve_sharding(
             self.config, self.spec, groups, linears, self._jobs.prepared
         )
+        recompute = self._choose_recompute(self.config, groups, self._jobs.prepared)
+        if recompute is not None:
+            self.facts["recompute"] = recompute.line
+            round_shape = replace(round_shape, recompute=recompute)
         fingerprint = self._fingerprint(groups, linears, engine)
         bank = self._make_bank(groups, linears, placement)
         attach(linears, bank)
