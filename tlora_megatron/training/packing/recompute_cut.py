@@ -23,22 +23,23 @@ from tlora_megatron.training.packing.packing import (
 
 
 def cut_round(content: Round, table: RecomputeTable, padding: int = 0) -> Round:
-    """Cuts every replica's part of a round anew.
+    """Cuts the part of every replica that has any items anew.
 
     Args:
         padding: rows that a micro-batch may get beside its items.
     """
-    replicas = [_cut_replica(list(itertools.chain(*r)), table, padding) for r in content.replicas]
+    replicas = [_cut_replica(own, table, padding) if any(own) else own for own in content.replicas]
     return Round(replicas=tuple(replicas))
 
 
 def _cut_replica(
-    placed: Sequence[Placed], table: RecomputeTable, padding: int
+    whole: Sequence[MicroBatchItems], table: RecomputeTable, padding: int
 ) -> tuple[MicroBatchItems, ...]:
+    placed = list(itertools.chain(*whole))
     if any(p.portion is not None for p in placed):
         return _cut_portions(placed, table, padding)
     parts = cut_by_recompute([p.item.length for p in placed], table, padding)
-    return tuple(in_packed_order([placed[i] for i in part]) for part in parts) or ((),)
+    return tuple(in_packed_order([placed[i] for i in part]) for part in parts)
 
 
 def cut_by_recompute(

@@ -110,11 +110,15 @@ class RoundPacker:
         return len(queue)
 
     def pack(self, bins: Sequence[Sequence[Placed]]) -> list[MicroBatch]:
-        """Packs a micro-batch for each bin, all padded to one length.
+        """Packs a micro-batch for each bin.
+
+        All are padded to one length, except where that decides how much is computed again.
 
         A micro-batch that runs whole has the kernels of one in nano-batches: which of the two a
         job's rows are in depends on its neighbours, and its bits must not.
         """
+        if self._recompute is not None and self.groups.layout.pp_size == 1 and len(bins) > 1:
+            return [micro_batch for placed in bins for micro_batch in self.pack([placed])]
         contents = [self._with_rows(placed) for placed in bins]
         num_tokens = self._num_rows(contents)
         packed = [self._pack_whole(placed, num_tokens) for placed in contents]

@@ -1,4 +1,4 @@
-"""Rounds cut by recompute: nothing is lost, budgets are kept, no sequence has more than it needs."""
+"""Rounds cut by recompute: nothing is lost, budgets are kept, none has more than it needs."""
 
 from __future__ import annotations
 

@@ -1,0 +1,60 @@
+"""Micro-batches under unlike recompute give a run the bits that it has under one for all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.unit.integrations.megatron.layer.test_frozen_sublayer import ALL, SPEC
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.recompute import RECOMPUTES, Recompute, RecomputeTable
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.profiling.synthetic_run import SyntheticRun
+
+ROUNDS = 3
+LENGTHS = LengthHistogram.from_counts([(10, 4), (30, 2), (60, 1)])
+LOADS = [
+    JobLoad(name=f"job{r}", rank=r, batch_size=4, lengths=LENGTHS, targets=ALL, dropout=0.2)
+    for r in (2, 4)
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def process_group() -> Iterator[None]:
+    """Leaves none behind."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train(recomputes: tuple[Recompute, ...]) -> tuple[list[Any], Counter[Recompute | None]]:
+    """Losses, norms and weights of a run whose rounds are cut alike, whatever the recomputes."""
+    run = SyntheticRun(SPEC, ParallelLayout(), dtype=torch.float32)
+    torch.manual_seed(0)
+    model = run.super_model(LOADS, 128)
+    table = RecomputeTable(tuple(zip(recomputes, (16, 48, 128), strict=True)))
+    model.round_shape = replace(model.round_shape, recompute=table)
+    found: list[Any] = []
+    seen: Counter[Recompute | None] = Counter()
+    for _ in range(ROUNDS):
+        batches = model.begin_round()
+        seen.update(batch.view.recompute for batch in batches)
+        reports = model.end_round(run.engine.forward_backward(batches))
+        found += [(report.outcome.loss, report.outcome.grad_norm) for report in reports]
+    found += [job.adapter.slab.whole("master").tolist() for job in model.jobs]
+    return found, seen
+
+
+def test_a_run_by_micro_batch_has_the_bits_of_each_fixed_recompute() -> None:
+    found, seen = train(RECOMPUTES)
+    assert seen.keys() == set(RECOMPUTES)
+    for recompute in RECOMPUTES:
+        expected, same = train((recompute, recompute, recompute))
+        assert same == {recompute: sum(seen.values())}
+        assert found == expected, recompute
