@@ -6,6 +6,8 @@ files it leaves.
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "full recompute": ("run.recompute=full",),
         "selective recompute": ("run.recompute=selective",),
         "small micro-batches": ("run.micro_batch_tokens=104",),
+        "recompute by rows": ("run.recompute=auto", "run.gpu_memory_gb=0.00312"),
     },
     2: {
         "TP2": ("parallel.tp_size=2",),
@@ -39,6 +42,18 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "PP2": ("parallel.pp_size=2",),
         "PP2 full recompute": ("parallel.pp_size=2", "run.recompute=full"),
         "PP2 selective recompute": ("parallel.pp_size=2", "run.recompute=selective"),
+        "TP2+SP recompute by rows": (
+            "parallel.tp_size=2",
+            "parallel.sequence_parallel=true",
+            "run.nano_batches=2",
+            "run.recompute=auto",
+            "run.gpu_memory_gb=0.30238",
+        ),
+        "PP2 recompute by rows": (
+            "parallel.pp_size=2",
+            "run.recompute=auto",
+            "run.gpu_memory_gb=0.3022",
+        ),
         "DP2": (),
         "CP2": ("parallel.cp_size=2",),
     },
@@ -83,6 +98,14 @@ def test_losses_and_weights_equal_the_oracle(
     output_dir = run_world(world_size) / layout
     for name in NAMES:
         assert_equals_oracle(output_dir, name, oracle[name], scenario.parent / "base")
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [c for c in CASES if "by rows" in c[1]])
+def test_recompute_by_rows_is_told(world_size: int, layout: str, run_world: World) -> None:
+    summary = json.loads((run_world(world_size) / layout / "summary.json").read_text())
+    assert re.fullmatch(
+        r"none to \d\d rows, selective to \d\d, full beyond", summary["run"]["recompute"]
+    )
 
 
 def test_the_scenario_clips_and_moves(oracle: dict[str, OracleResult]) -> None:

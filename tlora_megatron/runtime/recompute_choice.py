@@ -24,7 +24,7 @@ from tlora_megatron.training.preparation import PreparedJob
 logger = logging.getLogger(__name__)
 
 _SOME_PROFILE = "h200"
-"""Where a GPU has no profile: bytes follow from shapes, and drivers and libraries take as much."""
+"""Stands in where a GPU has none: drivers and libraries take as much on most."""
 
 
 def choose_recompute(
@@ -64,18 +64,24 @@ def _table(
     table = recompute_for_rows(
         memory, plan, budget_bytes, multiple=multiple, least_rows=None if is_gpu else multiple
     )
-    logger.info("run.recompute: %s (auto: in %.1f GB of a GPU)", table.line, budget_bytes / 1e9)
+    _tell(table, budget_bytes, tokens)
+    return table
+
+
+def _tell(table: RecomputeTable, budget_bytes: float, tokens: int) -> None:
+    is_free = budget_bytes == float("inf")
+    where = "no GPU limits it" if is_free else f"in {budget_bytes / 1e9:.4g} GB of a GPU"
+    logger.info("run.recompute: %s (auto: %s)", table.line, where)
     heaviest, most = table.most_rows[-1]
     if most < tokens:
         logger.warning(
-            "micro-batches of more than %d rows are predicted not to fit into %.1f GB even with "
-            "recompute %s; lower run.micro_batch_tokens, now %d",
+            "run.micro_batch_tokens should be at most %d, got %d: more rows are predicted not to "
+            "fit %s, even with recompute %s",
             most,
-            budget_bytes / 1e9,
-            heaviest,
             tokens,
+            where,
+            heaviest,
         )
-    return table
 
 
 def _memory_bytes(config: RunConfig, groups: ParallelGroups) -> float:
@@ -96,7 +102,8 @@ def _memory_bytes(config: RunConfig, groups: ParallelGroups) -> float:
 
 def _hardware(config: RunConfig, groups: ParallelGroups) -> HardwareProfile:
     """The profile of this process's GPU, in the run's dtype."""
-    profile = None
-    if groups.device.type == "cuda":
-        profile = profile_of_gpu(torch.cuda.get_device_name(groups.device))
-    return replace(profile or plan_hardware(_SOME_PROFILE), dtype=config.base_model.dtype)
+    profile, dtype = plan_hardware(_SOME_PROFILE), config.base_model.dtype
+    if groups.device.type != "cuda":
+        return replace(profile, dtype=dtype, reserved_bytes=0.0)
+    own = profile_of_gpu(torch.cuda.get_device_name(groups.device))
+    return replace(own or profile, dtype=dtype)

@@ -194,7 +194,10 @@ def test_overrides_that_lead_nowhere_are_refused(
         ("parallel.tp_size=1.0", "^parallel.tp_size must be an integer, got 1.0"),
         ("parallel.sequence_parallel=1", "must be true or false, got 1"),
         ("parallel=null", "^parallel must be a mapping, got null"),
-        ("run.recompute=ful", "must be one of none, selective, full, got 'ful'; did you mean full"),
+        (
+            "run.recompute=ful",
+            "one of none, selective, full, auto, got 'ful'; did you mean full",
+        ),
         ("run.seed=99999999999999999999", "^run.seed must fit in 64 bits"),
         ("run.output_dir=", "^run.output_dir must be a string, got null"),
         ("run.output_dir=''", "^run.output_dir must not be empty"),
@@ -427,6 +430,14 @@ def test_refuses_other_nano_batches(folder: Path, value: Any, message: str) -> N
     content = document(run={"output_dir": "out", "nano_batches": value})
     with pytest.raises(ConfigError, match=re.escape(f"run.nano_batches {message}")):
         load(folder, content)
+
+
+def test_a_budget_of_memory_needs_someone_who_asks(folder: Path) -> None:
+    content = document(run={"output_dir": "out", "gpu_memory_gb": 40.0})
+    assert ignored_settings(load(folder, content)) == (
+        "run.gpu_memory_gb has no effect with recompute none",
+    )
+    assert ignored_settings(load(folder, content, "run.recompute=auto")) == ()
 
 
 def test_names_overlap_settings_without_effect(folder: Path) -> None:

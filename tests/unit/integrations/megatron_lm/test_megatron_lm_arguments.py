@@ -167,6 +167,7 @@ def test_arguments_alone_describe_a_base_without_a_file(
         ({"run": {"output_dir": "elsewhere"}}, "run.output_dir must agree with --save"),
         ({"run": {"micro_batch_tokens": 4096}}, "agree with --seq-length, which makes it 512"),
         ({"run": {"recompute": "full"}}, "agree with --recompute-granularity"),
+        ({"run": {"recompute": "auto"}}, "which makes it 'none', got 'auto'; leave it out"),
         ({"run": {"seed": 0}}, "run.seed must agree with --seed, which makes it 7, got 0"),
         ({"run": {"checkpoint_every_steps": 50}}, "agree with --save-interval"),
         ({"base_model": {"path": "base", "dtype": "float32"}}, "dtype must agree with --bf16"),
