@@ -90,6 +90,7 @@ def test_budgets_come_from_the_run_where_a_replica_has_none(load: Any) -> None:
     specs = load("1xTP2 + 1xTP1@64", run={"recompute": "selective"}).parallel.replicas
     assert [spec.micro_batch_tokens for spec in specs] == [256, 64]
     assert {spec.recompute for spec in specs} == {"selective"}
+    assert load("2xTP2", run={"recompute": "auto"}).run.recompute == "auto"
 
 
 @pytest.mark.parametrize("form", [UNLIKE_TP, "2xTP1"])
@@ -136,6 +137,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "1xPP2 + 1xTP1",
         {"run": {"deterministic": True}},
         "parallel.replicas must be absent or name one layout with run.deterministic",
+    ),
+    "recompute by rows": (
+        "1xPP2/full + 1xTP1",
+        {"run": {"recompute": "auto"}},
+        "run.recompute must be none, selective or full with unlike parallel.replicas, whose memory "
+        "differs, got 'auto'; or let each replica name its own",
     ),
     "portions": (
         "1xPP2 + 1xTP1",

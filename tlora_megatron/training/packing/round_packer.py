@@ -150,7 +150,7 @@ class RoundPacker:
 
     def _lightest_capacity(self, table: RecomputeTable, longest: int) -> int:
         """Tokens of a pipeline's micro-batches, which are of one length, so of one recompute."""
-        longest = max(longest, *(tokens or 0 for tokens in self.portion_tokens))
+        longest = max((longest, *(tokens or 0 for tokens in self.portion_tokens)))
         room = table.room_around(longest + self._nano_padding) - self._nano_padding
         return min(room, self.micro_batch_tokens)
 
