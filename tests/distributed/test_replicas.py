@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,11 +21,14 @@ from tests.helpers.scenario import (
     assert_unharmed,
     exported,
     gone_wrong,
+    load_scenario,
     losses,
     make_scenario,
     take_fingerprint,
 )
-from tests.helpers.scenario_worlds import RESUMER, World, layout_params, run_cases, worlds
+from tests.helpers.scenario_worlds import RESUMER, Case, World, layout_params, run_cases, worlds
+from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.training.run.job_admission import JobAdmission
 
 NAMES = tuple(job["name"] for job in JOBS)
 REPLICAS: Mapping[int, Mapping[str, str]] = {
@@ -40,9 +42,14 @@ REPLICAS: Mapping[int, Mapping[str, str]] = {
         "TP2+TP1+TP1": "1xTP2@256/selective + 2xTP1@128",
     },
 }
+BOTH_TP2 = "parallel.replicas=1xTP2@256 + 1xTP2@128"
 OVERRIDES = {
     size: {name: (f"parallel.replicas={form}",) for name, form in mine.items()}
     for size, mine in REPLICAS.items()
+}
+OVERRIDES[4] |= {
+    "TP2+TP2 s_lora": (BOTH_TP2, "parallel.lora_sharding=s_lora"),
+    "TP2+TP2 nano2": (BOTH_TP2, "run.nano_batches=2"),
 }
 TP2_TP1 = OVERRIDES[3]["TP2+TP1"]
 ILL = "mlp"
@@ -62,9 +69,8 @@ def run_world(scenario: Path) -> World:
     return worlds(scenario.parent, lambda size: cases_of(scenario, size))
 
 
-def cases_of(scenario: Path, size: int) -> dict[str, Any]:
-    from tests.helpers.scenario_worlds import Case
-
+def cases_of(scenario: Path, size: int) -> dict[str, Case]:
+    """The runs of one world size."""
     cases = {name: Case(scenario, sets) for name, sets in OVERRIDES[size].items()}
     if size == 3:
         cases["again"] = Case(scenario, TP2_TP1)
@@ -121,6 +127,21 @@ def test_resumes_in_other_deployments(
     assert [steps["everything"] for steps in starts(tmp_path / "out")] == [0, 3, 6, 9]
     for name in NAMES:
         assert_equals_oracle(tmp_path / "out", name, oracle[name], scenario.parent / "base")
+
+
+def test_a_sequence_that_no_replica_holds_is_refused(
+    scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    config = load_scenario(scenario, "parallel.replicas=1xTP1@64 + 1xTP2@40", output_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"tokens of some replica must be at least \d+"):
+        JobAdmission(
+            config,
+            read_model_spec(scenario.parent / "base" / "config.json"),
+            tokenizer_dir=scenario.parent / "base",
+            base_model="base",
+            resuming=False,
+        ).settle()
 
 
 @pytest.mark.four_processes

@@ -46,6 +46,7 @@ def prepare_job(
     base_model: str,
     quantisation: QuantisationCard | None = None,
     micro_batch_tokens: int,
+    budget: str = "run.micro_batch_tokens",
     saved: Path | None,
     data: JobData | None = None,
 ) -> PreparedJob:
@@ -54,6 +55,8 @@ def prepare_job(
     Args:
         base_model: name or path of the base; an adapter of another name is warned about.
         quantisation: of the base; an adapter of another one is warned about.
+        micro_batch_tokens: rows of the longest sequence that a micro-batch holds.
+        budget: what the user calls that, for the sentence.
         saved: this run's checkpoint directory of the job; None = start afresh.
         data: of another process of this node, which has looked at the checkpoint's values, too;
             None = read them with the tokenizer.
@@ -64,7 +67,7 @@ def prepare_job(
     _check_targets(job, spec)
     is_first = data is None
     data = data or load_job_data(job, tokenizer, spec.vocab_size)
-    _check_lengths(job, spec, data, micro_batch_tokens)
+    _check_lengths(job, spec, data, micro_batch_tokens, budget)
     checkpoint = find_checkpoint(saved) if saved is not None else None
     if checkpoint is None and job.resume_from is not None:
         checkpoint = _foreign_checkpoint(job, Path(job.resume_from))
@@ -88,11 +91,13 @@ def prepare_job(
     return PreparedJob(spec=job, data=data, plan=plan, checkpoint=checkpoint, imported=imported)
 
 
-def _check_lengths(job: JobSpec, spec: Backbone, data: JobData, micro_batch_tokens: int) -> None:
+def _check_lengths(
+    job: JobSpec, spec: Backbone, data: JobData, micro_batch_tokens: int, budget: str
+) -> None:
     longest = max(len(s.tokens) - 1 for s in (*data.train, *data.eval))
     if longest > micro_batch_tokens:
         raise ValueError(
-            f"run.micro_batch_tokens must be at least {longest}, the longest sequence of job "
+            f"{budget} must be at least {longest}, the longest sequence of job "
             f"{job.name!r}, got {micro_batch_tokens}; raise it or lower the job's max_seq_len"
         )
     if longest > spec.max_positions:

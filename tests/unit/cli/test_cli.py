@@ -119,6 +119,14 @@ class TestInspect:
         assert content["jobs"][0]["lora"]["rank"] == 16
         assert content["job_errors"] == []
 
+    def test_config_shows_replicas(
+        self, config_file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        form = "1xTP2+SP@12288/selective + 4xTP1@6144"
+        assert main(["inspect", str(config_file), f"--set=parallel.replicas={form}"]) == 0
+        out = capsys.readouterr().out
+        assert f"replicas: {form}/none (6 processes)" in out
+
     def test_config_shows_jobs_left_out(
         self, config_file: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _SMALL_DATA_S = 0.3
 """So long a run of one process waits at once: a mistake in small data shows before the imports."""
+_BUDGETS = ("run.micro_batch_tokens", "micro_batch_tokens of some replica")
+"""What bounds a sequence, of alike replicas and of unlike ones."""
 _Outcomes = list[PreparedJob | ValueError]
 
 
@@ -129,6 +131,7 @@ class JobAdmission:
             base_model=self._base_model,
             quantisation=self._quantisation,
             micro_batch_tokens=config.longest_sequence,
+            budget=_BUDGETS[config.parallel.is_unlike],
             saved=saved if self._resuming else None,
             data=read,
         )
