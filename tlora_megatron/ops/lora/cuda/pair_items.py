@@ -59,6 +59,11 @@ class PairFit:
         return np.minimum(self.most_panels, _MOST_SUMS // width)
 
 
+PAIRED = False
+"""Whether dS and dB are made in one pass over dy. Until it has been measured beside a kernel each:
+no."""
+
+
 @functools.cache
 def pair_fit(row_budget: int, columns: int, blocks: int) -> PairFit | None:
     """Returns how dS and dB are made in one pass over dy; None: by a kernel each.
@@ -68,11 +73,9 @@ def pair_fit(row_budget: int, columns: int, blocks: int) -> PairFit | None:
         columns: of dy.
         blocks: multiprocessors of the GPU.
     """
-    del row_budget, columns, blocks
-    return None  # until both ways have been measured beside each other
+    return wide_fit(row_budget, columns, blocks) if PAIRED else None
 
 
-@functools.cache
 def wide_fit(row_budget: int, columns: int, blocks: int, most_panels: int = 4) -> PairFit:
     """Returns a fit whose items keep all multiprocessors busy, whoever has the rows."""
     wanted = row_budget * columns / (blocks * most_panels * BLOCK_FEATURES)
@@ -236,5 +239,5 @@ def pair_bounds(plan: PlanTensors, widths: Sequence[int], fit: PairFit) -> ItemB
     return ItemBounds(
         items=runs * items,
         workspace=parts * of_sums + steps * of_rows,
-        counters=runs * items + steps * _WARPS * most(np.ones(len(slot))),
+        counters=runs * items + steps * _WARPS * most(np.ones(len(slot), dtype=np.int64)),
     )
