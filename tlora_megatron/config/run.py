@@ -33,6 +33,14 @@ class RunSpec:
         "determinism.md)",
         default=False,
     )
+    round_depth: Literal[1, 2, 4, "auto"] = rule(
+        "micro-batches that a data-parallel replica gets in a round. 1: one, balanced by tokens. "
+        "2, 4: so many, shared out by predicted time, so that a long sequence on one replica does "
+        "not make the others wait; jobs with small batches step less often (see rounds.md). auto: "
+        "by predicted time, and 1, 2 or 4 as the jobs' lengths ask for: deeper only where all jobs "
+        "together gain 5 %, or the smallest loses no more",
+        default=1,
+    )
     recompute: Literal["none", "selective", "full", "auto"] = rule(
         "activations to recompute in backward; saves memory and costs time. auto: each micro-batch "
         "the least that its rows and the GPUs' memory allow; long sequences then run apart from "

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tlora_megatron import timeline
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import RunConfig, config_to_dict, ignored_settings, read_config
+from tlora_megatron.runtime.dispatch_rates import resolve_round_timing
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.training.job_state import EvalResult
 from tlora_megatron.training.listener import RunListener, SilentListener
@@ -149,6 +150,7 @@ class DeepSpeedRun:
             base_model=path,
             listener=self._listener,
             resolve_sharding=resolve_lora_sharding,
+            resolve_timing=resolve_round_timing,
             signals=self._signals,
         )
         try:

@@ -17,6 +17,7 @@ from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
 from tlora_megatron.runtime.base_log import log_base
+from tlora_megatron.runtime.dispatch_rates import resolve_round_timing
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.own_replica import (
     OwnReplica,
@@ -72,6 +73,7 @@ def train_run(
         listener=listener,
         resolve_sharding=resolve_lora_sharding,
         choose_recompute=choose_recompute,
+        resolve_timing=resolve_round_timing,
         signals=signals,
     ) as run:
         if quantisation is not None:

@@ -1,7 +1,7 @@
 """Chooses which sequences enter a round, which replica runs each, and how it cuts them.
 
-Admission is apart from assignment: jobs take turns until the round holds `depth` micro-batches of
-rows a replica, and only then are sequences given to replicas, by predicted time. Everything is
+Admission is apart from assignment: jobs take turns until the round holds `depth` micro-batches a
+replica, and only then are sequences given to replicas, by predicted time. Everything is
 computed in whole numbers, so that every process finds the same without a word to the others.
 
 The bound of unlike replicas is the dual of their linear program: for prices p of the kinds, no
@@ -28,29 +28,30 @@ _NEVER = 1 << 200
 """Cost of a sequence where it does not fit."""
 
 
-def admit(queues: Sequence[Sequence[int]], *, first_slot: int, room: int) -> list[int]:
+def admit(queues: Sequence[Sequence[int]], *, first_slot: int, rooms: Sequence[int]) -> list[int]:
     """Counts how many sequences of each slot's queue enter a round.
 
-    Slots take turns, a sequence each, until their next one does not fit into what room is left. The
-    slot with the first turn always gets in, however long its sequence is.
+    Slots take turns, a sequence each, until their next one fits nowhere. A sequence takes its rows
+    of the emptiest room, as if rounds were packed so: jobs then share a round in the same way
+    however it is shared out among replicas. The slot with the first turn always gets in.
 
     Args:
         queues: rows of each slot's sequences, in the order to take them from.
         first_slot: has the first turn, modulo the number of slots; callers go round.
-        room: rows of the round.
+        rooms: rows of each micro-batch of the round, over all replicas.
     """
     taken = [0] * len(queues)
     turns = [(first_slot + turn) % len(queues) for turn in range(len(queues))]
     open_slots = [slot for slot in turns if queues[slot]]
-    is_empty = True
+    emptiest = [-room for room in rooms]
+    heapq.heapify(emptiest)
     while open_slots:
         staying = []
         for slot in open_slots:
             rows = queues[slot][taken[slot]]
-            if rows > room and not is_empty:
+            if rows > -emptiest[0]:
                 continue
-            is_empty = False
-            room -= rows
+            heapq.heapreplace(emptiest, emptiest[0] + rows)
             taken[slot] += 1
             if taken[slot] < len(queues[slot]):
                 staying.append(slot)
@@ -99,7 +100,7 @@ def assign(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> Assignment:
     return _Unlike(lengths, order, rates).assign()
 
 
-def cut(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def cut(lengths: Sequence[int], budget: int, fewest: int = 0) -> list[list[int]]:
     """Cuts one replica's sequences into as few micro-batches as first fit finds, evenly filled.
 
     Depends on the lengths alone. The fullest micro-batch comes first.
@@ -107,16 +108,54 @@ def cut(lengths: Sequence[int], budget: int) -> list[list[int]]:
     Args:
         lengths: rows of each sequence, at most `budget`.
         budget: rows that a micro-batch may hold.
+        fewest: micro-batches that there must be, for which some may stay empty.
 
     Returns:
-        Places in `lengths`, by micro-batch; none for no sequences.
+        Places in `lengths`, by micro-batch.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     packed = _first_fit(lengths, order, budget)
+    packed += [[] for _ in range(fewest - len(packed))]
     even = cut_evenly(lengths, len(packed), budget) if len(packed) > 1 else None
     parts = packed if even is None else even
     rows = [sum(lengths[i] for i in part) for part in parts]
     return [parts[i] for i in sorted(range(len(parts)), key=lambda i: (-rows[i], i))]
+
+
+def share_out(
+    lengths: Sequence[int], rates: Sequence[ReplicaRate], stages: Sequence[int] | None = None
+) -> list[list[list[int]]]:
+    """Gives every sequence to a replica and cuts what each has into micro-batches.
+
+    Args:
+        lengths: rows of each sequence.
+        rates: one for each replica.
+        stages: of each replica's pipeline, which needs as many micro-batches to be full. Without
+            sequences it has one empty micro-batch; a replica without a pipeline has none. None =
+            there are no pipelines.
+
+    Returns:
+        Places in `lengths`, by replica and micro-batch.
+    """
+    own: list[list[int]] = [[] for _ in rates]
+    for i, replica in enumerate(assign(lengths, rates).replicas):
+        own[replica].append(i)
+    shares = []
+    for places, rate, depth in zip(own, rates, stages or [1] * len(rates), strict=True):
+        fewest = 0 if depth == 1 else depth if places else 1
+        parts = cut([lengths[i] for i in places], rate.longest, fewest)
+        shares.append([[places[i] for i in part] for part in parts])
+    return shares
+
+
+def predicted_ends_ps(
+    shares: Sequence[Sequence[Sequence[int]]], rates: Sequence[ReplicaRate]
+) -> list[int]:
+    """Predicted time of each replica, from the rows of its sequences by micro-batch."""
+    return [
+        sum(rate.fixed_ps + sum(map(rate.sequence_ps, lengths)) for lengths in share)
+        for share, rate in zip(shares, rates, strict=True)
+    ]
 
 
 def cut_evenly(lengths: Sequence[int], count: int, budget: int) -> list[list[int]] | None:

@@ -49,6 +49,8 @@ class JobState:
     loss: torch.Tensor | None = None
     """This rank's part of the current batch's loss, fp32 `[]`."""
     batch_time_s: float = 0.0
+    upcoming: tuple[int, list[Item]] | None = None
+    """A step and its batch, if that was made ahead."""
 
     @property
     def name(self) -> str:
@@ -66,6 +68,11 @@ class JobState:
         return self.step >= self.plan.num_steps
 
     @property
+    def is_at_end(self) -> bool:
+        """True while its last batch has nothing left that waits."""
+        return not self.queue and self.step + 1 >= self.plan.num_steps
+
+    @property
     def lr(self) -> float:
         """Learning rate of the next update."""
         peak = self.spec.optimizer.lr
@@ -76,14 +83,26 @@ class JobState:
         """Key of the current step's dropout masks."""
         return mix_ints(self.spec.seed, self.step)
 
-    def batch(self) -> list[TokenSequence]:
-        """Sequences of the current global batch."""
-        return [self.data.train[i] for i in self.plan.indices(self.step)]
+    def batch(self, step: int | None = None) -> list[TokenSequence]:
+        """Sequences of a step's global batch; None = the current one."""
+        step = self.step if step is None else step
+        return [self.data.train[i] for i in self.plan.indices(step)]
+
+    def items_ahead(self) -> list[Item]:
+        """Sequences of the current batch that wait; if there are none, the next batch's."""
+        if self.queue:
+            return self.queue
+        step = self.step + 1
+        if self.upcoming is None or self.upcoming[0] != step:
+            self.upcoming = step, batch_items(self.batch(step))
+        return self.upcoming[1]
 
     def begin_batch(self, device: torch.device) -> None:
         """Queues the next global batch unless one is under way."""
         if self.loss is None:
-            self.queue = batch_items(self.batch())
+            ahead, self.upcoming = self.upcoming, None
+            is_made = ahead is not None and ahead[0] == self.step
+            self.queue = ahead[1] if ahead and is_made else batch_items(self.batch())
             self.loss = torch.zeros((), device=device)
             self.batch_time_s = 0.0
 

@@ -18,7 +18,9 @@ from tlora_megatron.training.evaluation import Evaluation, Scorer
 from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.optimizer import StepOutcome, StepRequest, step_adapters
 from tlora_megatron.training.packing.packing import MicroBatch, PackedBatch, Round, RoundShape
-from tlora_megatron.training.packing.round_packer import RoundPacker
+from tlora_megatron.training.packing.round_packer import FilledRound, RoundPacker
+from tlora_megatron.training.packing.timed_rounds import RoundRule
+from tlora_megatron.training.round_timing import BusyShare, RoundTiming
 
 CutFor = Callable[[Sequence[JobState]], CutDocuments]
 """From the jobs in slot order to where their micro-batches are cut into nano-batches."""
@@ -30,7 +32,8 @@ class Engine(Scorer, Protocol):
     def forward_backward(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """Accumulates gradients in the bank; returns weighted losses `[T]` of each batch.
 
-        Empty on pipeline stages other than the last. All batches have the same number of rows.
+        Empty on pipeline stages other than the last. In a pipeline there is at least one batch, and
+        all have the same number of rows; without one there may be none.
         """
         ...
 
@@ -62,6 +65,7 @@ class SuperModel(Generic[EngineT]):
         micro_batch_tokens: token budget of one micro-batch, over its context-parallel ranks.
         round_shape: the driver's demands on rounds.
         cut_for: chooses where the jobs' micro-batches are cut into nano-batches.
+        timing: shares rounds out by predicted time; None = balances tokens.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class SuperModel(Generic[EngineT]):
         micro_batch_tokens: int,
         round_shape: RoundShape = RoundShape(),  # noqa: B008 - frozen
         cut_for: CutFor = lambda _: cut_by_length,
+        timing: RoundTiming | None = None,
     ) -> None:
         self.engine = engine
         self.bank = bank
@@ -85,7 +90,14 @@ class SuperModel(Generic[EngineT]):
         """Contents of the training round packed last; the same on every rank."""
         self.nano_batches_run: Counter[int] = Counter()
         """This replica's micro-batches of training by the number of nano-batches they ran in."""
+        self.timing = timing
+        self.busy = None if timing is None else BusyShare(timing.rates)
+        """How busy the replicas were in the rounds so far, by prediction."""
+        self.rule: RoundRule | None = None
+        """How the rounds of the present jobs are shared out; None = tokens are balanced."""
         self._cut_for = cut_for
+        self._ahead: tuple[object, FilledRound] | None = None
+        """The next round, and the jobs and queues for which it was filled."""
         self._rounds = 0
         self._round_begin_s = 0.0
         self._micro_batches: list[MicroBatch] = []
@@ -96,6 +108,8 @@ class SuperModel(Generic[EngineT]):
         """Gives the adapters of `jobs` the slots; those left out leave the super-model."""
         self.jobs = tuple(jobs)
         self._cut = self._cut_for(self.jobs)
+        if self.timing is not None and self.jobs:
+            self.rule = self.timing.rule(self.jobs, speaks=self.groups.is_writer)
         self.bank.install([job.adapter for job in jobs])
 
     def train_round(self: SuperModel[Engine]) -> list[StepReport]:
@@ -111,13 +125,36 @@ class SuperModel(Generic[EngineT]):
         for job in self.jobs:
             job.begin_batch(self.groups.device)
         packer = self._packer([job.dropout_key for job in self.jobs])
-        packed = packer.pack_round([job.queue for job in self.jobs], first_slot=self._rounds)
+        packed = packer.pack_filled(self._next_round(packer))
+        if self.busy is not None:
+            self.busy.add(packed.round)
         self.round, self._micro_batches = packed.round, packed.micro_batches
         for job, queue in zip(self.jobs, packed.left, strict=True):
             job.queue = queue
         batches = [micro_batch.executed for micro_batch in self._micro_batches]
         self.nano_batches_run.update(max(1, len(batch.view.nano_views)) for batch in batches)
         return batches
+
+    def _next_round(self, packer: RoundPacker) -> FilledRound:
+        """Takes the round that was filled ahead, or fills one if the jobs are others by now."""
+        ahead, self._ahead = self._ahead, None
+        waiting = [(job.name, job.step, len(job.queue)) for job in self.jobs]
+        if ahead is not None and ahead[0] == (self._rounds, self.rule, waiting):
+            return ahead[1]
+        return packer.fill_round([job.queue for job in self.jobs], first_slot=self._rounds)
+
+    def _fill_ahead(self) -> None:
+        """Fills the next round while the device runs this one, as if every job went on."""
+        if self.rule is None or any(job.is_at_end for job in self.jobs):
+            return
+        number, packer = self._rounds + 1, self._packer([job.dropout_key for job in self.jobs])
+        queues = [job.items_ahead() for job in self.jobs]
+        waiting = [
+            (job.name, job.step + (not job.queue), len(queue))
+            for job, queue in zip(self.jobs, queues, strict=True)
+        ]
+        filled = packer.fill_round(queues, first_slot=number)
+        self._ahead = (number, self.rule, waiting), filled
 
     def end_round(self, losses: Sequence[torch.Tensor]) -> list[StepReport]:
         """Steps every job whose global batch the round completed.
@@ -126,6 +163,7 @@ class SuperModel(Generic[EngineT]):
             losses: weighted losses `[T]` of each batch that `begin_round` returned; empty on
                 pipeline stages other than the last.
         """
+        self._fill_ahead()
         for micro_batch, losses_T in zip(self._micro_batches, losses, strict=False):
             self._add_losses(micro_batch, losses_T)
         self._micro_batches = []
@@ -161,6 +199,7 @@ class SuperModel(Generic[EngineT]):
             portion_tokens=tuple(job.spec.portion_tokens for job in self.jobs),
             num_nano_batches=1 if switch is None else switch.count,
             cut=self._cut,
+            rule=self.rule,
         )
 
     def _end_placeholders(self) -> list[int]:

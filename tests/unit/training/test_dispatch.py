@@ -6,12 +6,15 @@ import heapq
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlora_megatron.model.replica_rate import ReplicaRate
+from tlora_megatron.training.data.job_data import TokenSequence
 from tlora_megatron.training.dispatch import admit, assign, cut, cut_evenly
+from tlora_megatron.training.packing.packing import Item, fill_bins
 
 KINDS = (
     ReplicaRate(token_ps=110_000_000, square_ps=6000, longest=6144),
@@ -25,27 +28,28 @@ QUEUES = st.lists(st.lists(st.integers(1, 40), max_size=8), min_size=1, max_size
 FEW = st.lists(st.integers(1, 6000), max_size=40)
 
 
+def sequence(rows: int) -> TokenSequence:
+    return TokenSequence(np.zeros(rows + 1, np.int32), np.ones(rows + 1, bool))
+
+
 def lengths_of(draw: random.Random, count: int, longest: int) -> list[int]:
     means = [draw.uniform(200, 4000) for _ in range(6)]
     drawn = (draw.lognormvariate(math.log(draw.choice(means)) - 0.3, 0.8) for _ in range(count))
     return [min(longest, max(8, int(rows))) for rows in drawn]
 
 
-@given(QUEUES, st.integers(0, 9), st.integers(1, 200))
+@given(QUEUES, st.integers(0, 9), st.integers(1, 6))
 @fast
-def test_a_round_takes_turns_until_it_is_full(
-    queues: list[list[int]], first_slot: int, room: int
+def test_a_round_admits_what_packing_by_tokens_would_hold(
+    queues: list[list[int]], first_slot: int, count: int
 ) -> None:
-    queues = [sorted(queue, reverse=True) for queue in queues]
-    taken = admit(queues, first_slot=first_slot, room=room)
-    used = sum(sum(queue[:count]) for queue, count in zip(queues, taken, strict=True))
-    turns = [(first_slot + turn) % len(queues) for turn in range(len(queues))]
-    first = next((slot for slot in turns if queues[slot]), None)
-    assert first is None or taken[first] >= 1
-    assert used <= room or sum(taken) == 1
-    for queue, count in zip(queues, taken, strict=True):
-        # Whoever could still go is done, or would not fit; nobody is passed over meanwhile.
-        assert count == len(queue) or used + queue[count] > room
+    left = [sorted(queue, reverse=True) for queue in queues]
+    taken = admit(left, first_slot=first_slot, rooms=[40] * count)
+    items = [[Item(sequence(n), i, 0, 1.0) for i, n in enumerate(queue)] for queue in left]
+    _, rest = fill_bins(items, capacity=40, dp_size=count, pp_size=1, first_slot=first_slot)
+    assert [len(queue) for queue in rest] == [
+        len(queue) - n for queue, n in zip(left, taken, strict=True)
+    ]
 
 
 @given(QUEUES)
@@ -53,7 +57,7 @@ def test_a_round_takes_turns_until_it_is_full(
 def test_nobody_starves(queues: list[list[int]]) -> None:
     left = [sorted(queue, reverse=True) for queue in queues]
     for number in range(len(queues)):
-        taken = admit(left, first_slot=number, room=1)
+        taken = admit(left, first_slot=number, rooms=[1, 40])
         left = [queue[count:] for queue, count in zip(left, taken, strict=True)]
         assert not queues[number] or len(left[number]) < len(queues[number])
 

@@ -150,6 +150,12 @@ def load_deepspeed_config(
     config, changed = _without_nano_batches(config)
     zero, offloads = _zero_section(document)
     stage, tp_size = zero.get("stage", 0), _tp_size(document)
+    if stage == 3 and config.run.round_depth != 1:
+        config = replace(config, run=replace(config.run, round_depth=1))
+        changed.append(
+            "run.round_depth has no effect with ZeRO 3, whose ranks gather each layer together: "
+            "rounds hold one micro-batch a rank, balanced by tokens"
+        )
     if config.run.deterministic:
         _refuse_what_neighbours_decide(stage, tp_size)
     return DeepSpeedConfig(

@@ -100,6 +100,8 @@ class MegatronEngine:
     def _run(
         self, batches: Sequence[PackedBatch], step: Callable[..., Any], *, forward_only: bool
     ) -> list[dict[str, torch.Tensor]]:
+        if not batches:  # Megatron's schedules run one at least
+            return []
         return self._schedule(
             forward_step_func=step,
             data_iterator=iter(batches),

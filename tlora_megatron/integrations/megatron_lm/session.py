@@ -150,6 +150,11 @@ class Session:
             parts=self._compute.parts,
         )
         self._check_base(chunks, groups)
+        if groups.is_writer and config.run.round_depth != 1:
+            logger.warning(
+                "run.round_depth has no effect here: the trainer fixes the number of micro-batches "
+                "(--global-batch-size) and their rows (--seq-length), so no rank could run fewer"
+            )
         shape = RoundShape(num_micro_batches=get_num_microbatches, fills_budget=True)
         self._run.start(groups, linears, self._engine, round_shape=shape)
         self._resume_iteration()

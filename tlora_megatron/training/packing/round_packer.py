@@ -26,7 +26,17 @@ from tlora_megatron.training.packing.packing import (
 )
 from tlora_megatron.training.packing.portions import fill_with_portions
 from tlora_megatron.training.packing.recompute_cut import cut_round, with_recompute
+from tlora_megatron.training.packing.timed_rounds import RoundRule, fill_by_time
 from tlora_megatron.training.packing.unlike import fill_unlike
+
+
+class FilledRound(NamedTuple):
+    """One round before it is packed; the same on all ranks."""
+
+    round: Round
+    """The items of every data-parallel replica."""
+    left: list[list[Item]]
+    """Each slot's items that did not fit."""
 
 
 class PackedRound(NamedTuple):
@@ -37,7 +47,7 @@ class PackedRound(NamedTuple):
     left: list[list[Item]]
     """Each slot's items that did not fit."""
     micro_batches: list[MicroBatch]
-    """This rank's, all with equally many rows."""
+    """This rank's; in a pipeline all with equally many rows."""
     contents: list[tuple[Placed, ...]]
     """The items that have rows in each of this rank's micro-batches."""
 
@@ -60,6 +70,8 @@ class RoundPacker:
     """Chooses where a micro-batch is cut into nano-batches."""
     portion_tokens: tuple[int | None, ...] = ()
     """Tokens of a portion, by slot, see `packing.portions`; None = whatever room there is."""
+    rule: RoundRule | None = None
+    """Shares training rounds out by predicted time; None = balances tokens, as evaluations do."""
 
     def pack_round(self, queues: Sequence[list[Item]], *, first_slot: int) -> PackedRound:
         """Fills the round's micro-batches from the queues and packs this rank's.
@@ -67,18 +79,33 @@ class RoundPacker:
         Args:
             first_slot: has the first turn; see `packing.fill_bins`.
         """
+        return self.pack_filled(self.fill_round(queues, first_slot=first_slot))
+
+    def fill_round(self, queues: Sequence[list[Item]], *, first_slot: int) -> FilledRound:
+        """Chooses the round's items and the micro-batch of each; the device is not needed for it.
+
+        The same on every rank.
+        """
         filled, left = self._fill(queues, first_slot)
         if self._recompute is not None and self.groups.most_stages == 1:
             filled = cut_round(filled, self._recompute, self._nano_padding)
-        mine = filled.replicas[self.groups.dp_rank]
+        return FilledRound(filled, left)
+
+    def pack_filled(self, filled: FilledRound) -> PackedRound:
+        """Packs this rank's micro-batches of a round."""
+        mine = filled.round.replicas[self.groups.dp_rank]
         contents = [self._with_rows(placed) for placed in mine]
-        return PackedRound(filled, left, self.pack(mine), contents)
+        return PackedRound(*filled, self.pack(mine), contents)
 
     def _fill(
         self, queues: Sequence[list[Item]], first_slot: int
     ) -> tuple[Round, list[list[Item]]]:
-        """Fills the micro-batches of all replicas; the same on every rank."""
+        """Fills the micro-batches of all replicas."""
         asked, stages = self.shape.asked_micro_batches(), self.groups.most_stages
+        rule = self.rule if self.dropout_keys else None
+        has_portions = bool(self.dropout_keys) and any(self.portion_tokens)
+        if rule is not None and not has_portions:
+            return fill_by_time(queues, self._within_capacity(rule, queues), first_slot=first_slot)
         if self.groups.deployment is not None:
             return fill_unlike(
                 queues,
@@ -88,8 +115,10 @@ class RoundPacker:
                 num_micro_batches=asked,
             )
         fill = fill_bins
-        if any(self.portion_tokens) and self.dropout_keys:
+        if has_portions:
             fill = partial(fill_with_portions, portion_tokens=self.portion_tokens)
+            if rule is not None and stages == 1:
+                asked = rule.portion_micro_batches(queues)
         return fill(
             queues,
             capacity=self._capacity(queues),
@@ -98,6 +127,12 @@ class RoundPacker:
             first_slot=first_slot,
             num_micro_batches=asked,
         )
+
+    def _within_capacity(self, rule: RoundRule, queues: Sequence[Sequence[Item]]) -> RoundRule:
+        """The rule with what a micro-batch may hold, where pipelines recompute by rows."""
+        if self.groups.deployment is not None or self.groups.layout.pp_size == 1:
+            return rule
+        return rule.within(self._capacity(queues))
 
     def most_of_a_round(self, queue: Sequence[Item]) -> int:
         """Counts the items of a queue that could fill a round alone."""
@@ -110,14 +145,17 @@ class RoundPacker:
         return len(queue)
 
     def pack(self, bins: Sequence[Sequence[Placed]]) -> list[MicroBatch]:
-        """Packs a micro-batch for each bin.
+        """Packs a micro-batch for each bin, in a pipeline all padded to one length.
 
-        All are padded to one length, except where that decides how much is computed again.
+        Elsewhere each has its own rows: with the fullest one's, each would cost as much as that. A
+        pipeline's stages would have to tell each other every length before every hop, and its time
+        follows its longest micro-batch in any case.
 
         A micro-batch that runs whole has the kernels of one in nano-batches: which of the two a
         job's rows are in depends on its neighbours, and its bits must not.
         """
-        if self._recompute is not None and self.groups.layout.pp_size == 1 and len(bins) > 1:
+        alone = self.groups.layout.pp_size == 1 and not self.shape.fills_budget
+        if alone and len(bins) > 1:
             return [micro_batch for placed in bins for micro_batch in self.pack([placed])]
         contents = [self._with_rows(placed) for placed in bins]
         num_tokens = self._num_rows(contents)
@@ -203,7 +241,7 @@ class RoundPacker:
         """Rows of each micro-batch, over its context-parallel ranks."""
         if self.shape.fills_budget:
             return self.micro_batch_tokens
-        longest = max(sum(p.item.length for p in placed) for placed in contents)
+        longest = max((sum(p.item.length for p in placed) for placed in contents), default=0)
         return round_up(max(longest, 1), row_multiple(self.groups))
 
     @property

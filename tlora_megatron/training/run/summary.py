@@ -18,6 +18,7 @@ from tlora_megatron.config.load import JobError
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.loop import TrainingLoop
+from tlora_megatron.training.round_timing import describe_rounds
 
 
 def summarize(
@@ -49,6 +50,9 @@ def summarize(
             "stopped": signal.Signals(loop.stopped_by).name if loop.stopped_by else None,
             "stop_sentence": loop.stop_sentence,
             "nano_batches": nano_batches,
+            "balance": describe_rounds(
+                loop.super_model.timing, loop.super_model.rule, loop.super_model.busy
+            ),
             "train_time_s": loop.train_time_s,
             "saving": loop.saver.summary(),
             **run_times(),

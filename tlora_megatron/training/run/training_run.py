@@ -39,6 +39,7 @@ from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.report.report import Report
+from tlora_megatron.training.round_timing import RoundTiming
 from tlora_megatron.training.run.agreement import check_agreement
 from tlora_megatron.training.run.determinism import (
     check_deterministic,
@@ -70,6 +71,11 @@ RecomputeChooser = Callable[
 ]
 """Chooses the recompute of micro-batches by their rows; None = all have the one built in."""
 
+TimingResolver = Callable[
+    [RunConfig, Backbone, ParallelGroups, Sequence[PreparedJob]], RoundTiming | None
+]
+"""Predicts the speeds of a run's replicas, and says how deep its rounds are."""
+
 
 class TrainingRun:
     """One run of jobs over a backbone, from its configuration to its summary and report.
@@ -86,6 +92,7 @@ class TrainingRun:
         listener: is told what happens; silent on all ranks but the first.
         resolve_sharding: chooses the LoRA sharding.
         choose_recompute: chooses recompute, where `run.recompute` is auto.
+        resolve_timing: shares rounds out by predicted time; None = balances tokens.
         signals: stop the loop; given on every process or on none.
 
     Raises:
@@ -103,6 +110,7 @@ class TrainingRun:
         listener: RunListener,
         resolve_sharding: ShardingResolver,
         choose_recompute: RecomputeChooser = lambda *_: None,
+        resolve_timing: TimingResolver | None = None,
         signals: StopSignals | None = None,
     ) -> None:
         self.config = config
@@ -116,6 +124,7 @@ class TrainingRun:
         """What whoever drives the backbone adds to the summary's `run`."""
         self._resolve_sharding = resolve_sharding
         self._choose_recompute = choose_recompute
+        self._resolve_timing = resolve_timing
         self._signals = signals
         self._open = ExitStack()
         self._resuming = claim_output_dir(self.output_dir, config)
@@ -267,7 +276,11 @@ class TrainingRun:
         self, groups: ParallelGroups, bank: AdapterBank, engine: Scorer, round_shape: RoundShape
     ) -> SuperModel:
         run, spec = self.config.run, self.spec
-        jobs = [_start_job(job, spec, bank) for job in self._jobs.prepared]
+        prepared = self._jobs.prepared
+        jobs = [_start_job(job, spec, bank) for job in prepared]
+        timing = None
+        if self._resolve_timing is not None:
+            timing = self._resolve_timing(self.config, spec, groups, prepared)
         return SuperModel(
             engine,
             bank,
@@ -276,6 +289,7 @@ class TrainingRun:
             micro_batch_tokens=groups.budgets(run.micro_batch_tokens)[groups.dp_rank],
             round_shape=replace(round_shape, exactness=exactness_of(run.deterministic)),
             cut_for=partial(rank_aware_cut, spec),
+            timing=timing,
         )
 
 

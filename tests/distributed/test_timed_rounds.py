@@ -1,0 +1,97 @@
+"""Rounds shared out by time: every job gets what PEFT gives it alone, resumed or beside others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.oracle import OracleResult
+from tests.helpers.scenario import JOBS, assert_equals_oracle, losses, make_scenario
+from tests.helpers.scenario_worlds import RESUMER, run_cases
+
+TWO = ("run.round_depth=2", "run.micro_batch_tokens=104")
+AUTO = ("run.round_depth=auto", "run.micro_batch_tokens=104")
+LAYOUTS = {"depth 2": TWO, "auto": AUTO, "depth 2, PP2": (*TWO, "parallel.pp_size=2")}
+EXACT = ("run.deterministic=true", "run.micro_batch_tokens=160", "run.portion_tokens=60")
+SMALLEST, SOME = "attention", "everything"
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config file of the scenario."""
+    return make_scenario(tmp_path_factory.mktemp("timed"), num_layers=4)
+
+
+@pytest.fixture(scope="module")
+def runs(scenario: Path) -> Path:
+    """Trains all cases in one world of two; returns the folder of their outputs."""
+    out, document = scenario.parent / "runs", json.loads(scenario.read_text())
+    out.mkdir()
+    for job in document["jobs"]:
+        alone = {**document, "jobs": [job]}
+        scenario.with_name(f"{job['name']}.json").write_text(json.dumps(alone))
+    cases = [(name, scenario.name, sets, None) for name, sets in LAYOUTS.items()]
+    cases += [
+        ("one sequence a round", f"{SMALLEST}.json", TWO, None),
+        ("never stopped", f"{SOME}.json", AUTO, None),
+        ("resumed", f"{SOME}.json", (*AUTO, "run.checkpoint_every_steps=2"), (SOME, 5)),
+        ("resumed", f"{SOME}.json", (*AUTO, "run.checkpoint_every_steps=2"), None),
+        ("exact, together, depth 2", scenario.name, (*EXACT, "run.round_depth=2"), None),
+        ("exact, alone, depth 1", f"{SOME}.json", EXACT, None),
+    ]
+    entries = [
+        {"config": str(scenario.with_name(config)), "output_dir": str(out / name), "set": sets,
+         "stop": stop}
+        for name, config, sets, stop in cases
+    ]  # fmt: skip
+    run_cases(2, entries, out / "cases.json", worker=RESUMER)
+    return out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_and_weights_equal_the_oracle(
+    layout: str, runs: Path, oracle: dict[str, OracleResult], scenario: Path
+) -> None:
+    for job in JOBS:
+        name = job["name"]
+        assert_equals_oracle(runs / layout, name, oracle[name], scenario.parent / "base")
+
+
+def test_a_replica_without_sequences_waits_for_the_others(
+    runs: Path, oracle: dict[str, OracleResult], scenario: Path
+) -> None:
+    run = runs / "one sequence a round"
+    assert_equals_oracle(run, SMALLEST, oracle[SMALLEST], scenario.parent / "base")
+    assert balance(run)["predicted_busy_share"] == 0.5
+
+
+def test_the_summary_says_how_busy_the_replicas_were(runs: Path) -> None:
+    two, auto = balance(runs / "depth 2"), balance(runs / "auto")
+    assert (two["depth"], two["shared_out_by"]) == (2, "predicted time")
+    assert auto["depth"] in (1, 2, 4)
+    assert 0.5 < two["predicted_busy_share"] <= 1
+    exact = balance(runs / "exact, alone, depth 1")
+    assert (exact["depth"], exact["shared_out_by"]) == (1, "tokens")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("never stopped", "resumed"), ("exact, together, depth 2", "exact, alone, depth 1")],
+)
+def test_bits_are_the_same(one: str, other: str, runs: Path) -> None:
+    """After a stop; and of portions, whatever the depth of the rounds and whoever is beside."""
+    assert losses(runs / one, SOME) == losses(runs / other, SOME)
+    pair = [adapter(runs / run) for run in (one, other)]
+    assert all(torch.equal(pair[0][key], value) for key, value in pair[1].items())
+
+
+def balance(run: Path) -> dict[str, object]:
+    return json.loads((run / "summary.json").read_text())["run"]["balance"]
+
+
+def adapter(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "jobs" / SOME / "adapter" / "adapter_model.safetensors")

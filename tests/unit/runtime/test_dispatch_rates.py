@@ -1,0 +1,68 @@
+"""Speeds of replicas from the model's shape, and from the planner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.layout_sites import SPEC
+from tlora_megatron.model.backbone import LinearShape, LinearsSpec
+from tlora_megatron.model.deployment import ReplicaLayout
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.replica_rate import replica_rate
+from tlora_megatron.planner.hardware import load_profile
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.runtime.dispatch_rates import rate_of_shape
+
+LLAMA_8B = ModelSpec(
+    model_type="llama", num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8,
+    head_dim=128, ffn_size=14336, vocab_size=128256, max_positions=131072, norm_eps=1e-5,
+    rope_theta=5e5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("machine", ["h200", "h100", "l40s"])
+def test_the_shape_says_what_profiles_say(recompute: str, machine: str, repo: Path) -> None:
+    """Among alike replicas only the share of attention counts."""
+    lengths = LengthHistogram.from_counts([(300, 10), (2000, 4), (16384, 1)])
+    job = JobLoad(name="a", rank=16, batch_size=64, lengths=lengths)
+    plan = Plan(micro_batch_tokens=16384, recompute=recompute)  # type: ignore[arg-type]
+    profile = load_profile(repo / f"configs/hardware/{machine}.json")
+    measured = replica_rate(LLAMA_8B, [job], plan, profile)
+    counted = rate_of_shape(
+        LLAMA_8B,
+        ReplicaLayout(micro_batch_tokens=16384, recompute=recompute),  # type: ignore[arg-type]
+    )
+    ratio = (counted.square_ps / counted.token_ps) / (measured.square_ps / measured.token_ps)
+    assert ratio == pytest.approx(1, abs=0.12)
+    assert measured.longest == counted.longest == 16384
+
+
+def test_ranks_share_the_work_and_recompute_adds_to_it() -> None:
+    alone = rate_of_shape(LLAMA_8B, ReplicaLayout())
+    shared = rate_of_shape(LLAMA_8B, ReplicaLayout(tp_size=2, cp_size=2))
+    again = rate_of_shape(LLAMA_8B, ReplicaLayout(recompute="full"))
+    assert shared.token_ps == pytest.approx(alone.token_ps / 4, abs=1)
+    assert again.token_ps == pytest.approx(1.5 * alone.token_ps, abs=1)
+    assert again.square_ps == pytest.approx(4.5 / 3.5 * alone.square_ps, abs=1)
+
+
+def test_a_model_of_linears_counts_by_its_linears() -> None:
+    names = {"q_proj": 64, "up_proj": 128}
+    linears = tuple(
+        LinearShape(target=name, path=name, out_size=size, in_size=64)
+        for name, size in names.items()
+    )
+    spec = LinearsSpec(num_layers=100, vocab_size=8, max_positions=8, linears=linears)
+    rate = rate_of_shape(spec, ReplicaLayout())
+    assert rate.token_ps == 2 * 192 * 64 * 2 * 100 // 400
+    assert rate.square_ps > 0
+    other = LinearsSpec(num_layers=1, vocab_size=8, max_positions=8, linears=linears[1:])
+    assert rate_of_shape(other, ReplicaLayout()).square_ps == 0
+
+
+def test_tiny_models_have_a_speed() -> None:
+    assert rate_of_shape(SPEC, ReplicaLayout(tp_size=2)).token_ps >= 1

@@ -1,0 +1,67 @@
+"""The predicted speed of a data-parallel replica, in whole numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tlora_megatron.model.replica_rate import ReplicaRate
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.cost_model import CostModel
+from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.rounds import RoundLoad
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+
+_PS = 1e12
+_SPREAD = 4
+"""Factor between the two lengths at which attention is looked at, at least."""
+
+
+def replica_rate(
+    spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan, hardware: HardwareProfile
+) -> ReplicaRate:
+    """Predicts what sequences cost one replica of a plan; in a pipeline, its mean stage.
+
+    Full micro-batches of short and of long sequences give the linear and the quadratic part, half a
+    micro-batch the part that is there whatever its rows. Sums of gradients and optimizer steps are
+    alike on all replicas and left out.
+    """
+    job = max(jobs, key=lambda load: load.batch_tokens)
+    rows = plan.micro_batch_tokens
+    long = min(rows, max(load.lengths.longest for load in jobs))
+    mean = sum(load.batch_tokens for load in jobs) / sum(load.batch_size for load in jobs)
+    short = max(1, min(round(mean), long // _SPREAD))
+    model = CostModel(spec, [_of_length(job, short, 0), _of_length(job, long, 1)], Rates(hardware))
+    full_s, long_s = (_busy_s(model, plan, rows, slot) for slot in (0, 1))
+    fixed_s = max(0.0, 2 * _busy_s(model, plan, rows // 2, 0) - full_s)
+    square_s = max(0.0, (long_s - full_s) / rows / max(1, long - short))
+    token_s = (full_s - fixed_s) / rows - square_s * short
+    return ReplicaRate(
+        token_ps=max(1, round(token_s * _PS)),
+        square_ps=round(square_s * _PS),
+        fixed_ps=round(fixed_s * _PS),
+        longest=rows,
+    )
+
+
+def _of_length(job: JobLoad, rows: int, number: int) -> JobLoad:
+    return replace(job, name=str(number), lengths=LengthHistogram.single(rows), longest_eval=0)
+
+
+def _busy_s(model: CostModel, plan: Plan, rows: int, slot: int) -> float:
+    """Time of one micro-batch on one replica, all of whose rows are one job's."""
+    length = model.jobs[slot].lengths.longest
+    own = [float(rows * plan.dp_size) if job == slot else 0.0 for job in range(len(model.jobs))]
+    load = RoundLoad(
+        micro_batches=1,
+        rows=float(rows),
+        job_tokens=tuple(own),
+        job_sequences=tuple(math.ceil(n / length) * 1.0 for n in own),
+        steps=(0.0,) * len(own),
+    )
+    cost = model.step_cost(plan, load)
+    beside = cost.round_s + cost.gradient_sync_s + cost.optimizer_s + cost.bubble_s
+    return cost.step_time_s - beside

@@ -1,0 +1,145 @@
+"""The speeds of a run's replicas, by which its rounds are shared out among them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from tlora_megatron.config.job import HF_TARGETS
+from tlora_megatron.config.load import RunConfig
+from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.model.deployment import ReplicaLayout
+from tlora_megatron.model.replica_rate import ReplicaRate
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.replica_rate import replica_rate
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.runtime.plan_inputs import profile_of_gpu
+from tlora_megatron.training.preparation import PreparedJob
+from tlora_megatron.training.round_timing import RoundTiming
+
+logger = logging.getLogger(__name__)
+
+_FLOPS_PER_PS = 400
+"""Operations a picosecond without a profile; only ratios count among replicas that are alike."""
+_ATTENTION_COSTS = 1.5
+"""Time of an operation of attention over a GEMM's. In the profile of an H200 it is 1.3 to 1.7 for
+sequences of 2,048 to 16,384."""
+
+
+def resolve_round_timing(
+    config: RunConfig, spec: Backbone, groups: ParallelGroups, jobs: Sequence[PreparedJob]
+) -> RoundTiming | None:
+    """Returns the speeds and depth for a run's rounds; None where one replica runs alone.
+
+    It is a `training.run.training_run.TimingResolver`. Collective over the world: the first rank
+    chooses, since machines may have unlike profiles.
+    """
+    depth = config.run.round_depth
+    if not jobs or (groups.layout.dp_size == 1 and depth in (1, "auto")):
+        return None
+    replicas = _replicas(config, groups)
+    found = [_rates(config, spec, groups, jobs, replicas)]
+    dist.broadcast_object_list(found, src=0)
+    rates, source = found[0]
+    if groups.is_writer and depth != 1:
+        logger.info("run.round_depth %s: rounds are shared out by times %s", depth, source)
+    stages = tuple(replica.pp_size for replica in replicas)
+    return RoundTiming(rates=rates, stages=stages, depth=depth, source=source)
+
+
+def _replicas(config: RunConfig, groups: ParallelGroups) -> tuple[ReplicaLayout, ...]:
+    """Every replica, with the run's budget and recompute where it has none of its own."""
+    run, layout = config.run, groups.layout
+    if groups.deployment is None:
+        alike = ReplicaLayout(
+            tp_size=layout.tp_size,
+            pp_size=layout.pp_size,
+            cp_size=layout.cp_size,
+            sequence_parallel=layout.sequence_parallel,
+        )
+        replicas = (alike,) * layout.dp_size
+    else:
+        replicas = groups.deployment.replicas
+    # The least recompute of any micro-batch is what `auto` would have for most.
+    recompute = "none" if run.recompute == "auto" else run.recompute
+    return tuple(
+        replace(
+            replica,
+            micro_batch_tokens=replica.micro_batch_tokens or run.micro_batch_tokens,
+            recompute=replica.recompute or recompute,
+        )
+        for replica in replicas
+    )
+
+
+def _rates(
+    config: RunConfig,
+    spec: Backbone,
+    groups: ParallelGroups,
+    jobs: Sequence[PreparedJob],
+    replicas: Sequence[ReplicaLayout],
+) -> tuple[tuple[ReplicaRate, ...], str]:
+    """Returns the speed of each replica, and what the speeds come from."""
+    gpu = torch.cuda.get_device_name(groups.device) if groups.device.type == "cuda" else None
+    profile = None if gpu is None else profile_of_gpu(gpu)
+    why = "" if gpu is None or profile is not None else f", as no profile is of {gpu}"
+    if profile is not None and isinstance(spec, ModelSpec):
+        loads = [_load(job) for job in jobs]
+        try:
+            by_kind = {
+                kind: replica_rate(spec, loads, _plan(kind), profile) for kind in set(replicas)
+            }
+        except ValueError as error:
+            why = f", since the planner says: {error}"
+        else:
+            source = f"predicted from the {profile.source} profile {profile.name}"
+            return tuple(by_kind[kind] for kind in replicas), source
+    return tuple(rate_of_shape(spec, kind) for kind in replicas), f"from the model's shape{why}"
+
+
+def _plan(replica: ReplicaLayout) -> Plan:
+    assert replica.micro_batch_tokens is not None, "the run's budget is filled in"
+    assert replica.recompute is not None, "the run's recompute is filled in"
+    return Plan(
+        tp_size=replica.tp_size,
+        pp_size=replica.pp_size,
+        cp_size=replica.cp_size,
+        sequence_parallel=replica.sequence_parallel,
+        micro_batch_tokens=replica.micro_batch_tokens,
+        recompute=replica.recompute,
+    )
+
+
+def _load(job: PreparedJob) -> JobLoad:
+    rows = [len(sequence.tokens) - 1 for sequence in job.data.train]
+    return JobLoad.from_spec(job.spec, LengthHistogram.from_lengths(rows))
+
+
+def rate_of_shape(spec: Backbone, replica: ReplicaLayout) -> ReplicaRate:
+    """Counts a replica's operations on a row and on a squared row of a sequence.
+
+    Forward, the gradient of the inputs, and with full recompute forward again. Frozen weights get
+    no gradients, and adapters are small beside them. Without the queries' width (a model that is
+    described by linears of other names) only rows count.
+    """
+    if isinstance(spec, ModelSpec):
+        weights = sum(out * inner for out, inner in map(spec.target_shape, HF_TARGETS))
+        query_size = spec.q_size
+    else:
+        weights = sum(linear.out_size * linear.in_size for linear in spec.linears)
+        query_size = next((x.out_size for x in spec.linears if x.target == "q_proj"), 0)
+    again, shares = replica.recompute == "full", replica.size
+    row = 2 * weights * (2 + again) * spec.num_layers
+    # Half of all pairs are masked; its backward has five products for the forward's two.
+    pair = 2 * query_size * (3.5 + again) * spec.num_layers * _ATTENTION_COSTS
+    return ReplicaRate(
+        token_ps=max(1, round(row / _FLOPS_PER_PS / shares)),
+        square_ps=round(pair / _FLOPS_PER_PS / shares),
+        longest=replica.micro_batch_tokens or 1,
+    )
