@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.replica_rate import ReplicaRate
+from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.cuts import cut_by_length
 from tlora_megatron.training.data.job_data import TokenSequence
 from tlora_megatron.training.packing.packing import Item, RoundShape
@@ -87,9 +87,13 @@ def test_replicas_without_sequences_have_no_micro_batch_but_in_a_pipeline() -> N
 
 def packer(pp_size: int = 1, **changes: Any) -> RoundPacker:
     layout = ParallelLayout(dp_size=2, pp_size=pp_size)
-    place = {"dp_rank": 1, "cp_rank": 0, "device": torch.device("cpu")}
+    nobody: Any = None
+    groups = ParallelGroups(
+        layout=layout, tp_rank=0, pp_rank=0, cp_rank=0, dp_rank=1, tp_group=nobody,
+        dp_cp_group=nobody, model_group=nobody, device=torch.device("cpu"),
+    )  # fmt: skip
     made = RoundPacker(
-        groups=SimpleNamespace(layout=layout, **place),  # type: ignore[arg-type]
+        groups=groups,
         micro_batch_tokens=40,
         shape=RoundShape(),
         active=(True,),
