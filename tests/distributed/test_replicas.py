@@ -52,7 +52,8 @@ OVERRIDES[4] |= {
     "TP2+TP2 nano2": (BOTH_TP2, "run.nano_batches=2"),
 }
 TP2_TP1 = OVERRIDES[3]["TP2+TP1"]
-ILL = "mlp"
+DETERMINISTIC = (*TP2_TP1, "run.deterministic=true", "defaults.portion_tokens=64")
+ILL, WATCHED = "mlp", "everything"
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,18 @@ def cases_of(scenario: Path, size: int) -> dict[str, Case]:
     if size == 3:
         cases["again"] = Case(scenario, TP2_TP1)
         cases["ill"] = Case(scenario, (*TP2_TP1, *gone_wrong(ILL)))
+        cases["watched"] = Case(scenario, DETERMINISTIC)
+        cases["watched alone"] = Case(only(scenario, WATCHED), DETERMINISTIC)
     return cases
+
+
+def only(scenario: Path, name: str) -> Path:
+    """The configuration with one of its jobs."""
+    document = json.loads(scenario.read_text())
+    document["jobs"] = [job for job in document["jobs"] if job["name"] == name]
+    path = scenario.parent / f"{name} alone.json"
+    path.write_text(json.dumps(document))
+    return path
 
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(OVERRIDES))
@@ -104,6 +116,22 @@ def test_a_deployment_repeats_to_the_bit(run_world: World, scenario: Path) -> No
 def test_a_job_gone_wrong_harms_nobody(run_world: World, scenario: Path) -> None:
     out = run_world(3)
     assert_unharmed(out / "ill", out / "TP2+TP1", ILL, NAMES, scenario.parent / "base")
+
+
+def test_a_deterministic_job_alone_has_the_bits_of_the_job_in_company(
+    run_world: World, scenario: Path, oracle: dict[str, OracleResult]
+) -> None:
+    out, base = run_world(3), scenario.parent / "base"
+    for name in NAMES:
+        assert_equals_oracle(out / "watched", name, oracle[name], base)
+    alone, together = out / "watched alone", out / "watched"
+    assert losses(alone, WATCHED) == losses(together, WATCHED)
+    expected = exported(alone, WATCHED, base)
+    for key, value in exported(together, WATCHED, base).items():
+        assert torch.equal(value, expected[key]), key
+    summary = json.loads((together / "summary.json").read_text())
+    layout = summary["run"]["deterministic"]["layout"]
+    assert layout["replicas"] == summary["run"]["replicas"]
 
 
 def test_the_run_says_which_replica_is_what(run_world: World) -> None:

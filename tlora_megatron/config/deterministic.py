@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.reader import must
+from tlora_megatron.config.replicas import ReplicaSpec, short_form
 
 if TYPE_CHECKING:
     from tlora_megatron.config.load import ParallelSpec, RunConfig
@@ -31,17 +32,20 @@ def settle_deterministic(config: RunConfig) -> RunConfig:
     if run.nano_batches == "auto":
         why = "a number: each number of nano-batches sums in its own order"
         raise must("run.nano_batches", f"be {why} (run.deterministic)", "auto", "give 1 or 2")
-    _check_layout(parallel)
+    for layout in parallel.replicas or (parallel,):
+        _check_layout(layout)
+    least = min((spec.micro_batch_tokens or 0 for spec in parallel.replicas or ()), default=0)
+    tokens = least or run.micro_batch_tokens
     jobs = tuple(
-        replace(job, portion_tokens=job.portion_tokens or _portion(job, run.micro_batch_tokens))
+        replace(job, portion_tokens=job.portion_tokens or _portion(job, tokens))
         for job in config.jobs
     )
-    if parallel.tp_size > 1:
+    if parallel.most_tp > 1:
         parallel = replace(parallel, lora_sharding=_sharding(parallel))
     return replace(config, parallel=parallel, jobs=jobs)
 
 
-def _check_layout(parallel: ParallelSpec) -> None:
+def _check_layout(parallel: ParallelSpec | ReplicaSpec) -> None:
     if parallel.cp_size > 1:
         why = "ranks share sequences by row number, which neighbours move"
         rule = f"be 1 with run.deterministic: {why}"
@@ -60,13 +64,17 @@ def exact_shardings(sequence_parallel: bool) -> tuple[Literal["fold", "s_lora"],
 
 def _sharding(parallel: ParallelSpec) -> Literal["fold", "s_lora"]:
     """The sharding that was asked for, or the default, whatever it was predicted to take."""
-    asked = parallel.lora_sharding
-    exact = exact_shardings(parallel.sequence_parallel)
+    asked, has_sp = parallel.lora_sharding, parallel.any_sequence_parallel
+    exact = exact_shardings(has_sp)
+    if has_sp and len({spec.tp_size for spec in parallel.replicas or ()}) > 1:
+        why = "which needs s_lora, and replicas of unlike tp_size need fold"
+        rule = f"name no sequence parallelism with run.deterministic, {why}"
+        raise must("parallel.replicas", rule, short_form(parallel.replicas or ()))
     for sharding in exact:
         if asked in ("auto", sharding):
             return sharding
     why = "others divide rows or columns where neighbours decide"
-    beside = " and sequence_parallel" if parallel.sequence_parallel else ""
+    beside = " and sequence_parallel" if has_sp else ""
     rule = f"be {', '.join(exact)} or auto with run.deterministic{beside}: {why}"
     raise must("parallel.lora_sharding", rule, asked)
 

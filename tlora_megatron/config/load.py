@@ -79,6 +79,11 @@ class ParallelSpec:
         return self.replicas is not None and len(self.replicas) > 1
 
     @property
+    def any_sequence_parallel(self) -> bool:
+        """True if some replica has sequence parallelism."""
+        return any(spec.sequence_parallel for spec in self.replicas or (self,))
+
+    @property
     def most_tp(self) -> int:
         """Tensor-parallel ranks of the replica that has most."""
         return max((spec.tp_size for spec in self.replicas or ()), default=self.tp_size)

@@ -72,20 +72,16 @@ def check_replicas(config: RunConfig) -> None:
     specs, run = config.parallel.replicas, config.run
     if specs is None or len(specs) == 1:
         return
-    form = short_form(specs)
-    if run.deterministic:
-        why = "a job's sums would follow from the replicas that its neighbours leave free"
-        rule = f"be absent or name one layout with run.deterministic: {why}"
-        raise must("parallel.replicas", rule, form, "give parallel.tp_size and its like")
+    least = min(spec.micro_batch_tokens or run.micro_batch_tokens for spec in specs)
     for job in config.jobs:
-        if job.portion_tokens is not None:
-            rule = "be null with unlike parallel.replicas, whose micro-batches hold unlike numbers"
+        if job.portion_tokens is not None and job.portion_tokens > least:
+            rule = f"be at most {least}, which every replica's micro-batch holds"
             raise must(f"portion_tokens of job {job.name}", rule, job.portion_tokens)
     if any(spec.recompute is None for spec in specs):
         rule = "be none, selective or full with unlike parallel.replicas, whose memory differs"
         raise must("run.recompute", rule, run.recompute, "or let each replica name its own")
     if len({spec.tp_size for spec in specs}) > 1:
-        _check_unlike_tp(config, form)
+        _check_unlike_tp(config, short_form(specs))
 
 
 def _check_unlike_tp(config: RunConfig, form: str) -> None:

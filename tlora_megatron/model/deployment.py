@@ -164,6 +164,18 @@ class Deployment:
         """Returns the largest budget of a micro-batch: no sequence may be longer."""
         return max(self.budgets(run_tokens))
 
+    def row_work(self) -> tuple[int, ...]:
+        """Returns the time of a row on every replica in one unit, by processes and recompute.
+
+        It follows from the deployment alone, so that what is dealt out by it does, too.
+        """
+        common = math.lcm(*(layout.size for layout in self.replicas))
+        passes = (4 if layout.recompute == "full" else 3 for layout in self.replicas)
+        return tuple(
+            count * common // layout.size
+            for count, layout in zip(passes, self.replicas, strict=True)
+        )
+
     def stage_borders(self, num_layers: int) -> tuple[int, ...]:
         """Returns the first layers of all stages of all replicas, and `num_layers`, ascending."""
         sizes = {layout.pp_size for layout in self.replicas}

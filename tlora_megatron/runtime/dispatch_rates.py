@@ -50,7 +50,10 @@ def resolve_round_timing(
     if groups.is_writer and depth != 1:
         logger.info("run.round_depth %s: rounds are shared out by times %s", depth, source)
     stages = tuple(replica.pp_size for replica in replicas)
-    return RoundTiming(rates=rates, stages=stages, depth=depth, source=source)
+    is_unlike = groups.deployment is not None
+    return RoundTiming(
+        rates=rates, stages=stages, depth=depth, is_unlike=is_unlike, source=source
+    )
 
 
 def _replicas(config: RunConfig, groups: ParallelGroups) -> tuple[ReplicaLayout, ...]:

@@ -29,6 +29,8 @@ class RoundTiming:
     """Pipeline stages of each replica."""
     depth: RoundDepth = 1
     """As `run.round_depth`."""
+    is_unlike: bool = False
+    """Replicas have unlike layouts: then rounds of depth 1 are shared out by time, too."""
     source: str = ""
     """Where the speeds come from, for the log."""
 
@@ -38,7 +40,7 @@ class RoundTiming:
         Args:
             speaks: logs a choice.
         """
-        if self.depth == 1 or not jobs:
+        if not jobs or (self.depth == 1 and not self.is_unlike):
             return None
         if self.depth != "auto":
             return self._of_depth(self.depth)

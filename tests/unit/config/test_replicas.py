@@ -133,10 +133,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"run": {"nano_batches": "auto"}},
         "run.nano_batches must be 1 with replicas of unlike tp_size",
     ),
-    "deterministic": (
-        "1xPP2 + 1xTP1",
+    "deterministic SP": (
+        "1xTP2+SP + 1xTP1",
         {"run": {"deterministic": True}},
-        "parallel.replicas must be absent or name one layout with run.deterministic",
+        "parallel.replicas must name no sequence parallelism with run.deterministic",
     ),
     "recompute by rows": (
         "1xPP2/full + 1xTP1",
@@ -144,10 +144,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "run.recompute must be none, selective or full with unlike parallel.replicas, whose memory "
         "differs, got 'auto'; or let each replica name its own",
     ),
+    "deterministic CP": (
+        "1xCP2 + 1xTP1",
+        {"run": {"deterministic": True}},
+        "parallel.cp_size must be 1 with run.deterministic",
+    ),
     "portions": (
-        "1xPP2 + 1xTP1",
-        {"portion_tokens": 16},
-        "portion_tokens of job one must be null with unlike parallel.replicas",
+        "1xPP2 + 1xTP1@128",
+        {"portion_tokens": 129},
+        "portion_tokens of job one must be at most 128, which every replica's micro-batch holds",
     ),
 }
 
@@ -167,6 +172,18 @@ def test_alike_tp_keeps_what_unlike_tp_cannot(load: Any) -> None:
         lora={"rank": 4, "num_blocks": 2, "parametrization": "block_diagonal"},
     )
     assert config.parallel.is_unlike
+
+
+@pytest.mark.parametrize(
+    ("form", "sharding"),
+    [("1xTP2 + 2xTP1@128", "fold"), ("1xPP2 + 2xTP1@128", "auto"), ("1xTP2+SP + 1xTP2", "s_lora")],
+)
+def test_deterministic_runs_have_portions_that_every_replica_holds(
+    load: Any, form: str, sharding: str
+) -> None:
+    config = load(form, run={"deterministic": True, "micro_batch_tokens": 512})
+    assert config.parallel.lora_sharding == sharding
+    assert config.jobs[0].portion_tokens <= (64 if "@128" in form else 256)
 
 
 def test_other_trainers_refuse_it() -> None:

@@ -11,7 +11,9 @@ them meet in one micro-batch or run in two rounds.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tlora_megatron.training.packing.packing import (
     Item,
@@ -22,23 +24,43 @@ from tlora_megatron.training.packing.packing import (
 )
 
 
-def next_portion(
-    queue: Sequence[Item], *, portion_tokens: int, dp_size: int
-) -> tuple[list[list[Item]], list[Item]]:
-    """Takes the next portion of a batch: sequences for every rank, and what is left.
+class ReplicaRoom(NamedTuple):
+    """One replica as portions are dealt out to it: the same whoever trains beside a job."""
 
-    Longest first to the lightest rank, until one does not fit. The first always does, however long.
+    rows: int
+    """That a micro-batch may hold."""
+    work: int = 1
+    """Time of a row, over that of other replicas."""
+
+
+def next_portion(
+    queue: Sequence[Item], *, portion_tokens: int, rooms: Sequence[ReplicaRoom]
+) -> tuple[list[list[Item]], list[Item]]:
+    """Takes the next portion of a batch: sequences for every replica, and what is left.
+
+    Longest first to the replica that ends first with it, until one does not fit. The first always
+    does, however long.
+
+    Args:
+        portion_tokens: rows of a portion on the replicas of the least rows; others take more in
+            proportion.
     """
     order = sorted(queue, key=lambda item: -item.length)
-    limit = max(portion_tokens, order[0].length)
-    loads = [0] * dp_size
-    portion: list[list[Item]] = [[] for _ in loads]
+    longest, least = order[0].length, min(room.rows for room in rooms)
+    limits = [
+        max(portion_tokens * room.rows // least, longest if longest <= room.rows else 0)
+        for room in rooms
+    ]
+    loads = [0] * len(rooms)
+    portion: list[list[Item]] = [[] for _ in rooms]
     for taken, item in enumerate(order):
-        lightest = min(range(dp_size), key=loads.__getitem__)
-        if loads[lightest] + item.length > limit:
+        rows = [load + item.length for load in loads]
+        fitting = [d for d, limit in enumerate(limits) if rows[d] <= limit]
+        if not fitting:
             return portion, order[taken:]
-        portion[lightest].append(item)
-        loads[lightest] += item.length
+        first = min(fitting, key=lambda d: rows[d] * rooms[d].work)
+        portion[first].append(item)
+        loads[first] += item.length
     return portion, []
 
 
@@ -51,12 +73,14 @@ def fill_with_portions(
     pp_size: int,
     first_slot: int = 0,
     num_micro_batches: int | None = None,
+    rooms: Sequence[ReplicaRoom] | None = None,
 ) -> tuple[Round, list[list[Item]]]:
     """Takes a portion of every slot in turn until none fits; a slot without takes a sequence.
 
     Args:
         portion_tokens: of each slot, on each data-parallel rank, at most `capacity`; None = its
             sequences go one by one to whatever room there is.
+        rooms: of unlike replicas; None = `dp_size` times `capacity`.
         queues: as `packing.fill_bins`, like the rest.
 
     Returns:
@@ -65,8 +89,10 @@ def fill_with_portions(
     total = sum(item.length for queue in queues for item in queue)
     if num_micro_batches is None:
         num_micro_batches = choose_num_micro_batches(total, capacity, dp_size, pp_size)
-    even = min(capacity, math.ceil(total / (num_micro_batches * dp_size)))
-    room = _Room(queues, num_micro_batches, dp_size, capacity=capacity, even=even)
+    rooms = rooms or [ReplicaRoom(capacity)] * dp_size
+    part = num_micro_batches * sum(r.rows for r in rooms)
+    even = [min(r.rows, -(-total * r.rows // part)) for r in rooms]
+    room = _Room(queues, num_micro_batches, rooms, even)
     turns = [(first_slot + turn) % len(queues) for turn in range(len(queues))]
     open_slots = [slot for slot in turns if room.left[slot]]
     while open_slots:
@@ -79,28 +105,29 @@ class _Room:
     """The micro-batches of a round while they are filled, and what is left of every slot's batch.
 
     Args:
-        even: rows of a micro-batch that holds its even part of the round.
+        even: rows of each replica's micro-batch that holds its even part of the round.
     """
 
     def __init__(
         self,
         queues: Sequence[list[Item]],
         num_micro_batches: int,
-        dp_size: int,
-        *,
-        capacity: int,
-        even: int,
+        rooms: Sequence[ReplicaRoom],
+        even: Sequence[int],
     ) -> None:
         # Longest first: what fits only into an empty micro-batch goes while there is one.
         self.left = [sorted(queue, key=lambda item: -item.length) for queue in queues]
         self.contents: list[list[list[Placed]]] = [
-            [[] for _ in range(dp_size)] for _ in range(num_micro_batches)
+            [[] for _ in rooms] for _ in range(num_micro_batches)
         ]
-        self._loads = [[0] * dp_size for _ in self.contents]
+        self._loads = [[0] * len(rooms) for _ in self.contents]
         self._portions = [0] * len(queues)
         self._last = [0] * len(queues)
         """A slot: the micro-batch of its portion before; the next one must not come earlier."""
-        self._capacity, self._even = capacity, even
+        self._rooms, self._even = rooms, even
+        common = math.lcm(*(room.rows for room in rooms))
+        self._scales = [common // room.rows for room in rooms]
+        """Makes loads of replicas comparable: shares of their micro-batches."""
 
     def place(self, slot: int, portion_tokens: int | None) -> bool:
         """Places a slot's next portion or sequence; False if none is left or this one waits."""
@@ -112,18 +139,24 @@ class _Room:
 
     def _place_sequence(self, slot: int) -> bool:
         item = self.left[slot][0]
-        bins = [(m, d) for m, loads in enumerate(self._loads) for d in range(len(loads))]
-        m, d = min(bins, key=lambda at: self._loads[at[0]][at[1]])
-        if self._loads[m][d] + item.length > self._capacity:
+        fitting = [
+            (load * scale, m, d)
+            for m, loads in enumerate(self._loads)
+            for d, (load, room, scale) in enumerate(
+                zip(loads, self._rooms, self._scales, strict=True)
+            )
+            if load + item.length <= room.rows
+        ]
+        if not fitting:
             return False
+        _, m, d = min(fitting)
         self.left[slot].pop(0)
         self._add(m, d, [Placed(slot, item)])
         return True
 
     def _place_portion(self, slot: int, portion_tokens: int) -> bool:
-        dp_size = len(self._loads[0])
         portion, rest = next_portion(
-            self.left[slot], portion_tokens=portion_tokens, dp_size=dp_size
+            self.left[slot], portion_tokens=portion_tokens, rooms=self._rooms
         )
         sizes = [sum(item.length for item in items) for items in portion]
         m = self._choose(self._last[slot], sizes)
@@ -141,12 +174,14 @@ class _Room:
         Earlier ones are filled first: what comes later in a job may only go beside or behind.
         """
         grown = {
-            m: max(load + size for load, size in zip(self._loads[m], sizes, strict=True))
+            m: [load + size for load, size in zip(self._loads[m], sizes, strict=True)]
             for m in range(first, len(self._loads))
         }
-        fitting = [m for m in grown if grown[m] <= self._capacity]
-        within = [m for m in fitting if grown[m] <= self._even]
-        return within[0] if within else min(fitting, key=grown.__getitem__, default=None)
+        most = [room.rows for room in self._rooms]
+        fitting = [m for m in grown if all(map(operator.le, grown[m], most))]
+        within = [m for m in fitting if all(map(operator.le, grown[m], self._even))]
+        fullest = {m: max(map(operator.mul, grown[m], self._scales)) for m in fitting}
+        return within[0] if within else min(fitting, key=fullest.__getitem__, default=None)
 
     def _add(self, m: int, d: int, placed: Sequence[Placed]) -> None:
         self.contents[m][d] += placed

@@ -24,10 +24,9 @@ from tlora_megatron.training.packing.packing import (
     pack,
     round_up,
 )
-from tlora_megatron.training.packing.portions import fill_with_portions
+from tlora_megatron.training.packing.portions import ReplicaRoom, fill_with_portions
 from tlora_megatron.training.packing.recompute_cut import cut_round, with_recompute
 from tlora_megatron.training.packing.timed_rounds import RoundRule, fill_by_time
-from tlora_megatron.training.packing.unlike import fill_unlike
 
 
 class FilledRound(NamedTuple):
@@ -71,7 +70,8 @@ class RoundPacker:
     portion_tokens: tuple[int | None, ...] = ()
     """Tokens of a portion, by slot, see `packing.portions`; None = whatever room there is."""
     rule: RoundRule | None = None
-    """Shares training rounds out by predicted time; None = balances tokens, as evaluations do."""
+    """Shares training rounds out by predicted time, and evaluations over unlike replicas; None =
+    balances tokens."""
 
     def pack_round(self, queues: Sequence[list[Item]], *, first_slot: int) -> PackedRound:
         """Fills the round's micro-batches from the queues and packs this rank's.
@@ -102,21 +102,16 @@ class RoundPacker:
     ) -> tuple[Round, list[list[Item]]]:
         """Fills the micro-batches of all replicas."""
         asked, stages = self.shape.asked_micro_batches(), self.groups.most_stages
-        rule = self.rule if self.dropout_keys else None
+        is_unlike = self.groups.deployment is not None
+        rule = self.rule if self.dropout_keys or is_unlike else None
         has_portions = bool(self.dropout_keys) and any(self.portion_tokens)
         if rule is not None and not has_portions:
             return fill_by_time(queues, self._within_capacity(rule, queues), first_slot=first_slot)
-        if self.groups.deployment is not None:
-            return fill_unlike(
-                queues,
-                budgets=self._budgets,
-                pp_size=stages,
-                first_slot=first_slot,
-                num_micro_batches=asked,
-            )
+        assert has_portions or not is_unlike, "unlike replicas have a rule"
         fill = fill_bins
         if has_portions:
-            fill = partial(fill_with_portions, portion_tokens=self.portion_tokens)
+            rooms = self._rooms()
+            fill = partial(fill_with_portions, portion_tokens=self.portion_tokens, rooms=rooms)
             if rule is not None and stages == 1:
                 asked = rule.portion_micro_batches(queues)
         return fill(
@@ -243,6 +238,13 @@ class RoundPacker:
             return self.micro_batch_tokens
         longest = max((sum(p.item.length for p in placed) for placed in contents), default=0)
         return round_up(max(longest, 1), row_multiple(self.groups))
+
+    def _rooms(self) -> list[ReplicaRoom] | None:
+        """Unlike replicas as portions are dealt out to them; None where they are alike."""
+        deployment = self.groups.deployment
+        if deployment is None:
+            return None
+        return [*map(ReplicaRoom, self._budgets, deployment.row_work())]
 
     @property
     def _budgets(self) -> tuple[int, ...]:

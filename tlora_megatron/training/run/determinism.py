@@ -101,6 +101,7 @@ def run_fingerprint(
             "dp_size": layout.dp_size,
             "sequence_parallel": layout.sequence_parallel,
             "lora_sharding": layout.lora_sharding,
+            **({} if groups.deployment is None else {"replicas": str(groups.deployment)}),
         },
         "versions": versions(),
     }

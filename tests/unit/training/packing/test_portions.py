@@ -10,7 +10,11 @@ import torch
 
 from tlora_megatron.training.data.job_data import TokenSequence
 from tlora_megatron.training.packing.packing import Item, Round
-from tlora_megatron.training.packing.portions import fill_with_portions, next_portion
+from tlora_megatron.training.packing.portions import (
+    ReplicaRoom,
+    fill_with_portions,
+    next_portion,
+)
 
 
 def items(lengths: list[int]) -> list[Item]:
@@ -156,6 +160,8 @@ def test_several_portions_in_a_micro_batch_leave_little_room(jobs: int, least: f
 
 
 def test_a_sequence_longer_than_a_portion_is_one_with_what_fits_beside_it() -> None:
-    portion, rest = next_portion(items([4, 30, 29, 2]), portion_tokens=8, dp_size=2)
+    portion, rest = next_portion(
+        items([4, 30, 29, 2]), portion_tokens=8, rooms=[ReplicaRoom(64)] * 2
+    )
     assert [[i.length for i in rank] for rank in portion] == [[30], [29]]
     assert [i.length for i in rest] == [4, 2]
