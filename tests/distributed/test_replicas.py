@@ -43,10 +43,12 @@ REPLICAS: Mapping[int, Mapping[str, str]] = {
     },
 }
 BOTH_TP2 = "parallel.replicas=1xTP2@256 + 1xTP2@128"
-OVERRIDES = {
+OVERRIDES: dict[int, dict[str, tuple[str, ...]]] = {
     size: {name: (f"parallel.replicas={form}",) for name, form in mine.items()}
     for size, mine in REPLICAS.items()
 }
+OVERRIDES[3]["PP2+TP1"] += ("run.round_depth=auto",)
+OVERRIDES[3]["CP2+TP1"] += ("run.round_depth=2",)
 OVERRIDES[4] |= {
     "TP2+TP2 s_lora": (BOTH_TP2, "parallel.lora_sharding=s_lora"),
     "TP2+TP2 nano2": (BOTH_TP2, "run.nano_batches=2"),

@@ -51,9 +51,7 @@ def resolve_round_timing(
         logger.info("run.round_depth %s: rounds are shared out by times %s", depth, source)
     stages = tuple(replica.pp_size for replica in replicas)
     is_unlike = groups.deployment is not None
-    return RoundTiming(
-        rates=rates, stages=stages, depth=depth, is_unlike=is_unlike, source=source
-    )
+    return RoundTiming(rates=rates, stages=stages, depth=depth, is_unlike=is_unlike, source=source)
 
 
 def _replicas(config: RunConfig, groups: ParallelGroups) -> tuple[ReplicaLayout, ...]:
