@@ -104,21 +104,14 @@ __device__ void multiply(const Problem& p, const Item& item, Memory& m, Turn<kSt
   for (auto& panel : sums) settle(panel);
   if (thread % 32 == 0) barrier_arrive(&m.b_empty);
   __syncwarp();
-  if (item.parts > 1) leave_part<N, kPanels>(p, item, sums, thread);
   if (steps > 1) ds.finish(steps - 2, before);
-  before = ds.count(steps - 1);
+  ds.finish(steps - 1, ds.count(steps - 1));
   if (thread < kPairRanks)
     m.gradient_rows[thread] =
         thread < item.count * kChunk ? reinterpret_cast<float*>(p.grads[item.arena_row + thread]) : nullptr;
-  if (item.parts > 1) __threadfence();
   multipliers_sync();
-  if (thread == 0 && item.parts > 1) count_run(p, item, m);
-  __syncwarp();
-  ds.finish(steps - 1, before);
-  multipliers_sync();
-  const bool adds = item.parts == 1 || m.flag;
-  if (item.parts > 1 && adds) gather<N, kPanels, kPortions>(p, item, sums, m, thread);
-  if (adds) add_panels<N, kPanels>(item, sums, m.gradient_rows, thread);
+  if (item.parts == 1 || gather<N, kPanels, kPortions>(p, item, sums, m, thread))
+    add_panels<N, kPanels>(item, sums, m.gradient_rows, thread);
   multipliers_sync();  // the rows' addresses and the flag have been read
 }
 

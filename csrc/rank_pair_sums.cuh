@@ -139,31 +139,24 @@ __device__ void add_panels(const Item& item, const float (&sums)[kPanels][N / 2]
     add_to_gradient<N>(rows, item.place + panel * kPanelColumns, item.width, sums[panel], thread);
 }
 
-// Where a thread's accumulators of a run's part of dB lie, each kMultipliers floats behind the one before.
-template <int N, int kPanels>
-__device__ float* db_part(const Problem& p, const Item& item, int part, int thread) {
-  const int64_t unit = item.workspace + static_cast<int64_t>(part) * (kPanels * N / 2);
-  return p.workspace + unit * kMultipliers + thread;
-}
-
-template <int N, int kPanels>
-__device__ void leave_part(const Problem& p, const Item& item, const float (&sums)[kPanels][N / 2], int thread) {
-  float* to = db_part<N, kPanels>(p, item, item.part, thread);
-#pragma unroll
-  for (int i = 0; i < kPanels * N / 2; ++i) __stcg(to + i * kMultipliers, sums[i / (N / 2)][i % (N / 2)]);
-}
-
-// Counts this run's part; by one thread, when all threads' parts are seen.
-__device__ void count_run(const Problem& p, const Item& item, Memory& m) {
-  const bool last = atomicAdd(p.counters + item.counter, 1) == item.parts - 1;
-  if (last) p.counters[item.counter] = 0;  // for the next launch
-  m.flag = last;
-}
-
-// The sums of all runs of a segment's last portion, in the block that came last. Those of the portions before it are
-// added to the gradient.
+// The sums of all runs of a segment's last portion, by the block that comes last; false in the others. The portions
+// before it have been added to the gradient.
 template <int N, int kPanels, bool kPortions>
-__device__ void gather(const Problem& p, const Item& item, float (&sums)[kPanels][N / 2], Memory& m, int thread) {
+__device__ bool gather(const Problem& p, const Item& item, float (&sums)[kPanels][N / 2], Memory& m, int thread) {
+  constexpr int size = kPanels * N / 2 * kMultipliers;
+  float* parts = p.workspace + static_cast<int64_t>(item.workspace) * kMultipliers + thread;
+  float* mine = parts + static_cast<int64_t>(item.part) * size;
+#pragma unroll
+  for (int i = 0; i < kPanels * N / 2; ++i) __stcg(mine + i * kMultipliers, sums[i / (N / 2)][i % (N / 2)]);
+  __threadfence();
+  multipliers_sync();
+  if (thread == 0) {
+    const bool last = atomicAdd(p.counters + item.counter, 1) == item.parts - 1;
+    if (last) p.counters[item.counter] = 0;  // for the next launch
+    m.flag = last;
+  }
+  multipliers_sync();
+  if (!m.flag) return false;
   __threadfence();
 #pragma unroll
   for (auto& panel : sums)
@@ -181,10 +174,11 @@ __device__ void gather(const Problem& p, const Item& item, float (&sums)[kPanels
         for (float& s : panel) s = 0.f;
       ++border;
     }
-    const float* from = db_part<N, kPanels>(p, item, part, thread);
+    const float* from = parts + static_cast<int64_t>(part) * size;
 #pragma unroll
     for (int i = 0; i < kPanels * N / 2; ++i) sums[i / (N / 2)][i % (N / 2)] += __ldcg(from + i * kMultipliers);
   }
+  return true;
 }
 
 }  // namespace pair

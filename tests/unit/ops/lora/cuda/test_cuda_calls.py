@@ -11,10 +11,8 @@ import torch
 
 from tlora_megatron.ops.lora.columns import OutputColumns
 from tlora_megatron.ops.lora.cuda import calls as cuda_calls
-from tlora_megatron.ops.lora.cuda import pair as cuda_pair
 from tlora_megatron.ops.lora.cuda.arguments import STRUCTS, Factors, packer
 from tlora_megatron.ops.lora.cuda.calls import Arenas, Dropout, GemmTile, RankPart, SumOperands
-from tlora_megatron.ops.lora.cuda.pair_items import PairFit
 from tlora_megatron.ops.lora.cuda.rank_form import RankForm
 
 X, W, OUT = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((6, 8), (16, 8), (6, 16)))
@@ -130,28 +128,6 @@ def test_sums(launched: list[dict[str, Any]], dropout: Dropout | None) -> None:
         grad_b=tables.grad_b, workspace=WORK.partial_sums, counters=WORK.counters, num_rows=6,
         x_rows=4, x_columns=8, dy_columns=16, num_items=3, item_fields=20, blocks=9, row_width=64,
         first_row=2, overlaps_previous_kernel=1, **mask,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["", "dropout"])
-def test_pair(
-    launched: list[dict[str, Any]], dropout: Dropout | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_pair, "device_index", lambda x: 3)
-    monkeypatch.setattr(cuda_pair, "multiprocessors", lambda device: 2)
-    tables = SimpleNamespace(grad_b=torch.empty(6))
-    cuda_pair.rank_pair(
-        cuda_pair.PairOperands(OUT, OTHER_FLAT, FLAT), ARENAS, FORM, WORK, tables,
-        fit=PairFit(most_panels=4, rows_per_run=512), chunks=CHUNKS, scaling=SCALING,
-        dropout=dropout,
-    )  # fmt: skip
-    expect(
-        launched[0], kernel="pair", dy=OUT, s=FORM.rows_address(OTHER_FLAT), ext=FLAT,
-        rows=FORM.rows_address(FLAT), items=ITEMS, chunks=CHUNKS, borders=WORK.borders,
-        grad_b=tables.grad_b, workspace=WORK.partial_sums, counters=WORK.counters,
-        scaling=SCALING, dropout=0 if dropout is None else SCALING, num_rows=6, dy_columns=16,
-        factors=ARENAS, num_targets=2, num_items=3, item_fields=20, blocks=2, row_width=64,
-        most_panels=4,
     )  # fmt: skip
 
 
