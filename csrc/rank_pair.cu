@@ -54,7 +54,6 @@ __device__ void multiply(const Problem& p, const Item& item, Memory& m, Turn<kSt
     float rows[N / 2];
 #pragma unroll
     for (float& r : rows) r = 0.f;
-    __syncwarp();
     int previous = -1;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {

@@ -74,9 +74,9 @@ struct RankRows {
       float sums[kBatch];
 #pragma unroll
       for (float& s : sums) s = 0.f;
-      const float* from = parts(step, 0) + first * kMultipliers;
 #pragma unroll(32 / kBatch)
-      for (int range = 0; range < item.ranges; ++range, from += kElements * kMultipliers) {
+      for (int range = 0; range < item.ranges; ++range) {
+        const float* from = parts(step, range) + first * kMultipliers;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) sums[i] += __ldcg(from + i * kMultipliers);
       }

@@ -13,7 +13,7 @@ KINDS = (
     ("FP8 GEMM, its rank part inside", r"fp8_gemm|fp8_dgrad|^_product_kernel"),
     ("FP8 codes of rows", r"^_encode_kernel"),
     ("FP8 codes of W transposed", r"^_transpose_kernel"),
-    ("rank-extended GEMM, rows and sums of ranks", r"lora_gemm|rank_rows|rank_sums|rank_pair"),
+    ("rank-extended GEMM, rows and sums of ranks", r"lora_gemm|rank_rows|rank_sums"),
     ("attention", r"flash|fmha|attention|sdpa"),
     ("our norm and SwiGLU", r"^_(forward|backward)_kernel"),
     ("cross-entropy", r"cross_entropy|softmax|_statistics_kernel|_gradient_kernel"),

@@ -59,11 +59,6 @@ class PairFit:
         return np.minimum(self.most_panels, _MOST_SUMS // width)
 
 
-PAIRED = False
-"""Whether dS and dB are made in one pass over dy. Until it has been measured beside a kernel each:
-no."""
-
-
 @functools.cache
 def pair_fit(row_budget: int, columns: int, blocks: int) -> PairFit | None:
     """Returns how dS and dB are made in one pass over dy; None: by a kernel each.
@@ -73,9 +68,11 @@ def pair_fit(row_budget: int, columns: int, blocks: int) -> PairFit | None:
         columns: of dy.
         blocks: multiprocessors of the GPU.
     """
-    return wide_fit(row_budget, columns, blocks) if PAIRED else None
+    del row_budget, columns, blocks
+    return None  # until both ways have been measured beside each other
 
 
+@functools.cache
 def wide_fit(row_budget: int, columns: int, blocks: int, most_panels: int = 4) -> PairFit:
     """Returns a fit whose items keep all multiprocessors busy, whoever has the rows."""
     wanted = row_budget * columns / (blocks * most_panels * BLOCK_FEATURES)
@@ -239,5 +236,5 @@ def pair_bounds(plan: PlanTensors, widths: Sequence[int], fit: PairFit) -> ItemB
     return ItemBounds(
         items=runs * items,
         workspace=parts * of_sums + steps * of_rows,
-        counters=runs * items + steps * _WARPS * most(np.ones(len(slot), dtype=np.int64)),
+        counters=runs * items + steps * _WARPS * most(np.ones(len(slot))),
     )
