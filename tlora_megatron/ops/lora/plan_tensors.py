@@ -45,8 +45,6 @@ class ItemList:
     """Units of fp32 that partial sums take."""
     borders: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Where portions end among the parts of sums; empty where no slot has several."""
-    counters: int = 0
-    """Counters that they need, where that is more than items."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +53,6 @@ class ItemBounds:
 
     items: int
     workspace: int
-    counters: int = 0
 
 
 class WorkItems:
@@ -80,8 +77,7 @@ class WorkItems:
         device = plan.device
         sizes = {"items": max(self.count, 1) * ITEM_FIELDS, "borders": len(first.borders)}
         self._tables = FixedTables(sizes, device)
-        counters = max(self.count, (bounds or first).counters, 1)
-        self.counters = torch.zeros(counters, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(max(self.count, 1), dtype=torch.int32, device=device)
         """Zero between launches: the last program to arrive resets its own."""
         self._tables.write({"items": first.items, "borders": first.borders})
 

@@ -98,19 +98,6 @@ class SumsArguments(ctypes.Structure):
     ]
 
 
-class PairArguments(ctypes.Structure):
-    """`TloraPair` of rank_pair.cu."""
-
-    _fields_ = [
-        *((name, _Pointer) for name in ("dy", "s", "ext", "rows", "items", "chunks", "borders")),
-        *((name, _Pointer) for name in ("grad_b", "workspace", "counters", "scaling", "dropout")),
-        *((name, _Long) for name in ("num_rows", "dy_columns")),
-        ("factors", Factors),
-        *((name, _Int) for name in ("num_targets", "num_items", "item_fields", "blocks")),
-        *((name, _Int) for name in ("row_width", "most_panels", "device")),
-    ]
-
-
 class ExchangeStep(ctypes.Structure):
     """`TloraStep` of exchange.cu."""
 
@@ -155,7 +142,6 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "fp8_gemm": Fp8GemmArguments,
     "rows": RowsArguments,
     "sums": SumsArguments,
-    "pair": PairArguments,
     "step": ExchangeStep,
     "exchange": ExchangeArguments,
 }

@@ -31,7 +31,7 @@ _MAX_COLUMNS = 256 * 256
 
 @dataclass(frozen=True, eq=False)
 class SumSizes:
-    """The sizes of a linear that decide the work of rank_sums.cu and rank_pair.cu, besides a plan.
+    """The sizes of a linear that decide the work of rank_sums.cu, besides a plan.
 
     There is one object for equal sizes: a work list is found by its address, whichever of the
     model's linears asks.
@@ -40,11 +40,6 @@ class SumSizes:
     columns: tuple[OutputColumns, ...]
     in_columns: int
     out_columns: int
-
-    @property
-    def target_widths(self) -> tuple[int, ...]:
-        """Features of each target."""
-        return tuple(c.size for c in self.columns)
 
 
 sum_sizes = functools.cache(SumSizes)

@@ -1,7 +1,6 @@
 """The multi-adapter linear with the CUDA kernels of `csrc/`, for Hopper GPUs.
 
-Launches: forward s and the rank-extended GEMM; backward dS, the GEMM again, dA with dB; or dB with
-dS, where `pair_fit` says so. `up`,
+Launches: forward s and the rank-extended GEMM; backward dS, the GEMM again, dA with dB. `up`,
 `rank_part` and `branch_dgrad`, for a base that is computed elsewhere, are Triton's kernels. Linears
 that the kernels do not support (sizes that are no multiple of 8, fused outputs that are not laid
 out in 64s) go to another implementation.
@@ -31,8 +30,6 @@ from tlora_megatron.ops.lora.cuda.calls import (
     rank_sums,
 )
 from tlora_megatron.ops.lora.cuda.operands import CudaSite, gemm_tile, sums_of
-from tlora_megatron.ops.lora.cuda.pair import PairOperands, rank_pair
-from tlora_megatron.ops.lora.cuda.pair_items import PairFit, pair_bounds, pair_fit, pair_items
 from tlora_megatron.ops.lora.cuda.rank_form import form_places, rank_form
 from tlora_megatron.ops.lora.cuda.work_items import DOWN, UP, row_bounds, row_items, row_parts
 from tlora_megatron.ops.lora.factors import SiteFactors
@@ -220,11 +217,7 @@ class CudaLinear(KernelLinear):
         return cached_places(rows, plan.layout, parts, plan.device, "cuda", build, gather)
 
     def backward_up(self, dy_TN: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        """Returns dS; with a `PairFit` it also accumulates dB."""
-        fit = self._pair_fit
-        if fit is None:
-            return self._rank_rows(dy_TN.contiguous(), self._site.b, masked=False)
-        return self._rank_pair(dy_TN.contiguous(), s, fit)
+        return self._rank_rows(dy_TN.contiguous(), self._site.b, masked=False)
 
     def dgrad(self, dy_TN: torch.Tensor, ds: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
         # A copy made here would be the previous kernel.
@@ -251,22 +244,14 @@ class CudaLinear(KernelLinear):
         window: tuple[int, int],
         up: BoundLinear | None = None,
     ) -> None:
-        """Accumulates dA, and dB if `backward_up` did not."""
+        """Accumulates dA and dB."""
         if up is None:
-            kinds = (DOWN, UP) if self._pair_fit is None else (DOWN,)
-            self._sum(x_TK, dy_TN, s, ds, window, kinds)
+            self._sum(x_TK, dy_TN, s, ds, window, (DOWN, UP))
             return
         assert isinstance(up, CudaLinear), "the same kernels must take both factors of a linear"
         # What is not read must have the factors' form all the same.
         self._sum(x_TK, dy_TN, ds, ds, window, (DOWN,))
-        if up._pair_fit is None:
-            up._sum(x_TK, dy_TN, s, s, window, (UP,))
-
-    @property
-    def _pair_fit(self) -> PairFit | None:
-        """How dS and dB are made in one pass; None: in two."""
-        columns = self._site.sizes.out_columns
-        return pair_fit(self.rows.row_budget, columns, self._divided_for(self.plan.device))
+        up._sum(x_TK, dy_TN, s, s, window, (UP,))
 
     def _divided_for(self, device: torch.device) -> int:
         """Returns the multiprocessors that sums are divided for."""
@@ -325,29 +310,6 @@ class CudaLinear(KernelLinear):
             first_row=0 if window is None else window[0],
         )
         return flat
-
-    def _rank_pair(self, dy_TN: torch.Tensor, s: torch.Tensor, fit: PairFit) -> torch.Tensor:
-        """Returns dS, and accumulates dB."""
-        ds, widths = dy_TN.new_empty(self._form.numel), self._site.sizes.target_widths
-        work = self.plan.work_items(
-            (self._site.sizes, fit),
-            lambda plan: pair_items(plan, widths, fit),
-            lambda plan: pair_bounds(plan, widths, fit),
-        )
-        if not work.count:
-            return ds
-        rank_pair(
-            PairOperands(dy_TN, s, ds),
-            self._site.b,
-            self._form,
-            work,
-            self.tables,
-            fit=fit,
-            chunks=self.plan["chunks"],
-            scaling=self.factors.scaling,
-            dropout=self._dropout,
-        )
-        return ds
 
     def _sum(
         self,

@@ -184,7 +184,7 @@ def sum_items(plan: PlanTensors, inputs: Sequence[SumInput]) -> ItemList:
     items = np.concatenate(lists)
     begin, up = items[:, _BEGIN], items[:, _KIND] == UP
     order = np.lexsort((np.where(up, -begin, begin), ~up, -moved_bytes(items)))
-    return ItemList(items=items[order], workspace=workspace, borders=border_table(borders))
+    return ItemList(items=items[order], workspace=workspace, borders=_border_table(borders))
 
 
 def moved_bytes(items: Array) -> Array:
@@ -196,7 +196,7 @@ def moved_bytes(items: Array) -> Array:
     return steps * panels * _STEP_ROWS * 128 + 2 * sums * BLOCK_FEATURES * 4
 
 
-def border_table(borders: Sequence[Borders]) -> Array:
+def _border_table(borders: Sequence[Borders]) -> Array:
     """Returns where each counter's borders begin and end in this table, and all borders behind."""
     if not any(len(found.parts) for found in borders):
         return np.zeros(0, dtype=np.int64)
