@@ -128,6 +128,20 @@ def test_late_steps_and_small_decay(step: Step) -> None:
     case.compare()
 
 
+@pytest.mark.parametrize("begin", [1, 3, 17, 400])
+def test_a_part_has_the_bits_that_it_has_in_the_whole(step: Step, begin: int) -> None:
+    """Unlike replicas update the same elements as parts of unlike slabs, and must stay equal."""
+    whole = AdamCase(0, 1003, CPU).update(0.37)
+    tensors = ("master", "grad", "exp_avg", "exp_avg_sq")
+    part = whole._replace(
+        **{name: getattr(whole, name)[begin : begin + 555].clone() for name in tensors}
+    )
+    step([whole])
+    step([part])
+    for name in tensors:
+        assert torch.equal(getattr(part, name), getattr(whole, name)[begin : begin + 555]), name
+
+
 def test_no_updates_are_none() -> None:
     fused_adamw([])
 

@@ -1,0 +1,146 @@
+"""The sum over unlike replicas equals that of whole tensors, over threads that stand for ranks."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.launch import HANG_S
+from tests.helpers.layout_sites import SPEC
+from tlora_megatron.config.job import LoraSpec
+from tlora_megatron.layers import slab_cells
+from tlora_megatron.layers.sites import stage_sites
+from tlora_megatron.layers.slab import factor_names, factor_shape
+from tlora_megatron.layers.slab_cells import SlabCells
+from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
+from tlora_megatron.model.deployment import Deployment, ReplicaLayout
+from tlora_megatron.parallel.cells import HeldCell, ReplicaCells, all_cells
+from tlora_megatron.parallel.collectives import Pending
+
+LORA = LoraSpec(rank=2, target_modules=("q_proj", "o_proj", "linear_fc1", "down_proj"))
+SIZES = (1, 1, 2, 4)
+
+
+class Exchange:
+    """Collectives of threads, each of which is a rank; a group is the tuple of its ranks."""
+
+    def __init__(self) -> None:
+        self._rank = threading.local()
+        self._changed = threading.Condition()
+        self._given: dict[Any, dict[int, torch.Tensor]] = {}
+        self._calls: Counter[Any] = Counter()
+
+    def enter(self, rank: int) -> None:
+        self._rank.number = rank
+
+    def gather(self, x: torch.Tensor, group: Sequence[int]) -> list[torch.Tensor]:
+        """Everyone's tensor in the order of ranks."""
+        rank = self._rank.number
+        with self._changed:
+            call = self._calls[rank, group]
+            self._calls[rank, group] += 1
+            everyone = self._given.setdefault((group, call), {})
+            everyone[rank] = x.clone()
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: len(everyone) == len(group), HANG_S)
+        return [everyone[member] for member in group]
+
+    def all_reduce(self, x: torch.Tensor, *, group: Sequence[int]) -> None:
+        x.copy_(torch.stack(self.gather(x, group)).sum(0))
+
+    def reduce_scatter_rows(self, x: torch.Tensor, group: Sequence[int]) -> Pending:
+        place = group.index(self._rank.number)
+        return Pending(torch.stack(self.gather(x, group)).sum(0)[place : place + 1], None)
+
+    def all_gather_rows(self, x: torch.Tensor, group: Sequence[int]) -> torch.Tensor:
+        return torch.cat(self.gather(x, group))
+
+
+@pytest.fixture
+def exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
+    """The collectives of `slab_cells`."""
+    made = Exchange()
+    monkeypatch.setattr(slab_cells.dist, "all_reduce", made.all_reduce)
+    monkeypatch.setattr(slab_cells, "reduce_scatter_rows", made.reduce_scatter_rows)
+    monkeypatch.setattr(slab_cells, "all_gather_rows", made.all_gather_rows)
+    return made
+
+
+def slab_of(deployment: Deployment, rank: int) -> SlabLayout:
+    replica = deployment.placed(rank)
+    tp_rank, pp_rank, _ = replica.place_of(rank)
+    layout = replica.layout.parallel_layout(1)
+    return slab_layout(stage_sites(SPEC, layout, tp_rank=tp_rank, pp_rank=pp_rank), LORA)
+
+
+def tp_group(deployment: Deployment, rank: int) -> tuple[int, ...]:
+    replica = deployment.placed(rank)
+    place = replica.place_of(rank)[1:]
+    return tuple(r for r in replica.ranks if replica.place_of(r)[1:] == place)
+
+
+def summed(deployment: Deployment, grads: Sequence[torch.Tensor], exchange: Exchange) -> None:
+    """Sums every rank's gradient in place, each rank on a thread."""
+
+    def run(rank: int) -> None:
+        exchange.enter(rank)
+        replica = deployment.placed(rank)
+        cells = all_cells(deployment, SPEC.num_layers)
+        held = tuple(
+            HeldCell(cell, cell.holders if len(cell.holders) > 1 else None)  # type: ignore[arg-type]
+            for cell in cells
+            if rank in cell.holders
+        )
+        place = replica.place_of(rank)
+        mine = ReplicaCells(deployment.atoms, replica.layout.tp_size, place[0], held)
+        group: Any = tp_group(deployment, rank)
+        SlabCells(slab_of(deployment, rank), mine).sum_over_replicas(grads[rank], group)
+
+    with ThreadPoolExecutor(deployment.world_size) as pool:
+        list(pool.map(run, range(deployment.world_size)))
+
+
+def whole_sums(deployment: Deployment, grads: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Places every rank's slab into whole tensors, zeros elsewhere, and sums them."""
+    whole = {name: torch.zeros(factor_shape(SPEC, name, LORA)) for name in factor_names(SPEC, LORA)}
+    for rank, grad in enumerate(grads):
+        slab = slab_of(deployment, rank)
+        for factor, view in zip(slab.factors, slab.views(grad), strict=True):
+            part = torch.zeros_like(whole[factor.name])
+            factor.place(part, view)
+            whole[factor.name] += part
+    return whole
+
+
+def drawn_deployment(seed: int) -> Deployment:
+    draw = random.Random(seed)
+    return Deployment.of(
+        ReplicaLayout(
+            tp_size=draw.choice(SIZES), pp_size=draw.choice(SIZES), cp_size=draw.choice((1, 1, 2))
+        )
+        for _ in range(draw.randint(2, 4))
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_sums_are_those_of_whole_tensors(seed: int, exchange: Exchange) -> None:
+    deployment = drawn_deployment(seed)
+    generator = torch.Generator().manual_seed(seed)
+    grads = [
+        torch.randint(-9, 10, (slab_of(deployment, rank).numel,), generator=generator).float()
+        for rank in range(deployment.world_size)
+    ]
+    expected = whole_sums(deployment, grads)
+    summed(deployment, grads, exchange)
+    for rank, grad in enumerate(grads):
+        slab = slab_of(deployment, rank)
+        for factor, view in zip(slab.factors, slab.views(grad), strict=True):
+            part = factor.shard_of(expected[factor.name])
+            assert torch.equal(view, part), f"{deployment}: {factor.name} of rank {rank}"
