@@ -37,6 +37,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto",),
         help="auto: let the planner choose layout, micro-batch tokens and recompute",
     )
+    parser.add_argument(
+        "--replicas",
+        choices=("alike", "any"),
+        help="with --plan auto, any: replicas may differ in layout, budget and recompute",
+    )
     add_hardware_arguments(parser)
 
 
@@ -46,7 +51,7 @@ def check_plan_arguments(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: for the planner's options without `--plan`.
     """
-    for name in ("hardware", "lengths"):
+    for name in ("hardware", "lengths", "replicas"):
         given = getattr(args, name)
         if args.plan is None and given is not None:
             raise must(f"--{name}", "come with --plan auto", given)
@@ -59,11 +64,20 @@ def planned_overrides(args: argparse.Namespace, config: RunConfig) -> list[str]:
         ValueError: if no plan fits; the message names changes that would make one fit.
     """
     from tlora_megatron.runtime.auto_plan import best_plan
+    from tlora_megatron.runtime.deployments import best_deployment, deployment_overrides
 
     starts_here = "RANK" not in os.environ
     num_gpus = (args.nproc or 1) if starts_here else int(os.environ["WORLD_SIZE"])
     hardware = run_hardware(args.hardware or DEFAULT_HARDWARE, config)
     lengths = None if args.lengths is None else parse_lengths(args.lengths)
+    if args.replicas == "any":
+        chosen = best_deployment(config, num_gpus, hardware, lengths)
+        if global_rank() == 0:
+            open_console(stderr=True).print(
+                f"plan: {chosen.deployment}; {chosen.gap:.1%} over the bound of all deployments "
+                f"(profile {hardware.name}, {hardware.source} {hardware.date})"
+            )
+        return deployment_overrides(config, chosen)
     best = best_plan(config, num_gpus, hardware, lengths)
     if global_rank() == 0:
         open_console(stderr=True).print(

@@ -11,16 +11,23 @@ from typing import Any
 from tlora_megatron.cli.auto_plan import DEFAULT_HARDWARE, add_hardware_arguments
 from tlora_megatron.cli.console import open_console
 from tlora_megatron.cli.output_files import check_output
-from tlora_megatron.cli.plan_tables import print_explanation, print_result, result_document
+from tlora_megatron.cli.plan_report.deployments import deployments_document, print_deployments
+from tlora_megatron.cli.plan_report.ranking import (
+    print_explanation,
+    print_result,
+    result_document,
+)
 from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.config.deterministic import COST
 from tlora_megatron.config.load import RunConfig, load_config
 from tlora_megatron.config.reader import must
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import SHARDINGS, Runner
+from tlora_megatron.planner.deploy.deploy import deploy
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import RankedPlan, SearchResult, SearchSpace, search
 from tlora_megatron.planner.workload import JobLoad
+from tlora_megatron.runtime.deployments import check_deployable, write_deployment
 from tlora_megatron.runtime.plan_files import KINDS, check_base, jobs_file, write_plan
 from tlora_megatron.runtime.plan_inputs import (
     largest_portion,
@@ -36,6 +43,7 @@ examples:
   tlora plan run.yaml --gpus 4 --lengths 256:3,1024:1 --explain
   tlora plan run.yaml --gpus 64 --hardware h100-infiniband --write slurm plan.sbatch
   tlora plan run.yaml --gpus 2 --tp 2 --recompute none --json
+  tlora plan run.yaml --gpus 16 --hardware a100-80g --replicas any
 
 exit code: 0 a plan fits, 1 no plan fits, 2 a mistake in the input
 """
@@ -57,6 +65,12 @@ def add_parser(commands: Any) -> None:
     )
     add_hardware_arguments(parser)
     _add_space_arguments(parser)
+    parser.add_argument(
+        "--replicas",
+        choices=("alike", "any"),
+        default="alike",
+        help="any: replicas may differ in layout, budget and recompute (default: alike)",
+    )
     parser.add_argument(
         "--top", type=int, default=10, metavar="N", help="number of plans to show (default: 10)"
     )
@@ -107,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
     _check_arguments(args)
     inputs = _load(args)
     space = _space(args, inputs.config)
+    if args.replicas == "any":
+        return _show_deployments(args, inputs, space)
     result = search(inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space)
     _show(args, inputs, result)
     if not result.plans:
@@ -116,6 +132,25 @@ def run(args: argparse.Namespace) -> int:
         print_explanation(open_console(), chosen, inputs.jobs, inputs.hardware)
     if args.write is not None:
         _write(args, inputs, chosen, space)
+    return 0
+
+
+def _show_deployments(args: argparse.Namespace, inputs: _Inputs, space: SearchSpace) -> int:
+    """Finds replicas of any kinds, prints them, and writes a configuration if asked to."""
+    check_deployable(inputs.config)
+    result = deploy(inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space)
+    if args.json:
+        print(json.dumps(deployments_document(result, args.gpus, args.top), indent=2))
+    else:
+        print_deployments(open_console(), result, inputs.hardware, args.gpus, args.top)
+    if result.best is None:
+        return 1
+    if args.write is not None:
+        path = Path(args.write[1])
+        line = write_deployment(path, inputs.config, result.best, inputs.hardware)
+        notes = open_console(stderr=args.json)
+        notes.print(f"written: {path}")
+        notes.print(f"start it: {line}")
     return 0
 
 
@@ -132,11 +167,15 @@ class _Inputs:
 def _check_arguments(args: argparse.Namespace) -> None:
     if args.top < 1:
         raise must("--top", "be at least 1", args.top)
+    if args.replicas == "any" and args.explain is not None:
+        raise must("--explain", "be absent with --replicas any", args.explain)
     if args.write is None:
         return
     kind, path = args.write
     if kind not in KINDS:
         raise must("--write", f"name one of {', '.join(KINDS)}", kind)
+    if args.replicas == "any" and kind != "train":
+        raise must("--write", "be train with --replicas any", kind)
     # The user wrote the configuration by hand, comments and all.
     check_output("--write", path, [args.config])
     check_output("--write", jobs_file(Path(path)), [args.config])

@@ -128,11 +128,11 @@ def write_plan(
     Raises:
         ValueError: if the plan cannot run there.
     """
-    plan, nodes, local = ranked.plan, *_nodes(ranked.plan, hardware)
+    plan, nodes, local = ranked.plan, *_nodes(ranked.plan.num_gpus, hardware)
     check_base(config.base_model, kind)
     if kind == "train":
-        _write(path, _yaml(config_to_dict(apply_plan(config, plan))))
-        return [_torchrun(nodes, local, ["-m", "tlora_megatron.cli", "train", str(path)])]
+        write_config(path, apply_plan(config, plan))
+        return [start_command(path, plan.num_gpus, hardware)]
     if kind == "deepspeed":
         _write(path, json.dumps(_deepspeed(config, plan), indent=2) + "\n")
         script = ["-m", "tlora_megatron.deepspeed", "--deepspeed_config", str(path)]
@@ -148,21 +148,35 @@ def write_plan(
     return [f"sbatch {shlex.quote(str(path))}"]
 
 
+def write_config(path: Path, config: RunConfig) -> None:
+    """Writes a configuration that `tlora train` reads."""
+    _write(path, _yaml(config_to_dict(config)))
+
+
+def start_command(path: Path, num_gpus: int, hardware: HardwareProfile) -> str:
+    """Returns the line that starts `tlora train` with a configuration on every node.
+
+    Raises:
+        ValueError: if the GPUs do not fill whole nodes.
+    """
+    return _torchrun(*_nodes(num_gpus, hardware), ["-m", "tlora_megatron.cli", "train", str(path)])
+
+
 def jobs_file(script: Path) -> Path:
     """The absolute path of the jobs file that a written script reads."""
     return script.with_suffix(".jobs.yaml").resolve()
 
 
-def _nodes(plan: Plan, hardware: HardwareProfile) -> tuple[int, int]:
+def _nodes(num_gpus: int, hardware: HardwareProfile) -> tuple[int, int]:
     """The number of nodes, and of GPUs on each.
 
     Raises:
-        ValueError: if the plan does not fill whole nodes.
+        ValueError: if they do not fill whole nodes.
     """
-    local = min(plan.num_gpus, hardware.gpus_per_node)
-    if plan.num_gpus % local:
-        raise ValueError(f"GPUs must fill nodes of {local}, got {plan.num_gpus}")
-    return plan.num_gpus // local, local
+    local = min(num_gpus, hardware.gpus_per_node)
+    if num_gpus % local:
+        raise ValueError(f"GPUs must fill nodes of {local}, got {num_gpus}")
+    return num_gpus // local, local
 
 
 def _write(path: Path, text: str) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from tlora_megatron.model.dispatch import admit, predicted_ends_ps, share_out, turns
 from tlora_megatron.model.replica_rate import ReplicaRate
-from tlora_megatron.training.dispatch import admit, predicted_ends_ps, share_out
 
 DEPTHS = (1, 2, 4)
 """Depths that are compared."""
@@ -89,7 +89,8 @@ class TimedQueues:
 
     def __init__(self, jobs: Sequence[Batches], rates: Iterable[ReplicaRate], depth: int) -> None:
         self._jobs = jobs
-        self._rooms = [rate.longest for rate in rates] * depth
+        self._rates = tuple(rates)
+        self._rooms = [rate.longest for rate in self._rates] * depth
         self._left: list[list[int]] = [[] for _ in jobs]
         self._begun = [0] * len(jobs)
 
@@ -97,8 +98,10 @@ class TimedQueues:
         """Takes a round: the rows of each slot's sequences in it."""
         for slot, batches in enumerate(self._jobs):
             if not self._left[slot]:
-                self._left[slot] = sorted(batches(self._begun[slot]), reverse=True)
+                self._left[slot] = list(batches(self._begun[slot]))
                 self._begun[slot] += 1
+            left = self._left[slot]
+            self._left[slot] = [left[i] for i in turns(left, self._rates)]
         counts = admit(self._left, first_slot=first_slot, rooms=self._rooms)
         taken = [left[:count] for left, count in zip(self._left, counts, strict=True)]
         self._left = [left[count:] for left, count in zip(self._left, counts, strict=True)]

@@ -76,7 +76,7 @@ def test_an_import_of_a_neighbour_is_not_a_third_party(tmp_path: Path) -> None:
     ("folder", "extras"),
     [
         ("tlora_megatron", ["train", "kernels", "deepspeed", "wandb"]),
-        ("scripts", ["train", "kernels", "verify", "deepspeed", "docs"]),
+        ("scripts", ["train", "kernels", "verify", "deepspeed", "docs", "bench"]),
         ("tests", ["test", "deepspeed", "wandb"]),
     ],
 )

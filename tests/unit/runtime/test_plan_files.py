@@ -484,7 +484,8 @@ def test_an_fp8_base_is_refused_for_other_trainers(
 
 
 def _train_arguments(**values: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"nproc": 2, "hardware": "h200", "lengths": "64"} | values)
+    given = {"nproc": 2, "hardware": "h200", "lengths": "64", "replicas": None}
+    return argparse.Namespace(**given | values)
 
 
 def test_auto_sets_layout_budget_and_recompute_the_same_on_every_rank(

@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tlora_megatron.model.dispatch import admit, predicted_ends_ps, share_out, turns
 from tlora_megatron.model.replica_rate import ReplicaRate
-from tlora_megatron.training.dispatch import admit, predicted_ends_ps, share_out
 from tlora_megatron.training.packing.packing import (
     Item,
     MicroBatchItems,
@@ -70,7 +70,9 @@ def fill_by_time(
     Returns:
         The round, and what is left of each queue.
     """
-    left = [sorted(queue, key=lambda item: -item.length) for queue in queues]
+    left = [
+        [queue[i] for i in turns([item.length for item in queue], rule.rates)] for queue in queues
+    ]
     lengths = [[item.length for item in queue] for queue in left]
     depth = max(rule.depth, _filling(sum(map(sum, lengths)), rule))
     rooms = [rate.longest for rate in rule.rates] * depth

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tlora_megatron.model.dispatch import admit, assign, cut, cut_evenly, turns
 from tlora_megatron.model.replica_rate import ReplicaRate
 from tlora_megatron.training.data.job_data import TokenSequence
-from tlora_megatron.training.dispatch import admit, assign, cut, cut_evenly
 from tlora_megatron.training.packing.packing import Item, fill_bins
 
 KINDS = (
@@ -151,3 +151,17 @@ def test_cuts_are_even() -> None:
     assert [len(part) for part in cut([100] * 12, 500)] == [4, 4, 4]
     assert cut_evenly([9, 9], 1, 10) is None
     assert cut_evenly([], 2, 10) == [[], []]
+
+
+def test_turns_are_longest_first_among_alike_replicas_and_mixed_among_unlike_ones() -> None:
+    alike = [ReplicaRate(token_ps=1, square_ps=0, longest=100)] * 2
+    unlike = [*alike, ReplicaRate(token_ps=2, square_ps=0, longest=50)]
+    lengths = [*range(1, 65)]
+    assert [lengths[i] for i in turns(lengths, alike)] == lengths[::-1]
+    mixed = [lengths[i] for i in turns(lengths, unlike)]
+    assert sorted(mixed) == lengths
+    for count in (8, 16, 32):
+        assert sum(mixed[:count]) / count == pytest.approx(32.5, rel=0.15)
+    assert mixed[0] == 64
+    assert turns([], unlike) == []
+    assert turns([5], unlike) == [0]

@@ -59,6 +59,28 @@ def admit(queues: Sequence[Sequence[int]], *, first_slot: int, rooms: Sequence[i
     return taken
 
 
+def turns(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> list[int]:
+    """Orders the sequences of one batch as they are to enter rounds.
+
+    Longest first, since what fits only into an empty micro-batch goes while there is one. Where
+    replicas are unlike, any first part has about the whole batch's lengths: rounds of long ones
+    only would leave those idle that cannot hold them, and rounds of short ones the others.
+
+    Args:
+        lengths: rows of each sequence.
+        rates: one for each replica.
+
+    Returns:
+        Places in `lengths`.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if len(set(rates)) == 1:
+        return order
+    digits = max(1, (len(order) - 1).bit_length())
+    mirrored = (int(f"{number:0{digits}b}"[::-1], 2) for number in range(1 << digits))
+    return [order[place] for place in mirrored if place < len(order)]
+
+
 class Assignment(NamedTuple):
     """The replica of every sequence, and what that comes to."""
 

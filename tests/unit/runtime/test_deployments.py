@@ -1,0 +1,166 @@
+"""`--replicas any` of `tlora plan` and of `--plan auto`: from the planner to a run's keys."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.planner_case import HARDWARE
+from tlora_megatron.cli.auto_plan import planned_overrides
+from tlora_megatron.cli.main import main
+from tlora_megatron.cli.plan_report.deployments import deployments_document
+from tlora_megatron.cli.profile import profile_json
+from tlora_megatron.config.load import RunConfig, load_config
+from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.model.deployment import Deployment, ReplicaLayout
+from tlora_megatron.planner.deploy.deploy import DeploymentResult, RankedDeployment
+from tlora_megatron.planner.deploy.sampled import Replicas
+from tlora_megatron.runtime import deployments
+from tlora_megatron.runtime.deployments import check_deployable, deployment_overrides
+from tlora_megatron.runtime.plan_inputs import parse_lengths, plan_hardware
+
+ANY = ["--replicas", "any", "--lengths", "64:3,256:1"]
+
+
+@pytest.fixture
+def quickstart(repo: Path) -> str:
+    return str(repo / "configs/quickstart.yaml")
+
+
+def ranked(*replicas: ReplicaLayout) -> RankedDeployment:
+    return RankedDeployment(
+        deployment=Deployment.of(replicas),
+        replicas=Replicas(kinds=(), counts=()),
+        fluid_s=1.0,
+        gap=0.0,
+        sampled=None,
+    )
+
+
+UNLIKE = ranked(
+    ReplicaLayout(
+        tp_size=2, sequence_parallel=True, micro_batch_tokens=2048, recompute="selective"
+    ),
+    ReplicaLayout(micro_batch_tokens=512, recompute="none"),
+    ReplicaLayout(micro_batch_tokens=512, recompute="none"),
+)
+
+
+def test_plan_prints_deployments_with_their_distance_to_the_bound(
+    quickstart: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", quickstart, "--gpus", "2", *ANY]) == 0
+    shown = capsys.readouterr().out
+    assert "bound of all deployments:" in shown
+    assert "to take: " in shown
+    assert "unlike ones must win by 3%" in shown
+
+
+def test_json_and_the_written_configuration_say_the_same(
+    quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "planned.yaml"
+    argv = ["plan", quickstart, "--gpus", "2", *ANY, "--json", "--write", "train", str(path)]
+    assert main(argv) == 0
+    found = capsys.readouterr()
+    first = json.loads(found.out)["deployments"][0]
+    assert first["undivided_gpu_s"] >= json.loads(found.out)["bound_gpu_s"]
+    assert "--nproc-per-node 2" in found.err.replace("\n", " ")
+    written = load_config(str(path), [], str(tmp_path / "out"))
+    assert written.parallel.replicas is not None
+    assert str(Deployment.from_specs(written.parallel.replicas)) == first["replicas"]
+
+
+def test_unlike_replicas_become_keys_that_a_run_reads(quickstart: str) -> None:
+    config = load_config(quickstart)
+    overrides = deployment_overrides(config, UNLIKE)
+    assert "run.nano_batches=1" in overrides
+    planned = load_config(quickstart, overrides)
+    assert planned.parallel.replicas is not None
+    assert Deployment.from_specs(planned.parallel.replicas) == UNLIKE.deployment
+    assert planned.parallel.tp_size == 1
+
+
+def test_an_unlike_deployment_is_written_to_a_file_that_reads_back(
+    quickstart: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "unlike.yaml"
+    config = load_config(quickstart)
+    line = deployments.write_deployment(path, config, UNLIKE, plan_hardware("h200"))
+    assert "--nproc-per-node 4" in line
+    written = load_config(str(path), [], str(tmp_path / "out"))
+    assert written.parallel.replicas is not None
+    assert Deployment.from_specs(written.parallel.replicas) == UNLIKE.deployment
+
+
+def test_auto_takes_the_best_deployment(
+    quickstart: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def best(config: RunConfig, num_gpus: int, *_: object) -> RankedDeployment:
+        asked.append(num_gpus)
+        return UNLIKE
+
+    monkeypatch.setattr(deployments, "best_deployment", best)
+    args = argparse.Namespace(
+        nproc=4, plan="auto", hardware=None, lengths=None, replicas="any", json=False
+    )
+    config = load_config(quickstart)
+    assert planned_overrides(args, config) == deployment_overrides(config, UNLIKE)
+    assert asked == [4]
+    assert "plan: 1xTP2+SP@2048/selective + 2xTP1@512/none" in capsys.readouterr().err
+
+
+def test_nothing_fits_a_machine_without_memory(
+    quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads(profile_json(HARDWARE)) | {"memory_bytes": 5e6}
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(document))
+    assert main(["plan", quickstart, "--gpus", "2", "--hardware", str(path), *ANY]) == 1
+    assert "no replica holds the longest sequence" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="must find replicas for sequences of 63 tokens on 2 x"):
+        deployments.best_deployment(
+            load_config(quickstart), 2, plan_hardware(str(path)), parse_lengths("64")
+        )
+
+
+@pytest.mark.parametrize(
+    ("override", "match"),
+    [
+        ("run.deterministic=true", "run.deterministic must be false with --replicas any"),
+        ("parallel.lora_sharding=s_lora", "lora_sharding must be auto or fold with --replicas any"),
+        ("jobs[0].portion_tokens=64", "portion_tokens of job mirror must be null with --replicas"),
+    ],
+)
+def test_what_unlike_replicas_cannot_keep_is_refused(
+    quickstart: str, override: str, match: str
+) -> None:
+    config = load_config(quickstart, [override], settle=False)
+    with pytest.raises(ConfigError, match=match):
+        check_deployable(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--explain"], "--explain must be absent with --replicas any"),
+        (["--write", "megatron", "x.sh"], "--write must be train with --replicas any"),
+    ],
+)
+def test_options_that_are_for_ranked_plans_are_refused(
+    quickstart: str, options: list[str], match: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", quickstart, "--gpus", "2", *ANY, *options]) == 2
+    assert match in capsys.readouterr().err
+
+
+def test_a_document_without_deployments_has_no_bound() -> None:
+    empty = DeploymentResult(
+        ranked=(), bound_s=float("inf"), tokens=1.0, num_kinds=0, num_undominated=0
+    )
+    assert deployments_document(empty, 1, 3)["bound_gpu_s"] is None

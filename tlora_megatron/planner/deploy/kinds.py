@@ -1,0 +1,183 @@
+"""Kinds of replicas that a deployment may have, and classes of the lengths that they share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tlora_megatron.model.deployment import ReplicaLayout
+from tlora_megatron.model.recompute import RECOMPUTES
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.planner.candidate import Plan, chunk_multiple, job_misfit, misfit
+from tlora_megatron.planner.cost.memory import MemoryModel
+from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.cost.replica_curve import CurveModel, ReplicaCurve
+from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.search import BUDGETS, SearchSpace
+from tlora_megatron.planner.workload import JobLoad
+
+_SIZES = (1, 2, 4, 8)
+"""Sizes of TP, PP and CP: with powers of two no replica's ranks straddle nodes."""
+_MOST_ROWS = 16384
+"""Largest budget of replicas to mix, unless a sequence is longer: more only makes rounds longer."""
+_MORE_ROWS = (24576, 32768)
+"""Larger budgets to try where replicas are alike."""
+_CLASSES = 16
+
+
+class LengthClass(NamedTuple):
+    """Sequences of all jobs' batches that fit into the same kinds of replicas."""
+
+    longest: int
+    rows: float
+    squares: float
+    """Sum of the squared rows of the sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A replica's layout and its predicted costs."""
+
+    plan: Plan
+    """Layout, budget and recompute, with one replica."""
+    curve: ReplicaCurve
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one replica."""
+        return self.plan.num_gpus
+
+    @property
+    def layout(self) -> ReplicaLayout:
+        """The layout as a deployment holds it."""
+        plan = self.plan
+        return ReplicaLayout(
+            tp_size=plan.tp_size,
+            pp_size=plan.pp_size,
+            cp_size=plan.cp_size,
+            sequence_parallel=plan.sequence_parallel,
+            micro_batch_tokens=plan.micro_batch_tokens,
+            recompute=plan.recompute,
+        )
+
+    def seconds(self, classes: Iterable[LengthClass]) -> list[float]:
+        """Time of one replica for each class as a whole; infinite where it does not fit."""
+        return [
+            self.curve.seconds(c.rows, c.squares) if c.longest <= self.curve.budget else math.inf
+            for c in classes
+        ]
+
+
+def longest_of(jobs: Iterable[JobLoad]) -> int:
+    """Rows of the longest sequence that some replica must hold, for training or evaluation."""
+    return max(max(job.lengths.longest, job.longest_eval) for job in jobs)
+
+
+def length_classes(jobs: Sequence[JobLoad]) -> list[LengthClass]:
+    """Divides the sequences of all jobs' batches by length into classes of equal rows."""
+    return classes_of((n, job.batch_size * s) for job in jobs for n, s in job.lengths.pairs)
+
+
+def classes_of(counts: Iterable[tuple[int, float]]) -> list[LengthClass]:
+    """Divides sequences, given as lengths and how many of each, into classes of equal rows.
+
+    They are cut at all budgets too, so that nothing is kept from a replica by longer neighbours.
+    """
+    merged: dict[int, float] = {}
+    for length, count in counts:
+        merged[length] = merged.get(length, 0.0) + count
+    pairs = sorted(merged.items())
+    most = sum(n * count for n, count in pairs) / _CLASSES
+    classes, rows, squares = [], 0.0, 0.0
+    for (length, count), following in zip(pairs, [*pairs[1:], (math.inf, 0.0)], strict=True):
+        rows, squares = rows + length * count, squares + length**2 * count
+        is_cut = any(length <= budget < following[0] for budget in BUDGETS)
+        if is_cut or rows >= most or following[0] == math.inf:
+            classes.append(LengthClass(length, rows, squares))
+            rows = squares = 0.0
+    return classes
+
+
+def all_kinds(
+    spec: ModelSpec,
+    jobs: Sequence[JobLoad],
+    hardware: HardwareProfile,
+    num_gpus: int,
+    space: SearchSpace,
+) -> list[Kind]:
+    """The kinds that fit into memory.
+
+    Of each layout and recompute there is the one of largest budget up to `most_rows`, and those of
+    `_MORE_ROWS`.
+    """
+    memory = MemoryModel(spec, jobs, hardware)
+    curves = CurveModel(spec, jobs, Rates(hardware))
+    plans = _plans(spec, jobs, hardware, memory, num_gpus, space)
+    return [Kind(plan, curves.curve(plan)) for plan in plans]
+
+
+def _plans(
+    spec: ModelSpec,
+    jobs: Sequence[JobLoad],
+    hardware: HardwareProfile,
+    memory: MemoryModel,
+    num_gpus: int,
+    space: SearchSpace,
+) -> Iterator[Plan]:
+    recomputes = RECOMPUTES if space.recompute is None else (space.recompute,)
+    longest = longest_of(jobs)
+    for layout in _layouts(hardware, num_gpus):
+        if not space.allows(layout) or job_misfit(jobs, layout) is not None:
+            continue
+        for recompute in recomputes:
+            for budget in _budgets(longest, layout, space):
+                plan = replace(layout, micro_batch_tokens=budget, recompute=recompute)
+                if misfit(spec, plan) is not None:
+                    continue
+                if memory.use(plan, float(budget)).total_bytes <= hardware.memory_bytes:
+                    yield plan
+                    if budget <= most_rows(longest):
+                        break
+
+
+def _layouts(hardware: HardwareProfile, num_gpus: int) -> Iterator[Plan]:
+    for tp in _SIZES:
+        for cp in (n for n in _SIZES if tp * n <= min(8, hardware.gpus_per_node)):
+            for pp in (n for n in _SIZES if tp * cp * n <= num_gpus):
+                if tp * cp * pp > hardware.gpus_per_node and hardware.inter_node is None:
+                    continue
+                for sequence_parallel in (False, True) if tp > 1 else (False,):
+                    yield Plan(
+                        tp_size=tp, cp_size=cp, pp_size=pp, sequence_parallel=sequence_parallel
+                    )
+
+
+def _budgets(longest: int, layout: Plan, space: SearchSpace) -> list[int]:
+    """Budgets to try, the largest first."""
+    if space.micro_batch_tokens is not None:
+        return [space.micro_batch_tokens]
+    most, chunks = most_rows(longest), chunk_multiple(layout)
+    tried = {budget for budget in BUDGETS if budget < most}
+    tried |= {most} | {budget for budget in _MORE_ROWS if budget > most}
+    return sorted({-(-budget // chunks) * chunks for budget in tried}, reverse=True)
+
+
+def most_rows(longest: int) -> int:
+    """The largest budget of replicas to mix: `_MOST_ROWS`, or what holds the longest sequence."""
+    return max(-(-longest // 1024) * 1024, _MOST_ROWS)
+
+
+def undominated(kinds: Sequence[Kind], classes: Sequence[LengthClass]) -> list[Kind]:
+    """Leaves out kinds that another one replaces: of at most as many GPUs, as cheap everywhere.
+
+    Cheap is what a class costs in GPU-seconds.
+    """
+    costs = [tuple(kind.gpus * s for s in kind.seconds(classes)) for kind in kinds]
+    kept: list[int] = []
+    order = sorted(range(len(kinds)), key=lambda i: (kinds[i].gpus, costs[i]))
+    for i in order:
+        if not any(all(a <= b for a, b in zip(costs[k], costs[i], strict=True)) for k in kept):
+            kept.append(i)
+    return [kinds[i] for i in kept]

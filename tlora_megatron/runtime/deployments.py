@@ -1,0 +1,98 @@
+"""Takes deployments of unlike replicas from the planner to `tlora train`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from tlora_megatron.config.load import ParallelSpec, RunConfig
+from tlora_megatron.config.reader import must, read_spec
+from tlora_megatron.config.replica_rules import settle_replicas
+from tlora_megatron.config.replicas import ReplicaSpec, expand_short_form
+from tlora_megatron.planner.deploy.deploy import RankedDeployment, deploy
+from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.search import SearchSpace
+from tlora_megatron.planner.workload import LengthHistogram
+from tlora_megatron.runtime.plan_files import start_command, write_config
+from tlora_megatron.runtime.plan_inputs import plan_jobs, plan_model
+
+
+def check_deployable(config: RunConfig) -> None:
+    """Refuses configurations that unlike replicas cannot keep.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    why = "with --replicas any"
+    if config.run.deterministic:
+        raise must("run.deterministic", f"be false {why}", True)
+    if config.parallel.lora_sharding not in ("auto", "fold"):
+        raise must(
+            "parallel.lora_sharding", f"be auto or fold {why}", config.parallel.lora_sharding
+        )
+    for job in config.jobs:
+        if job.portion_tokens is not None:
+            raise must(f"portion_tokens of job {job.name}", f"be null {why}", job.portion_tokens)
+
+
+def best_deployment(
+    config: RunConfig,
+    num_gpus: int,
+    hardware: HardwareProfile,
+    lengths: LengthHistogram | None = None,
+) -> RankedDeployment:
+    """Returns the deployment with which `tlora train` is fastest; the same one on every process.
+
+    Raises:
+        ValueError: if no replica holds the longest sequence, or for what cannot be used.
+    """
+    check_deployable(config)
+    spec = plan_model(config)
+    jobs = plan_jobs(config, spec, lengths)
+    best = deploy(spec, jobs, hardware, num_gpus, SearchSpace(runs_in="train")).best
+    if best is None:
+        longest = max(job.lengths.longest for job in jobs)
+        raise ValueError(
+            f"--replicas any must find replicas for sequences of {longest} tokens on {num_gpus} x "
+            f"{hardware.gpu}, got none: give more GPUs, or a smaller max_seq_len"
+        )
+    return best
+
+
+def deployment_overrides(config: RunConfig, best: RankedDeployment) -> list[str]:
+    """The deployment as overrides for `tlora train --set`."""
+    parallel = ParallelSpec()
+    plain = {"tp_size": 1, "pp_size": 1, "cp_size": 1, "sequence_parallel": False}
+    given = [name for name in plain if getattr(config.parallel, name) != getattr(parallel, name)]
+    return [
+        *(f"parallel.{name}={str(plain[name]).lower()}" for name in given),
+        f"parallel.replicas={best.deployment}",
+        f"run.nano_batches={_nano_batches(config, best)}",
+        f"run.round_depth={_round_depth(config)}",
+    ]
+
+
+def write_deployment(
+    path: Path, config: RunConfig, best: RankedDeployment, hardware: HardwareProfile
+) -> str:
+    """Writes a configuration with the deployment; returns the line that starts it."""
+    parts = expand_short_form(str(best.deployment), "parallel.replicas")
+    specs = tuple(read_spec(ReplicaSpec, part, "parallel.replicas") for part in parts)
+    plain = ParallelSpec(replicas=specs, lora_sharding=config.parallel.lora_sharding)
+    run = replace(
+        config.run, nano_batches=_nano_batches(config, best), round_depth=_round_depth(config)
+    )
+    parallel, run = settle_replicas(plain, run)
+    write_config(path, replace(config, parallel=parallel, run=run))
+    return start_command(path, best.deployment.world_size, hardware)
+
+
+def _nano_batches(config: RunConfig, best: RankedDeployment) -> int | Literal["auto"]:
+    """What the configuration asks for; 1 where replicas differ in TP size."""
+    return config.run.nano_batches if best.deployment.tp_is_alike else 1
+
+
+def _round_depth(config: RunConfig) -> Literal[1, 2, 4, "auto"]:
+    """What the configuration asks for; auto where it leaves the default, as was planned."""
+    return "auto" if config.run.round_depth == 1 else config.run.round_depth
