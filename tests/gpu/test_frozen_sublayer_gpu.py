@@ -64,6 +64,17 @@ def test_micro_batches_in_flight_give_what_modules_give(
     check(case, whole() if num_parts == 1 else case.split())
 
 
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_micro_batch_chooses_what_is_computed_again(
+    recompute: Recompute, num_parts: int, is_fp8: bool
+) -> None:
+    case = Case(spec=WIDE, dtype=DTYPE, is_fp8=is_fp8)
+    view = whole() if num_parts == 1 else case.split()
+    check(case, view.under(recompute))
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("sharding", get_args(LoraSharding)[1:])
 def test_ranks_are_shared_as_modules_do(sharding: LoraSharding, recompute: Recompute) -> None:

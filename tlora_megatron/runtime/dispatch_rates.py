@@ -11,14 +11,16 @@ import torch.distributed as dist
 
 from tlora_megatron.config.job import HF_TARGETS
 from tlora_megatron.config.load import RunConfig
+from tlora_megatron.config.run import built_recompute
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.deployment import ReplicaLayout
+from tlora_megatron.model.recompute import RecomputeTable
 from tlora_megatron.model.replica_rate import ReplicaRate
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.replica_rate import replica_rate
-from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.runtime.lora_sharding import job_load
 from tlora_megatron.runtime.plan_inputs import profile_of_gpu
 from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.round_timing import RoundTiming
@@ -33,7 +35,11 @@ sequences of 2,048 to 16,384."""
 
 
 def resolve_round_timing(
-    config: RunConfig, spec: Backbone, groups: ParallelGroups, jobs: Sequence[PreparedJob]
+    config: RunConfig,
+    spec: Backbone,
+    groups: ParallelGroups,
+    jobs: Sequence[PreparedJob],
+    table: RecomputeTable | None = None,
 ) -> RoundTiming | None:
     """Returns the speeds and depth for a run's rounds; None where one replica runs alone.
 
@@ -44,7 +50,7 @@ def resolve_round_timing(
     if not jobs or (groups.layout.dp_size == 1 and depth in (1, "auto")):
         return None
     replicas = _replicas(config, groups)
-    found = [_rates(config, spec, groups, jobs, replicas)]
+    found = [_rates(spec, groups, jobs, replicas, table)]
     dist.broadcast_object_list(found, src=0)
     rates, source = found[0]
     if groups.is_writer and depth != 1:
@@ -67,34 +73,33 @@ def _replicas(config: RunConfig, groups: ParallelGroups) -> tuple[ReplicaLayout,
         replicas = (alike,) * layout.dp_size
     else:
         replicas = groups.deployment.replicas
-    # The least recompute of any micro-batch is what `auto` would have for most.
-    recompute = "none" if run.recompute == "auto" else run.recompute
     return tuple(
         replace(
             replica,
             micro_batch_tokens=replica.micro_batch_tokens or run.micro_batch_tokens,
-            recompute=replica.recompute or recompute,
+            recompute=replica.recompute or built_recompute(run),
         )
         for replica in replicas
     )
 
 
 def _rates(
-    config: RunConfig,
     spec: Backbone,
     groups: ParallelGroups,
     jobs: Sequence[PreparedJob],
     replicas: Sequence[ReplicaLayout],
+    table: RecomputeTable | None,
 ) -> tuple[tuple[ReplicaRate, ...], str]:
     """Returns the speed of each replica, and what the speeds come from."""
     gpu = torch.cuda.get_device_name(groups.device) if groups.device.type == "cuda" else None
     profile = None if gpu is None else profile_of_gpu(gpu)
     why = "" if gpu is None or profile is not None else f", as no profile is of {gpu}"
     if profile is not None and isinstance(spec, ModelSpec):
-        loads = [_load(job) for job in jobs]
+        loads = list(map(job_load, jobs))
         try:
             by_kind = {
-                kind: replica_rate(spec, loads, _plan(kind), profile) for kind in set(replicas)
+                kind: replica_rate(spec, loads, _plan(kind), profile, table)
+                for kind in set(replicas)
             }
         except ValueError as error:
             why = f", since the planner says: {error}"
@@ -115,11 +120,6 @@ def _plan(replica: ReplicaLayout) -> Plan:
         micro_batch_tokens=replica.micro_batch_tokens,
         recompute=replica.recompute,
     )
-
-
-def _load(job: PreparedJob) -> JobLoad:
-    rows = [len(sequence.tokens) - 1 for sequence in job.data.train]
-    return JobLoad.from_spec(job.spec, LengthHistogram.from_lengths(rows))
 
 
 def rate_of_shape(spec: Backbone, replica: ReplicaLayout) -> ReplicaRate:

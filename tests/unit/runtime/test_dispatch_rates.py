@@ -9,6 +9,7 @@ import pytest
 from tests.helpers.layout_sites import SPEC
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec
 from tlora_megatron.model.deployment import ReplicaLayout
+from tlora_megatron.model.recompute import RECOMPUTES, RecomputeTable
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.replica_rate import replica_rate
@@ -66,3 +67,15 @@ def test_a_model_of_linears_counts_by_its_linears() -> None:
 
 def test_tiny_models_have_a_speed() -> None:
     assert rate_of_shape(SPEC, ReplicaLayout(tp_size=2)).token_ps >= 1
+
+
+def test_long_sequences_cost_the_recompute_that_they_need(repo: Path) -> None:
+    profile = load_profile(repo / "configs" / "hardware" / "h200.json")
+    lengths = LengthHistogram.from_counts([(512, 9), (16384, 1)])
+    job = JobLoad(name="one", rank=16, batch_size=8, lengths=lengths)
+    table = RecomputeTable((("none", 4096), ("full", 16384)))
+    plans = [Plan(micro_batch_tokens=16384, recompute=recompute) for recompute in RECOMPUTES]
+    none, _, full = (replica_rate(LLAMA_8B, [job], plan, profile) for plan in plans)
+    found = replica_rate(LLAMA_8B, [job], plans[0], profile, table)
+    assert found.sequence_ps(1024) == pytest.approx(none.sequence_ps(1024), rel=0.06)
+    assert found.sequence_ps(16384) == pytest.approx(full.sequence_ps(16384), rel=0.02)

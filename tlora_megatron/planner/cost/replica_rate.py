@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tlora_megatron.model.recompute import RecomputeTable
 from tlora_megatron.model.replica_rate import ReplicaRate
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
@@ -21,13 +22,20 @@ _SPREAD = 4
 
 
 def replica_rate(
-    spec: ModelSpec, jobs: Sequence[JobLoad], plan: Plan, hardware: HardwareProfile
+    spec: ModelSpec,
+    jobs: Sequence[JobLoad],
+    plan: Plan,
+    hardware: HardwareProfile,
+    table: RecomputeTable | None = None,
 ) -> ReplicaRate:
     """Predicts what sequences cost one replica of a plan; in a pipeline, its mean stage.
 
     Full micro-batches of short and of long sequences give the linear and the quadratic part, half a
     micro-batch the part that is there whatever its rows. Sums of gradients and optimizer steps are
     alike on all replicas and left out.
+
+    Args:
+        table: the recompute of sequences by their rows, instead of the plan's.
     """
     job = max(jobs, key=lambda load: load.batch_tokens)
     rows = plan.micro_batch_tokens
@@ -35,7 +43,11 @@ def replica_rate(
     mean = sum(load.batch_tokens for load in jobs) / sum(load.batch_size for load in jobs)
     short = max(1, min(round(mean), long // _SPREAD))
     model = CostModel(spec, [_of_length(job, short, 0), _of_length(job, long, 1)], Rates(hardware))
-    full_s, long_s = (_busy_s(model, plan, rows, slot) for slot in (0, 1))
+    if table is not None:
+        plan = replace(plan, recompute=table.of(short))
+    full_s = _busy_s(model, plan, rows, 0)
+    of_long = plan if table is None else replace(plan, recompute=table.of(long))
+    long_s = _busy_s(model, of_long, rows, 1)
     fixed_s = max(0.0, 2 * _busy_s(model, plan, rows // 2, 0) - full_s)
     square_s = max(0.0, (long_s - full_s) / rows / max(1, long - short))
     token_s = (full_s - fixed_s) / rows - square_s * short

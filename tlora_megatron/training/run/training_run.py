@@ -72,9 +72,11 @@ RecomputeChooser = Callable[
 """Chooses the recompute of micro-batches by their rows; None = all have the one built in."""
 
 TimingResolver = Callable[
-    [RunConfig, Backbone, ParallelGroups, Sequence[PreparedJob]], RoundTiming | None
+    [RunConfig, Backbone, ParallelGroups, Sequence[PreparedJob], RecomputeTable | None],
+    RoundTiming | None,
 ]
-"""Predicts the speeds of a run's replicas, and says how deep its rounds are."""
+"""Predicts the speeds of a run's replicas under the recompute chosen, and says how deep its rounds
+are."""
 
 
 class TrainingRun:
@@ -280,7 +282,8 @@ class TrainingRun:
         jobs = [_start_job(job, spec, bank) for job in prepared]
         timing = None
         if self._resolve_timing is not None:
-            timing = self._resolve_timing(self.config, spec, groups, prepared)
+            table = round_shape.recompute
+            timing = self._resolve_timing(self.config, spec, groups, prepared, table)
         return SuperModel(
             engine,
             bank,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.unit.integrations.megatron.layer.test_frozen_sublayer import ALL, SPEC
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.recompute import RECOMPUTES, Recompute, RecomputeTable
+from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 
@@ -58,3 +59,29 @@ def test_a_run_by_micro_batch_has_the_bits_of_each_fixed_recompute() -> None:
         expected, same = train((recompute, recompute, recompute))
         assert same == {recompute: sum(seen.values())}
         assert found == expected, recompute
+
+
+def train_in_portions(loads: list[JobLoad]) -> tuple[list[float], list[Recompute | None]]:
+    """Weights of the first job, in portions, and the recomputes of all micro-batches."""
+    run = SyntheticRun(SPEC, ParallelLayout(), dtype=torch.float32)
+    torch.manual_seed(0)
+    model = run.super_model(loads, 128)
+    for job in model.jobs:
+        job.spec = replace(job.spec, portion_tokens=60)
+    table = RecomputeTable((("none", 64), ("selective", 80), ("full", 128)))
+    model.round_shape = replace(
+        model.round_shape, recompute=table, exactness=exactness_of(deterministic=True)
+    )
+    job, seen = model.jobs[0], []
+    while job.step < ROUNDS:
+        batches = model.begin_round()
+        seen += [batch.view.recompute for batch in batches]
+        model.end_round(run.engine.forward_backward(batches))
+    return job.adapter.slab.whole("master").tolist(), seen
+
+
+def test_cuts_by_recompute_keep_a_job_s_bits_from_its_neighbours() -> None:
+    alone, few = train_in_portions(LOADS[:1])
+    together, many = train_in_portions(LOADS)
+    assert alone == together
+    assert len(many) > len(few), "its neighbour's rows have room of their own"
