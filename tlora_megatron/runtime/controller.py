@@ -175,6 +175,7 @@ def _build(
     run.check_agreement()
     recompute.install()
     sites = stage_sites(spec, layout, tp_rank=groups.tp_rank, pp_rank=groups.pp_rank)
-    nano = nano_settings(config.run, spec, dtype)
+    budget = groups.budgets(config.run.micro_batch_tokens)[groups.dp_rank]
+    nano = nano_settings(config.run, spec, dtype, budget)
     engine = MegatronEngine(model, groups, spec.vocab_size, nano)
     return groups, pair_linears(model, sites), engine

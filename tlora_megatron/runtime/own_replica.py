@@ -75,6 +75,12 @@ def check_replicas_fit(
                 f"hidden_size must be a multiple of {atoms}, the least common one of the replicas' "
                 f"TP sizes, got {spec.hidden_size}"
             )
+        if quantisation is not None and not own.deployment.tp_is_alike:
+            raise ValueError(
+                "parallel.replicas must have one tp_size over an FP8 base, got "
+                f"{own.deployment}: a rank's part of a row has a scale of its own, so losses would "
+                "follow from the replica that a sequence meets"
+            )
     for layout in layouts:
         check_layout(spec, layout)
         if quantisation is not None:

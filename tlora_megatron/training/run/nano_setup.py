@@ -20,14 +20,21 @@ from tlora_megatron.training.super_model import SuperModel
 logger = logging.getLogger(__name__)
 
 
-def nano_settings(run: RunSpec, spec: ModelSpec, dtype: torch.dtype) -> NanoSettings:
+def nano_settings(
+    run: RunSpec, spec: ModelSpec, dtype: torch.dtype, micro_batch_tokens: int | None = None
+) -> NanoSettings:
     """Returns the settings that an engine is built with.
 
     The largest collective carries half a micro-batch plus 25 %, because cuts fall between
     documents.
+
+    Args:
+        micro_batch_tokens: budget of this process's replica; None = the run's.
     """
     row_bytes = spec.hidden_size * dtype.itemsize
-    max_bytes = min(run.micro_batch_tokens * row_bytes * 5 // 8, DEFAULT_MAX_BYTES)
+    max_bytes = min(
+        (micro_batch_tokens or run.micro_batch_tokens) * row_bytes * 5 // 8, DEFAULT_MAX_BYTES
+    )
     return NanoSettings(transport=run.tensor_collectives, max_bytes=max_bytes)
 
 
