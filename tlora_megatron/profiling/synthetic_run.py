@@ -22,6 +22,7 @@ from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.nano.rounds import rank_aware_cut
+from tlora_megatron.training.round_timing import RoundTiming
 from tlora_megatron.training.super_model import SuperModel
 
 _BATCHES = 8
@@ -71,8 +72,18 @@ class SyntheticRun:
         self.linears = pair_linears(model, self.sites)
         self.engine = MegatronEngine(model, self.groups, spec.vocab_size)
 
-    def super_model(self, loads: Sequence[JobLoad], micro_batch_tokens: int) -> SuperModel:
-        """Puts new jobs on the base model in place of the earlier ones; no jobs: only the base."""
+    def super_model(
+        self,
+        loads: Sequence[JobLoad],
+        micro_batch_tokens: int,
+        *,
+        timing: RoundTiming | None = None,
+    ) -> SuperModel:
+        """Puts new jobs on the base model in place of the earlier ones; no jobs: only the base.
+
+        Args:
+            timing: shares rounds out by predicted time; None = balances tokens.
+        """
         specs = [_job_spec(load, index) for index, load in enumerate(loads)]
         loras = [spec.lora for spec in specs]
         bank = AdapterBank(self.sites, loras, dtype=self.dtype, device=self.groups.device)
@@ -85,6 +96,7 @@ class SyntheticRun:
             jobs,
             micro_batch_tokens=micro_batch_tokens,
             cut_for=partial(rank_aware_cut, self.spec),
+            timing=timing,
         )
 
     def _job(self, bank: AdapterBank, spec: JobSpec, load: JobLoad) -> JobState:

@@ -9,7 +9,7 @@ are left out where their file is not named or missing.
 
 `--measure` trains random weights at the shapes of an 8B model (`--layers` of its 32) with full
 recompute and a budget of 65,536 rows; 0.2 % of the sequences are documents of 65,536. Each mode
-trains the same two batches of every job, on adapters of its own. Each round's time, with a wait on
+trains the same three batches of every job, on adapters of its own. Each round's time, with a wait on
 both sides, is held against the prediction. It says whether the musts are met: 15 % less time, and
 a median error of 5 % of the predicted rounds.
 """
@@ -117,17 +117,18 @@ def main() -> int:
     parser.add_argument("--lengths", type=Path, help="CSV (gzip) with lengths of public sets")
     parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS, help="simulated replicas")
     parser.add_argument("--measure", action="store_true", help="train on the GPUs at hand")
-    parser.add_argument("--layers", type=int, default=10, help="of the measured model")
-    parser.add_argument("--steps", type=int, default=2, help="measured batches of every job")
-    parser.add_argument("--modes", nargs="+", default=("tokens", "time 2"), choices=DEPTHS)
+    parser.add_argument("--layers", type=int, default=8, help="of the measured model")
+    parser.add_argument("--steps", type=int, default=3, help="measured batches of every job")
+    parser.add_argument("--modes", nargs="+", default=("tokens", "time 4"), choices=DEPTHS)
     parser.add_argument("--hardware", type=Path, default=PROFILE, help="profile of the GPU")
     parser.add_argument("--model", default="8b", help="shape; tiny for a test on a CPU")
+    parser.add_argument("--share", type=float, default=DOCUMENT_SHARE, help="of documents")
     parser.add_argument("--budget", type=int, default=DOCUMENT_ROWS, help="measured budget of rows")
     args = parser.parse_args()
     if args.measure:
         from scripts.bench.rounds.measure import measure
 
-        return measure(args)
+        return measure(args, rate_of)
     rows = run_simulation(args)
     if args.csv:
         append_rows(args.csv, rows)
