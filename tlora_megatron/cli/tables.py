@@ -18,6 +18,8 @@ from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.timeline import time_line
 
 _STATUS_STYLE = {"finished": "green", "running": "yellow", "failed": "red", "rejected": "red"}
+_BUSY_ENOUGH = 0.9
+"""Predicted busy share below which another way to share rounds out is named."""
 _WORDY_COLUMNS = ("job", "targets", "lr and schedule", "data")
 
 
@@ -151,8 +153,24 @@ def _print_speed(console: Console, run: dict[str, Any]) -> None:
     nano = run.get("nano_batches")
     if nano and nano.get("asked") != 1:
         console.print(f"nano-batches: {_nano_batches(nano)}")
+    if run.get("balance"):
+        console.print(f"rounds: {_balance(run['balance'])}", soft_wrap=True)
     if run.get("compute"):
         console.print(f"base: {_compute(run['compute'])}", soft_wrap=True)
+
+
+def _balance(balance: dict[str, Any]) -> str:
+    """Describes how rounds were shared out, and how long replicas waited by prediction."""
+    depth, by = balance["depth"], balance["shared_out_by"]
+    line = f"{depth} micro-batch{'es' if depth > 1 else ''} a replica, shared out by {by}"
+    share = balance["predicted_busy_share"]
+    if share is None:
+        return line
+    line += f"; replicas computed for {share:.0%} of a round and waited for the slowest one for "
+    line += f"{1 - share:.0%}, by prediction"
+    if by == "tokens" and share < _BUSY_ENOUGH:
+        line += " (run.round_depth: auto would share rounds out by time)"
+    return line
 
 
 def _compute(compute: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.metrics import JobMetrics
 from tlora_megatron.training.nano.rounds import NanoRounds
+from tlora_megatron.training.rate_correction import write_correction
 from tlora_megatron.training.saving.saver import Saver
 from tlora_megatron.training.saving.targets import Target, adapter_target, checkpoint_target
 from tlora_megatron.training.saving.writer import WriterDied
@@ -321,6 +322,8 @@ class TrainingLoop:
                 if job.is_done:
                     targets.append(self._adapter(job, self.job_dir(job) / "adapter"))
                 self.saver.save(job, targets)
+            if (rates := self.super_model.settle_rates()) is not None:
+                self.saver.submit(partial(write_correction, rates, self.output_dir))
 
     def _checkpoint(self, job: JobState) -> Target:
         not_saved = partial(self._not_saved, job, job.step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from tlora_megatron.training.optimizer import StepOutcome, StepRequest, step_ada
 from tlora_megatron.training.packing.packing import MicroBatch, PackedBatch, Round, RoundShape
 from tlora_megatron.training.packing.round_packer import FilledRound, RoundPacker
 from tlora_megatron.training.packing.timed_rounds import RoundRule
+from tlora_megatron.training.rate_correction import RateCorrection
 from tlora_megatron.training.round_timing import BusyShare, RoundTiming
 
 CutFor = Callable[[Sequence[JobState]], CutDocuments]
@@ -66,6 +68,7 @@ class SuperModel(Generic[EngineT]):
         round_shape: the driver's demands on rounds.
         cut_for: chooses where the jobs' micro-batches are cut into nano-batches.
         timing: shares rounds out by predicted time; None = balances tokens.
+        correction: of the speeds in `timing`; None = they stay as predicted.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class SuperModel(Generic[EngineT]):
         round_shape: RoundShape = RoundShape(),  # noqa: B008 - frozen
         cut_for: CutFor = lambda _: cut_by_length,
         timing: RoundTiming | None = None,
+        correction: RateCorrection | None = None,
     ) -> None:
         self.engine = engine
         self.bank = bank
@@ -91,6 +95,7 @@ class SuperModel(Generic[EngineT]):
         self.nano_batches_run: Counter[int] = Counter()
         """This replica's micro-batches of training by the number of nano-batches they ran in."""
         self.timing = timing
+        self.correction = correction
         self.busy = None if timing is None else BusyShare(timing.rates)
         """How busy the replicas were in the rounds so far, by prediction."""
         self.rule: RoundRule | None = None
@@ -108,13 +113,40 @@ class SuperModel(Generic[EngineT]):
         """Gives the adapters of `jobs` the slots; those left out leave the super-model."""
         self.jobs = tuple(jobs)
         self._cut = self._cut_for(self.jobs)
+        self._use_corrected()
         if self.timing is not None and self.jobs:
             self.rule = self.timing.rule(self.jobs, speaks=self.groups.is_writer)
         self.bank.install([job.adapter for job in jobs])
 
     def train_round(self: SuperModel[Engine]) -> list[StepReport]:
         """Runs one round on the engine and steps every job whose global batch it completed."""
-        return self.end_round(self.engine.forward_backward(self.begin_round()))
+        batches = self.begin_round()
+        if self.correction is None:
+            return self.end_round(self.engine.forward_backward(batches))
+        assert self.round is not None, "begin_round has filled one"
+        with self.correction.measured(self.round):
+            losses = self.engine.forward_backward(batches)
+        return self.end_round(losses)
+
+    def settle_rates(self) -> str | None:
+        """Corrects the speeds of replicas by the rounds so far; collective over the world.
+
+        Returns:
+            What to keep with the checkpoints that are taken now; None if there is nothing.
+        """
+        if self.correction is None:
+            return None
+        self.correction.settle()
+        self._use_corrected()
+        return self.correction.state()
+
+    def _use_corrected(self) -> None:
+        if self.timing is None or self.correction is None:
+            return
+        rates = self.correction.rates
+        self.timing = replace(self.timing, rates=rates)
+        if self.rule is not None:
+            self.rule = replace(self.rule, rates=rates)
 
     def begin_round(self) -> list[PackedBatch]:
         """Packs a round: this rank's micro-batches, to be run forward and backward in this order.

@@ -9,9 +9,9 @@ are left out where their file is not named or missing.
 
 `--measure` trains random weights at the shapes of an 8B model (`--layers` of its 32) with full
 recompute and a budget of 65,536 rows; 0.2 % of the sequences are documents of 65,536. Each mode
-trains the same three batches of every job, on adapters of its own. Each round's time, with a wait on
-both sides, is held against the prediction. It says whether the musts are met: 15 % less time, and
-a median error of 5 % of the predicted rounds.
+trains the same three batches of every job, on adapters of its own. Each round's time, with a wait
+on both sides, is held against the prediction. It says whether the musts are met: 15 % less time,
+and a median error of 5 % of the predicted rounds.
 """
 
 from __future__ import annotations

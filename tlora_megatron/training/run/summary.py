@@ -50,9 +50,7 @@ def summarize(
             "stopped": signal.Signals(loop.stopped_by).name if loop.stopped_by else None,
             "stop_sentence": loop.stop_sentence,
             "nano_batches": nano_batches,
-            "balance": describe_rounds(
-                loop.super_model.timing, loop.super_model.rule, loop.super_model.busy
-            ),
+            "balance": _balance(loop),
             "train_time_s": loop.train_time_s,
             "saving": loop.saver.summary(),
             **run_times(),
@@ -83,6 +81,15 @@ def summarize_nano_batches(loop: TrainingLoop) -> dict[str, Any] | None:
     ran = {str(number): count for number, count in sorted(model.nano_batches_run.items())}
     asked = loop.settings.nano_batches
     return {"asked": asked, "count": switch.count, **chosen, "ran": ran}
+
+
+def _balance(loop: TrainingLoop) -> dict[str, Any] | None:
+    """Says how rounds were shared out among replicas; None where one runs alone."""
+    model = loop.super_model
+    found = describe_rounds(model.timing, model.rule, model.busy)
+    if found is None or model.correction is None:
+        return found
+    return {**found, "measured_over_predicted": model.correction.over_predicted}
 
 
 def _job_summary(job: JobState, loop: TrainingLoop) -> dict[str, Any]:

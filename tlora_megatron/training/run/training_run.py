@@ -38,6 +38,7 @@ from tlora_megatron.training.metrics import write_atomic, write_summary
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob
+from tlora_megatron.training.rate_correction import RateCorrection, read_correction
 from tlora_megatron.training.report.report import Report
 from tlora_megatron.training.round_timing import RoundTiming
 from tlora_megatron.training.run.agreement import check_agreement
@@ -284,6 +285,7 @@ class TrainingRun:
         if self._resolve_timing is not None:
             table = round_shape.recompute
             timing = self._resolve_timing(self.config, spec, groups, prepared, table)
+        correction = None if timing is None else self._make_correction(timing, groups)
         return SuperModel(
             engine,
             bank,
@@ -293,7 +295,18 @@ class TrainingRun:
             round_shape=replace(round_shape, exactness=exactness_of(run.deterministic)),
             cut_for=partial(rank_aware_cut, spec),
             timing=timing,
+            correction=correction,
         )
+
+    def _make_correction(self, timing: RoundTiming, groups: ParallelGroups) -> RateCorrection:
+        """Measures the replicas; goes on with what an earlier part of the run has found."""
+        frozen = self.config.run.deterministic
+        correction = RateCorrection(
+            timing.rates, own=groups.dp_rank, device=groups.device, frozen=frozen
+        )
+        if self._resuming:
+            read_correction(correction, self.output_dir)
+        return correction
 
 
 def _start_job(prepared: PreparedJob, spec: Backbone, bank: AdapterBank) -> JobState:
