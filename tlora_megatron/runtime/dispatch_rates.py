@@ -52,12 +52,18 @@ def resolve_round_timing(
     replicas = _replicas(config, groups)
     found = [_rates(spec, groups, jobs, replicas, table)]
     dist.broadcast_object_list(found, src=0)
-    rates, source = found[0]
+    rates, source, in_seconds = found[0]
     if groups.is_writer and depth != 1:
         logger.info("run.round_depth %s: rounds are shared out by times %s", depth, source)
     stages = tuple(replica.pp_size for replica in replicas)
-    is_unlike = groups.deployment is not None
-    return RoundTiming(rates=rates, stages=stages, depth=depth, is_unlike=is_unlike, source=source)
+    return RoundTiming(
+        rates=rates,
+        stages=stages,
+        depth=depth,
+        is_unlike=groups.deployment is not None,
+        source=source,
+        in_seconds=in_seconds,
+    )
 
 
 def _replicas(config: RunConfig, groups: ParallelGroups) -> tuple[ReplicaLayout, ...]:
@@ -89,8 +95,8 @@ def _rates(
     jobs: Sequence[PreparedJob],
     replicas: Sequence[ReplicaLayout],
     table: RecomputeTable | None,
-) -> tuple[tuple[ReplicaRate, ...], str]:
-    """Returns the speed of each replica, and what the speeds come from."""
+) -> tuple[tuple[ReplicaRate, ...], str, bool]:
+    """Returns the speed of each replica, what the speeds come from, and whether in seconds."""
     gpu = torch.cuda.get_device_name(groups.device) if groups.device.type == "cuda" else None
     profile = None if gpu is None else profile_of_gpu(gpu)
     why = "" if gpu is None or profile is not None else f", as no profile is of {gpu}"
@@ -105,8 +111,9 @@ def _rates(
             why = f", since the planner says: {error}"
         else:
             source = f"predicted from the {profile.source} profile {profile.name}"
-            return tuple(by_kind[kind] for kind in replicas), source
-    return tuple(rate_of_shape(spec, kind) for kind in replicas), f"from the model's shape{why}"
+            return tuple(by_kind[kind] for kind in replicas), source, True
+    rates = tuple(rate_of_shape(spec, kind) for kind in replicas)
+    return rates, f"from the model's shape{why}", False
 
 
 def _plan(replica: ReplicaLayout) -> Plan:

@@ -33,6 +33,8 @@ class RoundTiming:
     """Replicas have unlike layouts: then rounds of depth 1 are shared out by time, too."""
     source: str = ""
     """Where the speeds come from, for the log."""
+    in_seconds: bool = True
+    """The speeds are of this machine; else only their ratios mean anything."""
 
     def rule(self, jobs: Sequence[JobState], *, speaks: bool) -> RoundRule | None:
         """Chooses the rule for the rounds of some jobs; None = balanced by tokens.
@@ -71,27 +73,33 @@ def _lengths(job: JobState, number: int) -> list[int]:
 class BusyShare:
     """Adds up how long replicas compute in rounds, and how long for the slowest, by prediction."""
 
-    def __init__(self, rates: Sequence[ReplicaRate]) -> None:
-        self._rates = tuple(rates)
+    def __init__(self) -> None:
         self._busy_ps = self._time_ps = 0
 
-    def add(self, filled: Round) -> None:
+    def add(self, filled: Round, rates: Sequence[ReplicaRate]) -> None:
         """Counts a round."""
-        ends = round_ends_ps(filled, self._rates)
+        ends = round_ends_ps(filled, rates)
         self._busy_ps += sum(ends)
-        self._time_ps += max(ends)
+        self._time_ps += len(ends) * max(ends)
 
     @property
     def share(self) -> float | None:
         """Share of the replicas' time in which they compute; None before any round."""
-        return self._busy_ps / (self._time_ps * len(self._rates)) if self._time_ps else None
+        return self._busy_ps / self._time_ps if self._time_ps else None
 
 
 def describe_rounds(
-    timing: RoundTiming | None, rule: RoundRule | None, busy: BusyShare | None
+    timing: RoundTiming | None,
+    rule: RoundRule | None,
+    busy: BusyShare,
+    over_predicted: float | None,
 ) -> dict[str, Any] | None:
-    """Values for `summary.json`; None without speeds of replicas."""
-    if timing is None or busy is None:
+    """Values for `summary.json`; None without speeds of replicas.
+
+    Args:
+        over_predicted: measured over predicted time.
+    """
+    if timing is None:
         return None
     return {
         "round_depth": timing.depth,
@@ -99,4 +107,5 @@ def describe_rounds(
         "depth": 1 if rule is None else rule.depth,
         "predicted_busy_share": busy.share,
         "speeds_from": timing.source,
+        "measured_over_predicted": over_predicted if timing.in_seconds else None,
     }

@@ -96,7 +96,7 @@ class SuperModel(Generic[EngineT]):
         """This replica's micro-batches of training by the number of nano-batches they ran in."""
         self.timing = timing
         self.correction = correction
-        self.busy = None if timing is None else BusyShare(timing.rates)
+        self.busy = BusyShare()
         """How busy the replicas were in the rounds so far, by prediction."""
         self.rule: RoundRule | None = None
         """How the rounds of the present jobs are shared out; None = tokens are balanced."""
@@ -158,8 +158,8 @@ class SuperModel(Generic[EngineT]):
             job.begin_batch(self.groups.device)
         packer = self._packer([job.dropout_key for job in self.jobs])
         packed = packer.pack_filled(self._next_round(packer))
-        if self.busy is not None:
-            self.busy.add(packed.round)
+        if self.timing is not None:
+            self.busy.add(packed.round, self.timing.rates)
         self.round, self._micro_batches = packed.round, packed.micro_batches
         for job, queue in zip(self.jobs, packed.left, strict=True):
             job.queue = queue

@@ -86,10 +86,8 @@ def summarize_nano_batches(loop: TrainingLoop) -> dict[str, Any] | None:
 def _balance(loop: TrainingLoop) -> dict[str, Any] | None:
     """Says how rounds were shared out among replicas; None where one runs alone."""
     model = loop.super_model
-    found = describe_rounds(model.timing, model.rule, model.busy)
-    if found is None or model.correction is None:
-        return found
-    return {**found, "measured_over_predicted": model.correction.over_predicted}
+    over = None if model.correction is None else model.correction.over_predicted
+    return describe_rounds(model.timing, model.rule, model.busy, over)
 
 
 def _job_summary(job: JobState, loop: TrainingLoop) -> dict[str, Any]:
