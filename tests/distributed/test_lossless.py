@@ -49,6 +49,11 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
             "run.recompute=auto",
             "run.gpu_memory_gb=0.30238",
         ),
+        "CP2 recompute by rows": (
+            "parallel.cp_size=2",
+            "run.recompute=auto",
+            "run.gpu_memory_gb=0.3029",
+        ),
         "PP2 recompute by rows": (
             "parallel.pp_size=2",
             "run.recompute=auto",

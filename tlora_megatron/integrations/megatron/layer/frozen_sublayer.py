@@ -31,7 +31,7 @@ from tlora_megatron.ops.frozen.frozen_parts import Vjp
 from tlora_megatron.ops.frozen.rms_norm import Beside, NormWeight, norm_into
 from tlora_megatron.ops.quantised.handed_rows import pass_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight
-from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.ops.routing.segments import MicroBatchView, bind_current
 from tlora_megatron.parallel.nano.lane_tape import VjpSublayer, VjpTape
 from tlora_megatron.parallel.nano.lanes import Lane
 
@@ -268,7 +268,8 @@ class _Layer(torch.autograd.Function):
         row: QuantWeight | None,
     ) -> Tensor:
         run = functools.partial(_run_whole, sublayers, hidden.detach(), view, row)
-        ctx.tape, ctx.again = (None, run) if view.recompute == "full" else (VjpTape(), None)
+        is_again = view.recompute == "full"
+        ctx.tape, ctx.again = (None, bind_current(run)) if is_again else (VjpTape(), None)
         return run(ctx.tape)
 
     @staticmethod
