@@ -203,6 +203,9 @@ def ignored_settings(config: RunConfig) -> tuple[str, ...]:
         found.append("parallel.sequence_parallel has no effect with tp_size 1")
     if config.parallel.lora_sharding != "auto" and tp_size == 1:
         found.append("parallel.lora_sharding has no effect with tp_size 1")
+    if config.run.correct_speeds and (config.run.deterministic or not config.parallel.replicas):
+        why = "with deterministic" if config.run.deterministic else "without parallel.replicas"
+        found.append(f"run.correct_speeds has no effect {why}")
     found += ignored_overlap(config.run, tp_size)
     found += ignored_memory(config.run)
     found += ignored_base_settings(config.base_model)

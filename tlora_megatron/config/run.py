@@ -41,6 +41,11 @@ class RunSpec:
         "together gain 5 %, or the smallest loses no more",
         default=1,
     )
+    correct_speeds: bool = rule(
+        "corrects the predicted speeds of unlike replicas by measured times whenever jobs are "
+        "saved; which replica runs a sequence, and so the last bits, then depend on those times",
+        default=False,
+    )
     recompute: Literal["none", "selective", "full", "auto"] = rule(
         "activations to recompute in backward; saves memory and costs time. auto: each micro-batch "
         "the least that its rows and the GPUs' memory allow; long sequences then run apart from "

@@ -1,10 +1,11 @@
 """Corrects the speeds of unlike replicas by how long their rounds took.
 
 What the planner says of one kind of replica against another may be off by a few per cent, and a
-kind that is slower than predicted makes the others wait. Times differ from run to run, so they are
-looked at only where jobs are saved: all processes agree on a correction there, in coarse steps, and
-it is kept beside the checkpoints, so that a run that goes on shares its rounds out as it would
-have. Among alike replicas there is nothing to correct, whatever the times are.
+kind that is slower than predicted makes the others wait. Times differ from run to run, and bits
+would with them, so they are only corrected on demand (`run.correct_speeds`), and only where jobs
+are saved: all processes agree on a correction there, in coarse steps, and it is kept beside the
+checkpoints, so that a run that goes on shares its rounds out as it would have. Among alike replicas
+there is nothing to correct, whatever the times are.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class RateCorrection:
 
     def state(self) -> str | None:
         """The corrections as JSON, by the speeds that they correct; None if there cannot be any."""
-        if len(self._kinds) == 1:
+        if self._frozen or len(self._kinds) == 1:
             return None
         kinds = zip(self._kinds, self._factors, strict=True)
         return json.dumps({"factors": {_key(kind): factor for kind, factor in kinds}})

@@ -217,6 +217,36 @@ class TestInspect:
         lines = capsys.readouterr().out.splitlines()
         assert [x for x in lines if x.startswith("nano-batches")] == ([line] if line else [])
 
+    @pytest.mark.parametrize(
+        ("changes", "line"),
+        [
+            (
+                {"depth": 2, "shared_out_by": "predicted time", "predicted_busy_share": 0.96},
+                "rounds: 2 micro-batches a replica, shared out by predicted time; replicas "
+                "computed for 96% of a round and waited for the slowest one for 4%, by prediction",
+            ),
+            (
+                {"depth": 1, "shared_out_by": "tokens", "predicted_busy_share": 0.75},
+                "rounds: 1 micro-batch a replica, shared out by tokens; replicas computed for 75% "
+                "of a round and waited for the slowest one for 25%, by prediction "
+                "(run.round_depth: auto would share rounds out by time)",
+            ),
+        ],
+    )
+    def test_run_says_how_long_replicas_waited(
+        self,
+        run_dir: Path,
+        changes: dict[str, Any],
+        line: str,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        path = run_dir / "summary.json"
+        summary = json.loads(path.read_text())
+        summary["run"]["balance"] = changes
+        path.write_text(json.dumps(summary))
+        assert main(["inspect", str(run_dir)]) == 0
+        assert line in capsys.readouterr().out.splitlines()
+
     def test_run_says_who_computed_the_base(
         self, run_dir: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

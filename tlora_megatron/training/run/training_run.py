@@ -300,7 +300,8 @@ class TrainingRun:
 
     def _make_correction(self, timing: RoundTiming, groups: ParallelGroups) -> RateCorrection:
         """Measures the replicas; goes on with what an earlier part of the run has found."""
-        frozen = self.config.run.deterministic
+        run = self.config.run
+        frozen = run.deterministic or not run.correct_speeds
         correction = RateCorrection(
             timing.rates, own=groups.dp_rank, device=groups.device, frozen=frozen
         )

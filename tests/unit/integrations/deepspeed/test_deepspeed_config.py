@@ -282,6 +282,16 @@ def test_other_releases_are_refused(version: str, tp_size: int, message: str) ->
         check_version(version, tp_size)
 
 
+@pytest.mark.parametrize(("stage", "depth"), [(2, "auto"), (3, 1)])
+def test_zero_3_has_rounds_of_one_micro_batch(folder: Path, stage: int, depth: object) -> None:
+    run = {"output_dir": "out", "round_depth": "auto"}
+    config = load(
+        folder, {"zero_optimization": {"stage": stage}, "tlora": section() | {"run": run}}
+    )
+    assert config.run.run.round_depth == depth
+    assert ("run.round_depth has no effect" in "\n".join(config.changes)) == (stage == 3)
+
+
 def test_a_choice_of_nano_batches_is_one(folder: Path) -> None:
     run = {"output_dir": "out", "nano_batches": "auto"}
     config = load(folder, {"tlora": section() | {"run": run}})
