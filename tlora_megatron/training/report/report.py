@@ -179,7 +179,7 @@ def _facts(config: dict[str, Any], run: dict[str, Any]) -> dict[str, str]:
         "sequence parallel": _layout(config, run).get("sequence_parallel"),
         "rounds": run.get("rounds"),
         "micro-batch tokens": settings.get("micro_batch_tokens"),
-        "recompute": settings.get("recompute"),
+        "recompute": run.get("recompute") or settings.get("recompute"),
         "nano-batches": settings.get("nano_batches"),
         **run.get("versions", {}),
     }
