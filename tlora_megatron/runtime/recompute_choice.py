@@ -16,7 +16,7 @@ from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.recompute_rows import recompute_for_rows
-from tlora_megatron.runtime.lora_sharding import job_load
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime.plan_inputs import plan_hardware, plan_model, profile_of_gpu
 from tlora_megatron.training.packing.round_packer import row_multiple
 from tlora_megatron.training.preparation import PreparedJob
@@ -59,7 +59,9 @@ def _table(
         lora_sharding=layout.lora_sharding,
         micro_batch_tokens=tokens,
     )
-    memory = MemoryModel(plan_model(config), list(map(job_load, jobs)), _hardware(config, groups))
+    any_rows = LengthHistogram.single(1)  # the table goes through all numbers of rows
+    loads = [JobLoad.from_spec(job.spec, any_rows) for job in jobs]
+    memory = MemoryModel(plan_model(config), loads, _hardware(config, groups))
     is_gpu, multiple = groups.device.type == "cuda", row_multiple(groups)
     table = recompute_for_rows(
         memory, plan, budget_bytes, multiple=multiple, least_rows=None if is_gpu else multiple

@@ -16,7 +16,6 @@ from tests.helpers.scenario import make_scenario
 from tlora_megatron.config.load import RunConfig, load_config
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.recompute import RecomputeTable
-from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime import recompute_choice
 from tlora_megatron.runtime.recompute_choice import choose_recompute
 
@@ -41,34 +40,26 @@ def groups_on(device: str) -> Any:
     return SimpleNamespace(layout=ParallelLayout(), device=torch.device(device))
 
 
-def table(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> RecomputeTable | None:
-    lengths = LengthHistogram.single(8)
-    monkeypatch.setattr(
-        recompute_choice, "job_load", lambda job: JobLoad.from_spec(job.spec, lengths)
-    )
+def table(config: RunConfig) -> RecomputeTable | None:
     jobs: Any = [SimpleNamespace(spec=job) for job in config.jobs]
     return choose_recompute(config, groups_on("cpu"), jobs)
 
 
-def test_a_run_that_names_its_recompute_has_no_table(
-    scenario: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert table(load_config(scenario, ["run.recompute=full"]), monkeypatch) is None
+def test_a_run_that_names_its_recompute_has_no_table(scenario: Path) -> None:
+    assert table(load_config(scenario, ["run.recompute=full"])) is None
 
 
-def test_nothing_is_computed_again_where_nothing_limits_memory(
-    scenario: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_computed_again_where_nothing_limits_memory(scenario: Path) -> None:
     config = load_config(scenario, ["run.recompute=auto"])
-    assert table(config, monkeypatch) == RecomputeTable((("none", config.run.micro_batch_tokens),))
+    assert table(config) == RecomputeTable((("none", config.run.micro_batch_tokens),))
 
 
 def test_what_is_chosen_is_told_and_what_will_not_fit(
-    scenario: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scenario: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_config(scenario, ["run.recompute=auto", "run.gpu_memory_gb=0.002"])
     caplog.set_level(logging.INFO)
-    found = table(config, monkeypatch)
+    found = table(config)
     assert found is not None
     told, warned = (record.getMessage() for record in caplog.records)
     assert told == f"run.recompute: {found.line} (auto: in 0.002 GB of a GPU)"
