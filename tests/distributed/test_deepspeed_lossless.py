@@ -33,6 +33,10 @@ WORLDS: dict[str, tuple[int, dict[str, Case]]] = {
             "ZeRO-0 offload": (zero(0, **OFFLOAD), ()),
             "ZeRO-1": (zero(1), ()),
             "ZeRO-2 offload": (zero(2, **OFFLOAD), ()),
+            "ZeRO-2 by time": (
+                zero(2),
+                ("run.portion_tokens=null", "run.round_depth=2", "run.micro_batch_tokens=104"),
+            ),
             "ZeRO-3": (zero(3), ()),
             "ZeRO-3 recompute": (zero(3), FULL),
             "ZeRO-3 offload": (

@@ -48,6 +48,9 @@ class RoundTiming:
             return self._of_depth(self.depth)
         if len(self.rates) == 1:
             return None  # nobody waits
+        if any(job.spec.portion_tokens for job in jobs):
+            # Dealt out to replicas by their own jobs: depth would slow small jobs for nothing.
+            return self._of_depth(1) if self.is_unlike else None
         if max(self.stages) > 1:
             return self._of_depth(1)  # a pipeline's rounds are deep as it is
         outlooks = choose_depth([partial(_lengths, job) for job in jobs], self.rates)

@@ -21,9 +21,10 @@ def timing(depth: Any, replicas: int = 2, stages: int = 1) -> RoundTiming:
     )
 
 
-def job(*lengths: int) -> Any:
+def job(*lengths: int, portion_tokens: int | None = None) -> Any:
     batch = [SimpleNamespace(tokens=range(rows + 1)) for rows in lengths]
-    return SimpleNamespace(batch=lambda _: batch, plan=SimpleNamespace(num_steps=1))
+    spec = SimpleNamespace(portion_tokens=portion_tokens)
+    return SimpleNamespace(batch=lambda _: batch, plan=SimpleNamespace(num_steps=1), spec=spec)
 
 
 def content(*replicas: tuple[int, ...]) -> Round:
@@ -48,6 +49,10 @@ def test_a_given_depth_is_taken() -> None:
 def test_auto_knows_where_depth_is_of_no_use(replicas: int, stages: int, depth: int | None) -> None:
     rule = timing("auto", replicas, stages).rule([job(5)], speaks=False)
     assert (None if rule is None else rule.depth) == depth
+
+
+def test_auto_leaves_jobs_with_portions_as_they_are() -> None:
+    assert timing("auto").rule([job(5), job(5, portion_tokens=8)], speaks=False) is None
 
 
 def test_auto_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
