@@ -45,6 +45,7 @@ _DECISIONS = (
     "tlora_megatron.runtime.base_log",
     "tlora_megatron.runtime.lora_sharding",
     "tlora_megatron.runtime.own_replica",
+    "tlora_megatron.runtime.recompute_choice",
     "tlora_megatron.training.run.determinism",
 )
 """Loggers of what a run decides or makes itself; shown together with warnings."""
