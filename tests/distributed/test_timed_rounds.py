@@ -10,14 +10,21 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import JOBS, assert_equals_oracle, losses, make_scenario
+from tests.helpers.scenario import (
+    JOBS,
+    assert_equals_oracle,
+    assert_unharmed,
+    gone_wrong,
+    losses,
+    make_scenario,
+)
 from tests.helpers.scenario_worlds import RESUMER, run_cases
 
 TWO = ("run.round_depth=2", "run.micro_batch_tokens=104")
 AUTO = ("run.round_depth=auto", "run.micro_batch_tokens=104")
 LAYOUTS = {"depth 2": TWO, "auto": AUTO, "depth 2, PP2": (*TWO, "parallel.pp_size=2")}
 EXACT = ("run.deterministic=true", "run.micro_batch_tokens=160", "run.portion_tokens=60")
-SMALLEST, SOME = "attention", "everything"
+SMALLEST, SOME, ILL = "attention", "everything", "mlp"
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +43,7 @@ def runs(scenario: Path) -> Path:
         scenario.with_name(f"{job['name']}.json").write_text(json.dumps(alone))
     cases = [(name, scenario.name, sets, None) for name, sets in LAYOUTS.items()]
     cases += [
+        ("beside one gone wrong", scenario.name, (*TWO, *gone_wrong(ILL)), None),
         ("one sequence a round", f"{SMALLEST}.json", TWO, None),
         ("never stopped", f"{SOME}.json", AUTO, None),
         ("resumed", f"{SOME}.json", (*AUTO, "run.checkpoint_every_steps=2"), (SOME, 5)),
@@ -67,6 +75,12 @@ def test_a_replica_without_sequences_waits_for_the_others(
     run = runs / "one sequence a round"
     assert_equals_oracle(run, SMALLEST, oracle[SMALLEST], scenario.parent / "base")
     assert balance(run)["predicted_busy_share"] == 0.5
+
+
+def test_a_job_gone_wrong_harms_nobody(runs: Path, scenario: Path) -> None:
+    names = [job["name"] for job in JOBS]
+    ill, healthy = runs / "beside one gone wrong", runs / "depth 2"
+    assert_unharmed(ill, healthy, ILL, names, scenario.parent / "base")
 
 
 def test_the_summary_says_how_busy_the_replicas_were(runs: Path) -> None:
