@@ -93,7 +93,7 @@ def unpack_qkv_vjp(
     from tlora_megatron.ops.frozen.triton_rotary import launch_pack, launch_unpack
 
     mixed = mixed_TGMD.contiguous()
-    before = None if norms is None else mixed
+    before, sizes = None if norms is None else mixed, mixed.shape[1:]
 
     def vjp(*grads: torch.Tensor) -> torch.Tensor:
         dq, dk, dv = (grad.contiguous() for grad in grads)
@@ -101,7 +101,7 @@ def unpack_qkv_vjp(
             return launch_pack(dq, dk, dv, cos_TD, sin_TD, before, norms)
         from tlora_megatron.ops.frozen.coded import rotary as coded
 
-        if coded.fits(*mixed.shape[1:]):
+        if coded.fits(*sizes):  # not of `mixed`, which would live until then
             return coded.pack((dq, dk, dv), cos_TD, sin_TD, before, norms, column)
         return launch_pack(dq, dk, dv, cos_TD, sin_TD, before, norms).flatten(1)
 

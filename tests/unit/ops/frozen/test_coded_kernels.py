@@ -5,6 +5,8 @@ On a GPU they run as they are, elsewhere in the process of `test_interpreted_ker
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -132,3 +134,16 @@ def test_gradient_of_the_fused_projection(
     expected, found = plain_back(*grads).view(rows, -1), back(*grads)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert_codes(found, column, gradient=True)
+
+
+@RUNS
+@pytest.mark.parametrize("quantised", [False, True])
+def test_the_way_back_through_the_rotation_keeps_no_projection(quantised: bool) -> None:
+    mixed = draw(5, 2, 5, 16, dtype=torch.bfloat16)
+    angles = draw(5, 8, dtype=torch.float32).repeat(1, 2)
+    column = weight_of("channel", mixed[0].numel(), 24) if quantised else None
+    kept = weakref.ref(mixed)
+    _, back = qkv_rotary.unpack_qkv_vjp(mixed, angles.cos(), angles.sin(), None, column)
+    del mixed
+    assert kept() is None
+    del back
