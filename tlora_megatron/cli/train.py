@@ -43,9 +43,11 @@ _DECISIONS = (
     "tlora_megatron.integrations.megatron.nano_batches",
     "tlora_megatron.ops.kernel_build",
     "tlora_megatron.runtime.base_log",
+    "tlora_megatron.runtime.dispatch_rates",
     "tlora_megatron.runtime.lora_sharding",
     "tlora_megatron.runtime.own_replica",
     "tlora_megatron.runtime.recompute_choice",
+    "tlora_megatron.training.round_timing",
     "tlora_megatron.training.run.determinism",
 )
 """Loggers of what a run decides or makes itself; shown together with warnings."""
