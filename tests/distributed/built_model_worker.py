@@ -43,15 +43,15 @@ from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import MOE_SPEC, SPEC, build_user_gpt, build_user_hybrid
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron import recompute, staggered
-from tlora_megatron.integrations.megatron.built_model import freeze
-from tlora_megatron.integrations.megatron.discover import discover, record_stages
+from tlora_megatron.integrations.megatron.built.discover import discover, record_stages
+from tlora_megatron.integrations.megatron.built.model import freeze
+from tlora_megatron.integrations.megatron.built.own_compute import OwnCompute, use_own_compute
+from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.layer import plain_layer
 from tlora_megatron.integrations.megatron.layer.plain_layer import PlainLayer
 from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
-from tlora_megatron.integrations.megatron.own_compute import OwnCompute, use_own_compute
-from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import check_targets

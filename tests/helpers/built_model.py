@@ -20,8 +20,8 @@ from torch import Tensor
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import SPEC
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.integrations.megatron.built_head import Targets, use_targets
-from tlora_megatron.integrations.megatron.own_compute import OwnCompute
+from tlora_megatron.integrations.megatron.built.head import Targets, use_targets
+from tlora_megatron.integrations.megatron.built.own_compute import OwnCompute
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import whole_tensors

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from tests.helpers.te_models import LORAS, Subject
-from tlora_megatron.integrations.megatron.built_head import Targets, use_targets
+from tlora_megatron.integrations.megatron.built.head import Targets, use_targets
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import whole_tensors
 from tlora_megatron.layers.slab_layout import slab_layout

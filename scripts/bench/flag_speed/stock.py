@@ -34,8 +34,8 @@ from scripts.bench.flag_speed.cut import cut_by_job
 from scripts.bench.harness.clock import allocated
 from scripts.bench.harness.world import largest, say
 from tlora_megatron.config.job import JobSpec
-from tlora_megatron.integrations.megatron.built_model import language_models
-from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
+from tlora_megatron.integrations.megatron.built.model import language_models
+from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.layers.slab import initial_factor
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing.segments import use_micro_batch

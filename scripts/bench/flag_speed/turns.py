@@ -22,8 +22,8 @@ from scripts.bench.harness.clock import Marks, allocated, peak_bytes, wait_for_a
 from scripts.bench.harness.kernel_table import kernel_table
 from scripts.bench.harness.rows import gpu_name, versions
 from scripts.bench.harness.world import is_main, largest
-from tlora_megatron.integrations.megatron.built_head import BuiltHead
-from tlora_megatron.integrations.megatron.built_model import language_models
+from tlora_megatron.integrations.megatron.built.head import BuiltHead
+from tlora_megatron.integrations.megatron.built.model import language_models
 from tlora_megatron.integrations.megatron.layer.plain_layer import PlainLayer
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from tlora_megatron.integrations.megatron.built_model import language_models
+from tlora_megatron.integrations.megatron.built.model import language_models
 from tlora_megatron.integrations.megatron.layer.built_parts import built_norm
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import gives_product
 from tlora_megatron.integrations.megatron.layer.mixing import built_class

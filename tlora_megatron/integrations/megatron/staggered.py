@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from tlora_megatron.integrations.megatron.agreed_parts import norm_runs
+from tlora_megatron.integrations.megatron.built.agreed_parts import norm_runs
 from tlora_megatron.integrations.megatron.layer.built_parts import built_norm
 from tlora_megatron.integrations.megatron.layer.frozen_layer import FrozenTransformerLayer
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import FrozenSublayer, run_in_lane

@@ -12,14 +12,14 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from tlora_megatron.integrations.megatron.agreed_parts import AgreedParts
-from tlora_megatron.integrations.megatron.built_head import (
+from tlora_megatron.integrations.megatron.built.agreed_parts import AgreedParts
+from tlora_megatron.integrations.megatron.built.head import (
     BuiltHead,
     Targets,
     has_targets,
     use_targets,
 )
-from tlora_megatron.integrations.megatron.built_model import language_models
+from tlora_megatron.integrations.megatron.built.model import language_models
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.vocabulary_head import VocabularyShard, vocab_parallel_argmax
 from tlora_megatron.ops.routing.segments import use_micro_batch

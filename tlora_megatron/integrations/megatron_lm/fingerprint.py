@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from tlora_megatron.integrations.megatron.built_model import language_models
+from tlora_megatron.integrations.megatron.built.model import language_models
 from tlora_megatron.training.fingerprint.check import Precision
 
 _TRACKER = "latest_checkpointed_iteration.txt"

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from tlora_megatron import timeline
 from tlora_megatron.integrations.megatron import recompute
-from tlora_megatron.integrations.megatron.built_model import (
+from tlora_megatron.integrations.megatron.built.discover import discover, record_stages
+from tlora_megatron.integrations.megatron.built.model import (
     freeze,
     language_models,
     require_whole_weights,
 )
-from tlora_megatron.integrations.megatron.discover import discover, record_stages
+from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
+from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron.engine import current_groups
-from tlora_megatron.integrations.megatron.own_compute import use_own_compute
-from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron_lm.arguments import LaunchSettings
 from tlora_megatron.integrations.megatron_lm.engine import MegatronLmEngine, MicroBatchFeed
 from tlora_megatron.integrations.megatron_lm.fingerprint import (

@@ -17,17 +17,17 @@ from tests.helpers.one_process import one_process_groups
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import MOE_SPEC, SPEC, build_user_gpt
 from tlora_megatron.config.job import SHARED_EXPERT_TARGETS, LoraSpec
-from tlora_megatron.integrations.megatron.built_model import (
+from tlora_megatron.integrations.megatron.built.discover import discover, record_stages
+from tlora_megatron.integrations.megatron.built.model import (
     freeze,
     language_models,
     require_whole_weights,
 )
-from tlora_megatron.integrations.megatron.discover import discover, record_stages
-from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
-from tlora_megatron.integrations.megatron.packed_attention import (
+from tlora_megatron.integrations.megatron.built.packed_attention import (
     DocumentRotaryEmbedding,
     install_packed_attention,
 )
+from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
 from tlora_megatron.layers.sites import LINEAR_TARGETS, check_targets, stage_sites
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups

@@ -25,9 +25,16 @@ from tests.helpers.built_model import (
 from tests.helpers.one_process import one_process_groups
 from tests.helpers.user_models import SPEC, build_user_gpt
 from tlora_megatron.integrations.megatron import nano_batches, recompute
-from tlora_megatron.integrations.megatron.built_head import Targets, use_targets
-from tlora_megatron.integrations.megatron.built_model import freeze
-from tlora_megatron.integrations.megatron.discover import discover
+from tlora_megatron.integrations.megatron.built.discover import discover
+from tlora_megatron.integrations.megatron.built.head import Targets, use_targets
+from tlora_megatron.integrations.megatron.built.model import freeze
+from tlora_megatron.integrations.megatron.built.own_compute import (
+    OwnCompute,
+    _agreed_choice,
+    _spans,
+    use_own_compute,
+)
+from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron.layer import (
     frozen_sublayer,
     module_hooks,
@@ -41,13 +48,6 @@ from tlora_megatron.integrations.megatron.layer.built_parts import (
 )
 from tlora_megatron.integrations.megatron.layer.mixing import built_class
 from tlora_megatron.integrations.megatron.layer.module_hooks import foreign_hook
-from tlora_megatron.integrations.megatron.own_compute import (
-    OwnCompute,
-    _agreed_choice,
-    _spans,
-    use_own_compute,
-)
-from tlora_megatron.integrations.megatron.packed_attention import install_packed_attention
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.ops.routing.segments import use_micro_batch

@@ -19,9 +19,10 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 )
 from torch import nn
 
-from tlora_megatron.integrations.megatron.agreed_parts import AgreedParts
-from tlora_megatron.integrations.megatron.built_head import BuiltHead, why_not_head
-from tlora_megatron.integrations.megatron.built_model import language_models
+from tlora_megatron.integrations.megatron.built.agreed_parts import AgreedParts
+from tlora_megatron.integrations.megatron.built.head import BuiltHead, why_not_head
+from tlora_megatron.integrations.megatron.built.model import language_models
+from tlora_megatron.integrations.megatron.built.packed_attention import DocumentRotaryEmbedding
 from tlora_megatron.integrations.megatron.layer.built_parts import BuiltRotary
 from tlora_megatron.integrations.megatron.layer.conditions import FP8, LAYER, why_not_config
 from tlora_megatron.integrations.megatron.layer.halves import (
@@ -32,7 +33,6 @@ from tlora_megatron.integrations.megatron.layer.halves import (
 )
 from tlora_megatron.integrations.megatron.layer.mixing import built_class
 from tlora_megatron.integrations.megatron.layer.plain_layer import LateReasons, make_plain
-from tlora_megatron.integrations.megatron.packed_attention import DocumentRotaryEmbedding
 from tlora_megatron.layers.attach import make_multi_adapter
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.transformer_engine.fp8 import why_not_fp8

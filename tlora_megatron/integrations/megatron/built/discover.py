@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from tlora_megatron.integrations.megatron.built_model import language_models
+from tlora_megatron.integrations.megatron.built.model import language_models
 from tlora_megatron.layers.sites import ALL_LINEARS, Site, make_site
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.integrations.megatron.built_head import BuiltHead
+from tlora_megatron.integrations.megatron.built.head import BuiltHead
 from tlora_megatron.integrations.megatron.layer.halves import HALVES, Half
 from tlora_megatron.integrations.megatron.layer.module_hooks import does_more
 from tlora_megatron.integrations.megatron.layer.plain_layer import PlainLayer
