@@ -121,7 +121,7 @@ def test_a_fingerprint_names_trainer_and_codes() -> None:
         run=RunSpec(output_dir="out"),
         jobs=(),
     )
-    groups: Any = SimpleNamespace(layout=ParallelLayout(), device=CPU)
+    groups: Any = SimpleNamespace(layout=ParallelLayout(), device=CPU, deployment=None)
     engines: tuple[Any, ...] = (Ours(), Theirs())
     ours, theirs = (run_fingerprint(config, groups, torch.bfloat16, x) for x in engines)
     assert ours == theirs | {"engine": "Ours"}
