@@ -61,13 +61,13 @@ class Mode(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a mode took."""
+    """A mode's times and memory."""
 
     mode: Mode
     step_s: float
     predicted_s: float
     losses: dict[str, float]
-    """Of each job's timed step."""
+    """Each job's timed step."""
 
 
 @dataclass(frozen=True, kw_only=True)

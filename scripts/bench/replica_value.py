@@ -1,4 +1,4 @@
-"""What unlike replicas are worth in prediction, beside alike ones and beside LobRA's planner.
+"""The predicted worth of unlike replicas, beside alike ones and beside LobRA's planner.
 
     python -m scripts.bench.replica_value --csv scripts/bench/results/replica_value.csv
 

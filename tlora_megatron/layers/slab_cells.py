@@ -35,18 +35,18 @@ class _Piece(NamedTuple):
     key: tuple[str, str, int]
     """Target, factor and run: those of equal keys recur over the layers."""
     begin: int
-    """Of its first element in the slab."""
+    """The place of its first element in the slab."""
     row_size: int
     """Elements from one row to the next in the slab."""
     packed_begin: int
-    """Of its first element in the packed buffer."""
+    """The place of its first element in the packed buffer."""
     packed_row_size: int
     num_rows: int
     num_columns: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What pieces that are one strided view have alike."""
+        """The key that pieces of one strided view share."""
         return self.row_size, self.packed_row_size, self.num_rows, self.num_columns
 
     @property
@@ -111,9 +111,9 @@ class SlabCells:
         for factor in layout.factors:
             self._check(factor)
         self.parts = tuple(self._part(cell.has_layer, [cell.atom]) for cell, _ in cells.held)
-        """Of each cell that this process holds."""
+        """One for each cell that this process holds."""
         self.replicated: tuple[PackedPart, ...] = ()
-        """Of each tensor-parallel rank its atoms of the replicated factors."""
+        """For each tensor-parallel rank its atoms of the replicated factors."""
         if layout.replicated_numel:
             own = len(cells.own_atoms)
             self.replicated = tuple(

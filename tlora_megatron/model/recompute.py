@@ -1,4 +1,4 @@
-"""How much of a micro-batch backward computes again, and the choice of it by rows."""
+"""Recompute: the part of a micro-batch that backward computes again, and its choice by rows."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class HeldCell(NamedTuple):
 
 
 class ReplicaCells(NamedTuple):
-    """What one process needs to sum gradients over unlike replicas."""
+    """The groups and places by which one process sums gradients over unlike replicas."""
 
     atoms: int
     tp_size: int

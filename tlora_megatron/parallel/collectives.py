@@ -14,7 +14,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Waitable(Protocol):
-    """What `torch.distributed` returns for one collective, or for several together."""
+    """A handle that `torch.distributed` returns for one collective, or for several together."""
 
     def wait(self) -> object:
         """Makes the current stream wait; on a CPU, the host."""

@@ -89,10 +89,10 @@ def write_deployment(
 
 
 def _nano_batches(config: RunConfig, best: RankedDeployment) -> int | Literal["auto"]:
-    """What the configuration asks for; 1 where replicas differ in TP size."""
+    """The value of the configuration; 1 where replicas differ in TP size."""
     return config.run.nano_batches if best.deployment.tp_is_alike else 1
 
 
 def _round_depth(config: RunConfig) -> Literal[1, 2, 4, "auto"]:
-    """What the configuration asks for; auto where it leaves the default, as was planned."""
+    """The value of the configuration; auto where it leaves the default, as was planned."""
     return "auto" if config.run.round_depth == 1 else config.run.round_depth

@@ -21,18 +21,18 @@ RoundDepth = int | Literal["auto"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundTiming:
-    """What a run shares its rounds out by."""
+    """The speeds by which a run shares out its rounds."""
 
     rates: tuple[ReplicaRate, ...]
     """Predicted speed of each data-parallel replica."""
     stages: tuple[int, ...]
     """Pipeline stages of each replica."""
     depth: RoundDepth = 1
-    """As `run.round_depth`."""
+    """The value of `run.round_depth`."""
     is_unlike: bool = False
     """Replicas have unlike layouts: then rounds of depth 1 are shared out by time, too."""
     source: str = ""
-    """Where the speeds come from, for the log."""
+    """The source of the speeds, for the log."""
     in_seconds: bool = True
     """The speeds are of this machine; else only their ratios mean anything."""
 

@@ -97,9 +97,9 @@ class SuperModel(Generic[EngineT]):
         self.timing = timing
         self.correction = correction
         self.busy = BusyShare()
-        """How busy the replicas were in the rounds so far, by prediction."""
+        """The share of the rounds so far in which replicas were busy, by prediction."""
         self.rule: RoundRule | None = None
-        """How the rounds of the present jobs are shared out; None = tokens are balanced."""
+        """The rule by which the present jobs' rounds are shared out; None = by tokens."""
         self._cut_for = cut_for
         self._ahead: tuple[object, FilledRound] | None = None
         """The next round, and the jobs and queues for which it was filled."""

@@ -26,7 +26,7 @@ Fill = Callable[[Sequence[list[Item]], int], tuple[Round, list[list[Item]]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What the rounds of a mix come to."""
+    """The time of all rounds of a mix."""
 
     step_s: float
     """Seconds in which the replicas do the work of one global batch of every job."""

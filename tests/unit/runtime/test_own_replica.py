@@ -1,4 +1,4 @@
-"""What a configuration makes of one process among unlike replicas."""
+"""One process's own configuration among unlike replicas."""
 
 from __future__ import annotations
 

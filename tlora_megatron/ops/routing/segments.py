@@ -92,7 +92,7 @@ class MicroBatchView:
     exactness: Exactness | None = None
     """Asks all ops for bits that depend on a row's own document and portion; None = on nothing."""
     recompute: Recompute | None = None
-    """How much of it backward computes again; None = as its layers were built to."""
+    """The part of it that backward computes again; None = as its layers were built to."""
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def under(self, recompute: Recompute) -> MicroBatchView:

@@ -44,7 +44,7 @@ class RankedDeployment:
     gap: float
     """Share by which `fluid_s` exceeds the bound of all deployments."""
     sampled: Sampled | None
-    """What the dispatcher makes of drawn rounds; None where single sequences do not matter."""
+    """The dispatcher's result for drawn rounds; None where single sequences do not matter."""
 
     @property
     def is_alike(self) -> bool:

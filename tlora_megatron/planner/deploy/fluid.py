@@ -37,7 +37,7 @@ class Division(NamedTuple):
     makespan_s: float
     """Time of the kind that ends last."""
     prices: Prices
-    """Of the best bound that was found."""
+    """Those of the best bound that was found."""
     shares: tuple[tuple[float, ...], ...]
     """Share of each class that each kind has."""
 

@@ -23,7 +23,7 @@ _PICO = 1e-12
 
 
 class Sampled(NamedTuple):
-    """What some rounds came to."""
+    """The outcome of some rounds."""
 
     busy_share: float
     """Share of all GPUs' time in which they compute, instead of waiting for the slowest replica."""
@@ -35,7 +35,7 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicas:
-    """How many replicas there are of each kind."""
+    """The number of replicas of each kind."""
 
     kinds: tuple[Kind, ...]
     counts: tuple[int, ...]

@@ -26,7 +26,7 @@ from tlora_megatron.training.packing.packing import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundRule:
-    """How deep rounds are, and the speeds by which they are shared out."""
+    """The depth of rounds, and the speeds by which they are shared out."""
 
     rates: tuple[ReplicaRate, ...]
     """Predicted speed of each data-parallel replica."""

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _SMALL_DATA_S = 0.3
 """So long a run of one process waits at once: a mistake in small data shows before the imports."""
 _BUDGETS = ("run.micro_batch_tokens", "micro_batch_tokens of some replica")
-"""What bounds a sequence, of alike replicas and of unlike ones."""
+"""The longest sequence that alike replicas, or unlike ones, can train."""
 _Outcomes = list[PreparedJob | ValueError]
 
 

@@ -33,7 +33,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def skip_fp32_on_gpus(dtype: torch.dtype) -> None:
-    """Of fp32 results, whose last bit no rounding hides."""
+    """Bits of fp32 results are compared in the interpreter only: no rounding hides the last one."""
     if dtype == torch.float32 and not INTERPRETED:
         pytest.skip("on a GPU the compiler fuses fp32 multiply-adds of the two kernels differently")
 
