@@ -12,6 +12,8 @@ from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.workload import JobLoad
 
+RoundDepth = Literal[1, 2, 4]
+DEPTHS: tuple[RoundDepth, ...] = get_args(RoundDepth)
 Runner = Literal["train", "megatron", "deepspeed"]
 """The programs that run a plan: `tlora train`, a Megatron-LM script, or DeepSpeed."""
 SHARDINGS: tuple[LoraSharding, ...] = get_args(LoraSharding)
@@ -36,6 +38,8 @@ class Plan:
     """The number predicted to be fastest; a run with `nano_batches: auto` decides itself."""
     lora_sharding: LoraSharding = "fold"
     """LoRA sharding of standard adapters."""
+    round_depth: RoundDepth = 1
+    """Micro-batches of a replica in a round; more than 1 are shared out by predicted time."""
 
     @property
     def num_gpus(self) -> int:
@@ -58,12 +62,14 @@ class Plan:
     def runs_in(self) -> tuple[Runner, ...]:
         """The programs that can run the plan.
 
-        Only Megatron-LM's scripts have virtual stages. DeepSpeed's engine has tensor and data
-        parallelism only, without sequence parallelism and nano-batches; it shards by fold and
-        recomputes everything or nothing.
+        Only Megatron-LM's scripts have virtual stages, and only `tlora train` deep rounds.
+        DeepSpeed's engine has tensor and data parallelism only, without sequence parallelism and
+        nano-batches; it shards by fold and recomputes everything or nothing.
         """
         if self.vpp_size > 1:
             return ("megatron",)
+        if self.round_depth > 1:
+            return ("train",)
         plain = self.pp_size == self.cp_size == self.num_nano_batches == 1
         plain = plain and self.lora_sharding == "fold"
         if plain and not self.sequence_parallel and self.recompute != "selective":
@@ -82,6 +88,8 @@ class Plan:
             parts.append(self.lora_sharding)
         if self.num_nano_batches > 1:
             parts.append(f"{self.num_nano_batches} nano-batches")
+        if self.round_depth > 1:
+            parts.append(f"rounds of {self.round_depth}")
         return ", ".join([*parts, f"recompute {self.recompute}"])
 
 

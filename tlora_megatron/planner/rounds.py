@@ -11,8 +11,10 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
+from tlora_megatron.planner.replica_spread import Part, ReplicaSpread, spread_of
 from tlora_megatron.planner.workload import JobLoad
 
 _MOST_SEQUENCES = 512
@@ -23,6 +25,8 @@ LOOKED_AT = 4096
 and with a quarter of this number within 4 %."""
 _FEWEST_ROUNDS, _MOST_ROUNDS = 8, 512
 _FLUID_ROUNDS = 32
+_SAMPLED_ROUNDS = 24
+"""Rounds to pack where a fluid has no single replicas."""
 _SIZES = 8
 """Number of groups into which rounds are divided by their rows."""
 _FLUID_FILL = 0.97
@@ -49,6 +53,8 @@ class RoundLoad:
     sizes: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     """Pairs of a share of the micro-batches and their rows relative to `rows`. If batches wait for
     room, some rounds hold little more than the rest of one batch."""
+    spread: ReplicaSpread | None = None
+    """How unlike the replicas' parts are; None = all are alike."""
 
     @property
     def tokens(self) -> float:
@@ -67,11 +73,13 @@ class ExpectedRounds:
     steps: tuple[float, ...]
     drawn: float = 1.0
     """Rows of the packed rounds relative to the expected rows of as many sequences."""
+    bins: tuple[tuple[Part, ...], ...] = field(default=(), compare=False, repr=False)
+    """By round, rows and squares of all micro-batches; `m * dp_size + d` is one of replica d."""
 
     def load(self, row_multiple: int) -> RoundLoad:
         """The mean round with rows padded to a multiple."""
         count = sum(count for count, _ in self.fullest)
-        rows = sum(count * _round_up(rows, row_multiple) for count, rows in self.fullest)
+        rows = sum(count * round_up(rows, row_multiple) for count, rows in self.fullest)
         return RoundLoad(
             micro_batches=count / len(self.fullest),
             rows=rows / count / self.drawn,
@@ -81,11 +89,28 @@ class ExpectedRounds:
             sizes=self._sizes(row_multiple, rows / count),
         )
 
+    def spread(self, dp_size: int) -> ReplicaSpread | None:
+        """How unlike the parts of so many replicas are."""
+        if dp_size == 1 or not self.bins:
+            return None
+        depth = len(self.bins[0]) // dp_size
+        if depth == 1:
+            return spread_of(self.bins)
+        parts = (
+            [
+                (sum(n for n, _ in own), sum(q for _, q in own))
+                for own in (bins[d::dp_size] for d in range(dp_size))
+            ]
+            for bins in self.bins
+        )
+        same = sum(count * rows for count, rows in self.fullest) / len(self.fullest)
+        return spread_of(parts, is_padded=same)
+
     def _sizes(self, row_multiple: int, mean: float) -> tuple[tuple[float, float], ...]:
         """Divides rounds into groups of about equal size, the smallest rounds first."""
         if len(set(self.fullest)) == 1:
             return ((1.0, 1.0),)
-        ordered = sorted((_round_up(rows, row_multiple), count) for count, rows in self.fullest)
+        ordered = sorted((round_up(rows, row_multiple), count) for count, rows in self.fullest)
         total = sum(count for _, count in ordered)
         bounds = [len(ordered) * i // _SIZES for i in range(_SIZES + 1)]
         groups = (ordered[begin:end] for begin, end in itertools.pairwise(bounds))
@@ -111,6 +136,8 @@ class RoundModel:
         self._whole: dict[int, ExpectedRounds] = {}
         """Expected rounds of whole batches with room for all, by number of bins."""
         self._loads: dict[tuple[int, int, int, int], RoundLoad] = {}
+        self._own: dict[tuple[int, int, int], ReplicaSpread | None] = {}
+        self._sampled: dict[tuple[int, int, int], ReplicaSpread | None] = {}
 
     def expected(self, *, micro_batch_tokens: int, dp_size: int, pp_size: int) -> ExpectedRounds:
         """The expected rounds for a layout and its budget."""
@@ -128,8 +155,33 @@ class RoundModel:
             expected = self.expected(
                 micro_batch_tokens=micro_batch_tokens, dp_size=dp_size, pp_size=pp_size
             )
-            self._loads[key] = expected.load(row_multiple)
+            spread = self._spread(expected, micro_batch_tokens, dp_size, pp_size)
+            self._loads[key] = replace(expected.load(row_multiple), spread=spread)
         return self._loads[key]
+
+    def _spread(
+        self, expected: ExpectedRounds, capacity: int, dp_size: int, pp_size: int
+    ) -> ReplicaSpread | None:
+        """How unlike replicas' parts are; of large rounds, by packing some with fewer replicas."""
+        if expected.bins or dp_size == 1:
+            own = (capacity, dp_size, pp_size)
+            if own not in self._own:
+                self._own[own] = expected.spread(dp_size)
+            return self._own[own]
+        batches = sum(job.batch_size for job in self._jobs)
+        mean = sum(job.batch_tokens for job in self._jobs) / batches
+        stages = min(pp_size, 2)  # longer pipelines have more micro-batches to even out
+        room = capacity * dp_size * (4 * stages if stages > 1 else 1)
+        share = min(1.0, 2 * _MOST_SEQUENCES / min(batches, room / mean))
+        key = (capacity, max(2, round(dp_size * share)), stages)
+        if key not in self._sampled:
+            packed = _packed(_Packer(self._jobs, *key), _SAMPLED_ROUNDS)
+            self._sampled[key] = packed.spread(key[1])
+        found = self._sampled[key]
+        if found is None:
+            return None
+        fullest = sum(count * rows for count, rows in expected.fullest) / len(expected.fullest)
+        return replace(found, charged=found.rows * fullest * dp_size / sum(expected.job_tokens))
 
     def _expect(self, capacity: int, dp_size: int, pp_size: int) -> ExpectedRounds:
         jobs, bins = self._jobs, dp_size * pp_size
@@ -189,6 +241,9 @@ class _Packer:
         self._waited = False
         """True if a batch had to be continued in the next round."""
         self._fullest: list[tuple[int, float]] = []
+        self._bins: list[tuple[Part, ...]] = []
+        self._squares: list[float] = []
+        """Of the micro-batches of the round that is being filled."""
         self._tokens = [0] * len(jobs)
         self._sequences = [0] * len(jobs)
 
@@ -198,11 +253,15 @@ class _Packer:
         total = sum(map(sum, self._left))
         count = num_micro_batches(total, self._capacity, self._dp_size, self._pp_size)
         bins = [(0, index) for index in range(count * self._dp_size)]
+        self._squares = [0.0] * len(bins)
         slots = len(self._jobs)
         open_slots = [(first_slot + turn) % slots for turn in range(slots)]
         while open_slots:
             open_slots = [slot for slot in open_slots if self._place(slot, bins)]
         self._fullest.append((count, max(load for load, _ in bins)))
+        if self._dp_size > 1:
+            rows = (load for load, _ in sorted(bins, key=itemgetter(1)))
+            self._bins.append(tuple(zip(rows, self._squares, strict=True)))
         self._waited = self._waited or any(self._left)
 
     def _refill(self) -> None:
@@ -219,6 +278,7 @@ class _Packer:
             return False
         length = left.pop()
         heapq.heapreplace(bins, (load + length, index))
+        self._squares[index] += length * length
         self._tokens[slot] += length
         self._sequences[slot] += 1
         return bool(left)
@@ -238,7 +298,9 @@ class _Packer:
             drawn, tokens = sum(tokens) / sum(expected), expected
         # Not counted: a large batch may take more rounds than were looked at.
         steps = tuple(n / job.batch_size for n, job in zip(sequences, self._jobs, strict=True))
-        return ExpectedRounds(tuple(self._fullest), tokens, sequences, steps, drawn)
+        return ExpectedRounds(
+            tuple(self._fullest), tokens, sequences, steps, drawn, tuple(self._bins)
+        )
 
 
 def _fluid_rounds(
@@ -288,5 +350,6 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 
-def _round_up(rows: float, multiple: int) -> int:
+def round_up(rows: float, multiple: int) -> int:
+    """Rows of a micro-batch with its padding."""
     return max(1, math.ceil(rows / multiple)) * multiple

@@ -11,6 +11,7 @@ from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.recompute import RECOMPUTES, Recompute
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import (
+    DEPTHS,
     Plan,
     Runner,
     chunk_multiple,
@@ -28,6 +29,11 @@ from tlora_megatron.planner.workload import JobLoad, check_jobs
 
 BUDGETS = (1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152, 65536)
 """Micro-batch budgets to try, in tokens."""
+
+_DEEPENED = 4
+"""Layouts for which deeper rounds are looked for, the fastest ones."""
+_BUSY_ENOUGH, _WORTH = 0.97, 1.05
+"""Busy share beyond which rounds are deep enough, and the gain that is worth any loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,12 +131,40 @@ def search(
             plan = model.fastest_split(plan)
         found.append(RankedPlan(plan, model.step_cost(plan), memory))
     found.sort(key=_place)
+    if space.runs_in in (None, "train"):
+        found = sorted([*found, *_deeper(model, found)], key=_place)
     dropped = drops.result()
     if not found and not dropped:
         fixed = {name: value for name, value in asdict(space).items() if value is not None}
         raise ValueError(f"what is fixed must allow some plan on {num_gpus} GPUs, got {fixed}")
     remedies = () if found else tuple(_remedies(spec, jobs, hardware, num_gpus, space))
     return SearchResult(tuple(found), dropped, remedies)
+
+
+def _deeper(model: CostModel, found: Sequence[RankedPlan]) -> Iterator[RankedPlan]:
+    """Looks for deeper rounds for the best plans of the first layouts, where replicas wait.
+
+    Jobs with small batches pay for depth: all jobs together must gain `_WORTH`, or none lose it.
+    """
+    layouts: dict[object, RankedPlan] = {}
+    for ranked in found:
+        layouts.setdefault(ranked.plan.layout, ranked)
+    for ranked in list(layouts.values())[:_DEEPENED]:
+        plan, before = ranked.plan, ranked.cost
+        if plan.dp_size == 1 or plan.pp_size > 1:
+            continue
+        for depth in DEPTHS[1:]:
+            if before.busy_share >= _BUSY_ENOUGH:
+                break
+            deeper = replace(plan, round_depth=depth)
+            cost = model.step_cost(deeper)
+            gain = cost.tokens_per_s / before.tokens_per_s
+            rates = zip(cost.job_tokens_per_s, before.job_tokens_per_s, strict=True)
+            loses = min(after / own for after, own in rates) < 1 / _WORTH
+            if gain <= 1 or (gain < _WORTH and loses):
+                break
+            yield RankedPlan(deeper, cost, ranked.memory)
+            before = cost
 
 
 def _place(ranked: RankedPlan) -> tuple[float, ...]:

@@ -98,7 +98,12 @@ class LengthHistogram:
     @property
     def variance(self) -> float:
         """Variance of the length of one sequence."""
-        return sum(length**2 * share for length, share in self.pairs) - self.mean**2
+        return self.squares - self.mean**2
+
+    @property
+    def squares(self) -> float:
+        """Mean squared length."""
+        return sum(length**2 * share for length, share in self.pairs)
 
     @property
     def longest(self) -> int:

@@ -79,6 +79,7 @@ def apply_plan(config: RunConfig, plan: Plan) -> RunConfig:
         micro_batch_tokens=plan.micro_batch_tokens,
         recompute=plan.recompute,
         nano_batches=_nano_batches(config, plan),
+        round_depth=_round_depth(config, plan),
     )
     return settle_deterministic(replace(config, parallel=parallel, run=run))
 
@@ -107,7 +108,13 @@ def overrides_of(config: RunConfig, plan: Plan) -> list[str]:
         f"run.micro_batch_tokens={plan.micro_batch_tokens}",
         f"run.recompute={plan.recompute}",
         f"run.nano_batches={_nano_batches(config, plan)}",
+        f"run.round_depth={_round_depth(config, plan)}",
     ]
+
+
+def _round_depth(config: RunConfig, plan: Plan) -> Literal[1, 2, 4, "auto"]:
+    """The plan's depth of rounds; what the configuration asks for where the plan has none."""
+    return plan.round_depth if plan.round_depth > 1 else config.run.round_depth
 
 
 def write_plan(

@@ -18,6 +18,7 @@ from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.cost.cost_model import CostModel, step_cost
 from tlora_megatron.planner.cost.memory import MemoryModel, memory_use
+from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile, Link, load_profile
 from tlora_megatron.planner.lora_choice import handicap
@@ -81,9 +82,15 @@ def test_plans_of_a_deterministic_run_are_those_that_it_does_not_refuse(
     asked: LoraSharding | None,
 ) -> None:
     free = SearchSpace(vpp_size=1, lora_sharding=asked)
-    plans = [p.plan for p in search(SPEC, jobs(4), HARDWARE, 8, free).plans]
     space = replace(free, deterministic=True)
-    kept = [p.plan for p in search(SPEC, jobs(4), HARDWARE, 8, space).plans]
+    plans, kept = (
+        [
+            p.plan
+            for p in search(SPEC, jobs(4), HARDWARE, 8, within).plans
+            if p.plan.round_depth == 1
+        ]
+        for within in (free, space)
+    )
     assert kept == [plan for plan in plans if is_taken(plan)]
     assert 0 < len(kept) < len(plans)
 
@@ -302,8 +309,14 @@ def test_a_faster_link_never_slows_a_plan(
     slow = _with_links(HARDWARE, 1e8, 1e-4)
     fast = _with_links(HARDWARE, 1e8 * faster, 1e-4 * latency)
     space = SearchSpace(recompute="none", micro_batch_tokens=1024)
-    before = {p.plan: p.cost for p in search(SPEC, _drawn(mix), slow, num_gpus, space).plans}
-    after = {p.plan: p.cost for p in search(SPEC, _drawn(mix), fast, num_gpus, space).plans}
+    before, after = (
+        {
+            found.plan: found.cost
+            for found in search(SPEC, _drawn(mix), machine, num_gpus, space).plans
+            if found.plan.round_depth == 1  # only those of the first layouts are looked at deeper
+        }
+        for machine in (slow, fast)
+    )
     assert before.keys() == after.keys()
     for plan, cost in before.items():
         assert after[plan].step_time_s <= cost.step_time_s * (1 + 1e-12)
@@ -390,3 +403,24 @@ class TestGroupModel:
             model.estimate(jobs(1), 0)
         with pytest.raises(ValueError, match="num_gpus must be at most 8"):
             model.estimate(jobs(1), 16)
+
+
+LOBRA_LIKE = LengthHistogram.from_counts([(200, 60), (500, 25), (1500, 10), (4000, 5), (16000, 1)])
+
+
+def test_deeper_rounds_are_proposed_where_replicas_wait(repo: Path) -> None:
+    spec = read_model_spec(repo / "configs/models/llama-3.1-8b.json")
+    hardware = load_profile(repo / "configs/hardware/h200.json")
+    mix = [job(f"job{i}", batch_size=64, lengths=LOBRA_LIKE) for i in range(12)]
+    space = SearchSpace(runs_in="train", tp_size=1, pp_size=1, cp_size=1, micro_batch_tokens=16384)
+    first = search(spec, mix, hardware, 8, space).best
+    assert first is not None
+    assert first.plan.round_depth > 1
+    assert first.plan.runs_in == ("train",)
+    assert "rounds of" in first.plan.label
+    shallow = CostModel(spec, mix, Rates(hardware)).step_cost(replace(first.plan, round_depth=1))
+    assert first.cost.busy_share > 0.95 > shallow.busy_share
+    assert first.cost.tokens_per_s > 1.05 * shallow.tokens_per_s
+    assert first.cost.replica_wait_s < shallow.replica_wait_s
+    deepspeed = search(spec, mix, hardware, 8, replace(space, runs_in="deepspeed")).plans
+    assert {ranked.plan.round_depth for ranked in deepspeed} == {1}

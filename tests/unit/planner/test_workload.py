@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 
 from tests.helpers.planner_case import job
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
+from tlora_megatron.model.replica_rate import ReplicaRate
 from tlora_megatron.planner import rounds
+from tlora_megatron.planner.replica_spread import Part, spread_of
 from tlora_megatron.planner.rounds import ExpectedRounds, RoundModel, num_micro_batches
+from tlora_megatron.planner.timed_rounds import timed_load
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs
 from tlora_megatron.training.data.job_data import TokenSequence
 from tlora_megatron.training.packing.packing import (
@@ -24,6 +27,7 @@ from tlora_megatron.training.packing.packing import (
     fill_bins,
     round_up,
 )
+from tlora_megatron.training.packing.timed_rounds import RoundRule, fill_by_time, round_ends_ps
 
 
 def test_a_histogram_from_lengths_keeps_mean_and_longest() -> None:
@@ -257,22 +261,24 @@ def test_rounds_hold_what_the_real_packer_puts_into_them(
     model = RoundModel(jobs, looked_at=256)  # 24 rounds where batches wait, not hundreds
     expected = model.expected(micro_batch_tokens=512, dp_size=dp_size, pp_size=pp_size)
     num_rounds = len(expected.fullest)
-    tokens, fullest = _packed(jobs, 512, dp_size, pp_size, num_rounds)
+    tokens, fullest, bins = _packed(jobs, 512, dp_size, pp_size, num_rounds)
     assert [count for count, _ in expected.fullest] == [count for count, _ in fullest]
     assert [rows for _, rows in expected.fullest] == [rows for _, rows in fullest]
     assert expected.drawn * sum(expected.job_tokens) == pytest.approx(tokens / num_rounds)
     load = expected.load(128)
+    assert expected.bins == (bins if dp_size > 1 else ())
     padded = sum(n * round_up(r, 128) for n, r in fullest)
     assert load.rows * load.micro_batches * num_rounds * expected.drawn == pytest.approx(padded)
 
 
 def _packed(
     jobs: list[JobLoad], capacity: int, dp_size: int, pp_size: int, num_rounds: int
-) -> tuple[int, list[tuple[int, int]]]:
-    """Rows of all rounds, and of each the micro-batches and the rows of the fullest one."""
+) -> tuple[int, list[tuple[int, int]], tuple[tuple[Part, ...], ...]]:
+    """Rows of all rounds; of each the micro-batches and the rows of the fullest one; and of each
+    micro-batch rows and squares, in order of number and then of replica."""
     streams = [j.lengths.shuffled(slot, j.batch_size) for slot, j in enumerate(jobs)]
     queues: list[list] = [[] for _ in jobs]
-    tokens, fullest = 0, []
+    tokens, fullest, bins = 0, [], []
     for index in range(num_rounds):
         for slot, load in enumerate(jobs):
             if not queues[slot]:
@@ -284,13 +290,60 @@ def _packed(
         loads = [sum(p.item.length for p in content) for content in filled.micro_batches]
         tokens += sum(loads)
         fullest.append((len(filled.replicas[0]), max(loads)))
-    return tokens, fullest
+        bins.append(
+            tuple(
+                (sum(p.item.length for p in own), sum(p.item.length**2 for p in own))
+                for numbered in zip(*filled.replicas, strict=True)
+                for own in numbered
+            )
+        )
+    return tokens, fullest, tuple(bins)
 
 
 def _sequence(rows: int) -> TokenSequence:
     is_target = np.ones(rows + 1, dtype=bool)
     is_target[0] = False
     return TokenSequence(np.zeros(rows + 1, dtype=np.int32), is_target)
+
+
+def test_deep_rounds_are_those_of_the_dispatcher() -> None:
+    lengths = LengthHistogram.from_counts([(100, 30), (400, 10), (1000, 4), (4000, 1)])
+    jobs = [job(f"job{i}", batch_size=12 + 8 * i, lengths=lengths) for i in range(4)]
+    load = timed_load(
+        jobs, micro_batch_tokens=4096, dp_size=4, depth=2, curvature=2e-4, row_multiple=128
+    )
+    rates = tuple(ReplicaRate(token_ps=5000, square_ps=1, longest=4096) for _ in range(4))
+    rule = RoundRule(rates=rates, depth=2, stages=(1,) * 4)
+    streams = [j.lengths.shuffled(slot, j.batch_size) for slot, j in enumerate(jobs)]
+    queues: list[list] = [[] for _ in jobs]
+    tokens = micro_batches = 0
+    busy = whole = 0.0
+    for index in range(200):
+        for slot, own in enumerate(jobs):
+            if not queues[slot]:
+                drawn = itertools.islice(streams[slot], own.batch_size)
+                queues[slot] = batch_items([_sequence(n) for n in drawn])
+        filled, queues = fill_by_time(queues, rule, first_slot=index)
+        ends = round_ends_ps(filled, rates)
+        tokens += filled.num_tokens
+        micro_batches += sum(map(len, filled.replicas))
+        busy, whole = busy + sum(ends), whole + 4 * max(ends)
+    assert load.tokens == pytest.approx(tokens / 200, rel=0.03)
+    assert load.micro_batches == pytest.approx(micro_batches / 200 / 4, rel=0.03)
+    assert load.spread is not None
+    assert load.spread.busy_share(2e-4) == pytest.approx(busy / whole, rel=0.03)
+
+
+def test_the_slowest_replica_of_a_round_is_found_for_any_curvature() -> None:
+    rounds_ = [[(10.0, 10.0), (8.0, 40.0), (7.0, 30.0)], [(6.0, 6.0), (6.0, 6.0), (9.0, 8.0)]]
+    spread = spread_of(rounds_)
+    assert spread.slowest == (((10.0, 10.0), (8.0, 40.0)), ((9.0, 8.0),))
+    for curvature in (0.0, 0.05, 1.0):
+        slowest = [max(n + curvature * q for n, q in parts) for parts in rounds_]
+        assert spread.slowest_rows(curvature) == pytest.approx(sum(slowest) / 2)
+        work = sum(n + curvature * q for parts in rounds_ for n, q in parts) / 6
+        assert spread.busy_share(curvature) == pytest.approx(work / sum(slowest) * 2)
+    assert spread.charged == 9.5
 
 
 def test_large_rounds_are_shared_fairly() -> None:

@@ -93,6 +93,9 @@ def _print_plans(
     is_cut = any(ranked.plan.num_nano_batches > 1 for _, ranked in plans)
     if is_cut:
         table.add_column("nano", justify="right", no_wrap=True)
+    waits = any(ranked.plan.dp_size > 1 for _, ranked in plans)
+    for name in ("depth", "busy") if waits else ():
+        table.add_column(name, justify="right", no_wrap=True)
     for name in ("round ms", "GiB", "of it"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("time", no_wrap=True)
@@ -113,6 +116,7 @@ def _print_plans(
             plan.recompute,
             f"{cost.tokens_per_s:,.0f}",
             *([str(plan.num_nano_batches)] if is_cut else []),
+            *([str(plan.round_depth), f"{cost.busy_share:.0%}"] if waits else []),
             f"{cost.step_time_s * 1e3:,.1f}",
             f"{use.total_bytes / _GIB:.1f}",
             f"{use.total_bytes / total:.0%}",
@@ -241,6 +245,7 @@ def _plan_document(ranked: RankedPlan, spec: ModelSpec, jobs: Sequence[JobLoad])
         "step_time_s": cost.step_time_s,
         "tokens_per_s": cost.tokens_per_s,
         "binding_time": cost.binding,
+        "busy_share": cost.busy_share,
         "time_s": {name: getattr(cost, name) for name in cost_model.TERMS},
         "memory_bytes": use.total_bytes,
         "binding_memory": use.binding,

@@ -17,6 +17,7 @@ from tlora_megatron.planner.cost.nano_parts import fastest_split, num_parts
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.hardware import CollectiveOp, HardwareProfile
 from tlora_megatron.planner.rounds import LOOKED_AT, RoundLoad, RoundModel
+from tlora_megatron.planner.timed_rounds import timed_load
 from tlora_megatron.planner.workload import JobLoad, check_jobs
 
 OPTIMIZER_BYTES = 52
@@ -49,11 +50,15 @@ class StepCost:
     """Time that the slowest stage takes beyond the mean one."""
     bubble_s: float
     """Filling and draining of the pipeline; its share shrinks with more jobs' micro-batches."""
+    replica_wait_s: float
+    """Time that the mean replica waits for the slowest, which has the longest sequences."""
     gradient_sync_s: float
     optimizer_s: float
     round_s: float
     """Packing of the round, and the wait at its end."""
     load: RoundLoad
+    busy_share: float = 1.0
+    """Share of a round's work in which data-parallel replicas compute, by prediction."""
 
     @property
     def step_time_s(self) -> float:
@@ -94,6 +99,7 @@ TERMS = (
     "host_s",
     "imbalance_s",
     "bubble_s",
+    "replica_wait_s",
     "gradient_sync_s",
     "optimizer_s",
     "round_s",
@@ -103,7 +109,7 @@ _but_virtual_stages = attrgetter(*(f.name for f in fields(Plan) if f.name != "vp
 
 
 class _Parts(NamedTuple):
-    """Seconds that virtual stages do not change: per micro-batch, the last two per round."""
+    """What virtual stages do not change: seconds per micro-batch, sums and updates per round."""
 
     layer: LayerCost
     layer_s: float
@@ -111,6 +117,9 @@ class _Parts(NamedTuple):
     embedding_s: float
     sync_s: float
     optimizer_s: float
+    wait: float
+    """Time that the mean replica waits, over that of the work that is counted for all of them."""
+    busy_share: float
 
 
 def step_cost(
@@ -151,6 +160,8 @@ class CostModel:
         self._layers = LayerModel(spec, jobs, rates)
         self._longest = max(jobs, key=lambda job: job.lengths.longest)
         self._rounds = RoundModel(self.jobs, looked_at)
+        self._squares_a_row = [job.lengths.squares / job.lengths.mean for job in jobs]
+        """Squared rows of sequences for each of a job's rows."""
         self._job_steps: dict[object, list[tuple[float, float]]] = {}
         self._shared: dict[object, _Parts] = {}
 
@@ -166,12 +177,44 @@ class CostModel:
                 f"micro_batch_tokens must be at least {longest}, the longest sequence of job "
                 f"{self._longest.name!r}, got {plan.micro_batch_tokens}"
             )
-        return self._rounds.load(
+        load = self._rounds.load(
             micro_batch_tokens=plan.micro_batch_tokens,
             dp_size=plan.dp_size,
             pp_size=plan.pp_size,
             row_multiple=ROW_TILE * plan.cp_size,
         )
+        is_deep = plan.round_depth > 1 and plan.dp_size > 1 and plan.pp_size == 1
+        return self._deep_load(plan, load) if is_deep else load
+
+    def _deep_load(self, plan: Plan, shallow: RoundLoad) -> RoundLoad:
+        """The mean load of rounds of `round_depth`.
+
+        Args:
+            shallow: of rounds of one micro-batch, from which attention's part of the time comes.
+        """
+        rows = shallow.rows / plan.cp_size
+        ends_s = self._head_s(plan, shallow, rows) + self._embedding_s(plan, rows)
+        return timed_load(
+            self.jobs,
+            micro_batch_tokens=plan.micro_batch_tokens,
+            dp_size=plan.dp_size,
+            depth=plan.round_depth,
+            curvature=self._curvature(plan, shallow, self._layers.cost(plan, shallow), ends_s),
+            row_multiple=ROW_TILE * plan.cp_size,
+        )
+
+    def _curvature(self, plan: Plan, load: RoundLoad, layer: LayerCost, ends_s: float) -> float:
+        """Time of a squared row of a sequence, over that of a row without attention.
+
+        Args:
+            ends_s: seconds of a micro-batch outside the layers, on the mean stage.
+        """
+        layers = self.spec.num_layers // plan.pp_size
+        attention_s = layers * layer.attention_s * (1 + layer.attention_again)
+        rest_s = layers * layer.total_s + ends_s - attention_s
+        filled = zip(self._squares_a_row, load.job_tokens, strict=True)
+        squares = sum(squares * tokens for squares, tokens in filled)
+        return attention_s / max(rest_s, 1e-12) / (squares / max(load.tokens, 1e-9))
 
     def step_cost(self, plan: Plan, load: RoundLoad | None = None) -> StepCost:
         """Predicts the time of one round; `load` replaces the expected load if it is given."""
@@ -198,11 +241,22 @@ class CostModel:
             host_s=count * (mean - sum(device) / len(device)),
             imbalance_s=count * (slowest - mean),
             bubble_s=(sum(stages) - slowest) / plan.vpp_size,
+            replica_wait_s=count * slowest * parts.wait,
             gradient_sync_s=parts.sync_s,
             optimizer_s=parts.optimizer_s,
             round_s=self.hardware.host.round_s,
             load=load,
+            busy_share=parts.busy_share,
         )
+
+    def _replica_wait(self, load: RoundLoad, curvature: float) -> tuple[float, float]:
+        """The mean replica's wait over the time of the work that is counted, and its busy share."""
+        spread = load.spread
+        if spread is None or load.tokens == 0:
+            return 0.0, 1.0
+        slowest = spread.slowest_rows(curvature)
+        wait = slowest / spread.charged_rows(curvature) - 1
+        return max(0.0, wait), min(1.0, spread.mean_rows(curvature) / slowest)
 
     def fastest_split(self, plan: Plan) -> Plan:
         """The plan with its fastest number of nano-batches."""
@@ -221,7 +275,9 @@ class CostModel:
         layer, head_s = self._layers.cost(plan, load), self._head_s(plan, load, rows)
         sync_s, optimizer_s = self._steps_s(plan, load)
         embedding_s = self._embedding_s(plan, rows)
-        return _Parts(layer, layer.total_s, head_s, embedding_s, sync_s, optimizer_s)
+        ends_s = (head_s + embedding_s) / plan.pp_size
+        wait = self._replica_wait(load, self._curvature(plan, load, layer, ends_s))
+        return _Parts(layer, layer.total_s, head_s, embedding_s, sync_s, optimizer_s, *wait)
 
     def _head_s(self, plan: Plan, load: RoundLoad, rows: float) -> float:
         """Time of output layer and loss: GEMMs of rows with a target, some rows at a time."""

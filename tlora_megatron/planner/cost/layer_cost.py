@@ -36,6 +36,8 @@ class LayerCost:
     tp_comm_s: float
     """Communication time that nothing hides."""
     cp_comm_s: float
+    attention_again: float = 0.0
+    """Attention's part of `recompute_s`, relative to `attention_s`."""
 
     @property
     def total_s(self) -> float:
@@ -44,7 +46,10 @@ class LayerCost:
 
     def times(self, count: float) -> dict[str, float]:
         """Seconds of `count` layers by term."""
-        return {field.name: count * getattr(self, field.name) for field in fields(self)}
+        return {name: count * getattr(self, name) for name in _LAYER_TERMS}
+
+
+_LAYER_TERMS = tuple(f.name for f in fields(LayerCost) if f.name != "attention_again")
 
 
 class LayerModel:
@@ -96,6 +101,7 @@ class LayerModel:
             recompute_s=again,
             tp_comm_s=_both(comm) - hidden,
             cp_comm_s=cp_forward + cp_backward,
+            attention_again=attention[0] / sum(attention) if plan.recompute == "full" else 0.0,
         )
 
     def _gemms(self, plan: Plan, rows: float, block: str) -> tuple[float, float]:

@@ -97,7 +97,8 @@ def deploy(
     kinds = all_kinds(spec, jobs, hardware, num_gpus, space or SearchSpace())
     classes, longest = length_classes(jobs), longest_of(jobs)
     most = (space and space.micro_batch_tokens) or most_rows(longest)
-    kept = _kept([kind for kind in kinds if kind.curve.budget <= most], classes, jobs)
+    one_tp = bool(spec.fp8_linears) or any(job.num_blocks > 1 for job in jobs)
+    kept = _kept([kind for kind in kinds if kind.curve.budget <= most], classes, one_tp=one_tp)
     problem = _problem(kept, classes, num_gpus)
     bound_s = _problem(kinds, classes, num_gpus).bound_s
     alike = _alike(kinds, classes, num_gpus, longest)
@@ -119,11 +120,13 @@ def deploy(
     )
 
 
-def _kept(
-    kinds: Sequence[Kind], classes: Sequence[LengthClass], jobs: Sequence[JobLoad]
-) -> list[Kind]:
-    """The kinds worth mixing: block-diagonal adapters leave those of one TP size only."""
-    if all(job.num_blocks == 1 for job in jobs):
+def _kept(kinds: Sequence[Kind], classes: Sequence[LengthClass], *, one_tp: bool) -> list[Kind]:
+    """The kinds worth mixing.
+
+    Args:
+        one_tp: they must have one TP size, as over an FP8 base and with block-diagonal adapters.
+    """
+    if not one_tp:
         return undominated(kinds, classes)
     sizes = {kind.plan.tp_size for kind in kinds}
     groups = [[kind for kind in kinds if kind.plan.tp_size == size] for size in sorted(sizes)]

@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 from tlora_megatron.model.dispatch import admit, assign, cut, turns
 from tlora_megatron.model.replica_rate import ReplicaRate
+from tlora_megatron.planner.candidate import DEPTHS
 from tlora_megatron.planner.deploy.fluid import divide
 from tlora_megatron.planner.deploy.kinds import Kind, LengthClass, classes_of
 from tlora_megatron.planner.workload import JobLoad
 
-DEPTHS = (1, 2, 4)
-"""Micro-batches a replica of a round, as `run.round_depth` allows them."""
 _ENOUGH = 0.985
 """Busy share at which deeper rounds are not looked for."""
 _SEQUENCES, _MOST_SEQUENCES = 4096, 4096

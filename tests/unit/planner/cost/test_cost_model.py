@@ -44,7 +44,7 @@ def cost(
 
 
 def test_terms_are_all_seconds_of_the_result_and_add_up() -> None:
-    assert {f.name for f in fields(StepCost)} == {*TERMS, "load"}
+    assert {f.name for f in fields(StepCost)} == {*TERMS, "load", "busy_share"}
     found = cost()
     assert found.step_time_s == pytest.approx(sum(getattr(found, name) for name in TERMS))
     assert found.tokens_per_s == pytest.approx(128 / found.step_time_s)
