@@ -74,7 +74,7 @@ def planned_overrides(args: argparse.Namespace, config: RunConfig) -> list[str]:
         chosen = best_deployment(config, num_gpus, hardware, lengths)
         if global_rank() == 0:
             open_console(stderr=True).print(
-                f"plan: {chosen.deployment}; {chosen.gap:.1%} over the bound of all deployments "
+                f"plan: {chosen.label}; {chosen.gap:.1%} over the bound of all deployments "
                 f"(profile {hardware.name}, {hardware.source} {hardware.date})"
             )
         return deployment_overrides(config, chosen)

@@ -62,6 +62,8 @@ def best_deployment(
 
 def deployment_overrides(config: RunConfig, best: RankedDeployment) -> list[str]:
     """The deployment as overrides for `tlora train --set`."""
+    if best.has_recompute_by_rows:
+        return _plain_overrides(config, best)
     parallel = ParallelSpec()
     plain = {"tp_size": 1, "pp_size": 1, "cp_size": 1, "sequence_parallel": False}
     given = [name for name in plain if getattr(config.parallel, name) != getattr(parallel, name)]
@@ -73,10 +75,29 @@ def deployment_overrides(config: RunConfig, best: RankedDeployment) -> list[str]
     ]
 
 
+def _plain_overrides(config: RunConfig, best: RankedDeployment) -> list[str]:
+    """Alike replicas with recompute by rows, which `parallel.replicas` does not name."""
+    layout = best.deployment.replicas[0]
+    replaced = [] if config.parallel.replicas is None else ["parallel.replicas=null"]
+    return [
+        *replaced,
+        f"parallel.tp_size={layout.tp_size}",
+        f"parallel.pp_size={layout.pp_size}",
+        f"parallel.cp_size={layout.cp_size}",
+        f"parallel.sequence_parallel={str(layout.sequence_parallel).lower()}",
+        f"run.micro_batch_tokens={layout.micro_batch_tokens}",
+        "run.recompute=auto",
+        f"run.round_depth={_round_depth(config)}",
+    ]
+
+
 def write_deployment(
     path: Path, config: RunConfig, best: RankedDeployment, hardware: HardwareProfile
 ) -> str:
     """Writes a configuration with the deployment; returns the line that starts it."""
+    if best.has_recompute_by_rows:
+        write_config(path, _with_recompute_by_rows(config, best))
+        return start_command(path, best.deployment.world_size, hardware)
     parts = expand_short_form(str(best.deployment), "parallel.replicas")
     specs = tuple(read_spec(ReplicaSpec, part, "parallel.replicas") for part in parts)
     plain = ParallelSpec(replicas=specs, lora_sharding=config.parallel.lora_sharding)
@@ -86,6 +107,25 @@ def write_deployment(
     parallel, run = settle_replicas(plain, run)
     write_config(path, replace(config, parallel=parallel, run=run))
     return start_command(path, best.deployment.world_size, hardware)
+
+
+def _with_recompute_by_rows(config: RunConfig, best: RankedDeployment) -> RunConfig:
+    layout = best.deployment.replicas[0]
+    assert layout.micro_batch_tokens is not None, "the planner names every budget"
+    parallel = ParallelSpec(
+        tp_size=layout.tp_size,
+        pp_size=layout.pp_size,
+        cp_size=layout.cp_size,
+        sequence_parallel=layout.sequence_parallel,
+        lora_sharding=config.parallel.lora_sharding,
+    )
+    run = replace(
+        config.run,
+        micro_batch_tokens=layout.micro_batch_tokens,
+        recompute="auto",
+        round_depth=_round_depth(config),
+    )
+    return replace(config, parallel=parallel, run=run)
 
 
 def _nano_batches(config: RunConfig, best: RankedDeployment) -> int | Literal["auto"]:

@@ -16,8 +16,11 @@ from tlora_megatron.cli.profile import profile_json
 from tlora_megatron.config.load import RunConfig, load_config
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.model.deployment import Deployment, ReplicaLayout
-from tlora_megatron.planner.deploy.deploy import DeploymentResult, RankedDeployment
+from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.planner.deploy.deploy import DeploymentResult, RankedDeployment, deploy
 from tlora_megatron.planner.deploy.sampled import Replicas
+from tlora_megatron.planner.search import SearchSpace
+from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.runtime import deployments
 from tlora_megatron.runtime.deployments import check_deployable, deployment_overrides
 from tlora_megatron.runtime.plan_inputs import parse_lengths, plan_hardware
@@ -94,6 +97,21 @@ def test_an_unlike_deployment_is_written_to_a_file_that_reads_back(
     written = load_config(str(path), [], str(tmp_path / "out"))
     assert written.parallel.replicas is not None
     assert Deployment.from_specs(written.parallel.replicas) == UNLIKE.deployment
+
+
+def test_recompute_by_rows_becomes_plain_keys(quickstart: str, repo: Path, tmp_path: Path) -> None:
+    spec = read_model_spec(repo / "configs/models/llama-3.1-8b.json")
+    mix = [JobLoad(name="a", rank=8, batch_size=8, lengths=parse_lengths("500:9,16000:1"))]
+    space = SearchSpace(tp_size=1, cp_size=1, pp_size=1)
+    ranked = deploy(spec, mix, plan_hardware("l40s"), 2, space).ranked
+    best = next(entry for entry in ranked if entry.has_recompute_by_rows)
+    config = load_config(quickstart)
+    planned = load_config(quickstart, deployment_overrides(config, best))
+    path = tmp_path / "auto.yaml"
+    deployments.write_deployment(path, config, best, plan_hardware("h200"))
+    for read in (planned, load_config(str(path), [], str(tmp_path / "out"))):
+        assert (read.run.recompute, read.run.micro_batch_tokens) == ("auto", 16384)
+        assert (read.parallel.replicas, read.parallel.tp_size) == (None, 1)
 
 
 def test_auto_takes_the_best_deployment(

@@ -38,13 +38,13 @@ def print_deployments(
     )
     first = result.ranked[0]
     kind = "alike" if first.is_alike else "unlike"
-    console.print(f"to take: {first.deployment} ({kind}: unlike ones must win by {MARGIN:.0%})")
+    console.print(f"to take: {first.label} ({kind}: unlike ones must win by {MARGIN:.0%})")
 
 
 def _cells(result: DeploymentResult, entry: RankedDeployment, num_gpus: int) -> list[str]:
     sampled = entry.sampled
     return [
-        str(entry.deployment),
+        entry.label,
         f"{result.tokens / entry.time_s:,.0f}",
         f"{entry.time_s * num_gpus:,.2f}",
         f"{entry.fluid_s * num_gpus:,.2f}",
@@ -69,7 +69,7 @@ def deployments_document(result: DeploymentResult, num_gpus: int, top: int) -> d
 def _document(result: DeploymentResult, entry: RankedDeployment, num_gpus: int) -> dict[str, Any]:
     pairs = zip(entry.replicas.kinds, entry.replicas.counts, strict=True)
     return {
-        "replicas": str(entry.deployment),
+        "replicas": entry.label,
         "alike": entry.is_alike,
         "tokens_per_s": result.tokens / entry.time_s,
         "gpu_s": entry.time_s * num_gpus,

@@ -17,6 +17,7 @@ from tlora_megatron.planner.deploy.kinds import (
     Kind,
     LengthClass,
     all_kinds,
+    kinds_by_rows,
     length_classes,
     longest_of,
     most_rows,
@@ -50,6 +51,18 @@ class RankedDeployment:
     def is_alike(self) -> bool:
         """True if all replicas are of one kind."""
         return len(self.replicas.kinds) == 1
+
+    @property
+    def has_recompute_by_rows(self) -> bool:
+        """True if `run.recompute` is to be auto, which all replicas then have."""
+        return any(kind.by_rows for kind in self.replicas.kinds)
+
+    @property
+    def label(self) -> str:
+        """The deployment's short form; with recompute by rows `auto` stands in it."""
+        if not self.has_recompute_by_rows:
+            return str(self.deployment)
+        return str(self.deployment).replace("/full", "/auto").replace("/selective", "/auto")
 
     @property
     def time_s(self) -> float:
@@ -100,8 +113,9 @@ def deploy(
     one_tp = bool(spec.fp8_linears) or any(job.num_blocks > 1 for job in jobs)
     kept = _kept([kind for kind in kinds if kind.curve.budget <= most], classes, one_tp=one_tp)
     problem = _problem(kept, classes, num_gpus)
-    bound_s = _problem(kinds, classes, num_gpus).bound_s
-    alike = _alike(kinds, classes, num_gpus, longest)
+    by_rows = kinds_by_rows(spec, jobs, hardware, num_gpus, space or SearchSpace())
+    bound_s = _problem([*kinds, *by_rows], classes, num_gpus).bound_s
+    alike = _alike([*kinds, *by_rows], classes, num_gpus, longest)
     found = best_counts(problem) if kept else []
     unlike = [counts for counts in found if _is_whole(counts, problem, kept, jobs)]
     ranked = [

@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tlora_megatron.model.deployment import ReplicaLayout
+from tlora_megatron.model.dispatch import cut
 from tlora_megatron.model.recompute import RECOMPUTES
+from tlora_megatron.model.replica_rate import ReplicaRate
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, chunk_multiple, job_misfit, misfit
 from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.replica_curve import CurveModel, ReplicaCurve
 from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.recompute_rows import recompute_for_rows
 from tlora_megatron.planner.search import BUDGETS, SearchSpace
 from tlora_megatron.planner.workload import JobLoad
 
@@ -43,6 +46,8 @@ class Kind:
     plan: Plan
     """Layout, budget and recompute, with one replica."""
     curve: ReplicaCurve
+    by_rows: tuple[Kind, ...] = ()
+    """Where micro-batches have recompute by their rows: this layout under each, lightest first."""
 
     @property
     def gpus(self) -> int:
@@ -62,12 +67,44 @@ class Kind:
             recompute=plan.recompute,
         )
 
+    @property
+    def rate(self) -> ReplicaRate:
+        """The speed by which rounds are shared out; with recompute by rows, as a line and a square
+        through a short sequence of the lightest and the longest of the heaviest."""
+        if not self.by_rows:
+            return self.curve.rate
+        short, long = 1024, self.curve.budget
+        light_s, heavy_s = (
+            self._of(rows).curve.seconds(1.0, float(rows)) for rows in (short, long)
+        )
+        square_s = max(0.0, (heavy_s - light_s) / (long - short))
+        token_s = light_s - square_s * short
+        return replace(self.curve, token_s=token_s, square_s=square_s, fixed_s=0.0).rate
+
     def seconds(self, classes: Iterable[LengthClass]) -> list[float]:
         """Time of one replica for each class as a whole; infinite where it does not fit."""
         return [
-            self.curve.seconds(c.rows, c.squares) if c.longest <= self.curve.budget else math.inf
+            self._of(c.longest).curve.seconds(c.rows, c.squares)
+            if c.longest <= self.curve.budget
+            else math.inf
             for c in classes
         ]
+
+    def round_ps(self, lengths: Sequence[int]) -> int:
+        """Picoseconds of one replica's part of a round, cut into micro-batches."""
+        alike: dict[int, list[int]] = {}
+        for rows in lengths:
+            alike.setdefault(self._of(rows).curve.budget, []).append(rows)
+        stages = self.plan.pp_size
+        total = 0
+        for budget, own in alike.items():
+            parts = cut(own, budget, stages if stages > 1 else 0)
+            total += self._of(budget).curve.round_ps([[own[i] for i in part] for part in parts])
+        return total
+
+    def _of(self, rows: int) -> Kind:
+        """The layout under the recompute of a sequence of so many rows."""
+        return next((kind for kind in self.by_rows if rows <= kind.curve.budget), self)
 
 
 def longest_of(jobs: Iterable[JobLoad]) -> int:
@@ -167,6 +204,32 @@ def _budgets(longest: int, layout: Plan, space: SearchSpace) -> list[int]:
 def most_rows(longest: int) -> int:
     """The largest budget of replicas to mix: `_MOST_ROWS`, or what holds the longest sequence."""
     return max(-(-longest // 1024) * 1024, _MOST_ROWS)
+
+
+def kinds_by_rows(
+    spec: ModelSpec,
+    jobs: Sequence[JobLoad],
+    hardware: HardwareProfile,
+    num_gpus: int,
+    space: SearchSpace,
+) -> list[Kind]:
+    """Kinds with `run.recompute: auto`, where that leaves a choice; for replicas that are alike."""
+    memory = MemoryModel(spec, jobs, hardware)
+    curves = CurveModel(spec, jobs, Rates(hardware))
+    most = most_rows(longest_of(jobs))
+    found = []
+    for layout in _layouts(hardware, num_gpus) if space.recompute is None else ():
+        chunks = chunk_multiple(layout)
+        rows = space.micro_batch_tokens or -(-most // chunks) * chunks
+        whole = replace(layout, micro_batch_tokens=rows)
+        if layout.pp_size > 1 or not space.allows(layout) or misfit(spec, whole) is not None:
+            continue
+        table = recompute_for_rows(memory, whole, hardware.memory_bytes).most_rows
+        if len(table) > 1 and table[-1][1] >= rows and job_misfit(jobs, layout) is None:
+            plans = [replace(whole, recompute=name, micro_batch_tokens=n) for name, n in table]
+            each = [Kind(plan, curves.curve(plan)) for plan in plans]
+            found.append(replace(each[-1], by_rows=tuple(each)))
+    return found
 
 
 def undominated(kinds: Sequence[Kind], classes: Sequence[LengthClass]) -> list[Kind]:

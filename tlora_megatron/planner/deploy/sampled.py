@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tlora_megatron.model.dispatch import admit, assign, cut, turns
+from tlora_megatron.model.dispatch import admit, assign, turns
 from tlora_megatron.model.replica_rate import ReplicaRate
 from tlora_megatron.planner.candidate import DEPTHS
 from tlora_megatron.planner.deploy.fluid import divide
@@ -81,7 +81,7 @@ def _depths(replicas: Replicas) -> tuple[int, ...]:
 
 def _sample(jobs: Sequence[JobLoad], replicas: Replicas, depth: int, num_rounds: int) -> Sampled:
     each, drawn = replicas.each, list[int]()
-    rates, gpus = [kind.curve.rate for kind in each], [kind.gpus for kind in each]
+    rates, gpus = [kind.rate for kind in each], [kind.gpus for kind in each]
     time_ps = busy_ps = 0
     for lengths in itertools.islice(_rounds(jobs, rates, depth), num_rounds):
         drawn += lengths
@@ -104,12 +104,7 @@ def _ends_ps(
     own: list[list[int]] = [[] for _ in each]
     for length, replica in zip(lengths, assign(lengths, rates).replicas, strict=True):
         own[replica].append(length)
-    ends = []
-    for kind, rows in zip(each, own, strict=True):
-        stages = kind.plan.pp_size
-        parts = cut(rows, kind.curve.budget, stages if stages > 1 else 0)
-        ends.append(kind.curve.round_ps([[rows[i] for i in part] for part in parts]))
-    return ends
+    return [kind.round_ps(rows) for kind, rows in zip(each, own, strict=True)]
 
 
 def _rounds(

@@ -17,6 +17,7 @@ from tlora_megatron.planner.deploy.deploy import MARGIN, DeploymentResult, deplo
 from tlora_megatron.planner.deploy.kinds import (
     all_kinds,
     classes_of,
+    kinds_by_rows,
     length_classes,
     undominated,
 )
@@ -113,6 +114,23 @@ def test_kinds_that_another_replaces_are_left_out(spec: ModelSpec, l40s: Hardwar
             and all(other.gpus * s <= o for s, o in zip(other.seconds(classes), own, strict=True))
             for other in kept
         )
+
+
+def test_recompute_by_rows_costs_what_each_length_needs(
+    spec: ModelSpec, l40s: HardwareProfile, found: DeploymentResult
+) -> None:
+    kinds = kinds_by_rows(spec, jobs(), l40s, 1, SearchSpace(tp_size=1, cp_size=1))
+    assert [len(kind.by_rows) > 1 for kind in kinds] == [True]
+    kind, classes = kinds[0], length_classes(jobs())
+    assert [each.plan.recompute for each in kind.by_rows][-1] == kind.plan.recompute
+    for own, whole in zip(classes, kind.seconds(classes), strict=True):
+        fitting = [k for k in kind.by_rows if own.longest <= k.curve.budget]
+        assert whole == min(k.seconds([own])[0] for k in fitting)
+    heavy = kind.curve.round_ps([[300] * 4, [16000]])
+    assert kind.round_ps([300] * 4 + [16000]) < heavy
+    by_rows = [entry for entry in found.ranked if entry.has_recompute_by_rows]
+    assert by_rows
+    assert all(entry.is_alike and "/auto" in entry.label for entry in by_rows)
 
 
 def test_deployments_use_all_gpus_and_hold_the_longest(found: DeploymentResult) -> None:
