@@ -26,6 +26,7 @@ from tlora_megatron.layers.multi_adapter import BlackBoxMixin
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.runtime import controller
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
+from tlora_megatron.runtime.own_replica import own_replica
 from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.run.training_run import TrainingRun
 from tlora_megatron.training.super_model import SuperModel
@@ -98,7 +99,7 @@ def run_round(path: Path, options: dict[str, str], counts: tuple[int, ...]) -> R
             listener=SilentListener(),
             resolve_sharding=resolve_lora_sharding,
         ) as run:
-            loop = run.start(*controller._build(run, spec, controller._layout(config), None))
+            loop = run.start(*controller._build(run, spec, own_replica(config), None))
             model: Any = loop.super_model
             if "foreign" in options and model.groups.is_last_stage:
                 make_foreign(model.engine.model, model.bank)

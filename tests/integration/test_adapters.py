@@ -28,6 +28,7 @@ from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.ops.routing.segments import use_micro_batch
 from tlora_megatron.runtime import controller
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
+from tlora_megatron.runtime.own_replica import own_replica
 from tlora_megatron.training.data.job_data import (
     BatchPlan,
     JobData,
@@ -232,7 +233,7 @@ def test_logits_of_one_packed_micro_batch_equal_peft_s(
         resolve_sharding=resolve_lora_sharding,
     ) as run:
         super_model = run.start(
-            *controller._build(run, spec, controller._layout(loaded), None)
+            *controller._build(run, spec, own_replica(loaded), None)
         ).super_model
     groups = super_model.groups
     assert {job.step for job in super_model.jobs} == {20}
