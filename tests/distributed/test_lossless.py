@@ -61,8 +61,33 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         ),
         "DP2": (),
         "CP2": ("parallel.cp_size=2",),
+        "CP2 by micro-batch": (
+            "parallel.cp_size=2",
+            "parallel.cp_by_micro_batch=true",
+            "run.micro_batch_tokens=104",
+        ),
+        "CP2 and recompute by micro-batch": (
+            "parallel.cp_size=2",
+            "parallel.cp_by_micro_batch=true",
+            "run.micro_batch_tokens=128",
+            "run.round_depth=2",
+            "run.recompute=auto",
+            "run.gpu_memory_gb=0.3029",
+        ),
     },
     4: {
+        "CP4 by micro-batch": (
+            "parallel.cp_size=4",
+            "parallel.cp_by_micro_batch=true",
+            "run.micro_batch_tokens=128",
+        ),
+        "TP2+SPxCP2 by micro-batch": (
+            "parallel.tp_size=2",
+            "parallel.cp_size=2",
+            "parallel.sequence_parallel=true",
+            "parallel.cp_by_micro_batch=true",
+            "run.micro_batch_tokens=128",
+        ),
         "TP2xPP2": ("parallel.tp_size=2", "parallel.pp_size=2"),
         "TP2+SPxDP2": ("parallel.tp_size=2", "parallel.sequence_parallel=true"),
         "TP2+SPxCP2": (
@@ -111,6 +136,16 @@ def test_recompute_by_rows_is_told(world_size: int, layout: str, run_world: Worl
     assert re.fullmatch(
         r"none to \d\d rows, selective to \d\d, full beyond", summary["run"]["recompute"]
     )
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [c for c in CASES if "by micro-batch" in c[1]])
+def test_ranks_run_micro_batches_together_and_alone(
+    world_size: int, layout: str, run_world: World
+) -> None:
+    summary = json.loads((run_world(world_size) / layout / "summary.json").read_text())
+    ran = summary["run"]["balance"]["micro_batches_by_cp_size"]
+    assert set(ran) == {"1", "2", "4"} if layout.startswith("CP4") else {"1", "2"}
+    assert min(ran.values()) > 0
 
 
 def test_the_scenario_clips_and_moves(oracle: dict[str, OracleResult]) -> None:

@@ -17,6 +17,7 @@ from tlora_megatron.config.base_model import (
     ignored_base_settings,
     read_base_model,
 )
+from tlora_megatron.config.cp_rules import check_cp_by_micro_batch
 from tlora_megatron.config.deterministic import settle_deterministic
 from tlora_megatron.config.job import JobSpec, rule
 from tlora_megatron.config.reader import ConfigError, check_partial, must, read_spec, unknown
@@ -57,6 +58,11 @@ class ParallelSpec:
         "pipeline stages: groups of layers, each on its own processes", default=1, ge=1
     )
     cp_size: int = rule("processes that share each sequence (context parallelism)", default=1, ge=1)
+    cp_by_micro_batch: bool = rule(
+        "let long sequences alone be shared by all `cp_size` processes, and short ones by fewer or "
+        "one each, whichever is predicted to end first (see rounds.md)",
+        default=False,
+    )
     sequence_parallel: bool = rule(
         "also split activations between layers by token, which saves memory", default=False
     )
@@ -176,6 +182,7 @@ def read_config(
         base_model=base_model, parallel=parallel, run=run, jobs=jobs, job_errors=errors
     )
     check_replicas(config)
+    check_cp_by_micro_batch(config)
     return settle_deterministic(config) if settle else config
 
 
@@ -203,6 +210,8 @@ def ignored_settings(config: RunConfig) -> tuple[str, ...]:
         found.append("parallel.sequence_parallel has no effect with tp_size 1")
     if config.parallel.lora_sharding != "auto" and tp_size == 1:
         found.append("parallel.lora_sharding has no effect with tp_size 1")
+    if config.parallel.cp_by_micro_batch and config.parallel.cp_size == 1:
+        found.append("parallel.cp_by_micro_batch has no effect with cp_size 1")
     if config.run.correct_speeds and (config.run.deterministic or not config.parallel.replicas):
         why = "with deterministic" if config.run.deterministic else "without parallel.replicas"
         found.append(f"run.correct_speeds has no effect {why}")

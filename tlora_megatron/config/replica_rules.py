@@ -99,17 +99,18 @@ def _check_unlike_tp(config: RunConfig, form: str) -> None:
 
 
 def refuse_replicas(parallel: Any, where: str) -> None:
-    """Refuses the key where a trainer of somebody else's lays processes out.
+    """Refuses what replicas or micro-batches do apart where another's trainer lays processes out.
 
     Args:
         parallel: the section as it was read, before any check.
         where: the trainer, such as `DeepSpeed`.
 
     Raises:
-        ConfigError: if it holds `replicas`.
+        ConfigError: if it holds `replicas`, or turns `cp_by_micro_batch` on.
     """
-    if isinstance(parallel, dict) and parallel.get("replicas") is not None:
-        raise ConfigError(
-            f"parallel.replicas must be absent under {where}, whose processes are one grid; "
-            "`tlora train` has it"
-        )
+    for key in ("replicas", "cp_by_micro_batch"):
+        if isinstance(parallel, dict) and parallel.get(key):
+            raise ConfigError(
+                f"parallel.{key} must be absent under {where}, whose processes are one grid; "
+                "`tlora train` has it"
+            )

@@ -36,6 +36,11 @@ class RecomputeTable:
         """Returns the most rows of a micro-batch around so many that needs no more recompute."""
         return next((most for _, most in self.most_rows if rows <= most), rows)
 
+    def of_share(self, size: int, cp_size: int) -> RecomputeTable:
+        """Returns the table of micro-batches that only some context-parallel ranks share."""
+        rows = [(name, max(1, most * size // cp_size)) for name, most in self.most_rows]
+        return RecomputeTable(tuple(rows))
+
     @property
     def line(self) -> str:
         """The table as users read it: `none to 6,144 rows, selective to 12,288, full beyond`."""

@@ -145,8 +145,8 @@ def _build(
 ) -> tuple[ParallelGroups, Linears, Engine]:
     """Sets up processes and backbone; returns groups, linears and engine."""
     import_backbone()
+    from tlora_megatron.integrations.megatron import cp_groups, recompute
     from tlora_megatron.integrations.megatron import model as backbone
-    from tlora_megatron.integrations.megatron import recompute
     from tlora_megatron.integrations.megatron.engine import (
         MegatronEngine,
         current_groups,
@@ -155,6 +155,8 @@ def _build(
 
     config, layout, deployment = run.config, own.layout, own.deployment
     backbone.initialize_parallel(layout, overlaps=_overlaps(config, layout), deployment=deployment)
+    if config.parallel.cp_by_micro_batch and layout.cp_size > 1:
+        cp_groups.make_narrower_groups(layout)
     groups = current_groups(layout, deployment, num_layers=spec.num_layers)
     log_replicas(groups)
     dtype = DTYPES[config.base_model.dtype]

@@ -13,6 +13,7 @@ from tlora_megatron.config.job import HF_TARGETS
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.config.run import built_recompute
 from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.model.cp_dispatch import CpRates
 from tlora_megatron.model.deployment import ReplicaLayout
 from tlora_megatron.model.recompute import RecomputeTable
 from tlora_megatron.model.replica_rate import ReplicaRate
@@ -32,6 +33,9 @@ _FLOPS_PER_PS = 400
 _ATTENTION_COSTS = 1.5
 """Time of an operation of attention over a GEMM's. In the profile of an H200 it is 1.3 to 1.7 for
 sequences of 2,048 to 16,384."""
+_BYTE_PS, _EXCHANGE_PS = 10, 20_000_000
+"""Time of a byte that ranks exchange without a profile (100 GB/s), and of an exchange's beginning.
+Any such times keep short sequences from being shared, which would cost nothing else."""
 
 
 def resolve_round_timing(
@@ -46,23 +50,43 @@ def resolve_round_timing(
     It is a `training.run.training_run.TimingResolver`. Collective over the world: the first rank
     chooses, since machines may have unlike profiles.
     """
-    depth = config.run.round_depth
-    if not jobs or (groups.layout.dp_size == 1 and depth in (1, "auto")):
+    depth, by_cp = config.run.round_depth, _divides_replicas(config)
+    if not jobs or (groups.layout.dp_size == 1 and depth in (1, "auto") and not by_cp):
         return None
     replicas = _replicas(config, groups)
-    found = [_rates(spec, groups, jobs, replicas, table)]
+    teams = _teams(replicas[0]) if by_cp else ()
+    found = [_rates(spec, groups, jobs, (*replicas, *teams), table, by_cp=by_cp)]
     dist.broadcast_object_list(found, src=0)
     rates, source, in_seconds = found[0]
     if groups.is_writer and depth != 1:
         logger.info("run.round_depth %s: rounds are shared out by times %s", depth, source)
     stages = tuple(replica.pp_size for replica in replicas)
     return RoundTiming(
-        rates=rates,
+        rates=rates[: len(replicas)],
+        cp_rates=CpRates(rates[len(replicas) :]) if by_cp else None,
         stages=stages,
         depth=depth,
         is_unlike=groups.deployment is not None,
         source=source,
         in_seconds=in_seconds,
+    )
+
+
+def _divides_replicas(config: RunConfig) -> bool:
+    return config.parallel.cp_by_micro_batch and config.parallel.cp_size > 1
+
+
+def _teams(whole: ReplicaLayout) -> tuple[ReplicaLayout, ...]:
+    """Teams of 1, 2, 4, ... context-parallel ranks of a replica, each with its share of rows."""
+    assert whole.micro_batch_tokens is not None, "the run's budget is filled in"
+    sizes = [1 << power for power in range(whole.cp_size.bit_length())]
+    return tuple(
+        replace(
+            whole,
+            cp_size=size,
+            micro_batch_tokens=max(1, whole.micro_batch_tokens * size // whole.cp_size),
+        )
+        for size in sizes
     )
 
 
@@ -95,6 +119,8 @@ def _rates(
     jobs: Sequence[PreparedJob],
     replicas: Sequence[ReplicaLayout],
     table: RecomputeTable | None,
+    *,
+    by_cp: bool,
 ) -> tuple[tuple[ReplicaRate, ...], str, bool]:
     """Returns the speed of each replica, what the speeds come from, and whether in seconds."""
     gpu = torch.cuda.get_device_name(groups.device) if groups.device.type == "cuda" else None
@@ -104,7 +130,9 @@ def _rates(
         loads = list(map(job_load, jobs))
         try:
             by_kind = {
-                kind: replica_rate(spec, loads, _plan(kind), profile, table)
+                kind: replica_rate(
+                    spec, loads, _plan(kind), profile, _table_of(kind, replicas, table)
+                )
                 for kind in set(replicas)
             }
         except ValueError as error:
@@ -112,8 +140,16 @@ def _rates(
         else:
             source = f"predicted from the {profile.source} profile {profile.name}"
             return tuple(by_kind[kind] for kind in replicas), source, True
-    rates = tuple(rate_of_shape(spec, kind) for kind in replicas)
+    of_shape = rate_of_team if by_cp else rate_of_shape
+    rates = tuple(of_shape(spec, kind) for kind in replicas)
     return rates, f"from the model's shape{why}", False
+
+
+def _table_of(
+    kind: ReplicaLayout, replicas: Sequence[ReplicaLayout], table: RecomputeTable | None
+) -> RecomputeTable | None:
+    """The recompute by rows of a kind that may be a part of the first replica."""
+    return None if table is None else table.of_share(kind.cp_size, replicas[0].cp_size)
 
 
 def _plan(replica: ReplicaLayout) -> Plan:
@@ -151,3 +187,17 @@ def rate_of_shape(spec: Backbone, replica: ReplicaLayout) -> ReplicaRate:
         square_ps=round(pair / _FLOPS_PER_PS / shares),
         longest=replica.micro_batch_tokens or 1,
     )
+
+
+def rate_of_team(spec: Backbone, team: ReplicaLayout) -> ReplicaRate:
+    """Adds to a replica's operations what its context-parallel ranks exchange.
+
+    Each gathers the keys and values of the others' rows, and sums their gradients.
+    """
+    rate, others = rate_of_shape(spec, team), team.cp_size - 1
+    if not others or not isinstance(spec, ModelSpec):
+        return rate
+    row_bytes = 2 * 2 * spec.num_kv_heads * spec.head_dim // team.tp_size
+    times = (3 if team.recompute == "full" else 2) * spec.num_layers
+    exchanged = row_bytes * times * _BYTE_PS * others // team.cp_size
+    return replace(rate, token_ps=rate.token_ps + exchanged, fixed_ps=times * _EXCHANGE_PS)

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from tlora_megatron.model.cp_dispatch import CpRates
 from tlora_megatron.model.replica_rate import ReplicaRate
 from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.packing.cp_teams import rank_ends_ps
 from tlora_megatron.training.packing.packing import Round
 from tlora_megatron.training.packing.timed_rounds import RoundRule, round_ends_ps
 from tlora_megatron.training.round_depth import choose_depth
@@ -35,6 +37,16 @@ class RoundTiming:
     """The source of the speeds, for the log."""
     in_seconds: bool = True
     """The speeds are of this machine; else only their ratios mean anything."""
+
+    cp_rates: CpRates | None = None
+    """Speeds of teams of a replica's context-parallel ranks, where each micro-batch has its own;
+    None = all ranks run all."""
+
+    def ends_ps(self, filled: Round) -> list[int]:
+        """Predicted time of each replica for its part of a round, or of each of its ranks."""
+        if self.cp_rates is None:
+            return round_ends_ps(filled, self.rates)
+        return rank_ends_ps(filled, self.cp_rates)
 
     def rule(self, jobs: Sequence[JobState], *, speaks: bool) -> RoundRule | None:
         """Chooses the rule for the rounds of some jobs; None = balanced by tokens.
@@ -79,9 +91,8 @@ class BusyShare:
     def __init__(self) -> None:
         self._busy_ps = self._time_ps = 0
 
-    def add(self, filled: Round, rates: Sequence[ReplicaRate]) -> None:
-        """Counts a round."""
-        ends = round_ends_ps(filled, rates)
+    def add(self, ends: Sequence[int]) -> None:
+        """Counts a round, from the predicted time of each replica."""
         self._busy_ps += sum(ends)
         self._time_ps += len(ends) * max(ends)
 

@@ -94,6 +94,8 @@ class SuperModel(Generic[EngineT]):
         """Contents of the training round packed last; the same on every rank."""
         self.nano_batches_run: Counter[int] = Counter()
         """This replica's micro-batches of training by the number of nano-batches they ran in."""
+        self.cp_sizes_run: Counter[int] = Counter()
+        """This process's micro-batches of training by the context-parallel ranks that ran them."""
         self.timing = timing
         self.correction = correction
         self.busy = BusyShare()
@@ -159,12 +161,13 @@ class SuperModel(Generic[EngineT]):
         packer = self._packer([job.dropout_key for job in self.jobs])
         packed = packer.pack_filled(self._next_round(packer))
         if self.timing is not None:
-            self.busy.add(packed.round, self.timing.rates)
+            self.busy.add(self.timing.ends_ps(packed.round))
         self.round, self._micro_batches = packed.round, packed.micro_batches
         for job, queue in zip(self.jobs, packed.left, strict=True):
             job.queue = queue
         batches = [micro_batch.executed for micro_batch in self._micro_batches]
         self.nano_batches_run.update(max(1, len(batch.view.nano_views)) for batch in batches)
+        self.cp_sizes_run.update(batch.view.cp_size for batch in batches)
         return batches
 
     def _next_round(self, packer: RoundPacker) -> FilledRound:
@@ -232,6 +235,7 @@ class SuperModel(Generic[EngineT]):
             num_nano_batches=1 if switch is None else switch.count,
             cut=self._cut,
             rule=self.rule,
+            cp_rates=None if self.timing is None else self.timing.cp_rates,
         )
 
     def _end_placeholders(self) -> list[int]:

@@ -67,10 +67,10 @@ def test_auto_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_busy_share_is_of_all_rounds() -> None:
     busy = BusyShare()
     assert busy.share is None
-    busy.add(content((10,), (10,)), [RATE, RATE])
-    busy.add(content((10,), ()), [RATE, RATE])
-    assert busy.share == 0.75
     made = timing(1)
+    busy.add(made.ends_ps(content((10,), (10,))))
+    busy.add(made.ends_ps(content((10,), ())))
+    assert busy.share == 0.75
     assert describe_rounds(None, None, busy, None) is None
     found = describe_rounds(made, None, busy, 1.1)
     assert found == {

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tlora_megatron.model.cp_dispatch import CpTeam
 from tlora_megatron.model.recompute import RecomputeTable
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.routing.host_copy import to_device
@@ -70,6 +71,20 @@ class Round:
     replicas: tuple[tuple[MicroBatchItems, ...], ...]
     """The micro-batches of each replica, in the order in which it runs them. Replicas may have
     unlike numbers of them, 0 too; with a pipeline each has at least one, maybe without items."""
+    teams: tuple[tuple[CpTeam, ...], ...] | None = None
+    """The context-parallel ranks that run each of these; None = all of the replica run all."""
+
+    def of_rank(self, dp_rank: int, cp_rank: int) -> tuple[list[MicroBatchItems], list[CpTeam]]:
+        """Returns the micro-batches that one rank runs; their teams are none if all run all."""
+        own = self.replicas[dp_rank]
+        if self.teams is None:
+            return list(own), []
+        pairs = [
+            (items, team)
+            for items, team in zip(own, self.teams[dp_rank], strict=True)
+            if team.has(cp_rank)
+        ]
+        return [items for items, _ in pairs], [team for _, team in pairs]
 
     @property
     def micro_batches(self) -> Iterator[MicroBatchItems]:

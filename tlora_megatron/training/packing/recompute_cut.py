@@ -81,10 +81,17 @@ def _cut_portions(
     return tuple(map(in_packed_order, parts))
 
 
-def with_recompute(micro_batch: MicroBatch, table: RecomputeTable) -> MicroBatch:
-    """Names a packed micro-batch's recompute, for the batch that an engine runs."""
+def with_recompute(
+    micro_batch: MicroBatch, table: RecomputeTable, cp_size: int | None = None
+) -> MicroBatch:
+    """Names a packed micro-batch's recompute, for the batch that an engine runs.
+
+    Args:
+        cp_size: context-parallel ranks of a replica, each with as many rows as this one's; None =
+            the micro-batch's.
+    """
     batch = micro_batch.executed
-    recompute = table.of(batch.view.num_tokens * batch.view.cp_size)
+    recompute = table.of(batch.view.num_tokens * (cp_size or batch.view.cp_size))
     batch = replace(batch, view=batch.view.under(recompute))
     if micro_batch.split is None:
         return MicroBatch(batch)

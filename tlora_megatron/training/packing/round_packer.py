@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from tlora_megatron.model.cp_dispatch import CpRates, CpTeam
 from tlora_megatron.model.recompute import RecomputeTable
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.cuts import CutDocuments
+from tlora_megatron.training.packing.cp_teams import form_teams
 from tlora_megatron.training.packing.nano_batch_packer import NanoBatchPacker
 from tlora_megatron.training.packing.packing import (
     Item,
@@ -72,6 +74,9 @@ class RoundPacker:
     rule: RoundRule | None = None
     """Shares training rounds out by predicted time, and evaluations over unlike replicas; None =
     balances tokens."""
+    cp_rates: CpRates | None = None
+    """Shares a replica's part of a round out among teams of its context-parallel ranks; None = all
+    of them run all micro-batches."""
 
     def pack_round(self, queues: Sequence[list[Item]], *, first_slot: int) -> PackedRound:
         """Fills the round's micro-batches from the queues and packs this rank's.
@@ -87,15 +92,20 @@ class RoundPacker:
         The same on every rank.
         """
         filled, left = self._fill(queues, first_slot)
+        if self.cp_rates is not None:
+            return FilledRound(form_teams(filled, self.cp_rates, self._recompute), left)
         if self._recompute is not None and self.groups.most_stages == 1:
             filled = cut_round(filled, self._recompute, self._nano_padding)
         return FilledRound(filled, left)
 
     def pack_filled(self, filled: FilledRound) -> PackedRound:
         """Packs this rank's micro-batches of a round."""
-        mine = filled.round.replicas[self.groups.dp_rank]
+        mine, teams = filled.round.of_rank(self.groups.dp_rank, self.groups.cp_rank)
         contents = [self._with_rows(placed) for placed in mine]
-        return PackedRound(*filled, self.pack(mine), contents)
+        if not teams:
+            return PackedRound(*filled, self.pack(mine), contents)
+        packed = [self._pack_of_team(*pair) for pair in zip(contents, teams, strict=True)]
+        return PackedRound(*filled, packed, contents)
 
     def _fill(
         self, queues: Sequence[list[Item]], first_slot: int
@@ -162,6 +172,24 @@ class RoundPacker:
         found = [MicroBatch(*pair) for pair in zip(packed, splits, strict=True)]
         table = self._recompute
         return found if table is None else [with_recompute(own, table) for own in found]
+
+    def _pack_of_team(self, placed: Sequence[Placed], team: CpTeam) -> MicroBatch:
+        """Packs a micro-batch that some of the replica's context-parallel ranks share."""
+        cp_size = self.groups.layout.cp_size
+        rows = sum(p.item.length for p in placed)
+        packed = pack(
+            placed,
+            num_tokens=round_up(max(rows, 1), row_multiple(self.groups) // cp_size * team.size),
+            num_slots=len(self.active),
+            dropout_keys=self.dropout_keys,
+            cp_rank=self.groups.cp_rank - team.first_rank,
+            cp_size=team.size,
+            device=self.groups.device,
+            token_budget=self._row_budget // cp_size * team.size,
+            exactness=self.shape.exactness,
+        )
+        made, table = MicroBatch(packed), self._recompute
+        return made if table is None else with_recompute(made, table, cp_size)
 
     @property
     def _recompute(self) -> RecomputeTable | None:

@@ -87,7 +87,11 @@ def _balance(loop: TrainingLoop) -> dict[str, Any] | None:
     """Says how rounds were shared out among replicas; None where one runs alone."""
     model = loop.super_model
     over = None if model.correction is None else model.correction.over_predicted
-    return describe_rounds(model.timing, model.rule, model.busy, over)
+    found = describe_rounds(model.timing, model.rule, model.busy, over)
+    if found is not None and model.timing is not None and model.timing.cp_rates is not None:
+        ran = sorted(model.cp_sizes_run.items())
+        found["micro_batches_by_cp_size"] = {str(size): count for size, count in ran}
+    return found
 
 
 def _job_summary(job: JobState, loop: TrainingLoop) -> dict[str, Any]:

@@ -285,7 +285,9 @@ class TrainingRun:
         if self._resolve_timing is not None:
             table = round_shape.recompute
             timing = self._resolve_timing(self.config, spec, groups, prepared, table)
-        correction = None if timing is None else self._make_correction(timing, groups)
+        correction = None
+        if timing is not None and timing.cp_rates is None:  # teams' speeds are not corrected
+            correction = self._make_correction(timing, groups)
         return SuperModel(
             engine,
             bank,

@@ -16,6 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from tlora_megatron.integrations.megatron.cp_groups import groups_by_size
 from tlora_megatron.integrations.megatron.layer.rotary import PackedRotaryEmbedding
 from tlora_megatron.ops.frozen.frozen_parts import Vjp, vjp_by_autograd
 from tlora_megatron.ops.frozen.packed_attention import attend_documents, attend_documents_vjp
@@ -66,10 +67,11 @@ class PackedCoreAttention(MegatronModule):
             raise ValueError(f"attention_dropout must be 0 in a frozen backbone, got {dropout}")
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.rotary = rotary
-        self.cp_group = None
+        self.cp_groups: dict[int, Any] = {}
         if config.context_parallel_size > 1:
-            cp_group = getattr(pg_collection, "cp", None)
-            self.cp_group = cp_group or parallel_state.get_context_parallel_group()
+            whole = getattr(pg_collection, "cp", None)
+            whole = whole or parallel_state.get_context_parallel_group()
+            self.cp_groups = groups_by_size(whole, config.context_parallel_size)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -154,7 +156,7 @@ class PackedCoreAttention(MegatronModule):
         """
         rotary = rotary or self.rotary
         assert rotary is not None, "heads that were rotated are not in a projection"
-        if self.cp_group is not None:
+        if micro_batch.cp_size > 1:
             return vjp_by_autograd(
                 lambda x: self.attend_projection(x, groups, rotary, norms).squeeze(1), mixed
             )
@@ -178,7 +180,7 @@ class PackedCoreAttention(MegatronModule):
         self, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, micro_batch: MicroBatchView
     ) -> Tensor:
         k_KGD, v_KGD = k_TGD, v_TGD
-        if self.cp_group is not None:
+        if micro_batch.cp_size > 1:
             k_KGD, v_KGD = self._gather_keys(k_TGD, v_TGD, micro_batch)
         out_TND = attend_documents(q_TND, k_KGD, v_KGD, micro_batch, self.scale)
         return out_TND.reshape(len(q_TND), 1, -1)
@@ -191,7 +193,7 @@ class PackedCoreAttention(MegatronModule):
         gathered = gather_from_sequence_parallel_region(
             torch.cat([key, value], dim=-1),
             tensor_parallel_output_grad=True,
-            group=self.cp_group,
+            group=self.cp_groups[micro_batch.cp_size],
         )
         # A row serves at most two spans of a rank, so the sum in backward has no order to vary.
         key, value = gathered.index_select(0, rows).chunk(2, dim=-1)
