@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tlora_megatron.config.reader import must
+from tlora_megatron.config.replicas import short_form
 
 if TYPE_CHECKING:
     from tlora_megatron.config.load import RunConfig
@@ -22,7 +23,9 @@ def check_cp_by_micro_batch(config: RunConfig) -> None:
     where = "with parallel.cp_by_micro_batch"
     if parallel.replicas is not None:
         remedy = "give parallel.cp_size, or take plain replicas"
-        raise must("parallel.replicas", f"be absent {where}", "replicas", remedy)
+        raise must("parallel.replicas", f"be absent {where}", short_form(parallel.replicas), remedy)
+    if parallel.cp_size == 1:
+        return
     if parallel.cp_size & (parallel.cp_size - 1):
         raise must("parallel.cp_size", f"be a power of two {where}", parallel.cp_size)
     if parallel.pp_size > 1:

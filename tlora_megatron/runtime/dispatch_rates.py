@@ -54,7 +54,7 @@ def resolve_round_timing(
     if not jobs or (groups.layout.dp_size == 1 and depth in (1, "auto") and not by_cp):
         return None
     replicas = _replicas(config, groups)
-    teams = _teams(replicas[0]) if by_cp else ()
+    teams = teams_of(replicas[0]) if by_cp else ()
     found = [_rates(spec, groups, jobs, (*replicas, *teams), table, by_cp=by_cp)]
     dist.broadcast_object_list(found, src=0)
     rates, source, in_seconds = found[0]
@@ -76,7 +76,7 @@ def _divides_replicas(config: RunConfig) -> bool:
     return config.parallel.cp_by_micro_batch and config.parallel.cp_size > 1
 
 
-def _teams(whole: ReplicaLayout) -> tuple[ReplicaLayout, ...]:
+def teams_of(whole: ReplicaLayout) -> tuple[ReplicaLayout, ...]:
     """Teams of 1, 2, 4, ... context-parallel ranks of a replica, each with its share of rows."""
     assert whole.micro_batch_tokens is not None, "the run's budget is filled in"
     sizes = [1 << power for power in range(whole.cp_size.bit_length())]

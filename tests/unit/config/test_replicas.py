@@ -186,7 +186,34 @@ def test_deterministic_runs_have_portions_that_every_replica_holds(
     assert config.jobs[0].portion_tokens <= (64 if "@128" in form else 256)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "job", "message"),
+    [
+        ({"cp_size": 3}, {}, "parallel.cp_size must be a power of two with"),
+        ({"cp_size": 2, "pp_size": 2}, {}, "parallel.pp_size must be 1 with"),
+        ({"cp_size": 2}, {"portion_tokens": 8}, "portion_tokens of job one must be absent with"),
+    ],
+)
+def test_cp_by_micro_batch_refuses_by_name(
+    load: Any, parallel: dict[str, Any], job: dict[str, Any], message: str
+) -> None:
+    load(None, parallel=parallel, **job)
+    parallel = parallel | {"cp_by_micro_batch": True}
+    with pytest.raises(ConfigError, match=f"{message} parallel.cp_by_micro_batch"):
+        load(None, parallel=parallel, **job)
+
+
+def test_cp_by_micro_batch_is_of_plain_replicas(load: Any) -> None:
+    alone = {"cp_by_micro_batch": True}
+    with pytest.raises(ConfigError, match=r"parallel.replicas must be absent with parallel.cp_by"):
+        load("1xCP2@512 + 1xTP1@128", parallel=alone)
+    config = load(None, parallel=alone, portion_tokens=8)
+    assert ignored_settings(config) == ("parallel.cp_by_micro_batch has no effect with cp_size 1",)
+
+
 def test_other_trainers_refuse_it() -> None:
-    refuse_replicas({"tp_size": 2}, "DeepSpeed")
+    refuse_replicas({"tp_size": 2, "cp_by_micro_batch": False}, "DeepSpeed")
+    with pytest.raises(ConfigError, match=r"parallel.cp_by_micro_batch must be absent under"):
+        refuse_replicas({"cp_by_micro_batch": True}, "DeepSpeed")
     with pytest.raises(ConfigError, match=r"parallel.replicas must be absent under DeepSpeed"):
         refuse_replicas({"replicas": "2xTP1"}, "DeepSpeed")

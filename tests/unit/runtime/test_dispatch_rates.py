@@ -15,7 +15,7 @@ from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.replica_rate import replica_rate
 from tlora_megatron.planner.hardware import load_profile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.runtime.dispatch_rates import rate_of_shape
+from tlora_megatron.runtime.dispatch_rates import rate_of_shape, rate_of_team, teams_of
 
 LLAMA_8B = ModelSpec(
     model_type="llama", num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8,
@@ -63,6 +63,29 @@ def test_a_model_of_linears_counts_by_its_linears() -> None:
     assert rate.square_ps > 0
     other = LinearsSpec(num_layers=1, vocab_size=8, max_positions=8, linears=linears[1:])
     assert rate_of_shape(other, ReplicaLayout()).square_ps == 0
+
+
+def test_teams_have_their_share_of_rows_and_pay_for_what_they_exchange(repo: Path) -> None:
+    """Short sequences cost more together than alone, by the shape and by the planner."""
+    whole = ReplicaLayout(cp_size=4, micro_batch_tokens=65536, recompute="full")
+    teams = teams_of(whole)
+    assert [team.cp_size for team in teams] == [1, 2, 4]
+    assert teams[-1] == whole
+    profile = load_profile(repo / "configs" / "hardware" / "h200.json")
+    lengths = LengthHistogram.from_counts([(512, 9), (65536, 1)])
+    job = JobLoad(name="one", rank=16, batch_size=8, lengths=lengths)
+    planned = [
+        Plan(cp_size=team.cp_size, micro_batch_tokens=team.micro_batch_tokens, recompute="full")  # type: ignore[arg-type]
+        for team in teams
+    ]
+    by_planner = [replica_rate(LLAMA_8B, [job], plan, profile) for plan in planned]
+    for rates in ([rate_of_team(LLAMA_8B, team) for team in teams], by_planner):
+        assert [rate.longest for rate in rates] == [16384, 32768, 65536]
+        work = [
+            rate.sequence_ps(512) * team.cp_size for rate, team in zip(rates, teams, strict=True)
+        ]
+        assert work == sorted(work)
+        assert work[0] < work[-1] < 1.5 * work[0]
 
 
 def test_tiny_models_have_a_speed() -> None:
