@@ -79,7 +79,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "CP4 by micro-batch": (
             "parallel.cp_size=4",
             "parallel.cp_by_micro_batch=true",
-            "run.micro_batch_tokens=128",
+            "run.micro_batch_tokens=104",
         ),
         "TP2+SPxCP2 by micro-batch": (
             "parallel.tp_size=2",

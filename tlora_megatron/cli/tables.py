@@ -64,7 +64,8 @@ def print_config(console: Console, config: RunConfig) -> None:
         console.print(f"replicas: {deployment} ({size} processes)", soft_wrap=True)
     else:
         sp = ", sequence parallel" if parallel.sequence_parallel else ""
-        sizes = f"tp {parallel.tp_size}, pp {parallel.pp_size}, cp {parallel.cp_size}{sp}"
+        by = " by micro-batch" if parallel.cp_by_micro_batch and parallel.cp_size > 1 else ""
+        sizes = f"tp {parallel.tp_size}, pp {parallel.pp_size}, cp {parallel.cp_size}{by}{sp}"
         console.print(f"parallel: {sizes}; data parallel over the rest of the processes")
     console.print(
         f"run: {run.micro_batch_tokens} tokens a micro-batch, recompute {run.recompute}, "
@@ -166,8 +167,13 @@ def _balance(balance: dict[str, Any]) -> str:
     share = balance["predicted_busy_share"]
     if share is None:
         return line
-    line += f"; replicas computed for {share:.0%} of a round and waited for the slowest one for "
+    ran = balance.get("micro_batches_by_cp_size")
+    who = "replicas" if ran is None else "their ranks"
+    line += f"; {who} computed for {share:.0%} of a round and waited for the slowest one for "
     line += f"{1 - share:.0%}, by prediction"
+    if ran is not None:
+        counts = ", ".join(f"{count} of {size}" for size, count in ran.items())
+        return f"{line}; micro-batches of the first process by context-parallel ranks: {counts}"
     if by == "tokens" and share < _BUSY_ENOUGH:
         line += " (run.round_depth: auto would share rounds out by time)"
     return line

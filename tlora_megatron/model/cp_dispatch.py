@@ -46,6 +46,13 @@ class CpRates:
         """Ranks of the replica."""
         return 1 << (len(self.by_size) - 1)
 
+    @property
+    def line(self) -> str:
+        """The teams as users read them: `teams of 1 rank hold 8,192 rows, of 2 16,384`."""
+        own = [f"{1 << place} {rate.longest:,}" for place, rate in enumerate(self.by_size)]
+        first = f"teams of 1 rank hold {self.by_size[0].longest:,} rows"
+        return ", of ".join([first, *own[1:]])
+
     def of(self, size: int) -> ReplicaRate:
         """Returns the speed of teams of so many ranks."""
         return self.by_size[size.bit_length() - 1]

@@ -60,10 +60,13 @@ def resolve_round_timing(
     rates, source, in_seconds = found[0]
     if groups.is_writer and depth != 1:
         logger.info("run.round_depth %s: rounds are shared out by times %s", depth, source)
+    cp_rates = CpRates(rates[len(replicas) :]) if by_cp else None
+    if groups.is_writer and cp_rates is not None:
+        logger.info("parallel.cp_by_micro_batch: %s (%s)", cp_rates.line, source)
     stages = tuple(replica.pp_size for replica in replicas)
     return RoundTiming(
         rates=rates[: len(replicas)],
-        cp_rates=CpRates(rates[len(replicas) :]) if by_cp else None,
+        cp_rates=cp_rates,
         stages=stages,
         depth=depth,
         is_unlike=groups.deployment is not None,

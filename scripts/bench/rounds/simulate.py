@@ -52,7 +52,7 @@ def simulate(mix: Lengths, rates: Sequence[ReplicaRate], mode: str) -> Result:
     while busy_ps < _STEPS * step_ps:
         for slot, batch in enumerate(jobs):
             if not queues[slot]:
-                queues[slot] = batch_items([_sequence(n) for n in batch(begun[slot])])
+                queues[slot] = batch_items([sequence_of(n) for n in batch(begun[slot])])
                 begun[slot] += 1
         filled, queues = fill(queues, number)
         ends = round_ends_ps(filled, rates)
@@ -86,6 +86,7 @@ def _by_time(rates: Sequence[ReplicaRate], depth: int) -> Fill:
     return fill
 
 
-def _sequence(rows: int) -> TokenSequence:
+def sequence_of(rows: int) -> TokenSequence:
+    """A sequence that takes so many rows."""
     tokens = np.broadcast_to(np.int32(0), rows + 1)
     return TokenSequence(tokens, np.broadcast_to(np.True_, rows + 1))

@@ -231,6 +231,17 @@ class TestInspect:
                 "of a round and waited for the slowest one for 25%, by prediction "
                 "(run.round_depth: auto would share rounds out by time)",
             ),
+            (
+                {
+                    "depth": 1,
+                    "shared_out_by": "tokens",
+                    "predicted_busy_share": 0.75,
+                    "micro_batches_by_cp_size": {"1": 9, "2": 4},
+                },
+                "rounds: 1 micro-batch a replica, shared out by tokens; their ranks computed for "
+                "75% of a round and waited for the slowest one for 25%, by prediction; "
+                "micro-batches of the first process by context-parallel ranks: 9 of 1, 4 of 2",
+            ),
         ],
     )
     def test_run_says_how_long_replicas_waited(

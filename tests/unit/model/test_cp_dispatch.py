@@ -74,6 +74,10 @@ def test_nothing_is_predicted_to_end_later_than_by_all_ranks() -> None:
         assert max(shared(lengths, speeds).ends_ps) <= max(team_ends_ps(together[0], speeds))
 
 
+def test_teams_are_told() -> None:
+    assert rates(4).line == "teams of 1 rank hold 64 rows, of 2 128, of 4 256"
+
+
 def test_a_sequence_alone_is_shared() -> None:
     assert shared([50], rates(4)).teams == (CpTeam(0, 4),)
 
