@@ -80,6 +80,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
             "parallel.cp_size=4",
             "parallel.cp_by_micro_batch=true",
             "run.micro_batch_tokens=104",
+            "run.round_depth=4",
         ),
         "TP2+SPxCP2 by micro-batch": (
             "parallel.tp_size=2",
