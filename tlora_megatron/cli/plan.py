@@ -15,6 +15,7 @@ from tlora_megatron.cli.plan_report.deployments import deployments_document, pri
 from tlora_megatron.cli.plan_report.ranking import (
     print_explanation,
     print_result,
+    print_teams,
     result_document,
 )
 from tlora_megatron.cli.train import add_config_arguments
@@ -197,6 +198,8 @@ def _show(args: argparse.Namespace, inputs: _Inputs, result: SearchResult) -> No
         print(json.dumps(result_document(*shown), indent=2))
     else:
         print_result(open_console(), *shown)
+        if not any(job.portion_tokens for job in inputs.config.jobs):
+            print_teams(open_console(), *shown[:4], args.top)
     if inputs.config.run.deterministic and result.plans:
         notes = open_console(stderr=args.json)
         notes.print(

@@ -13,6 +13,7 @@ from rich.table import Table
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import runners
 from tlora_megatron.planner.cost import cost_model, memory
+from tlora_megatron.planner.cp_teams import outlook_of_teams
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import Dropped, RankedPlan, SearchResult
 from tlora_megatron.planner.workload import JobLoad
@@ -20,6 +21,8 @@ from tlora_megatron.planner.workload import JobLoad
 _GIB = 2.0**30
 _BAR = 40
 _SHOWN_REASONS = 8
+_WORTH_TEAMS = 0.03
+"""Gain at which a proposal is worth a line: predictions err by 2.5 %."""
 
 
 def print_result(
@@ -77,6 +80,29 @@ def _best_of_layouts(plans: Sequence[RankedPlan]) -> list[tuple[int, RankedPlan]
         sizes = (plan.tp_size, plan.pp_size, plan.vpp_size, plan.cp_size, plan.sequence_parallel)
         best.setdefault(sizes, (rank, ranked))
     return list(best.values())
+
+
+def print_teams(
+    console: Console,
+    result: SearchResult,
+    spec: ModelSpec,
+    jobs: Sequence[JobLoad],
+    hardware: HardwareProfile,
+    top: int,
+) -> None:
+    """Proposes `parallel.cp_by_micro_batch` for the best plan shown that would gain by it."""
+    for rank, ranked in _best_of_layouts(result.plans)[:top]:
+        if "train" not in runners(spec, ranked.plan):
+            continue
+        outlook = outlook_of_teams(spec, jobs, ranked.plan, hardware)
+        if outlook is None:
+            continue
+        if outlook.saved >= _WORTH_TEAMS:
+            console.print(
+                f"plan {rank} with parallel.cp_by_micro_batch and run.round_depth {outlook.depth}: "
+                f"its rounds would take {outlook.saved:.0%} less time (docs/rounds.md)"
+            )
+        return
 
 
 def _print_plans(

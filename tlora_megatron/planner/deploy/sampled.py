@@ -83,7 +83,7 @@ def _sample(jobs: Sequence[JobLoad], replicas: Replicas, depth: int, num_rounds:
     each, drawn = replicas.each, list[int]()
     rates, gpus = [kind.rate for kind in each], [kind.gpus for kind in each]
     time_ps = busy_ps = 0
-    for lengths in itertools.islice(_rounds(jobs, rates, depth), num_rounds):
+    for lengths in itertools.islice(drawn_rounds(jobs, rates, depth), num_rounds):
         drawn += lengths
         ends = _ends_ps(lengths, each, rates)
         time_ps += max(ends)
@@ -107,7 +107,7 @@ def _ends_ps(
     return [kind.round_ps(rows) for kind, rows in zip(each, own, strict=True)]
 
 
-def _rounds(
+def drawn_rounds(
     jobs: Sequence[JobLoad], rates: Sequence[ReplicaRate], depth: int
 ) -> Iterator[list[int]]:
     """Rows of the sequences that the packer admits to one round after the other."""
