@@ -1,6 +1,7 @@
 """Replicas of unlike layouts over NCCL: losses and norms are those of replicas that are alike.
 
-Two GPUs hold replicas of unlike budgets and recompute; sums over unlike slabs take three.
+Two GPUs hold replicas of unlike budgets and recompute; sums over unlike slabs take three. And
+context parallelism by micro-batch, whose teams are as unlike; teams of two among four take four.
 """
 
 from __future__ import annotations
@@ -29,6 +30,16 @@ REPLICAS = {
     },
     4: {"TP2SP+PP2": "1xTP2+SP + 1xPP2", "TP2+TP1+TP1": "1xTP2 + 2xTP1@512"},
 }
+TEAMS = {
+    size: {
+        f"CP{size} by micro-batch": (
+            f"parallel.cp_size={size}",
+            "parallel.cp_by_micro_batch=true",
+            f"run.micro_batch_tokens={96 * size}",  # some sequences are longer than one rank's
+        )
+    }
+    for size in (2, 4)
+}
 CASES = [
     pytest.param(
         size,
@@ -36,8 +47,8 @@ CASES = [
         id=name,
         marks=pytest.mark.skipif(torch.cuda.device_count() < size, reason=f"needs {size} GPUs"),
     )
-    for size, mine in REPLICAS.items()
-    for name in mine
+    for size in REPLICAS
+    for name in (*REPLICAS[size], *TEAMS.get(size, ()))
 ]
 
 
@@ -77,6 +88,7 @@ def run_world(scenario: Path) -> World:
                 name: Case(scenario, (f"parallel.replicas={form}",))
                 for name, form in REPLICAS[size].items()
             },
+            **{name: Case(scenario, sets) for name, sets in TEAMS.get(size, {}).items()},
         },
     )
 
