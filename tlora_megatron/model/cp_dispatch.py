@@ -39,7 +39,7 @@ class CpRates:
     """The speeds of a replica's teams."""
 
     by_size: tuple[ReplicaRate, ...]
-    """Of teams of 1, 2, 4, ... ranks; the last one is the whole replica."""
+    """Those of teams of 1, 2, 4, ... ranks; the last one is the whole replica."""
 
     @property
     def cp_size(self) -> int:

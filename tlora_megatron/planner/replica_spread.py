@@ -1,4 +1,4 @@
-"""How unlike the parts of a round are that its replicas have: who is waited for, and how long."""
+"""The spread of a round over its replicas: who is waited for, and how long."""
 
 from __future__ import annotations
 

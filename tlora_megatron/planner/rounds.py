@@ -54,7 +54,7 @@ class RoundLoad:
     """Pairs of a share of the micro-batches and their rows relative to `rows`. If batches wait for
     room, some rounds hold little more than the rest of one batch."""
     spread: ReplicaSpread | None = None
-    """How unlike the replicas' parts are; None = all are alike."""
+    """The spread of the replicas' parts; None = all are alike."""
 
     @property
     def tokens(self) -> float:
@@ -90,7 +90,7 @@ class ExpectedRounds:
         )
 
     def spread(self, dp_size: int) -> ReplicaSpread | None:
-        """How unlike the parts of so many replicas are."""
+        """The spread of the parts of so many replicas."""
         if dp_size == 1 or not self.bins:
             return None
         depth = len(self.bins[0]) // dp_size
@@ -162,7 +162,7 @@ class RoundModel:
     def _spread(
         self, expected: ExpectedRounds, capacity: int, dp_size: int, pp_size: int
     ) -> ReplicaSpread | None:
-        """How unlike replicas' parts are; of large rounds, by packing some with fewer replicas."""
+        """The spread of replicas' parts; of large rounds, by packing some with fewer replicas."""
         if expected.bins or dp_size == 1:
             own = (capacity, dp_size, pp_size)
             if own not in self._own:
@@ -243,7 +243,7 @@ class _Packer:
         self._fullest: list[tuple[int, float]] = []
         self._bins: list[tuple[Part, ...]] = []
         self._squares: list[float] = []
-        """Of the micro-batches of the round that is being filled."""
+        """Those of the micro-batches of the round that is being filled."""
         self._tokens = [0] * len(jobs)
         self._sequences = [0] * len(jobs)
 

@@ -66,7 +66,7 @@ def rounds_of(mix: Lengths, rates: CpRates, depth: int) -> Iterator[Round]:
 
 
 class Result(NamedTuple):
-    """What the rounds of a mix come to."""
+    """The time of all rounds of a mix."""
 
     step_s: float
     """Seconds for the work of one global batch of every job."""

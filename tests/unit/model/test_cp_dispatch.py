@@ -1,4 +1,4 @@
-"""How the ranks of a replica share its sequences: long ones together, short ones apart."""
+"""The ranks of a replica share its sequences: long ones together, short ones apart."""
 
 from __future__ import annotations
 

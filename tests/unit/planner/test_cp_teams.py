@@ -1,4 +1,4 @@
-"""What context parallelism by micro-batch is predicted to save, and the line that proposes it."""
+"""The predicted gain of context parallelism by micro-batch, and the line that proposes it."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Kind:
     """Layout, budget and recompute, with one replica."""
     curve: ReplicaCurve
     by_rows: tuple[Kind, ...] = ()
-    """Where micro-batches have recompute by their rows: this layout under each, lightest first."""
+    """This layout under each recompute, lightest first, if micro-batches have it by their rows."""
 
     @property
     def gpus(self) -> int:
