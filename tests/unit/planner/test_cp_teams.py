@@ -1,4 +1,4 @@
-"""The predicted gain of context parallelism by micro-batch, and the line that proposes it."""
+"""The predicted gain of CP by micro-batch, and the line that proposes it."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Kind:
     """Layout, budget and recompute, with one replica."""
     curve: ReplicaCurve
     by_rows: tuple[Kind, ...] = ()
-    """This layout under each recompute, lightest first, if micro-batches have it by their rows."""
+    """This layout under each recompute, lightest first, if they are chosen by rows."""
 
     @property
     def gpus(self) -> int:
