@@ -109,7 +109,7 @@ _but_virtual_stages = attrgetter(*(f.name for f in fields(Plan) if f.name != "vp
 
 
 class _Parts(NamedTuple):
-    """Times that virtual stages do not change: seconds per micro-batch, sums and updates per round."""
+    """Times alike for all virtual stages: seconds per micro-batch, sums and updates per round."""
 
     layer: LayerCost
     layer_s: float
