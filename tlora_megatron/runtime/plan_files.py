@@ -71,6 +71,7 @@ def apply_plan(config: RunConfig, plan: Plan) -> RunConfig:
         tp_size=plan.tp_size,
         pp_size=plan.pp_size,
         cp_size=plan.cp_size,
+        cp_by_micro_batch=_cp_by_micro_batch(config, plan),
         sequence_parallel=plan.sequence_parallel,
         lora_sharding=plan.lora_sharding if plan.tp_size > 1 else "auto",
     )
@@ -82,6 +83,13 @@ def apply_plan(config: RunConfig, plan: Plan) -> RunConfig:
         round_depth=_round_depth(config, plan),
     )
     return settle_deterministic(replace(config, parallel=parallel, run=run))
+
+
+def _cp_by_micro_batch(config: RunConfig, plan: Plan) -> bool:
+    """True if it is asked for and the plan has ranks that can divide."""
+    is_power = plan.cp_size & (plan.cp_size - 1) == 0
+    divides = plan.cp_size > 1 and is_power and plan.pp_size == 1
+    return config.parallel.cp_by_micro_batch and divides
 
 
 def _nano_batches(config: RunConfig, plan: Plan) -> int | Literal["auto"]:
@@ -98,6 +106,9 @@ def _nano_batches(config: RunConfig, plan: Plan) -> int | Literal["auto"]:
 def overrides_of(config: RunConfig, plan: Plan) -> list[str]:
     """The plan as overrides for `tlora train --set`."""
     replaced = [] if config.parallel.replicas is None else ["parallel.replicas=null"]
+    if config.parallel.cp_by_micro_batch:
+        by = json.dumps(_cp_by_micro_batch(config, plan))
+        replaced.append(f"parallel.cp_by_micro_batch={by}")
     return [
         *replaced,
         f"parallel.tp_size={plan.tp_size}",

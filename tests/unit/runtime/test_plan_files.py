@@ -30,6 +30,7 @@ from tlora_megatron.planner.cost.memory import memory_use
 from tlora_megatron.planner.hardware import LoraCost, load_profile, profile_document
 from tlora_megatron.profiling.fit import fit_lora, non_negative_fit
 from tlora_megatron.profiling.ops import LoraSample
+from tlora_megatron.runtime.plan_files import overrides_of
 from tlora_megatron.runtime.plan_inputs import (
     parse_lengths,
     plan_hardware,
@@ -438,6 +439,20 @@ DETERMINISTIC = (
     *("--set=parallel.tp_size=2", "--set=run.micro_batch_tokens=65536"),
 )
 """A plan beside a layout and a budget that would have another sharding and other portions."""
+
+
+def test_cp_by_micro_batch_stays_where_a_plan_has_ranks_that_divide(quickstart: str) -> None:
+    config = load_config(quickstart, ["parallel.cp_by_micro_batch=true", "parallel.cp_size=2"])
+    for plan, on in (
+        (Plan(cp_size=4), True),
+        (Plan(cp_size=3), False),
+        (Plan(cp_size=2, pp_size=2), False),
+        (Plan(), False),
+    ):
+        overrides = overrides_of(config, plan)
+        assert f"parallel.cp_by_micro_batch={json.dumps(on)}" in overrides
+        assert load_config(quickstart, overrides).parallel.cp_by_micro_batch == on
+    assert not any("cp_by" in x for x in overrides_of(load_config(quickstart), Plan(cp_size=4)))
 
 
 def test_what_a_deterministic_run_needs_follows_from_its_plan(
