@@ -97,7 +97,7 @@ class CurveModel:
 
     def _micro_batch_s(self, plan: Plan, rows: int, length: int) -> float:
         """Seconds that one of a round's micro-batches adds to a round."""
-        return _busy_s(self._models[length].step_cost(plan, self._load(rows)))
+        return busy_s(self._models[length].step_cost(plan, self._load(rows)))
 
     def _load(self, rows: int) -> RoundLoad:
         """A full micro-batch with every job's part of the rows."""
@@ -111,7 +111,7 @@ class CurveModel:
         )
 
 
-def _busy_s(cost: StepCost) -> float:
+def busy_s(cost: StepCost) -> float:
     """Time of a round without the bubble, and what it does once, whatever it holds."""
     beside = cost.gradient_sync_s + cost.optimizer_s + cost.round_s + cost.bubble_s
     return cost.step_time_s - beside

@@ -12,6 +12,7 @@ from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.cost.replica_curve import busy_s
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.rounds import RoundLoad
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
@@ -74,6 +75,4 @@ def _busy_s(model: CostModel, plan: Plan, rows: int, slot: int) -> float:
         job_sequences=tuple(math.ceil(n / length) * 1.0 for n in own),
         steps=(0.0,) * len(own),
     )
-    cost = model.step_cost(plan, load)
-    beside = cost.round_s + cost.gradient_sync_s + cost.optimizer_s + cost.bubble_s
-    return cost.step_time_s - beside
+    return busy_s(model.step_cost(plan, load))
