@@ -23,7 +23,7 @@ PACKAGE = "tlora_megatron"
 GROUND = ("timeline", "config", "model", "page")
 CONTROL = ("planner", "scheduler", "sim")
 COMPUTE = ("ops", "parallel", "layers", "training", "integrations")
-ROOF = ("runtime", "profiling", "cli", "deepspeed", "launch", "autohook")
+ROOF = ("runtime", "profiling", "service", "cli", "deepspeed", "launch", "autohook")
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "megatron.training": (f"{PACKAGE}.integrations.megatron_lm",),
     "megatron": (f"{PACKAGE}.integrations.megatron", f"{PACKAGE}.integrations.megatron_lm"),
