@@ -1,21 +1,20 @@
-"""The running groups and the GPUs they hold; every change is entered into the ledger."""
+"""The simulated fleet: every change is entered into the ledger, each group's end is an event."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
-from tlora_megatron.scheduler.cluster import ClusterShape, ClusterState, FreeGpus
-from tlora_megatron.scheduler.formation import Parts, carried_on
-from tlora_megatron.scheduler.group_throughput import GroupRates, Speeds
-from tlora_megatron.scheduler.jobs import Group, Job, Member
-from tlora_megatron.sim.change_log import ChangeLog
+from tlora_megatron.scheduler.cluster import ClusterShape
+from tlora_megatron.scheduler.fleet import Fleet
+from tlora_megatron.scheduler.group_throughput import Speeds
+from tlora_megatron.scheduler.jobs import Group, Member
 from tlora_megatron.sim.events import Events, Kind
 from tlora_megatron.sim.faults import Faults
-from tlora_megatron.sim.ledger import InvariantError, Ledger, require
+from tlora_megatron.sim.ledger import Ledger
 
 
-class Fleet:
-    """Keeps what runs where and what each tenant holds; each group's next end is an event."""
+class SimulatedFleet(Fleet):
+    """A fleet whose groups end by the model's speeds, or fail where a fault was drawn."""
 
     def __init__(
         self,
@@ -28,31 +27,10 @@ class Fleet:
         ledger: Ledger,
     ) -> None:
         """Begins with all GPUs free; `events` and `ledger` are shared with the simulator."""
-        self.state = ClusterState(shape=shape, free=FreeGpus.all_of(shape), quotas=quotas)
-        self.changes = ChangeLog()
-        self._speeds = speeds
+        super().__init__(shape=shape, speeds=speeds, quotas=quotas)
         self._faults = faults
         self._events = events
         self._ledger = ledger
-        self._down: set[int] = set()
-        self._where: dict[int, int] = {}
-        self._num_groups = 0
-
-    @property
-    def busy_gpus(self) -> int:
-        """Number of GPUs that groups hold."""
-        down = len(self._down) * self.state.shape.gpus_per_node
-        return self.state.shape.num_gpus - down - self.state.free.num
-
-    def can_ever_run(self, job: Job) -> bool:
-        """True if the job could start on an empty cluster."""
-        quota = self.state.quotas.get(job.tenant, job.num_gpus)
-        return job.num_gpus <= min(quota, self.state.shape.num_gpus)
-
-    def group_of(self, index: int) -> Group | None:
-        """The group in which the job of this index trains; None if it does not run."""
-        number = self._where.get(index)
-        return None if number is None else self.state.groups[number]
 
     def stop_s(self, group: Group, member: Member) -> float:
         """When a member ends or fails if nothing changes."""
@@ -63,73 +41,12 @@ class Fleet:
         return group.ready_s + max(0.0, left) / member.tokens_per_s
 
     def open(self, group: Group) -> None:
-        """Puts a group on free GPUs."""
-        self.state.free.take(group.gpus)
-        self.state.groups[group.number] = group
-        for member in group.members:
-            self._where[member.job.index] = group.number
+        """Puts a group on free GPUs, and its first end among the events."""
+        super().open(group)
         stop_s = min([self.stop_s(group, member) for member in group.members])
         self._events.push(stop_s, Kind.GROUP, group.number)
 
     def close(self, group: Group, now_s: float) -> None:
-        """Takes a group off its GPUs."""
+        """Takes a group off its GPUs and enters what it trained."""
         self._ledger.close(group, now_s)
-        del self.state.groups[group.number]
-        self.changes.regrouped.discard(group.number)
-        self.state.free.give(group.gpus)
-        self.changes.freed = True
-
-    def carry_on(self, group: Group, without: Collection[Member], now_s: float) -> None:
-        """Lets the remaining members of a closed group train on."""
-        gone = {member.job.index for member in without}
-        parts = Parts(running=tuple((group, m) for m in group.members if m.job.index not in gone))
-        if not len(parts):
-            return
-        rates = self.rates(parts, len(group.gpus))
-        rest = carried_on(group, parts, rates=rates, now_s=now_s, number=self.next_number())
-        self.open(rest)
-        self.changes.regrouped.add(rest.number)
-
-    def charge(self, job: Job) -> None:
-        """Counts the GPUs that a starting job asks for against its tenant.
-
-        Raises:
-            InvariantError: if that is beyond the tenant's quota.
-        """
-        held = self.state.tenant_gpus.get(job.tenant, 0) + job.num_gpus
-        quota = self.state.quotas.get(job.tenant, held)
-        require(held <= quota, f"tenant {job.tenant!r} must hold at most {quota} GPUs, got {held}")
-        self.state.tenant_gpus[job.tenant] = held
-
-    def leave(self, job: Job) -> None:
-        """Removes a job that no longer runs."""
-        del self._where[job.index]
-        self.state.tenant_gpus[job.tenant] -= job.num_gpus
-
-    def node_down(self, node: int) -> None:
-        """Withdraws the GPUs of a failed node; no group may hold them."""
-        self._down.add(node)
-        self.state.free.take(self.state.shape.gpus_of(node))
-
-    def node_up(self, node: int) -> None:
-        """Makes the GPUs of a repaired node free again."""
-        self._down.remove(node)
-        self.state.free.give(self.state.shape.gpus_of(node))
-        self.changes.freed = True
-
-    def rates(self, parts: Parts, num_gpus: int) -> GroupRates:
-        """Speeds of the members of a group.
-
-        Raises:
-            InvariantError: if it does not fit the memory.
-        """
-        rates = self._speeds.rates(parts.kinds, num_gpus)
-        if rates is None:
-            names = ", ".join(job.name for job in parts.jobs)
-            raise InvariantError(f"memory of {num_gpus} GPUs must hold jobs {names}")
-        return rates
-
-    def next_number(self) -> int:
-        """A group number that was not used before."""
-        self._num_groups += 1
-        return self._num_groups
+        super().close(group, now_s)

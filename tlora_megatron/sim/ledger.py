@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from tlora_megatron.scheduler.invariants import require
 from tlora_megatron.scheduler.jobs import Group, Job, Member
 
 Status = Literal["finished", "failed", "cancelled", "rejected"]
@@ -53,20 +54,6 @@ class Segment:
     def tokens(self) -> float:
         """Tokens that all members trained."""
         return self.tokens_per_s * (self.end_s - self.ready_s)
-
-
-class InvariantError(RuntimeError):
-    """The books do not balance: a bug of the simulator or of a policy."""
-
-
-def require(holds: bool, sentence: str) -> None:
-    """Checks an invariant of the run.
-
-    Raises:
-        InvariantError: with the given sentence, if it does not hold.
-    """
-    if not holds:
-        raise InvariantError(sentence)
 
 
 class Ledger:

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from tlora_megatron.scheduler.cluster import ClusterShape
 from tlora_megatron.scheduler.formation import Parts, ends_in_bounds, formed, speeds_in_bounds
 from tlora_megatron.scheduler.group_throughput import Speeds
+from tlora_megatron.scheduler.invariants import require
 from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
 from tlora_megatron.scheduler.policy import Decision, Policy, RegroupCost
 from tlora_megatron.scheduler.queue import WaitingQueue
 from tlora_megatron.sim.events import Clock, Events, Kind
 from tlora_megatron.sim.faults import Faults
-from tlora_megatron.sim.fleet import Fleet
-from tlora_megatron.sim.ledger import Ledger, require
+from tlora_megatron.sim.fleet import SimulatedFleet
+from tlora_megatron.sim.ledger import Ledger
 
 _SAME_MOMENT_S = 1e-7
 """Members of a group that end within this time of each other end in one event."""
@@ -74,7 +75,7 @@ class Simulator:
         self._queue = WaitingQueue()
         self._ledger = Ledger(policy.keeps_bounds)
         self._events = Events()
-        self._fleet = Fleet(
+        self._fleet = SimulatedFleet(
             shape=shape,
             speeds=speeds,
             faults=self._faults,
