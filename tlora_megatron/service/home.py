@@ -1,0 +1,208 @@
+"""The folder of a service on the disk: where everything is, and how it is written.
+
+Everything below it belongs to the service's user alone: folders are 0700, files 0600.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import stat
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "TLORA_SERVICE"
+"""Environment variable that names the folder where `--service` is not given."""
+DEFAULT = "~/.tlora"
+
+LEASE_NAME = "lease.json"
+_JOB_ID = re.compile(r"j[0-9a-z]{1,31}")
+_GANG = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """The right of one gang to write the folder of a job."""
+
+    gang: str
+    epoch: int
+    """Of the gang."""
+    lease: int
+    """Grows by one whenever the job is given to a gang."""
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The folders and files of one service."""
+
+    root: Path
+
+    @classmethod
+    def open(cls, root: str | Path | None = None) -> Home:
+        """Opens the service's folder and makes it if it is missing.
+
+        Args:
+            root: None = that of the environment variable TLORA_SERVICE, or `~/.tlora`.
+
+        Raises:
+            ValueError: if the folder cannot be made or used, or belongs to somebody else.
+        """
+        path = Path(root or os.environ.get(VARIABLE) or DEFAULT).expanduser().absolute()
+        try:
+            make_folder(path)
+            found = path.stat()
+        except OSError as error:
+            raise ValueError(f"--service must be a folder that can be used, got {error}") from error
+        if found.st_uid != os.geteuid():
+            raise ValueError(
+                f"--service must be a folder of your own, got {path}, which belongs to user "
+                f"{found.st_uid}"
+            )
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            raise ValueError(
+                f"--service must be closed to other users, got {path} with mode "
+                f"{stat.S_IMODE(found.st_mode):04o}; chmod 700 closes it"
+            )
+        home = cls(path.resolve())
+        for folder in (home.jobs, home.gangs, home.tokens, home.standby):
+            make_folder(folder)
+        return home
+
+    @property
+    def store(self) -> Path:
+        """The SQLite file."""
+        return self.root / "store.sqlite"
+
+    @property
+    def jobs(self) -> Path:
+        """The folder of all jobs' folders."""
+        return self.root / "jobs"
+
+    @property
+    def gangs(self) -> Path:
+        """The folder of all gangs' folders."""
+        return self.root / "gangs"
+
+    @property
+    def tokens(self) -> Path:
+        """The cache of tokenized files."""
+        return self.root / "cache" / "tokens"
+
+    @property
+    def standby(self) -> Path:
+        """The folder of processes that wait for a gang."""
+        return self.root / "standby"
+
+    def job(self, job_id: str) -> Path:
+        """The folder of a job; not made here.
+
+        Raises:
+            ValueError: if the store has made no such id.
+        """
+        return self.jobs / _checked(job_id, _JOB_ID, "id of a job")
+
+    def gang(self, gang: str, epoch: int) -> Path:
+        """The folder of a gang's epoch; not made here.
+
+        Raises:
+            ValueError: if the name is no gang's.
+        """
+        return self.gangs / f"{_checked(gang, _GANG, 'name of a gang')}-{int(epoch)}"
+
+    def token_entry(self, digest: str) -> Path:
+        """The cache's folder of one tokenized file; not made here.
+
+        Raises:
+            ValueError: if it is no digest.
+        """
+        return self.tokens / _checked(digest, _DIGEST, "key of tokens")
+
+
+def make_folder(folder: Path) -> Path:
+    """Makes a folder and what lacks above it, for this user alone; one that is there stays."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is no folder")
+    return folder
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a file by a value in JSON; a kill or a full disk leaves the old file whole.
+
+    Raises:
+        OSError: if the disk refuses.
+        ValueError: if the value holds NaN or an infinity, which JSON does not know.
+    """
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replaces a file, of mode 0600, atomically; several writers at once do not mix.
+
+    Raises:
+        OSError: if the disk refuses.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(temporary, flags, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _flush_folder(path.parent)
+
+
+def read_json(path: Path) -> Any:
+    """The value that `write_json` wrote; None if there is no file.
+
+    Raises:
+        ValueError: naming the file, if it holds something else.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path} must hold JSON, got {error}") from error
+
+
+def write_lease(job_folder: Path, lease: Lease) -> None:
+    """Gives a job's folder to a gang; from now on no other may write there."""
+    write_json(job_folder / LEASE_NAME, asdict(lease))
+
+
+def read_lease(job_folder: Path) -> Lease | None:
+    """Who may write a job's folder; None if nobody was ever allowed, or the file is damaged."""
+    try:
+        value = read_json(job_folder / LEASE_NAME)
+        return Lease(gang=str(value["gang"]), epoch=int(value["epoch"]), lease=int(value["lease"]))
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _checked(value: str, pattern: re.Pattern[str], what: str) -> str:
+    if not pattern.fullmatch(value):
+        raise ValueError(f"the {what} must match {pattern.pattern}, got {value!r:.80}")
+    return value
+
+
+def _flush_folder(folder: Path) -> None:
+    """Lets the new name survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
