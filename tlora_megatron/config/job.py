@@ -157,6 +157,22 @@ class ScheduleSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceSpec:
+    """What a job asks of a service that runs many on one cluster; `tlora train` asks nothing."""
+
+    gpus: int = rule(
+        "GPUs that the job would hold if it trained alone: its speed on them is what max_slowdown "
+        "is measured by",
+        default=1,
+        ge=1,
+    )
+    max_slowdown: float = rule(
+        "most that the job may be slower beside others than alone, and end later", default=1.5, ge=1
+    )
+    priority: int = rule("jobs of higher priority go first", default=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class JobSpec:
     """One LoRA job. Exactly one of `max_steps` and `epochs` is set."""
 
@@ -200,3 +216,4 @@ class JobSpec:
     seed: int = rule(
         "seed of the adapter's initial values, the order of its data, and dropout", default=0, ge=0
     )
+    service: ServiceSpec = ServiceSpec()

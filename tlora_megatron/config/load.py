@@ -6,9 +6,9 @@ names.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,19 +19,14 @@ from tlora_megatron.config.base_model import (
 )
 from tlora_megatron.config.cp_rules import check_cp_by_micro_batch
 from tlora_megatron.config.deterministic import settle_deterministic
-from tlora_megatron.config.job import JobSpec, rule
-from tlora_megatron.config.reader import ConfigError, check_partial, must, read_spec, unknown
+from tlora_megatron.config.job import JobSpec, ServiceSpec, rule
+from tlora_megatron.config.jobs import JobError, ignored_job_settings, plain, read_jobs
+from tlora_megatron.config.reader import ConfigError, must, read_spec, unknown
 from tlora_megatron.config.replica_rules import check_replicas, settle_replicas
 from tlora_megatron.config.replicas import ReplicaSpec, expand_short_form
-from tlora_megatron.config.rules import (
-    KNOWN_TARGETS,
-    check_job,
-    is_usable_name,
-    resolve,
-    resolve_job_paths,
-)
+from tlora_megatron.config.rules import KNOWN_TARGETS, resolve
 from tlora_megatron.config.run import RunSpec, ignored_memory, ignored_overlap
-from tlora_megatron.config.source import apply_override, merge, read_document
+from tlora_megatron.config.source import apply_override, read_document
 
 __all__ = [
     "BaseModelSpec",
@@ -93,14 +88,6 @@ class ParallelSpec:
     def most_tp(self) -> int:
         """Tensor-parallel ranks of the replica that has most."""
         return max((spec.tp_size for spec in self.replicas or ()), default=self.tp_size)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobError:
-    """The reason why a job was left out; `name` is `jobs[i]` if the job has no usable name."""
-
-    name: str
-    message: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +164,9 @@ def read_config(
     parallel, run = settle_replicas(_read_parallel(document.get("parallel", {})), run)
     _check_portion(run.portion_tokens, run, "run")
     skip = run.on_job_error == "skip"
-    jobs, errors = _read_jobs(document, run, folder, targets, skip=skip)
+    jobs, errors = read_jobs(
+        document, folder, targets, skip=skip, settle=partial(_with_portions, run)
+    )
     config = RunConfig(
         base_model=base_model, parallel=parallel, run=run, jobs=jobs, job_errors=errors
     )
@@ -191,7 +180,7 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
 
     Jobs that were left out are missing.
     """
-    document: dict[str, Any] = _plain(
+    document: dict[str, Any] = plain(
         {
             "base_model": asdict(config.base_model),
             "parallel": asdict(config.parallel),
@@ -219,19 +208,10 @@ def ignored_settings(config: RunConfig) -> tuple[str, ...]:
     found += ignored_memory(config.run)
     found += ignored_base_settings(config.base_model)
     for job in config.jobs:
-        if job.eval_every_steps and job.data.eval is None:
-            found.append(f"eval_every_steps of job {job.name} has no effect without data.eval")
-        if job.schedule.min_lr and job.schedule.name == "constant":
-            found.append(
-                f"schedule.min_lr of job {job.name} has no effect with a constant schedule"
-            )
+        found += ignored_job_settings(job)
+        if job.service != ServiceSpec():
+            found.append(f"service of job {job.name} has an effect with `tlora submit` alone")
     return tuple(found)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _read_parallel(raw: Any) -> ParallelSpec:
@@ -253,63 +233,7 @@ def _check_portion(portion_tokens: int | None, run: RunSpec, path: str) -> None:
         raise must(f"{path}.portion_tokens", limit, portion_tokens)
 
 
-def _with_portions(job: JobSpec, run: RunSpec, path: str) -> JobSpec:
+def _with_portions(run: RunSpec, job: JobSpec, path: str) -> JobSpec:
     """Gives a job the run's portions unless it has its own."""
     _check_portion(job.portion_tokens, run, path)
     return replace(job, portion_tokens=job.portion_tokens or run.portion_tokens)
-
-
-def _read_jobs(
-    document: dict[str, Any],
-    run: RunSpec,
-    folder: Path,
-    targets: Sequence[str] | None,
-    *,
-    skip: bool,
-) -> tuple[tuple[JobSpec, ...], tuple[JobError, ...]]:
-    defaults = document.get("defaults", {})
-    check_partial(JobSpec, defaults, "defaults")
-    if "name" in defaults:
-        raise ConfigError("defaults must not hold name: every job has its own")
-    entries = document.get("jobs")
-    if not isinstance(entries, list) or not entries:
-        raise must("jobs", "be a list of at least one job", entries)
-    _refuse_duplicate_names(entries)
-    jobs, errors = [], []
-    for index, entry in enumerate(entries):
-        path = f"jobs[{index}]"
-        try:
-            job = _read_job(defaults, entry, path, folder, targets)
-            jobs.append(_with_portions(job, run, path))
-        except ConfigError as error:
-            raw_name = entry.get("name") if isinstance(entry, dict) else None
-            name = raw_name if is_usable_name(raw_name) else path
-            if not skip:
-                raise ConfigError(
-                    str(error) if name == path else f"{error} (job {name})"
-                ) from error
-            errors.append(JobError(name=name, message=str(error)))
-    if not jobs:
-        reasons = "; ".join(error.message for error in errors)
-        raise ConfigError(f"jobs must hold at least one that can start, got {reasons}")
-    return tuple(jobs), tuple(errors)
-
-
-def _refuse_duplicate_names(entries: list[Any]) -> None:
-    # Always stops the run: which of the two keeps the name's output folder is not ours to choose.
-    names = Counter(
-        str(entry["name"]) for entry in entries if isinstance(entry, dict) and "name" in entry
-    )
-    for name, count in names.items():
-        if count > 1:
-            raise ConfigError(f"jobs must have unique names, got {name!r} {count} times")
-
-
-def _read_job(
-    defaults: dict[str, Any], entry: Any, path: str, folder: Path, targets: Sequence[str] | None
-) -> JobSpec:
-    if not isinstance(entry, dict):
-        raise must(path, "be a mapping", entry)
-    job = read_spec(JobSpec, merge(defaults, entry), path)
-    check_job(job, path, targets)
-    return resolve_job_paths(job, path, folder)

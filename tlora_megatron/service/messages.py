@@ -151,6 +151,8 @@ class JobOrder(Message):
     document: Mapping[str, Any]
     """The job as an entry of `jobs` in a run's configuration, with absolute paths and with
     `portion_tokens` set: fixed when it was accepted, so that no gang changes its bits."""
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    """Keys of its files in the cache of tokens: `train`, and `eval` if it has one."""
     lease: int
     """Its lease epoch: the gang writes the job's folder only while `lease.json` there says so."""
     checkpoint_every_s: float = 60.0

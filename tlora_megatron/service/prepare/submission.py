@@ -1,0 +1,119 @@
+"""Reads what a user submits: the file that `tlora train` reads, a submission for each of its jobs.
+
+Cheap enough for the command line: no data is opened, and neither torch nor numpy is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tlora_megatron.config.base_model import (
+    BaseModelSpec,
+    ignored_base_settings,
+    read_base_model,
+)
+from tlora_megatron.config.job import JobSpec
+from tlora_megatron.config.jobs import (
+    as_job_list,
+    ignored_job_settings,
+    job_to_dict,
+    plain,
+    read_job,
+    read_jobs,
+)
+from tlora_megatron.config.load import SECTIONS
+from tlora_megatron.config.reader import read_spec, unknown
+from tlora_megatron.config.source import apply_override, read_document
+from tlora_megatron.service.messages import Message
+
+_IGNORED = {
+    "parallel": "section parallel has no effect: the service chooses how GPUs share a model",
+    "run": "section run has no effect: the service runs the jobs; one job's own keys are in `jobs`",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submission(Message):
+    """One job as a user submits it, checked as far as its document alone goes."""
+
+    name: str
+    """What the user calls it."""
+    base_model: Mapping[str, Any]
+    """The section `base_model`, with all defaults and absolute paths."""
+    document: Mapping[str, Any]
+    """An entry of `jobs`, with all defaults and absolute paths."""
+
+    def job_spec(self) -> JobSpec:
+        """The job; its `service` says what it asks of the cluster.
+
+        Raises:
+            ConfigError: if the document is none that `split_submissions` made.
+        """
+        return read_job(dict(self.document), None, path=f"job {self.name}")
+
+    def base_spec(self) -> BaseModelSpec:
+        """The base model; nothing looks whether its files are there."""
+        return read_spec(BaseModelSpec, dict(self.base_model), "base_model")
+
+    @property
+    def base_key(self) -> str:
+        """Names the base; only jobs of equal keys may train in one gang."""
+        text = json.dumps(self.base_model, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        path = self.base_model.get("path") or Path(str(self.base_model.get("config"))).parent
+        return f"{Path(path).name}-{digest}"
+
+
+class Submitted(NamedTuple):
+    """The jobs of one file."""
+
+    submissions: tuple[Submission, ...]
+    notes: tuple[str, ...]
+    """A sentence for each setting that has no effect."""
+
+
+def read_submissions(path: str | Path, overrides: Sequence[str] = ()) -> Submitted:
+    """Reads the jobs of a YAML or JSON file.
+
+    Args:
+        path: a run's file, or one with a single job's keys beside `base_model`.
+        overrides: texts `path=value`, applied in order before any check.
+
+    Raises:
+        ConfigError: for the first mistake.
+    """
+    path = Path(path)
+    document = read_document(path)
+    for override in overrides:
+        apply_override(document, override)
+    return split_submissions(document, path.resolve().parent)
+
+
+def split_submissions(document: Mapping[str, Any], folder: Path) -> Submitted:
+    """Reads the jobs of a document.
+
+    Args:
+        folder: where relative paths start.
+
+    Raises:
+        ConfigError: for the first mistake.
+    """
+    document = as_job_list(document)
+    for key in document:
+        if key not in SECTIONS:
+            raise unknown("", key, SECTIONS)
+    base = read_base_model(document.get("base_model"), folder)
+    jobs, _ = read_jobs(document, folder)
+    notes = [sentence for key, sentence in _IGNORED.items() if key in document]
+    notes += ignored_base_settings(base)
+    notes += [sentence for job in jobs for sentence in ignored_job_settings(job)]
+    base_model = plain(asdict(base))
+    submissions = tuple(
+        Submission(name=job.name, base_model=base_model, document=job_to_dict(job)) for job in jobs
+    )
+    return Submitted(submissions, tuple(notes))
