@@ -90,6 +90,14 @@ class Speeds:
             self._loads.append(key)
         return number
 
+    def base_of(self, kind: int) -> str:
+        """Name of the base model of a kind."""
+        return self._loads[kind][0]
+
+    def load_of(self, kind: int) -> JobLoad:
+        """The load of a kind."""
+        return self._loads[kind][1]
+
     def rates(self, kinds: Kinds, num_gpus: int) -> GroupRates | None:
         """Rates of a group on `num_gpus` GPUs, or None if it does not fit into their memory."""
         key = (kinds, num_gpus)
