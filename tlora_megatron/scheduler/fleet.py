@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from tlora_megatron.scheduler.change_log import ChangeLog
 from tlora_megatron.scheduler.cluster import ClusterShape, ClusterState, FreeGpus
-from tlora_megatron.scheduler.formation import Parts, carried_on
+from tlora_megatron.scheduler.formation import (
+    Parts,
+    carried_on,
+    ends_in_bounds,
+    formed,
+    speeds_in_bounds,
+)
 from tlora_megatron.scheduler.group_throughput import GroupRates, Speeds
 from tlora_megatron.scheduler.invariants import InvariantError, require
 from tlora_megatron.scheduler.jobs import Group, Job, Member
+from tlora_megatron.scheduler.policy import Decision, RegroupCost
+from tlora_megatron.scheduler.queue import WaitingQueue
 
 
 class Fleet:
@@ -67,6 +75,77 @@ class Fleet:
         self.open(rest)
         self.changes.regrouped.add(rest.number)
 
+    def carry_out(
+        self,
+        decisions: Sequence[Decision],
+        queue: WaitingQueue,
+        *,
+        now_s: float,
+        cost: RegroupCost,
+        keeps_bounds: bool = False,
+    ) -> list[Group]:
+        """Dissolves and forms groups as decided, and takes the jobs that start from the queue.
+
+        Args:
+            decisions: of one call of a policy.
+            queue: the waiting jobs.
+            now_s: the time.
+            cost: pauses of the new groups.
+            keeps_bounds: require that every new group keeps its members' bounds.
+
+        Returns:
+            The new groups, in the order of the decisions.
+
+        Raises:
+            InvariantError: if a decision breaks a rule.
+        """
+        loose: dict[int, tuple[Group, Member]] = {}
+        for number in [number for decision in decisions for number in decision.dissolve]:
+            group = self.state.groups[number]
+            self.close(group, now_s)
+            loose.update((member.job.index, (group, member)) for member in group.members)
+        groups = []
+        for decision in decisions:
+            group = self._formed(decision, loose, queue, now_s=now_s, cost=cost)
+            if keeps_bounds:
+                require(
+                    ends_in_bounds(group) and _speeds_in_bounds(group),
+                    f"slowdown bounds must hold for jobs {decision.members}",
+                )
+            self.open(group)
+            groups.append(group)
+        require(not loose, f"a dissolved group's members must go on, got {sorted(loose)} left")
+        # The GPUs that the decisions themselves gave back are no news to the policy.
+        self.changes.freed = False
+        return groups
+
+    def _formed(
+        self,
+        decision: Decision,
+        loose: dict[int, tuple[Group, Member]],
+        queue: WaitingQueue,
+        *,
+        now_s: float,
+        cost: RegroupCost,
+    ) -> Group:
+        joining = [index for index in decision.members if index not in loose]
+        for index in joining:
+            self.charge(queue[index].job)
+        parts = Parts(
+            running=tuple(loose.pop(index) for index in decision.members if index in loose),
+            joining=tuple(queue.remove(index) for index in joining),
+        )
+        rates = self.rates(parts, len(decision.gpus))
+        require(len({job.base for job in parts.jobs}) == 1, "members must share a base model")
+        return formed(
+            parts,
+            gpus=decision.gpus,
+            rates=rates,
+            now_s=now_s,
+            cost=cost,
+            number=self.next_number(),
+        )
+
     def charge(self, job: Job) -> None:
         """Counts the GPUs that a starting job asks for against its tenant.
 
@@ -110,3 +189,9 @@ class Fleet:
         """A group number that was not used before."""
         self._num_groups += 1
         return self._num_groups
+
+
+def _speeds_in_bounds(group: Group) -> bool:
+    by_kind = {member.job.kind: member.tokens_per_s for member in group.members}
+    rates = GroupRates(by_kind, group.tokens_per_s, 0.0)
+    return speeds_in_bounds([member.job for member in group.members], rates)

@@ -12,11 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tlora_megatron.scheduler.cluster import ClusterShape
-from tlora_megatron.scheduler.formation import Parts, ends_in_bounds, formed, speeds_in_bounds
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.invariants import require
 from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
-from tlora_megatron.scheduler.policy import Decision, Policy, RegroupCost
+from tlora_megatron.scheduler.policy import Policy, RegroupCost
 from tlora_megatron.scheduler.queue import WaitingQueue
 from tlora_megatron.sim.events import Clock, Events, Kind
 from tlora_megatron.sim.faults import Faults
@@ -213,41 +211,10 @@ class Simulator:
         decisions = self._policy.decide(now_s, self._queue, self._fleet.state, changes)
         clock.add(time.perf_counter() - begin)
         if decisions:
-            self._carry_out(decisions, now_s)
-
-    def _carry_out(self, decisions: list[Decision], now_s: float) -> None:
-        loose: dict[int, tuple[Group, Member]] = {}
-        for number in [number for decision in decisions for number in decision.dissolve]:
-            group = self._fleet.state.groups[number]
-            self._fleet.close(group, now_s)
-            loose.update((member.job.index, (group, member)) for member in group.members)
-        for decision in decisions:
-            self._form(decision, loose, now_s)
-        require(not loose, f"a dissolved group's members must go on, got {sorted(loose)} left")
-        # The GPUs that the decisions themselves gave back are no news to the policy.
-        self._fleet.changes.freed = False
-
-    def _form(
-        self, decision: Decision, loose: dict[int, tuple[Group, Member]], now_s: float
-    ) -> None:
-        joining = [index for index in decision.members if index not in loose]
-        for index in joining:
-            self._fleet.charge(self._jobs[index])
-        parts = Parts(
-            running=tuple(loose.pop(index) for index in decision.members if index in loose),
-            joining=tuple(self._queue.remove(index) for index in joining),
-        )
-        rates = self._fleet.rates(parts, len(decision.gpus))
-        require(len({job.base for job in parts.jobs}) == 1, "members must share a base model")
-        group = formed(
-            parts,
-            gpus=decision.gpus,
-            rates=rates,
-            now_s=now_s,
-            cost=self._cost,
-            number=self._fleet.next_number(),
-        )
-        if self._policy.keeps_bounds:
-            within = speeds_in_bounds(parts.jobs, rates) and ends_in_bounds(group)
-            require(within, f"slowdown bounds must hold for jobs {decision.members}")
-        self._fleet.open(group)
+            self._fleet.carry_out(
+                decisions,
+                self._queue,
+                now_s=now_s,
+                cost=self._cost,
+                keeps_bounds=self._policy.keeps_bounds,
+            )
