@@ -24,7 +24,7 @@ from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import make_multi_adapter
 from tlora_megatron.layers.multi_adapter import BlackBoxMixin
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.runtime import controller
+from tlora_megatron.runtime.backbone import model_config, model_dir, open_backbone
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.own_replica import own_replica
 from tlora_megatron.training.listener import SilentListener
@@ -90,16 +90,17 @@ def run_round(path: Path, options: dict[str, str], counts: tuple[int, ...]) -> R
     """One round and one evaluation of a fresh super-model for each count in turn; the last."""
     with tempfile.TemporaryDirectory() as folder:
         config = read_config(path, options, Path(folder) / f"{dist.is_initialized()}")
-        spec = read_model_spec(controller._model_config(config))
+        spec = read_model_spec(model_config(config))
         with TrainingRun(
             config,
             spec,
-            tokenizer_dir=controller._model_dir(config),
+            tokenizer_dir=model_dir(config),
             base_model="base",
             listener=SilentListener(),
             resolve_sharding=resolve_lora_sharding,
         ) as run:
-            loop = run.start(*controller._build(run, spec, own_replica(config), None))
+            own, settled = own_replica(config), run.check_agreement
+            loop = run.start(*open_backbone(config, spec, own, None, on_loaded=settled))
             model: Any = loop.super_model
             if "foreign" in options and model.groups.is_last_stage:
                 make_foreign(model.engine.model, model.bank)

@@ -26,7 +26,7 @@ from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.config.load import load_config
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.ops.routing.segments import use_micro_batch
-from tlora_megatron.runtime import controller
+from tlora_megatron.runtime.backbone import open_backbone
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.own_replica import own_replica
 from tlora_megatron.training.data.job_data import (
@@ -232,9 +232,10 @@ def test_logits_of_one_packed_micro_batch_equal_peft_s(
         listener=SilentListener(),
         resolve_sharding=resolve_lora_sharding,
     ) as run:
-        super_model = run.start(
-            *controller._build(run, spec, own_replica(loaded), None)
-        ).super_model
+        opened = open_backbone(
+            loaded, spec, own_replica(loaded), None, on_loaded=run.check_agreement
+        )
+        super_model = run.start(*opened).super_model
     groups = super_model.groups
     assert {job.step for job in super_model.jobs} == {20}
     placed = [

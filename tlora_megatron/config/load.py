@@ -6,7 +6,7 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,9 +36,11 @@ __all__ = [
     "RunConfig",
     "RunSpec",
     "config_to_dict",
+    "fit_job",
     "ignored_settings",
     "load_config",
     "read_config",
+    "read_gang_config",
 ]
 
 SECTIONS = ("base_model", "parallel", "run", "defaults", "jobs")
@@ -170,6 +172,47 @@ def read_config(
     config = RunConfig(
         base_model=base_model, parallel=parallel, run=run, jobs=jobs, job_errors=errors
     )
+    return _settled(config, settle=settle)
+
+
+def read_gang_config(
+    sections: Mapping[str, Any], folder: Path, *, output_dir: str | Path
+) -> RunConfig:
+    """Checks the configuration of a super-model whose jobs come and go: it has none.
+
+    Args:
+        sections: `base_model`, and where they differ from the defaults `parallel` and `run`.
+        folder: where relative paths start.
+        output_dir: the folder that holds `jobs/NAME`.
+
+    Raises:
+        ConfigError: as in `load_config`.
+    """
+    known = ("base_model", "parallel", "run")
+    for key in sections:
+        if key not in known:
+            raise unknown("", key, known)
+    run = _read_run(sections.get("run", {}), str(output_dir))
+    base_model = read_base_model(sections.get("base_model"), folder)
+    parallel, run = settle_replicas(_read_parallel(sections.get("parallel", {})), run)
+    return _settled(RunConfig(base_model=base_model, parallel=parallel, run=run, jobs=()))
+
+
+def fit_job(job: JobSpec, config: RunConfig) -> JobSpec:
+    """Fits a job that was read alone to the super-model that it is to join.
+
+    Args:
+        config: of the super-model.
+
+    Raises:
+        ConfigError: naming the job and what the super-model cannot keep.
+    """
+    job = _with_portions(config.run, job, f"job {job.name}")
+    return _settled(replace(config, jobs=(job,))).jobs[0]
+
+
+def _settled(config: RunConfig, *, settle: bool = True) -> RunConfig:
+    _check_portion(config.run.portion_tokens, config.run, "run")
     check_replicas(config)
     check_cp_by_micro_batch(config)
     return settle_deterministic(config) if settle else config

@@ -7,7 +7,7 @@ nothing of it, and adapters join or leave between steps without touching the oth
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -33,13 +33,49 @@ class Adapter:
     slab: AdapterSlab
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BankShape:
+    """The adapters that a bank may ever hold.
+
+    It fixes which targets each site has, so that a job that joins or leaves changes no product and
+    no rounding of the others.
+    """
+
+    targets: frozenset[str]
+    block_targets: frozenset[str] = frozenset()
+    """Those that block-diagonal adapters may have."""
+
+    @classmethod
+    def of(cls, loras: Iterable[LoraSpec]) -> BankShape:
+        """The least shape that holds all of some adapters."""
+        loras = tuple(loras)
+        blocks = (t for lora in loras if lora.is_block_diagonal for t in lora.target_modules)
+        targets = (target for lora in loras for target in lora.target_modules)
+        return cls(targets=frozenset(targets), block_targets=frozenset(blocks))
+
+    def check_holds(self, name: str, lora: LoraSpec) -> None:
+        """Refuses a job that the bank has no place for.
+
+        Raises:
+            ValueError: naming the job and the targets.
+        """
+        is_block = lora.is_block_diagonal
+        held = self.block_targets if is_block else self.targets
+        if missing := sorted(set(lora.target_modules) - held):
+            kind = f"{lora.parametrization} adapters" if is_block else "adapters"
+            raise ValueError(
+                f"lora.target_modules of job {name!r} must be among those that this super-model "
+                f"was opened for, got {', '.join(missing)}; it holds {kind} on "
+                f"{', '.join(sorted(held)) or 'nothing'}. Another one must be started for the job"
+            )
+
+
 class AdapterBank:
     """The adapters in their slots, over the sites of this rank.
 
     Args:
         sites: the linears that may carry adapters, on this rank.
-        loras: those of every job that the run may ever hold. They fix which targets each site has,
-            so that a job that leaves changes no product and no rounding of the others.
+        holds: the adapters of all jobs that it may ever hold, or their shape.
         dtype: of the compute copies.
         ops: kernels that compute the linears; None = the fastest for this device and dtype.
         placement: of the adapters' master weights and moments.
@@ -48,7 +84,7 @@ class AdapterBank:
     def __init__(
         self,
         sites: Sequence[Site],
-        loras: Sequence[LoraSpec],
+        holds: Sequence[LoraSpec] | BankShape,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -60,11 +96,11 @@ class AdapterBank:
         self.device = device
         self.placement = placement
         self.ops = choose_ops(device, dtype) if ops is None else ops
-        used = {target for lora in loras for target in lora.target_modules}
+        self.shape = holds if isinstance(holds, BankShape) else BankShape.of(holds)
+        used, blocks = self.shape.targets, self.shape.block_targets
         self._targets = {
             site.index: tuple(t for t in site.targets if t.target in used) for site in self.sites
         }
-        blocks = {t for lora in loras if lora.is_block_diagonal for t in lora.target_modules}
         self._rank_sharded = {
             site.index for site in self.sites if any(t.target in blocks for t in site.targets)
         }

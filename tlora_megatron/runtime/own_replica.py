@@ -28,17 +28,23 @@ class OwnReplica(NamedTuple):
     recompute: Recompute
 
 
-def own_replica(config: RunConfig) -> OwnReplica:
-    """Returns the replica of the process that torchrun's environment describes.
+def own_replica(
+    config: RunConfig, *, rank: int | None = None, world_size: int | None = None
+) -> OwnReplica:
+    """Returns the replica of a process.
+
+    Args:
+        rank, world_size: its place in the world; None = as torchrun's environment says.
 
     Raises:
         ValueError: if the configuration does not take as many processes as there are.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+    world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     deployment = lay_out_world(config.parallel, world_size)
     if isinstance(deployment, ParallelLayout):
         return OwnReplica(deployment, None, built_recompute(config.run))
-    own = deployment.placed(int(os.environ.get("RANK", "0"))).layout
+    own = deployment.placed(rank).layout
     layout = own.parallel_layout(len(deployment.replicas))
     return OwnReplica(layout, deployment, own.recompute or built_recompute(config.run))
 

@@ -375,7 +375,7 @@ def test_setup_env_names_what_is_missing_and_refuses(
 def test_a_megatron_that_needs_triton_says_so(
     monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    from tlora_megatron.runtime import controller
+    from tlora_megatron.runtime import backbone
 
     real = builtins.__import__
 
@@ -388,4 +388,4 @@ def test_a_megatron_that_needs_triton_says_so(
     remedy = r"needs triton, .*; pip install triton or pip install 'megatron-core<0.18'"
     expected = remedy if missing == "triton" else "No module named 'something_else'"
     with pytest.raises(ImportError, match=expected):
-        controller._build(None, None, None, None)  # type: ignore[arg-type]
+        backbone.import_backbone()

@@ -9,7 +9,7 @@ import pytest
 
 from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig
 from tlora_megatron.config.run import RunSpec
-from tlora_megatron.runtime import controller
+from tlora_megatron.runtime import backbone, controller
 from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.run.environment import ENVIRONMENT
 
@@ -28,7 +28,7 @@ def test_variables_are_set_before_the_device_starts(
     for name in (*ENVIRONMENT, "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(controller, "wake_device", wake)
+    monkeypatch.setattr(backbone, "wake_device", wake)
     config = RunConfig(
         base_model=BaseModelSpec(config=str(repo / "configs/models/llama-3.1-8b.json")),
         parallel=ParallelSpec(),

@@ -93,7 +93,9 @@ def initialize_parallel(
     if not dist.is_initialized():
         # Groups of a process group that was left are gone, but Megatron would still name them.
         parallel_state.destroy_model_parallel()
-        _init_process_group()
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        _init_process_group(size, {} if "RANK" in os.environ else alone)
     world_size = layout.world_size if deployment is None else deployment.world_size
     if dist.get_world_size() != world_size:
         raise ValueError(
@@ -114,17 +116,31 @@ def _bind_gpu() -> None:
     torch.cuda.set_device(local_rank)
 
 
-def _init_process_group() -> None:
+def join_process_group(store: dist.Store, rank: int, world_size: int) -> None:
+    """Joins a process group whose processes meet in a store; nothing is read from the environment.
+
+    It comes before `initialize_parallel`, in a process that has no group yet.
+    """
+    if torch.cuda.is_available():
+        _bind_gpu()
+    parallel_state.destroy_model_parallel()
+    _init_process_group(world_size, {"store": store, "rank": rank, "world_size": world_size})
+
+
+def _init_process_group(world_size: int, place: Mapping[str, Any]) -> None:
+    """Joins with the backend of this machine.
+
+    Args:
+        place: a store, rank and size; empty = as torchrun's environment says.
+    """
     options: dict[str, Any] = {"backend": "gloo"}
     if torch.cuda.is_available():
         options = {"backend": "nccl"}
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if world_size > 1:
             # Alone, most of Megatron's two dozen groups are never used: opening and closing all of
             # their communicators takes 11 s on an H200.
             options["device_id"] = torch.device("cuda", torch.cuda.current_device())
-    if "RANK" not in os.environ:
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(**options)
+    dist.init_process_group(**options, **place)
 
 
 def _lay_out_groups(layout: ParallelLayout, deployment: Deployment | None) -> None:
