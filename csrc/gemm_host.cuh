@@ -69,10 +69,10 @@ inline bool make_shared_maps(const TloraGemm& g, Problem* p) {
   made = made && make_map(&p->ext, g.ext, g.ext_rows, kTileRows, 64);
   const Factors& f = g.factors;
   for (int i = 0; i < (f.columns[0].stride == 0 ? 1 : g.num_targets); ++i)
-    made = made && make_map(&p->factors[i], f.at[i], f.rows[i], f.width[i], kChunk);
+    made = made && make_arena_map(&p->factors[i], f.at[i], f.rows[i], f.width[i], kChunk);
   return made;
 }
 
-inline int fail_maps() { return fail("tensor map", "an operand must be 16-byte aligned in address and row"); }
+inline int fail_maps() { return fail("tensor map", "an operand must have rows, 16-byte aligned in address and size"); }
 
 }  // namespace gemm

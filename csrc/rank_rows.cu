@@ -225,11 +225,11 @@ TLORA_EXPORT int tlora_rows(const TloraRows* arguments, cudaStream_t stream) {
               make_map(&p.in_strip, g.in, g.num_rows, g.in_columns, kStripRows);
   for (int i = 0; i < g.num_targets; ++i) {
     const Factors& f = g.factors;
-    made = made && make_map(&p.factors[i], f.at[i], f.rows[i], f.width[i], kChunk);
+    made = made && make_arena_map(&p.factors[i], f.at[i], f.rows[i], f.width[i], kChunk);
     p.columns[i] = f.columns[i];
     p.depth[i] = static_cast<int>(f.width[i]);
   }
-  if (!made) return fail("tensor map", "an operand must be 16-byte aligned in address and row");
+  if (!made) return fail("tensor map", "an operand must have rows, 16-byte aligned in address and size");
   p.items = g.items;
   p.item_fields = g.item_fields;
   p.chunks = g.chunks;

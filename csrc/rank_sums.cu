@@ -326,7 +326,7 @@ TLORA_EXPORT int tlora_sums(const TloraSums* arguments, cudaStream_t stream) {
       !make_map(&p.rows[kDown], g.ds, g.num_rows, g.row_width, 64) ||
       !make_map(&p.in[kUp], g.dy, g.num_rows, g.dy_columns, 64) ||
       !make_map(&p.rows[kUp], g.s, g.num_rows, g.row_width, 64))
-    return fail("tensor map", "an operand must be 16-byte aligned in address and row");
+    return fail("tensor map", "an operand must have rows, 16-byte aligned in address and size");
   p.items = g.items;
   p.borders = g.borders;
   p.num_items = g.num_items;

@@ -6,7 +6,9 @@ context parallelism by micro-batch, whose teams are as unlike; teams of two amon
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -78,19 +80,27 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run_world(scenario: Path) -> World:
-    """Trains all deployments of a world size, and alike replicas beside them, once."""
-    return worlds(
-        scenario.parent,
-        lambda size: {
-            "alike": Case(scenario),
-            **{
-                name: Case(scenario, (f"parallel.replicas={form}",))
-                for name, form in REPLICAS[size].items()
-            },
-            **{name: Case(scenario, sets) for name, sets in TEAMS.get(size, {}).items()},
-        },
-    )
+def trained(scenario: Path) -> Callable[[int, str], Path]:
+    """Trains one deployment of a world size, once; returns its folder.
+
+    Each has processes of its own: one that fails says why, and leaves the others alone.
+    """
+
+    @functools.cache
+    def world_of(name: str) -> World:
+        def cases_of(size: int) -> dict[str, Case]:
+            return {name: Case(scenario, overrides(size, name))}
+
+        return worlds(scenario.parent / name, cases_of)
+
+    return lambda size, name: world_of(name)(size) / name
+
+
+def overrides(size: int, name: str) -> tuple[str, ...]:
+    """What a deployment of a world size sets; nothing where replicas are alike."""
+    if name in REPLICAS[size]:
+        return (f"parallel.replicas={REPLICAS[size][name]}",)
+    return TEAMS.get(size, {}).get(name, ())
 
 
 def norms(output_dir: Path, name: str) -> list[float]:
@@ -101,12 +111,12 @@ def norms(output_dir: Path, name: str) -> list[float]:
 
 @pytest.mark.parametrize(("size", "name"), CASES)
 def test_losses_and_norms_are_those_of_alike_replicas(
-    size: int, name: str, run_world: World
+    size: int, name: str, trained: Callable[[int, str], Path]
 ) -> None:
-    out = run_world(size)
+    out, alike = trained(size, name), trained(size, "alike")
     for job in NAMES:
-        assert losses(out / name, job) == pytest.approx(losses(out / "alike", job), rel=2e-2), job
-        found, expected = (norms(out / case, job) for case in (name, "alike"))
+        assert losses(out, job) == pytest.approx(losses(alike, job), rel=2e-2), job
+        found, expected = norms(out, job), norms(alike, job)
         # The first steps begin at the same weights; later ones drift as bf16 does.
         assert found[:2] == pytest.approx(expected[:2], rel=3e-2), job
         assert found == pytest.approx(expected, rel=0.2), job

@@ -16,6 +16,8 @@ _PATIENCE = float(os.environ.get("TLORA_TEST_PATIENCE", "1"))
 """Factor on all limits, for machines that are slower still."""
 HANG_S = 1800 * _PATIENCE
 """Ends what hangs. No test says anything about speed, so this is far above what any takes."""
+_TOLD = 20_000
+"""Characters of a failed process that a test shows: the traces of all ranks."""
 IDLE_S = 300 * _PATIENCE
 """Ends a world of which no rank has used a processor for so long: it waits for itself."""
 
@@ -54,8 +56,8 @@ def python(*args: object) -> str:
         # torchrun ends its workers when asked to; killed outright, it would leave them behind.
         process.terminate()
         output, _ = process.communicate(timeout=60)
-        raise AssertionError(f"took over {HANG_S} s: {command}\n{output[-8000:]}") from None
-    assert process.returncode == 0, f"exit {process.returncode}: {command}\n{output[-8000:]}"
+        raise AssertionError(f"took over {HANG_S} s: {command}\n{output[-_TOLD:]}") from None
+    assert process.returncode == 0, f"exit {process.returncode}: {command}\n{output[-_TOLD:]}"
     return output
 
 

@@ -54,17 +54,25 @@ def worlds(
     """A function that runs the cases of a number of processes, when first asked for them.
 
     Their outputs lie under their names in the folder that it returns, and `log.txt` beside them.
+    Cases that failed are not run again for the next test, which fails with the same words.
     """
+    failed: dict[int, AssertionError] = {}
 
     @functools.cache
     def run(world_size: int) -> Path:
+        if world_size in failed:
+            raise failed[world_size]
         out = root / f"world{world_size}"
-        out.mkdir()  # cases that failed are not run again for the next test
+        out.mkdir(parents=True)
         entries = [
             {"config": str(case.config), "output_dir": str(out / name), "set": case.overrides}
             for name, case in cases_of(world_size).items()
         ]
-        log = run_cases(world_size, entries, out / "cases.json", worker=worker)
+        try:
+            log = run_cases(world_size, entries, out / "cases.json", worker=worker)
+        except AssertionError as error:
+            failed[world_size] = error
+            raise
         (out / "log.txt").write_text(log)
         return out
 
