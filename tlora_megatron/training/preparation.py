@@ -13,6 +13,7 @@ import torch
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data
+from tlora_megatron.training.data.mapped_tokens import lengths_of
 from tlora_megatron.training.formats.checkpoint import Checkpoint, find_checkpoint
 from tlora_megatron.training.formats.peft_format import fit_to_job, load_adapter
 from tlora_megatron.training.formats.quantised.card import QuantisationCard
@@ -94,7 +95,7 @@ def prepare_job(
 def _check_lengths(
     job: JobSpec, spec: Backbone, data: JobData, micro_batch_tokens: int, budget: str
 ) -> None:
-    longest = max(len(s.tokens) - 1 for s in (*data.train, *data.eval))
+    longest = max(int(lengths_of(part).max()) for part in (data.train, data.eval) if part) - 1
     if longest > micro_batch_tokens:
         raise ValueError(
             f"{budget} must be at least {longest}, the longest sequence of job "

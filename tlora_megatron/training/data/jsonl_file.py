@@ -1,0 +1,217 @@
+"""One JSONL file of a job: its lines checked, tokenized, and cut to what the job can train."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tlora_megatron.config.job import JobSpec
+from tlora_megatron.training.data.tokenize import (
+    ROLES,
+    Row,
+    RowKind,
+    TokenSequence,
+    tokenize_rows,
+)
+
+logger = logging.getLogger(__name__)
+
+_KEYS: dict[RowKind, tuple[str, ...]] = {
+    "completion": ("prompt", "completion"),
+    "messages": ("messages",),
+    "text": ("text",),
+}
+_ROWS_PER_CALL = 1024
+"""Lines tokenized at once: enough to feed the tokenizer's threads, few enough to bound memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedFile:
+    """The sequences of one file, none longer than the job's max_seq_len or without a target."""
+
+    sequences: Sequence[TokenSequence]
+    num_truncated: int
+    """Sequences that were cut to max_seq_len and kept."""
+    num_dropped: int
+    """Sequences left out because the cut left no target."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JsonlFile:
+    """One file of one job."""
+
+    job: JobSpec
+    key: str
+    """The configuration key that names the file."""
+    path: Path
+
+    @property
+    def where(self) -> str:
+        """Job and file, for errors."""
+        return f"job {self.job.name!r}, {self.path}"
+
+    def load(self, tokenizer: Any, vocab_size: int) -> LoadedFile:
+        """Reads and tokenizes the file; a warning tells how much of it was cut.
+
+        Args:
+            tokenizer: the base model's Hugging Face tokenizer.
+            vocab_size: rows of the base model's embedding; every token id is below it.
+
+        Raises:
+            ValueError: naming job, file and line, if any cannot be used, or the tokenizer has no
+                EOS.
+        """
+        loaded = self.tokenize(self.read(), tokenizer, vocab_size)
+        self.warn(loaded)
+        return loaded
+
+    def read(self) -> bytes:
+        """The file's content.
+
+        Raises:
+            ValueError: naming job and file, if it cannot be read.
+        """
+        try:
+            return self.path.read_bytes()
+        except OSError as error:
+            raise ValueError(
+                f"{self.key} must be a readable file, got {error.strerror}: {self.where}"
+            ) from error
+
+    def tokenize(self, content: bytes, tokenizer: Any, vocab_size: int) -> LoadedFile:
+        """All sequences of the file that fit the job and the model; as `load`, without a warning.
+
+        Raises:
+            ValueError: as `load` does.
+        """
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"the tokenizer must have an EOS token, got none: job {self.job.name!r}"
+            )
+        rows = list(self._rows(content))
+        if not rows:
+            raise ValueError(f"{self.key} must hold at least one line, got none: {self.where}")
+        kept: list[TokenSequence] = []
+        num_truncated = 0
+        for begin in range(0, len(rows), _ROWS_PER_CALL):
+            chunk = rows[begin : begin + _ROWS_PER_CALL]
+            for row, whole in zip(chunk, tokenize_rows(chunk, tokenizer), strict=True):
+                _check_sequence(whole, vocab_size, row.where)
+                sequence = self._fit(whole, row.where)
+                if sequence is not None:
+                    kept.append(sequence)
+                    num_truncated += sequence is not whole
+        if not kept:
+            raise ValueError(
+                f"{self.key} must hold at least one sequence with a target in its first "
+                f"max_seq_len {self.job.max_seq_len} tokens, got {len(rows)} without: {self.where}"
+            )
+        return LoadedFile(
+            sequences=tuple(kept),
+            num_truncated=num_truncated,
+            num_dropped=len(rows) - len(kept),
+        )
+
+    def warn(self, loaded: LoadedFile) -> None:
+        """Tells in the log how many sequences were cut or left out."""
+        if loaded.num_truncated or loaded.num_dropped:
+            logger.warning(
+                "%s: %d of %d sequences cut to max_seq_len %d, %d more dropped with no target left",
+                self.where, loaded.num_truncated, len(loaded.sequences) + loaded.num_dropped,
+                self.job.max_seq_len, loaded.num_dropped,
+            )  # fmt: skip
+
+    def _rows(self, content: bytes) -> Iterator[Row]:
+        # Not splitlines: JSON strings may hold U+2028 and other breaks as they are.
+        for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+            if line.strip():
+                yield _parse_row(line, f"{self.where} line {number}")
+
+    def _fit(self, sequence: TokenSequence, where: str) -> TokenSequence | None:
+        """The sequence cut to max_seq_len; None if no target is left."""
+        limit, length = self.job.max_seq_len, len(sequence.tokens)
+        if length <= limit:
+            return sequence
+        if self.job.data.overlong == "error":
+            raise ValueError(
+                f"a sequence must have at most max_seq_len {limit} tokens, got {length}: {where}; "
+                f"data.overlong: truncate cuts it"
+            )
+        if not sequence.is_target[:limit].any():
+            return None
+        # Copies, so that the part cut off is not kept in memory.
+        return TokenSequence(sequence.tokens[:limit].copy(), sequence.is_target[:limit].copy())
+
+
+def files_of(job: JobSpec) -> tuple[JsonlFile, JsonlFile | None]:
+    """The job's training file, and its evaluation file if it has one."""
+    train = JsonlFile(job=job, key="data.train", path=Path(job.data.train))
+    if job.data.eval is None:
+        return train, None
+    return train, JsonlFile(job=job, key="data.eval", path=Path(job.data.eval))
+
+
+def _check_sequence(sequence: TokenSequence, vocab_size: int, where: str) -> None:
+    largest = int(sequence.tokens.max(initial=0))
+    if largest >= vocab_size:
+        raise ValueError(
+            f"token id must be below the model's vocabulary {vocab_size}, got {largest}: {where}; "
+            f"the tokenizer does not fit the base model"
+        )
+    if not sequence.is_target.any():
+        raise ValueError(
+            f"a line must give at least one token to learn after its first, "
+            f"got {len(sequence.tokens)} tokens and no target: {where}"
+        )
+
+
+def _parse_row(line: bytes, where: str) -> Row:
+    try:
+        fields = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"a line must be UTF-8, got {error}: {where}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"a line must be JSON, got {error}: {where}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"a line must be a JSON object, got {type(fields).__name__}: {where}")
+    kinds = [kind for kind, keys in _KEYS.items() if any(key in fields for key in keys)]
+    if len(kinds) != 1 or any(key not in fields for key in _KEYS[kinds[0]]):
+        raise ValueError(
+            f"a line must hold prompt and completion, or messages, or text, "
+            f"got the keys {sorted(fields)}: {where}"
+        )
+    kind = kinds[0]
+    if kind == "messages":
+        _check_messages(fields["messages"], where)
+    else:
+        for key in _KEYS[kind]:
+            _check_text(fields[key], key, where)
+    return Row(kind, fields, where)
+
+
+def _check_messages(messages: Any, where: str) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages must be a non-empty list, got {messages!r:.80}: {where}")
+    for index, message in enumerate(messages):
+        name = f"messages[{index}]"
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise ValueError(f"{name} must hold role and content, got {message!r:.80}: {where}")
+        if message["role"] not in ROLES:
+            raise ValueError(
+                f"{name}.role must be one of {', '.join(ROLES)}, "
+                f"got {message['role']!r:.80}: {where}"
+            )
+        _check_text(message["content"], f"{name}.content", where)
+
+
+def _check_text(value: Any, name: str, where: str) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a string, got {value!r:.80}: {where}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be Unicode text, got {error}: {where}") from error
