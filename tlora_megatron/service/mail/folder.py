@@ -1,0 +1,138 @@
+"""The folder of a gang, `ROOT/gangs/NAME-EPOCH`, in which it and its engine leave each other word.
+
+`spec.json` what to start; `commands.jsonl` and `events.jsonl`, the mail; `meet.json` where rank 0's
+store is; per rank `rank_K.log` (its output), `rank_K.pid` (written by itself), `end_K.json` (why it
+failed, in its own words) and `exit_K` (its exit code, where only another process can know it);
+`closed` once no process may start in it any more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, Self
+
+from tlora_megatron.service.mail.lines import LineReader, LineWriter
+from tlora_megatron.service.messages import Command, GangEvent, GangSpec
+
+_NAME = re.compile(r"(?P<gang>[A-Za-z0-9][A-Za-z0-9-]*)-(?P<epoch>\d+)")
+
+
+class GangFolder:
+    """Names and writes the files of one start of a gang."""
+
+    def __init__(self, root: Path, gang: str, epoch: int) -> None:
+        if _NAME.fullmatch(f"{gang}-{epoch}") is None:
+            raise ValueError(
+                f"gang must be letters, digits and hyphens and epoch a number, got {gang!r}, {epoch}"
+            )
+        self.gang, self.epoch = gang, epoch
+        self.path = root / "gangs" / f"{gang}-{epoch}"
+
+    @classmethod
+    def at(cls, path: Path) -> Self:
+        """The folder at a path that `path` of another one has named.
+
+        Raises:
+            ValueError: if it is not the name of a gang's folder.
+        """
+        match = _NAME.fullmatch(path.name)
+        if match is None:
+            raise ValueError(f"a gang's folder must be named NAME-EPOCH, got {path}")
+        return cls(path.parent.parent, match["gang"], int(match["epoch"]))
+
+    @property
+    def commands(self) -> Path:
+        """Lines of `Command`."""
+        return self.path / "commands.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """Lines of `GangEvent`."""
+        return self.path / "events.jsonl"
+
+    def log(self, rank: int) -> Path:
+        """What a rank writes to stdout and stderr."""
+        return self.path / f"rank_{rank}.log"
+
+    def pid(self, rank: int) -> Path:
+        """Who a rank is: process id, start time and boot."""
+        return self.path / f"rank_{rank}.pid"
+
+    def create(self, spec: GangSpec) -> None:
+        """Makes the folder and writes the spec.
+
+        Raises:
+            FileExistsError: if the gang was started with this epoch before.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.path.mkdir(mode=0o700)
+        self.write("spec.json", spec.to_json())
+
+    def spec(self) -> GangSpec:
+        """Reads what `create` wrote.
+
+        Raises:
+            OSError: if it is not there.
+            ValueError: if it is not a spec.
+        """
+        return GangSpec.from_json((self.path / "spec.json").read_text())
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a whole file or nothing."""
+        scratch = self.path / f".{name}.{os.getpid()}"
+        scratch.touch(mode=0o600)
+        scratch.write_text(text)
+        scratch.replace(self.path / name)
+
+    def read_json(self, name: str) -> Any | None:
+        """The value of a JSON file that `write` wrote; None while there is none."""
+        try:
+            return json.loads((self.path / name).read_text())
+        except FileNotFoundError:
+            return None
+
+
+class Outbox:
+    """Appends commands to a gang's folder, each `seq` once."""
+
+    def __init__(self, folder: GangFolder) -> None:
+        self._writer = LineWriter(folder.commands)
+        lines = LineReader(folder.commands).read()
+        self._last = Command.from_json(lines[-1]).seq if lines else 0
+
+    def post(self, command: Command) -> None:
+        """Appends a command unless it, or a later one, is there already."""
+        if command.seq > self._last:
+            self._writer.append(command.to_json(), durable=True)
+            self._last = command.seq
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._writer.close()
+
+
+class EventReader:
+    """Reads a gang's events behind any number; quick where the caller reads on."""
+
+    def __init__(self, folder: GangFolder) -> None:
+        self._folder = folder
+        self._lines = LineReader(folder.events)
+        self._last = 0
+        """Number of the last event that `_lines` has read."""
+
+    def after(self, number: int) -> list[GangEvent]:
+        """Events with a greater number, in order."""
+        if number != self._last:
+            self._lines, self._last = LineReader(self._folder.events), 0
+        events = [GangEvent.from_json(line) for line in self._lines.read()]
+        if events:
+            self._last = events[-1].number
+        return [event for event in events if event.number > number]
+
+    def last(self) -> GangEvent | None:
+        """The last event of all."""
+        lines = LineReader(self._folder.events).read()
+        return GangEvent.from_json(lines[-1]) if lines else None

@@ -1,0 +1,99 @@
+"""Where rank 0 of a gang finds its commands and leaves its events."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from tlora_megatron.service.mail.folder import GangFolder
+from tlora_megatron.service.mail.lines import LineReader, LineWriter
+from tlora_megatron.service.messages import Command, GangEvent
+
+_LOOK_S = 0.005
+"""Between two looks at a folder while a gang has nothing to do: one stat each."""
+
+
+class Mailbox(Protocol):
+    """Commands in, events out; of rank 0 only."""
+
+    def take(self) -> list[Command]:
+        """New commands, each once and in order; never waits."""
+
+    def wait(self, seconds: float) -> bool:
+        """Waits so long at most; returns True as soon as there is something to take."""
+
+    def tell(self, event: GangEvent, *, durable: bool = False) -> None:
+        """Leaves an event; `durable` ones outlive this machine's fall."""
+
+
+class FolderMailbox:
+    """A mailbox of files in the gang's folder, which outlive both sides."""
+
+    def __init__(self, folder: GangFolder) -> None:
+        self._commands = LineReader(folder.commands)
+        self._events = LineWriter(folder.events)
+        self._seq = 0
+
+    def take(self) -> list[Command]:
+        """New commands, each once and in order; never waits."""
+        new = []
+        for command in map(Command.from_json, self._commands.read()):
+            if command.seq > self._seq:
+                self._seq = command.seq
+                new.append(command)
+        return new
+
+    def wait(self, seconds: float) -> bool:
+        """Waits so long at most; returns True as soon as there is something to take."""
+        end_s = time.monotonic() + seconds
+        while not self._commands.has_more:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(_LOOK_S, left_s))
+        return True
+
+    def tell(self, event: GangEvent, *, durable: bool = False) -> None:
+        """Appends an event to the folder's file."""
+        self._events.append(event.to_json(), durable=durable)
+
+
+class MemoryMailbox:
+    """A mailbox of a process whose other threads post commands and read events."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._commands: list[Command] = []
+        self._seq = 0
+        self._events: list[GangEvent] = []
+
+    def post(self, command: Command) -> None:
+        """Adds a command unless it, or a later one, came before."""
+        with self._changed:
+            if command.seq > self._seq:
+                self._seq = command.seq
+                self._commands.append(command)
+                self._changed.notify_all()
+
+    def events(self, since: int) -> Sequence[GangEvent]:
+        """Events with a number above `since`, in order."""
+        with self._changed:
+            return tuple(self._events[since:])
+
+    def take(self) -> list[Command]:
+        """New commands, each once and in order; never waits."""
+        with self._changed:
+            new, self._commands = self._commands, []
+            return new
+
+    def wait(self, seconds: float) -> bool:
+        """Waits so long at most; returns True as soon as there is something to take."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._commands), seconds)
+
+    def tell(self, event: GangEvent, *, durable: bool = False) -> None:
+        """Keeps an event for `events`, whose numbers have no gap."""
+        with self._changed:
+            self._events.append(event)

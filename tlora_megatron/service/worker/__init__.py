@@ -1,0 +1,1 @@
+"""The processes of a gang: the only part of the service that imports torch."""

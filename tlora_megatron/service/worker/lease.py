@@ -1,0 +1,57 @@
+"""Until when a gang may write into the folders of its jobs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+
+class Lease:
+    """A gang's deadline, and what `lease.json` in a job's folder says of it.
+
+    A controller that has lost sight of a gang gives its jobs away once the lease is over. A process
+    that was stopped for so long must not take the mail that lay there for a sign of life: commands
+    renew the lease from the last look that did *not* find them.
+
+    Args:
+        lease_s: seconds from one sign of life of the controller to the end.
+    """
+
+    def __init__(self, gang: str, epoch: int, lease_s: float) -> None:
+        self._gang, self._epoch = gang, epoch
+        self._lease_s = lease_s
+        self._looked_s = _now_s()
+        self._end_s = self._looked_s + lease_s
+
+    def looked(self, *, found: bool) -> None:
+        """Notes a look for commands, and whether it found some."""
+        if found and not self.is_over:
+            self._end_s = self._looked_s + self._lease_s
+        self._looked_s = _now_s()
+
+    @property
+    def is_over(self) -> bool:
+        """True once nothing has been heard of a controller for the lease's time."""
+        return _now_s() >= self._end_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the end."""
+        return self._end_s - _now_s()
+
+    def may_write(self, job_folder: Path, lease: int) -> bool:
+        """True while the deadline has not come and the job's folder names this gang and lease."""
+        if self.is_over:
+            return False
+        try:
+            holder = json.loads((job_folder / "lease.json").read_text())
+        except (OSError, ValueError):
+            return False
+        words = {"gang": self._gang, "epoch": self._epoch, "lease": lease}
+        return isinstance(holder, dict) and holder == words
+
+
+def _now_s() -> float:
+    """A clock that also runs while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
