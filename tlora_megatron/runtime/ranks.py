@@ -131,7 +131,7 @@ class _Ranks:
         self._failure = exit_code(-code) if code < 0 else code
         if code < 0:
             # A rank that fails has said why; one ended by a signal could not say anything.
-            logger.error("%s", _describe_death(rank, -code))
+            logger.error("%s", describe_death(rank, -code))
         self._send(signal.SIGTERM)
         self._kill_within(_GRACE_S)
 
@@ -159,7 +159,8 @@ class _Ranks:
             process.send_signal(number)
 
 
-def _describe_death(rank: int, number: int) -> str:
+def describe_death(rank: int, number: int) -> str:
+    """Says which signal has ended a rank of this host."""
     why = "; the kernel sends it when memory runs out" if number == signal.SIGKILL else ""
     name = signal.Signals(number).name
     return f"rank {rank} on host {socket.gethostname()} was ended by signal {number} ({name}{why})"

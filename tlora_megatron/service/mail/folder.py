@@ -8,28 +8,23 @@ failed, in its own words) and `exit_K` (its exit code, where only another proces
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from pathlib import Path
 from typing import Any, Self
 
+from tlora_megatron.service.home import Home, make_folder, read_json, write_bytes
 from tlora_megatron.service.mail.lines import LineReader, LineWriter
 from tlora_megatron.service.messages import Command, GangEvent, GangSpec
 
-_NAME = re.compile(r"(?P<gang>[A-Za-z0-9][A-Za-z0-9-]*)-(?P<epoch>\d+)")
+_NAME = re.compile(r"(?P<gang>.+)-(?P<epoch>\d+)")
 
 
 class GangFolder:
     """Names and writes the files of one start of a gang."""
 
-    def __init__(self, root: Path, gang: str, epoch: int) -> None:
-        if _NAME.fullmatch(f"{gang}-{epoch}") is None:
-            raise ValueError(
-                f"gang must be letters, digits and hyphens and epoch a number, got {gang!r}, {epoch}"
-            )
+    def __init__(self, root: Path | str, gang: str, epoch: int) -> None:
         self.gang, self.epoch = gang, epoch
-        self.path = root / "gangs" / f"{gang}-{epoch}"
+        self.path = Home(Path(root)).gang(gang, epoch)
 
     @classmethod
     def at(cls, path: Path) -> Self:
@@ -61,15 +56,29 @@ class GangFolder:
         """Who a rank is: process id, start time and boot."""
         return self.path / f"rank_{rank}.pid"
 
+    @property
+    def is_closed(self) -> bool:
+        """True once no process may start in it any more."""
+        return (self.path / "closed").exists()
+
+    def close(self) -> None:
+        """Lets no process start in it any more."""
+        self.write("closed", "")
+
     def create(self, spec: GangSpec) -> None:
         """Makes the folder and writes the spec.
 
         Raises:
             FileExistsError: if the gang was started with this epoch before.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(self.path.parent)
         self.path.mkdir(mode=0o700)
         self.write("spec.json", spec.to_json())
+
+    @property
+    def has_spec(self) -> bool:
+        """True once a gang was to start here."""
+        return (self.path / "spec.json").exists()
 
     def spec(self) -> GangSpec:
         """Reads what `create` wrote.
@@ -82,17 +91,11 @@ class GangFolder:
 
     def write(self, name: str, text: str) -> None:
         """Writes a whole file or nothing."""
-        scratch = self.path / f".{name}.{os.getpid()}"
-        scratch.touch(mode=0o600)
-        scratch.write_text(text)
-        scratch.replace(self.path / name)
+        write_bytes(self.path / name, text.encode())
 
-    def read_json(self, name: str) -> Any | None:
+    def read_json(self, name: str) -> Any:
         """The value of a JSON file that `write` wrote; None while there is none."""
-        try:
-            return json.loads((self.path / name).read_text())
-        except FileNotFoundError:
-            return None
+        return read_json(self.path / name)
 
 
 class Outbox:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
-from pathlib import Path
 
 
-class Lease:
-    """A gang's deadline, and what `lease.json` in a job's folder says of it.
+class Deadline:
+    """The end of a gang's lease, which every word of a controller puts off.
 
     A controller that has lost sight of a gang gives its jobs away once the lease is over. A process
     that was stopped for so long must not take the mail that lay there for a sign of life: commands
@@ -18,8 +16,7 @@ class Lease:
         lease_s: seconds from one sign of life of the controller to the end.
     """
 
-    def __init__(self, gang: str, epoch: int, lease_s: float) -> None:
-        self._gang, self._epoch = gang, epoch
+    def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._looked_s = _now_s()
         self._end_s = self._looked_s + lease_s
@@ -33,23 +30,12 @@ class Lease:
     @property
     def is_over(self) -> bool:
         """True once nothing has been heard of a controller for the lease's time."""
-        return _now_s() >= self._end_s
+        return self.left_s <= 0
 
     @property
     def left_s(self) -> float:
         """Seconds to the end."""
         return self._end_s - _now_s()
-
-    def may_write(self, job_folder: Path, lease: int) -> bool:
-        """True while the deadline has not come and the job's folder names this gang and lease."""
-        if self.is_over:
-            return False
-        try:
-            holder = json.loads((job_folder / "lease.json").read_text())
-        except (OSError, ValueError):
-            return False
-        words = {"gang": self._gang, "epoch": self._epoch, "lease": lease}
-        return isinstance(holder, dict) and holder == words
 
 
 def _now_s() -> float:

@@ -1,0 +1,67 @@
+"""A rank of a gang without torch and without training, for tests of engines.
+
+Rank 0 says `started`, then `applied` to every command and `stopped` to the last one. The others
+wait for that word. Commands `save` with a body make ranks end: `{"rank": K, "how": HOW}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from tlora_megatron.service.mail.folder import EventReader, GangFolder
+from tlora_megatron.service.mail.mailbox import FolderMailbox
+from tlora_megatron.service.processes import identity_of
+from tlora_megatron.service.worker.telling import Hearing, Teller
+
+
+def main(folder: GangFolder, rank: int) -> int:
+    folder.write(folder.pid(rank).name, f"{identity_of()}")
+    if folder.is_closed:
+        return 1
+    print(f"rank {rank} sits at {os.environ['CUDA_VISIBLE_DEVICES']!r}", flush=True)
+    return _lead(folder) if rank == 0 else _follow(folder, rank)
+
+
+def _lead(folder: GangFolder) -> int:
+    spec, mailbox = folder.spec(), FolderMailbox(folder)
+    hearing, teller = Hearing(spec, mailbox), Teller(spec, mailbox)
+    teller.tell("started", None, {"pid": os.getpid()})
+    while True:
+        hearing.wait(10.0)
+        for command in hearing.take():
+            teller.tell("applied", command["job"], {"seq": command["seq"]})
+            if command["kind"] == "stop":
+                teller.tell("stopped", None, {})
+                return 0
+            if command["body"].get("rank") == 0:
+                return _end(folder, 0, command["body"])
+
+
+def _follow(folder: GangFolder, rank: int) -> int:
+    reader, commands = EventReader(folder), FolderMailbox(folder)
+    while True:
+        last = reader.last()
+        if last is not None and last.kind == "stopped":
+            return 0
+        for command in commands.take():
+            if command.body.get("rank") == rank:
+                return _end(folder, rank, dict(command.body))
+        time.sleep(0.005)
+
+
+def _end(folder: GangFolder, rank: int, body: dict[str, object]) -> int:
+    if "ending" in body:
+        folder.write(f"end_{rank}.json", json.dumps(body["ending"]))
+    print("my last words", flush=True)
+    return int(str(body["code"]))
+
+
+if __name__ == "__main__":
+    place = GangFolder.at(Path(sys.argv[1]))
+    code = main(place, int(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(code)

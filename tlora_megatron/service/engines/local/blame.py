@@ -1,0 +1,62 @@
+"""Which rank of a gang that has ended is to blame, and what it has to say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tlora_megatron.runtime.ranks import describe_death
+from tlora_megatron.service.mail.folder import GangFolder
+
+_TAIL_BYTES = 4096
+
+
+def blame(folder: GangFolder, codes: Mapping[int, int | None]) -> dict[str, Any]:
+    """The body of `died` for ranks that are gone, with their exit codes where they are known.
+
+    Ranks that only lost their connection to another one are not to blame while there is one that
+    did not; one that could not say anything comes before those that have.
+    """
+    endings = {rank: _ending(folder, rank, code) for rank, code in codes.items()}
+    rank, ending = min(
+        endings.items(), key=lambda item: (item[1]["is_lost"], item[1]["at"], item[0])
+    )
+    words = {key: ending[key] for key in ("reason", "out_of_memory", "newcomers")}
+    return {"rank": rank, **words}
+
+
+def _ending(folder: GangFolder, rank: int, code: int | None) -> dict[str, Any]:
+    own = folder.read_json(f"end_{rank}.json")
+    if own is not None:
+        return dict(own)
+    reason = _describe(folder, rank, code)
+    return {
+        "reason": reason,
+        "out_of_memory": False,
+        "newcomers": [],
+        "is_lost": code == 0,
+        "at": 0.0,
+    }
+
+
+def _describe(folder: GangFolder, rank: int, code: int | None) -> str:
+    if code is not None and code < 0:
+        text = describe_death(rank, -code)
+    elif code is None:
+        text = f"rank {rank} has ended without a word"
+    else:
+        text = f"rank {rank} ended with exit code {code}"
+    last = last_line(folder, rank)
+    return f"{text}; the last line of its log: {last}" if last else text
+
+
+def last_line(folder: GangFolder, rank: int) -> str:
+    """The last line of a rank's log that is not empty."""
+    try:
+        with folder.log(rank).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

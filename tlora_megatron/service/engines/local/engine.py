@@ -1,0 +1,197 @@
+"""Gangs as processes of this host, in sessions of their own: they outlive whoever started them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tlora_megatron.service.engines.local.gang import LocalGang, Member
+from tlora_megatron.service.engines.local.seats import Seats
+from tlora_megatron.service.engines.local.spares import COMMAND as SPARE_COMMAND
+from tlora_megatron.service.engines.local.spares import Spares
+from tlora_megatron.service.engines.protocol import Cursor, GangInfo, NodeInfo
+from tlora_megatron.service.home import Home
+from tlora_megatron.service.mail.folder import EventReader, GangFolder
+from tlora_megatron.service.messages import Command, GangEvent, GangSpec
+from tlora_megatron.service.processes import Life
+
+RANK_COMMAND = (sys.executable, "-m", "tlora_megatron.service.worker.rank")
+_OF_OTHER_WORLDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "GROUP_")
+_ASKED = "the service has ended it"
+_HALF_STARTED = "its start was broken off, since the service ended in the middle of it"
+
+
+class LocalEngine:
+    """`GangEngine` on this host, without a thread: what is due is done within `poll`.
+
+    Gangs that an earlier engine has started on the same folder are taken up; those that are not
+    whole are ended, and `died` is among their events.
+
+    Args:
+        root: the service's folder.
+        gpus: GPUs to use; None = all that this process may see, 0 = none.
+        seats: places for processes on a host without GPUs; None = one a core.
+        standby: spare processes; None = one a GPU, or one that forks, where memory allows;
+            0 = none.
+        rank_command, spare_command: for tests.
+    """
+
+    def __init__(
+        self,
+        root: Path | str,
+        gpus: int | None = None,
+        *,
+        seats: int | None = None,
+        standby: int | None = None,
+        rank_command: Sequence[str] = RANK_COMMAND,
+        spare_command: Sequence[str] = SPARE_COMMAND,
+    ) -> None:
+        self._home = Home.open(root)
+        self._seats = Seats.of_host(gpus, seats)
+        self._rank_command = tuple(rank_command)
+        self._environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(_OF_OTHER_WORLDS)
+        }
+        self._spares = Spares(
+            self._home.standby, self._seats, self._environment, standby, spare_command
+        )
+        self._gangs: dict[tuple[str, int], LocalGang] = {}
+        self._past: dict[tuple[str, int], EventReader] = {}
+        self._adopt()
+        self._replenish()
+
+    def start(self, spec: GangSpec) -> None:
+        """Starts the processes of a gang; a second call with the same epoch does nothing."""
+        key = (spec.gang, spec.epoch)
+        if key in self._gangs:
+            return
+        self._check(spec)
+        folder = GangFolder(self._home.root, spec.gang, spec.epoch)
+        folder.create(spec)
+        members = [self._seat(folder, rank, gpu) for rank, (_, gpu) in enumerate(spec.gpus)]
+        self._gangs[key] = LocalGang(folder, spec, members)
+
+    def post(self, command: Command) -> None:
+        """Leaves a command in a gang's folder; one for a gang that is over is dropped."""
+        gang = self._gangs.get((command.gang, command.epoch))
+        if gang is not None:
+            gang.post(command)
+
+    def poll(self, since: Cursor) -> Sequence[GangEvent]:
+        """Events after the cursor; deaths are seen and acted on here, so call it often.
+
+        Gangs that were over before this engine was made are read only if the cursor names them.
+        """
+        events: list[GangEvent] = []
+        for key, gang in self._gangs.items():
+            gang.look()
+            events += gang.events(since.get(key, 0))
+        for key in set(since) - set(self._gangs):
+            events += self._past_events(key, since[key])
+        self._replenish()
+        return events
+
+    def kill(self, gang: str, epoch: int) -> bool:
+        """Ends all processes of a gang by SIGKILL; True with proof that they are gone.
+
+        Its last event is `died`, unless it was `stopped`.
+        """
+        known = self._gangs.get((gang, epoch))
+        return known is None or known.kill(_ASKED)
+
+    def gangs(self) -> Sequence[GangInfo]:
+        """Gangs with processes, started here or taken up."""
+        for gang in self._gangs.values():
+            gang.look()
+        return tuple(
+            GangInfo(gang=name, epoch=epoch, alive=not gang.is_ending)
+            for (name, epoch), gang in self._gangs.items()
+            if not gang.is_over
+        )
+
+    def nodes(self) -> Sequence[NodeInfo]:
+        """This host."""
+        return (NodeInfo(node=0, address="127.0.0.1", gpus=self._seats.count),)
+
+    def close(self) -> None:
+        """Ends the spare processes and lets go of the gangs, which go on."""
+        self._spares.close()
+        for gang in self._gangs.values():
+            gang.release()
+        self._gangs.clear()
+
+    def _check(self, spec: GangSpec) -> None:
+        count = self._seats.count
+        places = [gpu for _, gpu in spec.gpus]
+        if (
+            any(node for node, _ in spec.gpus)
+            or len(set(places)) < len(places)
+            or not all(0 <= gpu < count for gpu in places)
+        ):
+            raise ValueError(
+                f"the places of gang {spec.gang} must be different ones of node 0 below {count}, "
+                f"got {spec.gpus}"
+            )
+
+    def _seat(self, folder: GangFolder, rank: int, gpu: int) -> Member:
+        """Starts one rank, in a spare process if there is one."""
+        environment = self._seats.environment(gpu)
+        spare = self._spares.take(gpu)
+        if spare is not None and spare.order(folder, rank, environment):
+            if self._spares.forks:
+                return Member(rank=rank, parent=spare.life)
+            spare.close()
+            return Member(rank=rank, life=spare.life, process=spare.process)
+        return self._start(folder, rank, environment)
+
+    def _start(self, folder: GangFolder, rank: int, environment: Mapping[str, str]) -> Member:
+        descriptor = os.open(folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "wb") as log:
+            process = subprocess.Popen(
+                [*self._rank_command, str(folder.path), str(rank)],
+                env={**self._environment, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return Member(rank=rank, life=Life.of(process.pid), process=process)
+
+    def _adopt(self) -> None:
+        """Takes up the gangs of the folder that are not over."""
+        for path in sorted(self._home.gangs.iterdir()):
+            folder = GangFolder.at(path)
+            last = EventReader(folder).last()
+            if folder.has_spec and (last is None or last.kind != "died"):
+                self._take_up(folder)
+
+    def _take_up(self, folder: GangFolder) -> None:
+        spec = folder.spec()
+        members = [Member(rank=rank, life=_life(folder, rank)) for rank in range(spec.world_size)]
+        gang = LocalGang(folder, spec, members)
+        if any(member.life is None for member in members):
+            gang.kill(_HALF_STARTED)
+        self._gangs[spec.gang, spec.epoch] = gang
+
+    def _past_events(self, key: tuple[str, int], number: int) -> list[GangEvent]:
+        if key not in self._past:
+            self._past[key] = EventReader(GangFolder(self._home.root, *key))
+        return self._past[key].after(number)
+
+    def _replenish(self) -> None:
+        """Starts spare processes while no gang is starting."""
+        if all(gang.has_spoken or gang.is_over for gang in self._gangs.values()):
+            self._spares.replenish()
+
+
+def _life(folder: GangFolder, rank: int) -> Life | None:
+    """A rank that has said who it is; None if it has not."""
+    try:
+        return Life.known_as(folder.pid(rank).read_text())
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,166 @@
+"""One gang of this host as its engine sees it: its processes, and how they end."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tlora_megatron.service.engines.local.blame import blame
+from tlora_megatron.service.mail.folder import EventReader, GangFolder, Outbox
+from tlora_megatron.service.mail.lines import LineWriter
+from tlora_megatron.service.messages import Command, GangEvent, GangSpec
+from tlora_megatron.service.processes import Life, ended
+
+_LEAVE_S = 10.0
+"""For the ranks of a gang that has stopped as asked to be gone by themselves."""
+_KILL_S = 2.0
+"""For which `kill` waits: a process within a driver's call is not gone at once."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Member:
+    """A rank's process, or where it will come from."""
+
+    rank: int
+    life: Life | None = None
+    """None until a process that another one forks has said who it is."""
+    parent: Life | None = None
+    """Who was asked to fork it; None = nobody."""
+    process: subprocess.Popen[bytes] | None = None
+    """None where it is nobody's child here."""
+
+    def exit_code(self, folder: GangFolder) -> int | None:
+        """How it ended, -n by signal n; None if that is not known (yet)."""
+        code = self.process.poll() if self.process is not None else None
+        return code if code is not None else folder.read_json(f"exit_{self.rank}")
+
+    @property
+    def is_gone(self) -> bool:
+        """True if there is no process and none will come."""
+        if self.life is not None:
+            return self.life.is_over
+        return self.parent is None or self.parent.is_over
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ending:
+    died: dict[str, Any]
+    """Body of the event, unless the gang says `stopped` itself."""
+    kill_at_s: float
+
+
+class LocalGang:
+    """The processes of one start of a gang."""
+
+    def __init__(self, folder: GangFolder, spec: GangSpec, members: Sequence[Member]) -> None:
+        self.folder = folder
+        self.spec = spec
+        self._members = tuple(members)
+        self._events = EventReader(folder)
+        self._outbox: Outbox | None = None
+        self._ending: _Ending | None = None
+        self.has_spoken = False
+        """True once an event of it was read: it has started, or failed to."""
+        self.is_over = False
+        """True once all processes are gone and its last event is written."""
+
+    @property
+    def is_ending(self) -> bool:
+        """True once one of its processes was missed."""
+        return self._ending is not None
+
+    def post(self, command: Command) -> None:
+        """Leaves a command in the gang's folder; one for a gang that is over is dropped."""
+        if not self.is_over:
+            self._outbox = self._outbox or Outbox(self.folder)
+            self._outbox.post(command)
+
+    def events(self, number: int) -> list[GangEvent]:
+        """Events behind a number, in order."""
+        events = self._events.after(number)
+        self.has_spoken = self.has_spoken or bool(events)
+        return events
+
+    def look(self) -> None:
+        """Ends the gang if one of its processes has ended; waits for nothing."""
+        if self.is_over:
+            return
+        self._find_forks()
+        gone = [member for member in self._members if member.is_gone]
+        if gone and self._ending is None:
+            self._ending = self._judge(gone)
+        self._get_on()
+
+    def kill(self, reason: str) -> bool:
+        """Ends all processes by SIGKILL; True with proof that they are gone."""
+        if self.is_over:
+            return True
+        self._ending = _Ending(died={"rank": 0, "reason": reason}, kill_at_s=-math.inf)
+        end_s = time.monotonic() + _KILL_S
+        self._get_on()
+        while not self.is_over and (left_s := end_s - time.monotonic()) > 0:
+            ended([life for life in self._lives() if not life.is_over], min(left_s, 0.05))
+            self._find_forks()
+            self._get_on()
+        return self.is_over
+
+    def release(self) -> None:
+        """Lets go of the processes, which go on."""
+        for life in self._lives():
+            life.close()
+        if self._outbox is not None:
+            self._outbox.close()
+            self._outbox = None
+
+    def _lives(self) -> list[Life]:
+        return [member.life for member in self._members if member.life is not None]
+
+    def _find_forks(self) -> None:
+        for member in self._members:
+            if member.life is None and (path := self.folder.pid(member.rank)).exists():
+                member.life = Life.known_as(path.read_text())
+
+    def _judge(self, gone: Sequence[Member]) -> _Ending:
+        """What is to happen now that ranks are gone."""
+        died = blame(self.folder, {m.rank: m.exit_code(self.folder) for m in gone})
+        leaves = all(member.exit_code(self.folder) == 0 for member in gone)
+        now_s = time.monotonic()
+        return _Ending(died=died, kill_at_s=now_s + _LEAVE_S if leaves else now_s)
+
+    def _get_on(self) -> None:
+        """Carries an ending as far as it goes without waiting."""
+        if self._ending is None:
+            return
+        if time.monotonic() >= self._ending.kill_at_s:
+            if not self.folder.is_closed:
+                self.folder.close()
+                self._find_forks()  # one that says who it is later sees that it is too late
+            for life in self._lives():
+                life.kill()
+        if all(member.is_gone or member.life is None for member in self._members):
+            self._say_died(self._ending.died)
+            self.is_over = True
+            self.release()
+
+    def _say_died(self, body: dict[str, Any]) -> None:
+        """Writes the gang's last event in its place, unless it has said goodbye itself."""
+        last = self._events.last()
+        if last is not None and last.kind in ("died", "stopped"):
+            return
+        newcomers = body.get("newcomers", [])
+        event = GangEvent(
+            gang=self.spec.gang,
+            epoch=self.spec.epoch,
+            number=last.number + 1 if last else 1,
+            at=time.time(),
+            kind="died",
+            job=newcomers[0] if len(newcomers) == 1 else None,
+            body={"out_of_memory": False, "newcomers": [], **body},
+        )
+        writer = LineWriter(self.folder.events)
+        writer.append(event.to_json(), durable=True)
+        writer.close()

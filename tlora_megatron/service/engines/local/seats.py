@@ -1,0 +1,59 @@
+"""Where the processes of this host's gangs sit: GPUs, or seats at its cores."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlora_megatron.runtime.ranks import threads_per_rank
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DEVICE = re.compile(r"nvidia\d+")
+"""What the driver calls a GPU in /dev; a container sees those that it was given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seats:
+    """What this host offers to gangs."""
+
+    devices: tuple[str, ...]
+    """What CUDA_VISIBLE_DEVICES is to be for each GPU; empty on a host without any."""
+    count: int
+    """GPUs, or seats."""
+
+    @classmethod
+    def of_host(cls, gpus: int | None, seats: int | None) -> Seats:
+        """Takes stock without starting CUDA.
+
+        Args:
+            gpus: how many of those that this process may see; None = all, 0 = none.
+            seats: on a host without GPUs; None = one a core.
+
+        Raises:
+            ValueError: if there are fewer GPUs.
+        """
+        visible = _visible_devices()
+        if gpus is not None and gpus > len(visible):
+            raise ValueError(f"--gpus must be at most {len(visible)} on this host, got {gpus}")
+        devices = visible if gpus is None else visible[:gpus]
+        cores = len(os.sched_getaffinity(0))
+        return cls(devices=devices, count=len(devices) or seats or cores)
+
+    def environment(self, seat: int) -> dict[str, str]:
+        """What a process at a seat has in its environment beside the service's own.
+
+        The number of threads depends on the host alone: sums of a CPU's threads depend on it.
+        """
+        threads = os.environ.get("OMP_NUM_THREADS") or threads_per_rank(self.count)
+        device = self.devices[seat] if self.devices else ""
+        return {"OMP_NUM_THREADS": threads, _VISIBLE: device}
+
+
+def _visible_devices() -> tuple[str, ...]:
+    given = os.environ.get(_VISIBLE)
+    if given is not None:
+        return tuple(word.strip() for word in given.split(",") if word.strip() not in ("", "-1"))
+    count = sum(_DEVICE.fullmatch(path.name) is not None for path in Path("/dev").iterdir())
+    return tuple(map(str, range(count)))

@@ -1,0 +1,134 @@
+"""Processes with everything imported that wait to become ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tlora_megatron.service.engines.local.seats import Seats
+from tlora_megatron.service.mail.folder import GangFolder
+from tlora_megatron.service.processes import Life, available_memory_bytes
+
+COMMAND = (sys.executable, "-m", "tlora_megatron.service.worker.standby")
+_SPARE_BYTES = 3 << 29
+"""Memory that must be free for each: one with a GPU's build of torch takes 0.5 GB."""
+
+
+class Spare:
+    """One waiting process, which ends with this one unless it has been given an order."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                start_new_session=True,
+            )
+        life = Life.of(self.process.pid)
+        assert life is not None, "a child that nobody has waited for has a life"
+        self.life = life
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self._is_ready = False
+
+    @property
+    def is_ready(self) -> bool:
+        """True once it has everything imported."""
+        if not self._is_ready:
+            assert self.process.stdout is not None
+            self._is_ready = bool(self.process.stdout.read())
+        return self._is_ready
+
+    def order(self, folder: GangFolder, rank: int, environment: Mapping[str, str]) -> bool:
+        """Has it become, or fork, a rank; False if it is not there any more."""
+        line = {"folder": str(folder.path), "rank": rank, "env": dict(environment)}
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(line).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Closes the pipes: it ends unless it has become a rank."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def end(self) -> None:
+        """Ends it at once."""
+        self.life.kill()
+        self.process.wait()
+        self.close()
+        self.life.close()
+
+
+class Spares:
+    """One spare for each of the first GPUs; on a host without any, one that forks.
+
+    Args:
+        count: None = as many as there are seats and memory for; 0 = none.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        seats: Seats,
+        environment: Mapping[str, str],
+        count: int | None,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        self._folder = folder
+        self._seats = seats
+        self._environment = environment
+        self._command = tuple(command)
+        wanted = seats.count if count is None else min(count, seats.count)
+        if count is None:
+            wanted = min(wanted, available_memory_bytes() // _SPARE_BYTES)
+        self._wanted = wanted if seats.devices else min(wanted, 1)
+        self._by_seat: dict[int, Spare] = {}
+
+    @property
+    def forks(self) -> bool:
+        """True if one spare serves all seats."""
+        return not self._seats.devices
+
+    def take(self, seat: int) -> Spare | None:
+        """The spare for a rank at a seat; one that does not fork is the caller's now."""
+        if self.forks:
+            return self._living(0)
+        spare = self._living(seat)
+        return None if spare is None else self._by_seat.pop(seat)
+
+    def replenish(self) -> None:
+        """Starts what is missing, a few at a time: imports are work for every core."""
+        missing = [seat for seat in range(self._wanted) if self._living(seat) is None]
+        starting = sum(not spare.is_ready for spare in self._by_seat.values())
+        room = max(1, len(os.sched_getaffinity(0)) // 2) - starting
+        for seat in missing[: max(0, room)]:
+            environment = {**self._environment, **self._seats.environment(seat)}
+            command = [*self._command, *(["--forks"] if self.forks else [])]
+            log = self._folder / f"spare_{seat}.log"
+            self._by_seat[seat] = Spare(command, environment, log)
+
+    def close(self) -> None:
+        """Ends all that wait."""
+        for spare in self._by_seat.values():
+            spare.end()
+        self._by_seat.clear()
+
+    def _living(self, seat: int) -> Spare | None:
+        spare = self._by_seat.get(seat)
+        if spare is not None and spare.life.is_over:
+            del self._by_seat[seat]
+            spare.end()
+            return None
+        return spare

@@ -1,0 +1,217 @@
+"""One process of a gang, from its start to its end.
+
+    python -m tlora_megatron.service.worker.rank FOLDER RANK
+
+FOLDER is the gang's, with its spec. Whoever starts the process sets CUDA_VISIBLE_DEVICES to its
+one GPU, and OMP_NUM_THREADS.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from tlora_megatron.runtime.ending import leave
+from tlora_megatron.runtime.launcher import describe_failure, is_lost_connection
+from tlora_megatron.service.mail.folder import GangFolder
+from tlora_megatron.service.mail.mailbox import FolderMailbox, Mailbox
+from tlora_megatron.service.messages import EventKind, GangSpec
+from tlora_megatron.service.processes import identity_of
+from tlora_megatron.service.worker.meeting import meet
+from tlora_megatron.service.worker.telling import Hearing, Teller
+
+logger = logging.getLogger(__name__)
+
+FAILED, OUT_OF_MEMORY, LEASE_OVER = 1, 3, 75
+"""Exit codes; 0 = the gang was told to stop."""
+
+
+def main(argv: list[str]) -> int:
+    """Takes part in the gang whose folder and rank the arguments name; returns the exit code."""
+    folder, rank = GangFolder.at(Path(argv[0])), int(argv[1])
+    folder.write(folder.pid(rank).name, f"{identity_of()}")
+    if folder.is_closed:  # by an engine that has not seen this process
+        return FAILED
+    code = run_rank(folder.spec(), rank, folder=folder)
+    folder.write(f"exit_{rank}", str(code))
+    return code
+
+
+def run_rank(
+    spec: GangSpec,
+    rank: int,
+    *,
+    folder: GangFolder,
+    mailbox: Mailbox | None = None,
+    host: str | None = None,
+) -> int:
+    """Lives the whole life of one process of a gang.
+
+    A process that fails says why in `end_K.json` before it ends, and in its log.
+
+    Args:
+        mailbox: of rank 0; None = the folder's files.
+        host: as in `meet`.
+
+    Returns:
+        The exit code with which the process is to end.
+    """
+    _set_up(spec, rank)
+    process = _Rank(spec, rank, folder)
+    try:
+        mail = (mailbox or FolderMailbox(folder)) if rank == 0 else None
+        return process.serve(mail, host)
+    except BaseException as error:
+        traceback.print_exc()
+        return process.fail(error)
+
+
+class _Rank:
+    def __init__(self, spec: GangSpec, rank: int, folder: GangFolder) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._folder = folder
+        self._hearing: Hearing | None = None
+        self._teller: Teller | None = None
+        self._newcomers: list[str] = []
+
+    def serve(self, mailbox: Mailbox | None, host: str | None) -> int:
+        begin_s = time.monotonic()
+        import_all()
+        from tlora_megatron.runtime.backbone import Rendezvous
+        from tlora_megatron.runtime.resident import open_resident
+
+        imported_s = time.monotonic()
+        if mailbox is not None:
+            self._hearing = Hearing(self._spec, mailbox)
+            self._teller = Teller(self._spec, mailbox)
+        store = meet(self._spec, self._rank, self._folder, host)
+        met_s = time.monotonic()
+        place = Rendezvous(store, self._rank, self._spec.world_size)
+        with open_resident(
+            gang_config(self._spec),
+            tell=self._tell,
+            rendezvous=place,
+            may_write=self._may_write,
+        ) as loop:
+            self._tell(
+                "started",
+                None,
+                {
+                    "imports_s": imported_s - begin_s,
+                    "meet_s": met_s - imported_s,
+                    "base_s": time.monotonic() - met_s,
+                },
+            )
+            loop.serve(self._hearing)
+        return LEASE_OVER if self._lease_is_over else 0
+
+    def fail(self, error: BaseException) -> int:
+        """Says why this process ends; returns its exit code."""
+        out_of_memory = is_out_of_memory(error)
+        self._say(
+            {
+                "reason": describe_failure(error),
+                "out_of_memory": out_of_memory,
+                "newcomers": self._newcomers if out_of_memory else [],
+                "is_lost": is_lost_connection(error),
+                "at": time.time(),
+            }
+        )
+        return OUT_OF_MEMORY if out_of_memory else FAILED
+
+    def _say(self, ending: Mapping[str, Any]) -> None:
+        try:
+            self._folder.write(f"end_{self._rank}.json", json.dumps(ending))
+        except OSError:
+            logger.exception("rank %d could not leave word of its end", self._rank)
+
+    @property
+    def _lease_is_over(self) -> bool:
+        return self._hearing is not None and self._hearing.deadline.is_over
+
+    def _may_write(self, job: str) -> bool:
+        assert self._hearing is not None, "only rank 0 writes"
+        return self._hearing.may_write(job)
+
+    def _tell(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
+        if kind == "out_of_memory":
+            self._newcomers = list(body["newcomers"])
+            return
+        if self._teller is None:
+            return
+        if kind == "stopped" and self._lease_is_over:
+            self._say(
+                {
+                    "reason": f"nothing was heard of a controller for {self._spec.lease_s:g} s",
+                    "out_of_memory": False,
+                    "newcomers": [],
+                    "is_lost": False,
+                    "at": time.time(),
+                }
+            )
+            return
+        self._teller.tell(cast(EventKind, kind), job, body)
+
+
+def import_all() -> None:
+    """Imports all that a rank needs; starts no thread and does not touch a GPU."""
+    from tlora_megatron.integrations.megatron import quiet
+
+    quiet.install()
+    import tlora_megatron.runtime.resident  # noqa: F401
+    from tlora_megatron.runtime.backbone import import_backbone
+
+    import_backbone()
+
+
+def gang_config(spec: GangSpec) -> Any:
+    """The configuration of a gang: a run without jobs, whose output is the service's folder."""
+    from tlora_megatron.config.load import read_gang_config
+
+    root = Path(spec.root)
+    return read_gang_config(
+        spec.base_model, spec.parallel, spec.run, folder=root, output_dir=str(root)
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if a GPU or the host had no memory for what was asked."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def _set_up(spec: GangSpec, rank: int) -> None:
+    """Sets what torch and the package read from the environment, and the log."""
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_RANK": "0",  # it sees its own GPU only
+    }
+    if len({node for node, _ in spec.gpus}) <= 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+
+
+def end(code: int) -> NoReturn:
+    """Ends this process; one that has failed waits for no thread of its own."""
+    if code == 0:
+        leave(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    end(main(sys.argv[1:]))

@@ -1,0 +1,112 @@
+"""A spare process that has everything imported and waits to become a rank.
+
+    python -m tlora_megatron.service.worker.standby [--forks]
+
+Orders are lines of JSON on stdin: `{"folder": ..., "rank": ..., "env": {...}}`. It becomes the rank
+of the first order; with `--forks` every order is given to a fork and it stays. Forks are for hosts
+without GPUs: CUDA does not survive them, and they share the memory of what is imported. It ends
+with its stdin, which is when the service ends; ranks it has become or forked go on.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import select
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tlora_megatron.service.mail.folder import GangFolder
+from tlora_megatron.service.worker import rank as rank_process
+
+
+def main(argv: list[str]) -> int:
+    """Imports, says `ready`, and serves orders until stdin ends."""
+    rank_process.import_all()
+    serve_orders(forks="--forks" in argv)
+    return 0
+
+
+def serve_orders(*, forks: bool) -> None:
+    """Serves the orders on stdin until its end; returns in no rank."""
+    if forks:
+        _check_may_fork()
+        gc.collect()
+        gc.freeze()  # what a rank collects would otherwise copy this process's pages
+    with suppress(BrokenPipeError):  # an order that came early lies in the pipe
+        os.write(1, b"ready\n")
+    children: dict[int, tuple[int, GangFolder, int]] = {}
+    rest = b""
+    while True:
+        for descriptor in _readable([0, *children]):
+            if descriptor:
+                _note_end(*children.pop(descriptor))
+                os.close(descriptor)
+                continue
+            data = os.read(0, 65536)
+            if not data:
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            for order in map(json.loads, lines):
+                _carry_out(order, children if forks else None)
+
+
+def _carry_out(
+    order: dict[str, Any], children: dict[int, tuple[int, GangFolder, int]] | None
+) -> None:
+    folder, rank = GangFolder.at(Path(order["folder"])), int(order["rank"])
+    if children is None:
+        _become(folder, rank, order["env"])
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        for descriptor in children:
+            os.close(descriptor)
+        random.seed()
+        _become(folder, rank, order["env"])
+    children[os.pidfd_open(child)] = (child, folder, rank)
+
+
+def _become(folder: GangFolder, rank: int, environment: dict[str, str]) -> NoReturn:
+    """Turns this process into what a new one of the rank would be."""
+    code = rank_process.FAILED
+    try:
+        os.environ.update(environment)
+        log = os.open(folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        code = rank_process.main([str(folder.path), str(rank)])
+    except BaseException:
+        traceback.print_exc()
+    rank_process.end(code)
+
+
+def _note_end(child: int, folder: GangFolder, rank: int) -> None:
+    """Leaves a rank's exit code where its engine, which is not its parent, finds it."""
+    _, status = os.waitpid(child, 0)
+    with suppress(OSError):
+        folder.write(f"exit_{rank}", str(os.waitstatus_to_exitcode(status)))
+
+
+def _readable(descriptors: list[int]) -> list[int]:
+    """Waits for one of them; children come before stdin."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return sorted((descriptor for descriptor, _ in poll.poll()), reverse=True)
+
+
+def _check_may_fork() -> None:
+    count = len(os.listdir("/proc/self/task"))
+    if count != 1:
+        raise RuntimeError(f"only a process of one thread may be forked, got {count} threads")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
