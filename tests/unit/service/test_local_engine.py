@@ -17,6 +17,7 @@ from tlora_megatron.service.mail.folder import GangFolder
 from tlora_megatron.service.messages import Command, GangEvent, GangSpec
 
 FAKE = (sys.executable, "-m", "tests.helpers.fake_rank")
+FAKE_SPARE = (sys.executable, "-m", "tests.helpers.fake_standby")
 
 
 @pytest.fixture
@@ -211,10 +212,64 @@ def test_gang_that_hears_nothing_stops_by_itself(engine: LocalEngine, root: Path
     assert events[-1].body == {}
 
 
+def test_forks_of_a_spare_are_ranks_that_outlive_it(root: Path) -> None:
+    engine = make_engine(root, standby=None, spare_command=FAKE_SPARE, rank_command=("false",))
+    engine.start(spec(root))
+    ranks = wait_for_pids(engine, root)
+    engine.close()
+    second = make_engine(root)
+    assert [info.alive for info in second.gangs()] == [True]
+    os.kill(ranks[1], signal.SIGKILL)
+    assert poll_until(second, has("died"))[-1].body["rank"] == 1
+    end_all(second)
+
+
+def test_parent_of_forks_tells_how_they_ended(root: Path) -> None:
+    engine = make_engine(root, standby=None, spare_command=FAKE_SPARE, rank_command=("false",))
+    for epoch in (1, 2):
+        engine.start(spec(root, gang=f"g{epoch}"))
+    for gang in ("g1", "g2"):
+        poll_until(engine, has("started"), gang)
+    rank_0 = int(GangFolder(root, "g2", 1).pid(0).read_text().split()[0])
+    os.kill(rank_0, signal.SIGSEGV)
+    assert "signal 11" in poll_until(engine, has("died"), "g2")[-1].body["reason"]
+    assert [info.gang for info in engine.gangs()] == ["g1"]
+    end_all(engine)
+
+
+def test_spare_of_each_gpu_becomes_a_rank_and_is_replaced(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,9")
+    engine = LocalEngine(root, 2, standby=2, spare_command=FAKE_SPARE, rank_command=("false",))
+    spares = spare_pids(engine)
+    while len(spares) < 2:
+        engine.poll({})
+        spares = spare_pids(engine)
+    engine.start(spec(root))
+    assert wait_for_pids(engine, root) == [spares[0], spares[1]]
+    assert "sits at '7'" in GangFolder(root, "g", 1).log(1).read_text()
+    engine.poll({})
+    assert spare_pids(engine)
+    assert not set(spare_pids(engine).values()) & set(spares.values())
+    end_all(engine)
+
+
+def test_spares_end_with_their_service(root: Path) -> None:
+    engine = make_engine(root, standby=1, spare_command=FAKE_SPARE)
+    (spare,) = engine._spares._by_seat.values()
+    spare.close()  # as the kernel does for a service that is killed
+    assert spare.process.wait(HANG_S) == 0
+
+
 def test_places_must_be_those_of_the_host(engine: LocalEngine, root: Path) -> None:
     with pytest.raises(ValueError, match="different ones of node 0 below 4"):
         engine.start(spec(root, size=5))
     assert engine.nodes()[0].gpus == 4
+
+
+def spare_pids(engine: LocalEngine) -> dict[int, int]:
+    return {seat: spare.life.pid for seat, spare in engine._spares._by_seat.items()}
 
 
 def is_gone(pid: int) -> bool:

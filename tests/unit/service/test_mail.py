@@ -1,0 +1,146 @@
+"""Mail of gangs: whole lines only, each command once, and the lease that mail renews."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from tlora_megatron.service.home import Lease, make_folder, write_lease
+from tlora_megatron.service.mail.folder import EventReader, GangFolder, Outbox
+from tlora_megatron.service.mail.lines import LineReader, LineWriter
+from tlora_megatron.service.mail.mailbox import FolderMailbox, Mailbox, MemoryMailbox
+from tlora_megatron.service.messages import Command, GangSpec
+from tlora_megatron.service.worker import deadline
+from tlora_megatron.service.worker.telling import Hearing, Teller
+
+
+def command(seq: int, kind: str = "renew", job: str | None = None, epoch: int = 1) -> Command:
+    body = {"lease": 3} if kind == "prepare" else {}
+    return Command(gang="g", epoch=epoch, seq=seq, kind=kind, job=job, body=body)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> GangSpec:
+    return GangSpec(
+        gang="g",
+        epoch=1,
+        base_model={},
+        parallel={},
+        run={},
+        gpus=((0, 0),),
+        root=str(tmp_path),
+        lease_s=10.0,
+    )
+
+
+@pytest.fixture
+def folder(spec: GangSpec, tmp_path: Path) -> GangFolder:
+    folder = GangFolder(tmp_path, spec.gang, spec.epoch)
+    folder.create(spec)
+    return folder
+
+
+@pytest.fixture
+def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(deadline, "_now_s", lambda: now[0])
+    return now
+
+
+def test_torn_lines_wait_for_their_end_and_are_cut_off_by_the_next_writer(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    reader, writer = LineReader(path), LineWriter(path)
+    assert reader.read() == []
+    writer.append("one", durable=True)
+    with path.open("ab") as file:
+        file.write(b"tor")
+    assert reader.read() == ["one"]
+    assert not reader.has_more
+    assert reader.read() == []
+    LineWriter(path).append("two", durable=False)
+    assert reader.read() == ["two"]
+    assert path.read_text() == "one\ntwo\n"
+
+
+def test_folder_knows_its_own_path_and_spec(folder: GangFolder, spec: GangSpec) -> None:
+    again = GangFolder.at(folder.path)
+    assert (again.gang, again.epoch, again.path) == ("g", 1, folder.path)
+    assert again.spec() == spec
+    with pytest.raises(ValueError, match="NAME-EPOCH"):
+        GangFolder.at(folder.path.parent)
+
+
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+def test_mailbox_gives_each_command_once(folder: GangFolder, kind: str) -> None:
+    box: Mailbox
+    if kind == "memory":
+        box = memory = MemoryMailbox()
+        post = memory.post
+    else:
+        box, post = FolderMailbox(folder), Outbox(folder).post
+    assert not box.wait(0.0)
+    threading.Timer(0.05, lambda: [post(command(seq)) for seq in (1, 2, 2, 1, 3)]).start()
+    assert box.wait(60.0)
+    taken = box.take()
+    while len(taken) < 3:
+        taken += box.take()
+    assert [each.seq for each in taken] == [1, 2, 3]
+    assert box.take() == []
+
+
+def test_second_controller_does_not_post_again_what_the_first_has(folder: GangFolder) -> None:
+    Outbox(folder).post(command(1))
+    second = Outbox(folder)
+    second.post(command(1))
+    second.post(command(2))
+    assert [each.seq for each in FolderMailbox(folder).take()] == [1, 2]
+
+
+def test_events_are_read_from_any_number(folder: GangFolder, spec: GangSpec) -> None:
+    teller, reader = Teller(spec, FolderMailbox(folder)), EventReader(folder)
+    assert reader.last() is None
+    for step in range(4):
+        teller.tell("stepped", "j1", {"step": step})
+    assert [event.number for event in reader.after(0)] == [1, 2, 3, 4]
+    assert reader.after(4) == []
+    assert [event.number for event in reader.after(2)] == [3, 4]
+    teller.tell("ended", "j1", {})
+    assert [event.kind for event in reader.after(4)] == ["ended"]
+
+
+def test_stopped_process_is_not_renewed_by_old_mail(spec: GangSpec, now_s: list[float]) -> None:
+    box = MemoryMailbox()
+    hearing = Hearing(spec, box)
+    now_s[0] += 9.0
+    assert hearing.take() == []
+    box.post(command(1))
+    now_s[0] += 0.9
+    assert [each["seq"] for each in hearing.take()] == [1]
+    assert hearing.deadline.left_s == pytest.approx(9.1)  # from the look that found nothing
+    box.post(command(2))
+    now_s[0] += 50.0
+    assert hearing.take() == [{"kind": "stop", "job": None, "body": {"save": False}, "seq": 0}]
+    assert hearing.wait(60.0)
+    box.post(command(3))
+    assert hearing.take()[0]["kind"] == "stop"
+
+
+def test_job_is_written_only_under_its_lease(spec: GangSpec, now_s: list[float]) -> None:
+    box = MemoryMailbox()
+    hearing = Hearing(spec, box)
+    job = make_folder(Path(spec.root) / "jobs" / "j1")
+    write_lease(job, Lease(gang="g", epoch=1, lease=3))
+    assert not hearing.may_write("j1")
+    box.post(command(1, "prepare", "j1"))
+    box.post(command(2, "prepare", "j2", epoch=2))
+    assert [each["seq"] for each in hearing.take()] == [1]
+    assert hearing.may_write("j1")
+    assert not hearing.may_write("j2")
+    write_lease(job, Lease(gang="h", epoch=1, lease=4))
+    assert not hearing.may_write("j1")
+    write_lease(job, Lease(gang="g", epoch=1, lease=3))
+    assert hearing.may_write("j1")
+    now_s[0] += 11.0
+    assert not hearing.may_write("j1")
