@@ -28,6 +28,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "megatron.training": (f"{PACKAGE}.integrations.megatron_lm",),
     "megatron": (f"{PACKAGE}.integrations.megatron", f"{PACKAGE}.integrations.megatron_lm"),
     "deepspeed": (f"{PACKAGE}.integrations.deepspeed",),
+    "sqlalchemy": (f"{PACKAGE}.service.store",),
+    "psycopg": (f"{PACKAGE}.service.store",),
     f"{PACKAGE}.integrations.megatron.cpu": (
         f"{PACKAGE}.integrations.megatron",
         f"{PACKAGE}.integrations.megatron_lm.cpu",

@@ -1,0 +1,56 @@
+"""Stores to test: each test of `place` runs on SQLite and on PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.postgres import postgres_server
+from tlora_megatron.service.store import Store, open_store
+
+Open = Callable[[], Store]
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    """URL of a PostgreSQL database."""
+    with postgres_server() as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty store's file or URL."""
+    if request.param == "sqlite":
+        return str(tmp_path / "store.sqlite")
+    import psycopg
+
+    url: str = request.getfixturevalue("server")
+    with psycopg.connect(url.replace("+psycopg", "")) as connection:
+        connection.execute("DROP SCHEMA IF EXISTS tlora CASCADE")
+    return url
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """The clock of `store`."""
+    return Clock()
+
+
+@pytest.fixture
+def store(place: str, clock: Clock) -> Iterator[Store]:
+    """An empty store."""
+    with open_store(place, clock=clock) as opened:
+        yield opened

@@ -1,0 +1,36 @@
+"""What controllers decided, for whoever asks why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import desc, select
+
+from tlora_megatron.service.store.sql import tables
+from tlora_megatron.service.store.sql.database import Database
+from tlora_megatron.service.store.values import Decision
+
+
+class Decisions:
+    """The decisions of a store."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, snapshot: Mapping[str, Any], actions: Sequence[Any], why: str) -> None:
+        """Notes a decision, on what it looked and what it does."""
+        row = {
+            "at": self._database.clock(),
+            "snapshot": dict(snapshot),
+            "actions": list(actions),
+            "why": why,
+        }
+        with self._database.write() as connection:
+            connection.execute(tables.decision.insert().values(**row))
+
+    def newest(self, limit: int = 100) -> list[Decision]:
+        """The last decisions, newest first."""
+        query = select(tables.decision).order_by(desc(tables.decision.c.seq)).limit(limit)
+        with self._database.read() as connection:
+            return [Decision(**row) for row in connection.execute(query).mappings()]

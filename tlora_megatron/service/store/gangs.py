@@ -1,0 +1,163 @@
+"""Gangs: each start under a name has an epoch of its own, and its events count once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import Connection, desc, func, select, update
+
+from tlora_megatron.service.messages import GangEvent, GangSpec
+from tlora_megatron.service.store.errors import EventGap, IllegalChange
+from tlora_megatron.service.store.events import record
+from tlora_megatron.service.store.lookups import as_gang, gang_row
+from tlora_megatron.service.store.sql import tables
+from tlora_megatron.service.store.sql.database import Database
+from tlora_megatron.service.store.states import GANG_CHANGES, GangState
+from tlora_megatron.service.store.values import Gang
+
+_GANG = tables.gang.c
+
+
+class Gangs:
+    """The gangs of a store."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def next_epoch(self, name: str) -> int:
+        """The epoch that the next start under a name must have."""
+        query = select(func.max(_GANG.epoch)).where(_GANG.name == name)
+        with self._database.read() as connection:
+            return 1 + (connection.execute(query).scalar() or 0)
+
+    def add(self, spec: GangSpec, *, engine_ref: Mapping[str, Any] | None = None) -> Gang:
+        """Notes a gang that is about to be started.
+
+        Raises:
+            IllegalChange: if the one before it has not ended, or the epoch is not the next.
+        """
+        with self._database.write() as connection:
+            query = select(_GANG.epoch, _GANG.state).where(_GANG.name == spec.gang)
+            last = connection.execute(query.order_by(desc(_GANG.epoch)).limit(1)).first()
+            if last is not None and last.state != GangState.ENDED:
+                raise IllegalChange(
+                    f"gang {spec.gang!r} must have ended to start again, got epoch {last.epoch}, "
+                    f"which is {last.state}"
+                )
+            epoch = 1 if last is None else last.epoch + 1
+            if spec.epoch != epoch:
+                raise IllegalChange(
+                    f"gang {spec.gang!r} must start with epoch {epoch}, got {spec.epoch}"
+                )
+            now = self._database.clock()
+            row = {
+                "name": spec.gang,
+                "epoch": epoch,
+                "spec": spec.to_json(),
+                "state": GangState.STARTING.value,
+                "engine_ref": dict(engine_ref or {}),
+                "lease_until": now + spec.lease_s,
+                "started_at": now,
+            }
+            connection.execute(tables.gang.insert().values(**row))
+            body = {"epoch": epoch, "to": GangState.STARTING.value}
+            record(connection, now, "gang", gang=spec.gang, body=body)
+            return as_gang(gang_row(connection, spec.gang, epoch))
+
+    def change(
+        self,
+        name: str,
+        epoch: int,
+        to: GangState,
+        *,
+        why: str | None = None,
+        engine_ref: Mapping[str, Any] | None = None,
+    ) -> Gang:
+        """Changes a gang's state. `ended` is said with proof that its processes are gone.
+
+        Its jobs keep their states and leases: those belong into the same transaction.
+
+        Raises:
+            IllegalChange: if the state may not follow the present one.
+        """
+        to = GangState(to)
+        with self._database.write() as connection:
+            state = GangState(gang_row(connection, name, epoch)["state"])
+            if to not in GANG_CHANGES[state]:
+                raise IllegalChange(
+                    f"gang {name!r} of epoch {epoch} must go from {state} to "
+                    f"{', '.join(sorted(GANG_CHANGES[state])) or 'nothing else'}, got {to}"
+                )
+            now = self._database.clock()
+            values: dict[str, Any] = {"state": to.value}
+            if to is GangState.ENDED:
+                values |= {"ended_at": now, "why": why}
+            if engine_ref is not None:
+                values["engine_ref"] = dict(engine_ref)
+            _update(connection, name, epoch, values)
+            body = {"epoch": epoch, "from": state.value, "to": to.value}
+            if why is not None:
+                body["why"] = why
+            record(connection, now, "gang", gang=name, body=body)
+            return as_gang(gang_row(connection, name, epoch))
+
+    def hear(self, event: GangEvent) -> bool:
+        """Notes that an event's effects are in the store; False if they were before.
+
+        Called in one transaction with what the event causes, it makes each event count once,
+        wherever a controller is killed.
+
+        Raises:
+            EventGap: if an event before this one was not heard.
+        """
+        with self._database.write() as connection:
+            heard = gang_row(connection, event.gang, event.epoch)["heard"]
+            if event.number <= heard:
+                return False
+            if event.number != heard + 1:
+                raise EventGap(
+                    f"gang {event.gang!r} of epoch {event.epoch} must tell event {heard + 1} next, "
+                    f"got {event.number}"
+                )
+            _update(connection, event.gang, event.epoch, {"heard": event.number})
+            return True
+
+    def cursor(self) -> dict[tuple[str, int], int]:
+        """Numbers of the last events heard of all gangs that have not ended."""
+        query = select(_GANG.name, _GANG.epoch, _GANG.heard).where(_GANG.state != GangState.ENDED)
+        with self._database.read() as connection:
+            return {(name, epoch): heard for name, epoch, heard in connection.execute(query)}
+
+    def renew(self, name: str, epoch: int, until: float) -> None:
+        """Notes until when a gang may believe in its leases; commands do it by themselves."""
+        with self._database.write() as connection:
+            found = gang_row(connection, name, epoch)
+            _update(connection, name, epoch, {"lease_until": max(until, found["lease_until"])})
+
+    def get(self, name: str, epoch: int) -> Gang:
+        """One start of a gang.
+
+        Raises:
+            NotFound: if there is none.
+        """
+        with self._database.read() as connection:
+            return as_gang(gang_row(connection, name, epoch))
+
+    def live(self) -> list[Gang]:
+        """Gangs without proof that they are gone, in the order of their starts."""
+        query = select(tables.gang).where(_GANG.state != GangState.ENDED)
+        with self._database.read() as connection:
+            rows = connection.execute(query.order_by(_GANG.started_at, _GANG.name)).mappings()
+            return [as_gang(row) for row in rows]
+
+    def newest(self, limit: int = 100) -> list[Gang]:
+        """The gangs that started last, newest first."""
+        query = select(tables.gang).order_by(desc(_GANG.started_at), _GANG.name).limit(limit)
+        with self._database.read() as connection:
+            return [as_gang(row) for row in connection.execute(query).mappings()]
+
+
+def _update(connection: Connection, name: str, epoch: int, values: Mapping[str, Any]) -> None:
+    query = update(tables.gang).where(_GANG.name == name, _GANG.epoch == epoch)
+    connection.execute(query.values(**values))

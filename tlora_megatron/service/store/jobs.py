@@ -1,0 +1,292 @@
+"""Jobs: accepted once, changed by legal steps, listed by pages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypedDict, Unpack
+
+from sqlalchemy import ColumnElement, Connection, bindparam, desc, func, select, update
+
+from tlora_megatron.service.store.errors import IllegalChange, NotFound
+from tlora_megatron.service.store.events import record
+from tlora_megatron.service.store.leases import end_lease
+from tlora_megatron.service.store.lookups import JOB_COLUMNS, as_job, in_parts, job_of
+from tlora_megatron.service.store.sql import tables
+from tlora_megatron.service.store.sql.database import Database
+from tlora_megatron.service.store.states import JOB_CHANGES, LIVE, OVER, JobState, Wish
+from tlora_megatron.service.store.submitting import insert_jobs
+from tlora_megatron.service.store.values import Job, NewJob, Progress
+
+_JOB = tables.job.c
+
+
+class JobFields(TypedDict, total=False):
+    """What a change may set besides the state."""
+
+    document: Mapping[str, Any]
+    schedule: Mapping[str, Any]
+    stats: Mapping[str, Any] | None
+    folder: str | None
+    step: int
+    num_steps: int | None
+    tokens: int
+    loss: float | None
+    error: str | None
+
+
+class Jobs:
+    """The jobs of a store. Every change of state is one transaction with its event."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def submit(self, new: Sequence[NewJob], *, tenant: str = "local") -> list[Job]:
+        """Accepts jobs, all or none; a job whose key came before is returned as it is now.
+
+        Returns:
+            The jobs in the order given; `is_new` is True of those that this call made.
+
+        Raises:
+            KeyReused: if a key came before with another job.
+            NameTaken: if an unfinished job of the tenant has the name.
+            StoreFull: if the disk is full; nothing was accepted.
+        """
+        with self._database.write() as connection:
+            return insert_jobs(connection, new, tenant, self._database.clock())
+
+    def change(
+        self,
+        job: str,
+        to: JobState,
+        *,
+        expected: JobState | Iterable[JobState] | None = None,
+        release: str | None = None,
+        why: str | None = None,
+        body: Mapping[str, Any] | None = None,
+        **fields: Unpack[JobFields],
+    ) -> Job:
+        """Changes a job's state.
+
+        Args:
+            job: Its id.
+            to: The state it gets.
+            expected: The states it may be in; None: any from which the change is legal.
+            release: Why its lease ends with this change; None: it keeps it.
+            why: Goes into the event.
+            body: Goes into the event.
+            **fields: What else of the job changes.
+
+        Raises:
+            IllegalChange: if the state is another, or no gang may hold a job in the new state and
+                one does, or one must and none does.
+        """
+        to = JobState(to)
+        with self._database.write() as connection:
+            found = job_of(connection, job)
+            _check_change(found, to, expected, released=release is not None)
+            now = self._database.clock()
+            if release is not None:
+                end_lease(connection, found, now, release)
+                found = replace(found, gang=None, gang_epoch=None, lease=None)
+            values = _times(found, to, now)
+            if _answers(found, to):
+                values["wish"] = None
+            event = {"from": found.state.value, "to": to.value, **(body or {})}
+            if why is not None:
+                event["why"] = why
+            record(connection, now, "state", job=job, gang=found.gang, body=event)
+            return _set(connection, found, values, fields)
+
+    def update(self, job: str, **fields: Unpack[JobFields]) -> Job:
+        """Changes what is told of a job, with no event."""
+        with self._database.write() as connection:
+            return _set(connection, job_of(connection, job), {}, fields)
+
+    def progress(self, reports: Sequence[Progress]) -> None:
+        """Notes how far jobs have come, with no events; those that are over stay as they are."""
+        if not reports:
+            return
+        values: dict[str, ColumnElement[Any]] = {
+            name: func.coalesce(bindparam(f"new_{name}"), _JOB[name])
+            for name in ("step", "tokens", "loss", "num_steps")
+        }
+        query = update(tables.job).where(_JOB.id == bindparam("of"), _JOB.state.not_in(OVER))
+        rows = [
+            {
+                "of": report.job,
+                "new_step": report.step,
+                "new_tokens": report.tokens,
+                "new_loss": report.loss,
+                "new_num_steps": report.num_steps,
+            }
+            for report in reports
+        ]
+        with self._database.write() as connection:
+            connection.execute(query.values(values), rows)
+
+    def wish(self, job: str, wish: Wish, *, by: str = "") -> Job:
+        """Notes what a user wants of a job; a controller carries it out.
+
+        Raises:
+            IllegalChange: if the job is over, or is to be cancelled already.
+        """
+        with self._database.write() as connection:
+            found = job_of(connection, job)
+            if found.state.is_over:
+                raise IllegalChange(
+                    f"job {found.name!r} ({job}) must be unfinished to {wish}, got one that is "
+                    f"{found.state}"
+                )
+            if found.wish == wish:
+                return found
+            if found.wish == "cancel":
+                raise IllegalChange(
+                    f"job {found.name!r} ({job}) must not be on its way to being cancelled to "
+                    f"{wish}, got one that is"
+                )
+            now = self._database.clock()
+            record(connection, now, "wished", job=job, body={"wish": wish, "by": by})
+            return _set(connection, found, {"wish": wish}, {})
+
+    def clear_wish(self, job: str, expected: Wish) -> bool:
+        """Takes a wish back that is fulfilled; False if it is another by now."""
+        query = update(tables.job).where(_JOB.id == job, _JOB.wish == expected).values(wish=None)
+        with self._database.write() as connection:
+            return connection.execute(query).rowcount == 1
+
+    def wished(self) -> list[Job]:
+        """Jobs with a wish that is not fulfilled."""
+        query = select(*JOB_COLUMNS).where(_JOB.wish.is_not(None)).order_by(_JOB.number)
+        with self._database.read() as connection:
+            return [as_job(row) for row in connection.execute(query).mappings()]
+
+    def get(self, job: str) -> Job:
+        """The job of an id.
+
+        Raises:
+            NotFound: if there is none.
+        """
+        with self._database.read() as connection:
+            return job_of(connection, job)
+
+    def find(self, text: str, *, tenant: str = "local") -> Job:
+        """The tenant's job of an id, or the unfinished one of a name, or else the newest of it.
+
+        Raises:
+            NotFound: if there is none.
+        """
+        mine = select(*JOB_COLUMNS).where(_JOB.tenant == tenant)
+        named = mine.where(_JOB.name == text)
+        queries = (
+            mine.where(_JOB.id == text),
+            named.where(_JOB.state.not_in(OVER)),
+            named.order_by(desc(_JOB.number)).limit(1),
+        )
+        with self._database.read() as connection:
+            for query in queries:
+                row = connection.execute(query).mappings().first()
+                if row is not None:
+                    return as_job(row)
+        raise NotFound(f"a job's name or id must be one of the store's, got {text!r}")
+
+    def page(
+        self,
+        *,
+        states: Collection[JobState] | None = None,
+        tenant: str | None = None,
+        after: int | None = None,
+        limit: int = 100,
+        newest_first: bool = False,
+    ) -> list[Job]:
+        """Jobs in the order of their numbers, or backwards, from behind number `after` on."""
+        query = select(*JOB_COLUMNS).limit(limit)
+        query = query.order_by(desc(_JOB.number) if newest_first else _JOB.number)
+        if after is not None:
+            query = query.where(_JOB.number < after if newest_first else _JOB.number > after)
+        if states is not None:
+            query = query.where(_JOB.state.in_(states))
+        if tenant is not None:
+            query = query.where(_JOB.tenant == tenant)
+        with self._database.read() as connection:
+            return [as_job(row) for row in connection.execute(query).mappings()]
+
+    def counts(self, *, tenant: str | None = None) -> dict[JobState, int]:
+        """Number of jobs in each state that has any."""
+        query = select(_JOB.state, func.count()).group_by(_JOB.state)
+        if tenant is not None:
+            query = query.where(_JOB.tenant == tenant)
+        with self._database.read() as connection:
+            return {JobState(state): count for state, count in connection.execute(query)}
+
+    def document(self, job: str) -> dict[str, Any]:
+        """The job as an entry of `jobs` in a run's configuration."""
+        found = self.documents([job])
+        if job not in found:
+            raise NotFound(f"a job's id must be one of the store's, got {job!r}")
+        return found[job]
+
+    def documents(self, jobs: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Documents by the jobs' ids."""
+        found = {}
+        with self._database.read() as connection:
+            for part in in_parts(jobs):
+                query = select(tables.document).where(tables.document.c.job.in_(part))
+                found.update({row.job: row.body for row in connection.execute(query)})
+        return found
+
+
+def _check_change(
+    job: Job, to: JobState, expected: JobState | Iterable[JobState] | None, *, released: bool
+) -> None:
+    if expected is None:
+        allowed = set(JobState)
+    else:
+        allowed = {expected} if isinstance(expected, JobState) else set(expected)
+    name = f"job {job.name!r} ({job.id})"
+    if job.state not in allowed:
+        states = " or ".join(sorted(allowed))
+        raise IllegalChange(f"{name} must be {states} to become {to}, got one that is {job.state}")
+    if to not in JOB_CHANGES[job.state]:
+        states = ", ".join(sorted(JOB_CHANGES[job.state])) or "nothing else"
+        raise IllegalChange(f"{name} must go from {job.state} to {states}, got {to}")
+    if to not in LIVE and job.lease is not None and not released:
+        raise IllegalChange(
+            f"{name} must give its lease back to become {to}, got one that gang {job.gang} holds: "
+            "say `release` when the gang has left it or is gone"
+        )
+    if to in (JobState.STARTING, JobState.RUNNING) and job.lease is None:
+        raise IllegalChange(f"{name} must be leased to a gang to become {to}, got no lease")
+
+
+def _answers(job: Job, to: JobState) -> bool:
+    """Whether the change fulfils the job's wish, or makes it pointless."""
+    return to.is_over or (
+        (job.wish == "pause" and to is JobState.PAUSED)
+        or (job.wish == "resume" and job.state is JobState.PAUSED)
+    )
+
+
+def _times(job: Job, to: JobState, now: float) -> dict[str, Any]:
+    values: dict[str, Any] = {"state": to.value, "changed_at": now}
+    if to is JobState.RUNNING and job.started_at is None:
+        values["started_at"] = now
+    if to.is_over:
+        values["ended_at"] = now
+    return values
+
+
+def _set(
+    connection: Connection, job: Job, values: dict[str, Any], fields: Mapping[str, Any]
+) -> Job:
+    """Writes columns of a job, and its document where it is among the fields."""
+    values = {**values, **fields}
+    body = values.pop("document", None)
+    if body is not None:
+        query = update(tables.document).where(tables.document.c.job == job.id)
+        connection.execute(query.values(body=dict(body)))
+    if values:
+        connection.execute(update(tables.job).where(_JOB.id == job.id).values(**values))
+    if "state" in values:
+        values["state"] = JobState(values["state"])
+    return replace(job, **values)

@@ -1,0 +1,164 @@
+"""Leases: which gang may write which job's folder."""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, RowMapping, func, select, update
+
+from tlora_megatron.service.store.errors import IllegalChange, LeaseHeld
+from tlora_megatron.service.store.events import record
+from tlora_megatron.service.store.lookups import gang_row, job_of
+from tlora_megatron.service.store.sql import tables
+from tlora_megatron.service.store.sql.database import Database
+from tlora_megatron.service.store.states import GangState
+from tlora_megatron.service.store.values import Job, Lease
+
+MARGIN_S = 10.0
+"""Waited past a gang's own deadline before its jobs are given away without proof of its death."""
+
+_LEASE = tables.lease.c
+_SHOWN = (_LEASE.job, _LEASE.epoch, _LEASE.gang, _LEASE.gang_epoch, _LEASE.granted_at)
+
+
+class Leases:
+    """Grants leases; a job has one at most, and each has an epoch above all before it."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def grant(self, job: str, gang: str, epoch: int, *, proof: str | None = None) -> Lease:
+        """Gives a gang the right to write a job's folder.
+
+        Args:
+            job: Id of the job.
+            gang: Name of the gang.
+            epoch: Epoch of the gang.
+            proof: Why the gang that holds the lease cannot write any more; None: it must have given
+                it back, have ended, or not have been told anything for so long that it stopped.
+
+        Raises:
+            LeaseHeld: if another gang may still write.
+            IllegalChange: if the job is over or the gang has ended.
+        """
+        with self._database.write() as connection:
+            now = self._database.clock()
+            found, taker = job_of(connection, job), gang_row(connection, gang, epoch)
+            _check_parties(found, taker)
+            present = _present(connection, job)
+            if present is not None:
+                why = proof or _proof(connection, present, taker, found, now)
+                end_lease(connection, found, now, why)
+            query = select(func.max(_LEASE.epoch)).where(_LEASE.job == job)
+            lease = Lease(
+                job=job,
+                epoch=1 + (connection.execute(query).scalar() or 0),
+                gang=gang,
+                gang_epoch=epoch,
+                granted_at=now,
+            )
+            _insert(connection, lease)
+            return lease
+
+    def release(self, job: str, *, lease: int, why: str) -> bool:
+        """Ends a lease; returns False if it is not the present one any more."""
+        with self._database.write() as connection:
+            found = job_of(connection, job)
+            if found.lease != lease:
+                return False
+            end_lease(connection, found, self._database.clock(), why)
+            return True
+
+    def of(self, job: str) -> Lease | None:
+        """The lease of a job that was not given back."""
+        with self._database.read() as connection:
+            return _present(connection, job)
+
+    def held_by(self, gang: str, epoch: int) -> list[Lease]:
+        """Leases that a gang has not given back, in the order of their granting."""
+        query = select(*_SHOWN).where(
+            _LEASE.gang == gang, _LEASE.gang_epoch == epoch, _LEASE.ended_at.is_(None)
+        )
+        with self._database.read() as connection:
+            rows = connection.execute(query.order_by(_LEASE.granted_at, _LEASE.job))
+            return [Lease(**row) for row in rows.mappings()]
+
+    def all(self) -> list[Lease]:
+        """All leases that were not given back."""
+        query = select(*_SHOWN).where(_LEASE.ended_at.is_(None))
+        with self._database.read() as connection:
+            rows = connection.execute(query.order_by(_LEASE.granted_at, _LEASE.job))
+            return [Lease(**row) for row in rows.mappings()]
+
+
+def end_lease(connection: Connection, job: Job, now: float, why: str) -> None:
+    """Ends the lease of a job, if it has one."""
+    if job.lease is None:
+        return
+    connection.execute(
+        update(tables.lease)
+        .where(_LEASE.job == job.id, _LEASE.ended_at.is_(None))
+        .values(ended_at=now, why=why)
+    )
+    _tell_job(connection, job.id, None)
+    body = {"lease": job.lease, "epoch": job.gang_epoch, "why": why}
+    record(connection, now, "released", job=job.id, gang=job.gang, body=body)
+
+
+def _insert(connection: Connection, lease: Lease) -> None:
+    connection.execute(
+        tables.lease.insert().values(
+            job=lease.job,
+            epoch=lease.epoch,
+            gang=lease.gang,
+            gang_epoch=lease.gang_epoch,
+            granted_at=lease.granted_at,
+        )
+    )
+    _tell_job(connection, lease.job, lease)
+    body = {"lease": lease.epoch, "epoch": lease.gang_epoch}
+    record(connection, lease.granted_at, "granted", job=lease.job, gang=lease.gang, body=body)
+
+
+def _tell_job(connection: Connection, job: str, lease: Lease | None) -> None:
+    """Repeats the lease in the job's row, where lists of jobs read it."""
+    values = {
+        "gang": lease and lease.gang,
+        "gang_epoch": lease and lease.gang_epoch,
+        "lease": lease and lease.epoch,
+    }
+    connection.execute(update(tables.job).where(tables.job.c.id == job).values(**values))
+
+
+def _present(connection: Connection, job: str) -> Lease | None:
+    query = select(*_SHOWN).where(_LEASE.job == job, _LEASE.ended_at.is_(None))
+    row = connection.execute(query).mappings().one_or_none()
+    return None if row is None else Lease(**row)
+
+
+def _check_parties(job: Job, gang: RowMapping) -> None:
+    if job.state.is_over:
+        raise IllegalChange(
+            f"job {job.name!r} ({job.id}) must be unfinished to be leased to gang "
+            f"{gang['name']!r}, got one that is {job.state}"
+        )
+    if gang["state"] == GangState.ENDED:
+        raise IllegalChange(
+            f"gang {gang['name']!r} must be alive to be leased job {job.name!r} ({job.id}), got "
+            f"epoch {gang['epoch']}, which has ended"
+        )
+
+
+def _proof(connection: Connection, held: Lease, taker: RowMapping, job: Job, now: float) -> str:
+    """Why a lease may be ended."""
+    if (held.gang, held.gang_epoch) == (taker["name"], taker["epoch"]):
+        return "granted again"
+    holder = gang_row(connection, held.gang, held.gang_epoch)
+    if holder["state"] == GangState.ENDED:
+        return "its gang has ended"
+    left_s = holder["lease_until"] + MARGIN_S - now
+    if left_s < 0:
+        return "expired"
+    raise LeaseHeld(
+        f"job {job.name!r} ({job.id}) must be given back by gang {held.gang!r} of epoch "
+        f"{held.gang_epoch} before gang {taker['name']!r} may have it, got a lease that stands "
+        f"for {left_s:.0f} s: wait for `left`, prove that the gang is gone, or let it run out"
+    )

@@ -1,0 +1,181 @@
+"""Transactions on a store's database: one writer at a time, every commit on the disk.
+
+All changes of a store, on SQLite and PostgreSQL alike, take turns: SQLite by `BEGIN IMMEDIATE`,
+PostgreSQL by an advisory lock until the commit. What a transaction has read therefore stays true
+until it ends, and events appear in the order of their numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import Connection, Engine, select
+from sqlalchemy.exc import DBAPIError
+
+from tlora_megatron.service.store.errors import (
+    LockLost,
+    StoreBusy,
+    StoreError,
+    StoreFull,
+    StoreUnreachable,
+)
+from tlora_megatron.service.store.sql import tables
+
+_FULL = ("SQLITE_FULL", "53100")
+_BUSY = ("SQLITE_BUSY", "SQLITE_LOCKED", "55P03")
+
+
+def to_json(value: Any) -> str:
+    """The value as JSON that every database takes: numbers that are not finite become null."""
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value
+
+
+class Database:
+    """Connections to one store; used by any thread of the process that opened it."""
+
+    def __init__(
+        self,
+        writer: Engine,
+        reader: Engine,
+        *,
+        place: str,
+        clock: Callable[[], float],
+        turn: str | None = None,
+    ) -> None:
+        """Takes engines that are set up.
+
+        Args:
+            writer: Its transactions may write.
+            reader: Each of its transactions sees one state of the store throughout.
+            place: The store in messages, without a password.
+            clock: Gives the time that rows get, in Unix seconds.
+            turn: Statement that waits until no other transaction writes; None where beginning does.
+        """
+        self.place = place
+        self.clock = clock
+        self.fence: int | None = None
+        """Epoch of the controller's lock that this object writes under; None: not a controller."""
+        self._writer = writer
+        self._reader = reader
+        self._turn = turn
+        self._process = os.getpid()
+        self._local = threading.local()
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A transaction that is kept whole or not at all; one inside another joins it.
+
+        Raises:
+            StoreError: if it cannot be kept.
+        """
+        outer = self._outer()
+        with self._sentences():
+            if outer is not None:
+                if not self._local.writes:
+                    raise StoreError("a change of a store must not be made inside a read")
+                # What fails alone is undone alone; the outer transaction may go on.
+                with outer.begin_nested():
+                    yield outer
+                return
+            with self._writer.begin() as connection:
+                if self._turn is not None:
+                    connection.exec_driver_sql(self._turn)
+                self._check_fence(connection)
+                with self._joined(connection, writes=True):
+                    yield connection
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A view of one state of the store; inside a transaction or view, of that one's."""
+        outer = self._outer()
+        with self._sentences():
+            if outer is not None:
+                yield outer
+                return
+            with self._reader.begin() as connection, self._joined(connection, writes=False):
+                yield connection
+
+    def close(self) -> None:
+        """Closes the connections; in a forked child it only forgets them."""
+        self._writer.dispose(close=os.getpid() == self._process)
+
+    def _outer(self) -> Connection | None:
+        """The transaction that this thread is in."""
+        if os.getpid() != self._process:
+            raise StoreError(
+                f"a store must be opened by the process that uses it, got {self.place} opened by "
+                f"process {self._process} in process {os.getpid()}: open it after the fork"
+            )
+        return getattr(self._local, "connection", None)
+
+    @contextmanager
+    def _joined(self, connection: Connection, *, writes: bool) -> Iterator[None]:
+        self._local.connection, self._local.writes = connection, writes
+        try:
+            yield
+        finally:
+            self._local.connection = None
+
+    def _check_fence(self, connection: Connection) -> None:
+        if self.fence is None:
+            return
+        epoch = connection.execute(select(tables.controller.c.epoch)).scalar()
+        if epoch != self.fence:
+            raise LockLost(
+                f"a controller must hold the lock of {self.place} to write, got epoch "
+                f"{self.fence} where {epoch} is the present one: another controller took over"
+            )
+
+    @contextmanager
+    def _sentences(self) -> Iterator[None]:
+        try:
+            yield
+        except DBAPIError as error:
+            raised = _sentence(error, self.place)
+            if raised is None:
+                raise
+            raise raised from error
+
+
+def _sentence(error: DBAPIError, place: str) -> StoreError | None:
+    """The error in a user's words; None for one that is our own mistake."""
+    found = error.orig
+    code = str(getattr(found, "sqlite_errorname", None) or getattr(found, "sqlstate", None) or "")
+    said = str(found).strip()
+    if code.startswith(_FULL):
+        return StoreFull(
+            f"the disk of {place} must have room, got {said!r}: nothing of this change was kept; "
+            "free some space and try again"
+        )
+    if code.startswith("SQLITE_IOERR"):
+        return StoreFull(
+            f"the disk of {place} must take writes, got {said!r} ({code}): nothing of this change "
+            "was kept; it is full, over its quota, or broken"
+        )
+    if code.startswith(_BUSY):
+        return StoreBusy(
+            f"{place} must become free within the time this process waits, got {said!r}: another "
+            "process holds it; try again, and look for a stopped one"
+        )
+    if type(error.orig).__name__ == "OperationalError" or code.startswith("SQLITE_NOTADB"):
+        return StoreUnreachable(f"{place} must be a store that can be opened, got {said!r}")
+    return None

@@ -1,0 +1,161 @@
+"""Engines of a store's database: SQLite for one host, PostgreSQL for several."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Connection, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError
+
+from tlora_megatron.service.store.errors import StoreUnreachable
+from tlora_megatron.service.store.sql.database import Database, to_json
+
+BUSY_S = 30
+"""Seconds that a writer waits for the others."""
+_NAMESPACE = "tlora"
+"""PostgreSQL's schema that holds the tables."""
+_TURN = "SELECT pg_advisory_xact_lock(7814906253)"
+"""One number for all stores: advisory locks belong to one database of a server."""
+_SHARED_DISKS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs")
+
+
+def open_database(place: str | Path, clock: Callable[[], float]) -> Database:
+    """Opens the database that a path or URL names.
+
+    Args:
+        place: A file for SQLite, or `postgresql+psycopg://user@host/database`.
+        clock: Gives the time that rows get.
+
+    Raises:
+        ValueError: if it is neither.
+        StoreUnreachable: if the file cannot be used.
+    """
+    if "://" not in str(place):
+        return _sqlite(Path(place).expanduser().absolute(), clock)
+    try:
+        url = make_url(str(place))
+    except ArgumentError:
+        # The text may hold a password.
+        raise ValueError(
+            "the store must be a file or postgresql+psycopg://user@host/database, got a URL that "
+            "cannot be read"
+        ) from None
+    if url.get_backend_name() == "postgresql":
+        return _postgres(url.set(drivername="postgresql+psycopg"), clock)
+    raise ValueError(
+        f"the store must be a file or postgresql+psycopg://..., got {url.get_backend_name()}://..."
+    )
+
+
+def _sqlite(path: Path, clock: Callable[[], float]) -> Database:
+    _check_disk(path)
+    _make_private(path)
+
+    def prepare(connection: sqlite3.Connection, _: Any) -> None:
+        # Transactions are begun by `_begin`, not by the module.
+        connection.isolation_level = None
+        for setting in (
+            f"busy_timeout = {1000 * BUSY_S}",
+            "journal_mode = WAL",
+            "synchronous = FULL",
+            "foreign_keys = ON",
+        ):
+            connection.execute(f"PRAGMA {setting}")
+
+    url = URL.create("sqlite", database=str(path))
+    writer = create_engine(url, json_serializer=to_json, connect_args={"timeout": BUSY_S})
+    event.listen(writer, "connect", prepare)
+    event.listen(writer, "begin", _begin)
+    reader = writer.execution_options(tlora_reads=True)
+    return Database(writer, reader, place=f"the store {path}", clock=clock)
+
+
+def _begin(connection: Connection) -> None:
+    reads = connection.get_execution_options().get("tlora_reads", False)
+    connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+
+
+def _make_private(path: Path) -> None:
+    """Makes the file, readable by its owner alone; SQLite gives its other files the same mode."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StoreUnreachable(
+            f"the store must be a file that can be opened, got {error.strerror}: {path}"
+        ) from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise StoreUnreachable(
+                f"the store must be a file of user {os.geteuid()}, got {path} of user "
+                f"{found.st_uid}"
+            )
+        os.fchmod(descriptor, 0o600)
+    finally:
+        os.close(descriptor)
+
+
+def _check_disk(path: Path) -> None:
+    """Refuses a disk that several hosts share: SQLite's WAL needs memory that they do not."""
+    kind = _disk_kind(path.parent)
+    if kind.startswith(_SHARED_DISKS):
+        raise StoreUnreachable(
+            f"the store must lie on a disk of this host, got {path} on {kind}: name a folder "
+            "elsewhere, or give a PostgreSQL URL"
+        )
+
+
+def _disk_kind(folder: Path, table: Path = Path("/proc/self/mountinfo")) -> str:
+    """Type of the file system below a folder, as the kernel calls it; empty if unknown."""
+    try:
+        real = folder.resolve()
+        best, kind = Path(), ""
+        for line in table.read_text().splitlines():
+            left, _, right = line.partition(" - ")
+            mount = Path(left.split()[4].encode().decode("unicode_escape"))
+            if real.is_relative_to(mount) and len(mount.parts) >= len(best.parts):
+                best, kind = mount, right.split()[0]
+    except (OSError, IndexError, ValueError):
+        return ""
+    return kind
+
+
+def _postgres(url: URL, clock: Callable[[], float]) -> Database:
+    def prepare(connection: Any, _: Any) -> None:
+        with connection.cursor() as cursor:
+            for setting in (
+                f"search_path TO {_NAMESPACE}",
+                "synchronous_commit TO on",
+                f"lock_timeout TO '{BUSY_S}s'",
+                # A writer that hangs would stop all others.
+                f"idle_in_transaction_session_timeout TO '{2 * BUSY_S}s'",
+            ):
+                cursor.execute(f"SET {setting}")
+        connection.commit()
+
+    try:
+        writer = create_engine(
+            url,
+            json_serializer=to_json,
+            pool_pre_ping=True,
+            connect_args={"connect_timeout": BUSY_S, "keepalives_idle": BUSY_S},
+        )
+    except ImportError as error:
+        raise ImportError(
+            "a store on PostgreSQL needs psycopg: pip install 'tlora-megatron[postgres]'"
+        ) from error
+    event.listen(writer, "connect", prepare)
+    reader = writer.execution_options(isolation_level="REPEATABLE READ")
+    shown = url.set(query={}).render_as_string(hide_password=True)
+    return Database(writer, reader, place=f"the store {shown}", clock=clock, turn=_TURN)
+
+
+def make_namespace(connection: Connection) -> None:
+    """Makes the schema that holds the tables, where the database has such things."""
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(f"CREATE SCHEMA IF NOT EXISTS {_NAMESPACE}")

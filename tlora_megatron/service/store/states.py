@@ -1,0 +1,87 @@
+"""States of jobs and gangs, and which may follow which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Literal
+
+Wish = Literal["cancel", "pause", "resume"]
+"""What a user wants of a job; a controller carries it out."""
+
+
+class JobState(StrEnum):
+    """Where a job stands."""
+
+    VALIDATING = "validating"
+    """Accepted; its data and settings are being read."""
+    QUEUED = "queued"
+    """Waits for a place in a gang."""
+    STARTING = "starting"
+    """Holds the lease of a gang that prepares it."""
+    RUNNING = "running"
+    SAVING = "saving"
+    """Leaves its gang with a checkpoint, to pause, stop or make room."""
+    MOVING = "moving"
+    """Leaves its gang with a checkpoint, to join another."""
+    PAUSED = "paused"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_over(self) -> bool:
+        """True of a job that will never train again."""
+        return self in OVER
+
+    @property
+    def is_live(self) -> bool:
+        """True of a job that a gang may hold."""
+        return self in LIVE
+
+
+class GangState(StrEnum):
+    """Where a gang stands."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    ENDED = "ended"
+    """There is proof that none of its processes is left."""
+
+
+OVER = frozenset({JobState.FINISHED, JobState.FAILED, JobState.CANCELLED})
+LIVE = frozenset({JobState.STARTING, JobState.RUNNING, JobState.SAVING, JobState.MOVING})
+
+
+def _job_changes() -> dict[JobState, frozenset[JobState]]:
+    state = JobState
+    follow: dict[JobState, set[JobState]] = {
+        state.VALIDATING: {state.QUEUED},
+        state.QUEUED: {state.STARTING, state.PAUSED},
+        state.STARTING: {state.RUNNING, state.SAVING, state.QUEUED, state.PAUSED},
+        # Back to the queue: its gang died. Finished without saving first: its last step came.
+        state.RUNNING: {state.SAVING, state.MOVING, state.QUEUED, state.PAUSED},
+        # Running again: the gang could not save, and the job stays where it is.
+        state.SAVING: {state.RUNNING, state.QUEUED, state.PAUSED},
+        state.MOVING: {state.STARTING, state.RUNNING, state.QUEUED, state.PAUSED},
+        state.PAUSED: {state.QUEUED},
+    }
+    for job_state in (state.RUNNING, state.SAVING, state.MOVING):
+        follow[job_state].add(state.FINISHED)
+    # A job whose last step was saved before its gang died finishes when a gang takes it up again.
+    follow[state.STARTING].add(state.FINISHED)
+    for targets in follow.values():
+        targets |= {state.FAILED, state.CANCELLED}
+    return {job_state: frozenset(follow.get(job_state, ())) for job_state in state}
+
+
+JOB_CHANGES: Mapping[JobState, frozenset[JobState]] = _job_changes()
+"""State -> the states that may follow it; nothing follows those in `OVER`."""
+
+GANG_CHANGES: Mapping[GangState, frozenset[GangState]] = {
+    GangState.STARTING: frozenset({GangState.RUNNING, GangState.STOPPING, GangState.ENDED}),
+    GangState.RUNNING: frozenset({GangState.STOPPING, GangState.ENDED}),
+    GangState.STOPPING: frozenset({GangState.ENDED}),
+    GangState.ENDED: frozenset(),
+}

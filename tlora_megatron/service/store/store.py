@@ -1,0 +1,103 @@
+"""A store: all that a service knows, in one database."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from sqlalchemy import select
+
+from tlora_megatron.service.store.commands import UNAPPLIED, Commands, as_command
+from tlora_megatron.service.store.decisions import Decisions
+from tlora_megatron.service.store.events import Events
+from tlora_megatron.service.store.gangs import Gangs
+from tlora_megatron.service.store.jobs import Jobs
+from tlora_megatron.service.store.leases import Leases
+from tlora_megatron.service.store.lock import ControllerLock
+from tlora_megatron.service.store.lookups import JOB_COLUMNS, as_job
+from tlora_megatron.service.store.sql import tables
+from tlora_megatron.service.store.sql.database import Database
+from tlora_megatron.service.store.sql.opening import make_namespace, open_database
+from tlora_megatron.service.store.sql.schema import bring_up
+from tlora_megatron.service.store.states import OVER, GangState
+from tlora_megatron.service.store.values import Snapshot
+
+
+class Store:
+    """All that a service knows. Any thread of one process may use it, but no forked child."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.jobs = Jobs(database)
+        self.gangs = Gangs(database)
+        self.commands = Commands(database)
+        self.leases = Leases(database)
+        self.events = Events(database)
+        self.decisions = Decisions(database)
+        self.lock = ControllerLock(database)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Makes the calls of this thread inside it one change: kept whole or not at all.
+
+        A call that raises inside is undone alone; if its error is caught, the others are kept.
+        """
+        with self._database.write():
+            yield
+
+    def load(self) -> Snapshot:
+        """All that a controller needs to take up where another stopped, of one moment."""
+        job, gang, command = tables.job.c, tables.gang.c, tables.command.c
+        jobs = select(*JOB_COLUMNS).where(job.state.not_in(OVER)).order_by(job.number)
+        commands = (
+            UNAPPLIED.join(tables.gang, (gang.name == command.gang) & (gang.epoch == command.epoch))
+            .where(gang.state != GangState.ENDED)
+            .order_by(command.gang, command.epoch, command.seq)
+        )
+        with self._database.read() as connection:
+            return Snapshot(
+                jobs=[as_job(row) for row in connection.execute(jobs).mappings()],
+                gangs=self.gangs.live(),
+                commands=[as_command(row) for row in connection.execute(commands).mappings()],
+                leases=self.leases.all(),
+                last_event=self.events.last(),
+            )
+
+    def close(self) -> None:
+        """Closes the store."""
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_store(place: str | Path, *, clock: Callable[[], float] = time.time) -> Store:
+    """Opens a store and makes it if it is not there.
+
+    Args:
+        place: A file for SQLite on this host, or `postgresql+psycopg://user@host/database`.
+        clock: Gives the time that rows get, in Unix seconds.
+
+    Raises:
+        ValueError: if it is neither.
+        StoreError: if it cannot be opened, or a newer version of the package made it.
+    """
+    database = open_database(place, clock)
+    try:
+        bring_up(database, make_namespace)
+    except BaseException:
+        database.close()
+        raise
+    return Store(database)

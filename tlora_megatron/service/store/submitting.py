@@ -1,0 +1,140 @@
+"""Accepts jobs, each exactly once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+import string
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, func, select
+
+from tlora_megatron.service.store.errors import KeyReused, NameTaken
+from tlora_megatron.service.store.lookups import JOB_COLUMNS, as_job, in_parts
+from tlora_megatron.service.store.sql import tables
+from tlora_megatron.service.store.states import OVER, JobState
+from tlora_megatron.service.store.values import Job, NewJob
+
+_JOB = tables.job.c
+_ID = re.compile(r"j\d+[a-z]{4}")
+
+
+def insert_jobs(connection: Connection, new: Sequence[NewJob], tenant: str, at: float) -> list[Job]:
+    """Writes the jobs whose keys are new; returns the jobs of all keys in the order given.
+
+    Raises:
+        KeyReused: if a key came before, or twice, with another job.
+        NameTaken: if an unfinished job has the name of a new one, or two new ones share it.
+        ValueError: if a name looks like a job's id.
+    """
+    digests = _digests(new)
+    known = _known(connection, tenant, list(digests))
+    for key, (digest, job) in known.items():
+        if digest != digests[key]:
+            raise KeyReused(
+                f"an idempotency key must come with the same job again, got {key!r} of job "
+                f"{job.name!r} ({job.id}) with another document: give the new job a key of its own"
+            )
+    first = {entry.key: entry for entry in reversed(new) if entry.key not in known}
+    wanted = [entry for entry in new if first.get(entry.key) is entry]
+    _check_names(connection, tenant, [entry.name for entry in wanted])
+    made = _insert(connection, wanted, digests, tenant, at)
+    return [made[e.key] if e.key in made else known[e.key][1] for e in new]
+
+
+def _digests(new: Sequence[NewJob]) -> dict[str, str]:
+    digests: dict[str, str] = {}
+    for entry in new:
+        body = [entry.name, entry.base, entry.document, entry.schedule]
+        text = json.dumps(body, sort_keys=True, default=dict)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        if digests.setdefault(entry.key, digest) != digest:
+            raise KeyReused(
+                f"an idempotency key must belong to one job, got {entry.key!r} for job "
+                f"{entry.name!r} and another of the same submit"
+            )
+    return digests
+
+
+def _known(connection: Connection, tenant: str, keys: Sequence[str]) -> dict[str, tuple[str, Job]]:
+    known = {}
+    for part in in_parts(keys):
+        query = select(_JOB.key, _JOB.digest, *JOB_COLUMNS)
+        query = query.where(_JOB.tenant == tenant, _JOB.key.in_(part))
+        for row in connection.execute(query).mappings():
+            fields = {name: row[name] for name in row if name not in ("key", "digest")}
+            known[row["key"]] = (row["digest"], as_job(fields))
+    return known
+
+
+def _check_names(connection: Connection, tenant: str, names: Sequence[str]) -> None:
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise NameTaken(f"the jobs of a submit must have unlike names, got {times} of {name!r}")
+        if _ID.fullmatch(name):
+            raise ValueError(f"a job's name must not look like a job's id, got {name!r}")
+    for part in in_parts(names):
+        query = select(_JOB.name, _JOB.id, _JOB.state).where(
+            _JOB.tenant == tenant, _JOB.name.in_(part), _JOB.state.not_in(OVER)
+        )
+        for name, job, state in connection.execute(query):
+            raise NameTaken(
+                f"a job's name must be unique among unfinished jobs, got {name!r}, which is {job} "
+                f"and {state}: choose another name, or cancel that one"
+            )
+
+
+def _insert(
+    connection: Connection,
+    wanted: Collection[NewJob],
+    digests: Mapping[str, str],
+    tenant: str,
+    at: float,
+) -> dict[str, Job]:
+    if not wanted:
+        return {}
+    last = connection.execute(select(func.max(_JOB.number))).scalar() or 0
+    made: dict[str, Job] = {}
+    rows, documents, events = [], [], []
+    for number, entry in enumerate(wanted, last + 1):
+        row = _row(number, entry, tenant, at)
+        made[entry.key] = as_job({**_EMPTY, **row, "is_new": True})
+        rows.append({**row, "key": entry.key, "digest": digests[entry.key]})
+        documents.append({"job": row["id"], "body": dict(entry.document)})
+        events.append(
+            {
+                "at": at,
+                "job": row["id"],
+                "kind": "submitted",
+                "body": {"name": entry.name, "tenant": tenant},
+            }
+        )
+    connection.execute(tables.job.insert(), rows)
+    connection.execute(tables.document.insert(), documents)
+    connection.execute(tables.event.insert(), events)
+    return made
+
+
+_EMPTY: Mapping[str, Any] = dict.fromkeys(column.name for column in JOB_COLUMNS)
+
+
+def _row(number: int, entry: NewJob, tenant: str, at: float) -> dict[str, Any]:
+    # The letters keep a new store from meeting the folders of one that was deleted.
+    letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(4))
+    return {
+        "number": number,
+        "id": f"j{number}{letters}",
+        "tenant": tenant,
+        "name": entry.name,
+        "base": entry.base,
+        "state": JobState.VALIDATING.value,
+        "schedule": dict(entry.schedule),
+        "step": 0,
+        "tokens": 0,
+        "submitted_at": at,
+        "changed_at": at,
+    }
