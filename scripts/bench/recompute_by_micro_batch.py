@@ -46,6 +46,7 @@ from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.data.job_data import JobData, TokenSequence
 from tlora_megatron.training.packing.packing import PackedBatch
+from tlora_megatron.training.run.environment import let_segments_grow
 from tlora_megatron.training.super_model import SuperModel
 
 MUST = 0.12
@@ -261,6 +262,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=24576, help="budget of a micro-batch")
     parser.add_argument("--hardware", type=Path, default=PROFILE, help="profile of the GPU")
     args = parser.parse_args()
+    let_segments_grow()
     if torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gb * 1e9 / total))

@@ -20,7 +20,7 @@ from tlora_megatron.runtime.base_log import log_base
 from tlora_megatron.runtime.own_replica import OwnReplica, log_replicas
 from tlora_megatron.runtime.wake import wake_device
 from tlora_megatron.training.fingerprint.check import check_base_of_run
-from tlora_megatron.training.run.environment import set_environment
+from tlora_megatron.training.run.environment import let_segments_grow, set_environment
 from tlora_megatron.training.run.nano_setup import nano_settings
 from tlora_megatron.training.run.training_run import DTYPES, Linears
 from tlora_megatron.training.super_model import Engine
@@ -66,6 +66,8 @@ def base_name(config: RunConfig) -> str:
 def ready_process(config: RunConfig, layout: ParallelLayout) -> None:
     """Sets what libraries read from the environment, then starts the device on a thread."""
     set_environment(config.run.deterministic)
+    if config.run.recompute == "auto":
+        let_segments_grow()
     set_queues(overlaps=_overlaps(config, layout))
     wake_device()
 

@@ -1,4 +1,4 @@
-"""Sets the variables that CUDA's libraries read when they start, for `run.deterministic`."""
+"""Sets the variables that torch and CUDA's libraries read when they start."""
 
 from __future__ import annotations
 
@@ -37,3 +37,17 @@ def set_environment(deterministic: bool) -> None:
                 f"export {name}={value}"
             )
         os.environ[name] = value
+
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Names under which torch reads the settings of its allocators."""
+
+
+def let_segments_grow() -> None:
+    """Lets torch extend its segments of GPU memory, unless a variable sets up its allocator.
+
+    Micro-batches of unlike rows and recompute leave free blocks of all sizes between others. In
+    segments of fixed size an 8B model whose tensors took 42.6 GB of an H200 reserved 48.0.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR):
+        os.environ[_ALLOCATOR[1]] = "expandable_segments:True"

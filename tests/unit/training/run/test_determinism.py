@@ -29,7 +29,7 @@ from tlora_megatron.training.run.determinism import (
     keep_fingerprints,
     run_fingerprint,
 )
-from tlora_megatron.training.run.environment import ENVIRONMENT, set_environment
+from tlora_megatron.training.run.environment import ENVIRONMENT, let_segments_grow, set_environment
 
 CPU = torch.device("cpu")
 
@@ -63,6 +63,18 @@ def test_a_variable_that_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPat
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     set_environment(True)
+
+
+def test_a_variable_of_the_allocator_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        monkeypatch.setenv(name, "max_split_size_mb:64")
+        let_segments_grow()
+        assert [os.environ.get(n) for n in names].count("max_split_size_mb:64") == 1
+        monkeypatch.delenv(name)
+    let_segments_grow()
+    assert os.environ[names[1]] == "expandable_segments:True"
+    monkeypatch.delenv(names[1])
 
 
 def test_linears_of_others_are_refused() -> None:
