@@ -53,6 +53,16 @@ class BaseModelSpec:
         default=False,
     )
 
+    @property
+    def config_file(self) -> Path:
+        """The Hugging Face config.json."""
+        return Path(self.path) / "config.json" if self.path is not None else Path(str(self.config))
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the tokenizer and, unless they are drawn, the weights."""
+        return self.config_file.parent
+
 
 def read_base_model(raw: Any, folder: Path) -> BaseModelSpec:
     """Reads and checks the section.

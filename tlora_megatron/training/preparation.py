@@ -50,6 +50,7 @@ def prepare_job(
     budget: str = "run.micro_batch_tokens",
     saved: Path | None,
     data: JobData | None = None,
+    values: bool | None = None,
 ) -> PreparedJob:
     """Reads everything a job starts from and checks that it fits.
 
@@ -61,19 +62,20 @@ def prepare_job(
         saved: this run's checkpoint directory of the job; None = start afresh.
         data: of another process of this node, which has looked at the checkpoint's values, too;
             None = read them with the tokenizer.
+        values: look at every value of a checkpoint; None = only where no data are given.
 
     Raises:
         ValueError: naming the job.
     """
     _check_targets(job, spec)
-    is_first = data is None
+    values = data is None if values is None else values
     data = data or load_job_data(job, tokenizer, spec.vocab_size)
     _check_lengths(job, spec, data, micro_batch_tokens, budget)
     checkpoint = find_checkpoint(saved) if saved is not None else None
     if checkpoint is None and job.resume_from is not None:
         checkpoint = _foreign_checkpoint(job, Path(job.resume_from))
     if checkpoint is not None:
-        checkpoint.check_fits(job, data, spec, values=is_first)
+        checkpoint.check_fits(job, data, spec, values=values)
     imported = None
     if checkpoint is None and job.init_from is not None:
         try:

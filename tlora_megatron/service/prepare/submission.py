@@ -54,7 +54,7 @@ class Submission(Message):
         Raises:
             ConfigError: if the document is none that `split_submissions` made.
         """
-        return read_job(dict(self.document), None, path=f"job {self.name}")
+        return read_job(dict(self.document), None, path=f"jobs.{self.name}")
 
     def base_spec(self) -> BaseModelSpec:
         """The base model; nothing looks whether its files are there."""

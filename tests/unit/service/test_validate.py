@@ -1,0 +1,161 @@
+"""A submitted job is checked with the sentences of `tlora train`, and measured."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.scenario import make_scenario
+from tlora_megatron.config.jobs import read_job
+from tlora_megatron.config.load import load_config
+from tlora_megatron.service.home import Home
+from tlora_megatron.service.prepare.outcome import PrepareRules, Refused, Validated
+from tlora_megatron.service.prepare.submission import Submission, read_submissions
+from tlora_megatron.service.prepare.validate import validate
+from tlora_megatron.service.prepare.worker import serve
+from tlora_megatron.training.data.job_data import BatchPlan, load_job_data, load_tokenizer
+from tlora_megatron.training.data.token_cache import ENTRY_NAME
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_scenario(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> PrepareRules:
+    return PrepareRules(root=str(Home.open(tmp_path / "service").root), micro_batch_tokens=256)
+
+
+def _changed(submission: Submission, **fields: Any) -> Submission:
+    return replace(submission, document={**submission.document, **fields})
+
+
+def _valid(outcome: Validated | Refused) -> Validated:
+    assert isinstance(outcome, Validated), outcome
+    return outcome
+
+
+def test_a_job_is_measured_and_its_tokens_kept(scenario: Path, rules: PrepareRules) -> None:
+    cut = ("jobs[0].max_seq_len=30",)
+    submission = read_submissions(scenario, cut).submissions[0]
+    found = _valid(validate("j1", submission, rules))
+    job = load_config(scenario, cut).jobs[0]
+    data = load_job_data(job, load_tokenizer(scenario.parent / "base"), 264)
+    rows = [len(s.tokens) - 1 for s in data.train]
+    plan = BatchPlan.for_job(job, len(rows))
+    assert found.digest == data.fingerprint
+    assert (found.num_steps, found.from_step, found.sequences) == (plan.num_steps, 0, len(rows))
+    assert (found.epoch_tokens, found.longest_eval) == (
+        sum(rows),
+        max(len(s.tokens) - 1 for s in data.eval),
+    )
+    assert found.longest == max(*rows, found.longest_eval)
+    assert found.load().lengths.longest == max(rows)
+    assert (found.num_truncated, found.num_dropped) == (data.num_truncated, data.num_dropped)
+    assert "cut to max_seq_len" in found.notes[0]
+    for key in found.tokens.values():
+        assert (Home(Path(rules.root)).token_entry(key) / ENTRY_NAME).is_file()
+    accepted = read_job(dict(found.document), None)
+    assert accepted == replace(job, portion_tokens=accepted.portion_tokens)
+    assert accepted.portion_tokens == 128  # half a micro-batch
+    assert Validated.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"portion_tokens": 300}, r"portion_tokens of job .* at most the service's micro_batch_t"),
+        ({"max_seq_len": 4, "data": {"overlong": "error"}}, r"at most max_seq_len 4 tokens"),
+        (
+            {"data": {"train": "/nowhere"}},
+            r"^jobs\.attention\.data\.train must be an existing file, got '/nowhere'",
+        ),
+        ({"init_from": "/nowhere"}, r"init_from must be an existing directory"),
+        ({"lora": {"target_modules": ["linear_qkv", "shared_expert.up_proj"]}}, r"shared expert"),
+        (
+            {"lora": {"parametrization": "block_diagonal", "num_blocks": 3, "rank": 6}},
+            r"num_blocks",
+        ),
+    ],
+)
+def test_a_mistake_is_a_sentence(
+    scenario: Path, rules: PrepareRules, fields: Mapping[str, Any], error: str
+) -> None:
+    submission = read_submissions(scenario).submissions[0]
+    merged = {
+        key: {**submission.document[key], **value} if isinstance(value, dict) else value
+        for key, value in fields.items()
+    }
+    found = validate("j1", _changed(submission, **merged), rules)
+    assert isinstance(found, Refused)
+    assert found.job == "j1"
+
+    assert re.search(error, found.error), found.error
+
+
+def test_longer_than_the_services_micro_batch(scenario: Path, rules: PrepareRules) -> None:
+    submission = read_submissions(scenario).submissions[0]
+    found = validate("j1", submission, replace(rules, micro_batch_tokens=50))
+    assert isinstance(found, Refused)
+    assert found.error.startswith("the service's micro_batch_tokens must be at least ")
+
+
+def test_a_base_that_is_gone_is_named(scenario: Path, rules: PrepareRules) -> None:
+    submission = read_submissions(scenario).submissions[0]
+    gone = replace(submission, base_model={**submission.base_model, "path": "/gone"})
+    found = validate("j1", gone, rules)
+    assert isinstance(found, Refused)
+    assert found.error.startswith("base_model.path must be an existing directory, got '/gone'")
+
+
+def test_below_a_data_root_links_lead_nowhere_and_starts_are_copied(
+    scenario: Path, rules: PrepareRules, tmp_path: Path
+) -> None:
+    root = tmp_path / "tenant"
+    shutil.copytree(scenario.parent, root)
+    rules = replace(rules, data_root=str(root))
+    submission = read_submissions(root / "config.json").submissions[0]
+    _valid(validate("j1", submission, rules))
+    train = Path(submission.document["data"]["train"])
+    outside = read_submissions(scenario).submissions[0]
+    found = validate("j2", replace(outside, base_model=submission.base_model), rules)
+    assert isinstance(found, Refused)
+    assert "data.train of job" in found.error
+    assert "must be a path below" in found.error
+    train.unlink()
+    train.symlink_to(outside.document["data"]["train"])
+    found = validate("j3", submission, rules)
+    assert isinstance(found, Refused)
+    assert "links are not followed" in found.error
+    (root / "adapter").mkdir()
+    (root / "adapter" / "adapter_config.json").symlink_to("/etc/passwd")
+    found = validate("j4", _changed(submission, init_from=str(root / "adapter")), rules)
+    assert isinstance(found, Refused)
+    assert "init_from of job" in found.error
+    assert "must hold files and no links, got 'adapter_config.json'" in found.error
+
+
+def test_a_workers_answers_are_lines_even_for_nonsense(
+    scenario: Path, rules: PrepareRules, caplog: pytest.LogCaptureFixture
+) -> None:
+    submission = read_submissions(scenario).submissions[1]
+    good = {
+        "job": "j1",
+        "submission": json.loads(submission.to_json()),
+        "rules": json.loads(rules.to_json()),
+    }
+    bad = {**good, "job": "j2", "submission": {"name": "a"}}
+    answers = io.BytesIO()
+    serve(io.BytesIO(b"".join(json.dumps(r).encode() + b"\n" for r in (good, bad))), answers)
+    first, second = (json.loads(line) for line in answers.getvalue().splitlines())
+    assert first["validated"]["job"] == "j1"
+    assert second["refused"]["error"].startswith("job 'a' could not be checked: TypeError")

@@ -1,0 +1,219 @@
+"""Processes that validate submitted jobs, beside a controller that never waits for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import tlora_megatron
+from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules, Refused, Validated
+from tlora_megatron.service.prepare.submission import Submission
+
+_COMMAND = [sys.executable, "-m", "tlora_megatron.service.prepare.worker"]
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    job: str
+    submission: Submission
+
+
+class PreparePool:
+    """Validates jobs in processes of their own; every call returns at once.
+
+    A process that dies takes down the one job that it was reading; the next job gets a new one.
+
+    Args:
+        rules: what the service demands of jobs.
+        workers: processes, at most; each holds about half a gigabyte of memory.
+        limit_s: seconds after which a job that is still being read is given up.
+    """
+
+    def __init__(self, rules: PrepareRules, *, workers: int = 1, limit_s: float = 3600.0) -> None:
+        if workers < 1:
+            raise ValueError(f"workers must be at least 1, got {workers}")
+        self._rules, self._limit_s = rules, limit_s
+        self._most = workers
+        self._workers: list[_Worker] = []
+        self._waiting: deque[_Request] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def warm(self) -> None:
+        """Starts a process before there is work: the first job then waits for no imports."""
+        if not self._workers:
+            self._workers.append(_Worker())
+
+    def submit(self, job_id: str, submission: Submission) -> None:
+        """Takes a job; `poll` gives its outcome some time later."""
+        self._waiting.append(_Request(job_id, submission))
+        self._hand_out()
+
+    def forget(self, job_id: str) -> None:
+        """Gives a job up: `poll` will not speak of it."""
+        self._waiting = deque(request for request in self._waiting if request.job != job_id)
+        for worker in [w for w in self._workers if w.request and w.request.job == job_id]:
+            self._end(worker)
+        self._hand_out()
+
+    def poll(self) -> list[Outcome]:
+        """Outcomes since the last call."""
+        found: list[Outcome] = []
+        for worker in list(self._workers):
+            request = worker.request
+            outcome = worker.answer()
+            if outcome is not None:
+                found.append(outcome)
+            elif worker.is_over:
+                self._end(worker)
+                if request is not None:
+                    found.append(_died(request, worker.exit_code))
+            elif request is not None and worker.busy_s > self._limit_s:
+                self._end(worker)
+                sentence = f"job {request.submission.name!r} could not be checked within "
+                found.append(Refused(job=request.job, error=f"{sentence}{self._limit_s:.0f} s"))
+        self._hand_out()
+        return found
+
+    def waitables(self) -> list[int]:
+        """Descriptors for `select`: readable when `poll` has something to tell."""
+        return [worker.fileno() for worker in self._workers]
+
+    def close(self) -> None:
+        """Ends all processes; jobs under way are forgotten."""
+        self._waiting.clear()
+        for worker in list(self._workers):
+            self._end(worker)
+
+    def _hand_out(self) -> None:
+        while self._waiting:
+            free = next((w for w in self._workers if w.request is None and not w.is_over), None)
+            if free is None:
+                if len(self._workers) >= self._most:
+                    return
+                free = _Worker()
+                self._workers.append(free)
+            if not free.take(self._waiting[0], self._rules):
+                self._end(free)  # it has died while it was idle
+                continue
+            self._waiting.popleft()
+
+    def _end(self, worker: _Worker) -> None:
+        worker.kill()
+        self._workers.remove(worker)
+
+
+class _Worker:
+    """One process, and the job it reads."""
+
+    def __init__(self) -> None:
+        package = str(Path(tlora_megatron.__file__).parents[1])
+        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+        # Reading needs no GPU; a context on one would take its memory from gangs.
+        own = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        self._process = subprocess.Popen(
+            _COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | own,
+            start_new_session=True,  # Ctrl-C is for the controller
+            bufsize=0,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
+        os.set_blocking(self._answers.fileno(), False)
+        self._partial = b""
+        self._since_s = 0.0
+        self.request: _Request | None = None
+        self.is_over = False
+        """True once it has closed its answers: it is dead, or as good as."""
+
+    def fileno(self) -> int:
+        return self._answers.fileno()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since it was given its job."""
+        return time.monotonic() - self._since_s
+
+    @property
+    def exit_code(self) -> int:
+        """How it ended; negative = by that signal."""
+        return self._process.wait()
+
+    def take(self, request: _Request, rules: PrepareRules) -> bool:
+        """Gives it a job; False if it cannot be reached."""
+        body = {
+            "job": request.job,
+            "submission": asdict(request.submission),
+            "rules": asdict(rules),
+        }
+        try:
+            self._requests.write(json.dumps(body).encode() + b"\n")
+        except OSError:
+            return False
+        self.request, self._since_s = request, time.monotonic()
+        return True
+
+    def answer(self) -> Outcome | None:
+        """The outcome of its job, if it has given one."""
+        while not self.is_over:
+            try:
+                read = os.read(self.fileno(), _READ_BYTES)
+            except BlockingIOError:
+                break
+            self._partial += read
+            self.is_over = not read
+        line, end, rest = self._partial.partition(b"\n")
+        if not end:
+            return None
+        self._partial, self.request = rest, None
+        return _outcome(json.loads(line))
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self._process.kill()
+        self._process.wait()
+        self._requests.close()
+        self._answers.close()
+
+
+def _outcome(answer: dict[str, Any]) -> Outcome:
+    if "refused" in answer:
+        return Refused(**answer["refused"])
+    return Validated(**answer["validated"])
+
+
+def _died(request: _Request, exit_code: int) -> Refused:
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        how = f"was ended by {name}" + (
+            ", as when the host's memory is full" if exit_code == -signal.SIGKILL else ""
+        )
+    else:
+        how = f"ended with code {exit_code}"
+    return Refused(
+        job=request.job,
+        error=f"job {request.submission.name!r} could not be checked: the process that read it "
+        f"{how}; submit it again",
+    )

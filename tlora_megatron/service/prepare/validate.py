@@ -1,0 +1,145 @@
+"""Checks a submitted job as `tlora train` does before it trains, and measures what it will cost.
+
+Here its data are read for the only time: from then on its tokens come from the cache. Imports torch
+when it is called: a controller calls it through the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tlora_megatron.config.base_model import BaseModelSpec, read_base_model
+from tlora_megatron.config.job import JobSpec
+from tlora_megatron.config.jobs import job_to_dict
+from tlora_megatron.config.portions import portion_of
+from tlora_megatron.config.reader import must
+from tlora_megatron.config.rules import resolve_job_paths
+from tlora_megatron.planner.workload import LengthHistogram
+from tlora_megatron.service.below import UserFiles
+from tlora_megatron.service.home import Home
+from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules, Refused, Validated
+from tlora_megatron.service.prepare.start_files import take_start_files
+from tlora_megatron.service.prepare.submission import Submission
+
+if TYPE_CHECKING:
+    from tlora_megatron.training.data.jsonl_file import JsonlFile
+    from tlora_megatron.training.run.job_reader import ReadJob
+
+logger = logging.getLogger(__name__)
+
+_BUDGET = "the service's micro_batch_tokens"
+
+
+def validate(job_id: str, submission: Submission, rules: PrepareRules) -> Outcome:
+    """Reads and checks everything that a job starts from; keeps its tokens.
+
+    Returns:
+        What it will cost, or the sentence that says why it cannot start.
+    """
+    with _told() as notes:
+        try:
+            found = _validate(job_id, submission, rules)
+        except ValueError as error:
+            return Refused(job=job_id, error=str(error))
+        except OSError as error:  # such as a full disk
+            return Refused(
+                job=job_id, error=f"job {submission.name!r} cannot be prepared now: {error}"
+            )
+    return replace(found, notes=tuple(notes))
+
+
+def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Validated:
+    from tlora_megatron.training.data.token_cache import TokenCache
+    from tlora_megatron.training.run.job_reader import JobReader
+
+    home = Home(Path(rules.root))
+    files = UserFiles(None if rules.data_root is None else Path(rules.data_root))
+    job, base = submission.job_spec(), _read_base(submission, files)
+    if files.root is None:
+        job = resolve_job_paths(job, f"jobs.{job.name}", Path("/"))
+    else:
+        job = take_start_files(job, files, home.job(job_id))
+    if (job.portion_tokens or 0) > rules.micro_batch_tokens:
+        rule = f"be at most {_BUDGET} = {rules.micro_batch_tokens}"
+        raise must(f"portion_tokens of job {job.name!r}", rule, job.portion_tokens)
+
+    def read(file: JsonlFile) -> bytes:
+        with files.open_file(file.path, f"{file.key} of job {job.name!r}") as opened:
+            return opened.read()
+
+    reader = JobReader(
+        base,
+        TokenCache(home.tokens, read),
+        micro_batch_tokens=rules.micro_batch_tokens,
+        budget=_BUDGET,
+    )
+    return _measure(job_id, job, reader.read(job), rules)
+
+
+def _read_base(submission: Submission, files: UserFiles) -> BaseModelSpec:
+    """The base, whose folder must still be there and allowed."""
+    base = read_base_model(dict(submission.base_model), Path("/"))
+    if files.root is not None:
+        files.open_file(base.config_file, "base_model").close()
+    return base
+
+
+def _measure(job_id: str, job: JobSpec, read: ReadJob, rules: PrepareRules) -> Validated:
+    from tlora_megatron.training.data.mapped_tokens import lengths_of
+
+    prepared = read.prepared
+    data, plan = prepared.data, prepared.plan
+    rows = lengths_of(data.train) - 1
+    eval_rows = lengths_of(data.eval) - 1
+    longest_eval = int(eval_rows.max(initial=0))
+    lengths = LengthHistogram.from_lengths(rows.tolist())
+    if job.portion_tokens is None:
+        portion = portion_of(lengths.pairs, job.batch_size, rules.micro_batch_tokens)
+        job = replace(job, portion_tokens=portion)
+    targets = sum(int(sequence.is_target.sum()) for sequence in data.train)
+    epoch_tokens = int(rows.sum())
+    return Validated(
+        job=job_id,
+        document=job_to_dict(job),
+        tokens=read.keys,
+        digest=data.fingerprint,
+        num_steps=plan.num_steps,
+        from_step=0 if prepared.checkpoint is None else prepared.checkpoint.step,
+        sequences=len(rows),
+        epoch_tokens=epoch_tokens,
+        train_tokens=round(plan.num_epochs * epoch_tokens),
+        longest=max(int(rows.max()), longest_eval),
+        longest_eval=longest_eval,
+        target_share=min(1.0, targets / epoch_tokens),
+        lengths=lengths.pairs,
+        num_truncated=data.num_truncated,
+        num_dropped=data.num_dropped,
+    )
+
+
+class _Listener(logging.Handler):
+    """Keeps the sentences of warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.sentences: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.sentences.append(record.getMessage())
+
+
+@contextmanager
+def _told() -> Iterator[list[str]]:
+    """Yields the warnings that the package's loggers give meanwhile."""
+    package = logging.getLogger(__name__.partition(".")[0])
+    listener = _Listener()
+    package.addHandler(listener)
+    try:
+        yield listener.sentences
+    finally:
+        package.removeHandler(listener)

@@ -1,0 +1,63 @@
+"""A process of the pool: takes submissions on stdin, answers on stdout, one line of JSON each.
+
+    python -m tlora_megatron.service.prepare.worker
+
+It ends when its stdin does, and with that when the controller dies, however that happens.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from typing import Any, BinaryIO
+
+from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules, Refused
+from tlora_megatron.service.prepare.submission import Submission
+from tlora_megatron.service.prepare.validate import validate
+
+logger = logging.getLogger(__name__)
+
+_NICE = 10
+"""Training goes first on a host's cores."""
+
+
+def main() -> None:
+    """Answers until stdin ends."""
+    os.nice(_NICE)
+    # Whatever a library prints must not get between the answers.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    logging.basicConfig(level=logging.WARNING)
+    _import_early()
+    serve(sys.stdin.buffer, answers)
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answers one request after the other."""
+    for line in iter(requests.readline, b""):
+        request = json.loads(line)
+        outcome = _answer(request)
+        kind = "refused" if isinstance(outcome, Refused) else "validated"
+        answers.write(f'{{"{kind}":{outcome.to_json()}}}\n'.encode())
+
+
+def _answer(request: dict[str, Any]) -> Outcome:
+    job_id, name = str(request["job"]), request["submission"].get("name")
+    try:
+        submission = Submission(**request["submission"])
+        return validate(job_id, submission, PrepareRules(**request["rules"]))
+    except Exception as error:
+        logger.exception("job %s", job_id)
+        kind = type(error).__name__
+        return Refused(job=job_id, error=f"job {name!r} could not be checked: {kind}: {error}")
+
+
+def _import_early() -> None:
+    """What the first submission would wait for."""
+    import tlora_megatron.training.run.job_reader  # noqa: F401
+
+
+if __name__ == "__main__":
+    main()
