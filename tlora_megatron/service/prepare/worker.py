@@ -11,8 +11,10 @@ import json
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import Any, BinaryIO
 
+from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules, Refused
 from tlora_megatron.service.prepare.submission import Submission
 from tlora_megatron.service.prepare.validate import validate
@@ -35,9 +37,11 @@ def main() -> None:
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answers one request after the other."""
-    for line in iter(requests.readline, b""):
+    """Answers one request after the other; tidies the cache of tokens before the first."""
+    for index, line in enumerate(iter(requests.readline, b"")):
         request = json.loads(line)
+        if index == 0:
+            _tidy(Path(request["rules"]["root"]))
         outcome = _answer(request)
         kind = "refused" if isinstance(outcome, Refused) else "validated"
         answers.write(f'{{"{kind}":{outcome.to_json()}}}\n'.encode())
@@ -52,6 +56,12 @@ def _answer(request: dict[str, Any]) -> Outcome:
         logger.exception("job %s", job_id)
         kind = type(error).__name__
         return Refused(job=job_id, error=f"job {name!r} could not be checked: {kind}: {error}")
+
+
+def _tidy(root: Path) -> None:
+    from tlora_megatron.training.data.token_cache import TokenCache
+
+    TokenCache(Home(root).tokens).prune()
 
 
 def _import_early() -> None:

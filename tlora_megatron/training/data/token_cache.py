@@ -9,7 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,6 +35,10 @@ ENTRY_NAME = "tokens.safetensors"
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
 _CODE = (tokenize, jsonl_file)
 """Modules whose own rules shape the tokens."""
+_IDLE_S = 30 * 86400.0
+"""Entries that no job has asked for in so long are removed."""
+_LEFT_S = 86400.0
+"""No write takes as long: what a killed one has left is removed."""
 _ENDINGS = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 _TEMPLATES = "additional_chat_templates"
 """Files of a base's folder, and a folder in it, that a tokenizer may be made from."""
@@ -118,6 +125,19 @@ class TokenCache:
         )
         return CachedData(data, found)
 
+    def prune(self, idle_s: float = _IDLE_S) -> None:
+        """Removes what nobody has used for long, and what writers that were killed have left.
+
+        A job that still asks for such an entry makes it again.
+        """
+        for path in self.folder.glob("*/*"):
+            is_entry = path.name == ENTRY_NAME
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > (idle_s if is_entry else _LEFT_S):
+                    path.unlink()
+                    if is_entry:
+                        path.parent.rmdir()
+
     def _load(
         self, file: JsonlFile, source: TokenizerFolder, vocab_size: int, known: str | None
     ) -> tuple[KeptFile, str]:
@@ -141,12 +161,15 @@ class TokenCache:
     def _get(self, key: str) -> KeptFile | None:
         path = self.folder / key / ENTRY_NAME
         try:
-            return map_tokens(path)
+            kept = map_tokens(path)
         except FileNotFoundError:
             return None
         except DamagedTokens as error:
             logger.warning("tokens are made again: %s", error)
             return None
+        with suppress(OSError):
+            os.utime(path)  # for `prune`
+        return kept
 
 
 def _key(file: JsonlFile, content: bytes, source: TokenizerFolder, vocab_size: int) -> str:

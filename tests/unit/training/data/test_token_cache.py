@@ -171,3 +171,18 @@ def test_mistakes_are_told_as_without_a_cache_and_leave_no_entry(
         cache.load(job, source, VOCAB_SIZE)
     left: list[Any] = [path for path in cache.folder.rglob("*") if path.is_file()]
     assert left == []
+
+
+def test_what_is_idle_or_left_by_a_killed_writer_is_removed(
+    cache: TokenCache, job: JobSpec, source: TokenizerFolder
+) -> None:
+    keys = cache.load(job, source, VOCAB_SIZE).keys
+    entry, used = (cache.folder / keys[name] / ENTRY_NAME for name in ("train", "eval"))
+    left = used.with_name("tmp123")
+    left.touch()
+    for path in (entry, used, left):
+        os.utime(path, (0, 0))
+    cache.load(replace(job, data=DataSpec(train=str(job.data.eval))), source, VOCAB_SIZE)
+    cache.prune()
+    assert not entry.parent.exists()
+    assert os.listdir(used.parent) == [ENTRY_NAME]
