@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import tlora_megatron
 from tlora_megatron.cli import convert, inspect, plan, profile, simulate, train
 from tlora_megatron.cli.console import global_rank, open_console
+from tlora_megatron.cli.service import adapters, jobs, logs, serve, submit, wishes
 from tlora_megatron.config.load import ConfigError
 from tlora_megatron.runtime.launcher import describe_failure
 
@@ -25,6 +26,9 @@ examples:
 
 `tlora COMMAND --help` shows the options and examples of a command.
 """
+
+_ON_RUNS = (train, inspect, convert, plan, profile, simulate)
+_ON_SERVICES = (serve, submit, jobs, logs, wishes, adapters)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     version = f"%(prog)s {tlora_megatron.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (train, inspect, convert, plan, profile, simulate):
+    for module in (*_ON_RUNS, *_ON_SERVICES):
         module.add_parser(commands)
     return parser
 

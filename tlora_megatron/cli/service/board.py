@@ -1,0 +1,185 @@
+"""What `tlora serve` shows: a live table on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from threading import Event as Flag
+from threading import Thread
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from tlora_megatron.cli.service.rows import duration_words, job_table, progress_words
+from tlora_megatron.service.home import Home
+
+if TYPE_CHECKING:
+    from tlora_megatron.service.store import Gang, Job, Snapshot, Store
+
+_SPEED_OVER_S = 10.0
+_LOOK_EVERY_S = 0.5
+_LINE_EVERY_S = 10.0
+_ROWS_BESIDE_JOBS = 14
+"""Lines of a terminal that the heading, the gangs and the queue take."""
+
+
+class Speeds:
+    """Tokens a second of every job, over the last seconds, from what the store says of them."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, deque[tuple[float, int]]] = {}
+
+    def update(self, jobs: Iterable[Job], now_s: float) -> None:
+        """Takes note of the tokens of jobs that train; others are forgotten."""
+        training = {job.id: job.tokens for job in jobs if job.state == "running"}
+        self._seen = {job: self._seen.get(job, deque()) for job in training}
+        for job, tokens in training.items():
+            seen = self._seen[job]
+            if seen and tokens < seen[-1][1]:
+                seen.clear()  # it went on from a checkpoint
+            seen.append((now_s, tokens))
+            while now_s - seen[0][0] > _SPEED_OVER_S:
+                seen.popleft()
+
+    def of(self, job: str) -> float:
+        """Tokens a second of a job; 0 as long as nothing is known."""
+        seen = self._seen.get(job)
+        if not seen or seen[-1][0] == seen[0][0]:
+            return 0.0
+        return (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
+
+
+class Board:
+    """Shows a service while its controller runs. It reads the store over a connection of its own.
+
+    Args:
+        home: the service's folder; its store must exist when the board is opened.
+        console: where to show it.
+        title: what runs here, for the heading.
+    """
+
+    def __init__(self, home: Home, console: Console, title: str) -> None:
+        self._home, self._console, self._title = home, console, title
+        self._speeds = Speeds()
+        self._start_s = time.time()
+        self._ends = Flag()
+        self._thread = Thread(target=self._run, name="board", daemon=True)
+
+    def __enter__(self) -> Board:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def say(self, sentence: str) -> None:
+        """Prints a sentence of the controller, above the table if there is one."""
+        self._console.print(f"{time.strftime('%H:%M:%S')}  {sentence}")
+
+    def _run(self) -> None:
+        from tlora_megatron.service.store import StoreError, open_store
+
+        with open_store(str(self._home.store)) as store, suppress(StoreError):
+            show = self._show_table if self._console.is_terminal else self._show_lines
+            show(store)
+
+    def _show_table(self, store: Store) -> None:
+        with Live(console=self._console, auto_refresh=False, transient=True) as live:
+            while not self._ends.wait(_LOOK_EVERY_S):
+                live.update(self.table(store), refresh=True)
+
+    def _show_lines(self, store: Store) -> None:
+        """A line for each change of a job, and now and then one with the steps of what runs."""
+        seq, line_s = store.events.last(), time.monotonic()
+        while not self._ends.wait(_LOOK_EVERY_S):
+            if store.events.last() != seq:
+                for event in store.events.after(seq, kinds=["submitted", "state"]):
+                    seq = event.seq
+                    self.say(change_words(store.jobs.get(event.job), event.kind, event.body))
+                seq = store.events.last() if seq == 0 else seq
+            if time.monotonic() - line_s >= _LINE_EVERY_S:
+                line_s = time.monotonic()
+                if line := self._line(store.load()):
+                    self.say(line)
+
+    def _line(self, now: Snapshot) -> str:
+        self._speeds.update(now.jobs, time.time())
+        running = [job for job in now.jobs if job.state == "running"]
+        if not running:
+            return ""
+        speed = sum(self._speeds.of(job.id) for job in running)
+        words = [f"{job.name} {progress_words(job)}" for job in running[:8]]
+        more = [f"and {len(running) - 8} more"] if len(running) > 8 else []
+        return "  ".join([f"{speed:,.0f} tokens/s", *words, *more])
+
+    def table(self, store: Store) -> RenderableType:
+        """Heading, gangs, unfinished jobs, and how many jobs are in which state."""
+        now, now_s = store.load(), time.time()
+        self._speeds.update(now.jobs, now_s)
+        counts = store.jobs.counts()
+        words = ", ".join(f"{n:,} {state}" for state, n in counts.items() if n) or "no jobs yet"
+        rows = max(3, self._console.height - _ROWS_BESIDE_JOBS - len(now.gangs))
+        jobs = sorted(now.jobs, key=lambda job: (not job.state.is_live, job.number))
+        parts: list[RenderableType] = [
+            Text(f"{self._title}, {duration_words(now_s - self._start_s)}", style="bold")
+        ]
+        if now.gangs:
+            parts.append(gang_table(now.gangs, jobs, self._speeds.of))
+        if jobs:
+            parts.append(job_table(jobs[:rows], now_s))
+        if len(jobs) > rows:
+            words += f"; {len(jobs) - rows:,} are not shown"
+        return Group(*parts, Text(words + "; Ctrl-C stops", style="dim"))
+
+
+def gang_table(gangs: Iterable[Gang], jobs: Iterable[Job], speed: Callable[[str], float]) -> Table:
+    """A row a gang: its base, layout, GPUs and jobs, and its tokens a second."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in ("gang", "state", "base", "layout", "GPUs", "jobs", "tokens/s"):
+        right = column in ("jobs", "tokens/s")
+        table.add_column(column, no_wrap=True, justify="right" if right else "left")
+    members: dict[tuple[str | None, int | None], list[Job]] = {}
+    for job in jobs:
+        members.setdefault((job.gang, job.gang_epoch), []).append(job)
+    for gang in gangs:
+        own = [job for job in members.get((gang.name, gang.epoch), []) if job.state.is_live]
+        table.add_row(
+            f"{gang.name} #{gang.epoch}",
+            str(gang.state),
+            _base_words(gang.spec.base_model),
+            layout_words(gang.spec.parallel, gang.spec.world_size),
+            " ".join(f"{node}:{gpu}" for node, gpu in gang.spec.gpus),
+            str(len(own)),
+            f"{sum(speed(job.id) for job in own):,.0f}",
+        )
+    return table
+
+
+def layout_words(parallel: Mapping[str, object], world_size: int) -> str:
+    """How a gang's processes share the model: `TP2 DP2`, `1 process`."""
+    sizes = {key: int(str(parallel.get(f"{key}_size", 1))) for key in ("tp", "pp", "cp")}
+    rest = world_size
+    for size in sizes.values():
+        rest //= size
+    words = [f"{key.upper()}{size}" for key, size in {**sizes, "dp": rest}.items() if size > 1]
+    return " ".join(words) or "1 process"
+
+
+def change_words(job: Job, kind: str, body: Mapping[str, object]) -> str:
+    """One line about a change of a job: `mirror: running -> finished`."""
+    if kind == "submitted":
+        return f"{job.name} ({job.id}) submitted"
+    why = f": {body['why']}" if body.get("why") else ""
+    return f"{job.name} ({job.id}) {body.get('from')} -> {body.get('to')}{why}"
+
+
+def _base_words(base_model: Mapping[str, object]) -> str:
+    path = str(base_model.get("path") or base_model.get("config") or "-")
+    return path.rstrip("/").rsplit("/", 1)[-1]

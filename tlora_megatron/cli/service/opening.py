@@ -1,0 +1,96 @@
+"""Opens a service's folder for a command, and finds the jobs that the command names."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tlora_megatron.config.reader import must
+from tlora_megatron.service import home
+
+if TYPE_CHECKING:
+    from tlora_megatron.service.store import Job, Store
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A service as a command sees it: its folder and its store."""
+
+    home: home.Home
+    store: Store
+
+    @property
+    def is_served(self) -> bool:
+        """True while a controller gives signs of life."""
+        holder = self.store.lock.holder()
+        return holder is not None and holder.is_fresh
+
+    @property
+    def how_to_serve(self) -> str:
+        """The command that starts a controller of this service."""
+        return serve_command(self.home.root)
+
+
+def add_service_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds `--service`."""
+    parser.add_argument(
+        "--service",
+        metavar="DIR",
+        help=f"folder of the service (default: ${home.VARIABLE}, or {home.DEFAULT})",
+    )
+
+
+@contextmanager
+def open_service(args: argparse.Namespace) -> Iterator[Service]:
+    """Opens the service that `--service` names; it must be there.
+
+    Raises:
+        ConfigError: if nobody has served that folder yet.
+    """
+    root = service_folder(args.service)
+    if not (root / "store.sqlite").is_file():
+        remedy = f"start one with: {serve_command(root)}"
+        raise must("--service", "be the folder of a service", str(root), remedy)
+    # Not at the top: it takes a third of a second, and `--help` needs none of it.
+    from tlora_megatron.service.store import open_store
+
+    found = home.Home.open(root)
+    with open_store(str(found.store)) as store:
+        yield Service(found, store)
+
+
+def service_folder(given: str | None) -> Path:
+    """The folder that `--service`, the environment or the default names; it may be missing."""
+    return Path(given or os.environ.get(home.VARIABLE) or home.DEFAULT).expanduser().absolute()
+
+
+def serve_command(root: Path) -> str:
+    """What to type to serve a folder, as short as it can be."""
+    is_default = root == service_folder(None)
+    return "tlora serve" if is_default else f"tlora serve --service {root}"
+
+
+def find_jobs(service: Service, names: Sequence[str]) -> list[Job]:
+    """The jobs that a command names, by id or name; each once, in order.
+
+    Raises:
+        ConfigError: for a name that no job has.
+    """
+    found = {job.id: job for job in (_find(service, name) for name in names)}
+    return list(found.values())
+
+
+def _find(service: Service, name: str) -> Job:
+    from tlora_megatron.service.store import NotFound
+
+    try:
+        return service.store.jobs.find(name)
+    except NotFound:
+        raise must(
+            "NAME", "be the id or the name of a job", name, "`tlora jobs --all` lists them"
+        ) from None

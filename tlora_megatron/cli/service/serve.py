@@ -1,0 +1,141 @@
+"""`tlora serve`: runs a service that trains jobs as they come."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from tlora_megatron.cli.console import open_console
+from tlora_megatron.cli.service.board import Board
+from tlora_megatron.cli.service.opening import add_service_argument, service_folder
+from tlora_megatron.config.reader import must
+from tlora_megatron.scheduler.registry import POLICIES
+from tlora_megatron.service.home import Home
+
+if TYPE_CHECKING:
+    from tlora_megatron.service.control.settings import Settings
+    from tlora_megatron.service.engines.protocol import GangEngine
+
+ENGINES = ("local", "ray", "slurm")
+_EPILOG = """\
+examples:
+  tlora serve                                  # this machine's GPUs, or its CPU
+  tlora serve --service /data/tlora --gpus 4 --policy tlora
+  tlora serve --leave-gangs                    # Ctrl-C ends the controller alone; jobs train on
+
+In another terminal: `tlora submit jobs.yaml`, `tlora jobs`, `tlora logs -f NAME`.
+
+Ctrl-C or SIGTERM saves all jobs and ends their processes; the next `tlora serve` continues. A
+second one ends at once; gangs then train on, and the next `tlora serve` takes them up.
+
+exit code: 0 stopped as asked, 1 a failure, 2 a mistake in the command line
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the subcommand to argparse's `commands`."""
+    parser = commands.add_parser(
+        "serve",
+        help="run a service that trains jobs as they come",
+        description="Runs a service in the foreground: it trains the jobs that `tlora submit` "
+        "hands over, groups them on the GPUs, and keeps them through faults.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_service_argument(parser)
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default="local",
+        help="what starts processes: local (this machine), ray or slurm (default: local)",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="use N GPUs, or N processes on a machine without any (default: all GPUs; without "
+        "any, as many processes as cores)",
+    )
+    parser.add_argument(
+        "--policy",
+        choices=list(POLICIES),
+        default="tlora_best",
+        help="who trains beside whom (default: tlora_best)",
+    )
+    parser.add_argument(
+        "--hardware",
+        metavar="PROFILE",
+        help="name or file of a hardware profile (default: by the GPU's name)",
+    )
+    parser.add_argument(
+        "--leave-gangs",
+        action="store_true",
+        help="let jobs train on when the controller is stopped; the next one takes them up",
+    )
+    parser.set_defaults(command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the controller until a signal stops it."""
+    from tlora_megatron.service.control.controller import serve
+    from tlora_megatron.service.control.settings import Settings
+    from tlora_megatron.service.store import open_store
+
+    if args.gpus is not None and args.gpus < 1:
+        raise must("--gpus", "be at least 1", args.gpus)
+    home = Home.open(service_folder(args.service))
+    settings = Settings(policy=args.policy, hardware=args.hardware, end_gangs=not args.leave_gangs)
+    with open_store(str(home.store)) as store, _stop_by_signal() as stop:
+        engine = _make_engine(args, home)
+        title = f"{args.engine} engine, {_seats(engine)}, policy {args.policy}, folder {home.root}"
+        console = open_console()
+        console.print(f"serving {title}; Ctrl-C stops")
+        with Board(home, console, title) as board:
+            serve(home.root, engine, settings=settings, stop=stop, store=store, said=board.say)
+    console.print(_ending(settings))
+    return 0
+
+
+def _ending(settings: Settings) -> str:
+    if settings.end_gangs:
+        return "stopped; all jobs are saved, and `tlora serve` continues them"
+    return "stopped; jobs train on, and `tlora serve` takes them up again"
+
+
+def _seats(engine: GangEngine) -> str:
+    nodes = engine.nodes()
+    count = sum(node.gpus for node in nodes)
+    return f"{count} seats on {len(nodes)} nodes"
+
+
+@contextmanager
+def _stop_by_signal() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set; the second signal ends the process at once."""
+    stop = threading.Event()
+
+    def on_signal(number: int, _: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {number: signal.signal(number, on_signal) for number in _SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def _make_engine(args: argparse.Namespace, home: Home) -> GangEngine:
+    if args.engine == "local":
+        from tlora_megatron.service.engines.local import LocalEngine
+
+        return LocalEngine(home.root, args.gpus)
+    raise NotImplementedError(f"--engine {args.engine}")

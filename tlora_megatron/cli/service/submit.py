@@ -1,0 +1,130 @@
+"""`tlora submit`: hands jobs to a service."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import uuid
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from tlora_megatron.cli.console import open_console
+from tlora_megatron.cli.service.opening import Service, add_service_argument, open_service
+from tlora_megatron.cli.service.rows import job_to_dict
+from tlora_megatron.cli.service.waiting import wait_for
+from tlora_megatron.config.reader import ConfigError, must
+
+if TYPE_CHECKING:
+    from tlora_megatron.service.prepare.submission import Submission
+    from tlora_megatron.service.store import Job, NewJob
+
+_EPILOG = """\
+examples:
+  tlora submit configs/quickstart.yaml
+  tlora submit math.yaml chat.yaml --wait
+  tlora submit math.yaml --set lora.rank=8 --set name=math-r8
+  tlora submit math.yaml --idempotency-key night-42   # again with the same key: the same jobs
+
+A file is a run configuration, all of whose jobs are submitted, or a single job: the keys of one
+entry of `jobs`, and `base_model`. Relative paths start at the file's folder. What a job asks of the
+service stands in its section `service`: gpus, max_slowdown, priority.
+
+exit code: 0 submitted (with --wait: all jobs finished), 1 a job failed or was cancelled,
+2 a mistake in the input, 130 Ctrl-C while waiting: the jobs go on
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the subcommand to argparse's `commands`."""
+    parser = commands.add_parser(
+        "submit",
+        help="hand jobs to a service",
+        description="Hands jobs to a service. They wait in its queue if nobody serves it now.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="jobs or run configurations, YAML or JSON"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="PATH=VALUE",
+        help="set one value of every file, given as YAML (repeatable)",
+    )
+    parser.add_argument("--wait", action="store_true", help="show progress until all jobs end")
+    parser.add_argument(
+        "--idempotency-key",
+        metavar="K",
+        help="text that names this submission: with the same one, the same jobs are submitted once",
+    )
+    parser.add_argument("--json", action="store_true", help="print the jobs as JSON")
+    add_service_argument(parser)
+    parser.set_defaults(command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Submits all jobs of all files, or none."""
+    with open_service(args) as service:
+        submissions, sentences = _read(args)
+        error_console = open_console(stderr=True)
+        for sentence in sentences:
+            error_console.print(f"warning: {sentence}", style="yellow")
+        key = args.idempotency_key or uuid.uuid4().hex
+        jobs = service.store.jobs.submit([_new_job(item, key) for item in submissions])
+        if not args.json:
+            _tell(service, jobs)
+        code = 0
+        if args.wait:
+            ended = wait_for(service, jobs, open_console(stderr=args.json))
+            jobs = [service.store.jobs.get(job.id) for job in jobs]
+            code = int(not ended)
+        if args.json:
+            print(json.dumps([job_to_dict(job) for job in jobs], indent=2))
+        return code
+
+
+def _read(args: argparse.Namespace) -> tuple[list[Submission], list[str]]:
+    """The jobs of all files, and a sentence about each setting that a service overlooks."""
+    from tlora_megatron.service.prepare.submission import read_submissions
+
+    jobs: list[Submission] = []
+    sentences: list[str] = []
+    for path in args.files:
+        try:
+            found, told = read_submissions(path, args.overrides)
+        except ConfigError as error:
+            raise ConfigError(str(error) if path in str(error) else f"{path}: {error}") from error
+        jobs += found
+        sentences += told
+    for name, count in Counter(job.name for job in jobs).items():
+        if count > 1:
+            raise must("FILE", f"name job {name!r} once", f"{count} times", "--set name=OTHER")
+    return jobs, list(dict.fromkeys(sentences))
+
+
+def _new_job(submission: Submission, key: str) -> NewJob:
+    from tlora_megatron.service.store import NewJob
+
+    return NewJob(
+        name=submission.name,
+        document=asdict(submission),
+        base=submission.base_key,
+        key=f"{key}/{submission.name}",
+        schedule=asdict(submission.job_spec().service),
+    )
+
+
+def _tell(service: Service, jobs: list[Job]) -> None:
+    console = open_console()
+    for job in jobs:
+        known = "" if job.is_new else " (submitted before, with the same key)"
+        console.print(f"{job.id}  {job.name}  {job.state}{known}")
+    if not service.is_served:
+        console.print(
+            f"no controller runs: the jobs wait until one does; {service.how_to_serve}",
+            style="yellow",
+        )
