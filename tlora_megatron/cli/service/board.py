@@ -16,8 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tlora_megatron.cli.service.rows import duration_words, job_table, progress_words
-from tlora_megatron.service.home import Home
+from tlora_megatron.cli.service.rows import count_words, duration_words, job_table, progress_words
 
 if TYPE_CHECKING:
     from tlora_megatron.service.store import Gang, Job, Snapshot, Store
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 _SPEED_OVER_S = 10.0
 _LOOK_EVERY_S = 0.5
 _LINE_EVERY_S = 10.0
+_CHANGES = ("submitted", "state")
+_PAGE = 1000
 _ROWS_BESIDE_JOBS = 14
 """Lines of a terminal that the heading, the gangs and the queue take."""
 
@@ -56,16 +57,16 @@ class Speeds:
 
 
 class Board:
-    """Shows a service while its controller runs. It reads the store over a connection of its own.
+    """Shows a service while its controller runs.
 
     Args:
-        home: the service's folder; its store must exist when the board is opened.
+        store: what is shown; read from a thread of its own.
         console: where to show it.
         title: what runs here, for the heading.
     """
 
-    def __init__(self, home: Home, console: Console, title: str) -> None:
-        self._home, self._console, self._title = home, console, title
+    def __init__(self, store: Store, console: Console, title: str) -> None:
+        self._store, self._console, self._title = store, console, title
         self._speeds = Speeds()
         self._start_s = time.time()
         self._ends = Flag()
@@ -84,30 +85,40 @@ class Board:
         self._console.print(f"{time.strftime('%H:%M:%S')}  {sentence}")
 
     def _run(self) -> None:
-        from tlora_megatron.service.store import StoreError, open_store
+        from tlora_megatron.service.store import StoreError
 
-        with open_store(str(self._home.store)) as store, suppress(StoreError):
-            show = self._show_table if self._console.is_terminal else self._show_lines
-            show(store)
+        with suppress(StoreError):  # the controller says what is wrong with the store
+            if self._console.is_terminal:
+                self._show_table()
+            else:
+                self._show_lines()
 
-    def _show_table(self, store: Store) -> None:
+    def _show_table(self) -> None:
         with Live(console=self._console, auto_refresh=False, transient=True) as live:
             while not self._ends.wait(_LOOK_EVERY_S):
-                live.update(self.table(store), refresh=True)
+                live.update(self.table(), refresh=True)
 
-    def _show_lines(self, store: Store) -> None:
+    def _show_lines(self) -> None:
         """A line for each change of a job, and now and then one with the steps of what runs."""
-        seq, line_s = store.events.last(), time.monotonic()
+        seq, line_s = self._store.events.last(), time.monotonic()
         while not self._ends.wait(_LOOK_EVERY_S):
-            if store.events.last() != seq:
-                for event in store.events.after(seq, kinds=["submitted", "state"]):
-                    seq = event.seq
-                    self.say(change_words(store.jobs.get(event.job), event.kind, event.body))
-                seq = store.events.last() if seq == 0 else seq
+            seq = self.say_changes(seq)
             if time.monotonic() - line_s >= _LINE_EVERY_S:
                 line_s = time.monotonic()
-                if line := self._line(store.load()):
+                if line := self._line(self._store.load()):
                     self.say(line)
+        self.say_changes(seq)
+
+    def say_changes(self, seq: int) -> int:
+        """Prints the changes of jobs after an event; returns the number of the last event."""
+        last = self._store.events.last()
+        while seq < last:
+            events = self._store.events.after(seq, kinds=_CHANGES, limit=_PAGE)
+            for event in events:
+                if event.job is not None:
+                    self.say(change_words(self._store.jobs.get(event.job), event.kind, event.body))
+            seq = events[-1].seq if len(events) == _PAGE else last
+        return seq
 
     def _line(self, now: Snapshot) -> str:
         self._speeds.update(now.jobs, time.time())
@@ -119,12 +130,11 @@ class Board:
         more = [f"and {len(running) - 8} more"] if len(running) > 8 else []
         return "  ".join([f"{speed:,.0f} tokens/s", *words, *more])
 
-    def table(self, store: Store) -> RenderableType:
+    def table(self) -> RenderableType:
         """Heading, gangs, unfinished jobs, and how many jobs are in which state."""
-        now, now_s = store.load(), time.time()
+        now, now_s = self._store.load(), time.time()
         self._speeds.update(now.jobs, now_s)
-        counts = store.jobs.counts()
-        words = ", ".join(f"{n:,} {state}" for state, n in counts.items() if n) or "no jobs yet"
+        words = count_words(self._store.jobs.counts())
         rows = max(3, self._console.height - _ROWS_BESIDE_JOBS - len(now.gangs))
         jobs = sorted(now.jobs, key=lambda job: (not job.state.is_live, job.number))
         parts: list[RenderableType] = [

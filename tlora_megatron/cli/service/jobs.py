@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tlora_megatron.cli.console import open_console
 from tlora_megatron.cli.service.opening import Service, add_service_argument, open_service
-from tlora_megatron.cli.service.rows import job_table, job_to_dict
+from tlora_megatron.cli.service.rows import count_words, job_table, job_to_dict
 from tlora_megatron.config.reader import must, nearest
 
 if TYPE_CHECKING:
@@ -109,21 +109,15 @@ def _page(
 ) -> RenderableType:
     """The table, and below it what it leaves out and whether anybody serves."""
     jobs = list(list_jobs(service, states))
-    lines = [summary_line(service)]
+    lines = [count_words(service.store.jobs.counts())]
     if len(jobs) > _MOST_ROWS:
         lines.append(f"{len(jobs) - _MOST_ROWS:,} more jobs are not shown; --json lists all")
     if not (jobs or args.all or args.states):
         lines.append("no job waits or runs; --all also lists those that have ended")
     if not service.is_served:
-        lines.append(f"no controller runs, so nothing moves; {service.how_to_serve}")
+        lines.append(f"no controller runs, so nothing moves: {service.how_to_serve}")
     words = Text("\n".join(lines), style="dim")
     return Group(job_table(jobs[:_MOST_ROWS]), words) if jobs else words
-
-
-def summary_line(service: Service) -> str:
-    """How many jobs are in which state: `2 running, 10 queued, 5 finished`."""
-    counts = service.store.jobs.counts()
-    return ", ".join(f"{n:,} {state}" for state, n in counts.items() if n) or "no jobs"
 
 
 def _watch(service: Service, states: list[JobState] | None, args: argparse.Namespace) -> None:

@@ -27,8 +27,7 @@ class Service:
     @property
     def is_served(self) -> bool:
         """True while a controller gives signs of life."""
-        holder = self.store.lock.holder()
-        return holder is not None and holder.is_fresh
+        return self.store.lock.is_held()
 
     @property
     def how_to_serve(self) -> str:

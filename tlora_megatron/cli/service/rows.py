@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from tlora_megatron.service.store import Job
+    from tlora_megatron.service.store import Job, JobState
 
 STATE_STYLE = {
     "finished": "green",
@@ -72,6 +72,14 @@ def _cells(job: Job, now_s: float) -> tuple[str, ...]:
     )
 
 
+def count_words(counts: Mapping[JobState, int]) -> str:
+    """How many jobs are in which state: `10 queued, 2 running, 5 finished`."""
+    from tlora_megatron.service.store import JobState
+
+    found = ((state, counts.get(state, 0)) for state in JobState)
+    return ", ".join(f"{count:,} {state}" for state, count in found if count) or "no jobs"
+
+
 def state_words(job: Job) -> str:
     """The state, and what was asked for and is not done yet: `running, cancel asked`."""
     return f"{job.state}, {job.wish} asked" if job.wish else str(job.state)
@@ -85,7 +93,7 @@ def progress_words(job: Job) -> str:
 def duration_words(seconds: float) -> str:
     """A duration by its two largest units: `7 s`, `3 min 5 s`, `2 h 10 min`, `4 d 3 h`."""
     left = max(0, int(seconds))
-    parts = []
+    parts: list[str] = []
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         count, left = divmod(left, size)
         if count or (unit == "s" and not parts):

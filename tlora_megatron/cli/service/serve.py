@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         title = f"{args.engine} engine, {_seats(engine)}, policy {args.policy}, folder {home.root}"
         console = open_console()
         console.print(f"serving {title}; Ctrl-C stops")
-        with Board(home, console, title) as board:
+        with Board(store, console, title) as board:
             serve(home.root, engine, settings=settings, stop=stop, store=store, said=board.say)
     console.print(_ending(settings))
     return 0
@@ -135,7 +135,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def _make_engine(args: argparse.Namespace, home: Home) -> GangEngine:
     if args.engine == "local":
-        from tlora_megatron.service.engines.local import LocalEngine
+        from tlora_megatron.service.engines.local.engine import LocalEngine
 
         return LocalEngine(home.root, args.gpus)
     raise NotImplementedError(f"--engine {args.engine}")

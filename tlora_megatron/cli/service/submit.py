@@ -6,6 +6,7 @@ import argparse
 import json
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -73,8 +74,7 @@ def run(args: argparse.Namespace) -> int:
         error_console = open_console(stderr=True)
         for sentence in sentences:
             error_console.print(f"warning: {sentence}", style="yellow")
-        key = args.idempotency_key or uuid.uuid4().hex
-        jobs = service.store.jobs.submit([_new_job(item, key) for item in submissions])
+        jobs = _submit(service, submissions, args.idempotency_key or uuid.uuid4().hex)
         if not args.json:
             _tell(service, jobs)
         code = 0
@@ -106,6 +106,15 @@ def _read(args: argparse.Namespace) -> tuple[list[Submission], list[str]]:
     return jobs, list(dict.fromkeys(sentences))
 
 
+def _submit(service: Service, submissions: Sequence[Submission], key: str) -> list[Job]:
+    from tlora_megatron.service.store import KeyReused, NameTaken
+
+    try:
+        return service.store.jobs.submit([_new_job(item, key) for item in submissions])
+    except (KeyReused, NameTaken) as error:
+        raise ConfigError(str(error)) from error
+
+
 def _new_job(submission: Submission, key: str) -> NewJob:
     from tlora_megatron.service.store import NewJob
 
@@ -125,6 +134,6 @@ def _tell(service: Service, jobs: list[Job]) -> None:
         console.print(f"{job.id}  {job.name}  {job.state}{known}")
     if not service.is_served:
         console.print(
-            f"no controller runs: the jobs wait until one does; {service.how_to_serve}",
+            f"no controller runs: the jobs wait until one does: {service.how_to_serve}",
             style="yellow",
         )

@@ -15,11 +15,12 @@ from tlora_megatron.cli.service.opening import (
     open_service,
 )
 from tlora_megatron.cli.service.rows import job_to_dict
+from tlora_megatron.config.reader import ConfigError
 
 if TYPE_CHECKING:
-    from tlora_megatron.service.store import Job
+    from tlora_megatron.service.store import Job, Wish
 
-_WORDS = {
+_WORDS: dict[Wish, tuple[str, str]] = {
     "cancel": (
         "end jobs of a service before their time",
         "Ends jobs for good: the round under way ends, the job is saved and leaves; the others go "
@@ -53,12 +54,17 @@ def add_parser(commands: Any) -> None:
         parser.set_defaults(command=partial(run, wish))
 
 
-def run(wish: str, args: argparse.Namespace) -> int:
+def run(wish: Wish, args: argparse.Namespace) -> int:
     """Writes the wish into the store, for all jobs or for none."""
+    from tlora_megatron.service.store import IllegalChange
+
     with open_service(args) as service:
         jobs = find_jobs(service, args.names)
-        with service.store.transaction():
-            asked = [service.store.jobs.wish(job.id, wish, by="tlora") for job in jobs]
+        try:
+            with service.store.transaction():
+                asked = [service.store.jobs.wish(job.id, wish, by="tlora") for job in jobs]
+        except IllegalChange as error:
+            raise ConfigError(str(error)) from error
         if args.json:
             print(json.dumps([job_to_dict(job) for job in asked], indent=2))
         else:
@@ -72,5 +78,5 @@ def _tell(service: Service, wish: str, jobs: list[Job]) -> None:
         console.print(f"{job.name} ({job.id}): {wish} asked; it is {job.state}")
     if not service.is_served:
         console.print(
-            f"no controller runs: it is done when one does; {service.how_to_serve}", style="yellow"
+            f"no controller runs: it is done when one does: {service.how_to_serve}", style="yellow"
         )

@@ -1,0 +1,352 @@
+"""`tlora submit`, `jobs`, `logs`, `cancel`, `adapters` over a store, without a controller."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.launch import HANG_S
+from tlora_megatron.cli.main import main
+from tlora_megatron.service.home import Home, make_folder
+from tlora_megatron.service.messages import GangSpec
+from tlora_megatron.service.store import GangState, Job, JobState, Store
+
+ON_SERVICES = [
+    ["submit", "run.yaml"],
+    ["jobs"],
+    ["logs", "one"],
+    ["cancel", "one"],
+    ["pause", "one"],
+    ["resume", "one"],
+    ["adapters", "one", "--out", "here"],
+]
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+def submit(run_file: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[Any]:
+    assert main(["submit", str(run_file), "--json", *options]) == 0
+    return list(printed(capsys))
+
+
+def serve_gang(store: Store, home: Home) -> None:
+    """Starts a gang, as far as the store knows."""
+    spec = GangSpec(
+        gang="g1",
+        epoch=1,
+        base_model={"path": "base"},
+        parallel={},
+        run={},
+        gpus=((0, 0),),
+        root=str(home.root),
+    )
+    store.gangs.add(spec)
+    store.gangs.change("g1", 1, GangState.RUNNING)
+
+
+def start(store: Store, job: str) -> Job:
+    """Lets the gang have a job, as a controller does."""
+    store.jobs.change(job, JobState.QUEUED)
+    with store.transaction():
+        store.leases.grant(job, "g1", 1)
+        store.jobs.change(job, JobState.STARTING)
+        return store.jobs.change(job, JobState.RUNNING, step=3, num_steps=5, loss=0.5)
+
+
+def finish(store: Store, job: str) -> None:
+    store.jobs.change(job, JobState.FINISHED, release="it has ended", step=5)
+
+
+def finished_adapter(store: Store, home: Home, job: str) -> Path:
+    """Ends a job with an adapter of two files."""
+    serve_gang(store, home)
+    start(store, job)
+    adapter = make_folder(home.job(job) / "adapter")
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    finish(store, job)
+    return adapter
+
+
+class TestWithoutService:
+    @pytest.mark.parametrize("argv", ON_SERVICES, ids=lambda argv: argv[0])
+    def test_a_folder_that_nobody_served_is_refused(
+        self, argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main([*argv, "--service", str(tmp_path / "none")]) == 2
+        told = f"got '{tmp_path}/none'; start one with: tlora serve --service {tmp_path}/none"
+        assert told in capsys.readouterr().err
+
+    def test_no_command_imports_torch(self, store: Store, run_file: Path) -> None:
+        script = (
+            "import sys; from tlora_megatron.cli.main import main;"
+            f"assert main(['submit', {str(run_file)!r}]) == 0;"
+            "assert main(['jobs', '--json']) == main(['logs', 'one']) == 0;"
+            "assert main(['cancel', 'one']) == 0 and main(['adapters', 'one', '--out', '_']) == 2;"
+            "import tlora_megatron.cli.service.serve;"
+            "print(*{'torch', 'numpy', 'transformers'} & set(sys.modules), file=sys.stderr)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            check=False,
+            text=True,
+            timeout=HANG_S,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.splitlines()[-1] == ""
+
+
+class TestSubmit:
+    def test_all_jobs_of_a_file_with_absolute_paths(
+        self, store: Store, run_file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        jobs = submit(run_file, capsys, "--set", "jobs.two.lora.rank=7")
+        assert [(job["name"], job["state"]) for job in jobs] == [
+            ("one", "validating"),
+            ("two", "validating"),
+        ]
+        document = store.jobs.document(jobs[1]["id"])
+        assert document["base_model"]["path"] == str(run_file.parent / "base")
+        assert document["document"]["data"]["train"] == str(run_file.parent / "data.jsonl")
+        assert document["document"]["lora"]["rank"] == 7
+
+    def test_what_it_prints(
+        self, store: Store, run_file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["submit", str(run_file)]) == 0
+        one, two, note = capsys.readouterr().out.splitlines()
+        assert one.endswith("  one  validating")
+        assert two.endswith("  two  validating")
+        assert note == "no controller runs: the jobs wait until one does: tlora serve"
+
+    def test_the_same_key_is_the_same_submission(
+        self, store: Store, run_file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        first = submit(run_file, capsys, "--idempotency-key", "k")
+        assert submit(run_file, capsys, "--idempotency-key", "k") == first
+        assert main(["submit", str(run_file), "--idempotency-key=k", "--set=jobs.one.seed=3"]) == 2
+        assert "key" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("argv", "told"),
+        [
+            (["--set", "jobs.one.max_step=3"], "jobs[0].max_step is not a known key"),
+            (["--set", "base_model.path=none"], "base_model.path must be an existing directory"),
+            (["--set", "jobs[1].name=one"], "jobs must have unique names"),
+            (["{file}"], "FILE must name job 'one' once, got '2 times'"),
+        ],
+    )
+    def test_refusals(
+        self,
+        store: Store,
+        run_file: Path,
+        argv: list[str],
+        told: str,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        more = [str(run_file) if word == "{file}" else word for word in argv]
+        assert main(["submit", str(run_file), *more]) == 2
+        assert told in capsys.readouterr().err
+        assert not any(store.jobs.counts().values())
+
+    def test_a_name_that_is_taken(
+        self, store: Store, run_file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        submit(run_file, capsys)
+        assert main(["submit", str(run_file)]) == 2
+        assert "must be unique among unfinished jobs, got 'one'" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(("end", "code"), [("finished", 0), ("cancelled", 1)])
+    def test_wait_returns_how_jobs_ended(
+        self,
+        end: str,
+        code: int,
+        store: Store,
+        home: Home,
+        run_file: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        serve_gang(store, home)
+        looks = iter(range(3))
+
+        def sleep(_: float) -> None:
+            one, two = (store.jobs.find(name).id for name in ("one", "two"))
+            match next(looks):
+                case 0:
+                    start(store, one)
+                case 1:
+                    finish(store, one)
+                    start(store, two)
+                case _:
+                    store.jobs.change(two, JobState(end), release="it has ended")
+
+        monkeypatch.setattr("time.sleep", sleep)
+        assert main(["submit", str(run_file), "--wait"]) == code
+        out = capsys.readouterr().out
+        assert "one: running  3/5 loss 0.5000\n" in out
+        assert "one: finished  5/5" in out
+        assert f"two: {end}" in out
+
+
+class TestJobs:
+    def test_those_that_wait_or_run(
+        self, store: Store, home: Home, run_file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        one, two = submit(run_file, capsys)
+        serve_gang(store, home)
+        start(store, one["id"])
+        store.jobs.change(two["id"], JobState.FAILED, error="no data")
+        assert main(["jobs"]) == 0
+        out = capsys.readouterr().out
+        assert " one " in out
+        assert "running     3/5    0.5" in out
+        assert " two " not in out
+        assert "1 running, 1 failed\n" in out
+        assert "no controller runs, so nothing moves: tlora serve\n" in out
+
+    def test_json_and_states(
+        self, store: Store, run_file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        _, two = submit(run_file, capsys)
+        store.jobs.change(two["id"], JobState.FAILED, error="no data")
+        for argv, names in (
+            ([], ["one"]),
+            (["--all"], ["one", "two"]),
+            (["--state=failed"], ["two"]),
+        ):
+            assert main(["jobs", "--json", *argv]) == 0
+            document = printed(capsys)
+            assert [job["name"] for job in document["jobs"]] == names
+        assert document["jobs"][0]["error"] == "no data"
+        assert document["served"] is False
+        assert document["counts"] == {"validating": 1, "failed": 1}
+
+    def test_an_unknown_state(self, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["jobs", "--state", "queed"]) == 2
+        assert "got 'queed'; did you mean queued?" in capsys.readouterr().err
+
+    def test_an_empty_service(self, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["jobs"]) == 0
+        assert capsys.readouterr().out.startswith("no jobs\n")
+
+
+class TestWishes:
+    @pytest.mark.parametrize("wish", ["cancel", "pause"])
+    def test_all_or_none(
+        self, wish: str, store: Store, run_file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        one, two = submit(run_file, capsys)
+        store.jobs.change(two["id"], JobState.FAILED, error="no data")
+        assert main([wish, "one", "two"]) == 2
+        assert "must be unfinished" in capsys.readouterr().err
+        assert store.jobs.wished() == []
+        assert main([wish, "one", one["id"]]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"one ({one['id']}): {wish} asked; it is validating\n")
+        assert [(job.name, job.wish) for job in store.jobs.wished()] == [("one", wish)]
+
+    def test_an_unknown_name(self, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["resume", "nobody"]) == 2
+        told = "NAME must be the id or the name of a job, got 'nobody'; `tlora jobs --all` lists"
+        assert told in capsys.readouterr().err
+
+
+class TestAdapters:
+    def test_a_finished_one_is_copied(
+        self,
+        store: Store,
+        home: Home,
+        run_file: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        finished_adapter(store, home, submit(run_file, capsys)[0]["id"])
+        out = tmp_path / "out"
+        assert main(["adapters", "one", "--out", str(out)]) == 0
+        assert sorted(path.name for path in out.iterdir()) == [
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        ]
+        assert (out / "adapter_model.safetensors").read_bytes() == b"weights"
+        assert main(["adapters", "one", "--out", str(out)]) == 2
+        assert "--out must name a folder that does not exist yet" in capsys.readouterr().err
+
+    def test_links_are_not_followed(
+        self,
+        store: Store,
+        home: Home,
+        run_file: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        adapter = finished_adapter(store, home, submit(run_file, capsys)[0]["id"])
+        (adapter / "more").symlink_to(run_file)
+        assert main(["adapters", "one", "--out", str(tmp_path / "out")]) == 1
+        assert not (tmp_path / "out").exists()
+
+    def test_an_unfinished_one_is_refused(
+        self, store: Store, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        submit(run_file, capsys)
+        assert main(["adapters", "one", "--out", str(tmp_path / "out")]) == 2
+        told = "job one must be finished, got 'validating at step 0'; wait for it with"
+        assert told in capsys.readouterr().err
+
+
+class TestLogs:
+    STEPS = (
+        {"step": 1, "loss": 2.0, "lr": 0.1, "tokens": 1200},
+        {"step": 1, "eval_loss": 1.5, "eval_exact_match": None},
+        {"step": 2, "loss": 1.25, "lr": 0.1, "tokens": 1200},
+    )
+
+    def write(self, home: Home, job: str, *rows: dict[str, Any], torn: str = "") -> None:
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (make_folder(home.job(job)) / "metrics.jsonl").write_text(text + torn)
+
+    def test_events_stand_behind_the_steps_before_them(
+        self, store: Store, home: Home, run_file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        job = submit(run_file, capsys)[0]["id"]
+        self.write(home, job, *self.STEPS, torn='{"step": 3, "lo')
+        store.events.add("saved", job=job, body={"step": 1})
+        assert main(["logs", "one"]) == 0
+        words = [line[10:] for line in capsys.readouterr().out.splitlines()]
+        assert words == [
+            "submitted (name one, tenant local)",
+            "step 1  loss 2  lr 0.1  tokens 1,200",
+            "step 1  eval_loss 1.5",
+            "saved (step 1)",
+            "step 2  loss 1.25  lr 0.1  tokens 1,200",
+        ]
+
+    def test_steps_taken_again_are_told_once(
+        self,
+        store: Store,
+        home: Home,
+        run_file: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        job = submit(run_file, capsys)[0]["id"]
+        self.write(home, job, *self.STEPS, *self.STEPS[:1])
+
+        def sleep(_: float) -> None:
+            """The job has gone on from its first step, takes two, and ends."""
+            self.write(home, job, self.STEPS[0], self.STEPS[2], {"step": 3, "loss": 1.0})
+            store.jobs.change(job, JobState.CANCELLED, why="asked")
+
+        monkeypatch.setattr("time.sleep", sleep)
+        assert main(["logs", "-f", "one", "--json"]) == 0
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [row["step"] for row in rows if row["kind"] == "step"] == [1, 2, 3]
+        assert [row["to"] for row in rows if row.get("event") == "state"] == ["cancelled"]
