@@ -23,7 +23,7 @@ from tlora_megatron.config.job import JobSpec, ServiceSpec, rule
 from tlora_megatron.config.jobs import JobError, ignored_job_settings, plain, read_jobs
 from tlora_megatron.config.reader import ConfigError, must, read_spec, unknown
 from tlora_megatron.config.replica_rules import check_replicas, settle_replicas
-from tlora_megatron.config.replicas import ReplicaSpec, expand_short_form
+from tlora_megatron.config.replicas import ReplicaSpec, expand_short_form, short_form
 from tlora_megatron.config.rules import KNOWN_TARGETS, resolve
 from tlora_megatron.config.run import RunSpec, ignored_memory, ignored_overlap
 from tlora_megatron.config.source import apply_override, read_document
@@ -195,6 +195,14 @@ def read_gang_config(
     run = _read_run(sections.get("run", {}), str(output_dir))
     base_model = read_base_model(sections.get("base_model"), folder)
     parallel, run = settle_replicas(_read_parallel(sections.get("parallel", {})), run)
+    where = "for a super-model whose jobs come and go"
+    if parallel.is_unlike:
+        raise must("parallel.replicas", f"be alike {where}", short_form(parallel.replicas or ()))
+    if parallel.cp_by_micro_batch:
+        raise must("parallel.cp_by_micro_batch", f"be false {where}", True)
+    if run.recompute == "auto":
+        rule = f"be none, selective or full {where}: nobody knows what they need"
+        raise must("run.recompute", rule, run.recompute)
     return _settled(RunConfig(base_model=base_model, parallel=parallel, run=run, jobs=()))
 
 

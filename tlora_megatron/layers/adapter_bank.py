@@ -123,7 +123,11 @@ class AdapterBank:
 
     def new_slab(self, lora: LoraSpec) -> AdapterSlab:
         """Allocates an adapter's slab, zeros."""
-        return AdapterSlab(slab_layout(self.sites, lora), self.device, self.placement)
+        return AdapterSlab(self.slab_layout(lora), self.device, self.placement)
+
+    def slab_layout(self, lora: LoraSpec) -> SlabLayout:
+        """Returns where an adapter's factors lie in its slab on this rank."""
+        return slab_layout(self.sites, lora)
 
     def is_rank_sharded(self, site: Site) -> bool:
         """Returns True if block-diagonal jobs may target a site.

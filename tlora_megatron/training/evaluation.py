@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -34,60 +35,84 @@ class Scorer(Protocol):
 
 
 class Evaluation:
-    """One evaluation of some of the jobs in the slots.
+    """One evaluation of some of the jobs in the slots, which may take part after part.
 
     Args:
         slots: the jobs of all slots.
-        jobs: those to evaluate.
-        packer: packs the rounds.
+        jobs: those to evaluate; they must keep a slot and their weights until it is complete.
     """
 
     def __init__(
-        self, slots: Sequence[JobState], jobs: Sequence[JobState], packer: RoundPacker
+        self, slots: Sequence[JobState], jobs: Sequence[JobState], device: torch.device
     ) -> None:
         self._jobs = jobs
-        self._packer = packer
         evaluated = {job.name for job in jobs}
-        rows = [job.data.eval if job.name in evaluated else () for job in slots]
-        self._queues = [[Item(s, i, 0, 1.0) for i, s in enumerate(data)] for data in rows]
-        self._begins = [sum(map(len, rows[:slot])) for slot in range(len(rows))]
-        """Column of each slot's first sequence in the totals."""
-        self._begin_of = {job.name: self._begins[slot] for slot, job in enumerate(slots)}
-        device = packer.groups.device
-        self._totals = torch.zeros(2, sum(map(len, rows)), dtype=torch.float64, device=device)
+        rows = {job.name: job.data.eval for job in slots if job.name in evaluated}
+        self._queues = {
+            name: [Item(s, i, 0, 1.0) for i, s in enumerate(data)] for name, data in rows.items()
+        }
+        ends = accumulate(map(len, rows.values()), initial=0)
+        self._begins = dict(zip(rows, ends, strict=False))
+        """Column of each job's first sequence in the totals."""
+        self._totals = torch.zeros(
+            2, sum(map(len, rows.values())), dtype=torch.float64, device=device
+        )
         """Loss and number of wrong first choices of every sequence."""
 
-    def run(
-        self, scorer: Scorer, *, first_slot: int, on_part: Callable[[], None]
-    ) -> list[EvalResult | None]:
-        """Scores all rows; None for a job that has none. Collective over the world."""
-        queues = self._queues
-        while any(queues):
-            on_part()
-            # A round's worth of each at a time: sorting all of them every round would not pay.
-            counts = [self._packer.most_of_a_round(queue) for queue in queues]
-            portions = [q[:n] for q, n in zip(queues, counts, strict=True)]
-            packed = self._packer.pack_round(portions, first_slot=first_slot)
-            rests = zip(packed.left, queues, counts, strict=True)
-            queues = [left + queue[count:] for left, queue, count in rests]
-            results = scorer.predict([batch.executed for batch in packed.micro_batches])
-            scored = zip(packed.contents, packed.micro_batches, results, strict=False)
-            for items, batch, (losses_T, right_T) in scored:
-                self._add(items, batch, losses_T, right_T)
+    @property
+    def is_complete(self) -> bool:
+        """True once all rows are scored."""
+        return not any(self._queues.values())
+
+    def part(
+        self,
+        scorer: Scorer,
+        packer: RoundPacker,
+        slots: Sequence[str],
+        *,
+        first_slot: int,
+        micro_batches: int | None = None,
+    ) -> None:
+        """Scores the rows of one round; collective over the world.
+
+        Args:
+            packer: packs the present slots.
+            slots: the names of the jobs in them.
+            micro_batches: at most so many of every replica; None = a round's worth of each job.
+        """
+        queues = [self._queues.get(name, []) for name in slots]
+        # A round's worth of each at a time: sorting all of them every round would not pay.
+        counts = packer.counts_of_a_round(queues, micro_batches)
+        portions = [q[:n] for q, n in zip(queues, counts, strict=True)]
+        packed = packer.pack_round(portions, first_slot=first_slot)
+        for name, left, queue, count in zip(slots, packed.left, queues, counts, strict=True):
+            if name in self._queues:
+                self._queues[name] = left + queue[count:]
+        results = scorer.predict([batch.executed for batch in packed.micro_batches])
+        begins = [self._begins.get(name, 0) for name in slots]
+        scored = zip(packed.contents, packed.micro_batches, results, strict=False)
+        for items, batch, (losses_T, right_T) in scored:
+            if packer.groups.counts_losses:
+                self._add(begins, items, batch, losses_T, right_T)
+
+    def results(self) -> list[EvalResult | None]:
+        """The scores once all rows have some; None for a job that has no rows.
+
+        Collective over the world.
+        """
         dist.all_reduce(self._totals)
         losses, wrong = self._totals.tolist() if self._totals.numel() else ([], [])
         return [self._result(job, losses, wrong) for job in self._jobs]
 
     def _add(
         self,
+        begins: Sequence[int],
         items: Sequence[Placed],
         micro_batch: MicroBatch,
         losses_T: torch.Tensor,
         right_T: torch.Tensor,
     ) -> None:
         """Adds a micro-batch's sums to the totals of its sequences."""
-        if not self._packer.groups.counts_losses:
-            return
         losses_T, right_T = map(micro_batch.restore_order, (losses_T, right_T))
         pieces = micro_batch.packed.view.pieces
         lengths = to_device(torch.tensor([p.length for p in pieces]), losses_T.device)
@@ -98,7 +123,7 @@ class Evaluation:
         # The padding's piece, if any, is the last one and has no item.
         placed = [items[p.index] for p in pieces if p.index < len(items)]
         index = torch.tensor(
-            [self._begins[slot] + item.index for slot, item, _ in placed], dtype=torch.int64
+            [begins[slot] + item.index for slot, item, _ in placed], dtype=torch.int64
         )
         totals = self._totals
         totals.index_add_(1, to_device(index, totals.device), sums[:, : len(placed)].double())
@@ -109,7 +134,7 @@ class Evaluation:
         count = len(job.data.eval)
         if not count:
             return None
-        begin = self._begin_of[job.name]
+        begin = self._begins[job.name]
         targets = sum(int(s.is_target.sum()) for s in job.data.eval)
         return EvalResult(
             loss=sum(losses[begin : begin + count]) / targets,

@@ -51,6 +51,8 @@ class JobState:
     batch_time_s: float = 0.0
     upcoming: tuple[int, list[Item]] | None = None
     """A step and its batch, if that was made ahead."""
+    is_held: bool = False
+    """Begins no batch for now, though it is active and keeps its slot."""
 
     @property
     def name(self) -> str:
@@ -98,8 +100,8 @@ class JobState:
         return self.upcoming[1]
 
     def begin_batch(self, device: torch.device) -> None:
-        """Queues the next global batch unless one is under way."""
-        if self.loss is None:
+        """Queues the next global batch unless one is under way, or the job is held."""
+        if self.loss is None and not self.is_held:
             ahead, self.upcoming = self.upcoming, None
             is_made = ahead is not None and ahead[0] == self.step
             self.queue = ahead[1] if ahead and is_made else batch_items(self.batch())

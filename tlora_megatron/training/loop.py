@@ -12,13 +12,13 @@ from tlora_megatron import timeline
 from tlora_megatron.config.run import RunSpec
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.formats.quantised.card import QuantisationCard
-from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.job_files import JobFiles
+from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.listener import RunListener
-from tlora_megatron.training.metrics import JobMetrics
 from tlora_megatron.training.nano.rounds import NanoRounds
 from tlora_megatron.training.rate_correction import write_correction
 from tlora_megatron.training.saving.saver import Saver
-from tlora_megatron.training.saving.targets import Target, adapter_target, checkpoint_target
+from tlora_megatron.training.saving.targets import Target
 from tlora_megatron.training.saving.writer import WriterDied
 from tlora_megatron.training.stopping.run_watch import RunWatch
 from tlora_megatron.training.stopping.signals import stop_sentence
@@ -39,6 +39,7 @@ class TrainingLoop:
         quantisation: of the base.
         nano_rounds: chooses the number of nano-batches; None = it stays as it is.
         watch: is told of the rounds, and stops the loop at a signal; None = nobody is told.
+        may_write: see `JobFiles`.
     """
 
     def __init__(
@@ -52,13 +53,12 @@ class TrainingLoop:
         quantisation: QuantisationCard | None = None,
         nano_rounds: NanoRounds | None = None,
         watch: RunWatch | None = None,
+        may_write: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self.super_model = super_model
         self.backbone = backbone
         self.settings = run
         self.listener = listener
-        self.base_model = base_model
-        self.quantisation = quantisation
         self.nano_rounds = nano_rounds
         self.watch = watch or RunWatch()
         self.output_dir = Path(run.output_dir)
@@ -74,12 +74,17 @@ class TrainingLoop:
         """Number of the signal that has stopped the loop; 0 = none."""
         self.stop_sentence: str | None = None
         self._has_started = False
-        self._saved_step = {job.name: job.step for job in self.jobs}
         self._failed_writes: list[str] = []
         """Jobs that could not be written, told since the last `drain`."""
-        self._metrics: dict[str, JobMetrics] = {}
-        if super_model.groups.is_writer:
-            self._metrics = {job.name: self._open_metrics(job) for job in self.jobs}
+        self.files = JobFiles(
+            run,
+            base_model=base_model,
+            quantisation=quantisation,
+            has_metrics=super_model.groups.is_writer,
+            may_write=may_write,
+        )
+        for job in self.jobs:
+            self.files.open(job)
 
     @property
     def tokens_per_s(self) -> float:
@@ -95,6 +100,42 @@ class TrainingLoop:
     def has_ended(self) -> bool:
         """True once no more rounds follow: every job has ended, or a signal has stopped the run."""
         return self.is_over or self.stopped_by != 0
+
+    def admit(self, job: JobState) -> None:
+        """Lets a further job take part from the next round on.
+
+        Every rank calls it, between rounds. The bank must have been made for the job, too.
+        """
+        self.files.open(job)
+        self.saver.expect(job.spec.lora)
+        self.jobs = (*self.jobs, job)
+        self._set_jobs([*self.super_model.jobs, job])
+
+    def release(self, name: str, *, save: bool) -> JobState | None:
+        """Takes a job that still trains out of the rounds; the others do not notice.
+
+        Every rank calls it, between rounds.
+
+        Args:
+            save: have a checkpoint written; `drain` waits for it.
+
+        Returns:
+            The job; None if there is none of that name, or it has ended.
+        """
+        present = self.super_model.jobs
+        job = next((job for job in present if job.name == name and job.is_active), None)
+        if job is None:
+            return None
+        if save and job.step > self.files.saved_step[name]:
+            self._save([job])
+        self._set_jobs([other for other in present if other is not job])
+        self.files.close(name)
+        return job
+
+    def _set_jobs(self, jobs: Sequence[JobState]) -> None:
+        self.super_model.set_jobs(jobs)
+        if self.nano_rounds is not None:
+            self.nano_rounds.jobs_changed(self.jobs)
 
     def run(self) -> None:
         """Trains until every job has finished or failed, or a signal stops the run."""
@@ -118,7 +159,7 @@ class TrainingLoop:
         done = [job for job in self.jobs if job.is_done]
         with timeline.phase("export"):
             for job in done:
-                self.saver.save(job, [self._adapter(job, self.job_dir(job) / "adapter")])
+                self.saver.save(job, [self._adapter(job)])
         self._retire(done)
         self._has_started = True
 
@@ -174,19 +215,10 @@ class TrainingLoop:
         self.save_active()
         self.stop_sentence = stop_sentence(number, self.rounds, left, self.drain())
 
-    def _open_metrics(self, job: JobState) -> JobMetrics:
-        return JobMetrics(
-            self.output_dir,
-            job.name,
-            tensorboard=self.settings.tensorboard,
-            wandb_project=self.settings.wandb_project,
-            resume_step=job.step,
-        )
-
     @property
     def saved_steps(self) -> dict[str, int]:
         """The step of each job's last save, or at which it began; `drain` has it on the disk."""
-        return dict(self._saved_step)
+        return dict(self.files.saved_step)
 
     def evaluate_active(self) -> None:
         """Evaluates the jobs that still train, beside what is due by their own steps."""
@@ -195,7 +227,7 @@ class TrainingLoop:
     def save_active(self) -> None:
         """Checkpoints every job that still trains, but none twice at the same step."""
         active = [job for job in self.super_model.jobs if job.is_active]
-        self._save([job for job in active if job.step > self._saved_step[job.name]])
+        self._save([job for job in active if job.step > self.files.saved_step[job.name]])
 
     def export(self, job: JobState, directory: Path) -> None:
         """Writes a job's present adapter and waits until it is on the disk; collective.
@@ -235,23 +267,12 @@ class TrainingLoop:
         except WriterDied as error:  # `drain` raises it; an error on its way here counts more
             logger.error("%s", error)
         finally:
-            for metrics in self._metrics.values():
-                metrics.close()
+            self.files.close_all()
 
     def _log(self, report: StepReport) -> None:
         job, outcome = report.job, report.outcome
         self.tokens += report.tokens
-        if job.name in self._metrics:
-            self._metrics[job.name].log_step(
-                job.step,
-                outcome.loss,
-                outcome.grad_norm,
-                report.lr,
-                report.target_tokens,
-                report.tokens,
-                report.time_s,
-                skipped=not outcome.applied,
-            )
+        self.files.log_step(report)
         self.listener.on_step(job.name, job.step, outcome.loss, report.lr)
         if not outcome.applied:
             self._nonfinite(report)
@@ -300,14 +321,15 @@ class TrainingLoop:
         with timeline.phase("evaluation"):
             results = self.super_model.evaluate(jobs, lambda: self.watch.tick("an evaluation"))
         for job, result in zip(jobs, results, strict=True):
-            if result is None:
-                continue
-            if job.step == 0:
-                job.eval_before = result
-            else:
-                job.eval_after = result
-            if job.name in self._metrics:
-                self._metrics[job.name].log_eval(job.step, result.loss, result.exact_match)
+            if result is not None:
+                self._note_evaluation(job, result)
+
+    def _note_evaluation(self, job: JobState, result: EvalResult) -> None:
+        if job.step == 0:
+            job.eval_before = result
+        else:
+            job.eval_after = result
+        self.files.log_eval(job, result)
 
     def _save(self, jobs: Sequence[JobState]) -> None:
         """Takes the jobs' states to be written beside the next rounds, and ended ones' adapters."""
@@ -317,22 +339,19 @@ class TrainingLoop:
         with self.saver.stop() if goes_on else timeline.phase("saving"):
             for job in jobs:
                 self.watch.tick("a save")
-                self._saved_step[job.name] = job.step
+                self.files.saved_step[job.name] = job.step
                 targets = [self._checkpoint(job)]
                 if job.is_done:
-                    targets.append(self._adapter(job, self.job_dir(job) / "adapter"))
+                    targets.append(self._adapter(job))
                 self.saver.save(job, targets)
             if (rates := self.super_model.settle_rates()) is not None:
                 self.saver.submit(partial(write_correction, rates, self.output_dir))
 
     def _checkpoint(self, job: JobState) -> Target:
-        not_saved = partial(self._not_saved, job, job.step)
-        directory = self.job_dir(job) / "checkpoints"
-        return checkpoint_target(directory, job, not_saved, self.quantisation)
+        return self.files.checkpoint(job, partial(self._not_saved, job, job.step))
 
-    def _adapter(self, job: JobState, directory: Path) -> Target:
-        not_exported = partial(self._not_exported, job)
-        return adapter_target(directory, self.base_model, not_exported, self.quantisation)
+    def _adapter(self, job: JobState, directory: Path | None = None) -> Target:
+        return self.files.adapter(job, partial(self._not_exported, job), directory)
 
     def _not_saved(self, job: JobState, step: int, error: Exception) -> None:
         """A disk that refuses costs this checkpoint, not the run or older ones."""
@@ -357,4 +376,4 @@ class TrainingLoop:
 
     def job_dir(self, job: JobState) -> Path:
         """The job's folder, `OUT/jobs/NAME`."""
-        return self.output_dir / "jobs" / job.name
+        return self.files.folder(job)

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class JobMetrics:
         tensorboard: write events to `OUT/jobs/NAME/tensorboard`; without the package one warning is
             logged for all jobs and nothing is written.
         wandb_project: W&B project; None = no W&B.
+        may_write: asked before the file changes; once it says no, nothing more is written.
         resume_step: the last step the checkpoint holds. Lines of later steps are dropped, because
             the resumed job takes those steps again. 0 = start afresh: every line is dropped.
 
@@ -51,12 +53,14 @@ class JobMetrics:
         tensorboard: bool,
         wandb_project: str | None,
         resume_step: int = 0,
+        may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         self.job_name = job_name
+        self._may_write = may_write
         folder = Path(output_dir) / "jobs" / job_name
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS_FILE
-        kept = truncate_metrics(self.path, resume_step)
+        kept = truncate_metrics(self.path, resume_step) if may_write() else []
         self._warned_of_disk = False
         self._last_step = resume_step
         self._last_eval_step = max((r["step"] for r in kept if "eval_loss" in r), default=-1)
@@ -140,6 +144,8 @@ class JobMetrics:
         self.close()
 
     def _write(self, record: dict[str, Any], scalars: dict[str, float | None]) -> None:
+        if not self._may_write():
+            return
         strict = without_nonfinite(record)
         if any(strict[name] is None and value is not None for name, value in record.items()):
             strict["nonfinite"] = True
@@ -198,18 +204,28 @@ def truncate_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
     return kept
 
 
-def write_summary(output_dir: Path, summary: dict[str, Any]) -> Path:
-    """Writes `OUT/summary.json` atomically, NaN and inf as null, and returns its path.
+def write_summary(
+    folder: Path, summary: dict[str, Any], permit: Callable[[], None] = lambda: None
+) -> Path:
+    """Writes `summary.json` into a folder atomically, NaN and inf as null, and returns its path.
 
     Call it on global rank 0 only.
+
+    Args:
+        permit: see `write_atomic`.
     """
-    path = Path(output_dir) / "summary.json"
-    write_atomic(path, json.dumps(without_nonfinite(summary), indent=2, allow_nan=False) + "\n")
+    path = Path(folder) / "summary.json"
+    text = json.dumps(without_nonfinite(summary), indent=2, allow_nan=False) + "\n"
+    write_atomic(path, text, permit)
     return path
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replaces `path` by UTF-8 `text`: a kill or a full disk leaves the old file whole."""
+def write_atomic(path: Path, text: str, permit: Callable[[], None] = lambda: None) -> None:
+    """Replaces `path` by UTF-8 `text`: a kill or a full disk leaves the old file whole.
+
+    Args:
+        permit: called right before the text takes its name; raises if it must not any more.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # a link would be written through
     try:
@@ -217,6 +233,7 @@ def write_atomic(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        permit()
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 
 from tlora_megatron.config.job import JobSpec
+from tlora_megatron.layers.adapter_bank import Adapter
+from tlora_megatron.layers.slab import AdapterSlab, initial_factor
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data
 from tlora_megatron.training.data.mapped_tokens import lengths_of
 from tlora_megatron.training.formats.checkpoint import Checkpoint, find_checkpoint
 from tlora_megatron.training.formats.peft_format import fit_to_job, load_adapter
 from tlora_megatron.training.formats.quantised.card import QuantisationCard
+from tlora_megatron.training.job_state import JobState
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +95,24 @@ def prepare_job(
             job.name, job.batch_size, len(data.train), plan.num_steps, plan.num_epochs,
         )  # fmt: skip
     return PreparedJob(spec=job, data=data, plan=plan, checkpoint=checkpoint, imported=imported)
+
+
+def start_job(prepared: PreparedJob, spec: Backbone, slab: AdapterSlab) -> JobState:
+    """Gives a job its adapter: from its checkpoint, an imported one, or a fresh one."""
+    job, imported = prepared.spec, prepared.imported
+    state = JobState(
+        spec=job,
+        data=prepared.data,
+        plan=prepared.plan,
+        adapter=Adapter(name=job.name, lora=job.lora, slab=slab),
+    )
+    if prepared.checkpoint is not None:
+        prepared.checkpoint.restore(state)
+    elif imported is not None:
+        slab.load(imported.__getitem__)
+    else:
+        slab.load(lambda name: initial_factor(spec, name, job.lora, job.seed))
+    return state
 
 
 def _check_lengths(

@@ -180,7 +180,7 @@ class SuperModel(Generic[EngineT]):
 
     def _fill_ahead(self) -> None:
         """Fills the next round while the device runs this one, as if every job went on."""
-        if self.rule is None or any(job.is_at_end for job in self.jobs):
+        if self.rule is None or any(job.is_at_end or job.is_held for job in self.jobs):
             return
         number, packer = self._rounds + 1, self._packer([job.dropout_key for job in self.jobs])
         queues = [job.items_ahead() for job in self.jobs]
@@ -220,8 +220,25 @@ class SuperModel(Generic[EngineT]):
         Args:
             on_part: called before each round's worth of rows.
         """
-        evaluation = Evaluation(self.jobs, jobs, self._packer(()))
-        return evaluation.run(self.engine, first_slot=self._rounds, on_part=on_part)
+        evaluation = Evaluation(self.jobs, jobs, self.groups.device)
+        while not evaluation.is_complete:
+            on_part()
+            self.evaluate_part(evaluation)
+        return evaluation.results()
+
+    def evaluate_part(self, evaluation: Evaluation, *, micro_batches: int | None = None) -> None:
+        """Scores some of the rows that an evaluation has left; the jobs' slots may have changed.
+
+        Args:
+            micro_batches: at most so many of every replica; None = a round's worth of each job.
+        """
+        evaluation.part(
+            self.engine,
+            self._packer(()),
+            [job.name for job in self.jobs],
+            first_slot=self._rounds,
+            micro_batches=micro_batches,
+        )
 
     def _packer(self, dropout_keys: Sequence[int]) -> RoundPacker:
         switch = self.engine.nano_batches
@@ -240,7 +257,8 @@ class SuperModel(Generic[EngineT]):
 
     def _end_placeholders(self) -> list[int]:
         """Moves placeholders past completed batches; returns the slots of jobs that completed."""
-        complete = [slot for slot, job in enumerate(self.jobs) if not job.queue]
+        begun = [(slot, job) for slot, job in enumerate(self.jobs) if job.loss is not None]
+        complete = [slot for slot, job in begun if not job.queue]
         for slot in complete:
             if not self.jobs[slot].is_active:
                 self.jobs[slot].end_batch()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,8 +17,22 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
+Permit = Callable[[], None]
+"""Called right before something takes its name; raises an `OSError` if it must not any more."""
+
+
+class NotPermitted(OSError):
+    """Somebody else owns what was to be written."""
+
+
+def always() -> None:
+    """Permits everything."""
+
+
 @contextmanager
-def replace_directory(directory: Path, names: Sequence[str] = ()) -> Iterator[Path]:
+def replace_directory(
+    directory: Path, names: Sequence[str] = (), permit: Permit = always
+) -> Iterator[Path]:
     """Yields an empty sibling directory to fill, which takes the place of `directory` at the end.
 
     The files and their directory are flushed to the disk first. Where the file system can, the two
@@ -34,14 +48,16 @@ def replace_directory(directory: Path, names: Sequence[str] = ()) -> Iterator[Pa
             Whatever else lies in `directory` then stays there as it is, and the new files take
             their places one by one: the last one is away meanwhile, unless it stays the same.
             Without names everything in `directory` is ours.
+        permit: asked before anything is changed, and again when the new files are on the disk.
 
     Raises:
-        OSError: if the file system refuses.
+        OSError: if the file system refuses, or `permit`.
     """
     directory = _not_followed(directory)
     incoming, previous = _incoming(directory), _previous(directory)
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"{directory} must be a directory, got a file")
+    permit()
     directory.parent.mkdir(parents=True, exist_ok=True)
     if _is_folder(previous) and not os.path.lexists(directory):
         previous.rename(directory)
@@ -52,6 +68,7 @@ def replace_directory(directory: Path, names: Sequence[str] = ()) -> Iterator[Pa
         yield incoming
         for path in [*sorted(incoming.rglob("*")), incoming]:
             _flush(path)
+        permit()
     except BaseException:
         shutil.rmtree(incoming, ignore_errors=True)
         raise

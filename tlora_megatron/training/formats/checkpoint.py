@@ -24,6 +24,8 @@ from tlora_megatron.layers.slab import factor_names, factor_shape
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.data.job_data import JobData
 from tlora_megatron.training.formats.atomic_directory import (
+    Permit,
+    always,
     remove_directory,
     remove_leftovers,
     replace_directory,
@@ -68,6 +70,7 @@ def write_checkpoint(
     state: str,
     weights: Sequence[PendingTensor],
     moments: Sequence[PendingTensor],
+    permit: Permit = always,
 ) -> int:
     """Writes `directory/step_N` and removes the oldest one; returns the number of bytes.
 
@@ -75,6 +78,7 @@ def write_checkpoint(
         state: from `checkpoint_state`.
         weights: the whole canonical factors.
         moments: the same of Adam's moments, with the moment and a dot before each name.
+        permit: see `replace_directory`.
 
     Raises:
         OSError: if the disk refuses.
@@ -82,7 +86,7 @@ def write_checkpoint(
             earlier checkpoints are untouched.
     """
     newest = directory / f"step_{step:08d}"
-    with replace_directory(newest, _FILES) as folder:
+    with replace_directory(newest, _FILES, permit) as folder:
         num_bytes = write_tensors(folder / _FILES[0], weights)
         num_bytes += write_tensors(folder / _FILES[1], moments)
         (folder / _FILES[2]).write_text(state)

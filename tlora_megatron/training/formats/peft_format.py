@@ -23,7 +23,12 @@ from torch import Tensor
 from tlora_megatron.config.job import HF_TARGETS, JobSpec, LoraSpec
 from tlora_megatron.layers.slab import check_finite, factor_shape, split_name
 from tlora_megatron.model.backbone import Backbone
-from tlora_megatron.training.formats.atomic_directory import readable_directory, replace_directory
+from tlora_megatron.training.formats.atomic_directory import (
+    Permit,
+    always,
+    readable_directory,
+    replace_directory,
+)
 from tlora_megatron.training.formats.peft_config import lora_spec, peft_config, read_peft_config
 from tlora_megatron.training.formats.quantised.card import (
     README,
@@ -119,6 +124,7 @@ def write_adapter(
     base_model: str,
     quantisation: QuantisationCard | None = None,
     dtype: torch.dtype = torch.float32,
+    permit: Permit = always,
 ) -> int:
     """Writes an adapter that PEFT and vLLM load; fused targets become q/k/v, gate/up and so on.
 
@@ -133,6 +139,7 @@ def write_adapter(
         base_model: what PEFT should load as the base, a path or a hub name.
         quantisation: of the base: a README names it, and the metadata of the weights.
         dtype: of the stored tensors.
+        permit: see `replace_directory`.
 
     Returns:
         The number of bytes written.
@@ -156,9 +163,11 @@ def write_adapter(
     check_adapter_directory(directory)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     tells = quantisation is not None and may_write_readme(directory)
+    permit()
     if quantisation is None:
         remove_readme(directory)
-    with replace_directory(directory, (README, *_OURS) if tells else _OURS) as incoming:
+    names = (README, *_OURS) if tells else _OURS
+    with replace_directory(directory, names, permit) as incoming:
         if quantisation is not None and tells:
             (incoming / README).write_text(readme(base_model, quantisation), encoding="utf-8")
         (incoming / CONFIG_NAME).write_text(text)

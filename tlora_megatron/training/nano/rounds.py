@@ -164,6 +164,16 @@ class NanoRounds:
         if self.controller.count != count:
             self._set_count()
 
+    def jobs_changed(self, jobs: Sequence[JobState]) -> None:
+        """Forgets the times of rounds with other jobs; every process calls it between rounds.
+
+        Args:
+            jobs: all that the run knows now.
+        """
+        self._jobs = tuple(jobs)
+        self._pending = None
+        self._time_s, self._tokens, self._most = 0.0, 0, 1
+
     def _set_count(self) -> None:
         count = self.controller.count
         self._highest = max(self._highest, count)

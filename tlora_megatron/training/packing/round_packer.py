@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 from tlora_megatron.model.cp_dispatch import CpRates, CpTeam
@@ -139,7 +141,29 @@ class RoundPacker:
             return rule
         return rule.within(self._capacity(queues))
 
-    def most_of_a_round(self, queue: Sequence[Item]) -> int:
+    def counts_of_a_round(
+        self, queues: Sequence[Sequence[Item]], micro_batches: int | None = None
+    ) -> list[int]:
+        """Counts the items of each queue that could have room in a round.
+
+        Args:
+            micro_batches: at most so many of every replica, for all queues together; at least one
+                item goes. None = each queue alone could fill the round.
+        """
+        if micro_batches is None:
+            return [self._most_of_a_round(queue) for queue in queues]
+        room, counts = sum(self._budgets) * micro_batches, []
+        for queue in queues:
+            ends = list(accumulate(item.length for item in queue))
+            counts.append(bisect_right(ends, room))
+            if counts[-1]:
+                room -= ends[counts[-1] - 1]
+        if not any(counts):
+            first = next(index for index, queue in enumerate(queues) if queue)
+            counts[first] = 1
+        return counts
+
+    def _most_of_a_round(self, queue: Sequence[Item]) -> int:
         """Counts the items of a queue that could fill a round alone."""
         most = self.shape.asked_micro_batches() or 4 * self.groups.most_stages
         room = sum(self._budgets) * most

@@ -119,34 +119,16 @@ class JobAdmission:
     def _prepare(self, job: JobSpec, tokenizer: Any, read: JobData | Failed | None) -> PreparedJob:
         if isinstance(read, Failed):
             raise ValueError(read.message)
-        config, spec = self._config, self._spec
-        # How other models' linears are divided shows when they are built: checked then.
-        tp_size = config.parallel.most_tp if isinstance(spec, ModelSpec) else 1
-        check_block_sizes(job.name, job.lora, spec, tp_size)
-        saved = Path(config.run.output_dir) / "jobs" / job.name / "checkpoints"
-        prepared = prepare_job(
-            replace(job, seed=job.seed + config.run.seed),
-            spec,
+        return prepare_for(
+            self._config,
+            self._spec,
+            job,
             tokenizer,
             base_model=self._base_model,
             quantisation=self._quantisation,
-            micro_batch_tokens=config.longest_sequence,
-            budget=_BUDGETS[config.parallel.is_unlike],
-            saved=saved if self._resuming else None,
+            resuming=self._resuming,
             data=read,
         )
-        check_resumption(prepared)
-        if prepared.checkpoint is not None:
-            check_same_base(
-                job.name,
-                prepared.checkpoint.path,
-                prepared.checkpoint.state,
-                self._quantisation,
-                allow_change=config.base_model.allow_change,
-            )
-        if prepared.checkpoint is None or prepared.checkpoint.step < prepared.plan.num_steps:
-            check_job_folders(Path(config.run.output_dir), job.name)
-        return prepared
 
     def _take(self, outcomes: _Outcomes | Failed) -> None:
         if isinstance(outcomes, Failed):
@@ -168,14 +150,11 @@ class JobAdmission:
         """
         able = []
         for job in self.prepared:
-            name, lora = job.spec.name, job.spec.lora
             try:
-                check_targets(self._spec, layout, name, lora.target_modules)
-                check_block_sizes(name, lora, self._spec, layout.tp_size)
-                check_blocks_fit(name, lora, linears)
+                check_fits_linears(job.spec, self._spec, layout, linears)
                 able.append(job)
             except ValueError as error:
-                self._reject(name, error)
+                self._reject(job.spec.name, error)
         self.prepared = able
         self._require_any()
 
@@ -189,6 +168,71 @@ class JobAdmission:
         if not self.prepared:
             reasons = "; ".join(error.message for error in self.rejected)
             raise ValueError(f"jobs must hold at least one that can start, got {reasons}")
+
+
+def prepare_for(
+    config: RunConfig,
+    spec: Backbone,
+    job: JobSpec,
+    tokenizer: Any,
+    *,
+    base_model: str,
+    quantisation: QuantisationCard | None,
+    resuming: bool,
+    data: JobData | None = None,
+) -> PreparedJob:
+    """Reads all that a job of a configuration starts from, and checks that it fits.
+
+    Args:
+        tokenizer, base_model, quantisation, data: as for `prepare_job`.
+        resuming: go on from the job's newest checkpoint in the output folder, if there is one.
+
+    Raises:
+        ValueError: naming the job.
+    """
+    # How other models' linears are divided shows when they are built: checked then.
+    tp_size = config.parallel.most_tp if isinstance(spec, ModelSpec) else 1
+    check_block_sizes(job.name, job.lora, spec, tp_size)
+    saved = Path(config.run.output_dir) / "jobs" / job.name / "checkpoints"
+    prepared = prepare_job(
+        replace(job, seed=job.seed + config.run.seed),
+        spec,
+        tokenizer,
+        base_model=base_model,
+        quantisation=quantisation,
+        micro_batch_tokens=config.longest_sequence,
+        budget=_BUDGETS[config.parallel.is_unlike],
+        saved=saved if resuming else None,
+        data=data,
+    )
+    check_resumption(prepared)
+    if prepared.checkpoint is not None:
+        check_same_base(
+            job.name,
+            prepared.checkpoint.path,
+            prepared.checkpoint.state,
+            quantisation,
+            allow_change=config.base_model.allow_change,
+        )
+    if prepared.checkpoint is None or prepared.checkpoint.step < prepared.plan.num_steps:
+        check_job_folders(Path(config.run.output_dir), job.name)
+    return prepared
+
+
+def check_fits_linears(
+    job: JobSpec,
+    spec: Backbone,
+    layout: ParallelLayout,
+    linears: Sequence[tuple[Site, nn.Module]],
+) -> None:
+    """Refuses a job whose targets the built model lacks or its layout cannot divide.
+
+    Raises:
+        ValueError: naming the job.
+    """
+    check_targets(spec, layout, job.name, job.lora.target_modules)
+    check_block_sizes(job.name, job.lora, spec, layout.tp_size)
+    check_blocks_fit(job.name, job.lora, linears)
 
 
 def _data_of(outcomes: _Outcomes) -> list[JobData | Failed]:

@@ -39,11 +39,14 @@ def nano_settings(
 
 
 def start_nano_batches(
-    run: RunSpec, super_model: SuperModel, *, resuming: bool
+    run: RunSpec, super_model: SuperModel, *, resuming: bool, traces: bool = True
 ) -> NanoRounds | None:
     """Sets the number of nano-batches once the backbone has its adapters.
 
     Collective over the world.
+
+    Args:
+        traces: keep a trace of the choices in the output folder.
 
     Returns:
         What chooses the number from now on; None where it stays as it is.
@@ -58,7 +61,7 @@ def start_nano_batches(
     return NanoRounds(
         run.nano_controller,
         switch,
-        NanoTrace(Path(run.output_dir)) if groups.is_writer else None,
+        NanoTrace(Path(run.output_dir)) if traces and groups.is_writer else None,
         jobs=super_model.jobs,
         device=groups.device,
         resuming=resuming,

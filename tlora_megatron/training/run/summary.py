@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def summarize(
         rejected: the jobs that were left out.
         nano_batches: from `summarize_nano_batches`.
     """
-    jobs = {job.name: _job_summary(job, loop) for job in loop.jobs}
+    jobs = {job.name: job_summary(job, loop.job_dir(job)) for job in loop.jobs}
     for error in rejected:
         jobs[error.name] = {"status": "rejected", "reason": error.message}
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
@@ -94,9 +95,14 @@ def _balance(loop: TrainingLoop) -> dict[str, Any] | None:
     return found
 
 
-def _job_summary(job: JobState, loop: TrainingLoop) -> dict[str, Any]:
+def job_summary(job: JobState, folder: Path) -> dict[str, Any]:
+    """Returns plain values about one job.
+
+    Args:
+        folder: of the job.
+    """
     before, after = job.eval_before, job.eval_after
-    adapter = loop.job_dir(job) / "adapter"
+    adapter = folder / "adapter"
     return {
         "status": job.status,
         "reason": job.reason,

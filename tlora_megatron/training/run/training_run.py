@@ -21,23 +21,22 @@ from torch import nn
 
 from tlora_megatron import timeline
 from tlora_megatron.config.load import RunConfig, config_to_dict
-from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
+from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.layers.slab import StatePlacement, initial_factor
+from tlora_megatron.layers.slab import StatePlacement
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.recompute import RecomputeTable
 from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.evaluation import Scorer
 from tlora_megatron.training.formats.quantised.card import QuantisationCard
-from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.listener import RunListener
 from tlora_megatron.training.loop import TrainingLoop
 from tlora_megatron.training.metrics import write_atomic, write_summary
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
-from tlora_megatron.training.preparation import PreparedJob
+from tlora_megatron.training.preparation import PreparedJob, start_job
 from tlora_megatron.training.rate_correction import RateCorrection, read_correction
 from tlora_megatron.training.report.report import Report
 from tlora_megatron.training.round_timing import RoundTiming
@@ -196,7 +195,7 @@ class TrainingRun:
             document = json.dumps(config_to_dict(self.config), indent=2)
             write_atomic(self.output_dir / CONFIG_NAME, document)
             keep_fingerprints(fingerprint, self.output_dir, self._jobs.prepared)
-        _allow_open_files(len(self._jobs.prepared))
+        allow_open_files(len(self._jobs.prepared))
         watch = RunWatch.open(self._signals, self.config.run.hang_timeout_s)
         self._open.callback(watch.close)
         self.loop = TrainingLoop(
@@ -280,7 +279,7 @@ class TrainingRun:
     ) -> SuperModel:
         run, spec = self.config.run, self.spec
         prepared = self._jobs.prepared
-        jobs = [_start_job(job, spec, bank) for job in prepared]
+        jobs = [start_job(job, spec, bank.new_slab(job.spec.lora)) for job in prepared]
         timing = None
         if self._resolve_timing is not None:
             table = round_shape.recompute
@@ -312,27 +311,7 @@ class TrainingRun:
         return correction
 
 
-def _start_job(prepared: PreparedJob, spec: Backbone, bank: AdapterBank) -> JobState:
-    """Gives a job its adapter: from its checkpoint, an imported one, or a fresh one."""
-    job = prepared.spec
-    slab = bank.new_slab(job.lora)
-    state = JobState(
-        spec=job,
-        data=prepared.data,
-        plan=prepared.plan,
-        adapter=Adapter(name=job.name, lora=job.lora, slab=slab),
-    )
-    imported = prepared.imported
-    if prepared.checkpoint is not None:
-        prepared.checkpoint.restore(state)
-    elif imported is not None:
-        slab.load(imported.__getitem__)
-    else:
-        slab.load(lambda name: initial_factor(spec, name, job.lora, job.seed))
-    return state
-
-
-def _allow_open_files(num_jobs: int) -> None:
+def allow_open_files(num_jobs: int) -> None:
     """Raises this process's limit of open files, often 1024: metrics keep two a job open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = soft + 4 * num_jobs

@@ -120,7 +120,7 @@ def save_memory_numel(sizes: list[int], memory_gb: float | None) -> int:
     """
     allowed = _free_bytes() // 4 if memory_gb is None else memory_gb * 1e9
     padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    return max(max(padded), min(sum(padded), int(allowed // 4)))
+    return max(max(padded, default=0), min(sum(padded), int(allowed // 4)))
 
 
 def _free_bytes() -> int:

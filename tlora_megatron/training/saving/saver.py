@@ -12,8 +12,10 @@ from functools import partial
 import torch
 
 from tlora_megatron import timeline
+from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.parallel.groups import ParallelGroups
+from tlora_megatron.training.formats.atomic_directory import always
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.saving.host_memory import Arena, HostMemory, save_memory_numel
 from tlora_megatron.training.saving.snapshot import BUFFERS, Snapshot, SnapshotTaker
@@ -46,7 +48,7 @@ class Saver:
     written; a job that finds no memory free waits for it.
 
     Args:
-        jobs: all that may be saved.
+        jobs: all that may be saved; of others `expect` must be told.
         memory_gb: `run.save_memory_gb`.
         on_wait: called before a wait for memory, and whenever something was written meanwhile: a
             slow disk is no run that hangs.
@@ -69,12 +71,25 @@ class Saver:
         self._on_wait = on_wait
         self._open: Counter[str] = Counter()
         """Snapshots of each job that are not written yet."""
-        self._failures: list[Callable[[], None]] = []
+        self._outcomes: list[Callable[[], None]] = []
+        """What the thread that trains has yet to be told, in the order in which it was written."""
         self._memory: HostMemory | None = None
         if self._is_writer:
             sizes = [self._taker.numel(job.spec.lora) for job in jobs]
             self._arena = Arena(save_memory_numel(sizes, memory_gb))
             self._memory = HostMemory(self._arena.numel, groups.device)
+
+    def expect(self, lora: LoraSpec) -> None:
+        """Makes sure that a job's snapshot finds room, if nobody knew of the job before.
+
+        A larger one than any so far waits until everything is written.
+        """
+        if self._memory is None or self._taker.numel(lora) <= self._arena.numel:
+            return
+        self._writer.drain()
+        self._memory.close()
+        self._arena = Arena(self._taker.numel(lora))
+        self._memory = HostMemory(self._arena.numel, self._device)
 
     def save(self, job: JobState, targets: Sequence[Target]) -> None:
         """Takes a snapshot of a job and submits what is to be written of it; collective.
@@ -92,20 +107,28 @@ class Saver:
         assert snapshot is not None, "the writer has room"
         self._writer.submit(partial(self._write, job.name, snapshot, taken, tuple(targets)))
 
-    def submit(self, write: Callable[[], None]) -> None:
-        """Has a further file written behind all that was saved before, on the writer alone."""
+    def submit(
+        self, write: Callable[[], None] = always, on_done: Callable[[], None] = always
+    ) -> None:
+        """Has a further file written behind all that was saved before, on the writer alone.
+
+        Args:
+            on_done: called on the thread that trains, once all that was saved before is written.
+        """
         if self._is_writer:
-            self._writer.submit(write)
+            self._writer.submit(partial(self._run, write, on_done))
 
     def report(self) -> None:
-        """Calls `on_error` of what could not be written since the last call."""
+        """Calls `on_error` or `on_done` of what was written since the last call."""
         with self._writer.changed:
-            failures, self._failures = self._failures, []
-        for failure in failures:
-            failure()
+            outcomes, self._outcomes = self._outcomes, []
+        for outcome in outcomes:
+            outcome()
 
     def drain(self) -> None:
         """Waits until everything is on the disk, and reports what could not be written.
+
+        What is submitted by those who are told of it is waited for, too.
 
         Raises:
             WriterDied: if the thread has ended.
@@ -113,9 +136,11 @@ class Saver:
         begin_s = time.perf_counter()
         try:
             self._writer.drain()
+            while self._outcomes:
+                self.report()
+                self._writer.drain()
         finally:
             self.times.drain_s += time.perf_counter() - begin_s
-        self.report()
 
     def close(self) -> None:
         """Drains, ends the thread and gives the memory back; a second call does nothing.
@@ -162,17 +187,27 @@ class Saver:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # or waiting might open the first GPU
         snapshot.wait()
-        failures, num_bytes = [], 0
+        outcomes: list[Callable[[], None]] = []
+        num_bytes = num_failed = 0
         for target in targets:
             try:
                 num_bytes += target.write(snapshot)
             except (OSError, ValueError) as error:
                 # ValueError: values that are not finite, or a folder that holds something else.
-                failures.append(partial(target.on_error, error))
+                outcomes.append(partial(target.on_error, error))
+                num_failed += 1
+            else:
+                outcomes.append(target.on_done)
         with self._writer.changed:
-            self._failures += failures
-            self.times.writes += len(targets) - len(failures)
+            self._outcomes += outcomes
+            self.times.writes += len(targets) - num_failed
             self.times.written_bytes += num_bytes
             self.times.writer_s += time.perf_counter() - begin_s
             self._arena.give_back(taken)
             self._open[name] -= 1
+
+    def _run(self, write: Callable[[], None], on_done: Callable[[], None]) -> None:
+        """Writes a further file, on the writer's thread."""
+        write()
+        with self._writer.changed:
+            self._outcomes.append(on_done)

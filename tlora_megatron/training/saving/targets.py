@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from tlora_megatron.training.formats.atomic_directory import Permit, always
 from tlora_megatron.training.formats.checkpoint import checkpoint_state, write_checkpoint
 from tlora_megatron.training.formats.peft_format import write_adapter
 from tlora_megatron.training.formats.quantised.card import QuantisationCard
@@ -23,6 +24,8 @@ class Target(NamedTuple):
     """Writes it and returns the number of bytes; runs on the writer's thread."""
     on_error: Callable[[Exception], None]
     """Called on the thread that trains if the disk refused or a value was not finite."""
+    on_done: Callable[[], None] = always
+    """Called there once it is on the disk."""
 
 
 def checkpoint_target(
@@ -30,9 +33,11 @@ def checkpoint_target(
     job: JobState,
     on_error: Callable[[Exception], None],
     quantisation: QuantisationCard | None = None,
+    permit: Permit = always,
 ) -> Target:
     """Returns the checkpoint of a job as it is now, in `directory/step_N`."""
-    write = partial(_write_checkpoint, directory, job.step, checkpoint_state(job, quantisation))
+    state = checkpoint_state(job, quantisation)
+    write = partial(_write_checkpoint, directory, job.step, state, permit)
     return Target(BUFFERS, write, on_error)
 
 
@@ -41,21 +46,28 @@ def adapter_target(
     base_model: str,
     on_error: Callable[[Exception], None],
     quantisation: QuantisationCard | None = None,
+    permit: Permit = always,
 ) -> Target:
     """Returns the adapter of a job as a PEFT directory."""
-    write = partial(_write_adapter, directory, base_model, quantisation)
+    write = partial(_write_adapter, directory, base_model, quantisation, permit)
     return Target(BUFFERS[:1], write, on_error)
 
 
-def _write_checkpoint(directory: Path, step: int, state: str, snapshot: Snapshot) -> int:
+def _write_checkpoint(
+    directory: Path, step: int, state: str, permit: Permit, snapshot: Snapshot
+) -> int:
     master, *moments = BUFFERS
     weights = snapshot.tensors(master)
     of_moments = [t for name in moments for t in snapshot.tensors(name, prefix=f"{name}.")]
-    return write_checkpoint(directory, step, state, weights, of_moments)
+    return write_checkpoint(directory, step, state, weights, of_moments, permit)
 
 
 def _write_adapter(
-    directory: Path, base_model: str, quantisation: QuantisationCard | None, snapshot: Snapshot
+    directory: Path,
+    base_model: str,
+    quantisation: QuantisationCard | None,
+    permit: Permit,
+    snapshot: Snapshot,
 ) -> int:
     return write_adapter(
         directory,
@@ -64,4 +76,5 @@ def _write_adapter(
         model=snapshot.spec,
         base_model=base_model,
         quantisation=quantisation,
+        permit=permit,
     )

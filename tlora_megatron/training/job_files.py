@@ -1,0 +1,119 @@
+"""The files of a loop's jobs: their metrics, and what its saver writes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from tlora_megatron.config.run import RunSpec
+from tlora_megatron.training.formats.atomic_directory import NotPermitted
+from tlora_megatron.training.formats.quantised.card import QuantisationCard
+from tlora_megatron.training.job_state import EvalResult, JobState
+from tlora_megatron.training.metrics import JobMetrics
+from tlora_megatron.training.saving.targets import Target, adapter_target, checkpoint_target
+from tlora_megatron.training.super_model import StepReport
+
+
+class JobFiles:
+    """The files of jobs in the folders `OUT/jobs/NAME`.
+
+    Args:
+        base_model: name or path that exported adapters give as their base.
+        quantisation: of the base.
+        has_metrics: this process writes metrics.
+        may_write: asked by a job's name right before anything in its folder changes, also on the
+            writer's thread.
+    """
+
+    def __init__(
+        self,
+        run: RunSpec,
+        *,
+        base_model: str,
+        quantisation: QuantisationCard | None,
+        has_metrics: bool,
+        may_write: Callable[[str], bool],
+    ) -> None:
+        self.saved_step: dict[str, int] = {}
+        """The step of each job's last save, or at which it began."""
+        self._run = run
+        self._base_model = base_model
+        self._quantisation = quantisation
+        self._has_metrics = has_metrics
+        self.may_write = may_write
+        self._metrics: dict[str, JobMetrics] = {}
+
+    def folder(self, job: JobState) -> Path:
+        """The job's folder, `OUT/jobs/NAME`."""
+        return Path(self._run.output_dir) / "jobs" / job.name
+
+    def open(self, job: JobState) -> None:
+        """Begins or continues the metrics of a job, which is at the step where it starts."""
+        self.saved_step[job.name] = job.step
+        if self._has_metrics:
+            self._metrics[job.name] = JobMetrics(
+                Path(self._run.output_dir),
+                job.name,
+                tensorboard=self._run.tensorboard,
+                wandb_project=self._run.wandb_project,
+                resume_step=job.step,
+                may_write=partial(self.may_write, job.name),
+            )
+
+    def close(self, name: str) -> None:
+        """Ends the metrics of a job."""
+        if name in self._metrics:
+            self._metrics.pop(name).close()
+
+    def close_all(self) -> None:
+        """Ends the metrics of all jobs; a second call does nothing."""
+        for metrics in self._metrics.values():
+            metrics.close()
+
+    def log_step(self, report: StepReport) -> None:
+        """Writes one optimizer step, where metrics are written."""
+        job, outcome = report.job, report.outcome
+        if job.name in self._metrics:
+            self._metrics[job.name].log_step(
+                job.step,
+                outcome.loss,
+                outcome.grad_norm,
+                report.lr,
+                report.target_tokens,
+                report.tokens,
+                report.time_s,
+                skipped=not outcome.applied,
+            )
+
+    def log_eval(self, job: JobState, result: EvalResult) -> None:
+        """Writes one evaluation, where metrics are written."""
+        if job.name in self._metrics:
+            self._metrics[job.name].log_eval(job.step, result.loss, result.exact_match)
+
+    def checkpoint(self, job: JobState, on_error: Callable[[Exception], None]) -> Target:
+        """What makes a snapshot of the job as it is now a checkpoint."""
+        permit = partial(self.permit, job.name)
+        directory = self.folder(job) / "checkpoints"
+        return checkpoint_target(directory, job, on_error, self._quantisation, permit)
+
+    def adapter(
+        self, job: JobState, on_error: Callable[[Exception], None], directory: Path | None = None
+    ) -> Target:
+        """What makes a snapshot of the job an adapter for PEFT.
+
+        Args:
+            directory: None = `adapter` in the job's folder.
+        """
+        permit = partial(self.permit, job.name)
+        directory = self.folder(job) / "adapter" if directory is None else directory
+        return adapter_target(directory, self._base_model, on_error, self._quantisation, permit)
+
+    def permit(self, name: str) -> None:
+        """Does nothing while this process may change the files of a job.
+
+        Raises:
+            NotPermitted: once somebody else owns them.
+        """
+        if not self.may_write(name):
+            raise NotPermitted(f"job {name!r} must not be written here any more: another owns it")

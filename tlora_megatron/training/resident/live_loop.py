@@ -1,0 +1,281 @@
+"""A training loop whose jobs come and go, each with its own files, end and summary."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tlora_megatron.config.run import RunSpec
+from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.training.evaluation import Evaluation
+from tlora_megatron.training.formats.atomic_directory import NotPermitted
+from tlora_megatron.training.formats.quantised.card import QuantisationCard
+from tlora_megatron.training.job_state import EvalResult, JobState
+from tlora_megatron.training.listener import SilentListener
+from tlora_megatron.training.loop import TrainingLoop
+from tlora_megatron.training.metrics import write_summary
+from tlora_megatron.training.nano.rounds import NanoRounds
+from tlora_megatron.training.resident.staging import StagedJob
+from tlora_megatron.training.run.summary import job_summary
+from tlora_megatron.training.saving.targets import Target
+from tlora_megatron.training.stopping.run_watch import RunWatch
+from tlora_megatron.training.super_model import StepReport, SuperModel
+
+Tell = Callable[[str, str | None, Mapping[str, Any]], None]
+"""Is told what happens: the kind of event, the name of the job if it is one's, and values."""
+
+
+@dataclass(slots=True)
+class _Saves:
+    """The times at which a job is saved."""
+
+    every_s: float
+    every_steps: int
+    saved_s: float = field(default_factory=time.monotonic)
+
+    def is_due(self, now_s: float) -> bool:
+        return self.every_s > 0 and now_s - self.saved_s >= self.every_s
+
+
+class _Notes(SilentListener):
+    """Passes on what is worth telling a person."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+
+    def on_event(self, name: str, message: str) -> None:
+        self._tell("note", name, {"message": message})
+
+
+class LiveLoop(TrainingLoop):
+    """Rounds over jobs that join and leave between them.
+
+    Evaluations do not stop the others: a job that is to be evaluated is held, keeps its slot, and
+    `evaluate_part` scores a micro-batch of its rows at a time. A job that ended has its adapter and
+    a summary of its own written before anybody is told.
+
+    Args:
+        tell: is told of events, on the writer.
+        may_write: see `JobFiles`.
+    """
+
+    def __init__(
+        self,
+        super_model: SuperModel,
+        backbone: Backbone,
+        run: RunSpec,
+        tell: Tell,
+        *,
+        base_model: str,
+        quantisation: QuantisationCard | None = None,
+        nano_rounds: NanoRounds | None = None,
+        watch: RunWatch | None = None,
+        may_write: Callable[[str], bool] = lambda _: True,
+    ) -> None:
+        is_writer = super_model.groups.is_writer
+        self._tell: Tell = tell if is_writer else (lambda *_: None)
+        super().__init__(
+            super_model,
+            backbone,
+            run,
+            _Notes(self._tell),
+            base_model=base_model,
+            quantisation=quantisation,
+            nano_rounds=nano_rounds,
+            watch=watch,
+            may_write=may_write,
+        )
+        self._saves: dict[str, _Saves] = {}
+        self._to_evaluate: deque[JobState] = deque()
+        self._evaluation: Evaluation | None = None
+        """Of the first of them, under way."""
+        self._newcomers: dict[str, None] = {}
+        """Jobs that have not been through a whole round yet."""
+        self.start()
+
+    @property
+    def has_round(self) -> bool:
+        """True if a round has something to do: some job trains and is not held."""
+        return any(job.is_active and not job.is_held for job in self.super_model.jobs)
+
+    @property
+    def has_work(self) -> bool:
+        """True if there is a round to run, or an evaluation."""
+        return self.has_round or bool(self._to_evaluate)
+
+    @property
+    def newcomers(self) -> list[str]:
+        """Names of the jobs whose first round, or evaluation before it, is the next or present."""
+        return list(self._newcomers)
+
+    def names(self) -> list[str]:
+        """Names of the jobs that train or are evaluated."""
+        return [job.name for job in self.super_model.jobs if job.is_active]
+
+    def join(self, staged: StagedJob) -> None:
+        """Lets a prepared job take part from the next round on, or from its evaluation on."""
+        job = staged.state
+        self._saves[job.name] = _Saves(staged.checkpoint_every_s, staged.checkpoint_every_steps)
+        self._newcomers[job.name] = None
+        self.admit(job)
+        if job.is_done:
+            self._fail_unmoved([job])
+        if job.is_active and (job.eval_before is None or job.is_done):
+            self._evaluate([job])
+        if job.is_done:
+            if job.is_active:
+                self.saver.save(job, [self._adapter(job)])
+            self._retire([job])
+
+    def leave(self, name: str, *, save: bool, lost: bool = False) -> bool:
+        """Takes a job out; it is told as left once what is saved of it is on the disk.
+
+        Args:
+            lost: somebody else owns its files by now.
+
+        Returns:
+            False if no job of that name trains.
+        """
+        job = self.release(name, save=save)
+        if job is None:
+            return False
+        self._forget(job)
+        facts = {"step": job.step} | ({"lost": True} if lost else {})
+        self.saver.submit(on_done=partial(self._tell, "left", name, facts))
+        return True
+
+    def save_jobs(self, names: Sequence[str]) -> None:
+        """Checkpoints those of the jobs that have moved since they were saved."""
+        jobs = [job for job in self.super_model.jobs if job.name in names and job.is_active]
+        self._save([job for job in jobs if job.step > self.files.saved_step[job.name]])
+
+    def due_by_time(self) -> list[str]:
+        """Names of the jobs whose last save is too long ago; the clock is this process's."""
+        now_s = time.monotonic()
+        return [
+            job.name
+            for job in self.super_model.jobs
+            if job.is_active
+            and job.step > self.files.saved_step[job.name]
+            and self._saves[job.name].is_due(now_s)
+        ]
+
+    def run_round(self) -> None:
+        """Runs a round, if some job takes part, and what is due behind it."""
+        if self.has_round:
+            trains = [job.name for job in self.super_model.jobs if not job.is_held]
+            self.step()
+            for name in trains:
+                self._newcomers.pop(name, None)
+
+    def evaluate_part(self) -> None:
+        """Scores one micro-batch of the job whose evaluation is first, if there is one."""
+        if not self._to_evaluate:
+            return
+        job = self._to_evaluate[0]
+        if self._evaluation is None:
+            self._evaluation = Evaluation([job], [job], self.super_model.groups.device)
+        self.watch.tick("an evaluation")
+        self.super_model.evaluate_part(self._evaluation, micro_batches=1)
+        if not self._evaluation.is_complete:
+            return
+        result = self._evaluation.results()[0]
+        assert result is not None, "only jobs with rows are evaluated"
+        self._to_evaluate.popleft()
+        self._evaluation = None
+        job.is_held = False
+        self._note_evaluation(job, result)
+        if job.is_done:
+            self._retire([job])
+
+    def _evaluate(self, jobs: Sequence[JobState]) -> None:
+        for job in jobs:
+            if job.data.eval:
+                job.is_held = True
+                self._to_evaluate.append(job)
+
+    def _note_evaluation(self, job: JobState, result: EvalResult) -> None:
+        super()._note_evaluation(job, result)
+        scores = {"loss": result.loss, "exact_match": result.exact_match}
+        self._tell("evaluated", job.name, {"step": job.step, **scores})
+
+    def _log(self, report: StepReport) -> None:
+        super()._log(report)
+        values = {"loss": report.outcome.loss, "lr": report.lr, "tokens": report.tokens}
+        self._tell("stepped", report.job.name, {"step": report.job.step, **values})
+
+    def _checkpoint_due(self, job: JobState) -> bool:
+        every = self._saves[job.name].every_steps
+        return every > 0 and job.step % every == 0
+
+    def _checkpoint(self, job: JobState) -> Target:
+        self._saves[job.name].saved_s = time.monotonic()
+        saved = partial(self._tell, "saved", job.name, {"step": job.step})
+        return super()._checkpoint(job)._replace(on_done=saved)
+
+    def _not_saved(self, job: JobState, step: int, error: Exception) -> None:
+        super()._not_saved(job, step, error)
+        self._tell("not_saved", job.name, {"step": step, "error": str(error)})
+
+    def _retire(self, jobs: Sequence[JobState]) -> None:
+        """Ends jobs; those that are held are ended once they are evaluated.
+
+        A failed one leaves a placeholder only while somebody is there whose packing is not its own.
+        """
+        over = {job.name: job for job in jobs if not job.is_held}
+        for job in over.values():
+            if job.is_active:
+                job.status = "finished"
+        present = self.super_model.jobs
+        is_shared = any(j.is_active and j.spec.portion_tokens is None for j in present)
+        staying = [
+            job
+            for job in present
+            if job.is_held or (not job.is_done and (job.is_active or is_shared))
+        ]
+        if over or len(staying) < len(present):
+            self._set_jobs([job if job.is_active else job.placeholder() for job in staying])
+        for job in over.values():
+            self._forget(job)
+            self.files.close(job.name)
+            self.saver.submit(on_done=partial(self._close_job, job))
+
+    def _forget(self, job: JobState) -> None:
+        """Drops what the loop keeps of a job that trains no more."""
+        self.jobs = tuple(other for other in self.jobs if other.name != job.name)
+        self._newcomers.pop(job.name, None)
+        self._saves.pop(job.name, None)
+        waiting = [other for other in self._to_evaluate if other is not job]
+        if self._to_evaluate and self._to_evaluate[0] is job:
+            self._evaluation = None
+        self._to_evaluate = deque(waiting)
+
+    def _close_job(self, job: JobState) -> None:
+        """Writes the summary of a job whose adapter is on the disk, then tells that it ended."""
+        summary = job_summary(job, self.files.folder(job))
+        facts = {"status": job.status, "reason": job.reason, "step": job.step}
+        errors: list[Exception] = []
+        write = partial(self._write_summary, job, summary, errors)
+        self.saver.submit(write, partial(self._tell_ended, job.name, facts, errors))
+
+    def _write_summary(
+        self, job: JobState, summary: dict[str, Any], errors: list[Exception]
+    ) -> None:
+        """Runs on the writer's thread."""
+        try:
+            permit = partial(self.files.permit, job.name)
+            write_summary(self.files.folder(job), summary, permit)
+        except OSError as error:
+            errors.append(error)
+
+    def _tell_ended(self, name: str, facts: Mapping[str, Any], errors: Sequence[Exception]) -> None:
+        if any(isinstance(error, NotPermitted) for error in errors):
+            self._tell("left", name, {"step": facts["step"], "lost": True})
+            return
+        for error in errors:
+            self._tell("note", name, {"message": f"its summary could not be written: {error}"})
+        self._tell("ended", name, facts)

@@ -1,0 +1,254 @@
+"""The resident loop: a super-model that stays, and whose jobs join and leave at round boundaries.
+
+All ranks apply the same commands behind the same round: the first rank's mail is sent to the others
+while a round computes, and carried out behind it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tlora_megatron.training.resident.live_loop import LiveLoop, Tell
+from tlora_megatron.training.resident.mail import (
+    Agreement,
+    Mail,
+    Mailbox,
+    Readiness,
+    gather_texts,
+)
+from tlora_megatron.training.resident.staging import Failed, StagedJob, Stager
+from tlora_megatron.training.run.frozen_gc import frozen_gc
+
+logger = logging.getLogger(__name__)
+
+_IDLE_S = 10.0
+"""An idle loop looks so often whether it still may do what it does."""
+_BUSY_S = 0.02
+"""It looks so often while a job is prepared."""
+
+
+class ResidentLoop:
+    """Runs rounds and carries out commands, until it is told to stop.
+
+    Args:
+        stager: prepares jobs beside the rounds.
+        group: of gloo over the world, for this loop alone; None = a world of one.
+        tell: is told of events, on the writer; of memory that is gone on any rank.
+        may_write: asked on the writer whether it still owns a job's files; a job of which it says
+            no leaves at the next boundary, and nothing more is written of it.
+        round_every_s: seconds between two events of the kind `round`.
+    """
+
+    def __init__(
+        self,
+        live: LiveLoop,
+        stager: Stager,
+        group: dist.ProcessGroup | None,
+        tell: Tell,
+        *,
+        round_every_s: float = 2.0,
+    ) -> None:
+        self.live = live
+        self._stager = stager
+        self._group = group
+        self._any_rank_tells = tell
+        is_writer = live.super_model.groups.is_writer
+        self._tell: Tell = tell if is_writer else (lambda *_: None)
+        self._may_write = live.files.may_write
+        self._agreement = Agreement(group)
+        self._preparing: list[str] = []
+        """Jobs that some rank may still be preparing; the same on all ranks."""
+        self._waiting: dict[str, None] = {}
+        """Jobs that join as soon as they are prepared."""
+        self._rates = _Rates(round_every_s)
+        self._has_stopped = False
+
+    def serve(self, mailbox: Mailbox | None) -> None:
+        """Runs until a command stops it; every rank of the world calls it.
+
+        Args:
+            mailbox: where commands come in, on the first rank; None on the others.
+        """
+        with frozen_gc():
+            while not self._has_stopped:
+                is_idle = not self.live.has_work
+                word = self._word(mailbox, is_idle=is_idle)
+                states = {name: self._stager.state(name) for name in self._preparing}
+                ready = Readiness(self._group, states)
+                self._agreement.begin(word)
+                if not is_idle:
+                    self._work()
+                self._at_boundary(self._agreement.read(), ready.read())
+
+    def close(self) -> None:
+        """Ends threads and closes files; a second call does nothing."""
+        self._stager.close()
+        self.live.close()
+
+    def _word(self, mailbox: Mailbox | None, *, is_idle: bool) -> dict[str, Any] | None:
+        """What the first rank says for the boundary behind the round that begins."""
+        if mailbox is None:
+            return None
+        if is_idle:
+            self.live.drain()  # nobody waits, and what is written must be told
+            mailbox.wait(_BUSY_S if self._preparing else _IDLE_S)
+        lost = [name for name in self.live.names() if not self._may_write(name)]
+        return {"mail": list(mailbox.take()), "lost": lost, "save": self.live.due_by_time()}
+
+    def _work(self) -> None:
+        """A round, and a micro-batch of an evaluation."""
+        newcomers = self.live.newcomers
+        begin_s, tokens = time.perf_counter(), self.live.tokens
+        try:
+            self.live.run_round()
+            self.live.evaluate_part()
+        except torch.OutOfMemoryError:
+            self._any_rank_tells("out_of_memory", None, {"newcomers": newcomers})
+            raise
+        self._rates.add(time.perf_counter() - begin_s, self.live.tokens - tokens)
+        if (found := self._rates.take(self.live)) is not None:
+            self._tell("round", None, found)
+
+    def _at_boundary(self, word: dict[str, Any], ready: dict[str, bool]) -> None:
+        """Carries out what the ranks have agreed on, in the same order on all of them."""
+        begin_s, joined = time.perf_counter(), []
+        for name in word["lost"]:
+            self.live.leave(name, save=False, lost=True)
+        if word["save"]:
+            self.live.save_jobs(word["save"])
+        for name, is_ready in ready.items():
+            self._note_prepared(name, is_ready)
+        for mail in word["mail"]:
+            self._carry_out(mail)
+        for name in list(self._waiting):
+            if name in self._preparing:
+                continue
+            del self._waiting[name]
+            joined.append(self._join(name))
+        if joined:
+            gc.freeze()
+            stall_s = time.perf_counter() - begin_s
+            for name, step in joined:
+                facts = {"round": self.live.rounds, "from_step": step, "stall_s": stall_s}
+                self._tell("joined", name, facts)
+        for mail in word["mail"]:
+            if "seq" in mail:
+                self._tell("applied", mail.get("job"), {"seq": mail["seq"]})
+        if self._has_stopped:
+            self.live.drain()
+            self._tell("stopped", None, {})
+
+    def _carry_out(self, mail: Mail) -> None:
+        kind, name, body = mail["kind"], mail.get("job"), mail.get("body") or {}
+        if kind == "prepare":
+            self._prepare(str(name), body)
+        elif kind == "join":
+            self._ask_to_join(str(name))
+        elif kind == "leave":
+            self._leave(str(name), save=bool(body.get("save", True)))
+        elif kind == "save":
+            self.live.save_active()
+        elif kind == "stop":
+            self._stop(save=bool(body.get("save", True)))
+        elif kind != "renew":
+            self._tell("note", name, {"message": f"command {kind!r} is not known here"})
+
+    def _prepare(self, name: str, order: Mail) -> None:
+        if name in self.live.names():
+            self._refuse(name, f"job {name!r} trains here already")
+        elif name not in self._stager:  # the same order twice is one
+            self._stager.order(name, {**order, "job": name})
+            self._preparing.append(name)
+
+    def _note_prepared(self, name: str, is_ready: bool) -> None:
+        """Takes note of what all ranks have found; a job that some rank refuses is gone."""
+        if name not in self._stager or name not in self._preparing:
+            return
+        self._preparing.remove(name)
+        found = self._stager.found(name)
+        if is_ready and isinstance(found, StagedJob):
+            facts = {"num_steps": found.state.plan.num_steps, "from_step": found.state.step}
+            self._tell("prepared", name, {"digest": found.digest, **facts})
+            return
+        own = found.error if isinstance(found, Failed) else ""
+        reasons = [text for text in gather_texts(self._group, own) if text]
+        unlike = (
+            f"every process must read the same data for job {name!r}, got others on some; "
+            f"they must lie where all nodes see them"
+        )
+        self._stager.drop(name)
+        self._waiting.pop(name, None)
+        self._refuse(name, reasons[0] if reasons else unlike)
+
+    def _ask_to_join(self, name: str) -> None:
+        if name in self._stager:
+            self._waiting[name] = None
+        elif name not in self.live.names():
+            self._refuse(name, f"job {name!r} must be prepared before it joins, got none")
+
+    def _join(self, name: str) -> tuple[str, int]:
+        staged = self._stager.take(name)
+        step = staged.state.step
+        self._rates.begin(name, staged.state.tokens)
+        self.live.join(staged)
+        return name, step
+
+    def _leave(self, name: str, *, save: bool) -> None:
+        if self.live.leave(name, save=save):
+            return
+        if name in self._stager:
+            self._forget(name)
+            self._tell("left", name, {"step": 0})
+
+    def _forget(self, name: str) -> None:
+        """Drops a job that has been ordered."""
+        self._stager.drop(name)
+        self._waiting.pop(name, None)
+        if name in self._preparing:
+            self._preparing.remove(name)
+
+    def _stop(self, *, save: bool) -> None:
+        if save:
+            self.live.save_active()
+        self._has_stopped = True
+
+    def _refuse(self, name: str, error: str) -> None:
+        self._tell("refused", name, {"error": error})
+
+
+class _Rates:
+    """Tokens a second, over all rounds and of each job, told every few seconds."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._since_s = 0.0
+        self._tokens = 0
+        self._before: dict[str, int] = {}
+
+    def begin(self, name: str, tokens: int) -> None:
+        """Takes note of a job that joins with so many tokens behind it."""
+        self._before[name] = tokens
+
+    def add(self, round_s: float, tokens: int) -> None:
+        """Counts a round."""
+        self._since_s += round_s
+        self._tokens += tokens
+
+    def take(self, live: LiveLoop) -> dict[str, Any] | None:
+        """Returns what to tell, if it is time, and begins anew."""
+        if self._since_s < self._every_s:
+            return None
+        now = {job.name: job.tokens for job in live.super_model.jobs if job.is_active}
+        jobs = {
+            name: (tokens - self._before.get(name, 0)) / self._since_s
+            for name, tokens in now.items()
+        }
+        rate = self._tokens / self._since_s
+        self._since_s, self._tokens, self._before = 0.0, 0, now
+        return {"rounds": live.rounds, "tokens_per_s": rate, "jobs": jobs}

@@ -1,0 +1,197 @@
+"""Prepares jobs on a thread beside training: data, checks, and an adapter ready on the device."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
+from tlora_megatron.layers.slab import AdapterSlab
+from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.training.data.tokenize import fingerprint
+from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.preparation import PreparedJob, start_job
+
+Order = Mapping[str, Any]
+"""What is asked for: `job` (its name here), `document`, and when to save it; see `StagedJob`."""
+ReadOrder = Callable[[Order], PreparedJob]
+"""Reads all that a job starts from and checks it; runs on a thread, on every rank."""
+
+_CHUNK = 1 << 23
+"""Elements that are copied to the device at once, through locked memory that is reused."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedJob:
+    """A job that can join between two rounds."""
+
+    state: JobState
+    digest: str
+    """The same on ranks that have read the same."""
+    copied: torch.cuda.Event | None
+    """The device has the adapter behind it."""
+    checkpoint_every_s: float
+    """0 = not by time."""
+    checkpoint_every_steps: int
+    """0 = not by steps."""
+
+
+class Failed(NamedTuple):
+    """The reason for which a job cannot join."""
+
+    error: str
+
+
+@dataclass(slots=True)
+class _Ordered:
+    """A job on its way; the thread that prepares it fills in what it found."""
+
+    order: Order
+    found: StagedJob | Failed | None = None
+    is_dropped: bool = False
+
+
+def digest_of(prepared: PreparedJob) -> str:
+    """Digest of everything that a job's steps follow from; paths may differ by node."""
+    no_paths = {"data": None, "init_from": None, "resume_from": None}
+    step = 0 if prepared.checkpoint is None else prepared.checkpoint.step
+    data = prepared.data
+    content = [asdict(prepared.spec) | no_paths, data.fingerprint, fingerprint(data.eval), step]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+
+
+class Stager:
+    """Prepares one job after another on a thread.
+
+    Args:
+        read_order: reads and checks a job.
+        check: refuses what this super-model has no place for; raises a `ValueError`.
+    """
+
+    def __init__(
+        self,
+        bank: AdapterBank,
+        spec: Backbone,
+        read_order: ReadOrder,
+        check: Callable[[PreparedJob], None],
+    ) -> None:
+        self._bank = bank
+        self._spec = spec
+        self._read_order = read_order
+        self._check = check
+        self._ordered: dict[str, _Ordered] = {}
+        self._orders: queue.SimpleQueue[_Ordered | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._locked: torch.Tensor | None = None
+
+    def order(self, name: str, order: Order) -> None:
+        """Begins to prepare a job, behind those that were ordered before."""
+        self._ordered[name] = _Ordered(order)
+        self._orders.put(self._ordered[name])
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="tlora-stage", daemon=True)
+            self._thread.start()
+
+    def found(self, name: str) -> StagedJob | Failed | None:
+        """A job that was ordered, ready or refused; None while it is prepared."""
+        return self._ordered[name].found
+
+    def state(self, name: str) -> int | None:
+        """What `mail.Readiness` takes of a job that was ordered."""
+        found = self.found(name)
+        if found is None:
+            return None
+        return -1 if isinstance(found, Failed) else int(found.digest[:15], 16)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._ordered
+
+    def take(self, name: str) -> StagedJob:
+        """Hands a job over that is ready."""
+        found = self._ordered.pop(name).found
+        assert isinstance(found, StagedJob), f"job {name} is not ready"
+        self._wait_for_copy(found)
+        return found
+
+    def drop(self, name: str) -> None:
+        """Forgets a job that was ordered."""
+        ordered = self._ordered.pop(name)
+        ordered.is_dropped = True
+        if isinstance(ordered.found, StagedJob):
+            self._wait_for_copy(ordered.found)
+
+    def _wait_for_copy(self, staged: StagedJob) -> None:
+        """Lets the device, not the host, wait; memory given back must not be written any more."""
+        if staged.copied is not None:
+            torch.cuda.current_stream(self._bank.device).wait_event(staged.copied)
+
+    def close(self) -> None:
+        """Ends the thread behind the job under way, without waiting for it."""
+        self._orders.put(None)
+
+    def _work(self) -> None:
+        if self._bank.device.type == "cuda":
+            torch.cuda.set_device(self._bank.device)
+        while (ordered := self._orders.get()) is not None:
+            if not ordered.is_dropped:
+                ordered.found = self._prepare(ordered.order)
+
+    def _prepare(self, order: Order) -> StagedJob | Failed:
+        try:
+            prepared = self._read_order(order)
+            self._check(prepared)
+            return self._stage(prepared, order)
+        except torch.OutOfMemoryError:
+            return Failed(f"job {order['job']!r} does not fit into the memory that its ranks have")
+        except Exception as error:  # whatever is wrong with one job, the others train on
+            is_told = isinstance(error, ValueError | OSError)
+            return Failed(str(error) if is_told else f"{type(error).__name__}: {error}")
+
+    def _stage(self, prepared: PreparedJob, order: Order) -> StagedJob:
+        bank, job = self._bank, prepared.spec
+        copied = None
+        if bank.device.type != "cuda" or bank.placement.on_cpu:
+            state = start_job(prepared, self._spec, bank.new_slab(job.lora))
+        else:
+            on_host = AdapterSlab(bank.slab_layout(job.lora), torch.device("cpu"), bank.placement)
+            state = start_job(prepared, self._spec, on_host)
+            slab = bank.new_slab(job.lora)
+            copied = self._copy(on_host, slab)
+            state.adapter = Adapter(name=job.name, lora=job.lora, slab=slab)
+        return StagedJob(
+            state=state,
+            digest=digest_of(prepared),
+            copied=copied,
+            checkpoint_every_s=float(order.get("checkpoint_every_s", 0.0)),
+            checkpoint_every_steps=int(order.get("checkpoint_every_steps", 0)),
+        )
+
+    def _copy(self, host: AdapterSlab, slab: AdapterSlab) -> torch.cuda.Event:
+        """Copies what is not zero to the device, on a stream beside the training's."""
+        device = self._bank.device
+        if self._stream is None or self._locked is None:
+            self._stream = torch.cuda.Stream(device)
+            self._locked = torch.empty(_CHUNK, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        begun, targets = torch.cuda.Event(blocking=True), slab.buffers()
+        with torch.cuda.stream(self._stream):
+            for name, values in host.buffers().items():
+                for part, target in zip(
+                    values.split(_CHUNK), targets[name].split(_CHUNK), strict=True
+                ):
+                    if not part.any():
+                        continue
+                    begun.synchronize()
+                    room = self._locked[: len(part)].copy_(part)
+                    target.copy_(room, non_blocking=True)
+                    begun.record(self._stream)
+        begun.record(self._stream)
+        return begun
