@@ -39,7 +39,7 @@ from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.resident.live_loop import LiveLoop, Tell
 from tlora_megatron.training.resident.loop import ResidentLoop
-from tlora_megatron.training.resident.staging import Order, Stager
+from tlora_megatron.training.resident.staging import Order, ReadOrder, Stager
 from tlora_megatron.training.run.job_admission import check_fits_linears, prepare_for
 from tlora_megatron.training.run.nano_setup import start_nano_batches
 from tlora_megatron.training.run.training_run import DTYPES, Linears, allow_open_files
