@@ -110,6 +110,8 @@ def _show_adapter(path: Path, *, as_json: bool) -> int:
 
 def _show_run(path: Path, *, as_json: bool) -> int:
     summary = _read_json(path / "summary.json")
+    if "jobs" not in summary:  # of one job of a service, in the job's own folder
+        summary = {"run": {}, "jobs": {path.name: summary}}
     if as_json:
         _print_json({"kind": "run", "path": str(path), **summary})
     else:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 0.1
 _PAGE = 1000
+_IN_METRICS = ("evaluated",)
+"""Events that are lines of the job's own metrics, too."""
 _EPILOG = """\
 examples:
   tlora logs mirror
@@ -76,7 +78,8 @@ def _rows(service: Service, job: Job, *, follow: bool) -> Iterator[Row]:
         while events := service.store.events.after(seq, job=job.id, limit=_PAGE):
             for event in events:
                 yield from steps.until(event.body.get("step", -1))
-                yield _event_row(event)
+                if event.kind not in _IN_METRICS:
+                    yield _event_row(event)
             seq = events[-1].seq
         yield from steps.until(math.inf)
         if is_over or not follow:
@@ -149,7 +152,9 @@ def _event_words(row: Row) -> str:
     why = facts.pop("why", None) or facts.pop("error", None) or facts.pop("message", None)
     words = row["event"]
     if words == "state":
-        words = f"{facts.pop('from', '')} -> {facts.pop('to', '')}".removeprefix(" -> ")
+        words = f"{facts.pop('from', '')} -> {facts.pop('to', '')}"
+    elif words in ("seat", "said"):
+        words = facts.pop("phase", None) or facts.pop("what", words)
     rest = ", ".join(f"{key} {_short(value)}" for key, value in facts.items())
     return words + (f": {why}" if why else "") + (f" ({rest})" if rest else "")
 

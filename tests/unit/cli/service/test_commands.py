@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.helpers.launch import HANG_S
+from tests.helpers.stored_jobs import finish, printed, serve_gang, start, submit
 from tlora_megatron.cli.main import main
 from tlora_megatron.service.home import Home, make_folder
-from tlora_megatron.service.messages import GangSpec
-from tlora_megatron.service.store import GangState, Job, JobState, Store
+from tlora_megatron.service.store import JobState, Store
 
 ON_SERVICES = [
     ["submit", "run.yaml"],
@@ -25,43 +25,6 @@ ON_SERVICES = [
     ["resume", "one"],
     ["adapters", "one", "--out", "here"],
 ]
-
-
-def printed(capsys: pytest.CaptureFixture[str]) -> Any:
-    return json.loads(capsys.readouterr().out)
-
-
-def submit(run_file: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[Any]:
-    assert main(["submit", str(run_file), "--json", *options]) == 0
-    return list(printed(capsys))
-
-
-def serve_gang(store: Store, home: Home) -> None:
-    """Starts a gang, as far as the store knows."""
-    spec = GangSpec(
-        gang="g1",
-        epoch=1,
-        base_model={"path": "base"},
-        parallel={},
-        run={},
-        gpus=((0, 0),),
-        root=str(home.root),
-    )
-    store.gangs.add(spec)
-    store.gangs.change("g1", 1, GangState.RUNNING)
-
-
-def start(store: Store, job: str) -> Job:
-    """Lets the gang have a job, as a controller does."""
-    store.jobs.change(job, JobState.QUEUED)
-    with store.transaction():
-        store.leases.grant(job, "g1", 1)
-        store.jobs.change(job, JobState.STARTING)
-        return store.jobs.change(job, JobState.RUNNING, step=3, num_steps=5, loss=0.5)
-
-
-def finish(store: Store, job: str) -> None:
-    store.jobs.change(job, JobState.FINISHED, release="it has ended", step=5)
 
 
 def finished_adapter(store: Store, home: Home, job: str) -> Path:
