@@ -43,6 +43,18 @@ def hold_output_dir(output_dir: Path) -> Iterator[None]:
         yield
 
 
+def is_held(output_dir: Path) -> bool:
+    """True if a run writes there; also where the file system has no locks, so nobody can tell."""
+    try:
+        with (output_dir / _LOCK_NAME).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (FileNotFoundError, PermissionError):
+        return False
+    except OSError:  # held, or no locks there
+        return True
+    return False
+
+
 def claim_output_dir(output_dir: Path, config: RunConfig) -> bool:
     """Makes the directory if it is missing; returns True if it holds this run, to be resumed.
 
