@@ -1,0 +1,66 @@
+"""Turns a controller's order into a job that a rank can train: tokens mapped, checkpoint found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tlora_megatron.config.jobs import read_job
+from tlora_megatron.config.load import RunConfig
+from tlora_megatron.service.below import UserFiles
+from tlora_megatron.service.home import Home
+from tlora_megatron.service.messages import JobOrder
+from tlora_megatron.training.data.jsonl_file import JsonlFile
+from tlora_megatron.training.data.token_cache import TokenCache
+from tlora_megatron.training.preparation import PreparedJob
+from tlora_megatron.training.run.job_folders import check_job_folders
+from tlora_megatron.training.run.job_reader import JobReader
+
+
+def order_reader(config: RunConfig, root: str | Path) -> Callable[[Mapping[str, Any]], PreparedJob]:
+    """Returns what reads orders over the base of a gang; it may run on a thread beside training.
+
+    A job goes on from the newest checkpoint in its own folder; without one it starts as its
+    document says. Its tokens come from the service's cache: no rank tokenizes, unless the cache has
+    lost them.
+
+    Args:
+        config: of the gang.
+        root: the service's folder.
+
+    Raises:
+        ValueError: if the base cannot be used.
+    """
+    home = Home(Path(root))
+    reader = JobReader(
+        config.base_model,
+        TokenCache(home.tokens, _read_again),
+        micro_batch_tokens=config.longest_sequence,
+        budget="the service's micro_batch_tokens",
+        tp_size=config.parallel.most_tp,
+    )
+    # One rank looks at all values of a checkpoint; the others would read it again for nothing.
+    is_first = os.environ.get("RANK", "0") == "0"
+
+    def read(order: Mapping[str, Any]) -> PreparedJob:
+        asked = JobOrder(**order)
+        # Under the user's name for it, so that errors have that; inside a gang its id is its name.
+        job = read_job(dict(asked.document), None, path=f"jobs.{asked.name}")
+        if job.portion_tokens is None:
+            raise ValueError(f"portion_tokens of job {job.name!r} must be set when it is accepted")
+        check_job_folders(home.root, asked.job)
+        saved = home.job(asked.job) / "checkpoints"
+        found = reader.read(job, keys=asked.tokens, saved=saved, values=is_first).prepared
+        return replace(found, spec=replace(found.spec, name=asked.job))
+
+    return read
+
+
+def _read_again(file: JsonlFile) -> bytes:
+    """Reads a file that was resolved when its job was accepted: there are no links in its path."""
+    what = f"{file.key} of job {file.job.name!r}"
+    with UserFiles(Path("/")).open_file(file.path, what) as opened:
+        return opened.read()
