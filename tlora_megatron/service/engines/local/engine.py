@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,13 +12,12 @@ from tlora_megatron.service.engines.local.seats import Seats
 from tlora_megatron.service.engines.local.spares import COMMAND as SPARE_COMMAND
 from tlora_megatron.service.engines.local.spares import Spares
 from tlora_megatron.service.engines.protocol import Cursor, GangInfo, NodeInfo
+from tlora_megatron.service.engines.rank_process import RANK_COMMAND, inherited_environment
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.mail.folder import EventReader, GangFolder
 from tlora_megatron.service.messages import Command, GangEvent, GangSpec
 from tlora_megatron.service.processes import Life
 
-RANK_COMMAND = (sys.executable, "-m", "tlora_megatron.service.worker.rank")
-_OF_OTHER_WORLDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "GROUP_")
 _ASKED = "the service has ended it"
 _HALF_STARTED = "its start was broken off, since the service ended in the middle of it"
 
@@ -52,11 +50,7 @@ class LocalEngine:
         self._home = Home.open(root)
         self._seats = Seats.of_host(gpus, seats)
         self._rank_command = tuple(rank_command)
-        self._environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(_OF_OTHER_WORLDS)
-        }
+        self._environment = inherited_environment()
         self._spares = Spares(
             self._home.standby, self._seats, self._environment, standby, spare_command
         )

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tlora_megatron.service.engines.local.blame import blame
+from tlora_megatron.service.engines.endings import blame, say_died
 from tlora_megatron.service.mail.folder import EventReader, GangFolder, Outbox
-from tlora_megatron.service.mail.lines import LineWriter
 from tlora_megatron.service.messages import Command, GangEvent, GangSpec
 from tlora_megatron.service.processes import Life, ended
 
@@ -142,25 +141,6 @@ class LocalGang:
             for life in self._lives():
                 life.kill()
         if all(member.is_gone or member.life is None for member in self._members):
-            self._say_died(self._ending.died)
+            say_died(self.folder, self._ending.died)
             self.is_over = True
             self.release()
-
-    def _say_died(self, body: dict[str, Any]) -> None:
-        """Writes the gang's last event in its place, unless it has said goodbye itself."""
-        last = self._events.last()
-        if last is not None and last.kind in ("died", "stopped"):
-            return
-        newcomers = body.get("newcomers", [])
-        event = GangEvent(
-            gang=self.spec.gang,
-            epoch=self.spec.epoch,
-            number=last.number + 1 if last else 1,
-            at=time.time(),
-            kind="died",
-            job=newcomers[0] if len(newcomers) == 1 else None,
-            body={"out_of_memory": False, "newcomers": [], **body},
-        )
-        writer = LineWriter(self.folder.events)
-        writer.append(event.to_json(), durable=True)
-        writer.close()

@@ -1,12 +1,15 @@
-"""Which rank of a gang that has ended is to blame, and what it has to say."""
+"""How a gang has ended: which rank is to blame, what it has to say, and the gang's last event."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from tlora_megatron.runtime.ranks import describe_death
-from tlora_megatron.service.mail.folder import GangFolder
+from tlora_megatron.service.mail.folder import EventReader, GangFolder
+from tlora_megatron.service.mail.lines import LineWriter
+from tlora_megatron.service.messages import GangEvent
 
 _TAIL_BYTES = 4096
 
@@ -23,6 +26,29 @@ def blame(folder: GangFolder, codes: Mapping[int, int | None]) -> dict[str, Any]
     )
     words = {key: ending[key] for key in ("reason", "out_of_memory", "newcomers")}
     return {"rank": rank, **words}
+
+
+def say_died(folder: GangFolder, body: Mapping[str, Any]) -> None:
+    """Writes a gang's last event in its place, unless it has said goodbye itself.
+
+    None of its processes may be left.
+    """
+    last = EventReader(folder).last()
+    if last is not None and last.kind in ("died", "stopped"):
+        return
+    newcomers = body.get("newcomers", [])
+    event = GangEvent(
+        gang=folder.gang,
+        epoch=folder.epoch,
+        number=last.number + 1 if last else 1,
+        at=time.time(),
+        kind="died",
+        job=newcomers[0] if len(newcomers) == 1 else None,
+        body={"out_of_memory": False, "newcomers": [], **body},
+    )
+    writer = LineWriter(folder.events)
+    writer.append(event.to_json(), durable=True)
+    writer.close()
 
 
 def _ending(folder: GangFolder, rank: int, code: int | None) -> dict[str, Any]:
