@@ -12,7 +12,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from sqlalchemy import Connection, Engine, select
@@ -26,6 +26,7 @@ from tlora_megatron.service.store.errors import (
     StoreUnreachable,
 )
 from tlora_megatron.service.store.sql import tables
+from tlora_megatron.service.store.sql.turn import Turn
 
 _FULL = ("SQLITE_FULL", "53100")
 _BUSY = ("SQLITE_BUSY", "SQLITE_LOCKED", "55P03")
@@ -59,7 +60,8 @@ class Database:
         *,
         place: str,
         clock: Callable[[], float],
-        turn: str | None = None,
+        turn: Turn = nullcontext,
+        statement: str | None = None,
     ) -> None:
         """Takes engines that are set up.
 
@@ -68,7 +70,8 @@ class Database:
             reader: Each of its transactions sees one state of the store throughout.
             place: The store in messages, without a password.
             clock: Gives the time that rows get, in Unix seconds.
-            turn: Statement that waits until no other transaction writes; None where beginning does.
+            turn: Entered by a writer before it begins, so that those who wait do so in peace.
+            statement: Waits until no other transaction writes; None where beginning does.
         """
         self.place = place
         self.clock = clock
@@ -77,6 +80,7 @@ class Database:
         self._writer = writer
         self._reader = reader
         self._turn = turn
+        self._statement = statement
         self._process = os.getpid()
         self._local = threading.local()
 
@@ -96,9 +100,9 @@ class Database:
                 with outer.begin_nested():
                     yield outer
                 return
-            with self._writer.begin() as connection:
-                if self._turn is not None:
-                    connection.exec_driver_sql(self._turn)
+            with self._turn(), self._writer.begin() as connection:
+                if self._statement is not None:
+                    connection.exec_driver_sql(self._statement)
                 self._check_fence(connection)
                 with self._joined(connection, writes=True):
                     yield connection

@@ -1,0 +1,226 @@
+"""Times a service's store: submits, changes, lists, and a controller's start (CPU).
+
+    python -m scripts.bench.live_store --csv scripts/bench/results/live.csv
+    python -m scripts.bench.live_store --place postgresql+psycopg://user@/database?host=/socket/folder
+
+Every submit, change and command is a transaction on the disk when it returns. `submits`: one after
+another from one process; `submits of 8 at once`: from eight processes, each its own; `submits by
+100`: a hundred in each call. Then 10,000 jobs are queued and 1,000 run in 50 gangs: `start` is
+opening and loading such a store in a new process, and `memory` that process's; `page` is a list of
+100 jobs, read alone and beside submits; `poll` asks whether anything changed. Without --place it
+makes a SQLite file in a temporary folder of the working directory, for /tmp may be memory. The load
+averages before and after are rows too: a time from a busy machine says little.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from scripts.bench.harness.arguments import bench_parser
+from scripts.bench.harness.rows import append_rows
+from tlora_megatron.service.messages import GangSpec
+from tlora_megatron.service.store import JobState, NewJob, Store, open_store
+
+Figures = Iterator[tuple[str, float, str]]
+"""Case, value, unit."""
+GANGS = 50
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One figure; the fields are the CSV's columns."""
+
+    gpu: str
+    world: int
+    commit: str
+    engine: str
+    case: str
+    value: float
+    unit: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """How much of everything."""
+
+    submits: int
+    writers: int
+    queued: int
+    running: int
+
+
+def new_job() -> NewJob:
+    """A job with about the settings that a user writes."""
+    key = uuid.uuid4().hex
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    document = {
+        "data": {"train": f"/data/{key}/train.jsonl", "validation": f"/data/{key}/val.jsonl"},
+        "lora": {"rank": 16, "alpha": 32, "target_modules": targets},
+        "optimizer": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.01, "betas": [0.9, 0.95]},
+        "schedule": {"name": "cosine", "warmup_ratio": 0.03},
+        **{"batch_size": 8, "max_seq_len": 1024, "max_steps": 200, "portion_tokens": 1024},
+    }
+    schedule = {"gpus": 1, "priority": 0, "max_slowdown": 2.0}
+    return NewJob(name=key, document=document, base="llama-8b", key=key, schedule=schedule)
+
+
+def timed(calls: int, call: Callable[[], object]) -> list[float]:
+    """Seconds of each call, in order of length."""
+    times = []
+    for _ in range(calls):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return sorted(times)
+
+
+def spread(case: str, times: Sequence[float]) -> Figures:
+    """Median, 99th percentile and longest of sorted seconds."""
+    yield f"{case}, p50", 1e3 * statistics.median(times), "ms"
+    yield f"{case}, p99", 1e3 * times[min(len(times) - 1, int(0.99 * len(times)))], "ms"
+    yield f"{case}, longest", 1e3 * times[-1], "ms"
+
+
+def submits(store: Store, sizes: Sizes) -> Figures:
+    """One submit after another, then many in each call."""
+    times = timed(sizes.submits, lambda: store.jobs.submit([new_job()]))
+    yield "submits", len(times) / sum(times), "1/s"
+    yield from spread("submit", times)
+    calls = max(1, sizes.submits // 100)
+    times = timed(calls, lambda: store.jobs.submit([new_job() for _ in range(100)]))
+    yield "submits by 100", 100 * calls / sum(times), "1/s"
+
+
+def submits_at_once(place: str, sizes: Sizes) -> Figures:
+    """Several processes submit to one store."""
+    each = sizes.submits // sizes.writers
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(sizes.writers) as pool:
+        # They start and import.
+        pool.map(_write, [(place, 1)] * sizes.writers, chunksize=1)
+        begin = time.perf_counter()
+        lists = pool.map(_write, [(place, each)] * sizes.writers, chunksize=1)
+        took_s = time.perf_counter() - begin
+    yield f"submits of {sizes.writers} at once", each * sizes.writers / took_s, "1/s"
+    yield from spread(f"submit of {sizes.writers} at once", sorted(itertools.chain(*lists)))
+
+
+def _write(task: tuple[str, int]) -> list[float]:
+    place, count = task
+    with open_store(place) as store:
+        return timed(count, lambda: store.jobs.submit([new_job()]))
+
+
+def fill(store: Store, sizes: Sizes) -> Figures:
+    """Makes the jobs that wait and run; yields what a change of one costs."""
+    for number in range(GANGS):
+        spec = {"base_model": {}, "parallel": {}, "run": {}, "gpus": ((0, number),), "root": "/"}
+        store.gangs.add(GangSpec(gang=f"g{number}", epoch=1, **spec))
+    jobs = store.jobs.submit([new_job() for _ in range(sizes.queued + sizes.running)])
+    with store.transaction():
+        for job in jobs:
+            store.jobs.change(job.id, JobState.QUEUED, stats={"lengths": list(range(64))})
+    for number, job in enumerate(jobs[: sizes.running]):
+        with store.transaction():
+            store.leases.grant(job.id, f"g{number % GANGS}", 1)
+            store.jobs.change(job.id, JobState.STARTING)
+            store.commands.write(f"g{number % GANGS}", 1, "join", job=job.id)
+    left = iter(jobs[: sizes.running])
+    times = timed(sizes.running, lambda: store.jobs.change(next(left).id, JobState.RUNNING))
+    yield "changes of state", len(times) / sum(times), "1/s"
+    yield from spread("change of state", times)
+
+
+def reads(store: Store, place: str) -> Figures:
+    """Lists, alone and beside submits, and the question whether anything changed."""
+    times = timed(2000, store.events.last)
+    yield "poll", 1e6 * statistics.median(times), "us"
+    yield from spread("page of 100", timed(200, lambda: store.jobs.page(limit=100)))
+    yield from spread("counts", timed(50, store.jobs.counts))
+    running = {JobState.RUNNING}
+    yield from spread(
+        "1,000 running", timed(20, lambda: store.jobs.page(states=running, limit=1000))
+    )
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        pool.apply(_write, [(place, 1)])
+        writer = pool.apply_async(_write, [(place, 1000)])
+        times = timed(200, lambda: store.jobs.page(limit=100))
+        writer.get()
+    yield from spread("page of 100 beside submits", times)
+
+
+def start(place: str) -> Figures:
+    """A new process opens and loads the store."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        took_s, jobs, memory = pool.apply(_load, [place])
+    yield f"start with {jobs:,} jobs", took_s, "s"
+    yield "memory of that process", memory / 2**20, "MiB"
+
+
+def _load(place: str) -> tuple[float, int, int]:
+    begin = time.perf_counter()
+    with open_store(place) as store:
+        found = store.load()
+    took_s = time.perf_counter() - begin
+    return took_s, len(found.jobs), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def figures(place: str, sizes: Sizes) -> Figures:
+    """Everything, in the order of the module's description."""
+    yield "load average before", os.getloadavg()[0], ""
+    with open_store(place) as store:
+        yield from submits(store, sizes)
+        yield from submits_at_once(place, sizes)
+        for page in iter(lambda: store.jobs.page(states={JobState.VALIDATING}, limit=5000), []):
+            with store.transaction():
+                for job in page:
+                    store.jobs.change(job.id, JobState.CANCELLED)
+        yield from fill(store, sizes)
+        yield from start(place)
+        yield from reads(store, place)
+    yield "load average after", os.getloadavg()[0], ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the figures and appends them to a file."""
+    parser = bench_parser(__doc__)
+    parser.add_argument("--place", help="a file, or the URL of an empty PostgreSQL database")
+    parser.add_argument("--submits", type=int, default=2000)
+    parser.add_argument("--writers", type=int, default=8)
+    parser.add_argument("--queued", type=int, default=10_000)
+    parser.add_argument("--running", type=int, default=1000)
+    args = parser.parse_args(argv)
+    sizes = Sizes(**{name: getattr(args, name) for name in Sizes.__dataclass_fields__})
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        place = args.place or f"{folder}/store.sqlite"
+        engine = "store, PostgreSQL" if "://" in place else "store, SQLite"
+        for case, value, unit in figures(place, sizes):
+            print(f"{engine:18} {case:36} {value:12.3f} {unit}", flush=True)
+            row = Row(
+                gpu="cpu",
+                world=1,
+                commit=args.commit,
+                engine=engine,
+                case=case,
+                value=round(value, 3),
+                unit=unit,
+            )
+            if args.csv:
+                append_rows(args.csv, [asdict(row)])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
