@@ -143,7 +143,7 @@ def test_many_jobs_may_keep_their_metrics_open() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
-        training_run._allow_open_files(1024)
+        training_run.allow_open_files(1024)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(2 * 1024, limits[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
