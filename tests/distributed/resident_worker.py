@@ -1,14 +1,14 @@
-"""Runs schedules of joining and leaving jobs on one standing world, and a run without disturbance.
+"""One process of a resident super-model that takes schedules of commands from a test.
 
-`resident_worker.py CASES.json`, with cases as `tests.helpers.resident_case.Case` describes them.
-Commands come in behind a given round, on the first rank's mailbox.
+`resident_worker.py FOLDER`: see `tests.helpers.resident_case`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +17,78 @@ import torch.distributed as dist
 from tlora_megatron.config.load import read_gang_config
 from tlora_megatron.runtime.resident import open_resident
 
+_LEAVES = ("ended", "left", "refused")
+
 
 class Script:
-    """A mailbox whose commands come at fixed rounds, and which ends the loop when all is done.
+    """A mailbox whose commands come at given looks into it, schedule after schedule.
 
-    Rounds are counted by calls of `take`; an idle loop goes on at once, to the next command.
+    A job that is to come back is prepared again once it is told to have left.
     """
 
-    def __init__(self, commands: Sequence[tuple[int, Mapping[str, Any]]], names: set[str]) -> None:
-        self._commands = sorted(commands, key=lambda pair: pair[0])
-        self._left = names
-        self._prepared: set[str] = set()
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._commands: list[tuple[int, Mapping[str, Any]]] = []
+        self._present: set[str] = set()
         self._looks = 0
-        self.events: list[tuple[str, str | None, Mapping[str, Any]]] = []
+        self._is_answered = True
+        self._events: list[tuple[str, str | None, Mapping[str, Any]]] = []
 
     def tell(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
-        self.events.append((kind, job, body))
-        if kind in ("ended", "left", "refused") and job is not None:
-            self._left.discard(job)
+        """Notes an event."""
+        self._events.append((kind, job, body))
+        if kind in _LEAVES and job is not None:
+            self._present.discard(job)
 
     def wait(self, seconds: float) -> None:
-        """An idle loop does not wait for its next command, only for a job that is prepared."""
+        """Waits for a job that is prepared, or for the next schedule; never for a command."""
+        if self._commands or self._present:
+            time.sleep(min(seconds, 0.002))
+            return
+        self._answer()
+        with (self._folder / "schedules").open() as file:
+            schedule = json.loads(file.readline())
+        self._is_answered = False
+        self._looks = 0
+        self._commands = [(1, {"kind": "stop", "body": {"save": False}})]
+        if schedule is not None:
+            self._commands = sorted(schedule, key=lambda pair: pair[0])
 
     def take(self) -> list[Mapping[str, Any]]:
+        """The commands that are due, each job's in their order."""
         self._looks += 1
-        due = [mail for look, mail in self._commands if look <= self._looks]
-        self._commands = [pair for pair in self._commands if pair[0] > self._looks]
-        if not self._commands and not self._left and not due:
-            return [{"kind": "stop", "body": {"save": False}}]
+        due: list[Mapping[str, Any]] = []
+        waiting = []
+        held: set[object] = set()
+        for look, mail in self._commands:
+            job = mail.get("job")
+            comes_back = mail["kind"] == "prepare" and job in self._present
+            if look > self._looks or job in held or comes_back:
+                waiting.append((look, mail))
+                held.add(job)
+                continue
+            due.append(mail)
+            if mail["kind"] == "prepare":
+                self._present.add(str(job))
+        self._commands = waiting
         return due
+
+    def _answer(self) -> None:
+        if not self._is_answered:
+            with (self._folder / "events").open("w") as file:
+                file.write(json.dumps(self._events))
+        self._is_answered, self._events = True, []
 
 
 def main() -> None:
-    """Runs every case; all processes take part in all of them."""
-    for case in json.loads(Path(sys.argv[1]).read_text()):
-        folder = Path(case["folder"])
-        config = read_gang_config(case["sections"], folder, output_dir=case["output_dir"])
-        script = Script([tuple(pair) for pair in case["commands"]], set(case["jobs"]))
-        with open_resident(config, tell=script.tell) as loop:
-            loop.serve(script if dist.get_rank() == 0 else None)
-        if dist.get_rank() == 0:
-            Path(case["output_dir"], "events.json").write_text(json.dumps(script.events))
-        dist.barrier()
+    """Serves until a schedule is null."""
+    folder = Path(sys.argv[1])
+    sections = json.loads((folder / "sections.json").read_text())
+    config = read_gang_config(sections, folder, output_dir=folder / "out")
+    script = Script(folder)
+    with open_resident(config, tell=script.tell) as loop:
+        loop.serve(script if dist.get_rank() == 0 else None)
+    dist.barrier()
     dist.destroy_process_group()
 
 

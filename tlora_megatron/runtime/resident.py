@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tlora_megatron import timeline
 from tlora_megatron.config.deterministic import exact_shardings
-from tlora_megatron.config.job import HF_TARGETS
+from tlora_megatron.config.job import HF_TARGETS, LoraSpec
 from tlora_megatron.config.jobs import read_job
 from tlora_megatron.config.load import RunConfig, fit_job
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
@@ -48,6 +48,9 @@ from tlora_megatron.training.super_model import Engine, SuperModel
 
 _MANY_JOBS = 256
 """Files of so many jobs may be open at once."""
+_USUAL_RANK, _SAVED_AT_ONCE = 64, 2
+"""Memory for so many snapshots of jobs of this rank is there from the start, if the host has it: to
+get more, a join of a larger job waits until everything is written."""
 _AGREE_TIMEOUT = timedelta(days=1)
 """The others wait so long for the first rank's word; an idle one speaks every few seconds."""
 
@@ -109,10 +112,16 @@ def open_resident(
         watch=watch,
         may_write=may_write,
     )
+    live.saver.expect(*[LoraSpec(rank=_USUAL_RANK, target_modules=tuple(targets))] * _SAVED_AT_ONCE)
     group = None
     if dist.get_world_size() > 1:
         group = dist.new_group(backend="gloo", timeout=_AGREE_TIMEOUT)
-    loop = ResidentLoop(live, Stager(super_model.bank, spec, read_order, check), group, tell)
+    loop = ResidentLoop(
+        live,
+        Stager(super_model.bank, spec, read_order, check, live.files.open_metrics),
+        group,
+        tell,
+    )
     try:
         yield loop
     finally:

@@ -50,16 +50,30 @@ class JobFiles:
 
     def open(self, job: JobState) -> None:
         """Begins or continues the metrics of a job, which is at the step where it starts."""
+        self.take(job, self.open_metrics(job))
+
+    def open_metrics(self, job: JobState) -> JobMetrics | None:
+        """Opens the metrics of a job that may be taken later; None where there are none.
+
+        Raises:
+            ValueError: if what is there cannot be continued.
+        """
+        if not self._has_metrics:
+            return None
+        return JobMetrics(
+            Path(self._run.output_dir),
+            job.name,
+            tensorboard=self._run.tensorboard,
+            wandb_project=self._run.wandb_project,
+            resume_step=job.step,
+            may_write=partial(self.may_write, job.name),
+        )
+
+    def take(self, job: JobState, metrics: JobMetrics | None) -> None:
+        """Writes a job's metrics from now on."""
         self.saved_step[job.name] = job.step
-        if self._has_metrics:
-            self._metrics[job.name] = JobMetrics(
-                Path(self._run.output_dir),
-                job.name,
-                tensorboard=self._run.tensorboard,
-                wandb_project=self._run.wandb_project,
-                resume_step=job.step,
-                may_write=partial(self.may_write, job.name),
-            )
+        if metrics is not None:
+            self._metrics[job.name] = metrics
 
     def close(self, name: str) -> None:
         """Ends the metrics of a job."""

@@ -15,6 +15,7 @@ from tlora_megatron.training.formats.quantised.card import QuantisationCard
 from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.listener import RunListener
+from tlora_megatron.training.metrics import JobMetrics
 from tlora_megatron.training.nano.rounds import NanoRounds
 from tlora_megatron.training.rate_correction import write_correction
 from tlora_megatron.training.saving.saver import Saver
@@ -101,12 +102,15 @@ class TrainingLoop:
         """True once no more rounds follow: every job has ended, or a signal has stopped the run."""
         return self.is_over or self.stopped_by != 0
 
-    def admit(self, job: JobState) -> None:
+    def admit(self, job: JobState, metrics: JobMetrics | None = None) -> None:
         """Lets a further job take part from the next round on.
 
         Every rank calls it, between rounds. The bank must have been made for the job, too.
+
+        Args:
+            metrics: from `files.open_metrics`.
         """
-        self.files.open(job)
+        self.files.take(job, metrics)
         self.saver.expect(job.spec.lora)
         self.jobs = (*self.jobs, job)
         self._set_jobs([*self.super_model.jobs, job])

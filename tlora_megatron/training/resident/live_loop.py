@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -37,8 +38,9 @@ class _Saves:
     every_steps: int
     saved_s: float = field(default_factory=time.monotonic)
 
-    def is_due(self, now_s: float) -> bool:
-        return self.every_s > 0 and now_s - self.saved_s >= self.every_s
+    def late_s(self, now_s: float) -> float:
+        """Seconds since a save was due; negative before."""
+        return now_s - self.saved_s - self.every_s if self.every_s > 0 else -math.inf
 
 
 class _Notes(SilentListener):
@@ -121,7 +123,7 @@ class LiveLoop(TrainingLoop):
         job = staged.state
         self._saves[job.name] = _Saves(staged.checkpoint_every_s, staged.checkpoint_every_steps)
         self._newcomers[job.name] = None
-        self.admit(job)
+        self.admit(job, staged.metrics)
         if job.is_done:
             self._fail_unmoved([job])
         if job.is_active and (job.eval_before is None or job.is_done):
@@ -154,15 +156,19 @@ class LiveLoop(TrainingLoop):
         self._save([job for job in jobs if job.step > self.files.saved_step[job.name]])
 
     def due_by_time(self) -> list[str]:
-        """Names of the jobs whose last save is too long ago; the clock is this process's."""
+        """The job whose last save is longest past its time, if one is that can be saved at once.
+
+        Only the writer knows it. One job a round: rounds stand still for a copy of each.
+        """
         now_s = time.monotonic()
-        return [
-            job.name
+        late = {
+            job.name: self._saves[job.name].late_s(now_s)
             for job in self.super_model.jobs
-            if job.is_active
-            and job.step > self.files.saved_step[job.name]
-            and self._saves[job.name].is_due(now_s)
-        ]
+            if job.is_active and job.step > self.files.saved_step[job.name]
+        }
+        by_name = {job.name: job for job in self.super_model.jobs}
+        due = sorted((name for name in late if late[name] >= 0), key=late.__getitem__)
+        return [name for name in due if self.saver.can_take(by_name[name])][-1:]
 
     def run_round(self) -> None:
         """Runs a round, if some job takes part, and what is due behind it."""

@@ -17,6 +17,7 @@ from tlora_megatron.layers.slab import AdapterSlab
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.data.tokenize import fingerprint
 from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.metrics import JobMetrics
 from tlora_megatron.training.preparation import PreparedJob, start_job
 
 Order = Mapping[str, Any]
@@ -37,6 +38,8 @@ class StagedJob:
     """The same on ranks that have read the same."""
     copied: torch.cuda.Event | None
     """The device has the adapter behind it."""
+    metrics: JobMetrics | None
+    """Opened where they are written."""
     checkpoint_every_s: float
     """0 = not by time."""
     checkpoint_every_steps: int
@@ -73,6 +76,7 @@ class Stager:
     Args:
         read_order: reads and checks a job.
         check: refuses what this super-model has no place for; raises a `ValueError`.
+        open_metrics: opens a job's metrics, where they are written.
     """
 
     def __init__(
@@ -81,7 +85,9 @@ class Stager:
         spec: Backbone,
         read_order: ReadOrder,
         check: Callable[[PreparedJob], None],
+        open_metrics: Callable[[JobState], JobMetrics | None],
     ) -> None:
+        self._open_metrics = open_metrics
         self._bank = bank
         self._spec = spec
         self._read_order = read_order
@@ -126,7 +132,12 @@ class Stager:
         ordered = self._ordered.pop(name)
         ordered.is_dropped = True
         if isinstance(ordered.found, StagedJob):
-            self._wait_for_copy(ordered.found)
+            self._give_up(ordered.found)
+
+    def _give_up(self, staged: StagedJob) -> None:
+        self._wait_for_copy(staged)
+        if staged.metrics is not None:
+            staged.metrics.close()
 
     def _wait_for_copy(self, staged: StagedJob) -> None:
         """Lets the device, not the host, wait; memory given back must not be written any more."""
@@ -141,8 +152,12 @@ class Stager:
         if self._bank.device.type == "cuda":
             torch.cuda.set_device(self._bank.device)
         while (ordered := self._orders.get()) is not None:
-            if not ordered.is_dropped:
-                ordered.found = self._prepare(ordered.order)
+            if ordered.is_dropped:
+                continue
+            found = self._prepare(ordered.order)
+            ordered.found = found
+            if ordered.is_dropped and isinstance(found, StagedJob):
+                self._give_up(found)
 
     def _prepare(self, order: Order) -> StagedJob | Failed:
         try:
@@ -170,6 +185,7 @@ class Stager:
             state=state,
             digest=digest_of(prepared),
             copied=copied,
+            metrics=self._open_metrics(state),
             checkpoint_every_s=float(order.get("checkpoint_every_s", 0.0)),
             checkpoint_every_steps=int(order.get("checkpoint_every_steps", 0)),
         )

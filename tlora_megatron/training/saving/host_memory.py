@@ -48,6 +48,13 @@ class Arena:
             begin = held.stop
         return None
 
+    def has_room(self, numel: int) -> bool:
+        """True if `take` would find a range now."""
+        taken = self.take(numel) if numel <= self.numel else None
+        if taken is not None:
+            self.give_back(taken)
+        return taken is not None
+
     def give_back(self, taken: range) -> None:
         """Makes a range free again."""
         self._held = [held for held in self._held if held.start != taken.start]

@@ -73,22 +73,26 @@ class Saver:
         """Snapshots of each job that are not written yet."""
         self._outcomes: list[Callable[[], None]] = []
         """What the thread that trains has yet to be told, in the order in which it was written."""
+        self._memory_gb = memory_gb
         self._memory: HostMemory | None = None
         if self._is_writer:
             sizes = [self._taker.numel(job.spec.lora) for job in jobs]
             self._arena = Arena(save_memory_numel(sizes, memory_gb))
             self._memory = HostMemory(self._arena.numel, groups.device)
 
-    def expect(self, lora: LoraSpec) -> None:
-        """Makes sure that a job's snapshot finds room, if nobody knew of the job before.
+    def expect(self, *loras: LoraSpec) -> None:
+        """Makes sure that the snapshot of each such job finds room, if none so large was known.
 
-        A larger one than any so far waits until everything is written.
+        Where the memory must grow, everything is written first.
         """
-        if self._memory is None or self._taker.numel(lora) <= self._arena.numel:
+        if self._memory is None:
+            return
+        sizes = [self._taker.numel(lora) for lora in loras]
+        if max(sizes) <= self._arena.numel:
             return
         self._writer.drain()
         self._memory.close()
-        self._arena = Arena(self._taker.numel(lora))
+        self._arena = Arena(save_memory_numel(sizes, self._memory_gb))
         self._memory = HostMemory(self._arena.numel, self._device)
 
     def save(self, job: JobState, targets: Sequence[Target]) -> None:
@@ -106,6 +110,12 @@ class Saver:
         snapshot = self._taker.take(slab, buffers, self._memory.flat()[taken.start : taken.stop])
         assert snapshot is not None, "the writer has room"
         self._writer.submit(partial(self._write, job.name, snapshot, taken, tuple(targets)))
+
+    def can_take(self, job: JobState) -> bool:
+        """True if `save` of a checkpoint would not wait for memory now; the writer knows it."""
+        with self._writer.changed:
+            size = self._taker.numel(job.spec.lora)
+            return not self._open[job.name] and self._arena.has_room(size)
 
     def submit(
         self, write: Callable[[], None] = always, on_done: Callable[[], None] = always

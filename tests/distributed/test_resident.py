@@ -1,0 +1,122 @@
+"""Jobs join, leave, come back and fail beside others, whose losses and adapters keep their bits.
+
+A few schedules are always tried; with TLORA_ALL_TESTS=1 a hundred in each layout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import count
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.resident_case import Command, Resident, resident
+from tlora_megatron.training.metrics import read_metrics
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2": {"tp_size": 2},
+    "TP2 SP": {"tp_size": 2, "sequence_parallel": True},
+    "PP2": {"pp_size": 2},
+    "DP2": {},
+}
+NUM_STEPS = 6
+NUM_SCHEDULES = 100 if os.environ.get("TLORA_ALL_TESTS") else 2
+_numbers = count()
+
+
+class Part(NamedTuple):
+    """What happens to one job of a schedule."""
+
+    job: str
+    joins_at: int
+    """Look of the first rank into its mailbox, about one a round."""
+    fate: str
+    """stays, cancelled, moves (leaves with a checkpoint and comes back), or fails."""
+    leaves_after: int
+
+
+PARTS = st.builds(
+    Part,
+    job=st.sampled_from(["attention", "mlp", "everything", "outputs"]),
+    joins_at=st.integers(1, 20),
+    fate=st.sampled_from(["stays", "stays", "cancelled", "moves", "fails"]),
+    leaves_after=st.integers(0, 12),
+)
+SCHEDULES = st.lists(PARTS, min_size=2, max_size=5)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def gang(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Gang]:
+    """A super-model on two processes, in each layout."""
+    with resident(tmp_path_factory.mktemp("resident"), 2, LAYOUTS[request.param]) as opened:
+        yield Gang(opened)
+
+
+class Gang:
+    """A super-model, and what each job of the scenario makes of it alone."""
+
+    def __init__(self, opened: Resident) -> None:
+        self.opened = opened
+        self.alone = cache(self._alone)
+
+    def order(self, job: str, name: str, fate: str = "stays") -> dict[str, Any]:
+        document = {**self.opened.documents[job], "portion_tokens": 100, "max_steps": NUM_STEPS}
+        if fate == "fails":
+            optimizer = {**document["optimizer"], "lr": 1e38}
+            document |= {"optimizer": optimizer, "on_nonfinite": "fail"}
+        return {"kind": "prepare", "job": name, "body": {"document": document}}
+
+    def result(self, name: str) -> tuple[list[float], bytes]:
+        """A finished job's losses and adapter."""
+        folder = self.opened.job_dir(name)
+        losses = [r["loss"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r]
+        return losses, (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+
+    def _alone(self, job: str) -> tuple[list[float], bytes]:
+        name = f"alone-{job}"
+        self.opened.run([(1, self.order(job, name)), (1, {"kind": "join", "job": name})])
+        return self.result(name)
+
+    def commands(self, part: Part, name: str) -> list[Command]:
+        order = self.order(part.job, name, part.fate)
+        join = {"kind": "join", "job": name}
+        found: list[Command] = [(part.joins_at, order), (part.joins_at, join)]
+        leaves_at = part.joins_at + part.leaves_after
+        if part.fate in ("cancelled", "moves"):
+            body = {"save": part.fate == "moves"}
+            found.append((leaves_at, {"kind": "leave", "job": name, "body": body}))
+        if part.fate == "moves":
+            found += [(leaves_at, order), (leaves_at, join)]
+        return found
+
+
+@settings(
+    max_examples=NUM_SCHEDULES,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(parts=SCHEDULES)
+def test_neighbours_keep_their_bits(gang: Gang, parts: Sequence[Part]) -> None:
+    number = next(_numbers)
+    names = [f"s{number}-{index}-{part.job}" for index, part in enumerate(parts)]
+    expected = [gang.alone(part.job) for part in parts]
+    commands = [c for p, name in zip(parts, names, strict=True) for c in gang.commands(p, name)]
+    events = gang.opened.run(commands)
+    for part, name, alone in zip(parts, names, expected, strict=True):
+        last = [event for event in events if event[1] == name][-1]
+        if part.fate in ("stays", "moves"):
+            assert last[0] == "ended", (name, last)
+            assert last[2] == {"status": "finished", "reason": None, "step": NUM_STEPS}
+            assert gang.result(name) == alone, name
+        elif part.fate == "fails":
+            assert last[2]["status"] == "failed", (name, last)
+        else:
+            assert last[0] in ("left", "ended"), (name, last)
