@@ -89,13 +89,19 @@ def run(args: argparse.Namespace) -> int:
         raise must("--gpus", "be at least 1", args.gpus)
     home = Home.open(service_folder(args.service))
     settings = Settings(policy=args.policy, hardware=args.hardware, end_gangs=not args.leave_gangs)
-    with open_store(str(home.store)) as store, _stop_by_signal() as stop:
+    with open_store(home.store) as store, _stop_by_signal() as stop:
+        # An engine ends what it finds half dead: another controller's engine must not be there.
+        store.lock.take()
         engine = _make_engine(args, home)
-        title = f"{args.engine} engine, {_seats(engine)}, policy {args.policy}, folder {home.root}"
-        console = open_console()
-        console.print(f"serving {title}; Ctrl-C stops")
-        with Board(store, console, title) as board:
-            serve(home.root, engine, settings=settings, stop=stop, store=store, said=board.say)
+        try:
+            title = _title(args, home, engine)
+            console = open_console()
+            console.print(f"serving {title}; Ctrl-C stops")
+            store.lock.release()
+            with Board(store, console, title) as board:
+                serve(home.root, engine, settings=settings, stop=stop, store=store, said=board.say)
+        finally:
+            _close(engine)
     console.print(_ending(settings))
     return 0
 
@@ -106,10 +112,11 @@ def _ending(settings: Settings) -> str:
     return "stopped; jobs train on, and `tlora serve` takes them up again"
 
 
-def _seats(engine: GangEngine) -> str:
+def _title(args: argparse.Namespace, home: Home, engine: GangEngine) -> str:
     nodes = engine.nodes()
     count = sum(node.gpus for node in nodes)
-    return f"{count} seats on {len(nodes)} nodes"
+    on = "" if len(nodes) == 1 else f" on {len(nodes)} machines"
+    return f"{home.root} by engine {args.engine} with {count} places{on}, policy {args.policy}"
 
 
 @contextmanager
@@ -135,7 +142,21 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def _make_engine(args: argparse.Namespace, home: Home) -> GangEngine:
     if args.engine == "local":
-        from tlora_megatron.service.engines.local.engine import LocalEngine
-
-        return LocalEngine(home.root, args.gpus)
+        return _local_engine(args.gpus, home)
     raise NotImplementedError(f"--engine {args.engine}")
+
+
+def _local_engine(gpus: int | None, home: Home) -> GangEngine:
+    from tlora_megatron.service.engines.local.engine import LocalEngine
+    from tlora_megatron.service.engines.local.seats import Seats
+
+    if Seats.of_host(None, None).devices:
+        return LocalEngine(home.root, gpus)
+    return LocalEngine(home.root, seats=gpus)
+
+
+def _close(engine: GangEngine) -> None:
+    """Ends what an engine keeps ready; gangs go on."""
+    close = getattr(engine, "close", None)
+    if close is not None:
+        close()
