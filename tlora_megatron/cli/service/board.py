@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from threading import Event as Flag
 from threading import Thread
@@ -19,11 +19,12 @@ from rich.text import Text
 from tlora_megatron.cli.service.rows import count_words, duration_words, job_table, progress_words
 
 if TYPE_CHECKING:
-    from tlora_megatron.service.store import Gang, Job, Snapshot, Store
+    from tlora_megatron.service.store import Gang, Job, Store
 
 _SPEED_OVER_S = 10.0
 _LOOK_EVERY_S = 0.5
 _LINE_EVERY_S = 10.0
+_MOST_IN_A_LINE = 8
 _CHANGES = ("submitted", "state")
 _PAGE = 1000
 _ROWS_BESIDE_JOBS = 14
@@ -100,13 +101,16 @@ class Board:
 
     def _show_lines(self) -> None:
         """A line for each change of a job, and now and then one with the steps of what runs."""
+        from tlora_megatron.service.store import JobState
+
         seq, line_s = self._store.events.last(), time.monotonic()
         while not self._ends.wait(_LOOK_EVERY_S):
             seq = self.say_changes(seq)
-            if time.monotonic() - line_s >= _LINE_EVERY_S:
+            running = self._store.jobs.page(states=[JobState.RUNNING], limit=_PAGE)
+            self._speeds.update(running, time.time())
+            if running and time.monotonic() - line_s >= _LINE_EVERY_S:
                 line_s = time.monotonic()
-                if line := self._line(self._store.load()):
-                    self.say(line)
+                self.say(self._line(running))
         self.say_changes(seq)
 
     def say_changes(self, seq: int) -> int:
@@ -120,15 +124,13 @@ class Board:
             seq = events[-1].seq if len(events) == _PAGE else last
         return seq
 
-    def _line(self, now: Snapshot) -> str:
-        self._speeds.update(now.jobs, time.time())
-        running = [job for job in now.jobs if job.state == "running"]
-        if not running:
-            return ""
+    def _line(self, running: Sequence[Job]) -> str:
+        """Speed of all jobs together, and the steps of the first ones."""
         speed = sum(self._speeds.of(job.id) for job in running)
-        words = [f"{job.name} {progress_words(job)}" for job in running[:8]]
-        more = [f"and {len(running) - 8} more"] if len(running) > 8 else []
-        return "  ".join([f"{speed:,.0f} tokens/s", *words, *more])
+        words = [f"{job.name} {progress_words(job)}" for job in running[:_MOST_IN_A_LINE]]
+        if len(running) > _MOST_IN_A_LINE:
+            words.append(f"and {len(running) - _MOST_IN_A_LINE} more")
+        return "  ".join([f"{speed:,.0f} tokens/s", *words])
 
     def table(self) -> RenderableType:
         """Heading, gangs, unfinished jobs, and how many jobs are in which state."""

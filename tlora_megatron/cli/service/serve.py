@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -87,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.gpus is not None and args.gpus < 1:
         raise must("--gpus", "be at least 1", args.gpus)
+    os.umask(0o077)  # for all files of the service, by whichever of its processes
     home = Home.open(service_folder(args.service))
     settings = Settings(policy=args.policy, hardware=args.hardware, end_gangs=not args.leave_gangs)
     with open_store(home.store) as store, _stop_by_signal() as stop:

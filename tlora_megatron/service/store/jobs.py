@@ -111,7 +111,9 @@ class Jobs:
             name: func.coalesce(bindparam(f"new_{name}"), _JOB[name])
             for name in ("step", "tokens", "loss", "num_steps")
         }
-        query = update(tables.job).where(_JOB.id == bindparam("of"), _JOB.state.not_in(OVER))
+        # Not `not_in`: its list of parameters cannot be sent with several rows at once.
+        unfinished = [_JOB.state != state for state in OVER]
+        query = update(tables.job).where(_JOB.id == bindparam("of"), *unfinished)
         rows = [
             {
                 "of": report.job,

@@ -113,9 +113,11 @@ class TestSubmit:
 class TestChanges:
     def test_a_job_s_life_with_its_events(self, store: Store, clock: Clock) -> None:
         gang(store)
-        job = running(store)
+        job, beside = running(store), running(store, "b")
         clock.now += 5
-        store.jobs.progress([Progress(job=job.id, step=3, tokens=70, loss=0.5)])
+        reports = [Progress(job=one.id, step=3, tokens=70, loss=0.5) for one in (job, beside)]
+        store.jobs.progress(reports)
+        assert store.jobs.get(beside.id).step == 3
         store.jobs.progress([Progress(job=job.id, step=4, tokens=80, num_steps=9)])
         over = store.jobs.change(job.id, JobState.FINISHED, release="ended", why="last step")
         assert (over.step, over.loss, over.num_steps, over.lease) == (4, 0.5, 9, None)
