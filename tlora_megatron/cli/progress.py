@@ -66,16 +66,29 @@ class RichProgress:
         """Begins the display with the jobs that will train; called once, before the first step."""
         self._is_open = True
         self._start_s = self._last_line_s = self._clock()
-        for name, step, max_steps in jobs:
-            self._jobs[name] = _JobState(step=step, max_steps=max_steps)
-            if self._bars is not None:
-                self._jobs[name].bar = self._bars.add_task(
-                    name, total=max_steps, completed=step, loss="", lr=""
-                )
+        for job in jobs:
+            self._add(job)
         if self._bars is not None:
             self._bars.start()
         else:
             self._print(f"training {len(jobs)} jobs: {', '.join(job[0] for job in jobs)}")
+
+    def on_join(self, job: JobStart) -> None:
+        """Shows a job that has joined those that train."""
+        self._add(job)
+        self._print(f"{job[0]}: joins at step {job[1]}")
+
+    def _add(self, job: JobStart) -> None:
+        name, step, max_steps = job
+        if name in self._jobs and self._bars is not None:  # it was cancelled, and comes back
+            bar = self._jobs[name].bar
+            if bar is not None:
+                self._bars.remove_task(bar)
+        self._jobs[name] = _JobState(step=step, max_steps=max_steps)
+        if self._bars is not None:
+            self._jobs[name].bar = self._bars.add_task(
+                name, total=max_steps, completed=step, loss="", lr=""
+            )
 
     def on_step(self, name: str, step: int, loss: float, lr: float) -> None:
         """Shows that job `name` has done its optimizer step `step`, counted from 1."""

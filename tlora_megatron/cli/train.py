@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tlora_megatron.cli.auto_plan import (
     planned_overrides,
 )
 from tlora_megatron.cli.console import global_rank, open_console
+from tlora_megatron.cli.live import add_live_arguments, change_live_run
 from tlora_megatron.cli.progress import RichProgress
 from tlora_megatron.cli.tables import print_run
 from tlora_megatron.config.load import RunConfig, ignored_settings, load_config
@@ -25,6 +27,7 @@ from tlora_megatron.model.weight_files import read_ahead
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.runtime.ranks import cli_command, run_ranks, threads_per_rank
 from tlora_megatron.training.listener import SilentListener
+from tlora_megatron.training.live.changes import with_live_changes
 from tlora_megatron.training.stopping.signals import StopSignals, exit_code
 
 _EPILOG = """\
@@ -33,6 +36,7 @@ examples:
   tlora train run.yaml --nproc 8 --plan auto --hardware h200
   tlora train run.yaml --set jobs.gsm8k.lora.rank=8 --set run.seed=1 --output-dir runs/rank8
   tlora train run.yaml --set run.deterministic=true     # the same bits whoever trains beside a job
+  tlora train run.yaml --add job.yaml --cancel gsm8k    # of the run that trains: others train on
   torchrun --nnodes 2 --nproc-per-node 8 ... -m tlora_megatron.cli train run.yaml
 
 exit code: 0 all jobs finished, 1 a job or the run failed, 2 a mistake in the input,
@@ -87,18 +91,21 @@ def add_parser(commands: Any) -> None:
         help="start N processes on this machine; has no effect under torchrun",
     )
     add_plan_arguments(parser)
+    add_live_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains, in this process or in `--nproc` of them, and prints the results."""
+    if args.add or args.cancel:
+        return change_live_run(args)
     check_plan_arguments(args)
     if args.plan is not None:
         asked = load_config(args.config, args.overrides, args.output_dir, settle=False)
         args.overrides = [*args.overrides, *planned_overrides(args, asked)]
     # Here even when other processes are going to train: a mistake then costs no start of N ranks.
-    config = load_config(args.config, args.overrides, args.output_dir)
+    config, notes = with_live_changes(load_config(args.config, args.overrides, args.output_dir))
     _start_early(config)
     if args.nproc is not None and "RANK" not in os.environ:
         if args.nproc > 1:
@@ -106,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", threads_per_rank(1))
     is_main = global_rank() == 0
     if is_main:
-        _print_warnings(config)
+        _print_warnings(config, notes)
     signals = StopSignals(speaks=is_main)
     with signals.install():
         summary = _train(config, signals, is_main=is_main, stderr=args.json)
@@ -123,7 +130,8 @@ def run_exit_code(summary: dict[str, Any], signals: StopSignals) -> int:
     """
     if signals.stopped_by:
         return exit_code(signals.stopped_by)
-    return int(any(job["status"] != "finished" for job in summary.get("jobs", {}).values()))
+    states = {job["status"] for job in summary.get("jobs", {}).values()}
+    return int(not states <= {"finished", "cancelled"})
 
 
 def _start_early(config: RunConfig) -> None:
@@ -169,8 +177,10 @@ def _train(
     return summary
 
 
-def _print_warnings(config: RunConfig) -> None:
+def _print_warnings(config: RunConfig, notes: Sequence[str]) -> None:
     console = open_console(stderr=True)
+    for sentence in notes:
+        console.print(f"note: {sentence}")
     for sentence in ignored_settings(config):
         console.print(f"warning: {sentence}", style="yellow")
     for error in config.job_errors:

@@ -35,6 +35,7 @@ __all__ = [
     "ParallelSpec",
     "RunConfig",
     "RunSpec",
+    "check_jobs_may_change",
     "config_to_dict",
     "fit_job",
     "ignored_settings",
@@ -195,6 +196,16 @@ def read_gang_config(
     run = _read_run(sections.get("run", {}), str(output_dir))
     base_model = read_base_model(sections.get("base_model"), folder)
     parallel, run = settle_replicas(_read_parallel(sections.get("parallel", {})), run)
+    check_jobs_may_change(parallel, run)
+    return _settled(RunConfig(base_model=base_model, parallel=parallel, run=run, jobs=()))
+
+
+def check_jobs_may_change(parallel: ParallelSpec, run: RunSpec) -> None:
+    """Refuses settings that are chosen from all jobs of a run, where further ones may come.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
     where = "for a super-model whose jobs come and go"
     if parallel.is_unlike:
         raise must("parallel.replicas", f"be alike {where}", short_form(parallel.replicas or ()))
@@ -203,7 +214,6 @@ def read_gang_config(
     if run.recompute == "auto":
         rule = f"be none, selective or full {where}: nobody knows what they need"
         raise must("run.recompute", rule, run.recompute)
-    return _settled(RunConfig(base_model=base_model, parallel=parallel, run=run, jobs=()))
 
 
 def fit_job(job: JobSpec, config: RunConfig) -> JobSpec:

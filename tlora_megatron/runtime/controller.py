@@ -16,6 +16,7 @@ from tlora_megatron.runtime.backbone import (
     ready_process,
 )
 from tlora_megatron.runtime.dispatch_rates import resolve_round_timing
+from tlora_megatron.runtime.live_run import open_for_requests
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.own_replica import check_replicas_fit, own_replica
 from tlora_megatron.runtime.recompute_choice import choose_recompute
@@ -62,6 +63,6 @@ def train_run(
             run.facts["quantization"] = quantisation.describe(spec)
         base = open_backbone(config, spec, own, quantisation, on_loaded=run.check_agreement)
         loop = run.start(base.groups, base.linears, base.engine)
-        with frozen_gc():
-            loop.run()
+        with open_for_requests(run, base.linears, loop) as on_boundary, frozen_gc():
+            loop.run(on_boundary)
         return run.finish()

@@ -39,7 +39,7 @@ class JobState:
     tokens: int = 0
     target_tokens: int = 0
     nonfinite_in_a_row: int = 0
-    status: Literal["running", "finished", "failed"] = "running"
+    status: Literal["running", "finished", "failed", "cancelled"] = "running"
     reason: str | None = None
     last_loss: float | None = None
     eval_before: EvalResult | None = None

@@ -18,6 +18,9 @@ class RunListener(Protocol):
     def on_start(self, jobs: Sequence[JobStart]) -> None:
         """Called once, before the first step, with all jobs that are going to train."""
 
+    def on_join(self, job: JobStart) -> None:
+        """A job has joined those that train."""
+
     def on_step(self, name: str, step: int, loss: float, lr: float) -> None:
         """Job `name` has done its optimizer step `step`, counted from 1."""
 
@@ -35,6 +38,9 @@ class SilentListener:
     """Ignores everything it is told."""
 
     def on_start(self, jobs: Sequence[JobStart]) -> None:
+        """Ignored."""
+
+    def on_join(self, job: JobStart) -> None:
         """Ignored."""
 
     def on_step(self, name: str, step: int, loss: float, lr: float) -> None:

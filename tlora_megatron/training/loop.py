@@ -141,12 +141,18 @@ class TrainingLoop:
         if self.nano_rounds is not None:
             self.nano_rounds.jobs_changed(self.jobs)
 
-    def run(self) -> None:
-        """Trains until every job has finished or failed, or a signal stops the run."""
+    def run(self, on_boundary: Callable[[], None] = lambda: None) -> None:
+        """Trains until every job has finished or failed, or a signal stops the run.
+
+        Args:
+            on_boundary: called behind every round but the last, on every rank.
+        """
         try:
             with self.watch.watching():
                 while not self.has_ended:
                     self.step()
+                    if not self.has_ended:
+                        on_boundary()
         finally:
             self.close()
 
@@ -158,14 +164,23 @@ class TrainingLoop:
         if self._has_started:
             return
         self.listener.on_start([(job.name, job.step, job.plan.num_steps) for job in self.jobs])
-        self._fail_unmoved([job for job in self.jobs if job.is_done])
-        self._evaluate([job for job in self.jobs if job.eval_before is None or job.is_done])
-        done = [job for job in self.jobs if job.is_done]
+        self._begin(self.jobs)
+        self._has_started = True
+
+    def begin(self, job: JobState) -> None:
+        """Admits a job while others train, and does for it what `start` did for them."""
+        self.admit(job)
+        self.listener.on_join((job.name, job.step, job.plan.num_steps))
+        self._begin([job])
+
+    def _begin(self, jobs: Sequence[JobState]) -> None:
+        done = [job for job in jobs if job.is_done]
+        self._fail_unmoved(done)
+        self._evaluate([job for job in jobs if job.eval_before is None or job.is_done])
         with timeline.phase("export"):
             for job in done:
                 self.saver.save(job, [self._adapter(job)])
         self._retire(done)
-        self._has_started = True
 
     def step(self, run_round: Callable[[], list[StepReport]] | None = None) -> list[StepReport]:
         """Runs one round and what is due behind it.

@@ -40,7 +40,7 @@ class LiveChanges:
         path = output_dir / FILE_NAME
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-            added = {str(job["name"]): dict(job) for job in value["added"]}
+            added: dict[str, Mapping[str, Any]] = {str(j["name"]): dict(j) for j in value["added"]}
             return cls(added, [str(name) for name in value["cancelled"]])
         except FileNotFoundError:
             return cls()

@@ -23,7 +23,9 @@ from tlora_megatron.training.run.output_dir import is_held
 logger = logging.getLogger(__name__)
 
 FOLDER = ".live"
-_REQUESTS, _ANSWERS, _TOKENS = "requests", "answers", "tokens"
+TOKENS = f"{FOLDER}/tokens"
+"""Below the output folder: a cache of the tokens of jobs that are added."""
+_REQUESTS, _ANSWERS = "requests", "answers"
 _LOOK_S = 0.05
 _ALIVE_S = 1.0
 _LARGEST_BYTES = 1 << 20
@@ -53,7 +55,7 @@ class RunMailbox:
         """Requests without an answer."""
         _remove(self.folder)
         self.folder.mkdir(mode=0o700)
-        for name in (_REQUESTS, _ANSWERS, _TOKENS):
+        for name in (_REQUESTS, _ANSWERS):
             (self.folder / name).mkdir(mode=0o700)
 
     @property
@@ -114,7 +116,7 @@ class LiveRun:
     @property
     def tokens(self) -> Path:
         """The folder where the run's processes look for tokens."""
-        return self._folder / _TOKENS
+        return self.output_dir / TOKENS
 
     def ask(
         self, body: Mapping[str, Any], wait: Callable[[float], None] = time.sleep

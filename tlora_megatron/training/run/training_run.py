@@ -117,6 +117,7 @@ class TrainingRun:
     ) -> None:
         self.config = config
         self.spec = spec
+        self.tokenizer_dir = tokenizer_dir
         self.base_model = base_model
         self.quantisation = quantisation
         self.listener = listener

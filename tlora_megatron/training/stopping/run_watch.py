@@ -22,7 +22,8 @@ class RunWatch:
         hangs: HangWatch | None = None,
     ) -> None:
         self._signals = signals
-        self._agreement = agreement
+        self.agreement = agreement
+        """None = no signal stops the run, and nobody asks it for anything."""
         self._hangs = hangs
 
     @classmethod
@@ -48,12 +49,12 @@ class RunWatch:
     def begin_round(self, number: int) -> None:
         """Notes that a round begins; from the first on a signal waits for a round's end."""
         self.tick(f"round {number}")
-        if self._agreement is not None:
-            self._agreement.begin_round()
+        if self.agreement is not None:
+            self.agreement.begin_round()
 
     def end_round(self) -> int:
         """Number of the signal by which all ranks stop behind this round; 0 = they go on."""
-        number = 0 if self._agreement is None else self._agreement.end_round()
+        number = 0 if self.agreement is None else self.agreement.end_round()
         if self._hangs is not None:
             self._hangs.end_round()
         return number
@@ -67,11 +68,11 @@ class RunWatch:
 
     def wait_for_all(self) -> None:
         """Waits until every rank has stopped and come here."""
-        if self._agreement is not None:
-            self._agreement.wait_for_all()
+        if self.agreement is not None:
+            self.agreement.wait_for_all()
 
     def close(self) -> None:
         """Releases both; a second call does nothing."""
-        for part in (self._agreement, self._hangs):
+        for part in (self.agreement, self._hangs):
             if part is not None:
                 part.close()

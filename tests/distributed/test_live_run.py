@@ -1,0 +1,71 @@
+"""Jobs are added to a run of `tlora train` and cancelled in it; the others' bits stay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.scenario import make_scenario
+from tests.helpers.standing_world import world
+from tlora_megatron.config.jobs import job_to_dict
+from tlora_megatron.config.load import load_config
+
+STEPS = 10
+LORA = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
+TRAIN = ("run.micro_batch_tokens=512", "run.portion_tokens=256", "parallel.tp_size=2")
+
+
+def _losses(out: Path, name: str) -> list[Any]:
+    lines = (out / "jobs" / name / "metrics.jsonl").read_text().splitlines()
+    return [(r["step"], r["loss"]) for r in map(json.loads, lines) if "loss" in r]
+
+
+def _adapter(out: Path, name: str) -> bytes:
+    return (out / "jobs" / name / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_job_joins_and_one_leaves_and_the_rest_keep_their_bits(tmp_path: Path) -> None:
+    jobs = [{"name": n, "lora": LORA, "batch_size": 4, "seed": i} for i, n in enumerate("abc")]
+    config = make_scenario(tmp_path, jobs, num_steps=STEPS)
+    own = json.loads(config.read_text())
+    late = job_to_dict(load_config(config).jobs[2])
+    own["jobs"] = own["jobs"][:2]
+    config.write_text(json.dumps(own))
+    wide = {**late, "name": "wide", "lora": {**late["lora"], "target_modules": ["up_proj"]}}
+    requests = [
+        (2, {"kind": "cancel", "job": "nobody"}),
+        (2, {"kind": "add", "job": "a", "document": {**late, "name": "a"}}),
+        (2, {"kind": "add", "job": "wide", "document": wide}),
+        (2, {"kind": "add", "job": "c", "document": late}),
+        (2, {"kind": "cancel", "job": "b"}),
+    ]
+    changed, alone, again = (tmp_path / name for name in ("changed", "alone", "again"))
+    cases = [
+        {"output_dir": str(changed), "requests": requests},
+        {"output_dir": str(alone), "requests": []},
+        {"output_dir": str(changed), "requests": []},  # resumed: all has ended or is out
+    ]
+    common = {"config": str(config), "set": list(TRAIN)}
+    again.write_text(json.dumps([common | case for case in cases]))
+    world("tests/helpers/live_run_worker.py", 2, again)
+    nobody, taken, targets, joined, left = json.loads((changed / "answers.json").read_text())
+    assert nobody["error"].startswith("the job to cancel must be one that trains: a, b; got")
+    assert taken["error"] == "job 'a' must have a name of its own, got that of a job of the run"
+    assert "must be among those that this super-model was opened for" in targets["error"]
+    assert (joined["from_step"], joined["num_steps"]) == (0, STEPS)
+    assert 0 < left["step"] < STEPS
+    assert _losses(changed, "a") == _losses(alone, "a")
+    assert _adapter(changed, "a") == _adapter(alone, "a")
+    assert [step for step, _ in _losses(changed, "c")] == list(range(1, STEPS + 1))
+    assert _losses(changed, "b") == _losses(alone, "b")[: left["step"]]
+    assert [job["name"] for job in json.loads((changed / "config.json").read_text())["jobs"]] == [
+        "a",
+        "c",
+    ]
+    summary = json.loads((changed / "summary.json").read_text())["jobs"]
+    assert {name: job["status"] for name, job in summary.items()} == {
+        "a": "finished",
+        "c": "finished",
+    }
+    assert not (changed / ".live").exists()

@@ -1,0 +1,70 @@
+"""Runs `tlora train`'s loop on a world whose jobs change behind given rounds.
+
+`live_run_worker.py CASES.json` with `[{"config": PATH, "output_dir": DIR, "set": [...],
+"requests": [[ROUND, BODY], ...]}]`. What is answered goes to `answers.json` beside the run's files;
+a request comes in once all before it are answered.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.helpers.lean import draw_no_reports, keep_imports_from_collector
+from tlora_megatron.config.load import load_config
+from tlora_megatron.runtime import live_run
+from tlora_megatron.runtime.controller import train_run
+from tlora_megatron.training.listener import SilentListener
+from tlora_megatron.training.live.changes import with_live_changes
+from tlora_megatron.training.live.mailbox import Request, RunMailbox
+from tlora_megatron.training.stopping.signals import StopSignals
+
+
+class Script(RunMailbox):
+    """Requests that come in by the number of rounds."""
+
+    requests: tuple[tuple[int, Mapping[str, Any]], ...] = ()
+    """Of the next run."""
+
+    def __init__(self, output_dir: Path) -> None:
+        super().__init__(output_dir)
+        self._looks = 0
+        self._left = list(self.requests)
+        self._answers: list[Mapping[str, Any]] = []
+        self._file = output_dir / "answers.json"
+
+    @property
+    def has_mail(self) -> bool:
+        self._looks += 1
+        is_answered = len(self._answers) == len(self.requests) - len(self._left)
+        return bool(self._left) and is_answered and self._looks >= self._left[0][0]
+
+    def take(self) -> list[Request]:
+        return [Request("x", self._left.pop(0)[1])]
+
+    def answer(self, number: str, body: Mapping[str, Any]) -> None:
+        self._answers.append(body)
+        self._file.write_text(json.dumps(self._answers))
+
+
+def main() -> None:
+    """Runs every case; all processes take part in all of them."""
+    draw_no_reports()
+    live_run._open_mailbox = Script
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        config = load_config(case["config"], case["set"], case["output_dir"])
+        config, _ = with_live_changes(config)
+        Script.requests = tuple(case["requests"])
+        train_run(config, SilentListener(), StopSignals(speaks=False))
+        keep_imports_from_collector()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
