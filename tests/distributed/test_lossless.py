@@ -76,19 +76,6 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         ),
     },
     4: {
-        "CP4 by micro-batch": (
-            "parallel.cp_size=4",
-            "parallel.cp_by_micro_batch=true",
-            "run.micro_batch_tokens=104",
-            "run.round_depth=4",
-        ),
-        "TP2+SPxCP2 by micro-batch": (
-            "parallel.tp_size=2",
-            "parallel.cp_size=2",
-            "parallel.sequence_parallel=true",
-            "parallel.cp_by_micro_batch=true",
-            "run.micro_batch_tokens=128",
-        ),
         "TP2xPP2": ("parallel.tp_size=2", "parallel.pp_size=2"),
         "TP2+SPxDP2": ("parallel.tp_size=2", "parallel.sequence_parallel=true"),
         "TP2+SPxCP2": (
@@ -99,6 +86,21 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     },
 }
 CASES = [(world, name) for world, layouts in LAYOUTS.items() for name in layouts]
+TEAMS_AMONG_FOUR: dict[str, tuple[str, ...]] = {
+    "CP4 by micro-batch": (
+        "parallel.cp_size=4",
+        "parallel.cp_by_micro_batch=true",
+        "run.micro_batch_tokens=104",
+        "run.round_depth=4",
+    ),
+    "TP2+SPxCP2 by micro-batch": (
+        "parallel.tp_size=2",
+        "parallel.cp_size=2",
+        "parallel.sequence_parallel=true",
+        "parallel.cp_by_micro_batch=true",
+        "run.micro_batch_tokens=128",
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -143,10 +145,25 @@ def test_recompute_by_rows_is_told(world_size: int, layout: str, run_world: Worl
 def test_ranks_run_micro_batches_together_and_alone(
     world_size: int, layout: str, run_world: World
 ) -> None:
-    summary = json.loads((run_world(world_size) / layout / "summary.json").read_text())
+    assert sizes_of_teams(run_world(world_size) / layout) == {"1", "2"}
+
+
+def sizes_of_teams(output_dir: Path) -> set[str]:
+    """The sizes of teams of context-parallel ranks that ran any micro-batch."""
+    summary = json.loads((output_dir / "summary.json").read_text())
     ran = summary["run"]["balance"]["micro_batches_by_cp_size"]
-    assert set(ran) == {"1", "2", "4"} if layout.startswith("CP4") else {"1", "2"}
-    assert min(ran.values()) > 0
+    return {size for size, count in ran.items() if count > 0}
+
+
+@pytest.mark.four_processes
+def test_teams_among_four_ranks(scenario: Path, oracle: dict[str, OracleResult]) -> None:
+    cases = {name: Case(scenario, sets) for name, sets in TEAMS_AMONG_FOUR.items()}
+    out = worlds(scenario.parent / "teams", lambda _: cases)(4)
+    for layout in cases:
+        for name in NAMES:
+            assert_equals_oracle(out / layout, name, oracle[name], scenario.parent / "base")
+        teams = {"1", "2", "4"} if layout.startswith("CP4") else {"1", "2"}
+        assert sizes_of_teams(out / layout) == teams
 
 
 def test_the_scenario_clips_and_moves(oracle: dict[str, OracleResult]) -> None:

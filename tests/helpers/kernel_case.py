@@ -188,14 +188,21 @@ def portions_and_one_by_one(
     ops: LinearOps, case: KernelCase, x_TK: torch.Tensor, dy_TN: torch.Tensor, rows: RowGroups
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Every factor's gradient by name, added to the same values: at once, and `one_by_one`."""
-    _fill_gradients(case.factors)
-    forward_backward(ops, case, x_TK, dy_TN, rows)
-    at_once = gradients(case.factors)
+    at_once = added(ops, case, x_TK, dy_TN, rows)
     _fill_gradients(case.factors)
     for index, groups in one_by_one(rows):
         index = index.to(x_TK.device)
         forward_backward(ops, case, x_TK[index], dy_TN[index], groups)
     return at_once, gradients(case.factors)
+
+
+def added(
+    ops: LinearOps, case: KernelCase, x_TK: torch.Tensor, dy_TN: torch.Tensor, rows: RowGroups
+) -> dict[str, torch.Tensor]:
+    """Every factor's gradient by name, added to the values of `portions_and_one_by_one`."""
+    _fill_gradients(case.factors)
+    forward_backward(ops, case, x_TK, dy_TN, rows)
+    return gradients(case.factors)
 
 
 def _fill_gradients(factors: SiteFactors) -> None:

@@ -26,6 +26,7 @@ from tests.helpers.kernel_case import (
     QKV,
     WHOLE,
     KernelCase,
+    added,
     gradients,
     make_case,
     make_rows,
@@ -164,14 +165,13 @@ def test_half_precision_and_the_default_blocks() -> None:
 def test_portions_add_up_as_micro_batches_one_after_another() -> None:
     columns, ranks = CASES["q k v"]
     case = make_case(ranks, columns, K, dtype=torch.float32, dropout=(0.3, 0.1, 0.5, 0.0))
-    rows = make_rows((190, 7, 0, 61), 6, budget=400, cuts=(20, 130, 141, 210))
+    rows = make_rows((90, 7, 0, 31), 3, budget=200, cuts=(20, 71, 94, 110))
     x, dy = draw(case, rows.ends[-1])
     ops = TritonOps(config=SMALL)
     with poisoned_memory():
         compare(run(ops, case, x, dy, rows), reference(case, x, dy, rows), 5e-7)
         together, alone = portions_and_one_by_one(ops, case, x, dy, rows)
-        uncut = dataclasses.replace(rows, cuts=(), _cache={})
-        whole, _ = portions_and_one_by_one(ops, case, x, dy, uncut)
+        whole = added(ops, case, x, dy, dataclasses.replace(rows, cuts=(), _cache={}))
     for name, grad in alone.items():
         assert torch.equal(together[name], grad), name
     assert not torch.equal(whole["dA[0][0]"], alone["dA[0][0]"]), "the order must matter here"
