@@ -15,7 +15,6 @@ from tlora_megatron.sim.job_mix import load_mix
 from tlora_megatron.sim.study import Options, Study
 from tlora_megatron.sim.trace import read_trace
 
-
 WEEK_S = 7 * 24 * 3600.0
 
 
