@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tlora_megatron.model.replica_rate import ReplicaRate
 from tlora_megatron.model.spec import ModelSpec
@@ -61,6 +62,36 @@ class ReplicaCurve:
         )
 
 
+class Seen(NamedTuple):
+    """What a curve is fitted to: micro-batches of sequences of two lengths."""
+
+    short: int
+    long: int
+    short_s: float
+    """Seconds of a full micro-batch of short sequences."""
+    long_s: float
+    """Seconds of a full one of long sequences."""
+    half_s: float
+    """Seconds of half a micro-batch of short ones."""
+
+
+def fit(seen: Seen, budget: int, stages: int = 1) -> ReplicaCurve:
+    """Fits a curve to micro-batches of `budget` rows.
+
+    The two lengths give the linear and the quadratic part, half a micro-batch the part that is
+    there whatever its rows.
+    """
+    square_s = max(0.0, (seen.long_s - seen.short_s) / budget / max(1, seen.long - seen.short))
+    fixed_s = min(max(0.0, 2 * seen.half_s - seen.short_s), seen.short_s / 2)
+    return ReplicaCurve(
+        token_s=(seen.short_s - fixed_s) / budget - square_s * seen.short,
+        square_s=square_s,
+        fixed_s=fixed_s,
+        budget=budget,
+        stages=stages,
+    )
+
+
 class CurveModel:
     """Fits curves for one mix of jobs on one model and machine; plans share computed parts.
 
@@ -83,17 +114,14 @@ class CurveModel:
         """The curve of one replica of a plan, whatever its `dp_size`."""
         plan = replace(plan, dp_size=1)
         rows = plan.micro_batch_tokens
-        short, long = (self._micro_batch_s(plan, rows, length) for length in (_SHORT, self._long))
-        half = self._micro_batch_s(plan, rows // 2, _SHORT)
-        square_s = max(0.0, (long - short) / (rows * (self._long - _SHORT)))
-        fixed_s = min(max(0.0, 2 * half - short), short / 2)
-        return ReplicaCurve(
-            token_s=(short - fixed_s) / rows - square_s * _SHORT,
-            square_s=square_s,
-            fixed_s=fixed_s,
-            budget=rows,
-            stages=plan.pp_size,
+        seen = Seen(
+            short=_SHORT,
+            long=self._long,
+            short_s=self._micro_batch_s(plan, rows, _SHORT),
+            long_s=self._micro_batch_s(plan, rows, self._long),
+            half_s=self._micro_batch_s(plan, rows // 2, _SHORT),
         )
+        return fit(seen, rows, plan.pp_size)
 
     def _micro_batch_s(self, plan: Plan, rows: int, length: int) -> float:
         """Seconds that one of a round's micro-batches adds to a round."""

@@ -12,12 +12,11 @@ from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.rates import Rates
-from tlora_megatron.planner.cost.replica_curve import busy_s
+from tlora_megatron.planner.cost.replica_curve import Seen, busy_s, fit
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.rounds import RoundLoad
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
-_PS = 1e12
 _SPREAD = 4
 """Factor between the two lengths at which attention is looked at, at least."""
 
@@ -31,9 +30,7 @@ def replica_rate(
 ) -> ReplicaRate:
     """Predicts what sequences cost one replica of a plan; in a pipeline, its mean stage.
 
-    Full micro-batches of short and of long sequences give the linear and the quadratic part, half a
-    micro-batch the part that is there whatever its rows. Sums of gradients and optimizer steps are
-    alike on all replicas and left out.
+    Sums of gradients and optimizer steps are alike on all replicas and left out.
 
     Args:
         table: the recompute of sequences by their rows, instead of the plan's.
@@ -46,18 +43,15 @@ def replica_rate(
     model = CostModel(spec, [_of_length(job, short, 0), _of_length(job, long, 1)], Rates(hardware))
     if table is not None:
         plan = replace(plan, recompute=table.of(short))
-    full_s = _busy_s(model, plan, rows, 0)
     of_long = plan if table is None else replace(plan, recompute=table.of(long))
-    long_s = _busy_s(model, of_long, rows, 1)
-    fixed_s = max(0.0, 2 * _busy_s(model, plan, rows // 2, 0) - full_s)
-    square_s = max(0.0, (long_s - full_s) / rows / max(1, long - short))
-    token_s = (full_s - fixed_s) / rows - square_s * short
-    return ReplicaRate(
-        token_ps=max(1, round(token_s * _PS)),
-        square_ps=round(square_s * _PS),
-        fixed_ps=round(fixed_s * _PS),
-        longest=rows,
+    seen = Seen(
+        short=short,
+        long=long,
+        short_s=_busy_s(model, plan, rows, 0),
+        long_s=_busy_s(model, of_long, rows, 1),
+        half_s=_busy_s(model, plan, rows // 2, 0),
     )
+    return fit(seen, rows).rate
 
 
 def _of_length(job: JobLoad, rows: int, number: int) -> JobLoad:
