@@ -42,7 +42,7 @@ def open_database(place: str | Path, clock: Callable[[], float]) -> Database:
         return _sqlite(Path(place).expanduser().absolute(), clock)
     try:
         url = make_url(str(place))
-    except ArgumentError:
+    except (ArgumentError, ValueError):
         # The text may hold a password.
         raise ValueError(
             "the store must be a file or postgresql+psycopg://user@host/database, got a URL that "
