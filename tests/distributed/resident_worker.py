@@ -33,6 +33,11 @@ class Script:
         self._looks = 0
         self._is_answered = True
         self._events: list[tuple[str, str | None, Mapping[str, Any]]] = []
+        self._lost: set[object] = set()
+
+    def may_write(self, name: str) -> bool:
+        """False of jobs that a schedule has taken away."""
+        return name not in self._lost
 
     def tell(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
         """Notes an event."""
@@ -67,6 +72,9 @@ class Script:
                 waiting.append((look, mail))
                 held.add(job)
                 continue
+            if mail["kind"] == "take away":
+                self._lost.add(job)
+                continue
             due.append(mail)
             if mail["kind"] == "prepare":
                 self._present.add(str(job))
@@ -86,7 +94,7 @@ def main() -> None:
     sections = json.loads((folder / "sections.json").read_text())
     config = read_gang_config(sections, folder, output_dir=folder / "out")
     script = Script(folder)
-    with open_resident(config, tell=script.tell) as loop:
+    with open_resident(config, tell=script.tell, may_write=script.may_write) as loop:
         loop.serve(script if dist.get_rank() == 0 else None)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,0 +1,93 @@
+"""One process of a resident super-model: what it tells and writes of each job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.resident_case import Event, Resident, resident
+from tlora_megatron.training.formats.checkpoint import find_checkpoint
+from tlora_megatron.training.metrics import read_metrics
+
+
+@pytest.fixture(scope="module")
+def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resident]:
+    with resident(tmp_path_factory.mktemp("resident"), 1, {}) as opened:
+        yield opened
+
+
+def prepare(gang: Resident, name: str, job: str = "attention", **asked: Any) -> dict[str, Any]:
+    own = {key: asked.pop(key) for key in list(asked) if key.startswith("checkpoint")}
+    document = {**gang.documents[job], "portion_tokens": 100, "max_steps": 3, **asked}
+    return {"kind": "prepare", "job": name, "body": {"document": document, **own}}
+
+
+def told(events: list[Event], name: str | None) -> list[str]:
+    return [kind for kind, job, _ in events if job == name]
+
+
+def test_a_job_s_life_and_its_summary(gang: Resident) -> None:
+    join = {"kind": "join", "job": "life"}
+    order = prepare(gang, "life", checkpoint_every_steps=2)
+    events = gang.run([(1, order), (1, join)])
+    assert sorted(told(events, "life")) == sorted(
+        ["prepared", "joined", *["evaluated"] * 2, *["stepped"] * 3, *["saved"] * 2, "ended"]
+    )
+    summary = json.loads((gang.job_dir("life") / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 3)
+    assert summary["eval_loss_before"] > 0
+    assert Path(summary["adapter"]).is_dir()
+
+
+def test_jobs_are_saved_by_time(gang: Resident) -> None:
+    order = prepare(gang, "timed", checkpoint_every_s=1e-6)
+    events = gang.run([(1, order), (1, {"kind": "join", "job": "timed"})])
+    steps = [body["step"] for kind, job, body in events if (kind, job) == ("saved", "timed")]
+    assert steps[-1] == 3
+    assert len(steps) > 1
+
+
+def test_a_job_outside_the_gang_s_targets_is_refused(gang: Resident) -> None:
+    lora = {"rank": 4, "alpha": 8, "target_modules": ["linear_fc1"]}
+    events = gang.run([(1, prepare(gang, "outside", lora=lora))])
+    assert told(events, "outside") == ["refused"]
+    assert "got linear_fc1; it holds adapters on down_proj, gate_proj" in events[-1][2]["error"]
+
+
+def test_a_broken_job_is_refused_and_the_others_train_on(gang: Resident) -> None:
+    (gang.job_dir("broken") / "metrics.jsonl").mkdir(parents=True)
+    events = gang.run(
+        [
+            (1, prepare(gang, "whole")), (1, {"kind": "join", "job": "whole"}),
+            (2, prepare(gang, "broken")), (2, {"kind": "join", "job": "broken"}),
+        ]
+    )  # fmt: skip
+    assert told(events, "broken") == ["refused"]
+    assert told(events, "whole")[-1] == "ended"
+
+
+def test_nothing_more_is_written_of_a_job_that_another_owns(gang: Resident) -> None:
+    order = prepare(gang, "lost", max_steps=500, checkpoint_every_steps=5)
+    taken = {"kind": "take away", "job": "lost"}
+    events = gang.run([(1, order), (1, {"kind": "join", "job": "lost"}), (40, taken)])
+    *_, (kind, _, body) = [event for event in events if event[1] == "lost"]
+    assert (kind, body["lost"]) == ("left", True)
+    steps = [line["step"] for line in read_metrics(gang.job_dir("lost") / "metrics.jsonl")]
+    saved = find_checkpoint(gang.job_dir("lost") / "checkpoints")
+    assert saved is None or saved.step <= steps[-1] <= body["step"] < 500
+    assert not (gang.job_dir("lost") / "summary.json").exists()
+
+
+def test_a_job_that_is_done_is_exported_at_once(gang: Resident) -> None:
+    join = {"kind": "join", "job": "twice"}
+    gang.run([(1, prepare(gang, "twice")), (1, join)])
+    adapter = gang.job_dir("twice") / "adapter" / "adapter_model.safetensors"
+    before = adapter.read_bytes()
+    adapter.unlink()
+    events = gang.run([(1, prepare(gang, "twice")), (1, join)])
+    assert told(events, "twice") == ["prepared", "joined", "evaluated", "ended"]
+    assert adapter.read_bytes() == before

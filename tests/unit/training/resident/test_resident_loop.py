@@ -1,0 +1,188 @@
+"""The resident loop over rounds that are only counted."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tlora_megatron.training.resident.loop import ResidentLoop
+from tlora_megatron.training.resident.staging import Failed, StagedJob
+
+Event = tuple[str, str | None, Mapping[str, Any]]
+
+
+class Live:
+    """A loop without a model: jobs are names, and a round does what the test says."""
+
+    def __init__(self) -> None:
+        self.super_model = SimpleNamespace(groups=SimpleNamespace(is_writer=True), jobs=())
+        self.files = SimpleNamespace(may_write=lambda name: name not in self.lost)
+        self.watch = None
+        self.jobs: list[str] = []
+        self.lost: set[str] = set()
+        self.calls: list[object] = []
+        self.fails: Exception | None = None
+        self.rounds = self.tokens = 0
+
+    has_work = property(lambda self: bool(self.jobs))
+    newcomers = property(lambda self: self.jobs[-1:])
+
+    def names(self) -> list[str]:
+        return self.jobs
+
+    def due_by_time(self) -> list[str]:
+        return []
+
+    def drain(self) -> None:
+        self.calls.append("drain")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    def save_active(self) -> None:
+        self.calls.append("save")
+
+    def run_round(self) -> None:
+        self.rounds += 1
+        self.calls.append(tuple(self.jobs))
+        if self.fails:
+            raise self.fails
+
+    def evaluate_part(self) -> None:
+        pass
+
+    def join(self, staged: Any) -> None:
+        self.jobs.append(staged.state.name)
+
+    def leave(self, name: str, *, save: bool, lost: bool = False) -> bool:
+        self.calls.append(("leave", name, save, lost))
+        if name not in self.jobs:
+            return False
+        self.jobs.remove(name)
+        return True
+
+
+class Stager:
+    """Finds at once what the test has laid out."""
+
+    def __init__(self, **found: StagedJob | Failed | None) -> None:
+        self.laid_out = found
+        self.ordered: list[str] = []
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.ordered
+
+    def order(self, name: str, order: Any) -> None:
+        self.ordered.append(name)
+
+    def found(self, name: str) -> StagedJob | Failed | None:
+        return self.laid_out[name]
+
+    def state(self, name: str) -> int | None:
+        found = self.laid_out[name]
+        return None if found is None else -1 if isinstance(found, Failed) else 7
+
+    def take(self, name: str) -> Any:
+        self.ordered.remove(name)
+        return self.laid_out[name]
+
+    def drop(self, name: str) -> None:
+        self.ordered.remove(name)
+
+    def close(self) -> None:
+        pass
+
+
+def staged(name: str) -> StagedJob:
+    state: Any = SimpleNamespace(name=name, step=0, tokens=0, plan=SimpleNamespace(num_steps=2))
+    return StagedJob(
+        state=state, digest="7", copied=None, metrics=None, checkpoint_every_s=0,
+        checkpoint_every_steps=0,
+    )  # fmt: skip
+
+
+class Script:
+    """A mailbox with the commands of each look."""
+
+    def __init__(self, *looks: Sequence[Mapping[str, Any]]) -> None:
+        self.looks = [list(look) for look in looks]
+        self.waits: list[float] = []
+
+    def wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
+
+    def take(self) -> Sequence[Mapping[str, Any]]:
+        return self.looks.pop(0) if self.looks else [{"kind": "stop"}]
+
+
+def serve(live: Live, stager: Stager, script: Script) -> list[Event]:
+    events: list[Event] = []
+    loop: Any = ResidentLoop(live, stager, None, lambda *event: events.append(event))  # type: ignore[arg-type]
+    try:
+        loop.serve(script)
+    finally:
+        gc.enable()
+    return events
+
+
+def test_commands_are_carried_out_in_order_behind_the_round_they_came_in() -> None:
+    live, stager = Live(), Stager(a=staged("a"), b=staged("b"))
+    prepare = [{"kind": "prepare", "job": name, "seq": i} for i, name in enumerate("ab")]
+    join = {"kind": "join", "job": "a", "seq": 2}
+    events = serve(live, stager, Script(prepare, [join], [], [{"kind": "join", "job": "b"}], []))
+    assert [(kind, job) for kind, job, _ in events] == [
+        ("applied", "a"), ("applied", "b"), ("prepared", "a"), ("prepared", "b"),
+        ("joined", "a"), ("applied", "a"), ("joined", "b"), ("stopped", None),
+    ]  # fmt: skip
+    rounds = [call for call in live.calls if isinstance(call, tuple) and call[0] != "leave"]
+    assert rounds == [("a",), ("a",), ("a", "b"), ("a", "b")]
+
+
+def test_an_early_join_waits_until_the_job_is_prepared() -> None:
+    live, stager = Live(), Stager(a=None)
+    script = Script([{"kind": "prepare", "job": "a"}, {"kind": "join", "job": "a"}], [], [])
+    take = script.take
+
+    def take_later() -> Sequence[Mapping[str, Any]]:
+        if len(script.looks) == 1:
+            stager.laid_out["a"] = staged("a")
+        return take()
+
+    script.take = take_later  # type: ignore[method-assign]
+    events = serve(live, stager, script)
+    assert [kind for kind, *_ in events] == ["prepared", "joined", "stopped"]
+    assert script.waits[0] > 100 * script.waits[1], "looks often while a job is prepared"
+
+
+def test_what_cannot_join_is_refused_with_its_reason() -> None:
+    live, stager = Live(), Stager(a=Failed("its data are gone"))
+    orders = [{"kind": "prepare", "job": "a"}, {"kind": "join", "job": "a"}]
+    events = serve(live, stager, Script([*orders, {"kind": "join", "job": "z"}], []))
+    told = {job: body["error"] for kind, job, body in events if kind == "refused"}
+    assert told["a"] == "its data are gone"
+    assert "'z' must be prepared before it joins" in told["z"]
+    assert not live.jobs
+    assert not stager.ordered
+
+
+def test_a_job_whose_files_are_another_s_leaves_unsaved() -> None:
+    live = Live()
+    live.jobs, live.lost = ["a", "b"], {"a"}
+    serve(live, Stager(), Script([]))
+    assert ("leave", "a", False, True) in live.calls
+    assert live.jobs == ["b"]
+
+
+def test_a_round_out_of_memory_names_the_newcomers() -> None:
+    live = Live()
+    live.jobs, live.fails = ["a", "new"], torch.OutOfMemoryError("no room")
+    events: list[Event] = []
+    loop: Any = ResidentLoop(live, Stager(), None, lambda *event: events.append(event))  # type: ignore[arg-type]
+    with pytest.raises(torch.OutOfMemoryError):
+        loop.serve(Script([]))
+    assert events == [("out_of_memory", None, {"newcomers": ["new"]})]
