@@ -100,6 +100,14 @@ class GroupModel:
             plan=choice.plan,
         )
 
+    def holds(self, jobs: Sequence[JobLoad], plan: Plan) -> bool:
+        """True if a group that runs under a plan can go on under it with these jobs."""
+        longest = max(max(job.lengths.longest, job.longest_eval) for job in jobs)
+        if longest > plan.micro_batch_tokens or job_misfit(jobs, plan) is not None:
+            return False
+        use = MemoryModel(self.spec, jobs, self.hardware).use(plan)
+        return use.total_bytes <= self.hardware.memory_bytes
+
     def _id(self, job: JobLoad) -> int:
         key = (
             job.rank,

@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from tlora_megatron.config.base_model import BaseModelSpec
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.config.reader import must
@@ -37,7 +38,11 @@ _FORMAT = 1
 
 def plan_model(config: RunConfig) -> ModelSpec:
     """The shape of a run's base model, with its linears that hold FP8 codes."""
-    base = config.base_model
+    return base_shape(config.base_model)
+
+
+def base_shape(base: BaseModelSpec) -> ModelSpec:
+    """The shape of a base model, with its linears that hold FP8 codes."""
     path = Path(base.path) / "config.json" if base.path is not None else Path(str(base.config))
     spec = read_model_spec(path)
     quantisation = base_quantisation(base, spec)

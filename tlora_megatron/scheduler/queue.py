@@ -44,6 +44,13 @@ class WaitingQueue:
     def __getitem__(self, index: int) -> Waiting:
         return self._entries[index]
 
+    def copy(self) -> WaitingQueue:
+        """An independent copy."""
+        queue = WaitingQueue()
+        queue._entries = dict(self._entries)
+        queue._orders = {name: list(order) for name, order in self._orders.items()}
+        return queue
+
     def add(self, waiting: Waiting) -> None:
         """Adds a job."""
         index = waiting.job.index

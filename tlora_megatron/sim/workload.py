@@ -78,7 +78,7 @@ def make_workload(
                 priority=row.priority,
                 tenant=row.tenant,
                 due_s=patience.due_s(row),
-                state_bytes=_state_bytes(specs[drawn.base], drawn.load),
+                state_bytes=state_bytes(specs[drawn.base], drawn.load),
             )
         )
     return Workload(jobs=jobs, rows=trace.rows)
@@ -108,7 +108,8 @@ def _as_costed(load: JobLoad) -> JobLoad:
     )
 
 
-def _state_bytes(spec: ModelSpec, load: JobLoad) -> float:
+def state_bytes(spec: ModelSpec, load: JobLoad) -> float:
+    """Size of a job's adapter, gradients and optimizer state."""
     sizes = (sum(spec.target_shape(target)) for target in load.targets)
     return float(_STATE_BYTES * load.rank * spec.num_layers * sum(sizes))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, desc, func, select, update
@@ -122,6 +122,30 @@ class Gangs:
                 )
             _update(connection, event.gang, event.epoch, {"heard": event.number})
             return True
+
+    def hear_all(self, events: Sequence[GangEvent]) -> list[GangEvent]:
+        """Like `hear` for many events of any gangs; returns those that were not heard before.
+
+        Raises:
+            EventGap: as `hear`; then none of them is noted.
+        """
+        of_gang: dict[tuple[str, int], list[GangEvent]] = {}
+        for event in events:
+            of_gang.setdefault((event.gang, event.epoch), []).append(event)
+        new: set[tuple[str, int, int]] = set()
+        with self._database.write() as connection:
+            for (name, epoch), told in of_gang.items():
+                heard = gang_row(connection, name, epoch)["heard"]
+                fresh = [event.number for event in told if event.number > heard]
+                if fresh != list(range(heard + 1, heard + 1 + len(fresh))):
+                    raise EventGap(
+                        f"gang {name!r} of epoch {epoch} must tell event {heard + 1} next and "
+                        f"leave none out, got {fresh[:5]}"
+                    )
+                if fresh:
+                    _update(connection, name, epoch, {"heard": fresh[-1]})
+                    new.update((name, epoch, number) for number in fresh)
+        return [event for event in events if (event.gang, event.epoch, event.number) in new]
 
     def cursor(self) -> dict[tuple[str, int], int]:
         """Numbers of the last events heard of all gangs that have not ended."""

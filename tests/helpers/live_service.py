@@ -1,0 +1,212 @@
+"""A service in one process: controller, store and fake gangs on one clock that tests set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.floor_model import FloorModel
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.scheduler.group_throughput import Speeds
+from tlora_megatron.service.control.books.pricing import Pricing
+from tlora_megatron.service.control.controller import Controller
+from tlora_megatron.service.control.settings import Settings
+from tlora_megatron.service.engines.fake import FakeEngine
+from tlora_megatron.service.engines.fake_gang import FakeTimes, FakeWork
+from tlora_megatron.service.engines.protocol import NodeInfo
+from tlora_megatron.service.home import Home
+from tlora_megatron.service.prepare.submission import Submission
+from tlora_megatron.service.store import Job, JobState, NewJob, Store, open_store
+
+TOKENS = 100
+"""Rows of every sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FloorCost:
+    """What a base of `FloorModel` costs: nothing to move, and any plan will do."""
+
+    model: FloorModel
+    weights_bytes: float = 0.0
+
+    def state_bytes(self, load: JobLoad) -> float:
+        """See the class."""
+        return 0.0
+
+    def plan(self, loads: Sequence[JobLoad], num_gpus: int) -> Plan | None:
+        """See the class."""
+        return None
+
+    def holds(self, loads: Sequence[JobLoad], plan: Plan | None) -> bool:
+        """See the class."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """A job whose data was read; what it is stands in its document."""
+
+    job: str
+    document: Mapping[str, Any]
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    from_step: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        """See the class."""
+        return int(self.document["max_steps"])
+
+    @property
+    def train_tokens(self) -> int:
+        """See the class."""
+        return self.num_steps * int(self.document["batch_size"]) * TOKENS
+
+    def load(self) -> JobLoad:
+        """See the class."""
+        return load_of(self.document)
+
+
+def load_of(document: Mapping[str, Any]) -> JobLoad:
+    """The load of a job's document."""
+    return JobLoad(
+        name="job",
+        rank=16,
+        batch_size=int(document["batch_size"]),
+        lengths=LengthHistogram.single(TOKENS),
+    )
+
+
+class InstantValidator:
+    """Accepts every job at once, except those whose document says `bad`."""
+
+    def __init__(self) -> None:
+        self._done: list[Any] = []
+
+    def submit(self, job_id: str, submission: Submission) -> None:
+        """See the class."""
+        self._done.append(Read(job=job_id, document=submission.document))
+
+    def forget(self, job_id: str) -> None:
+        """See the class."""
+        self._done = [read for read in self._done if read.job != job_id]
+
+    def poll(self) -> list[Any]:
+        """See the class."""
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        """See the class."""
+
+
+class LiveService:
+    """A service whose time a test moves."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        nodes: int = 1,
+        gpus: int = 1,
+        times: FakeTimes | None = None,
+        writes: bool = True,
+        **settings: Any,
+    ) -> None:
+        self.now_s = 1_000_000.0
+        self.home = Home.open(root)
+        self.settings = Settings(**{"decide_in_thread": False, "dwell_s": 0.0, **settings})
+        self.said: list[str] = []
+        self.store = self._open()
+        self._speeds = Speeds({"base": FloorModel()})
+        self.engine = FakeEngine(
+            nodes=[NodeInfo(node=i, address="", gpus=gpus) for i in range(nodes)],
+            speeds=self._speeds,
+            work=self._work,
+            clock=lambda: self.now_s,
+            times=times,
+            writes=writes,
+        )
+        self.controller = self._controller()
+
+    def _open(self) -> Store:
+        store = open_store(self.home.store, clock=lambda: self.now_s)
+        store.lock.take(stale_s=-1.0)
+        return store
+
+    def _controller(self) -> Controller:
+        return Controller(
+            home=self.home,
+            store=self.store,
+            engine=self.engine,
+            pricing=Pricing(lambda section: FloorCost(model=FloorModel())),
+            validator=InstantValidator(),
+            settings=self.settings,
+            clock=lambda: self.now_s,
+            on_said=self.said.append,
+        )
+
+    def _work(self, order: Mapping[str, Any]) -> FakeWork:
+        document = order["document"]
+        read = Read(job="", document=document)
+        kind = self._speeds.kind("base", read.load())
+        return FakeWork(kind=kind, tokens=read.train_tokens, num_steps=read.num_steps)
+
+    def submit(self, name: str, *, steps: int, batch: int = 5, **schedule: Any) -> str:
+        """Submits a job of steps that take a second alone; returns its id."""
+        document = {"name": name, "batch_size": batch, "max_steps": steps}
+        submission = Submission(name=name, base_model={"path": "base"}, document=document)
+        new = NewJob(
+            name=name,
+            document=json.loads(submission.to_json()),
+            base="base",
+            key=name,
+            schedule={"max_slowdown": 2.0, **schedule},
+        )
+        return self.store.jobs.submit([new])[0].id
+
+    def job(self, job: str) -> Job:
+        """The row of a job."""
+        return self.store.jobs.get(job)
+
+    def states(self) -> dict[str, str]:
+        """State of every job by name."""
+        return {job.name: job.state.value for job in self.store.jobs.page(limit=1000)}
+
+    def run(self, seconds: float = float("inf"), until: Callable[[], bool] | None = None) -> None:
+        """Lets time pass, from one thing that happens to the next, until all jobs are over."""
+        end_s = self.now_s + min(seconds, 1e7)
+        while self.now_s <= end_s:
+            self.controller.step()
+            if until is not None and until():
+                return
+            if seconds == float("inf") and until is None and self.is_over:
+                return
+            soonest = min(self.engine.next_s(), self.controller.next_s())
+            self.now_s = max(self.now_s + 1e-3, min(soonest, end_s + 1e-3))
+        if seconds == float("inf"):
+            raise AssertionError(f"all jobs must be over by now, got {self.states()}")
+        self.now_s = end_s
+
+    @property
+    def is_over(self) -> bool:
+        """True if no job is unfinished."""
+        return all(JobState(state).is_over for state in self.states().values())
+
+    def restart(self) -> None:
+        """Ends the controller as SIGKILL would, and starts another one."""
+        self.store.close()
+        self.store = self._open()
+        self.controller = self._controller()
+
+    def adapter(self, job: str) -> str:
+        """What a job has learnt."""
+        return (self.home.job(job) / "adapter/adapter.txt").read_text()
+
+    def sentences(self, what: str) -> list[str]:
+        """What the controller said of one thing."""
+        events = self.store.events.after(0, kinds=["said"])
+        return [event.body["message"] for event in events if event.body["what"] == what]

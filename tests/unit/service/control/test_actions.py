@@ -1,0 +1,125 @@
+"""What is done next, by what is decided and what runs now."""
+
+from __future__ import annotations
+
+import pytest
+
+from tlora_megatron.service.control.actions import Action, GangNow, Phase, Target, next_actions
+
+
+def _gang(name: str, gpus: tuple[int, ...] = (0,), **fields: object) -> GangNow:
+    return GangNow(gang=name, gpus=gpus, **{"state": "running", **fields})  # type: ignore[arg-type]
+
+
+def _target(name: str, *members: str, gpus: tuple[int, ...] = (0,), **fields: bool) -> Target:
+    return Target(gang=name, gpus=gpus, members=members, **fields)
+
+
+def _seats(**phases: Phase) -> dict[str, Phase]:
+    return dict(phases)
+
+
+CASES: dict[str, tuple[list[Target], list[GangNow], list[str]]] = {
+    "nothing to do": ([], [], []),
+    "a gang is started where its GPUs are free": ([_target("g1", "a")], [], ["start g1"]),
+    "two targets never start on one GPU": (
+        [_target("g1", "a"), _target("g2", "b", gpus=(0, 1))],
+        [],
+        ["start g1"],
+    ),
+    "a gang that died waits before it starts again": (
+        [_target("g1", "a", may_start=False)],
+        [],
+        [],
+    ),
+    "jobs wait while their gang starts": (
+        [_target("g1", "a")],
+        [_gang("g1", state="starting")],
+        [],
+    ),
+    "jobs are prepared all at once": (
+        [_target("g1", "a", "b")],
+        [_gang("g1")],
+        ["prepare g1 a", "prepare g1 b"],
+    ),
+    "a prepared job joins though another is still being prepared": (
+        [_target("g1", "a", "b")],
+        [_gang("g1", seats=_seats(a="prepared", b="preparing"))],
+        ["join g1 a"],
+    ),
+    "no second change while a join is on its way": (
+        [_target("g1", "a", "b")],
+        [_gang("g1", seats=_seats(a="joining", b="prepared"))],
+        [],
+    ),
+    "a newcomer is prepared while another leaves, and joins later": (
+        [_target("g1", "a", "b")],
+        [_gang("g1", seats=_seats(a="training", c="leaving"))],
+        ["prepare g1 b"],
+    ),
+    "who goes leaves before who is ready joins": (
+        [_target("g1", "a", "b")],
+        [_gang("g1", seats=_seats(a="training", b="prepared", c="training"))],
+        ["leave g1 c"],
+    ),
+    "a move waits until the old gang has let go": (
+        [_target("g1", "a", "b"), _target("g2", "c", gpus=(1,))],
+        [
+            _gang("g1", seats=_seats(a="training")),
+            _gang("g2", gpus=(1,), seats=_seats(b="training", c="training")),
+        ],
+        ["leave g2 b"],
+    ),
+    "a job that left and is wanted again is prepared anew": (
+        [_target("g1", "a")],
+        [_gang("g1", seats=_seats(a="leaving"))],
+        [],
+    ),
+    "other GPUs: the old gang is stopped first": (
+        [_target("g2", "a", gpus=(0, 1))],
+        [_gang("g1", seats=_seats(a="training"))],
+        ["stop g1"],
+    ),
+    "the new gang starts when the old one is gone": (
+        [_target("g2", "a", gpus=(0, 1))],
+        [_gang("g1", state="stopping", seats=_seats(a="leaving"))],
+        [],
+    ),
+    "jobs leave a gang whose GPUs nobody wants": (
+        [],
+        [_gang("g1", seats=_seats(a="training", b="preparing"))],
+        ["leave g1 a", "leave g1 b"],
+    ),
+    "an idle gang is kept warm": ([], [_gang("g1", idle_s=59.0)], ["keep_warm g1"]),
+    "not for ever": ([], [_gang("g1", idle_s=60.0)], ["stop g1"]),
+    "an idle gang makes room": (
+        [_target("g2", "a", gpus=(0, 1))],
+        [_gang("g1", idle_s=1.0)],
+        ["stop g1"],
+    ),
+    "a starting gang that nobody wants any more is stopped for its GPUs": (
+        [_target("g2", "a")],
+        [_gang("g1", state="starting")],
+        ["stop g1"],
+    ),
+    "suspects join one by one": (
+        [_target("g1", "a", "b", "c", one_by_one=True)],
+        [_gang("g1", seats=_seats(a="training", b="prepared", c="prepared"))],
+        ["join g1 b"],
+    ),
+    "the next one when the first round is over": (
+        [_target("g1", "a", "b", one_by_one=True)],
+        [_gang("g1", seats=_seats(a="training", b="prepared"), in_first_round={"a"})],
+        [],
+    ),
+}
+
+
+def _words(action: Action) -> str:
+    return " ".join(filter(None, [action.kind, action.gang, action.job]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_next_actions(case: str) -> None:
+    targets, gangs, expected = CASES[case]
+    assert [_words(a) for a in next_actions(targets, gangs, idle_keep_s=60.0)] == expected

@@ -1,0 +1,128 @@
+"""Turns what is decided and what runs now into the next actions: a pure function.
+
+It is called again after everything that happens, with the same targets, and says what may be done
+*now*; so an action that has to wait for another needs no memory of it. Two rules make it safe:
+a gang's members change once at a time, and a job is prepared only where no gang has it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Phase = Literal["preparing", "prepared", "joining", "training", "leaving"]
+"""Where a job stands in its gang."""
+
+ActionKind = Literal["start", "prepare", "join", "leave", "stop", "keep_warm"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A gang as it is decided to be."""
+
+    gang: str
+    gpus: tuple[int, ...]
+    """Cluster-wide numbers, ascending."""
+    members: tuple[str, ...]
+    """Ids of its jobs."""
+    may_start: bool = True
+    """False while a gang that died waits before it is started again."""
+    one_by_one: bool = False
+    """Jobs join alone, so that a first round that fails names the one at fault."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GangNow:
+    """A gang as it is now; one of which some process may still live."""
+
+    gang: str
+    gpus: tuple[int, ...]
+    state: Literal["starting", "running", "stopping"]
+    seats: Mapping[str, Phase] = field(default_factory=dict)
+    """The jobs it holds, by id."""
+    idle_s: float = 0.0
+    """For how long it has held none."""
+    in_first_round: Collection[str] = ()
+    """Jobs that have joined and not finished a round yet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Action:
+    """One thing to do now."""
+
+    kind: ActionKind
+    gang: str
+    job: str | None = None
+
+
+def next_actions(
+    targets: Sequence[Target], gangs: Sequence[GangNow], *, idle_keep_s: float
+) -> list[Action]:
+    """The actions that may be taken now to make the gangs what the targets say.
+
+    A gang without a target ends if its GPUs are wanted, or if it was idle for `idle_keep_s`; else
+    its jobs leave it and it is kept warm. A target without a gang is started on free GPUs.
+    """
+    by_name = {target.gang: target for target in targets}
+    running = {gang.gang for gang in gangs}
+    missing = [target for target in targets if target.gang not in running]
+    wanted = {gpu for target in missing for gpu in target.gpus}
+    seated = {job for gang in gangs for job in gang.seats}
+    actions: list[Action] = []
+    for gang in gangs:
+        target = by_name.get(gang.gang)
+        if target is None:
+            actions += _without_target(gang, not wanted.isdisjoint(gang.gpus), idle_keep_s)
+        else:
+            actions += _towards(target, gang, seated)
+    held = {gpu for gang in gangs for gpu in gang.gpus}
+    actions += _starts(missing, held)
+    return actions
+
+
+def _without_target(gang: GangNow, is_wanted: bool, idle_keep_s: float) -> Iterable[Action]:
+    if gang.state == "stopping":
+        return
+    if is_wanted or (not gang.seats and gang.idle_s >= idle_keep_s):
+        yield Action(kind="stop", gang=gang.gang)
+    elif not gang.seats:
+        yield Action(kind="keep_warm", gang=gang.gang)
+    elif gang.state == "running":
+        yield from _leaves(gang, gang.seats)
+
+
+def _towards(target: Target, gang: GangNow, seated: Collection[str]) -> Iterable[Action]:
+    """The changes of a gang's members; none while it starts or stops."""
+    if gang.state != "running":
+        return
+    for job in target.members:
+        if job not in seated:
+            yield Action(kind="prepare", gang=gang.gang, job=job)
+    if "joining" in gang.seats.values() or "leaving" in gang.seats.values():
+        return
+    going = [job for job in gang.seats if job not in target.members]
+    if going:
+        yield from _leaves(gang, going)
+        return
+    ready = [job for job, phase in gang.seats.items() if phase == "prepared"]
+    if target.one_by_one:
+        ready = [] if gang.in_first_round else ready[:1]
+    for job in ready:
+        yield Action(kind="join", gang=gang.gang, job=job)
+
+
+def _leaves(gang: GangNow, jobs: Iterable[str]) -> Iterable[Action]:
+    if "joining" in gang.seats.values():
+        return
+    for job in jobs:
+        if gang.seats[job] != "leaving":
+            yield Action(kind="leave", gang=gang.gang, job=job)
+
+
+def _starts(missing: Sequence[Target], held: Collection[int]) -> Iterable[Action]:
+    taken = set(held)
+    for target in missing:
+        if target.may_start and taken.isdisjoint(target.gpus):
+            taken.update(target.gpus)
+            yield Action(kind="start", gang=target.gang)

@@ -1,0 +1,251 @@
+"""The controller's books: jobs, queue, groups as decided, and gangs as they are.
+
+Groups are what the policy decided; gangs are what runs. The books name the gang of each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from tlora_megatron.scheduler.fleet import Fleet
+from tlora_megatron.scheduler.formation import Parts, formed
+from tlora_megatron.scheduler.group_throughput import GroupRates
+from tlora_megatron.scheduler.invariants import InvariantError
+from tlora_megatron.scheduler.jobs import Group, Job, Waiting
+from tlora_megatron.scheduler.policy import Decision, RegroupCost
+from tlora_megatron.scheduler.queue import WaitingQueue
+from tlora_megatron.service.control.actions import Target
+from tlora_megatron.service.control.books.live import LiveGang, LiveJob
+from tlora_megatron.service.control.books.machines import Machines
+from tlora_megatron.service.control.books.pricing import Pricing
+
+_FREE = RegroupCost(
+    admit_s=0.0,
+    replan_s=0.0,
+    state_bytes_per_s=float("inf"),
+    weights_bytes_per_s=float("inf"),
+)
+
+
+class Books:
+    """What waits, what is decided, what runs."""
+
+    def __init__(self, machines: Machines, pricing: Pricing, *, first_name: int) -> None:
+        """Begins with an empty cluster; gangs get names with numbers above `first_name`."""
+        self.machines = machines
+        self.pricing = pricing
+        self.jobs: dict[str, LiveJob] = {}
+        self.numbers: dict[int, LiveJob] = {}
+        self.gangs: dict[str, LiveGang] = {}
+        self.queue = WaitingQueue()
+        self.fleet = Fleet(shape=machines.shape, speeds=pricing.speeds)
+        self.fleet.state.free.take(machines.missing)
+        for node in machines.down:
+            self.fleet.node_down(node)
+        self.names: dict[int, str] = {}
+        """Gang of each group, by the group's number."""
+        self.starts_from: dict[str, float] = {}
+        """When a gang that died may be started again."""
+        self.one_by_one: set[str] = set()
+        """Gangs whose jobs join alone, after a first round that failed."""
+        self._last_name = first_name
+
+    # Jobs
+
+    def add(self, live: LiveJob) -> None:
+        """Takes up a job."""
+        self.jobs[live.id] = live
+        self.numbers[live.number] = live
+
+    def remove(self, live: LiveJob) -> None:
+        """Forgets a job that is over."""
+        del self.jobs[live.id]
+        del self.numbers[live.number]
+
+    def enqueue(self, live: LiveJob, now_s: float) -> bool:
+        """Lets a job wait; False if no GPUs of the cluster can ever hold it."""
+        live.priced = self.pricing.price(live, self.machines.shape.num_gpus)
+        if live.priced is None:
+            return False
+        tokens_left = live.priced.tokens * live.share_left
+        self.queue.add(Waiting(job=live.priced, tokens_left=tokens_left, queued_s=now_s))
+        self.fleet.changes.arrived.add(live.number)
+        return True
+
+    def withdraw(self, live: LiveJob, now_s: float) -> None:
+        """Takes a job out of the queue, or out of the group it was decided to be in."""
+        if live.number in self.queue:
+            self.queue.remove(live.number)
+            self.fleet.changes.arrived.discard(live.number)
+            return
+        group = self.fleet.group_of(live.number)
+        if group is None:
+            return
+        name = self.names.pop(group.number)
+        member = next(m for m in group.members if m.job.index == live.number)
+        self.fleet.close(group, now_s)
+        self.fleet.leave(member.job)
+        self.fleet.carry_on(group, [member], now_s)
+        others = [m for m in group.members if m is not member]
+        rest = self.fleet.group_of(others[0].job.index) if others else None
+        if rest is not None:
+            self.names[rest.number] = name
+
+    def is_placed(self, live: LiveJob) -> bool:
+        """True if it was decided where the job trains."""
+        return self.fleet.group_of(live.number) is not None
+
+    # Groups
+
+    def targets(self, now_s: float) -> list[Target]:
+        """The gangs as they are decided to be, in the order of their groups."""
+        targets = []
+        for number, group in self.fleet.state.groups.items():
+            name = self.names[number]
+            targets.append(
+                Target(
+                    gang=name,
+                    gpus=group.gpus,
+                    members=tuple(self.numbers[m.job.index].id for m in group.members),
+                    may_start=self.starts_from.get(name, 0.0) <= now_s,
+                    one_by_one=name in self.one_by_one,
+                )
+            )
+        return targets
+
+    def carry_out(
+        self, decisions: Sequence[Decision], now_s: float, cost: RegroupCost
+    ) -> list[Group]:
+        """Makes decisions the books' state, and finds a gang for each new group."""
+        before = {
+            number: (self.names.pop(number), self.fleet.state.groups[number])
+            for decision in decisions
+            for number in decision.dissolve
+        }
+        groups = self.fleet.carry_out(decisions, self.queue, now_s=now_s, cost=cost)
+        for group in groups:
+            self.names[group.number] = self._gang_for(group, list(before.values()))
+        return [self.fleet.state.groups[g.number] for g in groups]
+
+    def _gang_for(self, group: Group, dissolved: list[tuple[str, Group]]) -> str:
+        """The gang that stays, an idle one, or a new name."""
+        for name, old in dissolved:
+            if old.gpus == group.gpus and old.base == group.base:
+                gang = self.gangs.get(name)
+                if gang is None or self._holds(gang, group):
+                    return name
+        taken = set(self.names.values()) | {name for name, _ in dissolved}
+        for gang in self.gangs.values():
+            if gang.name not in taken and gang.gpus == group.gpus and self._holds(gang, group):
+                return gang.name
+        for gang in self.gangs.values():
+            if gang.name not in taken and self._takes_over(gang, group):
+                return gang.name
+        return self.next_name()
+
+    def _holds(self, gang: LiveGang, group: Group) -> bool:
+        """True if the gang can take the group's members as it runs."""
+        if gang.state == "stopping" or gang.pool != group.base:
+            return False
+        loads = [self.numbers[m.job.index].load for m in group.members]
+        return self.pricing.holds(gang.pool, [load for load in loads if load], gang.plan)
+
+    def _takes_over(self, gang: LiveGang, group: Group) -> bool:
+        """Moves a new group to the GPUs of an idle gang that has as many; True if it did."""
+        free = self.fleet.state.free
+        if gang.seats or len(gang.gpus) != len(group.gpus) or not self._holds(gang, group):
+            return False
+        shape = self.fleet.state.shape
+        if shape.tier(gang.gpus) > shape.tier(group.gpus):
+            return False
+        if not all(gpu in free.in_node(gpu // shape.gpus_per_node) for gpu in gang.gpus):
+            return False
+        free.give(group.gpus)
+        free.take(gang.gpus)
+        self.fleet.state.groups[group.number] = replace(group, gpus=gang.gpus)
+        return True
+
+    def next_name(self) -> str:
+        """A gang's name that was never used."""
+        self._last_name += 1
+        return f"g{self._last_name}"
+
+    def adopt(self, gang: LiveGang, members: Iterable[LiveJob], now_s: float) -> None:
+        """Takes a gang that runs already into the books, with those of its jobs that stay."""
+        joining = []
+        for live in members:
+            live.priced = self.pricing.price(live, self.machines.shape.num_gpus)
+            if live.priced is not None:
+                left = live.priced.tokens * live.share_left
+                joining.append(Waiting(job=live.priced, tokens_left=left, queued_s=now_s))
+        if not joining:
+            return
+        parts = Parts(joining=tuple(joining))
+        for waiting in joining:
+            self.fleet.charge(waiting.job)
+        group = formed(
+            parts,
+            gpus=gang.gpus,
+            rates=self._rates(parts, len(gang.gpus)),
+            now_s=now_s,
+            cost=_FREE,
+            number=self.fleet.next_number(),
+        )
+        starts = {w.job.index: self.numbers[w.job.index].started_at for w in joining}
+        since = tuple(replace(m, started_s=starts[m.job.index] or now_s) for m in group.members)
+        group = replace(group, members=since, ready_s=now_s)
+        self.fleet.open(group)
+        self.names[group.number] = gang.name
+
+    def _rates(self, parts: Parts, num_gpus: int) -> GroupRates:
+        """Speeds of a group; those of each job alone where the model says it cannot be."""
+        try:
+            return self.fleet.rates(parts, num_gpus)
+        except InvariantError:
+            alone = {job.kind: job.isolated_tokens_per_s / len(parts) for job in parts.jobs}
+            return GroupRates(alone, sum(alone.values()), 0.0)
+
+    def refresh(self, group: Group, now_s: float) -> None:
+        """Sets a running group's work left to what its jobs reported."""
+        if now_s < group.ready_s:
+            return
+        rates = self._rates(Parts.of(group), len(group.gpus))
+        members = []
+        for member in group.members:
+            live = self.numbers[member.job.index]
+            job = live.priced or member.job
+            members.append(
+                replace(
+                    member,
+                    job=job,
+                    tokens_per_s=rates.by_kind.get(job.kind, member.tokens_per_s),
+                    tokens_left=job.tokens * live.share_left,
+                )
+            )
+        self.fleet.state.groups[group.number] = replace(
+            group, members=tuple(members), ready_s=now_s
+        )
+
+    def reprice(self, now_s: float) -> None:
+        """Prices all jobs anew, after measured speeds have moved away from those in use."""
+        waiting = [self.queue[live.number] for live in self._waiting()]
+        for entry in waiting:
+            self.queue.remove(entry.job.index)
+            live = self.numbers[entry.job.index]
+            live.priced = self._priced(live)
+            left = live.priced.tokens * live.share_left
+            self.queue.add(replace(entry, job=live.priced, tokens_left=left))
+        for group in list(self.fleet.state.groups.values()):
+            for member in group.members:
+                live = self.numbers[member.job.index]
+                live.priced = self._priced(live)
+            self.refresh(group, now_s)
+
+    def _waiting(self) -> list[LiveJob]:
+        return [live for live in self.jobs.values() if live.number in self.queue]
+
+    def _priced(self, live: LiveJob) -> Job:
+        found = self.pricing.price(live, self.machines.shape.num_gpus) or live.priced
+        assert found is not None, f"job {live.id} must have been priced before"
+        return found

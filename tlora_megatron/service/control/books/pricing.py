@@ -1,0 +1,169 @@
+"""What jobs cost: speeds and plans of groups on the machine at hand, and jobs as policies see them.
+
+Base models are met while jobs arrive. A job that must train alone gets a pool of its own, which no
+other job shares; the model of its speed is that of its base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from tlora_megatron.config.base_model import BaseModelSpec
+from tlora_megatron.config.reader import read_spec
+from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.group import GroupModel
+from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.workload import JobLoad
+from tlora_megatron.runtime.plan_inputs import base_shape
+from tlora_megatron.scheduler.calibrated import CalibratedSpeeds
+from tlora_megatron.scheduler.group_throughput import GroupThroughput
+from tlora_megatron.scheduler.jobs import Job
+from tlora_megatron.service.control.books.live import ALONE, LiveJob
+from tlora_megatron.sim.workload import Patience, state_bytes, weights_bytes
+
+_PATIENCE = Patience()
+
+
+class BaseCost(Protocol):
+    """What one base model costs: its throughput, and sizes of what is loaded and moved."""
+
+    @property
+    def model(self) -> GroupThroughput:
+        """Speed and memory of groups."""
+
+    @property
+    def weights_bytes(self) -> float:
+        """Size of the base."""
+
+    def state_bytes(self, load: JobLoad) -> float:
+        """Size of a job's adapter and optimizer state."""
+
+    def plan(self, loads: Sequence[JobLoad], num_gpus: int) -> Plan | None:
+        """The plan with which a gang of these jobs starts; None: the engine's default."""
+
+    def holds(self, loads: Sequence[JobLoad], plan: Plan | None) -> bool:
+        """True if a gang under this plan can take these jobs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedBase:
+    """A base model as the planner knows it."""
+
+    model: GroupModel
+
+    @property
+    def weights_bytes(self) -> float:
+        """Size of the base in bf16."""
+        return weights_bytes(self.model.spec)
+
+    def state_bytes(self, load: JobLoad) -> float:
+        """Size of a job's adapter and optimizer state."""
+        return state_bytes(self.model.spec, load)
+
+    def plan(self, loads: Sequence[JobLoad], num_gpus: int) -> Plan | None:
+        """The planner's choice, with the LoRA sharding that keeps every job's bits."""
+        plan = self.model.estimate(_named(loads), num_gpus).plan
+        if plan is None or not plan.sequence_parallel:
+            return plan
+        return replace(plan, lora_sharding="s_lora")
+
+    def holds(self, loads: Sequence[JobLoad], plan: Plan | None) -> bool:
+        """True if the longest sequence fits the micro-batch, and all jobs the memory."""
+        return plan is None or not loads or self.model.holds(_named(loads), plan)
+
+
+def planned_base(section: Mapping[str, Any], hardware: HardwareProfile) -> PlannedBase:
+    """The costs of a base model on some hardware.
+
+    Raises:
+        ValueError: if the model's config.json cannot be read.
+    """
+    spec = read_spec(BaseModelSpec, dict(section), "base_model")
+    dtype = replace(hardware, dtype=spec.dtype)
+    return PlannedBase(model=GroupModel(base_shape(spec), dtype))
+
+
+class Pricing:
+    """Prices jobs and groups by speeds that measurements correct."""
+
+    def __init__(self, costs: Callable[[Mapping[str, Any]], BaseCost]) -> None:
+        """Begins without base models; `costs` makes those of a section `base_model`."""
+        self._make = costs
+        self._bases: dict[str, BaseCost] = {}
+        self._models: dict[str, GroupThroughput] = {}
+        self._sections: dict[str, Mapping[str, Any]] = {}
+        self.speeds = CalibratedSpeeds(self._models)
+
+    def knows(self, base: str) -> bool:
+        """True if the base model was met before."""
+        return base in self._bases
+
+    def meet(self, base: str, section: Mapping[str, Any]) -> None:
+        """Takes up a base model.
+
+        Raises:
+            ValueError: if its files cannot be read.
+        """
+        if base not in self._bases:
+            self._bases[base] = self._make(section)
+            self._sections[base] = section
+
+    def section(self, pool: str) -> Mapping[str, Any]:
+        """The section `base_model` of a pool's jobs."""
+        return self._sections[_base_of(pool)]
+
+    @property
+    def weights_bytes(self) -> dict[str, float]:
+        """Sizes of the base models, by pool."""
+        return {pool: self._bases[_base_of(pool)].weights_bytes for pool in self._models}
+
+    def price(self, live: LiveJob, most_gpus: int) -> Job | None:
+        """The job as policies see it, by present speeds.
+
+        It asks for more GPUs than its user said where its memory needs them; then `num_gpus` of
+        the job in memory grows. None if `most_gpus` cannot hold it.
+        """
+        assert live.load is not None, f"job {live.id} must be validated before it is priced"
+        own = self._bases[live.base]
+        self._models[live.pool] = own.model
+        kind = self.speeds.kind(live.pool, live.load)
+        while live.num_gpus <= most_gpus:
+            rates = self.speeds.rates((kind,), live.num_gpus)
+            if rates is not None:
+                isolated_s = live.tokens / rates.total
+                patience_s = _PATIENCE.base_s + _PATIENCE.factor * isolated_s
+                return Job(
+                    index=live.number,
+                    name=live.name,
+                    base=live.pool,
+                    kind=kind,
+                    num_gpus=live.num_gpus,
+                    submit_s=live.submitted_at,
+                    isolated_s=isolated_s,
+                    isolated_tokens_per_s=rates.total,
+                    max_slowdown=live.max_slowdown,
+                    priority=live.priority,
+                    tenant=live.tenant,
+                    due_s=live.submitted_at + patience_s,
+                    state_bytes=own.state_bytes(live.load),
+                )
+            live.num_gpus *= 2
+        return None
+
+    def plan(self, pool: str, loads: Sequence[JobLoad], num_gpus: int) -> Plan | None:
+        """The plan with which a gang of these jobs starts."""
+        return self._bases[_base_of(pool)].plan(loads, num_gpus)
+
+    def holds(self, pool: str, loads: Sequence[JobLoad], plan: Plan | None) -> bool:
+        """True if a gang under this plan can take these jobs."""
+        return self._bases[_base_of(pool)].holds(loads, plan)
+
+
+def _base_of(pool: str) -> str:
+    return pool.partition(ALONE)[0]
+
+
+def _named(loads: Sequence[JobLoad]) -> list[JobLoad]:
+    return [replace(load, name=str(place)) for place, load in enumerate(loads)]

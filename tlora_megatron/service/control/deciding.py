@@ -1,0 +1,187 @@
+"""Asks the policy: on a snapshot, in a thread; what changed meanwhile makes its answer void."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from tlora_megatron.scheduler.cluster import ClusterState
+from tlora_megatron.scheduler.policy import Changes, Decision, RegroupCost, Rules
+from tlora_megatron.scheduler.queue import WaitingQueue
+from tlora_megatron.scheduler.registry import make_policy
+from tlora_megatron.service.control.desk import Desk
+from tlora_megatron.service.control.regrouping import Regrouping, bundles
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Question:
+    """What a policy is asked, and the time of asking."""
+
+    now_s: float
+    queue: WaitingQueue
+    cluster: ClusterState
+    changes: Changes
+    cost: RegroupCost
+
+
+class Deciding:
+    """Decides what should run, when something has changed and at least every tick."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._regrouping = Regrouping(desk.settings, desk.pricing.speeds)
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="decide")
+        self._asked: tuple[_Question, Future[list[Decision]]] | None = None
+        self._wanted_s: float | None = None
+        self._last_s = float("-inf")
+        self.seconds: list[float] = []
+        """Seconds that the last decisions took."""
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def due_s(self) -> float:
+        """When a decision is due, if nothing more happens."""
+        if self._asked is not None:
+            return self._desk.clock()
+        tick_s = self._last_s + self._desk.settings.tick_s
+        if self._wanted_s is None:
+            return tick_s
+        return min(tick_s, self._wanted_s + self._desk.settings.coalesce_s)
+
+    def step(self) -> None:
+        """Takes an answer that is there; asks if it is time."""
+        desk, now_s = self._desk, self._desk.clock()
+        if self._asked is not None:
+            if self._asked[1].done():
+                self._take()
+            return
+        if desk.wants_decision and self._wanted_s is None:
+            self._wanted_s = now_s
+        desk.wants_decision = False
+        if now_s < self.due_s():
+            return
+        self._last_s, self._wanted_s = now_s, None
+        self._ask(now_s)
+
+    def _ask(self, now_s: float) -> None:
+        books = self._desk.books
+        if not len(books.queue) and not books.fleet.changes.freed:
+            books.fleet.changes.take()
+            return
+        question = _Question(
+            now_s=now_s,
+            queue=books.queue.copy(),
+            cluster=_copy(books.fleet.state),
+            changes=books.fleet.changes.take(),
+            cost=replace(self._desk.cost, weights_bytes=self._desk.pricing.weights_bytes),
+        )
+        if self._desk.settings.decide_in_thread:
+            self._asked = (question, self._threads.submit(self._answer, question))
+            return
+        answer: Future[list[Decision]] = Future()
+        answer.set_result(self._answer(question))
+        self._asked = (question, answer)
+        self._take()
+
+    def _answer(self, question: _Question) -> list[Decision]:
+        settings = self._desk.settings
+        rules = Rules(
+            lookahead=settings.lookahead,
+            max_group_size=settings.max_group_size,
+            cost=question.cost,
+        )
+        policy = make_policy(settings.policy, self._desk.pricing.speeds, rules)
+        begin = time.perf_counter()
+        decisions = policy.decide(
+            question.now_s, question.queue, question.cluster, question.changes
+        )
+        self.seconds = [*self.seconds[-999:], time.perf_counter() - begin]
+        return decisions
+
+    def _take(self) -> None:
+        assert self._asked is not None, "an answer must have been asked for"
+        question, answer = self._asked
+        self._asked = None
+        decisions = answer.result()
+        if not decisions:
+            return
+        groups = question.cluster.groups
+        fresh = [b for b in bundles(decisions, groups) if self._is_fresh(b, question)]
+        fitting = [decision for bundle in fresh for decision in bundle]
+        admitted = self._regrouping.admitted(
+            fitting, groups, question.queue, question.cost, self._desk.clock()
+        )
+        if len(admitted) < len(decisions):
+            self._ask_again(question)
+        if admitted:
+            self._carry_out(admitted, question)
+        if len(fitting) < len(decisions):
+            self._desk.wants_decision = True
+
+    def _is_fresh(self, bundle: Sequence[Decision], question: _Question) -> bool:
+        """True if nothing that the decisions rest on has changed since they were asked for."""
+        books = self._desk.books
+        state = books.fleet.state
+        old: set[int] = set()
+        for decision in bundle:
+            for number in decision.dissolve:
+                now, then = state.groups.get(number), question.cluster.groups[number]
+                if now is None or [m.job.index for m in now.members] != [
+                    m.job.index for m in then.members
+                ]:
+                    return False
+                old.update(now.gpus)
+        gone = {m.job.index for d in bundle for n in d.dissolve for m in state.groups[n].members}
+        size = state.shape.gpus_per_node
+        return all(
+            (index in gone or index in books.queue)
+            for decision in bundle
+            for index in decision.members
+        ) and all(
+            gpu in old or gpu in state.free.in_node(gpu // size)
+            for decision in bundle
+            for gpu in decision.gpus
+        )
+
+    def _ask_again(self, question: _Question) -> None:
+        """Keeps as news what was held back, so that the next decision looks at it again."""
+        books = self._desk.books
+        books.fleet.changes.freed = True
+        books.fleet.changes.arrived.update(
+            index for index in question.changes.arrived if index in books.queue
+        )
+        books.fleet.changes.regrouped.update(
+            number for number in question.changes.regrouped if number in books.fleet.state.groups
+        )
+
+    def _carry_out(self, decisions: Sequence[Decision], question: _Question) -> None:
+        desk = self._desk
+        freed = desk.books.fleet.changes.freed
+        groups = desk.books.carry_out(decisions, desk.clock(), question.cost)
+        desk.books.fleet.changes.freed = freed
+        snapshot = {"waiting": len(question.queue), "groups": len(question.cluster.groups)}
+        actions = [
+            {
+                "gang": desk.books.names[group.number],
+                "gpus": list(group.gpus),
+                "jobs": [desk.books.numbers[m.job.index].id for m in group.members],
+            }
+            for group in groups
+        ]
+        why = f"{desk.settings.policy}: {len(groups)} groups formed in {self.seconds[-1]:.3f} s"
+        desk.store.decisions.add(snapshot, actions, why)
+        desk.wants_actions = True
+
+
+def _copy(state: ClusterState) -> ClusterState:
+    return ClusterState(
+        shape=state.shape,
+        free=state.free.copy(),
+        groups=dict(state.groups),
+        quotas=state.quotas,
+        tenant_gpus=dict(state.tenant_gpus),
+    )

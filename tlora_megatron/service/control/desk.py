@@ -1,0 +1,132 @@
+"""What all parts of a controller share: the store, the engine, the books and the clock."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tlora_megatron.scheduler.policy import RegroupCost
+from tlora_megatron.service.control.books.books import Books
+from tlora_megatron.service.control.books.live import LiveGang, LiveJob
+from tlora_megatron.service.control.books.pricing import Pricing
+from tlora_megatron.service.control.settings import Settings
+from tlora_megatron.service.engines.protocol import GangEngine
+from tlora_megatron.service.home import Home
+from tlora_megatron.service.messages import Command, CommandKind, GangSpec
+from tlora_megatron.service.store import GangState, JobState, Progress, Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class Desk:
+    """A controller's tools and books."""
+
+    home: Home
+    store: Store
+    engine: GangEngine
+    settings: Settings
+    pricing: Pricing
+    books: Books
+    clock: Callable[[], float]
+    """Unix seconds."""
+    cost: RegroupCost
+    """Pauses of regroupings, as they were measured."""
+    on_said: Callable[[str], None] = logger.info
+
+    posts: list[Command] = field(default_factory=list)
+    """Commands of the present transaction, posted when it is on the disk."""
+    starts: list[GangSpec] = field(default_factory=list)
+    leases: list[tuple[str, str, int, int]] = field(default_factory=list)
+    """Job, gang, its epoch and the lease, for the files that gangs look at."""
+    progress: dict[str, Progress] = field(default_factory=dict)
+    """Newest report of each job that is not in the store yet."""
+    wants_decision: bool = True
+    wants_actions: bool = True
+
+    def say(
+        self, what: str, message: str, *, job: str | None = None, gang: str | None = None
+    ) -> None:
+        """Tells what happened in a sentence, to the store's list of events and to the terminal."""
+        self.store.events.add("said", job=job, gang=gang, body={"what": what, "message": message})
+        self.on_said(message)
+
+    def command(
+        self,
+        gang: LiveGang,
+        kind: CommandKind,
+        *,
+        job: str | None = None,
+        body: dict[str, Any] | None = None,
+    ) -> None:
+        """Writes a command; it is posted when the transaction is on the disk."""
+        now_s = self.clock()
+        written = self.store.commands.write(gang.name, gang.epoch, kind, job=job, body=body or {})
+        self.posts.append(written)
+        gang.spoken_s, gang.lease_until_s = now_s, now_s + self.settings.lease_s
+
+    def change(
+        self,
+        live: LiveJob,
+        to: JobState,
+        *,
+        release: str | None = None,
+        why: str | None = None,
+        **fields: Any,
+    ) -> None:
+        """Changes a job's state in store and books; a job that is over leaves the books."""
+        row = self.store.jobs.change(live.id, to, release=release, why=why, **fields)
+        live.state, live.wish, live.started_at = row.state, row.wish, row.started_at
+        if to.is_over:
+            self.progress.pop(live.id, None)
+            self.books.withdraw(live, self.clock())
+            self.books.remove(live)
+            self.wants_decision = self.wants_actions = True
+
+    def enqueue(self, live: LiveJob) -> None:
+        """Lets a job wait for a place; fails it if the cluster can never hold it."""
+        if not self.books.enqueue(live, self.clock()):
+            most = self.books.machines.shape.num_gpus
+            assert live.load is not None, f"job {live.id} must be validated before it waits"
+            message = (
+                f"job {live.name!r} must fit into the memory of the cluster's {most} GPUs, got "
+                f"rank {live.load.rank} and sequences of {live.load.lengths.longest} tokens: "
+                "choose a smaller max_seq_len or a base in fewer bytes"
+            )
+            self.fail(live, message)
+        self.wants_decision = True
+
+    def fail(self, live: LiveJob, message: str) -> None:
+        """Ends a job that cannot go on, with the sentence that says why."""
+        release = message if self.store.leases.of(live.id) is not None else None
+        self.change(live, JobState.FAILED, release=release, why=message, error=message)
+        self.on_said(message)
+
+    def vacate(self, live: LiveJob, *, why: str) -> None:
+        """Puts a job that no gang holds any more where its user or the books want it."""
+        state = live.state
+        if live.intent == "cancel":
+            self.change(live, JobState.CANCELLED, release=why, why=why)
+        elif live.intent == "pause":
+            self.change(live, JobState.PAUSED, release=why, why=why)
+        elif state is JobState.MOVING and self.books.is_placed(live):
+            row = self.store.jobs.get(live.id)
+            if row.lease is not None:
+                self.store.leases.release(live.id, lease=row.lease, why=why)
+        else:
+            self.change(live, JobState.QUEUED, release=why, why=why)
+            if not self.books.is_placed(live):
+                self.enqueue(live)
+        self.wants_actions = True
+
+    def gone(self, gang: LiveGang, *, why: str) -> list[LiveJob]:
+        """Notes that no process of a gang is left; returns the jobs that it held, vacated."""
+        self.store.gangs.change(gang.name, gang.epoch, GangState.ENDED, why=why)
+        self.books.gangs.pop(gang.name, None)
+        self.wants_actions = True
+        held = [self.books.jobs[job] for job in gang.seats if job in self.books.jobs]
+        for live in held:
+            self.vacate(live, why=why)
+        return held

@@ -1,0 +1,121 @@
+"""What follows when a gang dies: it starts again, without the job that made it run out of memory.
+
+No job is lost: whatever a gang held goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tlora_megatron.service.control.books.live import LiveGang, LiveJob
+from tlora_megatron.service.control.books.orders import schedule_of
+from tlora_megatron.service.control.desk import Desk
+
+_LONGEST_WAIT_S = 60.0
+
+
+def died(desk: Desk, gang: LiveGang, body: Mapping[str, Any]) -> None:
+    """Handles the death of a gang, inside the transaction that hears of it."""
+    reason = str(body.get("reason", "no reason is known"))
+    out_of_memory = bool(body.get("out_of_memory"))
+    told = [str(job) for job in body.get("newcomers", ())]
+    newcomers = [job for job in told or sorted(gang.in_first_round) if job in gang.seats]
+    held = desk.gone(gang, why=reason)
+    names = ", ".join(live.name for live in held) or "none"
+    what = "out_of_memory" if out_of_memory else "rank_died"
+    desk.say(
+        what,
+        f"gang {gang.name} died ({reason}); its jobs go on from their last checkpoints: {names}",
+        gang=gang.name,
+    )
+    held = [live for live in held if live.id in desk.books.jobs]
+    if out_of_memory and newcomers:
+        _blame(desk, gang, [live for live in held if live.id in newcomers], len(held))
+    else:
+        _count(desk, held, reason)
+    _wait(desk, gang, held)
+    desk.wants_decision = desk.wants_actions = True
+
+
+def _blame(desk: Desk, gang: LiveGang, newcomers: list[LiveJob], num_held: int) -> None:
+    """Keeps the newcomer apart from now on; several newcomers join one by one instead."""
+    if len(newcomers) > 1:
+        desk.books.one_by_one.add(gang.name)
+        names = ", ".join(live.name for live in newcomers)
+        desk.say(
+            "quarantined",
+            f"gang {gang.name} ran out of memory in the first round of {names}: they join one by "
+            "one, to find the one at fault",
+            gang=gang.name,
+        )
+        return
+    for live in newcomers:
+        if num_held > 1 and not live.alone:
+            _set_apart(desk, live, f"made gang {gang.name} run out of memory in its first round")
+        else:
+            _needs_more(desk, live, gang)
+
+
+def _set_apart(desk: Desk, live: LiveJob, why: str) -> None:
+    """Lets a job train in a gang of its own."""
+    now_s = desk.clock()
+    desk.books.withdraw(live, now_s)
+    live.alone, live.deaths = True, 0
+    desk.store.jobs.update(live.id, schedule=schedule_of(live))
+    desk.say(
+        "quarantined",
+        f"job {live.name!r} {why}: it trains alone from now on, and the others go on without it",
+        job=live.id,
+    )
+    if not live.state.is_live and live.wish is None:
+        desk.enqueue(live)
+
+
+def _needs_more(desk: Desk, live: LiveJob, gang: LiveGang) -> None:
+    """Gives a job that is too large for its GPUs twice as many, or fails it."""
+    most = desk.books.machines.shape.num_gpus
+    wanted = 2 * len(gang.gpus)
+    if wanted > most:
+        assert live.load is not None, f"job {live.id} must be validated before it trains"
+        desk.fail(
+            live,
+            f"job {live.name!r} must fit into the memory of {len(gang.gpus)} GPUs, got none left "
+            f"in its first round, and the cluster has {most}: lower max_seq_len, now "
+            f"{live.load.lengths.longest} tokens, or lora.rank",
+        )
+        return
+    desk.books.withdraw(live, desk.clock())
+    live.num_gpus, live.alone = wanted, True
+    desk.store.jobs.update(live.id, schedule=schedule_of(live))
+    desk.say(
+        "quarantined",
+        f"job {live.name!r} ran out of memory alone on {len(gang.gpus)} GPUs: it waits for "
+        f"{wanted}",
+        job=live.id,
+    )
+    if not live.state.is_live and live.wish is None:
+        desk.enqueue(live)
+
+
+def _count(desk: Desk, held: list[LiveJob], reason: str) -> None:
+    """Parts jobs whose gangs die again and again, and fails the one that does so alone."""
+    for live in held:
+        live.deaths += 1
+        if live.deaths < desk.settings.max_deaths:
+            continue
+        if len(held) > 1:
+            _set_apart(desk, live, f"was in {live.deaths} gangs that died without a step")
+        else:
+            desk.fail(
+                live,
+                f"job {live.name!r} must not end the process that trains it, got "
+                f"{live.deaths} deaths without a step, the last one: {reason}",
+            )
+
+
+def _wait(desk: Desk, gang: LiveGang, held: list[LiveJob]) -> None:
+    """Starts a gang again at once, and later each time if it dies without a step."""
+    deaths = max([live.deaths for live in held], default=0)
+    wait_s = min(_LONGEST_WAIT_S, 2.0**deaths - 2.0) if deaths else 0.0
+    desk.books.starts_from[gang.name] = desk.clock() + wait_s

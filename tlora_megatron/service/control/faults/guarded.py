@@ -1,0 +1,54 @@
+"""An engine whose troubles are told from all other errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+from tlora_megatron.service.engines.protocol import Cursor, GangEngine, GangInfo, NodeInfo
+from tlora_megatron.service.messages import Command, GangEvent, GangSpec
+
+_Given = ParamSpec("_Given")
+_Answer = TypeVar("_Answer")
+
+
+class EngineLost(RuntimeError):
+    """The engine does not answer."""
+
+
+class GuardedEngine:
+    """Passes the six calls on, and says `EngineLost` where the engine cannot be reached."""
+
+    def __init__(self, engine: GangEngine) -> None:
+        self._engine = engine
+
+    def start(self, spec: GangSpec) -> None:
+        """Begins to start a gang."""
+        _ask(self._engine.start, spec)
+
+    def post(self, command: Command) -> None:
+        """Hands a command over."""
+        _ask(self._engine.post, command)
+
+    def poll(self, since: Cursor) -> Sequence[GangEvent]:
+        """Events after the cursor."""
+        return _ask(self._engine.poll, since)
+
+    def kill(self, gang: str, epoch: int) -> bool:
+        """Ends all processes of a gang."""
+        return _ask(self._engine.kill, gang, epoch)
+
+    def gangs(self) -> Sequence[GangInfo]:
+        """What runs now."""
+        return _ask(self._engine.gangs)
+
+    def nodes(self) -> Sequence[NodeInfo]:
+        """The machines."""
+        return _ask(self._engine.nodes)
+
+
+def _ask(call: Callable[_Given, _Answer], *args: _Given.args, **fields: _Given.kwargs) -> _Answer:
+    try:
+        return call(*args, **fields)
+    except (RuntimeError, OSError) as error:
+        raise EngineLost(str(error)) from error

@@ -1,0 +1,170 @@
+"""Takes in what users do: jobs they submit, and wishes to cancel, pause or resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from tlora_megatron.service.control.books.live import LiveJob
+from tlora_megatron.service.control.books.orders import (
+    ORDER,
+    live_job,
+    schedule_of,
+    stats_of,
+    submission_of,
+    take_stats,
+)
+from tlora_megatron.service.control.desk import Desk
+from tlora_megatron.service.prepare.submission import Submission
+from tlora_megatron.service.store import JobState
+
+_KINDS = ("submitted", "wished")
+_PAGE = 1000
+
+
+class Accepted(Protocol):
+    """A job whose data was read."""
+
+    @property
+    def job(self) -> str:
+        """Its id."""
+
+
+class Validator(Protocol):
+    """Reads jobs' data beside the controller; `service.prepare.pool.PreparePool` is one."""
+
+    def submit(self, job_id: str, submission: Submission) -> None:
+        """Begins to validate a job."""
+
+    def forget(self, job_id: str) -> None:
+        """Throws the result of a job away."""
+
+    def poll(self) -> Sequence[Any]:
+        """What is done: `Validated` or `Refused` values."""
+
+    def close(self) -> None:
+        """Ends what validates."""
+
+
+class Intake:
+    """Reads the store's news."""
+
+    def __init__(self, desk: Desk, validator: Validator, last_event: int) -> None:
+        self._desk = desk
+        self._validator = validator
+        self._seen = last_event
+
+    def look(self) -> bool:
+        """Takes in what is new; returns whether anything was."""
+        last = self._desk.store.events.last()
+        found = False
+        while self._seen < last:
+            events = self._desk.store.events.after(self._seen, kinds=_KINDS, limit=_PAGE)
+            for event in events:
+                if event.job is not None:
+                    self._news(event.job)
+                    found = True
+            self._seen = events[-1].seq if len(events) == _PAGE else last
+        return self._validated() or found
+
+    def _news(self, job: str) -> None:
+        row = self._desk.store.jobs.get(job)
+        live = self._desk.books.jobs.get(job)
+        if live is None:
+            if row.state.is_over:
+                return
+            live = live_job(row)
+            self._desk.books.add(live)
+            self.take(live)
+        live.wish = row.wish
+        if live.wish is not None:
+            with self._desk.store.transaction():
+                self.fulfil(live)
+
+    def take(self, live: LiveJob) -> None:
+        """Validates a job that is new or was being validated."""
+        if live.state is not JobState.VALIDATING or live.wish == "cancel":
+            return
+        document = self._desk.store.jobs.document(live.id)
+        self._validator.submit(live.id, submission_of(document))
+
+    def fulfil(self, live: LiveJob) -> None:
+        """Does what a user wishes of a job, as far as it can be done now."""
+        desk, state = self._desk, live.state
+        if live.wish == "resume":
+            self._resume(live)
+        elif state.is_live:
+            # The gang lets it go first: `next_actions` sees a seat that no target has.
+            desk.books.withdraw(live, desk.clock())
+            desk.wants_actions = desk.wants_decision = True
+            if not self._is_seated(live):
+                desk.vacate(live, why=f"{live.wish} before a gang had it")
+        elif live.wish == "cancel":
+            self._validator.forget(live.id)
+            desk.change(live, JobState.CANCELLED, why="cancelled")
+        elif state is JobState.QUEUED:
+            desk.books.withdraw(live, desk.clock())
+            desk.change(live, JobState.PAUSED, why="paused")
+
+    def _is_seated(self, live: LiveJob) -> bool:
+        return any(live.id in gang.seats for gang in self._desk.books.gangs.values())
+
+    def _resume(self, live: LiveJob) -> None:
+        desk = self._desk
+        live.failed_saves = 0
+        if live.state is JobState.PAUSED:
+            desk.change(live, JobState.QUEUED, why="resumed")
+            desk.enqueue(live)
+        else:
+            # It is still leaving, or never paused: whoever lets it go puts it into the queue.
+            desk.store.jobs.clear_wish(live.id, "resume")
+            live.wish = None
+
+    def _validated(self) -> bool:
+        results = self._validator.poll()
+        for result in results:
+            live = self._desk.books.jobs.get(result.job)
+            if live is not None and live.state is JobState.VALIDATING:
+                with self._desk.store.transaction():
+                    self._accept(live, result)
+        return bool(results)
+
+    def _accept(self, live: LiveJob, result: Any) -> None:
+        desk = self._desk
+        error = getattr(result, "error", None)
+        if error is not None:
+            desk.change(live, JobState.FAILED, why=error, error=error)
+            return
+        stats = stats_of(result.load(), tokens=result.train_tokens, num_steps=result.num_steps)
+        document = desk.store.jobs.document(live.id)
+        document[ORDER] = {"document": dict(result.document), "tokens": dict(result.tokens)}
+        take_stats(live, stats)
+        live.step = int(result.from_step)
+        try:
+            desk.pricing.meet(live.base, document["base_model"])
+        except (OSError, ValueError) as failure:
+            desk.change(live, JobState.FAILED, why=str(failure), error=str(failure))
+            return
+        for note in getattr(result, "notes", ()):
+            desk.say("note", note, job=live.id)
+        paused = live.wish == "pause"
+        desk.change(
+            live,
+            JobState.QUEUED,
+            why="validated",
+            document=document,
+            stats=stats,
+            num_steps=live.num_steps,
+            step=live.step,
+            schedule=schedule_of(live),
+        )
+        if paused:
+            desk.change(live, JobState.PAUSED, why="paused")
+        else:
+            desk.enqueue(live)
+
+
+def asked_of(submission: Submission) -> Mapping[str, Any]:
+    """What a submission asks of the scheduler, for the store's column `schedule`."""
+    return asdict(submission.job_spec().service)

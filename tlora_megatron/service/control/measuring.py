@@ -1,0 +1,100 @@
+"""What gangs measure: speeds for the scheduler, pauses of regroupings, and gangs that slow down."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from statistics import median
+
+from tlora_megatron.service.control.books.live import LiveGang, LiveJob
+from tlora_megatron.service.control.desk import Desk
+from tlora_megatron.service.messages import GangEvent
+
+_WEIGHT = 0.2
+"""Of a new measurement in a running mean."""
+_REPORTS = 20
+"""Reports of a gang's speed among which a slow one is told."""
+_SLOW = 0.5
+
+
+class Measuring:
+    """Takes up what is measured."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._reports: dict[tuple[str, int], deque[float]] = {}
+        self._touched: set[int] = set()
+
+    def started(self, seconds: float) -> None:
+        """Takes up how long a gang took to start: what a resize costs beside saving."""
+        cost = self._desk.cost
+        self._desk.cost = replace(cost, replan_s=_mean(cost.replan_s, seconds))
+
+    def joined(self, stall_s: float) -> None:
+        """Takes up how long the neighbours of a newcomer stood still."""
+        cost = self._desk.cost
+        self._desk.cost = replace(cost, admit_s=_mean(cost.admit_s, stall_s))
+
+    def touch(self, live: LiveJob) -> None:
+        """Notes that a job's work left is known anew."""
+        group = self._desk.books.fleet.group_of(live.number)
+        if group is not None:
+            self._touched.add(group.number)
+
+    def refresh(self) -> None:
+        """Brings the groups of which something new is known up to date."""
+        books, now_s = self._desk.books, self._desk.clock()
+        for number in self._touched:
+            group = books.fleet.state.groups.get(number)
+            if group is not None:
+                books.refresh(group, now_s)
+        self._touched.clear()
+
+    def round(self, gang: LiveGang, event: GangEvent) -> None:
+        """Takes up a gang's speed, if its members were the same all the time."""
+        jobs = event.body.get("jobs", {})
+        speed, rounds = float(event.body.get("tokens_per_s", 0.0)), int(event.body.get("rounds", 0))
+        steady = not gang.changed and set(jobs) == _training(gang)
+        gang.changed = False
+        if not steady or not rounds or speed <= 0:
+            self._reports.pop((gang.name, gang.epoch), None)
+            return
+        self._watch(gang, speed)
+        priced = [self._desk.books.jobs[job].priced for job in jobs]
+        kinds = tuple(sorted(job.kind for job in priced if job is not None))
+        if len(kinds) < len(jobs):
+            return
+        ratio = self._desk.pricing.speeds.measured(kinds, len(gang.gpus), speed, rounds)
+        if ratio is not None:
+            self._desk.say(
+                "drift",
+                f"gang {gang.name} trains {ratio:.2f} times as fast as predicted: the scheduler "
+                "counts with that",
+                gang=gang.name,
+            )
+            self._desk.books.reprice(self._desk.clock())
+            self._desk.wants_decision = True
+
+    def _watch(self, gang: LiveGang, speed: float) -> None:
+        """Says once if a gang trains at less than half its usual speed for a while."""
+        reports = self._reports.setdefault((gang.name, gang.epoch), deque(maxlen=2 * _REPORTS))
+        reports.append(speed)
+        if len(reports) < 2 * _REPORTS:
+            return
+        earlier = median(list(reports)[:_REPORTS])
+        if max(list(reports)[_REPORTS:]) < _SLOW * earlier:
+            self._desk.say(
+                "slow",
+                f"gang {gang.name} trains at {speed:.0f} tokens/s, less than half of its usual "
+                f"{earlier:.0f}: one of its GPUs may be failing",
+                gang=gang.name,
+            )
+            reports.clear()
+
+
+def _training(gang: LiveGang) -> set[str]:
+    return {job for job, seat in gang.seats.items() if seat.phase == "training"}
+
+
+def _mean(known: float, seconds: float) -> float:
+    return known + _WEIGHT * (seconds - known)

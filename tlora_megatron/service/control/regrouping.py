@@ -1,0 +1,119 @@
+"""Weighs decisions that move or resize running groups: what is gained must outweigh the pause.
+
+Jobs that start, or join a group where it is, always may. A group that was moved stays for a while,
+and the cluster makes few moves a minute. Bounds are the policy's; nothing here breaks one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from tlora_megatron.scheduler.formation import Parts, formed
+from tlora_megatron.scheduler.group_throughput import Speeds
+from tlora_megatron.scheduler.jobs import Group, Waiting
+from tlora_megatron.scheduler.policy import Decision, RegroupCost
+from tlora_megatron.scheduler.queue import WaitingQueue
+from tlora_megatron.service.control.settings import Settings
+
+_MINUTE_S = 60.0
+_LONGEST_DWELL_S = 1800.0
+"""Nobody knows longer what will arrive."""
+
+
+class Regrouping:
+    """Lets decisions pass, or holds them back."""
+
+    def __init__(self, settings: Settings, speeds: Speeds) -> None:
+        self._settings = settings
+        self._speeds = speeds
+        self._moves: deque[float] = deque()
+        self._moved_s: dict[tuple[int, ...], float] = {}
+        """When a group was last moved to these GPUs."""
+
+    def admitted(
+        self,
+        decisions: Sequence[Decision],
+        groups: Mapping[int, Group],
+        queue: WaitingQueue,
+        cost: RegroupCost,
+        now_s: float,
+    ) -> list[Decision]:
+        """The decisions that may be carried out now; others may be made again later."""
+        passed = []
+        for bundle in bundles(decisions, groups):
+            if not any(_moves(decision, groups) for decision in bundle):
+                passed += bundle
+            elif self._is_due(bundle, groups, now_s) and self._pays(
+                bundle, groups, queue, cost, now_s
+            ):
+                passed += bundle
+                self._moves.append(now_s)
+                self._moved_s.update((decision.gpus, now_s) for decision in bundle)
+        return passed
+
+    def _is_due(
+        self, bundle: Sequence[Decision], groups: Mapping[int, Group], now_s: float
+    ) -> bool:
+        while self._moves and self._moves[0] <= now_s - _MINUTE_S:
+            self._moves.popleft()
+        if len(self._moves) >= self._settings.regroups_per_min:
+            return False
+        old = [groups[number] for decision in bundle for number in decision.dissolve]
+        since = [self._moved_s.get(group.gpus, float("-inf")) for group in old]
+        return all(now_s - moved_s >= self._settings.dwell_s for moved_s in since)
+
+    def _pays(
+        self,
+        bundle: Sequence[Decision],
+        groups: Mapping[int, Group],
+        queue: WaitingQueue,
+        cost: RegroupCost,
+        now_s: float,
+    ) -> bool:
+        old = [groups[number] for decision in bundle for number in decision.dissolve]
+        owner = {member.job.index: (group, member) for group in old for member in group.members}
+        gain, lost, dwell_s = -sum(group.tokens_per_s for group in old), 0.0, _LONGEST_DWELL_S
+        for decision in bundle:
+            running = tuple(owner[index] for index in decision.members if index in owner)
+            joining: tuple[Waiting, ...] = tuple(
+                queue[index] for index in decision.members if index not in owner
+            )
+            parts = Parts(running=running, joining=joining)
+            rates = self._speeds.rates(parts.kinds, len(decision.gpus))
+            if rates is None:
+                return False
+            group = formed(
+                parts, gpus=decision.gpus, rates=rates, now_s=now_s, cost=cost, number=-1
+            )
+            gain += rates.total
+            lost += (group.ready_s - now_s) * sum(m.tokens_per_s for _, m in running)
+            dwell_s = min([dwell_s, *(group.end_s(m) - group.ready_s for m in group.members)])
+        return gain * dwell_s > self._settings.gain_over_cost * lost
+
+
+def bundles(decisions: Sequence[Decision], groups: Mapping[int, Group]) -> list[list[Decision]]:
+    """Decisions that can only be carried out together: they share members or GPUs."""
+    found: list[tuple[set[object], list[Decision]]] = []
+    for decision in decisions:
+        ties: set[object] = {("gpu", gpu) for gpu in decision.gpus}
+        ties |= {("job", index) for index in decision.members}
+        for number in decision.dissolve:
+            ties |= {("gpu", gpu) for gpu in groups[number].gpus}
+            ties |= {("job", member.job.index) for member in groups[number].members}
+        together = [entry for entry in found if not ties.isdisjoint(entry[0])]
+        found = [entry for entry in found if ties.isdisjoint(entry[0])]
+        own = [one for _, others in together for one in others]
+        found.append((ties.union(*(entry[0] for entry in together)), [*own, decision]))
+    order = {id(decision): place for place, decision in enumerate(decisions)}
+    return [sorted(own, key=lambda one: order[id(one)]) for _, own in found]
+
+
+def _moves(decision: Decision, groups: Mapping[int, Group]) -> bool:
+    """True unless jobs only start, or join one group where it is."""
+    old = [groups[number] for number in decision.dissolve]
+    if not old:
+        return False
+    if len(old) > 1 or old[0].gpus != decision.gpus:
+        return True
+    return not {member.job.index for member in old[0].members} <= set(decision.members)
