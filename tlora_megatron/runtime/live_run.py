@@ -51,7 +51,11 @@ def open_for_requests(
         mailbox = _open_mailbox(run.output_dir)
         record = _Record(run, reader.prepared)
     stager = Stager(
-        loop.super_model.bank, run.spec, reader, lambda job: _check(run, linears, loop, job)
+        loop.super_model.bank,
+        run.spec,
+        reader,
+        lambda job: _check(run, linears, loop, job),
+        loop.files.open_metrics,
     )
     live = LiveJobs(loop, stager, agreement, mailbox, record)
     try:

@@ -167,9 +167,9 @@ class TrainingLoop:
         self._begin(self.jobs)
         self._has_started = True
 
-    def begin(self, job: JobState) -> None:
+    def begin(self, job: JobState, metrics: JobMetrics | None) -> None:
         """Admits a job while others train, and does for it what `start` did for them."""
-        self.admit(job)
+        self.admit(job, metrics)
         self.listener.on_join((job.name, job.step, job.plan.num_steps))
         self._begin([job])
 

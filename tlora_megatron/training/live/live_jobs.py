@@ -97,12 +97,13 @@ class LiveJobs:
             self._stager.drop(name)
             self._answer(request, {"error": reasons[0] if reasons else unlike})
             return
-        loop, job = self._loop, self._stager.take(name).state
+        loop, staged = self._loop, self._stager.take(name)
+        job = staged.state
         if self._record is not None:
             self._record.joined(request.body["document"])
         from_step = job.step
         loop.jobs = tuple(other for other in loop.jobs if other.name != name)
-        loop.begin(job)
+        loop.begin(job, staged.metrics)
         gc.freeze()
         facts = {"round": loop.rounds, "from_step": from_step, "num_steps": job.plan.num_steps}
         self._answer(request, facts)
