@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -20,26 +21,28 @@ _LOOK_S = 1.0
 
 
 class Teller:
-    """Numbers a gang's events without a gap."""
+    """Numbers a gang's events without a gap; any thread may tell."""
 
     def __init__(self, spec: GangSpec, mailbox: Mailbox) -> None:
         self._spec = spec
         self._mailbox = mailbox
         self._number = 0
+        self._turn = threading.Lock()
 
     def tell(self, kind: EventKind, job: str | None, body: Mapping[str, Any]) -> None:
         """Tells one thing."""
-        self._number += 1
-        event = GangEvent(
-            gang=self._spec.gang,
-            epoch=self._spec.epoch,
-            number=self._number,
-            at=time.time(),
-            kind=kind,
-            job=job,
-            body=body,
-        )
-        self._mailbox.tell(event, durable=kind in _DURABLE)
+        with self._turn:
+            self._number += 1
+            event = GangEvent(
+                gang=self._spec.gang,
+                epoch=self._spec.epoch,
+                number=self._number,
+                at=time.time(),
+                kind=kind,
+                job=job,
+                body=body,
+            )
+            self._mailbox.tell(event, durable=kind in _DURABLE)
 
 
 class Hearing:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from tlora_megatron.service.engines.local.seats import Seats
 from tlora_megatron.service.mail.folder import GangFolder
@@ -23,20 +24,26 @@ class Spare:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                start_new_session=True,
-            )
+            self.process = self._open(command, environment, output)
         life = Life.of(self.process.pid)
         assert life is not None, "a child that nobody has waited for has a life"
         self.life = life
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
         self._is_ready = False
+
+    @staticmethod
+    def _open(
+        command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            start_new_session=True,
+        )
 
     @property
     def is_ready(self) -> bool:

@@ -1,0 +1,289 @@
+"""Times the life of a gang: its start, a job's way to its first step, a kill, a change of layout.
+
+    python -m scripts.bench.live_gang --csv rows.csv                      # one GPU, 8B shapes
+    python -m scripts.bench.live_gang --gpus 2 --csv rows.csv             # changes of layout on two
+    python -m scripts.bench.live_gang --gpus 0 --size quickstart          # a laptop's CPU
+
+Times are those of the controller's side: from a call of the engine to the event that it reads.
+Returns 1 if a figure that must hold does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.around_training.base import shapes, warm_page_cache, write_base
+from scripts.bench.around_training.cases import RANKS, TEXTS
+from scripts.bench.harness.arguments import bench_parser
+from scripts.bench.harness.rows import append_rows, gpu_name
+from tests.helpers.gang_driver import DrivenJob, GangDriver, quickstart_base
+from tlora_megatron.service.engines.local.engine import LocalEngine
+from tlora_megatron.service.mail.folder import GangFolder
+
+_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_ENDLESS = 100_000
+_CASES = {"8b": "8B", "six layers": "six layers", "toy": "toy", "quickstart": "quickstart"}
+
+
+class Bench:
+    """A gang on this host, jobs for it, and the rows that come of it."""
+
+    def __init__(self, root: Path, base: Mapping[str, Any], world: int, args: Any) -> None:
+        self._engine = LocalEngine(root, args.gpus, seats=None if args.gpus else world)
+        self._world = world
+        self._args = args
+        self._gpu = gpu_name()
+        self.rows: list[dict[str, Any]] = []
+        self.missed: list[str] = []
+        self._submitted = 0
+        self.driver = GangDriver(
+            self._engine,
+            root,
+            world,
+            base_model=base,
+            parallel=layout(world),
+            run={"micro_batch_tokens": args.tokens},
+        )
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for info in self._engine.gangs():
+            self._engine.kill(info.gang, info.epoch)
+        self._engine.close()
+
+    def row(self, case: str, value: float, unit: str = "s", must: float | None = None) -> None:
+        """Notes one figure, and whether it is one that must hold."""
+        limit = "" if must is None else f" (must {must:g})"
+        print(f"{case}: {value:.4g} {unit}{limit}", flush=True)
+        if must is not None and value > must:
+            self.missed.append(case)
+        self.rows.append(
+            {
+                "gpu": self._gpu,
+                "world": self._world,
+                "commit": self._args.commit,
+                "engine": "local",
+                "case": f"{_CASES[self._args.size]}: {case}",
+                "value": f"{value:.4g}",
+                "unit": unit,
+            }
+        )
+
+    def submit(self, steps: int = _ENDLESS) -> DrivenJob:
+        """Adds a job, whose batch is its share of a micro-batch."""
+        number = self._submitted
+        self._submitted += 1
+        texts = sorted(path for path in TEXTS.glob("*.jsonl") if not path.stem.endswith("_eval"))
+        text = next(islice(cycle(texts), number, None))
+        rank, length = RANKS[number % len(RANKS)], self._args.tokens // self._args.jobs
+        document = {
+            "name": f"job{number}",
+            "data": {"train": str(text.resolve())},
+            "lora": {"rank": rank, "alpha": 2 * rank, "target_modules": _LINEARS},
+            "batch_size": 2,
+            "max_seq_len": length,
+            "portion_tokens": length,
+            "max_steps": steps,
+            "optimizer": {"lr": 1e-4},
+        }
+        return self.driver.submit(f"j{number}", document, checkpoint_every_s=self._args.save_every)
+
+    def timed(self, is_reached: Callable[[], bool]) -> float:
+        """Seconds until something is true."""
+        begin_s = time.perf_counter()
+        self.driver.run_until(is_reached)
+        return time.perf_counter() - begin_s
+
+    def start(self, **more: Any) -> float:
+        """Starts the gang's next epoch; returns the seconds until it has."""
+        epoch = self.driver.start(**more).epoch
+        return self.timed(
+            lambda: any(e.kind == "started" and e.epoch == epoch for e in self.events)
+        )
+
+    @property
+    def events(self) -> Sequence[Any]:
+        """All events so far."""
+        return self.driver.events
+
+    def all_step(self, beyond: int = 0) -> Callable[[], bool]:
+        """Tells whether every living job has stepped that often in the gang's present epoch."""
+        jobs = [job for job, driven in self.driver.jobs.items() if driven.ended is None]
+
+        def check() -> bool:
+            counts = dict.fromkeys(jobs, 0)
+            for event in self.events:
+                if event.kind == "stepped" and event.epoch == self.driver.epoch:
+                    counts[event.job] = counts.get(event.job, 0) + 1
+            return all(counts[job] > beyond for job in jobs)
+
+        return check
+
+    def kill_rank(self, rank: int) -> None:
+        """SIGKILLs one rank."""
+        folder = GangFolder(self.driver.home.root, "g", self.driver.epoch)
+        os.kill(int(folder.pid(rank).read_text().split()[0]), signal.SIGKILL)
+
+
+def layout(tp_size: int) -> dict[str, Any]:
+    """The section `parallel`."""
+    return {"tp_size": tp_size, "sequence_parallel": tp_size > 1}
+
+
+def measure_life(bench: Bench) -> None:
+    """Start, first steps, joins, and a kill."""
+    is_large, is_small = bench._args.size == "8b", bench._args.size == "quickstart"
+    must = 2.0 if is_large else 0.5 if is_small else None
+    bench.row("start of a gang, nothing imported before", bench.start())
+    note_start(bench)
+    for words, limit in (("first job of a new gang", None), ("warm idle gang", must)):
+        job = bench.submit(steps=3)
+        bench.row(
+            f"submit to first step, {words}", bench.timed(lambda j=job: bool(j.losses)), must=limit
+        )
+        bench.driver.run_to_end()
+    for _ in range(bench._args.jobs - 1):
+        bench.submit()
+    bench.timed(bench.all_step(beyond=2))
+    last = bench.submit()
+    bench.row("submit to first step, beside running jobs", bench.timed(lambda: bool(last.losses)))
+    stalls = [event.body["stall_s"] for event in bench.events if event.kind == "joined"]
+    bench.row("neighbours stand still for a join, longest", 1e3 * max(stalls[3:]), "ms")
+    bench.timed(bench.all_step(beyond=3))
+    measure_kill(bench)
+
+
+def measure_kill(bench: Bench) -> None:
+    """SIGKILL of a rank with spare processes ready."""
+    spares = bench._engine._spares
+    bench.timed(lambda: bool(spares._by_seat) and all(s.is_ready for s in spares._by_seat.values()))
+    epoch, deaths = bench.driver.epoch, len(bench.driver.deaths)
+    bench.kill_rank(bench._world - 1)
+    begin_s = time.perf_counter()
+    bench.driver.run_until(lambda: len(bench.driver.deaths) > deaths)
+    bench.row("SIGKILL of a rank to its notice", 1e3 * (time.perf_counter() - begin_s), "ms")
+    bench.driver.run_until(lambda: bench.driver.epoch > epoch)
+    bench.driver.run_until(bench.all_step())
+    took_s = time.perf_counter() - begin_s
+    base_s = note_start(bench)
+    bench.row("SIGKILL of a rank to all jobs stepping again", took_s)
+    bench.row("the same without loading the base", took_s - base_s, must=5.0)
+
+
+def note_start(bench: Bench) -> float:
+    """Notes the phases of the last start; returns that of the base."""
+    body = next(event.body for event in reversed(bench.events) if event.kind == "started")
+    print(json.dumps(body), flush=True)
+    return float(body["base_s"])
+
+
+def measure_resize(bench: Bench) -> dict[str, dict[int, float]]:
+    """Changes between tensor and data parallel; returns all losses."""
+    bench.start()
+    note_start(bench)
+    for _ in range(bench._args.jobs):
+        bench.submit()
+    bench.timed(bench.all_step(beyond=bench._args.steps))
+    for words, tp_size in (("TP to DP", 1), ("DP to TP", bench._world)):
+        begin_s = time.perf_counter()
+        resize(bench, tp_size)
+        bench.driver.run_until(bench.all_step())
+        took_s = time.perf_counter() - begin_s
+        base_s = note_start(bench)
+        case = f"resize {words}, {bench._args.jobs} jobs"
+        bench.row(case, took_s, must=15.0)
+        bench.row(f"{case}: of it the base", base_s)
+        bench.timed(bench.all_step(beyond=bench._args.steps))
+    return {job: driven.losses for job, driven in bench.driver.jobs.items()}
+
+
+def resize(bench: Bench, tp_size: int) -> None:
+    """Saves all, ends the gang and starts it with another layout."""
+    driver, epoch = bench.driver, bench.driver.epoch
+    driver.post("stop", save=True)
+    driver.run_until(
+        lambda: any(event.kind == "stopped" and event.epoch == epoch for event in driver.events)
+    )
+    driver.run_until(lambda: driver.engine.kill("g", epoch))
+    driver.start(parallel=layout(tp_size))
+
+
+def compare(bench: Bench, losses: Mapping[str, Mapping[int, float]]) -> None:
+    """Holds losses against those of a gang that keeps its layout."""
+    steps = max(max(of_job) for of_job in losses.values())
+    bench.start()
+    for _ in losses:
+        bench.submit()
+    bench.timed(bench.all_step(beyond=steps))
+    differences = [
+        abs(loss - bench.driver.jobs[job].losses[step]) / abs(loss)
+        for job, of_job in losses.items()
+        for step, loss in of_job.items()
+    ]
+    bench.row("resize: largest relative difference of losses", max(differences), "", must=1e-5)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures; returns the exit code."""
+    parser = bench_parser(__doc__)
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs; 0 = on the CPU")
+    parser.add_argument("--world", type=int, help="processes on the CPU (default: 1)")
+    parser.add_argument("--size", choices=list(_CASES), default="8b")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--compare", action="store_true", help="hold losses of resized gangs")
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch")
+    parser.add_argument("--steps", type=int, default=3, help="between two changes of layout")
+    parser.add_argument("--save-every", type=float, default=5.0, help="seconds between checkpoints")
+    parser.add_argument("--scratch", type=Path, help="folder for base and service")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(dir=args.scratch, ignore_cleanup_errors=True) as folder:
+        rows, missed = measure(args, Path(folder))
+    if args.csv is not None:
+        append_rows(args.csv, rows)
+    for case in missed:
+        print(f"missed: {case}", file=sys.stderr)
+    return int(bool(missed))
+
+
+def measure(args: Any, folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Runs what the arguments ask for; returns the rows, and which of them are missed."""
+    world = args.gpus or args.world or 1
+    base = quickstart_base()
+    if args.size != "quickstart":
+        base = {"path": str(folder / "base"), "dtype": args.dtype}
+        write_base(shapes()[args.size], folder / "base")
+        warm_page_cache(folder / "base")
+    rows: list[dict[str, Any]] = []
+    missed: list[str] = []
+    losses: dict[str, dict[int, float]] = {}
+
+    def run(name: str, work: Callable[[Bench], None]) -> None:
+        bench = Bench(folder / name, base, world, args)
+        try:
+            work(bench)
+        finally:
+            bench.close()
+        rows.extend(bench.rows)
+        missed.extend(bench.missed)
+
+    if world == 1:
+        run("life", measure_life)
+    else:
+        run("resize", lambda bench: losses.update(measure_resize(bench)))
+    if world > 1 and args.compare:
+        run("compare", lambda bench: compare(bench, losses))
+    return rows, missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Gangs of real ranks on the local engine: to the end, killed, taken up, stopped for too long."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helpers.gang_driver import digest, quickstart_base, quickstart_jobs
+from tests.helpers.gang_worker import LAYOUT, PORTION, RUN, STEPS
+from tests.helpers.standing_world import forked, world
+
+ALL = os.environ.get("TLORA_ALL_TESTS") == "1"
+KILLS = 50 if ALL else 2
+
+
+def drive(case: str, root: Path, *args: object) -> dict[str, Any]:
+    output = forked("-m", "tests.helpers.gang_worker", case, root, *args)
+    (line,) = (line for line in output.splitlines() if line.startswith("RESULT "))
+    return dict(json.loads(line.removeprefix("RESULT ")))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return drive("plain", tmp_path_factory.mktemp("plain") / "service")
+
+
+def test_gang_makes_the_adapters_of_tlora_train(
+    undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    assert undisturbed["deaths"] == []
+    assert {job: ended["status"] for job, ended in undisturbed["ended"].items()} == {
+        "j1": "finished",
+        "j2": "finished",
+    }
+    assert {job: len(losses) for job, losses in undisturbed["losses"].items()} == {
+        "j1": STEPS["mirror"],
+        "j2": STEPS["ordered"],
+    }
+    jobs = [
+        document | {"max_steps": STEPS[name], "portion_tokens": PORTION}
+        for name, document in quickstart_jobs(list(STEPS)).items()
+    ]
+    run = RUN | {"output_dir": str(tmp_path / "run"), "tensorboard": False}
+    document = {"base_model": quickstart_base(), "parallel": LAYOUT, "run": run, "jobs": jobs}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
+    world("tlora_megatron.cli", 2, "train", tmp_path / "run.yaml")
+    trained = [
+        digest(tmp_path / "run" / "jobs" / name / "adapter" / "adapter_model.safetensors")
+        for name in STEPS
+    ]
+    assert list(undisturbed["digests"].values()) == trained
+
+
+def test_killed_ranks_change_no_bit(undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    left, seed = KILLS, 0
+    while left > 0:
+        result = drive("killed", tmp_path / str(seed), seed, min(left, 5))
+        assert result["digests"] == undisturbed["digests"]
+        assert result["losses"] == undisturbed["losses"]
+        assert all("signal 9" in death["reason"] for death in result["deaths"]), result["deaths"]
+        left -= max(1, len(result["deaths"]))
+        seed += 1
+
+
+def test_gang_outlives_its_controller(undisturbed: dict[str, Any], tmp_path: Path) -> None:
+    result = drive("adopted", tmp_path / "service")
+    assert result["digests"] == undisturbed["digests"]
+    assert result["losses"] == undisturbed["losses"]
+    assert result["deaths"] == []
+
+
+def test_gang_that_wakes_up_past_its_lease_writes_nothing(tmp_path: Path) -> None:
+    result = drive("zombie", tmp_path / "service")
+    assert result["last"] == "died"
+    assert "nothing was heard of a controller" in result["reason"]
+    assert not result["wrote"]

@@ -1,0 +1,190 @@
+"""A controller as small as can be: one gang, its jobs, and a new start after every death."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.helpers.launch import HANG_S, REPO
+from tlora_megatron.service.engines.protocol import GangEngine
+from tlora_megatron.service.home import Home, Lease, make_folder, read_lease, write_lease
+from tlora_megatron.service.messages import Command, GangEvent, GangSpec, JobOrder
+
+QUICKSTART = REPO / "configs" / "quickstart.yaml"
+_LOOK_S = 0.01
+
+
+@dataclass(kw_only=True)
+class DrivenJob:
+    """A job and what was heard of it."""
+
+    order: JobOrder
+    state: str = "waiting"
+    losses: dict[int, float] = field(default_factory=dict)
+    ended: Mapping[str, Any] | None = None
+    heard_s: dict[str, float] = field(default_factory=dict)
+    """When the last event of each kind was read, by `time.perf_counter`."""
+
+
+class GangDriver:
+    """Starts a gang on an engine and drives jobs through it.
+
+    Steps that a restarted gang takes again must have the losses that they had.
+
+    Args:
+        more: further fields of `GangSpec`: base_model, parallel, run, lease_s.
+    """
+
+    def __init__(self, engine: GangEngine, root: Path, world_size: int, **more: Any) -> None:
+        self.engine = engine
+        self.home = Home.open(root)
+        self.jobs: dict[str, DrivenJob] = {}
+        self.events: list[GangEvent] = []
+        self.deaths: list[GangEvent] = []
+        self.restarts = True
+        self.answered = 0
+        """Number of the last event that a controller before this one has answered."""
+        self.epoch = self._seq = self._seen = 0
+        self._more = more
+        self._world_size = world_size
+        self.heard_s: dict[str, float] = {}
+
+    def start(self, **more: Any) -> GangSpec:
+        """Starts the next epoch; all jobs that have not ended will join it."""
+        self._more |= more
+        self.epoch += 1
+        self._seq = self._seen = 0
+        spec = GangSpec(
+            gang="g",
+            epoch=self.epoch,
+            gpus=tuple((0, seat) for seat in range(self._world_size)),
+            root=str(self.home.root),
+            **self._more,
+        )
+        self.engine.start(spec)
+        return spec
+
+    def submit(self, job: str, document: Mapping[str, Any], **more: Any) -> DrivenJob:
+        """Adds a job; it is prepared as soon as the gang has started."""
+        order = JobOrder(job=job, name=job, document=document, lease=0, **more)
+        self.jobs[job] = DrivenJob(order=order)
+        make_folder(self.home.job(job))
+        if any(event.kind == "started" for event in self.events if event.epoch == self.epoch):
+            self._prepare(job)
+        return self.jobs[job]
+
+    def post(self, kind: str, job: str | None = None, **body: Any) -> None:
+        """Posts the next command."""
+        self._seq += 1
+        self.engine.post(
+            Command(
+                gang="g",
+                epoch=self.epoch,
+                seq=self._seq,
+                kind=kind,  # type: ignore[arg-type]
+                job=job,
+                body=body,
+            )
+        )
+
+    def poll(self) -> list[GangEvent]:
+        """Reads new events of the gang's present epoch and answers them."""
+        key = ("g", self.epoch)
+        news = [
+            event
+            for event in self.engine.poll({key: self._seen})
+            if (event.gang, event.epoch) == key and event.number > self._seen
+        ]
+        for event in news:
+            assert event.number == self._seen + 1, (event, self._seen)
+            self._seen = event.number
+            self.events.append(event)
+            self.heard_s[event.kind] = time.perf_counter()
+            self._answer(event)
+        return news
+
+    def run_until(self, is_reached: Callable[[], bool]) -> None:
+        """Polls until something is true."""
+        end_s = time.monotonic() + HANG_S
+        while not is_reached():
+            assert time.monotonic() < end_s, [asdict(event) for event in self.events[-5:]]
+            if not self.poll():
+                time.sleep(_LOOK_S)
+
+    def run_to_end(self) -> None:
+        """Polls until all jobs have ended."""
+        self.run_until(lambda: all(job.ended is not None for job in self.jobs.values()))
+
+    def stop(self) -> None:
+        """Has the gang stop and waits until its processes are gone."""
+        self.post("stop", save=True)
+        self.run_until(lambda: not self.engine.gangs())
+
+    def adapter_digests(self) -> dict[str, str]:
+        """sha256 of every job's adapter weights."""
+        return {
+            job: digest(self.home.job(job) / "adapter" / "adapter_model.safetensors")
+            for job in self.jobs
+        }
+
+    def _answer(self, event: GangEvent) -> None:
+        if event.kind == "started" and event.number > self.answered:
+            for job, driven in self.jobs.items():
+                if driven.ended is None:
+                    self._prepare(job)
+        elif event.kind == "died":
+            self.deaths.append(event)
+            if self.restarts:
+                self.start()
+        if event.job in self.jobs:
+            self._hear_of(self.jobs[event.job], event)
+
+    def _hear_of(self, driven: DrivenJob, event: GangEvent) -> None:
+        driven.heard_s[event.kind] = time.perf_counter()
+        driven.state = (
+            event.kind if event.kind in ("prepared", "refused", "joined") else driven.state
+        )
+        if event.kind == "prepared" and event.number > self.answered:
+            self.post("join", event.job)
+        elif event.kind == "stepped":
+            step, loss = event.body["step"], event.body["loss"]
+            assert driven.losses.setdefault(step, loss) == loss, (event, driven.losses[step])
+        elif event.kind in ("ended", "refused"):
+            driven.ended = event.body
+
+    def _prepare(self, job: str) -> None:
+        driven = self.jobs[job]
+        held = read_lease(self.home.job(job))
+        lease = held.lease + 1 if held else 1
+        driven.order = JobOrder(**(asdict(driven.order) | {"lease": lease}))
+        driven.state = "preparing"
+        write_lease(self.home.job(job), Lease(gang="g", epoch=self.epoch, lease=lease))
+        self.post("prepare", job, **asdict(driven.order))
+
+
+def digest(path: Path) -> str:
+    """sha256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def quickstart_base() -> dict[str, Any]:
+    """The section `base_model` of the quickstart, with an absolute path."""
+    base = yaml.safe_load(QUICKSTART.read_text())["base_model"]
+    return base | {"path": str(QUICKSTART.parent / base["path"])}
+
+
+def quickstart_jobs(names: Sequence[str], **more: Any) -> dict[str, dict[str, Any]]:
+    """Jobs of the quickstart by name, with absolute paths; `more` replaces fields."""
+    jobs = {job["name"]: job for job in yaml.safe_load(QUICKSTART.read_text())["jobs"]}
+    return {name: _absolute(jobs[name]) | more for name in names}
+
+
+def _absolute(job: dict[str, Any]) -> dict[str, Any]:
+    data = {key: str(QUICKSTART.parent / path) for key, path in job["data"].items()}
+    return job | {"data": data}

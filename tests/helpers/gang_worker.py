@@ -1,0 +1,163 @@
+"""Real gangs of the local engine on CPUs, driven from a process that has everything imported.
+
+forked("-m", "tests.helpers.gang_worker", CASE, ROOT, ...)    prints a line of JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.helpers import forked_spare
+from tests.helpers.gang_driver import GangDriver, digest, quickstart_base, quickstart_jobs
+from tlora_megatron.service.engines.local.engine import LocalEngine
+from tlora_megatron.service.home import Lease, write_lease
+from tlora_megatron.service.mail.folder import GangFolder
+
+STEPS = {"mirror": 14, "ordered": 10}
+PORTION = 1024
+LAYOUT = {"tp_size": 2, "sequence_parallel": True, "lora_sharding": "s_lora"}
+RUN = {"micro_batch_tokens": 2048}
+
+
+def make_driver(root: Path, **more: Any) -> GangDriver:
+    """A gang of two ranks and two jobs of the quickstart."""
+    engine = LocalEngine(root, 0, seats=2, standby=1)
+    driver = GangDriver(
+        engine,
+        root,
+        2,
+        **{"base_model": quickstart_base(), "parallel": LAYOUT, "run": RUN, "lease_s": 120, **more},
+    )
+    for number, (name, steps) in enumerate(STEPS.items(), 1):
+        (document,) = quickstart_jobs([name], max_steps=steps, portion_tokens=PORTION).values()
+        driver.submit(f"j{number}", document, checkpoint_every_steps=3)
+    return driver
+
+
+def plain(root: Path) -> dict[str, Any]:
+    """From start to end, undisturbed."""
+    driver = make_driver(root)
+    driver.start()
+    return finish(driver)
+
+
+def killed(root: Path, seed: str, kills: str) -> dict[str, Any]:
+    """Ranks are SIGKILLed at random moments, in the start and in training."""
+    choose, left = random.Random(int(seed)), int(kills)
+    driver = make_driver(root)
+    driver.start()
+    while left:
+        pause_s = choose.uniform(0.0, 2.0)
+        end_s = time.monotonic() + pause_s
+        driver.run_until(lambda end_s=end_s: time.monotonic() > end_s or is_over(driver))
+        if is_over(driver):
+            driver.stop()
+            break
+        victims = pids(driver)
+        if victims:
+            os.kill(choose.choice(victims), signal.SIGKILL)
+            left -= 1
+    return finish(driver) if not is_over(driver) else result(driver)
+
+
+def adopted(root: Path) -> dict[str, Any]:
+    """The controller's process is SIGKILLed in the middle, and another one takes the gang up."""
+    child = os.fork()
+    if child == 0:
+        driver = make_driver(root)
+        driver.start()
+        driver.run_until(lambda: all(len(job.losses) > 2 for job in driver.jobs.values()))
+        (root / "half.json").write_text(json.dumps({"seq": driver._seq, "seen": driver._seen}))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    driver = make_driver(root)
+    half = json.loads((root / "half.json").read_text())
+    driver.epoch, driver._seq, driver.answered = 1, half["seq"], half["seen"]
+    infos = driver.engine.gangs()
+    assert [(info.gang, info.epoch, info.alive) for info in infos] == [("g", 1, True)], infos
+    return finish(driver)
+
+
+def zombie(root: Path) -> dict[str, Any]:
+    """A gang is stopped past its lease, its jobs given away, and woken up again."""
+    driver = make_driver(root, lease_s=3.0)
+    driver.restarts = False
+    driver.start()
+    driver.run_until(lambda: all(job.losses for job in driver.jobs.values()))
+    ranks = pids(driver)
+    signal_all(ranks, signal.SIGSTOP)
+    driver.post("renew")  # old mail, which must not renew the lease
+    time.sleep(4.0)
+    for job in driver.jobs:
+        write_lease(driver.home.job(job), Lease(gang="h", epoch=1, lease=2))
+    before = contents(driver)
+    signal_all(ranks, signal.SIGCONT)
+    driver.run_until(lambda: not driver.engine.gangs())
+    driver.poll()
+    return {
+        "wrote": contents(driver) != before,
+        "last": driver.events[-1].kind,
+        "reason": driver.events[-1].body.get("reason", ""),
+    }
+
+
+def finish(driver: GangDriver) -> dict[str, Any]:
+    """Runs to the end and stops; returns what came of it."""
+    driver.run_to_end()
+    driver.stop()
+    return result(driver)
+
+
+def result(driver: GangDriver) -> dict[str, Any]:
+    """Adapters' digests, losses, and how the gangs died."""
+    return {
+        "digests": driver.adapter_digests(),
+        "losses": {job: sorted(driven.losses.items()) for job, driven in driver.jobs.items()},
+        "ended": {job: driven.ended for job, driven in driver.jobs.items()},
+        "deaths": [dict(event.body) for event in driver.deaths],
+        "kinds": sorted({event.kind for event in driver.events}),
+    }
+
+
+def is_over(driver: GangDriver) -> bool:
+    """True once all jobs have ended."""
+    return all(driven.ended is not None for driven in driver.jobs.values())
+
+
+def pids(driver: GangDriver) -> list[int]:
+    """The ranks of the present epoch that have said who they are."""
+    folder = GangFolder(driver.home.root, "g", driver.epoch)
+    found = [folder.pid(rank) for rank in range(2)]
+    return [int(path.read_text().split()[0]) for path in found if path.exists()]
+
+
+def signal_all(ranks: list[int], number: int) -> None:
+    """Sends a signal to processes."""
+    for pid in ranks:
+        os.kill(pid, number)
+
+
+def contents(driver: GangDriver) -> dict[str, str]:
+    """Digests of all files of all jobs."""
+    files = (path for path in driver.home.jobs.rglob("*") if path.is_file())
+    return {str(path): digest(path) for path in files}
+
+
+CASES: dict[str, Callable[..., dict[str, Any]]] = {
+    "plain": plain,
+    "killed": killed,
+    "adopted": adopted,
+    "zombie": zombie,
+}
+
+if __name__ == "__main__":
+    forked_spare.install()
+    print("RESULT " + json.dumps(CASES[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])))
