@@ -87,6 +87,7 @@ class _Rank:
         import_all()
         from tlora_megatron.runtime.backbone import Rendezvous
         from tlora_megatron.runtime.resident import open_resident
+        from tlora_megatron.service.worker.read_order import order_reader
 
         imported_s = time.monotonic()
         if mailbox is not None:
@@ -95,10 +96,12 @@ class _Rank:
         store = meet(self._spec, self._rank, self._folder, host)
         met_s = time.monotonic()
         place = Rendezvous(store, self._rank, self._spec.world_size)
+        config = gang_config(self._spec)
         with open_resident(
-            gang_config(self._spec),
+            config,
             tell=self._tell,
             rendezvous=place,
+            read_order=order_reader(config, self._spec.root),
             may_write=self._may_write,
         ) as loop:
             self._tell(
@@ -166,7 +169,8 @@ def import_all() -> None:
     from tlora_megatron.integrations.megatron import quiet
 
     quiet.install()
-    import tlora_megatron.runtime.resident  # noqa: F401
+    import tlora_megatron.runtime.resident
+    import tlora_megatron.service.worker.read_order  # noqa: F401
     from tlora_megatron.runtime.backbone import import_backbone
 
     import_backbone()
