@@ -209,7 +209,7 @@ def measure_resize(bench: Bench) -> dict[str, dict[int, float]]:
 def resize(bench: Bench, tp_size: int) -> None:
     """Saves all, ends the gang and starts it with another layout."""
     driver, epoch = bench.driver, bench.driver.epoch
-    driver.post("stop", save=True)
+    driver.post("stop", body={"save": True})
     driver.run_until(
         lambda: any(event.kind == "stopped" and event.epoch == epoch for event in driver.events)
     )

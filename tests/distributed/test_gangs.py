@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helpers.gang_driver import digest, quickstart_base, quickstart_jobs
-from tests.helpers.gang_worker import LAYOUT, PORTION, RUN, STEPS
+from tests.helpers.gang_driver import digest, quickstart_base
+from tests.helpers.gang_worker import LAYOUT, RUN, STEPS, documents
 from tests.helpers.standing_world import forked, world
 
 ALL = os.environ.get("TLORA_ALL_TESTS") == "1"
@@ -41,12 +41,13 @@ def test_gang_makes_the_adapters_of_tlora_train(
         "j1": STEPS["mirror"],
         "j2": STEPS["ordered"],
     }
-    jobs = [
-        document | {"max_steps": STEPS[name], "portion_tokens": PORTION}
-        for name, document in quickstart_jobs(list(STEPS)).items()
-    ]
     run = RUN | {"output_dir": str(tmp_path / "run"), "tensorboard": False}
-    document = {"base_model": quickstart_base(), "parallel": LAYOUT, "run": run, "jobs": jobs}
+    document = {
+        "base_model": quickstart_base(),
+        "parallel": LAYOUT,
+        "run": run,
+        "jobs": documents(),
+    }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
     world("tlora_megatron.cli", 2, "train", tmp_path / "run.yaml")
     trained = [
@@ -62,7 +63,7 @@ def test_killed_ranks_change_no_bit(undisturbed: dict[str, Any], tmp_path: Path)
         result = drive("killed", tmp_path / str(seed), seed, min(left, 5))
         assert result["digests"] == undisturbed["digests"]
         assert result["losses"] == undisturbed["losses"]
-        assert all("signal 9" in death["reason"] for death in result["deaths"]), result["deaths"]
+        assert all("SIGKILL" in death["reason"] for death in result["deaths"]), result["deaths"]
         left -= max(1, len(result["deaths"]))
         seed += 1
 

@@ -79,7 +79,9 @@ class GangDriver:
             self._prepare(job)
         return self.jobs[job]
 
-    def post(self, kind: str, job: str | None = None, **body: Any) -> None:
+    def post(
+        self, kind: str, job: str | None = None, body: Mapping[str, Any] | None = None
+    ) -> None:
         """Posts the next command."""
         self._seq += 1
         self.engine.post(
@@ -89,7 +91,7 @@ class GangDriver:
                 seq=self._seq,
                 kind=kind,  # type: ignore[arg-type]
                 job=job,
-                body=body,
+                body=body or {},
             )
         )
 
@@ -123,7 +125,7 @@ class GangDriver:
 
     def stop(self) -> None:
         """Has the gang stop and waits until its processes are gone."""
-        self.post("stop", save=True)
+        self.post("stop", body={"save": True})
         self.run_until(lambda: not self.engine.gangs())
 
     def adapter_digests(self) -> dict[str, str]:
@@ -139,6 +141,7 @@ class GangDriver:
                 if driven.ended is None:
                     self._prepare(job)
         elif event.kind == "died":
+            assert not self.restarts or "SIGKILL" in event.body["reason"], event
             self.deaths.append(event)
             if self.restarts:
                 self.start()
@@ -165,7 +168,7 @@ class GangDriver:
         driven.order = JobOrder(**(asdict(driven.order) | {"lease": lease}))
         driven.state = "preparing"
         write_lease(self.home.job(job), Lease(gang="g", epoch=self.epoch, lease=lease))
-        self.post("prepare", job, **asdict(driven.order))
+        self.post("prepare", job, asdict(driven.order))
 
 
 def digest(path: Path) -> str:

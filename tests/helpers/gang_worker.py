@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,17 @@ def make_driver(root: Path, **more: Any) -> GangDriver:
         2,
         **{"base_model": quickstart_base(), "parallel": LAYOUT, "run": RUN, "lease_s": 120, **more},
     )
-    for number, (name, steps) in enumerate(STEPS.items(), 1):
-        (document,) = quickstart_jobs([name], max_steps=steps, portion_tokens=PORTION).values()
+    for number, document in enumerate(documents(), 1):
         driver.submit(f"j{number}", document, checkpoint_every_steps=3)
     return driver
+
+
+def documents() -> list[dict[str, Any]]:
+    """The jobs."""
+    more = {"portion_tokens": PORTION, "schedule": {"name": "cosine"}}
+    jobs = quickstart_jobs(list(STEPS), **more)
+    del jobs["ordered"]["data"]["eval"], jobs["ordered"]["eval_every_steps"]
+    return [job | {"max_steps": STEPS[name]} for name, job in jobs.items()]
 
 
 def plain(root: Path) -> dict[str, Any]:
@@ -63,8 +71,9 @@ def killed(root: Path, seed: str, kills: str) -> dict[str, Any]:
             break
         victims = pids(driver)
         if victims:
-            os.kill(choose.choice(victims), signal.SIGKILL)
-            left -= 1
+            with suppress(ProcessLookupError):  # dead already, which the engine has yet to see
+                os.kill(choose.choice(victims), signal.SIGKILL)
+                left -= 1
     return finish(driver) if not is_over(driver) else result(driver)
 
 
@@ -158,6 +167,17 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "zombie": zombie,
 }
 
-if __name__ == "__main__":
+
+def main(case: str, root: Path, *args: str) -> None:
+    """Runs a case; leaves no process behind."""
     forked_spare.install()
-    print("RESULT " + json.dumps(CASES[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])))
+    try:
+        print("RESULT " + json.dumps(CASES[case](root, *args)))
+    finally:
+        engine = LocalEngine(root, 0, seats=2, standby=0)
+        for info in engine.gangs():
+            engine.kill(info.gang, info.epoch)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

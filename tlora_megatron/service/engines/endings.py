@@ -69,7 +69,7 @@ def _describe(folder: GangFolder, rank: int, code: int | None) -> str:
     if code is not None and code < 0:
         text = describe_death(rank, -code)
     elif code is None:
-        text = f"rank {rank} has ended without a word"
+        text = f"rank {rank} has ended without a word, as SIGKILL ends processes"
     else:
         text = f"rank {rank} ended with exit code {code}"
     last = last_line(folder, rank)

@@ -180,10 +180,8 @@ def gang_config(spec: GangSpec) -> Any:
     """The configuration of a gang: a run without jobs, whose output is the service's folder."""
     from tlora_megatron.config.load import read_gang_config
 
-    root = Path(spec.root)
-    return read_gang_config(
-        spec.base_model, spec.parallel, spec.run, folder=root, output_dir=str(root)
-    )
+    sections = {"base_model": spec.base_model, "parallel": spec.parallel, "run": spec.run}
+    return read_gang_config(sections, Path(spec.root), output_dir=spec.root)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -16,6 +16,8 @@ from tlora_megatron.service.processes import Life, ended
 
 _LEAVE_S = 10.0
 """For the ranks of a gang that has stopped as asked to be gone by themselves."""
+_WORD_S = 1.0
+"""For a parent that is not the engine to note how its child has ended."""
 _KILL_S = 2.0
 """For which `kill` waits: a process within a driver's call is not gone at once."""
 
@@ -37,6 +39,10 @@ class Member:
         code = self.process.poll() if self.process is not None else None
         return code if code is not None else folder.read_json(f"exit_{self.rank}")
 
+    def may_tell(self) -> bool:
+        """True if a process is there that will note how this one has ended."""
+        return self.parent is not None and not self.parent.is_over
+
     @property
     def is_gone(self) -> bool:
         """True if there is no process and none will come."""
@@ -47,9 +53,13 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Ending:
-    died: dict[str, Any]
-    """Body of the event, unless the gang says `stopped` itself."""
     kill_at_s: float
+    to_blame: Sequence[Member] = ()
+    """Who was missed first; of them `died` tells."""
+    reason: str | None = None
+    """What `died` tells instead."""
+    word_at_s: float = -math.inf
+    """Until then a parent's note of how they ended is waited for."""
 
 
 class LocalGang:
@@ -98,7 +108,7 @@ class LocalGang:
         """Ends all processes by SIGKILL; True with proof that they are gone."""
         if self.is_over:
             return True
-        self._ending = _Ending(died={"rank": 0, "reason": reason}, kill_at_s=-math.inf)
+        self._ending = _Ending(kill_at_s=-math.inf, reason=reason)
         end_s = time.monotonic() + _KILL_S
         self._get_on()
         while not self.is_over and (left_s := end_s - time.monotonic()) > 0:
@@ -125,22 +135,38 @@ class LocalGang:
 
     def _judge(self, gone: Sequence[Member]) -> _Ending:
         """What is to happen now that ranks are gone."""
-        died = blame(self.folder, {m.rank: m.exit_code(self.folder) for m in gone})
         leaves = all(member.exit_code(self.folder) == 0 for member in gone)
         now_s = time.monotonic()
-        return _Ending(died=died, kill_at_s=now_s + _LEAVE_S if leaves else now_s)
+        return _Ending(
+            kill_at_s=now_s + _LEAVE_S if leaves else now_s,
+            to_blame=gone,
+            word_at_s=now_s + _WORD_S,
+        )
 
     def _get_on(self) -> None:
         """Carries an ending as far as it goes without waiting."""
-        if self._ending is None:
+        ending = self._ending
+        if ending is None:
             return
-        if time.monotonic() >= self._ending.kill_at_s:
+        if time.monotonic() >= ending.kill_at_s:
             if not self.folder.is_closed:
                 self.folder.close()
                 self._find_forks()  # one that says who it is later sees that it is too late
             for life in self._lives():
                 life.kill()
-        if all(member.is_gone or member.life is None for member in self._members):
-            say_died(self.folder, self._ending.died)
+        is_empty = all(member.is_gone or member.life is None for member in self._members)
+        if is_empty and (time.monotonic() >= ending.word_at_s or not self._waits(ending)):
+            say_died(self.folder, self._died(ending))
             self.is_over = True
             self.release()
+
+    def _waits(self, ending: _Ending) -> bool:
+        """True if somebody is about to note how the first to go has ended."""
+        return any(m.exit_code(self.folder) is None and m.may_tell() for m in ending.to_blame)
+
+    def _died(self, ending: _Ending) -> dict[str, Any]:
+        """The body of the gang's last event."""
+        if ending.reason is not None:
+            return {"rank": 0, "reason": ending.reason}
+        codes = {member.rank: member.exit_code(self.folder) for member in ending.to_blame}
+        return blame(self.folder, codes)
