@@ -19,10 +19,10 @@ from tlora_megatron.service.worker.telling import Hearing, Teller
 
 
 def main(folder: GangFolder, rank: int) -> int:
+    print(f"rank {rank} sits at {os.environ['CUDA_VISIBLE_DEVICES']!r}", flush=True)
     folder.write(folder.pid(rank).name, f"{identity_of()}")
     if folder.is_closed:
         return 1
-    print(f"rank {rank} sits at {os.environ['CUDA_VISIBLE_DEVICES']!r}", flush=True)
     return _lead(folder) if rank == 0 else _follow(folder, rank)
 
 
