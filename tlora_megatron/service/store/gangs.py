@@ -111,17 +111,18 @@ class Gangs:
         Raises:
             EventGap: if an event before this one was not heard.
         """
+        this = (_GANG.name == event.gang, _GANG.epoch == event.epoch)
+        query = update(tables.gang).where(*this, _GANG.heard == event.number - 1)
         with self._database.write() as connection:
+            if connection.execute(query.values(heard=event.number)).rowcount:
+                return True
             heard = gang_row(connection, event.gang, event.epoch)["heard"]
             if event.number <= heard:
                 return False
-            if event.number != heard + 1:
-                raise EventGap(
-                    f"gang {event.gang!r} of epoch {event.epoch} must tell event {heard + 1} next, "
-                    f"got {event.number}"
-                )
-            _update(connection, event.gang, event.epoch, {"heard": event.number})
-            return True
+            raise EventGap(
+                f"gang {event.gang!r} of epoch {event.epoch} must tell event {heard + 1} next, "
+                f"got {event.number}"
+            )
 
     def hear_all(self, events: Sequence[GangEvent]) -> list[GangEvent]:
         """Like `hear` for many events of any gangs; returns those that were not heard before.

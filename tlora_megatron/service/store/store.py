@@ -44,7 +44,7 @@ class Store:
     def transaction(self) -> Iterator[None]:
         """Makes the calls of this thread inside it one change: kept whole or not at all.
 
-        A call that raises inside is undone alone; if its error is caught, the others are kept.
+        A call that refuses inside has changed nothing: if its error is caught, the others are kept.
         """
         with self._database.write():
             yield

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -119,18 +120,29 @@ def test_a_full_disk_refuses_a_submit_and_keeps_all_before_it(tmp_path: Path) ->
             _submit_many(store)
         accepted = sum(store.jobs.counts().values())
         assert store.events.last() == accepted > 0
+        with pytest.raises(StoreError, match="must end with its first error of the database"):
+            _go_on_after_full(store)
+        assert store.events.last() == accepted, "nothing of it was kept"
         pages = 1000
         engine.dispose()
         assert store.jobs.submit([_large(accepted)])[0].is_new, "the same one, with room again"
 
 
-def _large(number: int) -> NewJob:
-    return new(f"n{number}", document={"text": "x" * 2000})
+def _large(number: int, letter: str = "n") -> NewJob:
+    return new(f"{letter}{number}", document={"text": "x" * 2000})
 
 
-def _submit_many(store: Store) -> None:
+def _go_on_after_full(store: Store) -> None:
+    with store.transaction():
+        store.events.add("note")
+        with suppress(StoreFull):
+            _submit_many(store, "m")
+        store.events.add("note")
+
+
+def _submit_many(store: Store, letter: str = "n") -> None:
     for number in range(1000):
-        store.jobs.submit([_large(number)])
+        store.jobs.submit([_large(number, letter)])
 
 
 def test_a_disk_that_refuses_to_grow_a_file(tmp_path: Path) -> None:

@@ -88,34 +88,36 @@ class Database:
     def write(self) -> Iterator[Connection]:
         """A transaction that is kept whole or not at all; one inside another joins it.
 
+        Whoever writes checks all there is to check first: what refuses inside a transaction has
+        changed nothing, and the transaction may go on.
+
         Raises:
             StoreError: if it cannot be kept.
         """
         outer = self._outer()
-        with self._sentences():
-            if outer is not None:
-                if not self._local.writes:
-                    raise StoreError("a change of a store must not be made inside a read")
-                # What fails alone is undone alone; the outer transaction may go on.
-                with outer.begin_nested():
-                    yield outer
-                return
-            with self._turn(), self._writer.begin() as connection:
-                if self._statement is not None:
-                    connection.exec_driver_sql(self._statement)
-                self._check_fence(connection)
-                with self._joined(connection, writes=True):
-                    yield connection
+        if outer is not None:
+            if not self._local.writes:
+                raise StoreError("a change of a store must not be made inside a read")
+            with self._inside():
+                yield outer
+            return
+        with self._sentences(), self._turn(), self._writer.begin() as connection:
+            if self._statement is not None:
+                connection.exec_driver_sql(self._statement)
+            self._check_fence(connection)
+            with self._joined(connection, writes=True):
+                yield connection
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A view of one state of the store; inside a transaction or view, of that one's."""
         outer = self._outer()
-        with self._sentences():
-            if outer is not None:
+        if outer is not None:
+            with self._inside():
                 yield outer
-                return
-            with self._reader.begin() as connection, self._joined(connection, writes=False):
+            return
+        with self._sentences(), self._reader.begin() as connection:
+            with self._joined(connection, writes=False):
                 yield connection
 
     def close(self) -> None:
@@ -133,11 +135,31 @@ class Database:
 
     @contextmanager
     def _joined(self, connection: Connection, *, writes: bool) -> Iterator[None]:
-        self._local.connection, self._local.writes = connection, writes
+        local = self._local
+        local.connection, local.writes, local.is_broken = connection, writes, False
         try:
             yield
+            self._check_whole()
         finally:
-            self._local.connection = None
+            local.connection = None
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """A part of a transaction, which is lost whole if the database gives up."""
+        self._check_whole()
+        with self._sentences():
+            try:
+                yield
+            except DBAPIError:
+                self._local.is_broken = True
+                raise
+
+    def _check_whole(self) -> None:
+        if self._local.is_broken:
+            raise StoreError(
+                f"a transaction of {self.place} must end with its first error of the database, got "
+                "another call: nothing of it was kept"
+            )
 
     def _check_fence(self, connection: Connection) -> None:
         if self.fence is None:
