@@ -116,9 +116,12 @@ class Database:
             with self._inside():
                 yield outer
             return
-        with self._sentences(), self._reader.begin() as connection:
-            with self._joined(connection, writes=False):
-                yield connection
+        with (
+            self._sentences(),
+            self._reader.begin() as connection,
+            self._joined(connection, writes=False),
+        ):
+            yield connection
 
     def close(self) -> None:
         """Closes the connections; in a forked child it only forgets them."""
