@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,14 +16,21 @@ from tests.helpers.block_jobs import BLOCK_JOBS as JOBS
 from tests.helpers.interrupted_worker import starts
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
-    assert_equals_oracle,
+    assert_run_equals_oracle,
     assert_unharmed,
     exported,
     gone_wrong,
     losses,
     make_scenario,
 )
-from tests.helpers.scenario_worlds import RESUMER, Case, World, layout_params, run_cases, worlds
+from tests.helpers.scenario_worlds import (
+    Case,
+    Life,
+    World,
+    layout_params,
+    live,
+    worlds,
+)
 from tests.helpers.standing_world import world
 
 COUNTER = Path(__file__).parents[1] / "helpers" / "block_collectives_worker.py"
@@ -101,8 +107,7 @@ def test_losses_and_weights_equal_peft_s_own(
     scenario: Path,
 ) -> None:
     output_dir = run_world(world_size) / layout
-    for name in jobs_of(layout):
-        assert_equals_oracle(output_dir, name, oracle[name], scenario.parent / "base")
+    assert_run_equals_oracle(output_dir, jobs_of(layout), oracle, scenario.parent / "base")
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -131,20 +136,14 @@ def test_resumes_between_layouts(
     scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path
 ) -> None:
     """Two TP ranks, then one process, then two TP ranks with sequence parallelism."""
-    saved = "run.checkpoint_every_steps=3"
-    lives: tuple[tuple[int, tuple[str, ...], list[Any] | None], ...] = (
-        (2, ("parallel.tp_size=2",), ["four", 4]),
-        (1, (), ["four", 8]),
-        (2, TP2_SP, None),
+    lives = (
+        Life(2, ("parallel.tp_size=2",), ("four", 4)),
+        Life(1, (), ("four", 8)),
+        Life(2, TP2_SP, None),
     )
-    for life, (world_size, overrides, stop) in enumerate(lives):
-        case = {"config": str(scenario), "output_dir": str(tmp_path / "out"), "stop": stop}
-        settings = {"set": [saved, *overrides]}
-        run_cases(world_size, [case | settings], tmp_path / f"{life}.json", worker=RESUMER)
-    begun = starts(tmp_path / "out")
-    assert [steps["four"] for steps in begun] == [0, 3, 6]
-    for name in NAMES:
-        assert_equals_oracle(tmp_path / "out", name, oracle[name], scenario.parent / "base")
+    out = live(scenario, tmp_path, lives)
+    assert [steps["four"] for steps in starts(out)] == [0, 3, 6]
+    assert_run_equals_oracle(out, NAMES, oracle, scenario.parent / "base")
 
 
 def test_nothing_is_exchanged_for_block_diagonal_jobs(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
 from tests.helpers.oracle import OracleResult
-from tests.helpers.scenario import JOBS, assert_equals_oracle, make_scenario, take_fingerprint
+from tests.helpers.scenario import JOBS, assert_run_equals_oracle, make_scenario, take_fingerprint
 
 NAMES = tuple(job["name"] for job in JOBS)
 TP2: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2}}
@@ -110,5 +110,4 @@ def test_losses_and_weights_equal_the_oracle(
     scenario: Path,
 ) -> None:
     output_dir = run_world(world) / case
-    for name in NAMES:
-        assert_equals_oracle(output_dir, name, oracle[name], scenario.parent / "base")
+    assert_run_equals_oracle(output_dir, NAMES, oracle, scenario.parent / "base")

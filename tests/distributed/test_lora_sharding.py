@@ -16,8 +16,20 @@ import pytest
 from tests.helpers.interrupted_worker import starts
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import JOBS as STANDARD
-from tests.helpers.scenario import assert_equals_oracle, assert_unharmed, gone_wrong, make_scenario
-from tests.helpers.scenario_worlds import RESUMER, Case, World, layout_params, run_cases, worlds
+from tests.helpers.scenario import (
+    assert_run_equals_oracle,
+    assert_unharmed,
+    gone_wrong,
+    make_scenario,
+)
+from tests.helpers.scenario_worlds import (
+    Case,
+    Life,
+    World,
+    layout_params,
+    live,
+    worlds,
+)
 from tests.helpers.standing_world import world
 
 LINEARS = Path(__file__).with_name("lora_sharding_worker.py")
@@ -104,8 +116,7 @@ def test_losses_and_weights_equal_peft_s(
     scenario: Path,
 ) -> None:
     output_dir = run_world(world_size) / layout
-    for name in NAMES:
-        assert_equals_oracle(output_dir, name, oracle[name], scenario.parent / "base")
+    assert_run_equals_oracle(output_dir, NAMES, oracle, scenario.parent / "base")
     summary = json.loads((output_dir / "summary.json").read_text())
     asked = next((part for part in ("rank_exchange", "s_lora") if part in layout), "fold")
     settled = "fold" if layout.startswith("PP2") else asked
@@ -124,18 +135,14 @@ def test_resumes_under_another_sharding(
     scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path
 ) -> None:
     """Fold, then S-LoRA, then rank exchange with sequence parallelism."""
-    lives: tuple[tuple[tuple[str, ...], list[Any] | None], ...] = (
-        (_by("fold"), [ILL, 4]),
-        (_by("s_lora"), [ILL, 8]),
-        (SP + _by("rank_exchange"), None),
+    lives = (
+        Life(2, TP2 + _by("fold"), (ILL, 4)),
+        Life(2, TP2 + _by("s_lora"), (ILL, 8)),
+        Life(2, TP2 + SP + _by("rank_exchange"), None),
     )
-    for index, (overrides, stop) in enumerate(lives):
-        settings = ["run.checkpoint_every_steps=3", *TP2, *overrides]
-        case = {"config": str(scenario), "output_dir": str(tmp_path / "out"), "set": settings}
-        run_cases(2, [case | {"stop": stop}], tmp_path / f"{index}.json", worker=RESUMER)
-    assert [steps[ILL] for steps in starts(tmp_path / "out")] == [0, 3, 6]
-    for name in NAMES:
-        assert_equals_oracle(tmp_path / "out", name, oracle[name], scenario.parent / "base")
+    out = live(scenario, tmp_path, lives)
+    assert [steps[ILL] for steps in starts(out)] == [0, 3, 6]
+    assert_run_equals_oracle(out, NAMES, oracle, scenario.parent / "base")
 
 
 def test_the_bench_counts_what_each_sharding_exchanges(tmp_path: Path) -> None:

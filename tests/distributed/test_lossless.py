@@ -16,7 +16,7 @@ from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
     JOBS,
     NUM_STEPS,
-    assert_equals_oracle,
+    assert_run_equals_oracle,
     make_scenario,
     take_fingerprint,
 )
@@ -129,8 +129,7 @@ def test_losses_and_weights_equal_the_oracle(
     scenario: Path,
 ) -> None:
     output_dir = run_world(world_size) / layout
-    for name in NAMES:
-        assert_equals_oracle(output_dir, name, oracle[name], scenario.parent / "base")
+    assert_run_equals_oracle(output_dir, NAMES, oracle, scenario.parent / "base")
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [c for c in CASES if "by rows" in c[1]])
@@ -160,8 +159,7 @@ def test_teams_among_four_ranks(scenario: Path, oracle: dict[str, OracleResult])
     cases = {name: Case(scenario, sets) for name, sets in TEAMS_AMONG_FOUR.items()}
     out = worlds(scenario.parent / "teams", lambda _: cases)(4)
     for layout in cases:
-        for name in NAMES:
-            assert_equals_oracle(out / layout, name, oracle[name], scenario.parent / "base")
+        assert_run_equals_oracle(out / layout, NAMES, oracle, scenario.parent / "base")
         teams = {"1", "2", "4"} if layout.startswith("CP4") else {"1", "2"}
         assert sizes_of_teams(out / layout) == teams
 

@@ -17,7 +17,7 @@ from tests.helpers.interrupted_worker import starts
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
     JOBS,
-    assert_equals_oracle,
+    assert_run_equals_oracle,
     assert_unharmed,
     exported,
     gone_wrong,
@@ -26,7 +26,16 @@ from tests.helpers.scenario import (
     make_scenario,
     take_fingerprint,
 )
-from tests.helpers.scenario_worlds import RESUMER, Case, World, layout_params, run_cases, worlds
+from tests.helpers.scenario_worlds import (
+    RESUMER,
+    Case,
+    Life,
+    World,
+    layout_params,
+    live,
+    run_cases,
+    worlds,
+)
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.run.job_admission import JobAdmission
 
@@ -101,8 +110,7 @@ def test_losses_and_weights_equal_the_oracle(
     scenario: Path,
 ) -> None:
     output_dir = run_world(world_size) / layout
-    for name in NAMES:
-        assert_equals_oracle(output_dir, name, oracle[name], scenario.parent / "base")
+    assert_run_equals_oracle(output_dir, NAMES, oracle, scenario.parent / "base")
 
 
 def test_a_deployment_repeats_to_the_bit(run_world: World, scenario: Path) -> None:
@@ -124,8 +132,7 @@ def test_a_deterministic_job_alone_has_the_bits_of_the_job_in_company(
     run_world: World, scenario: Path, oracle: dict[str, OracleResult]
 ) -> None:
     out, base = run_world(3), scenario.parent / "base"
-    for name in NAMES:
-        assert_equals_oracle(out / "watched", name, oracle[name], base)
+    assert_run_equals_oracle(out / "watched", NAMES, oracle, base)
     alone, together = out / "watched alone", out / "watched"
     assert losses(alone, WATCHED) == losses(together, WATCHED)
     expected = exported(alone, WATCHED, base)
@@ -155,8 +162,7 @@ def test_resumes_in_other_deployments(
     ]
     run_cases(3, lives, tmp_path / "lives.json", worker=RESUMER)
     assert [steps["everything"] for steps in starts(tmp_path / "out")] == [0, 3, 6, 9]
-    for name in NAMES:
-        assert_equals_oracle(tmp_path / "out", name, oracle[name], scenario.parent / "base")
+    assert_run_equals_oracle(tmp_path / "out", NAMES, oracle, scenario.parent / "base")
 
 
 def test_a_sequence_that_no_replica_holds_is_refused(
@@ -179,15 +185,12 @@ def test_resumes_on_fewer_processes_and_back(
     scenario: Path, oracle: dict[str, OracleResult], tmp_path: Path
 ) -> None:
     """TP2 + TP1, then DP2, then TP2, then TP2 + TP1 again."""
-    lives = ((3, TP2_TP1, 4), (2, (), 7), (2, ("parallel.tp_size=2",), 10), (3, TP2_TP1, None))
-    for life, (size, sets, stop) in enumerate(lives):
-        case = {
-            "config": str(scenario),
-            "output_dir": str(tmp_path / "out"),
-            "set": ["run.checkpoint_every_steps=3", *sets],
-            "stop": stop and ["everything", stop],
-        }
-        run_cases(size, [case], tmp_path / f"{life}.json", worker=RESUMER)
-    assert [steps["everything"] for steps in starts(tmp_path / "out")] == [0, 3, 6, 9]
-    for name in NAMES:
-        assert_equals_oracle(tmp_path / "out", name, oracle[name], scenario.parent / "base")
+    lives = (
+        Life(3, TP2_TP1, ("everything", 4)),
+        Life(2, (), ("everything", 7)),
+        Life(2, ("parallel.tp_size=2",), ("everything", 10)),
+        Life(3, TP2_TP1, None),
+    )
+    out = live(scenario, tmp_path, lives)
+    assert [steps["everything"] for steps in starts(out)] == [0, 3, 6, 9]
+    assert_run_equals_oracle(out, NAMES, oracle, scenario.parent / "base")

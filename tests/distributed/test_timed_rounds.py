@@ -13,6 +13,7 @@ from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import (
     JOBS,
     assert_equals_oracle,
+    assert_run_equals_oracle,
     assert_unharmed,
     gone_wrong,
     losses,
@@ -64,9 +65,8 @@ def runs(scenario: Path) -> Path:
 def test_losses_and_weights_equal_the_oracle(
     layout: str, runs: Path, oracle: dict[str, OracleResult], scenario: Path
 ) -> None:
-    for job in JOBS:
-        name = job["name"]
-        assert_equals_oracle(runs / layout, name, oracle[name], scenario.parent / "base")
+    names = [job["name"] for job in JOBS]
+    assert_run_equals_oracle(runs / layout, names, oracle, scenario.parent / "base")
 
 
 def test_a_replica_without_sequences_waits_for_the_others(

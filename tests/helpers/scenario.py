@@ -157,6 +157,14 @@ def assert_equals_oracle(output_dir: Path, name: str, expected: OracleResult, ba
     assert_equals_alone(losses(output_dir, name), factors, expected, f"{output_dir.name}: {name}")
 
 
+def assert_run_equals_oracle(
+    output_dir: Path, names: Iterable[str], expected: Mapping[str, OracleResult], base: Path
+) -> None:
+    """All of a run's jobs have the losses and exported adapters that they get alone."""
+    for name in names:
+        assert_equals_oracle(output_dir, name, expected[name], base)
+
+
 def gone_wrong(name: str) -> tuple[str, ...]:
     """Overrides that make a job's weights overflow, and let it go on."""
     return (f"jobs.{name}.optimizer.lr=1e30", "run.max_nonfinite_steps=100")

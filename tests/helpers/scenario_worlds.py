@@ -79,6 +79,33 @@ def worlds(
     return run
 
 
+class Life(NamedTuple):
+    """A part of a run that is stopped and goes on elsewhere."""
+
+    world_size: int
+    overrides: Sequence[str]
+    stop: tuple[str, int] | None
+    """A job, and its step at which all is stopped; None = run to the end."""
+
+
+def live(config: Path, root: Path, lives: Sequence[Life]) -> Path:
+    """Runs one run in several lives, each with processes of its own, and saves every third step.
+
+    Returns:
+        Its output folder, below `root`.
+    """
+    out = root / "out"
+    for index, life in enumerate(lives):
+        case = {
+            "config": str(config),
+            "output_dir": str(out),
+            "set": ["run.checkpoint_every_steps=3", *life.overrides],
+            "stop": life.stop,
+        }
+        run_cases(life.world_size, [case], root / f"{index}.json", worker=RESUMER)
+    return out
+
+
 def layout_params(layouts: Layouts) -> list[Any]:
     """A test's parameters `world_size` and `layout`: all of them, by name."""
     return [

@@ -25,15 +25,18 @@ def check_deployable(config: RunConfig) -> None:
         ConfigError: naming the key.
     """
     why = "with --replicas any"
+    # Portions are dealt out by replicas' sizes, and what is chosen here rests on time alone.
+    remedy = "leave --replicas any out, or name parallel.replicas yourself"
     if config.run.deterministic:
-        raise must("run.deterministic", f"be false {why}", True)
+        raise must("run.deterministic", f"be false {why}", True, remedy)
     if config.parallel.lora_sharding not in ("auto", "fold"):
         raise must(
             "parallel.lora_sharding", f"be auto or fold {why}", config.parallel.lora_sharding
         )
     for job in config.jobs:
         if job.portion_tokens is not None:
-            raise must(f"portion_tokens of job {job.name}", f"be null {why}", job.portion_tokens)
+            name = f"portion_tokens of job {job.name}"
+            raise must(name, f"be null {why}", job.portion_tokens, remedy)
 
 
 def best_deployment(
