@@ -7,6 +7,8 @@ import sys
 
 RANK_COMMAND = (sys.executable, "-m", "tlora_megatron.service.worker.rank")
 """Behind it come the gang's folder and the rank."""
+HOST_VARIABLE = "TLORA_GANG_HOST"
+"""Tells rank 0 its own address for the others, where a gang spans several nodes."""
 _OF_OTHER_WORLDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "GROUP_")
 
 

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, cast
 
 from tlora_megatron.runtime.ending import leave
 from tlora_megatron.runtime.launcher import describe_failure, is_lost_connection
+from tlora_megatron.service.engines.rank_process import HOST_VARIABLE
 from tlora_megatron.service.mail.folder import GangFolder
 from tlora_megatron.service.mail.mailbox import FolderMailbox, Mailbox
 from tlora_megatron.service.messages import EventKind, GangSpec
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
     folder.write(folder.pid(rank).name, f"{identity_of()}")
     if folder.is_closed:  # by an engine that has not seen this process
         return FAILED
-    code = run_rank(folder.spec(), rank, folder=folder)
+    code = run_rank(folder.spec(), rank, folder=folder, host=os.environ.get(HOST_VARIABLE))
     folder.write(f"exit_{rank}", str(code))
     return code
 

@@ -1,0 +1,32 @@
+"""The first words of a step's process: takes its seat on its node and becomes a rank.
+
+python -m tlora_megatron.service.engines.slurm.task FOLDER SEATS COMMAND...
+python -m tlora_megatron.service.engines.slurm.task look SEATS
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from tlora_megatron.service.engines.local.seats import Seats
+from tlora_megatron.service.mail.folder import GangFolder
+
+
+def main(argv: list[str]) -> None:
+    """Becomes the rank of its number in the step; or prints what a step sees of its node."""
+    place, seats, *command = argv
+    here = Seats.of_host(None, int(seats) or None)
+    if place == "look":
+        print(json.dumps({"node": os.environ["SLURMD_NODENAME"], "gpus": here.count}))
+        return
+    rank = int(os.environ["SLURM_PROCID"])
+    _, seat = GangFolder.at(Path(place)).spec().gpus[rank]
+    environment = {**os.environ, **here.environment(seat)}
+    os.execvpe(command[0], [*command, place, str(rank)], environment)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
