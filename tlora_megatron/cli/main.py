@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import tlora_megatron
 from tlora_megatron.cli import convert, inspect, plan, profile, simulate, train
 from tlora_megatron.cli.console import global_rank, open_console
-from tlora_megatron.cli.service import adapters, jobs, logs, submit, wishes
+from tlora_megatron.cli.service import adapters, jobs, logs, serve, submit, wishes
 from tlora_megatron.config.load import ConfigError
 from tlora_megatron.runtime.launcher import describe_failure
 
@@ -28,7 +28,7 @@ examples:
 """
 
 _ON_RUNS = (train, inspect, convert, plan, profile, simulate)
-_ON_SERVICES = (submit, jobs, logs, wishes, adapters)
+_ON_SERVICES = (serve, submit, jobs, logs, wishes, adapters)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

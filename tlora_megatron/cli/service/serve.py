@@ -117,8 +117,9 @@ def _ending(settings: Settings) -> str:
 def _title(args: argparse.Namespace, home: Home, engine: GangEngine) -> str:
     nodes = engine.nodes()
     count = sum(node.gpus for node in nodes)
+    places = "1 place" if count == 1 else f"{count} places"
     on = "" if len(nodes) == 1 else f" on {len(nodes)} machines"
-    return f"{home.root} by engine {args.engine} with {count} places{on}, policy {args.policy}"
+    return f"{home.root} by engine {args.engine} with {places}{on}, policy {args.policy}"
 
 
 @contextmanager
