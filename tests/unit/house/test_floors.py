@@ -396,7 +396,10 @@ def test_a_part_without_a_floor_is_refused() -> None:
 def test_command_line_and_config_import_without_torch(repo: Path) -> None:
     code = (
         f"import sys, {PACKAGE}.config, {PACKAGE}.cli.main\n"
-        "print(*sorted({'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules)))"
+        "heavy = {'torch', 'megatron', 'transformers', 'numpy'}\n"
+        "print(*sorted({*heavy, 'sqlalchemy', 'ray'} & set(sys.modules)))\n"
+        f"import {PACKAGE}.service.store\n"
+        "print(*sorted({*heavy, 'psycopg', 'ray'} & set(sys.modules)))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, timeout=HANG_S
