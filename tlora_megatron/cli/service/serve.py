@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _ending(settings: Settings) -> str:
     if settings.end_gangs:
-        return "stopped; all jobs are saved, and `tlora serve` continues them"
+        return "stopped; `tlora serve` continues the jobs that are not at their ends"
     return "stopped; jobs train on, and `tlora serve` takes them up again"
 
 

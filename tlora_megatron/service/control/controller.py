@@ -32,7 +32,7 @@ from tlora_megatron.service.engines.protocol import GangEngine
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.outcome import PrepareRules
 from tlora_megatron.service.prepare.pool import PreparePool
-from tlora_megatron.service.store import LockLost, Store, StoreError, open_store
+from tlora_megatron.service.store import JobState, LockLost, Store, StoreError, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,13 @@ class Controller:
             time.sleep(desk.settings.poll_s)
         with desk.store.transaction():
             for gang in list(desk.books.gangs.values()):
-                self._carrying.kill(gang, "did not stop in time at the service's end")
+                why = f"did not stop within {desk.settings.end_gangs_s:.0f} s"
+                desk.say("hung", f"gang {gang.name} {why} and was killed", gang=gang.name)
+                self._carrying.kill(gang, why)
+            desk.store.jobs.progress(list(desk.progress.values()))
+            for live in list(desk.books.jobs.values()):
+                if live.state is JobState.MOVING and desk.store.leases.of(live.id) is None:
+                    desk.change(live, JobState.QUEUED, why="the service was stopped")
 
     def next_s(self) -> float:
         """When there is something to do though nothing happens."""
