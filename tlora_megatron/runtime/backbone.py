@@ -49,13 +49,12 @@ class OpenBackbone(NamedTuple):
 
 def model_config(config: RunConfig) -> Path:
     """The base's `config.json`."""
-    base = config.base_model
-    return Path(base.path) / "config.json" if base.path is not None else Path(str(base.config))
+    return config.base_model.config_file
 
 
 def model_dir(config: RunConfig) -> Path:
     """The folder of the tokenizer and, unless they are drawn, the weights."""
-    return model_config(config).parent
+    return config.base_model.folder
 
 
 def base_name(config: RunConfig) -> str:

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlora_megatron.cli.console import open_console
@@ -73,6 +74,12 @@ def add_parser(commands: Any) -> None:
         help="name or file of a hardware profile (default: by the GPU's name)",
     )
     parser.add_argument(
+        "--data-root",
+        metavar="DIR",
+        help="refuse jobs that name files, adapters or a base outside of DIR or reach them by "
+        "links (default: whatever you can read)",
+    )
+    parser.add_argument(
         "--leave-gangs",
         action="store_true",
         help="let jobs train on when the controller is stopped; the next one takes them up",
@@ -90,7 +97,12 @@ def run(args: argparse.Namespace) -> int:
         raise must("--gpus", "be at least 1", args.gpus)
     os.umask(0o077)  # for all files of the service, by whichever of its processes
     home = Home.open(service_folder(args.service))
-    settings = Settings(policy=args.policy, hardware=args.hardware, end_gangs=not args.leave_gangs)
+    settings = Settings(
+        policy=args.policy,
+        hardware=args.hardware,
+        data_root=_data_root(args.data_root),
+        end_gangs=not args.leave_gangs,
+    )
     with open_store(home.store) as store, _stop_by_signal() as stop:
         # An engine ends what it finds half dead: another controller's engine must not be there.
         store.lock.take()
@@ -106,6 +118,14 @@ def run(args: argparse.Namespace) -> int:
             _close(engine)
     console.print(_ending(settings))
     return 0
+
+
+def _data_root(folder: str | None) -> str | None:
+    if folder is None:
+        return None
+    if not Path(folder).is_dir():
+        raise must("--data-root", "be an existing folder", folder)
+    return str(Path(folder).resolve())
 
 
 def _ending(settings: Settings) -> str:

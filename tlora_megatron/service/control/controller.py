@@ -245,7 +245,11 @@ def serve(
 
 
 def _pool(home: Home, settings: Settings) -> PreparePool:
-    rules = PrepareRules(root=str(home.root), micro_batch_tokens=settings.micro_batch_tokens)
+    rules = PrepareRules(
+        root=str(home.root),
+        micro_batch_tokens=settings.micro_batch_tokens,
+        data_root=settings.data_root,
+    )
     pool = PreparePool(rules)
     pool.warm()
     return pool

@@ -18,6 +18,9 @@ class Settings:
     max_group_size: int = 16
     lookahead: int = 128
     """Waiting jobs that a decision looks at."""
+    data_root: str | None = None
+    """Jobs may name files below this folder only, and through no link; None: any that can be read.
+    """
     micro_batch_tokens: int = 4096
     """Tokens by which portions of jobs are chosen: no gang's micro-batch is smaller."""
 

@@ -8,13 +8,11 @@ from typing import NamedTuple
 
 from tlora_megatron.config.base_model import BaseModelSpec
 from tlora_megatron.config.job import JobSpec
-from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.block_sizes import check_block_sizes
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.data.token_cache import TokenCache, TokenizerFolder
 from tlora_megatron.training.formats.quantised.card import (
-    QuantisationCard,
     check_same_base,
     quantisation_card,
 )
@@ -39,8 +37,6 @@ class JobReader:
         micro_batch_tokens: rows of the longest sequence that can be trained.
         budget: what the user calls that, for the sentence.
         tp_size: tensor-parallel ranks that must be able to divide a block-diagonal adapter.
-        spec: of the base, where it is known.
-        quantisation: of the base; only with `spec`.
 
     Raises:
         ValueError: if the base cannot be used.
@@ -54,19 +50,15 @@ class JobReader:
         micro_batch_tokens: int,
         budget: str = "run.micro_batch_tokens",
         tp_size: int = 1,
-        spec: Backbone | None = None,
-        quantisation: QuantisationCard | None = None,
     ) -> None:
         self.base = base
         self.source = TokenizerFolder(base.folder)
         self._cache = cache
         self._micro_batch_tokens, self._budget = micro_batch_tokens, budget
         self._tp_size = tp_size
-        if spec is None:
-            spec = read_model_spec(base.config_file)
-            quantisation = quantisation_card(base, spec, base_quantisation(base, spec))
-        self.spec: Backbone = spec
-        self._quantisation = quantisation
+        self.spec = read_model_spec(base.config_file)
+        found = base_quantisation(base, self.spec)
+        self._quantisation = quantisation_card(base, self.spec, found)
 
     def read(
         self,
