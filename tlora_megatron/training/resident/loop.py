@@ -70,11 +70,12 @@ class ResidentLoop:
         self._has_stopped = False
 
     def serve(self, mailbox: Mailbox | None) -> None:
-        """Runs until a command stops it; every rank of the world calls it.
+        """Runs until a command stops it, maybe not for the first time; every rank calls it.
 
         Args:
             mailbox: where commands come in, on the first rank; None on the others.
         """
+        self._has_stopped = False
         with frozen_gc():
             while not self._has_stopped:
                 is_idle = not self.live.has_work

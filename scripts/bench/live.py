@@ -1,0 +1,316 @@
+"""What it costs that jobs may join and leave a super-model while it trains.
+
+    python -m scripts.bench.live --csv scripts/bench/results/live.csv
+    torchrun --standalone --nproc-per-node 2 -m scripts.bench.live --tp 2 --csv rows.csv
+    python -m scripts.bench.live --tiny --jobs 4 --rank 8 --tokens 256      # on a CPU, to try it
+
+Jobs of one rank on all linears train over random weights at the shapes of an 8B model.
+
+`join`: a prepared job joins 16 that train; from one wait for the device to the next, so with all
+copies of adapters. `join, first`: the first one, which meets an allocator that has seen none.
+`next round`: the round behind a join over the others. `resident over train`: rounds of the resident
+loop over rounds of `tlora train`'s loop, same jobs, in turns. `20 joins in 10 min`: share of the
+tokens that are lost if a job is prepared, joins and leaves every 30 seconds, from rounds with one
+such job over rounds without, in turns. `drawn` is how long a job is prepared for, beside training.
+Returns 1 if a figure misses what it must be: 50 ms, 0.5 %, 2 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from scripts.bench.harness.arguments import bench_parser
+from scripts.bench.harness.clock import wait_for_all, wait_for_device
+from scripts.bench.harness.rows import append_rows, gpu_name
+from scripts.bench.harness.world import is_main, say
+from scripts.bench.planner.cases import model_spec
+from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
+from tlora_megatron.config.run import RunSpec
+from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank, BankShape
+from tlora_megatron.layers.attach import attach
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.profiling.synthetic_run import SyntheticRun
+from tlora_megatron.training.data.job_data import BatchPlan, JobData, TokenSequence
+from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.listener import SilentListener
+from tlora_megatron.training.loop import TrainingLoop
+from tlora_megatron.training.preparation import PreparedJob
+from tlora_megatron.training.resident.live_loop import LiveLoop
+from tlora_megatron.training.resident.loop import ResidentLoop
+from tlora_megatron.training.resident.staging import Order, StagedJob, Stager
+from tlora_megatron.training.run.frozen_gc import frozen_gc
+from tlora_megatron.training.super_model import SuperModel
+
+MUST_JOIN_MS, MUST_OVER, MUST_LOST = 50.0, 0.5, 2.0
+_SEQUENCE, _SEQUENCES = 512, 64
+_JOINS = 5
+
+
+class Bench:
+    """A super-model with jobs, and both loops over it."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args = args
+        spec = replace(model_spec("tiny"), num_layers=2) if args.tiny else model_spec("8b")
+        spec = spec if args.layers is None else replace(spec, num_layers=args.layers)
+        world = max(1, args.tp)
+        layout = ParallelLayout.for_world(
+            world, tp_size=args.tp, pp_size=1, cp_size=1, sequence_parallel=args.tp > 1
+        )
+        on_gpu = torch.cuda.is_available()
+        self.run = SyntheticRun(spec, layout, dtype=torch.bfloat16 if on_gpu else torch.float32)
+        lora = LoraSpec(rank=args.rank)
+        self.bank = AdapterBank(
+            self.run.sites, BankShape.of([lora]), dtype=self.run.dtype, device=self.device
+        )
+        attach(self.run.linears, self.bank)
+        engine: Any = self.run.engine
+        self.model = SuperModel(
+            engine, self.bank, self.run.groups, [], micro_batch_tokens=args.tokens
+        )
+        self.settings = RunSpec(output_dir=str(folder), tensorboard=False, checkpoint_every_steps=0)
+        self.live = LiveLoop(self.model, spec, self.settings, self.tell, base_model="random")
+        self.live.saver.expect(lora)
+        group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        stager = Stager(
+            self.bank, spec, self.read_order, lambda _: None, self.live.files.open_metrics
+        )
+        self.resident = ResidentLoop(self.live, stager, group, self.tell)
+        self.events: list[tuple[float, str, str | None, Mapping[str, Any]]] = []
+        self._number = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.run.groups.device
+
+    def tell(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
+        """Notes an event and its time."""
+        self.events.append((time.perf_counter(), kind, job, body))
+
+    def job_spec(self, name: str) -> JobSpec:
+        """A job whose batch fills half a micro-batch or a few of them."""
+        self._number += 1
+        per_round = max(2, self.args.tokens // _SEQUENCE)
+        return JobSpec(
+            name=name,
+            data=DataSpec(train="synthetic"),
+            lora=LoraSpec(rank=self.args.rank),
+            batch_size=per_round // 2 * (1 + self._number % 3),
+            max_seq_len=_SEQUENCE + 1,
+            max_steps=10**6,
+            seed=self._number,
+        )
+
+    def data(self, seed: int) -> JobData:
+        """Sequences of one length, so that all rounds are equally long."""
+        draw, size = np.random.default_rng(seed), min(_SEQUENCE, self.args.tokens // 2)
+        is_target = np.arange(size + 1) > size // 2
+        rows = (
+            draw.integers(0, self.run.spec.vocab_size, size + 1, dtype=np.int32)
+            for _ in range(_SEQUENCES)
+        )
+        train = tuple(TokenSequence(tokens, is_target) for tokens in rows)
+        return JobData(train=train, eval=(), num_truncated=0, num_dropped=0)
+
+    def read_order(self, order: Order) -> PreparedJob:
+        """Prepares a job as a rank does; its tokens are drawn, not mapped from a cache."""
+        job = self.job_spec(order["job"])
+        data = self.data(job.seed)
+        plan = BatchPlan.for_job(job, len(data.train))
+        return PreparedJob(spec=job, data=data, plan=plan, checkpoint=None, imported=None)
+
+    def staged(self, name: str) -> StagedJob:
+        """A job on the device at once: drawing its factors as a run does takes seconds."""
+        job = self.job_spec(name)
+        slab = self.bank.new_slab(job.lora)
+        slab.master.normal_(0.0, self.run.spec.hidden_size**-0.5)
+        data = self.data(job.seed)
+        plan = BatchPlan.for_job(job, len(data.train))
+        adapter = Adapter(name=name, lora=job.lora, slab=slab)
+        state = JobState(spec=job, data=data, plan=plan, adapter=adapter)
+        metrics = self.live.files.open_metrics(state)
+        return StagedJob(
+            state=state, digest="", copied=None, metrics=metrics, checkpoint_every_s=0.0,
+            checkpoint_every_steps=0,
+        )  # fmt: skip
+
+    def join_ms(self, name: str) -> float:
+        """Milliseconds for which neighbours stand still, the device's copies included."""
+        staged = self.staged(name)
+        wait_for_all()
+        begin_s = time.perf_counter()
+        self.live.join(staged)
+        wait_for_device()
+        return 1e3 * (time.perf_counter() - begin_s)
+
+    def round_s(self) -> float:
+        """Seconds of one round alone."""
+        wait_for_all()
+        begin_s = time.perf_counter()
+        self.live.run_round()
+        wait_for_device()
+        return time.perf_counter() - begin_s
+
+
+class Rounds:
+    """A mailbox that measures so many rounds of a loop that serves, then stops it."""
+
+    def __init__(self, count: int, commands: Mapping[int, Sequence[Mapping[str, Any]]]) -> None:
+        self._count, self._commands = count, commands
+        self._looks = 0
+        self.seconds = 0.0
+
+    def wait(self, seconds: float) -> None:
+        """The bench's jobs never end."""
+
+    def take(self) -> Sequence[Mapping[str, Any]]:
+        """Looked at before every round."""
+        if self._looks in (0, self._count):
+            wait_for_device()
+            self.seconds = time.perf_counter() - self.seconds
+        self._looks += 1
+        if self._looks > self._count:
+            return [{"kind": "stop", "body": {"save": False}}]
+        return self._commands.get(self._looks, ())
+
+
+def train_s(loop: TrainingLoop, count: int) -> float:
+    """Seconds of rounds as `tlora train` runs them."""
+    with frozen_gc():
+        wait_for_device()
+        begin_s = time.perf_counter()
+        for _ in range(count):
+            loop.step()
+        wait_for_device()
+        return time.perf_counter() - begin_s
+
+
+def resident_s(
+    bench: Bench, count: int, commands: Mapping[int, Sequence[Mapping[str, Any]]] | None = None
+) -> float:
+    """Seconds of rounds in the resident loop, which looks for mail before each."""
+    mailbox = Rounds(count, commands or {})
+    bench.resident.serve(mailbox if dist.get_rank() == 0 else None)
+    return mailbox.seconds
+
+
+def measure_joins(bench: Bench) -> dict[str, tuple[float, str]]:
+    """Joins into as many jobs as asked for, each beside a warm round."""
+    times = [bench.join_ms(f"job{index}") for index in range(bench.args.jobs)]
+    usual = statistics.median(bench.round_s() for _ in range(8))
+    joins, behind = [], []
+    for index in range(_JOINS):
+        joins.append(bench.join_ms(f"late{index}"))
+        behind.append(bench.round_s())
+        bench.live.leave(f"late{index}", save=False)
+        bench.round_s()
+    return {
+        "join, first": (times[0], "ms"),
+        "join, median": (statistics.median(joins), "ms"),
+        "join, longest": (max(joins), "ms"),
+        "round": (1e3 * usual, "ms"),
+        "round behind a join": (1e3 * statistics.median(behind), "ms"),
+    }
+
+
+def measure_overhead(bench: Bench, folder: Path) -> dict[str, tuple[float, str]]:
+    """Both loops in turns over the same jobs."""
+    settings = replace(bench.settings, output_dir=str(folder / "train"))
+    train = TrainingLoop(
+        bench.model, bench.run.spec, settings, SilentListener(), base_model="random"
+    )
+    count, ratios = bench.args.rounds, []
+    turns: list[Callable[[], float]] = [
+        partial(train_s, train, count),
+        partial(resident_s, bench, count),
+    ]
+    for turn in range(bench.args.turns):
+        order = turns if turn % 2 == 0 else turns[::-1]
+        found = {run: run() for run in order}
+        ratios.append(found[turns[1]] / found[turns[0]])
+    over = 100 * (statistics.median(ratios) - 1)
+    spread = 50 * (max(ratios) - min(ratios))
+    return {"resident over train": (over, "%"), "resident over train, +-": (spread, "%")}
+
+
+def measure_cost(bench: Bench) -> dict[str, tuple[float, str]]:
+    """Rounds with one job that comes and goes, over rounds without."""
+    count, lost = 5 * bench.args.rounds, list[float]()
+    drawn: list[float] = []
+    for turn in range(2):
+        name = f"guest{turn}"
+        guest: dict[int, Sequence[Mapping[str, Any]]] = {
+            1: [{"kind": "prepare", "job": name}, {"kind": "join", "job": name}],
+            count - 2: [{"kind": "leave", "job": name, "body": {"save": False}}],
+        }
+        alone_s = resident_s(bench, count)
+        bench.events.clear()
+        begin_s = time.perf_counter()
+        lost.append(resident_s(bench, count, guest) - alone_s)
+        drawn += [at_s - begin_s for at_s, kind, *_ in bench.events if kind == "joined"]
+    joined = statistics.median(drawn) if drawn else float("nan")
+    lost_s = statistics.median(lost)
+    return {
+        "lost by a job that comes and goes": (1e3 * lost_s, "ms"),
+        "20 joins in 10 min": (100 * 20 * lost_s / 600, "%"),
+        "order to join": (joined, "s"),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures all cases and appends their rows."""
+    parser = bench_parser(__doc__)
+    parser.add_argument("--tiny", action="store_true", help="a small model")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=16)
+    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=4096, help="rows of a micro-batch")
+    parser.add_argument("--rounds", type=int, default=8, help="of a turn")
+    parser.add_argument("--turns", type=int, default=5)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(args, Path(folder))
+        found = measure_joins(bench)
+        found |= measure_overhead(bench, Path(folder))
+        found |= measure_cost(bench)
+        bench.resident.close()
+    shape = "" if not args.tiny else "tiny, "
+    rows = [
+        {
+            "gpu": gpu_name(), "world": dist.get_world_size(), "commit": args.commit,
+            "engine": "none", "case": f"{shape}{args.jobs} jobs of rank {args.rank}: {case}",
+            "value": f"{value:.4g}", "unit": unit,
+        }
+        for case, (value, unit) in found.items()
+    ]  # fmt: skip
+    for row in rows:
+        say(f"{row['case']}: {row['value']} {row['unit']}")
+    if is_main() and args.csv is not None:
+        append_rows(args.csv, rows)
+    musts = {
+        "join, median": MUST_JOIN_MS,
+        "resident over train": MUST_OVER,
+        "20 joins in 10 min": MUST_LOST,
+    }
+    missed = [case for case, must in musts.items() if found[case][0] > must]
+    for case in missed:
+        say(f"{case} must be at most {musts[case]:g} {found[case][1]}, got {found[case][0]:.3g}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
