@@ -180,6 +180,22 @@ def test_a_job_that_kills_every_gang_fails_alone(root: Path) -> None:
     assert "illegal memory access" in str(service.job(bad).error)
 
 
+def test_a_gang_that_cannot_start_fails_its_jobs_with_the_reason(root: Path) -> None:
+    service = LiveService(root)
+    job = service.submit("one", steps=5)
+
+    def break_it() -> bool:
+        for gang in service.engine.all_gangs.values():
+            if gang.alive:
+                gang.die("no such model folder")
+        return service.is_over
+
+    service.run(until=break_it)
+    assert service.job(job).state == "failed"
+    assert "the last one: no such model folder" in str(service.job(job).error)
+    assert len(service.engine.all_gangs) == service.settings.max_deaths
+
+
 def test_a_hung_gang_is_killed_and_started_again(root: Path) -> None:
     service = LiveService(root, hang_s=30)
     job = service.submit("one", steps=60)

@@ -98,6 +98,12 @@ class Books:
 
     # Groups
 
+    def members(self, gang: str) -> list[LiveJob]:
+        """The jobs that a gang is decided to have."""
+        groups = self.fleet.state.groups
+        own = [groups[number] for number, name in self.names.items() if name == gang]
+        return [self.numbers[m.job.index] for group in own for m in group.members]
+
     def targets(self, now_s: float) -> list[Target]:
         """The gangs as they are decided to be, in the order of their groups."""
         targets = []

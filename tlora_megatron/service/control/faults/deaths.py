@@ -21,12 +21,17 @@ def died(desk: Desk, gang: LiveGang, body: Mapping[str, Any]) -> None:
     out_of_memory = bool(body.get("out_of_memory"))
     told = [str(job) for job in body.get("newcomers", ())]
     newcomers = [job for job in told or sorted(gang.in_first_round) if job in gang.seats]
+    starting = gang.state == "starting"
     held = desk.gone(gang, why=reason)
+    if starting:
+        # Nobody had joined; the jobs that wait for it may be what it cannot start for.
+        held = desk.books.members(gang.name)
     names = ", ".join(live.name for live in held) or "none"
     what = "out_of_memory" if out_of_memory else "rank_died"
     desk.say(
         what,
-        f"gang {gang.name} died ({reason}); its jobs go on from their last checkpoints: {names}",
+        f"gang {gang.name} died ({reason}); it starts again, and its jobs go on from their last "
+        f"checkpoints: {names}",
         gang=gang.name,
     )
     held = [live for live in held if live.id in desk.books.jobs]
@@ -105,12 +110,12 @@ def _count(desk: Desk, held: list[LiveJob], reason: str) -> None:
         if live.deaths < desk.settings.max_deaths:
             continue
         if len(held) > 1:
-            _set_apart(desk, live, f"was in {live.deaths} gangs that died without a step")
+            _set_apart(desk, live, f"was in {live.deaths} gangs that died before it made a step")
         else:
             desk.fail(
                 live,
                 f"job {live.name!r} must not end the process that trains it, got "
-                f"{live.deaths} deaths without a step, the last one: {reason}",
+                f"{live.deaths} deaths before it made a step, the last one: {reason}",
             )
 
 
