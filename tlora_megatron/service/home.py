@@ -19,6 +19,8 @@ VARIABLE = "TLORA_SERVICE"
 """Environment variable that names the folder where `--service` is not given."""
 DEFAULT = "~/.tlora"
 
+JOB_NAME = "job.json"
+"""In a job's folder: its base and its document, as it was accepted."""
 LEASE_NAME = "lease.json"
 _JOB_ID = re.compile(r"j[0-9a-z]{1,31}")
 _GANG = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")

@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.scenario import make_scenario
 from tlora_megatron.config.jobs import read_job
 from tlora_megatron.config.load import load_config
-from tlora_megatron.service.home import Home
+from tlora_megatron.service.home import Home, read_json
 from tlora_megatron.service.prepare.outcome import PrepareRules, Refused, Validated
 from tlora_megatron.service.prepare.submission import Submission, read_submissions
 from tlora_megatron.service.prepare.validate import validate
@@ -68,6 +68,12 @@ def test_a_job_is_measured_and_its_tokens_kept(scenario: Path, rules: PrepareRul
     assert accepted == replace(job, portion_tokens=accepted.portion_tokens)
     assert accepted.portion_tokens == 128  # half a micro-batch
     assert Validated.from_json(found.to_json()) == found
+    kept = read_json(Home(Path(rules.root)).job("j1") / "job.json")
+    assert kept == {
+        "name": job.name,
+        "base_model": submission.base_model,
+        "job": found.document,
+    }
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tlora_megatron.config.reader import must
 from tlora_megatron.config.rules import resolve_job_paths
 from tlora_megatron.planner.workload import LengthHistogram
 from tlora_megatron.service.below import UserFiles
-from tlora_megatron.service.home import Home
+from tlora_megatron.service.home import JOB_NAME, Home, make_folder, write_json
 from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules, Refused, Validated
 from tlora_megatron.service.prepare.start_files import take_start_files
 from tlora_megatron.service.prepare.submission import Submission
@@ -78,7 +78,11 @@ def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Valid
         micro_batch_tokens=rules.micro_batch_tokens,
         budget=_BUDGET,
     )
-    return _measure(job_id, job, reader.read(job), rules)
+    found = _measure(job_id, job, reader.read(job), rules)
+    # For people and scripts that look into the folder: the store is what counts.
+    kept = {"name": job.name, "base_model": submission.base_model, "job": found.document}
+    write_json(make_folder(home.job(job_id)) / JOB_NAME, kept)
+    return found
 
 
 def _read_base(submission: Submission, files: UserFiles) -> BaseModelSpec:
