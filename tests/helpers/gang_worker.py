@@ -63,7 +63,7 @@ def killed(root: Path, seed: str, kills: str) -> dict[str, Any]:
     driver = make_driver(root)
     driver.start()
     while left:
-        pause_s = choose.uniform(0.0, 2.0)
+        pause_s = choose.uniform(0.0, 1.5)
         end_s = time.monotonic() + pause_s
         driver.run_until(lambda end_s=end_s: time.monotonic() > end_s or is_over(driver))
         if is_over(driver):
@@ -118,6 +118,22 @@ def zombie(root: Path) -> dict[str, Any]:
     }
 
 
+def hung(root: Path) -> dict[str, Any]:
+    """A rank is stopped in the middle and never goes on; before that the gang idles for long."""
+    driver = make_driver(root, run=RUN | {"hang_timeout_s": 15.0})
+    driver.start()
+    driver.run_to_end()
+    end_s = time.monotonic() + 40.0
+    driver.run_until(lambda: time.monotonic() > end_s)
+    assert not driver.deaths
+    driver.submit("j9", documents()[1] | {"max_steps": 100_000})
+    driver.run_until(lambda: bool(driver.jobs["j9"].losses))
+    driver.restarts = False
+    os.kill(pids(driver)[1], signal.SIGSTOP)
+    driver.run_until(lambda: bool(driver.deaths))
+    return {"reason": driver.deaths[0].body["reason"]}
+
+
 def finish(driver: GangDriver) -> dict[str, Any]:
     """Runs to the end and stops; returns what came of it."""
     driver.run_to_end()
@@ -165,6 +181,7 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "killed": killed,
     "adopted": adopted,
     "zombie": zombie,
+    "hung": hung,
 }
 
 

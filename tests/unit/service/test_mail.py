@@ -11,7 +11,7 @@ from tlora_megatron.service.home import Lease, make_folder, write_lease
 from tlora_megatron.service.mail.folder import EventReader, GangFolder, Outbox
 from tlora_megatron.service.mail.lines import LineReader, LineWriter
 from tlora_megatron.service.mail.mailbox import FolderMailbox, Mailbox, MemoryMailbox
-from tlora_megatron.service.messages import Command, GangSpec
+from tlora_megatron.service.messages import Command, GangEvent, GangSpec
 from tlora_megatron.service.worker import deadline
 from tlora_megatron.service.worker.telling import Hearing, Teller
 
@@ -108,6 +108,28 @@ def test_events_are_read_from_any_number(folder: GangFolder, spec: GangSpec) -> 
     assert [event.number for event in reader.after(2)] == [3, 4]
     teller.tell("ended", "j1", {})
     assert [event.kind for event in reader.after(4)] == ["ended"]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 500, 998, 999, 1000])
+def test_events_of_a_long_life_are_found_from_any_number(
+    folder: GangFolder, spec: GangSpec, number: int
+) -> None:
+    with folder.events.open("w") as file:
+        for count in range(1, 1001):
+            body = {"words": "x" * (count % 97 * 13)}
+            event = GangEvent(
+                gang="g", epoch=1, number=count, at=0.0, kind="note", job=None, body=body
+            )
+            file.write(event.to_json() + "\n")
+        file.write('{"torn')
+    reader = EventReader(folder)
+    last = reader.last()
+    assert last is not None
+    assert last.number == 1000
+    assert [event.number for event in reader.after(number)] == list(range(number + 1, 1001))
+    assert reader.after(1000) == []
+    LineWriter(folder.events).append(last.to_json(), durable=False)
+    assert folder.events.read_text().count("torn") == 0
 
 
 def test_stopped_process_is_not_renewed_by_old_mail(spec: GangSpec, now_s: list[float]) -> None:

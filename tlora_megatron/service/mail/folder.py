@@ -9,11 +9,12 @@ failed, in its own words) and `exit_K` (its exit code, where only another proces
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from tlora_megatron.service.home import Home, make_folder, read_json, write_bytes
-from tlora_megatron.service.mail.lines import LineReader, LineWriter
+from tlora_megatron.service.mail.lines import LineReader, LineWriter, last_line, offset_behind
 from tlora_megatron.service.messages import Command, GangEvent, GangSpec
 
 _NAME = re.compile(r"(?P<gang>.+)-(?P<epoch>\d+)")
@@ -103,8 +104,8 @@ class Outbox:
 
     def __init__(self, folder: GangFolder) -> None:
         self._writer = LineWriter(folder.commands)
-        lines = LineReader(folder.commands).read()
-        self._last = Command.from_json(lines[-1]).seq if lines else 0
+        last = last_line(folder.commands)
+        self._last = Command.from_json(last).seq if last else 0
 
     def post(self, command: Command) -> None:
         """Appends a command unless it, or a later one, is there already."""
@@ -129,7 +130,9 @@ class EventReader:
     def after(self, number: int) -> list[GangEvent]:
         """Events with a greater number, in order."""
         if number != self._last:
-            self._lines, self._last = LineReader(self._folder.events), 0
+            offset = offset_behind(self._folder.events, partial(_is_up_to, number))
+            self._lines = LineReader(self._folder.events, offset)
+        self._last = number
         events = [GangEvent.from_json(line) for line in self._lines.read()]
         if events:
             self._last = events[-1].number
@@ -137,5 +140,9 @@ class EventReader:
 
     def last(self) -> GangEvent | None:
         """The last event of all."""
-        lines = LineReader(self._folder.events).read()
-        return GangEvent.from_json(lines[-1]) if lines else None
+        last = last_line(self._folder.events)
+        return GangEvent.from_json(last) if last else None
+
+
+def _is_up_to(number: int, line: str) -> bool:
+    return GangEvent.from_json(line).number <= number

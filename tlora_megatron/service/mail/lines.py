@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
+
+_BLOCK = 16384
+"""Bytes that are read at once where a file is searched from its end or middle."""
 
 
 class LineWriter:
@@ -18,9 +23,10 @@ class LineWriter:
         self._cut_torn_end(path)
 
     def _cut_torn_end(self, path: Path) -> None:
-        content = path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole != len(content):
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            whole = _break_before(file, size)
+        if whole != size:
             os.ftruncate(self._file, whole)
 
     def append(self, line: str, *, durable: bool) -> None:
@@ -49,11 +55,14 @@ class LineReader:
     """Reads the whole lines that were added to a file since the last call.
 
     The file may be missing at first. It is opened anew each time, as network file systems want it.
+
+    Args:
+        offset: where a line begins; those before it are not read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, offset: int = 0) -> None:
         self._path = path
-        self._offset = self._seen = 0
+        self._offset = self._seen = offset
 
     @property
     def has_more(self) -> bool:
@@ -76,4 +85,58 @@ class LineReader:
         self._seen = self._offset + len(content)
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return whole.decode().splitlines()
+        return whole.decode().split("\n")[:-1]
+
+
+def last_line(path: Path) -> str | None:
+    """The last whole line of a file; None if there is none."""
+    try:
+        with path.open("rb") as file:
+            end = _break_before(file, file.seek(0, os.SEEK_END))
+            if not end:
+                return None
+            begin = _break_before(file, end - 1)
+            file.seek(begin)
+            return file.read(end - 1 - begin).decode()
+    except FileNotFoundError:
+        return None
+
+
+def offset_behind(path: Path, is_read: Callable[[str], bool]) -> int:
+    """Where a reader goes on that has read the first lines of a file: of any length, in a moment.
+
+    Args:
+        is_read: true of the first lines, up to any one of them.
+
+    Returns:
+        The beginning of a line before which all are read; of unread ones it is the first but for
+        a few thousand bytes.
+    """
+    try:
+        with path.open("rb") as file:
+            begin, end = 0, file.seek(0, os.SEEK_END)
+            while end - begin > _BLOCK:
+                middle = _break_before(file, (begin + end) // 2)
+                file.seek(middle)
+                line = file.readline()
+                if middle > begin and is_read(line.decode()):
+                    begin = middle
+                elif middle > begin:
+                    end = middle
+                else:
+                    break  # one line is longer than half of what is left
+            return begin
+    except FileNotFoundError:
+        return 0
+
+
+def _break_before(file: BinaryIO, end: int) -> int:
+    """Where the line begins that `end` lies in or at whose beginning it is."""
+    while end > 0:
+        begin = max(0, end - _BLOCK)
+        file.seek(begin)
+        found = file.read(end - begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        end = begin
+    return 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from tlora_megatron.service.mail.folder import EventReader, GangFolder
 from tlora_megatron.service.messages import Command, GangEvent, GangSpec
 from tlora_megatron.service.processes import Life
 
+_KEEP_S = 7 * 86400.0
+"""Logs and events of a gang that is over are kept so long."""
 _ASKED = "the service has ended it"
 _HALF_STARTED = "its start was broken off, since the service ended in the middle of it"
 
@@ -163,6 +167,8 @@ class LocalEngine:
             last = EventReader(folder).last()
             if folder.has_spec and (last is None or last.kind != "died"):
                 self._take_up(folder)
+            elif time.time() - path.stat().st_mtime > _KEEP_S:
+                shutil.rmtree(path)
 
     def _take_up(self, folder: GangFolder) -> None:
         spec = folder.spec()

@@ -1,0 +1,81 @@
+"""What a rank says when it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlora_megatron.service.mail.folder import EventReader, GangFolder
+from tlora_megatron.service.mail.mailbox import FolderMailbox
+from tlora_megatron.service.messages import GangSpec
+from tlora_megatron.service.worker import rank as rank_module
+from tlora_megatron.service.worker.rank import FAILED, LEASE_OVER, OUT_OF_MEMORY, _Rank, run_rank
+from tlora_megatron.service.worker.telling import Hearing, Teller
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> GangFolder:
+    spec = GangSpec(
+        gang="g",
+        epoch=1,
+        base_model={},
+        parallel={},
+        run={},
+        gpus=((0, 0), (0, 1)),
+        root=str(tmp_path),
+        lease_s=0.0,
+    )
+    folder = GangFolder(tmp_path, "g", 1)
+    folder.create(spec)
+    return folder
+
+
+def ending(folder: GangFolder, rank: int) -> dict[str, Any]:
+    return dict(json.loads((folder.path / f"end_{rank}.json").read_text()))
+
+
+def test_memory_that_is_gone_is_told_with_the_newcomers(folder: GangFolder) -> None:
+    process = _Rank(folder.spec(), 1, folder)
+    process._tell("out_of_memory", None, {"newcomers": ["j4"]})
+    assert process.fail(OutOfMemoryError("20 GiB of 1 GiB")) == OUT_OF_MEMORY
+    found = ending(folder, 1)
+    assert (found["out_of_memory"], found["newcomers"]) == (True, ["j4"])
+    assert found["reason"] == "20 GiB of 1 GiB"
+
+
+def test_lost_peer_is_not_memory(folder: GangFolder) -> None:
+    process = _Rank(folder.spec(), 0, folder)
+    assert process.fail(RuntimeError("[gloo/transport/tcp/pair.cc:1] closed by peer")) == FAILED
+    found = ending(folder, 0)
+    assert (found["is_lost"], found["newcomers"]) == (True, [])
+
+
+def test_stop_past_the_lease_is_not_told_as_one(folder: GangFolder) -> None:
+    spec, mailbox = folder.spec(), FolderMailbox(folder)
+    process = _Rank(spec, 0, folder)
+    process._hearing, process._teller = Hearing(spec, mailbox), Teller(spec, mailbox)
+    process._tell("stopped", None, {})
+    assert EventReader(folder).last() is None
+    assert "nothing was heard of a controller" in ending(folder, 0)["reason"]
+    assert LEASE_OVER not in (0, FAILED, OUT_OF_MEMORY)
+
+
+def test_rank_that_cannot_begin_says_why(
+    folder: GangFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise ImportError("pip install triton")
+
+    monkeypatch.setattr(rank_module, "import_all", refuse)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(rank_module.logging, "basicConfig", lambda **_: None)
+    assert run_rank(folder.spec(), 1, folder=folder) == FAILED
+    assert ending(folder, 1)["reason"] == "pip install triton"
