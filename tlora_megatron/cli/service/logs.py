@@ -28,6 +28,9 @@ _LOOK_EVERY_S = 0.1
 _PAGE = 1000
 _IN_METRICS = ("evaluated",)
 """Events that are lines of the job's own metrics, too."""
+_FOR_PROGRAMS = ("granted", "released")
+_UNTOLD = ("kind", "at", "event", "tenant", "name", "by", "epoch", "digest", "lease", "round")
+"""Events and facts that a person has no use for; `--json` has them."""
 _EPILOG = """\
 examples:
   tlora logs mirror
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         for row in _rows(service, job, follow=args.follow):
             if args.json:
                 print(json.dumps(row), flush=True)
-            else:
+            elif row.get("event") not in _FOR_PROGRAMS:
                 console.print(_line(row))
     return 0
 
@@ -147,14 +150,16 @@ def _line(row: Row) -> str:
 
 
 def _event_words(row: Row) -> str:
-    """What happened, and its facts: `running -> finished (adapter is on the disk)`."""
-    facts = {key: row[key] for key in row if key not in ("kind", "at", "event") and row[key]}
+    """What happened, and its facts: `running -> finished: its last step is done`."""
+    facts = {key: row[key] for key in row if key not in _UNTOLD and row[key]}
     why = facts.pop("why", None) or facts.pop("error", None) or facts.pop("message", None)
     words = row["event"]
     if words == "state":
         words = f"{facts.pop('from', '')} -> {facts.pop('to', '')}"
     elif words in ("seat", "said"):
         words = facts.pop("phase", None) or facts.pop("what", words)
+    if "stall_s" in facts:
+        facts["the others waited"] = f"{1e3 * facts.pop('stall_s'):.0f} ms"
     rest = ", ".join(f"{key} {_short(value)}" for key, value in facts.items())
     return words + (f": {why}" if why else "") + (f" ({rest})" if rest else "")
 

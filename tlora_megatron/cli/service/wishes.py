@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _WORDS: dict[Wish, tuple[str, str]] = {
     "cancel": (
         "end jobs of a service before their time",
-        "Ends jobs for good: the round under way ends, the job is saved and leaves; the others go "
-        "on. Its checkpoints stay in its folder.",
+        "Ends jobs for good: the round under way ends, and they leave; their neighbours go on. "
+        "Checkpoints stay in a job's folder.",
     ),
     "pause": (
         "hold jobs of a service",

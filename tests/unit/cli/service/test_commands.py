@@ -285,7 +285,7 @@ class TestLogs:
         assert main(["logs", "one"]) == 0
         words = [line[10:] for line in capsys.readouterr().out.splitlines()]
         assert words == [
-            "submitted (name one, tenant local)",
+            "submitted",
             "step 1  loss 2  lr 0.1  tokens 1,200",
             "step 1  eval_loss 1.5",
             "saved (step 1)",
