@@ -16,6 +16,9 @@ from tlora_megatron.service import home
 if TYPE_CHECKING:
     from tlora_megatron.service.store import Job, Store
 
+_DATABASE = "database.json"
+"""Address of a store that is not a file in the service's folder."""
+
 
 @dataclass(frozen=True, slots=True)
 class Service:
@@ -52,15 +55,35 @@ def open_service(args: argparse.Namespace) -> Iterator[Service]:
         ConfigError: if nobody has served that folder yet.
     """
     root = service_folder(args.service)
-    if not (root / "store.sqlite").is_file():
+    if not any((root / name).is_file() for name in ("store.sqlite", _DATABASE)):
         remedy = f"start one with: {serve_command(root)}"
         raise must("--service", "be the folder of a service", str(root), remedy)
     # Not at the top: it takes a third of a second, and `--help` needs none of it.
     from tlora_megatron.service.store import open_store
 
     found = home.Home.open(root)
-    with open_store(str(found.store)) as store:
+    with open_store(store_place(found)) as store:
         yield Service(found, store)
+
+
+def store_place(of: home.Home, database: str | None = None) -> str | Path:
+    """Where a service's store is: its folder's SQLite file, or a database that it remembers.
+
+    Args:
+        of: the service's folder.
+        database: address to use from now on; None = what is remembered.
+
+    Raises:
+        ConfigError: if the service has another store already.
+    """
+    remembered = home.read_json(of.root / _DATABASE)
+    if database is None:
+        return of.store if remembered is None else str(remembered["url"])
+    if of.store.exists() or (remembered is not None and remembered["url"] != database):
+        remedy = "take another folder for --service, or leave --database out"
+        raise must("--database", "be the one that the service has", database, remedy)
+    home.write_json(of.root / _DATABASE, {"url": database})
+    return database
 
 
 def service_folder(given: str | None) -> Path:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tlora_megatron.cli.console import open_console
 from tlora_megatron.cli.service.board import Board
-from tlora_megatron.cli.service.opening import add_service_argument, service_folder
+from tlora_megatron.cli.service.opening import add_service_argument, service_folder, store_place
 from tlora_megatron.config.reader import must
 from tlora_megatron.scheduler.registry import POLICIES
 from tlora_megatron.service.home import Home
@@ -74,6 +74,12 @@ def add_parser(commands: Any) -> None:
         help="name or file of a hardware profile (default: by the GPU's name)",
     )
     parser.add_argument(
+        "--database",
+        metavar="URL",
+        help="PostgreSQL database that holds the store, for users on several hosts; remembered in "
+        "the service's folder (default: SQLite in that folder)",
+    )
+    parser.add_argument(
         "--data-root",
         metavar="DIR",
         help="refuse jobs that name files, adapters or a base outside of DIR or reach them by "
@@ -103,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
         data_root=_data_root(args.data_root),
         end_gangs=not args.leave_gangs,
     )
-    with open_store(home.store) as store, _stop_by_signal() as stop:
+    place = store_place(home, args.database)
+    with open_store(place) as store, _stop_by_signal() as stop:
         # An engine ends what it finds half dead: another controller's engine must not be there.
         store.lock.take()
         engine = _make_engine(args, home)
@@ -166,7 +173,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def _make_engine(args: argparse.Namespace, home: Home) -> GangEngine:
     if args.engine == "local":
         return _local_engine(args.gpus, home)
-    raise NotImplementedError(f"--engine {args.engine}")
+    if args.engine == "slurm":
+        from tlora_megatron.service.engines.slurm.engine import SlurmEngine
+
+        return SlurmEngine(home.root, args.gpus)
+    from tlora_megatron.service.engines.ray.engine import RayEngine
+
+    return RayEngine(home.root, args.gpus)
 
 
 def _local_engine(gpus: int | None, home: Home) -> GangEngine:

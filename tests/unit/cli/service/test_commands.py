@@ -13,6 +13,8 @@ import pytest
 from tests.helpers.launch import HANG_S
 from tests.helpers.stored_jobs import finish, printed, serve_gang, start, submit
 from tlora_megatron.cli.main import main
+from tlora_megatron.cli.service.opening import store_place
+from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.service.home import Home, make_folder
 from tlora_megatron.service.store import JobState, Store
 
@@ -313,3 +315,16 @@ class TestLogs:
         rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [row["step"] for row in rows if row["kind"] == "step"] == [1, 2, 3]
         assert [row["to"] for row in rows if row.get("event") == "state"] == ["cancelled"]
+
+
+class TestStorePlace:
+    def test_a_database_is_remembered(self, home: Home) -> None:
+        assert store_place(home) == home.store
+        assert store_place(home, "postgresql+psycopg://a@b/c") == "postgresql+psycopg://a@b/c"
+        assert store_place(home) == "postgresql+psycopg://a@b/c"
+        with pytest.raises(ConfigError, match="--database must be the one that the service has"):
+            store_place(home, "postgresql+psycopg://a@b/other")
+
+    def test_jobs_in_the_folder_s_own_store_are_not_lost(self, store: Store, home: Home) -> None:
+        with pytest.raises(ConfigError, match="--database must be the one that the service has"):
+            store_place(home, "postgresql+psycopg://a@b/c")
