@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from tlora_megatron.model.weight_files import read_ahead
+from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.runtime.ending import leave
 from tlora_megatron.runtime.launcher import describe_failure, is_lost_connection
 from tlora_megatron.service.engines.rank_process import HOST_VARIABLE
@@ -85,6 +87,7 @@ class _Rank:
 
     def serve(self, mailbox: Mailbox | None, host: str | None) -> int:
         begin_s = time.monotonic()
+        _start_early(self._spec, self._rank)
         import_all()
         from tlora_megatron.runtime.backbone import Rendezvous
         from tlora_megatron.runtime.resident import open_resident
@@ -183,6 +186,15 @@ def gang_config(spec: GangSpec) -> Any:
 
     sections = {"base_model": spec.base_model, "parallel": spec.parallel, "run": spec.run}
     return read_gang_config(sections, Path(spec.root), output_dir=spec.root)
+
+
+def _start_early(spec: GangSpec, rank: int) -> None:
+    """Starts what needs neither torch nor other processes: the disk's reading, the kernels."""
+    path = spec.base_model.get("path")
+    if path is not None and rank == 0:
+        read_ahead(Path(path))
+    if spec.base_model.get("dtype", "bfloat16") == "bfloat16":
+        build_early()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -21,14 +21,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.service.mail.folder import GangFolder
 from tlora_megatron.service.worker import rank as rank_process
 
 
 def main(argv: list[str]) -> int:
     """Imports, says `ready`, and serves orders until stdin ends."""
+    forks = "--forks" in argv
+    if not forks:
+        build_early()
     rank_process.import_all()
-    serve_orders(forks="--forks" in argv)
+    serve_orders(forks=forks)
     return 0
 
 
