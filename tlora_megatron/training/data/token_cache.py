@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,14 +50,14 @@ class TokenizerFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    @cached_property
+    @property
     def tokenizer(self) -> Any:
-        """The Hugging Face tokenizer.
+        """The Hugging Face tokenizer; the last few of a process stay loaded.
 
         Raises:
             ValueError: if the folder holds none.
         """
-        return load_tokenizer(self.folder)
+        return _load_tokenizer(self.folder, self.digest)
 
     @cached_property
     def digest(self) -> str:
@@ -170,6 +170,12 @@ class TokenCache:
         with suppress(OSError):
             os.utime(path)  # for `prune`
         return kept
+
+
+@lru_cache(maxsize=4)
+def _load_tokenizer(folder: Path, digest: str) -> Any:
+    """One with a large vocabulary takes a second, which the next job need not wait for."""
+    return load_tokenizer(folder)
 
 
 def _key(file: JsonlFile, content: bytes, source: TokenizerFolder, vocab_size: int) -> str:
