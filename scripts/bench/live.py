@@ -73,9 +73,10 @@ class Bench:
         on_gpu = torch.cuda.is_available()
         self.run = SyntheticRun(spec, layout, dtype=torch.bfloat16 if on_gpu else torch.float32)
         lora = LoraSpec(rank=args.rank)
-        self.bank = AdapterBank(
-            self.run.sites, BankShape.of([lora]), dtype=self.run.dtype, device=self.device
+        shape = BankShape(
+            targets=frozenset(lora.target_modules), kept_ranks=args.rank * (args.jobs + 2)
         )
+        self.bank = AdapterBank(self.run.sites, shape, dtype=self.run.dtype, device=self.device)
         attach(self.run.linears, self.bank)
         engine: Any = self.run.engine
         self.model = SuperModel(

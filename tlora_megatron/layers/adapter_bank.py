@@ -6,22 +6,23 @@ nothing of it, and adapters join or leave between steps without touching the oth
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.layers.sites import Site, TargetShard
+from tlora_megatron.layers.arenas import ArenaRoom, Arenas
+from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
 from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
-from tlora_megatron.ops.dropout.masks import mix_ints
-from tlora_megatron.ops.lora.factors import Gradients, SiteFactors, are_aligned
+from tlora_megatron.ops.lora.factors import SiteFactors
 from tlora_megatron.ops.lora.kernel_choice import choose_ops
 from tlora_megatron.ops.lora.linear_ops import LinearOps
-from tlora_megatron.ops.lora.tiling import RankLayout
+from tlora_megatron.ops.routing.host_copy import to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,6 +45,9 @@ class BankShape:
     targets: frozenset[str]
     block_targets: frozenset[str] = frozenset()
     """Those that block-diagonal adapters may have."""
+    kept_ranks: int = 0
+    """Memory for so many LoRA ranks of each target is kept for those who come; 0 = adapters that
+    come or go have all others copied anew, into memory for the present ones."""
 
     @classmethod
     def of(cls, loras: Iterable[LoraSpec]) -> BankShape:
@@ -104,6 +108,12 @@ class AdapterBank:
         self._rank_sharded = {
             site.index for site in self.sites if any(t.target in blocks for t in site.targets)
         }
+        self._places = {
+            shard.name: (site.index, p)
+            for site in self.sites
+            for p, shard in enumerate(self._targets[site.index])
+        }
+        self._room = ArenaRoom(dtype, device, kept_ranks=self.shape.kept_ranks)
         self.adapters: tuple[Adapter, ...] = ()
         self.fused_factors: dict[int, SiteFactors] = {}
         """Factors that share a GEMM, by `Site.index`; sites that no job targets have none. Those of
@@ -146,54 +156,74 @@ class AdapterBank:
         for adapter in adapters:
             if id(adapter.slab) not in stay:
                 adapter.slab.zero_grad()
+        first = self._count_unchanged(adapters) if self._room.is_kept else 0
+        kept = self._copies[:first], self.defects[:first]
         self.adapters = tuple(adapters)
         # Both hold the old arenas, which would otherwise stay in memory beside the new ones.
         self._copies, self._casts = [], []
-        for factors in (self.fused_factors, self.s_lora_a_factors, self.block_diagonal_factors):
-            factors.clear()
-        self._build_factors()
-        self._copies = [self._compute_views(s, a) for s, a in enumerate(adapters)]
+        self._build_factors(first)
+        begin = 0 if self._room.has_moved else first
+        views = [self._compute_views(slot, adapters[slot]) for slot in range(begin, len(adapters))]
+        self._copies = [*kept[0][:begin], *views]
         self._casts = _casts([a.slab.layout for a in adapters], self.dtype, self.device)
-        self.defects = [torch.zeros((), device=self.device) for _ in adapters]
-        for slot in range(len(adapters)):
+        fresh = (torch.zeros((), device=self.device) for _ in adapters[first:])
+        self.defects = [*kept[1], *fresh]
+        for slot in range(first, len(adapters)):
             self.refresh(slot)
 
-    def _build_factors(self) -> None:
-        """Makes the arenas of all sites, zeros; sites of one make share a layout."""
+    def _count_unchanged(self, adapters: Sequence[Adapter]) -> int:
+        """Counts the first slots whose adapters stay where they are."""
+        pairs = zip(self.adapters, adapters, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], pairs))
+
+    def _build_factors(self, first: int) -> None:
+        """Makes the arenas of all sites; sites of one make share a layout.
+
+        Args:
+            first: the first slot of another adapter than before. Arenas are zeros from there on.
+        """
+        tables = (self.fused_factors, self.s_lora_a_factors, self.block_diagonal_factors)
+        before = [dict(table) if first else {} for table in tables]
+        for table in tables:
+            table.clear()
         if not self.adapters:
             return
         loras = [a.lora for a in self.adapters]
-        arenas = _Arenas(
+        scaling, dropout = ([lora.scaling for lora in loras], [lora.dropout for lora in loras])
+        self._room.begin()
+        arenas = Arenas(
             loras=loras,
-            grads=[adapter.slab.grad_views() for adapter in self.adapters],
-            scaling=torch.tensor([lora.scaling for lora in loras], device=self.device),
-            dropout=torch.tensor([lora.dropout for lora in loras], device=self.device),
-            dtype=self.dtype,
+            slabs=[adapter.slab for adapter in self.adapters],
+            scaling=to_device(torch.tensor(scaling), self.device),
+            dropout=to_device(torch.tensor(dropout), self.device),
+            room=self._room,
             layouts={},
+            first=first,
         )
+        fused, own, blocks = before
         for site in self.sites:
             shards, index = self._targets[site.index], site.index
             if not shards:
                 continue
             if site.lora_sharding == "fold":
-                self.fused_factors[index] = arenas.make(site, shards, "all")
+                self.fused_factors[index] = arenas.make(site, shards, "all", fused.get(index))
                 continue
             if self.is_rank_sharded(site):
-                self.block_diagonal_factors[index] = arenas.make(site, shards, "block_diagonal")
-            self.fused_factors[index] = arenas.make(site, shards, "standard")
+                self.block_diagonal_factors[index] = arenas.make(
+                    site, shards, "block_diagonal", blocks.get(index)
+                )
+            self.fused_factors[index] = arenas.make(site, shards, "standard", fused.get(index))
             if site.lora_sharding == "s_lora" and site.kind == "column":
-                self.s_lora_a_factors[index] = arenas.make(site, shards, "own ranks")
+                self.s_lora_a_factors[index] = arenas.make(
+                    site, shards, "own ranks", own.get(index)
+                )
+        self._room.clear_dirty()
 
     def _compute_views(self, slot: int, adapter: Adapter) -> list[torch.Tensor]:
         """Returns views of a slot's factors in the arenas, unpadded, in its slab's order."""
-        places = {
-            shard.name: (site.index, p)
-            for site in self.sites
-            for p, shard in enumerate(self._targets[site.index])
-        }
         views = []
         for factor in adapter.slab.layout.factors:
-            index, p = places[factor.shard.name]
+            index, p = self._places[factor.shard.name]
             factors = self.fused_factors[index]
             if adapter.lora.is_block_diagonal:
                 factors = self.block_diagonal_factors.get(index, factors)
@@ -223,92 +253,6 @@ class AdapterBank:
             self.defects[slot] = torch.linalg.vector_norm(cast.buffer, math.inf).float() * 0
             cast.buffer.nan_to_num_()
             torch._foreach_copy_(self._copies[slot], cast.factors)
-
-
-Members = Literal["all", "standard", "block_diagonal", "own ranks"]
-"""The factors of all jobs, of standard jobs, of block-diagonal jobs, or the part of standard jobs'
-rank rows that this rank holds under s_lora."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Arenas:
-    """Makes the factors of sites, zeros."""
-
-    loras: Sequence[LoraSpec]
-    grads: Sequence[Mapping[str, torch.Tensor]]
-    """For each slot by canonical name."""
-    scaling: torch.Tensor
-    dropout: torch.Tensor
-    dtype: torch.dtype
-    layouts: dict[tuple[object, ...], RankLayout]
-    """Layouts made so far, by targets and members."""
-
-    def make(self, site: Site, shards: Sequence[TargetShard], members: Members) -> SiteFactors:
-        """Returns the factors of one site; parts that these members never read take no memory."""
-        layout = self._layout(site, shards, members)
-        columns = [t.columns for t in shards]
-        if site.lora_sharding == "s_lora" and site.kind == "row" and members == "standard":
-            columns = [site.own_outputs for _ in shards]
-        is_split = site.lora_sharding == "s_lora" and site.kind == "column"
-        has_a = not (is_split and members == "standard")
-        has_b = members != "own ranks"
-        grad_a, grad_b = (self._grads(shards, layout, which) for which in ("lora_a", "lora_b"))
-        none = tuple((None,) * len(shards) for _ in self.loras)
-        return SiteFactors(
-            layout=layout,
-            columns=tuple(columns),
-            lora_a=self._zeros(layout.a_rows, site.in_size, held=has_a),
-            lora_b=tuple(
-                self._zeros(rows, c.size, held=has_b)
-                for rows, c in zip(layout.b_rows, columns, strict=True)
-            ),
-            grad_a=grad_a if has_a else none,
-            grad_b=grad_b if has_b else none,
-            is_aligned=are_aligned(grad_a) and are_aligned(grad_b),
-            scaling=self.scaling,
-            dropout=self.dropout,
-            has_dropout=any(lora.dropout > 0 for lora in self.loras),
-            dropout_key=mix_ints(site.dropout_index),
-            first_column=site.first_column,
-        )
-
-    def _layout(self, site: Site, shards: Sequence[TargetShard], members: Members) -> RankLayout:
-        names = tuple(t.target for t in shards)
-        key = (names, members)
-        if key not in self.layouts:
-            ranks = [_rank_of(lora, site, members) for lora in self.loras]
-            rows = zip(self.loras, ranks, strict=True)
-            self.layouts[key] = RankLayout(
-                tuple(
-                    tuple(rank * (name in lora.target_modules) for name in names)
-                    for lora, rank in rows
-                )
-            )
-        return self.layouts[key]
-
-    def _zeros(self, rows: int, columns: int, *, held: bool) -> torch.Tensor:
-        device = self.scaling.device
-        if held:
-            return torch.zeros(rows, columns, dtype=self.dtype, device=device)
-        return torch.zeros(1, 1, dtype=self.dtype, device=device).expand(rows, columns)
-
-    def _grads(self, shards: Sequence[TargetShard], layout: RankLayout, which: str) -> Gradients:
-        return tuple(
-            tuple(
-                views.get(f"{t.name}.{which}") if rank else None
-                for t, rank in zip(shards, ranks, strict=True)
-            )
-            for views, ranks in zip(self.grads, layout.ranks, strict=True)
-        )
-
-
-def _rank_of(lora: LoraSpec, site: Site, members: Members) -> int:
-    """Returns an adapter's rank rows among the members; 0 where it is none of them."""
-    if members == "own ranks":
-        return 0 if lora.is_block_diagonal else site.rank_rows(lora.rank)[0]
-    if members == "all" or (members == "block_diagonal") == lora.is_block_diagonal:
-        return lora.local_rank(site.tp_size)
-    return 0
 
 
 class _Cast(NamedTuple):

@@ -9,6 +9,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.slab_cells import SlabCells
 from tlora_megatron.layers.slab_layout import Factor, SlabLayout
 from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.ops.lora.factors import are_aligned
 from tlora_megatron.parallel.collectives import all_gather_rows
 from tlora_megatron.parallel.host_threads import host_threads
 
@@ -80,8 +82,17 @@ class AdapterSlab:
 
     def grad_views(self) -> dict[str, torch.Tensor]:
         """Returns each factor's gradient by its name: the views that backward adds to."""
+        return self._grad_views
+
+    @cached_property
+    def _grad_views(self) -> dict[str, torch.Tensor]:
         views = zip(self.layout.factors, self.layout.views(self.grad), strict=True)
         return {factor.name: view for factor, view in views} | self._spread
+
+    @cached_property
+    def unaligned(self) -> frozenset[str]:
+        """Names of the gradients that the fastest kernels cannot add to."""
+        return frozenset(n for n, view in self._grad_views.items() if not are_aligned(((view,),)))
 
     def collect_grad(self) -> None:
         """Moves gradients of blocks into `grad`; must be called before anyone reads it."""

@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from tlora_megatron import timeline
@@ -51,6 +52,10 @@ _MANY_JOBS = 256
 _USUAL_RANK, _SAVED_AT_ONCE = 64, 2
 """Memory for so many snapshots of jobs of this rank is there from the start, if the host has it: to
 get more, a join of a larger job waits until everything is written."""
+_KEPT_RANKS, _KEPT_SHARE, _KEPT_BYTES = 1024, 0.05, 256e6
+"""Room in the arenas that joining jobs find without a copy of the others: for 16 jobs of rank 64,
+but at most this share of a GPU's memory, or so many bytes without one. 16 jobs of rank 64 on all
+linears of an 8B model are 5.4 GB in bf16."""
 _AGREE_TIMEOUT = timedelta(days=1)
 """The others wait so long for the first rank's word; an idle one speaks every few seconds."""
 
@@ -96,7 +101,8 @@ def open_resident(
         _with_exact_sharding(config), spec, base.groups, base.linears, ()
     )
     blocks = frozenset(targets if allows_blocks else ())
-    shape = BankShape(targets=frozenset(targets), block_targets=blocks)
+    kept_ranks = _kept_ranks(spec, groups, targets, DTYPES[config.base_model.dtype])
+    shape = BankShape(targets=frozenset(targets), block_targets=blocks, kept_ranks=kept_ranks)
     super_model = _open_super_model(config, spec, groups, linears, base.engine, shape)
     check = partial(_check, config, shape, spec, groups, linears)
     watch = RunWatch.open(None, config.run.hang_timeout_s)
@@ -136,6 +142,18 @@ def _with_exact_sharding(config: RunConfig) -> RunConfig:
         return config
     sharding = exact_shardings(parallel.any_sequence_parallel)[0]
     return replace(config, parallel=replace(parallel, lora_sharding=sharding))
+
+
+def _kept_ranks(
+    spec: ModelSpec, groups: ParallelGroups, targets: Sequence[str], dtype: torch.dtype
+) -> int:
+    """Ranks for which the bank keeps memory; see `BankShape.kept_ranks`."""
+    layout, budget = groups.layout, _KEPT_BYTES
+    if groups.device.type == "cuda":
+        budget = _KEPT_SHARE * torch.cuda.mem_get_info(groups.device)[1]
+    whole = spec.num_layers * sum(sum(spec.target_shape(target)) for target in targets)
+    rank_bytes = whole * dtype.itemsize / (layout.tp_size * layout.pp_size)
+    return max(1, min(_KEPT_RANKS, int(budget // rank_bytes)))
 
 
 def _open_super_model(

@@ -1,0 +1,213 @@
+"""The memory that the linears' kernels read adapters from: every site's factors, slot by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tlora_megatron.config.job import LoraSpec
+from tlora_megatron.layers.sites import Site, TargetShard
+from tlora_megatron.layers.slab import AdapterSlab
+from tlora_megatron.ops.dropout.masks import mix_ints
+from tlora_megatron.ops.lora.factors import Gradients, SiteFactors
+from tlora_megatron.ops.lora.tiling import RankLayout
+
+
+class ArenaRoom:
+    """Gives arenas their memory, which may be kept while adapters come and go.
+
+    Kept memory has rows to spare: adapters that stay in their slots are not copied when another
+    one comes behind them. Where it must grow, an arena after the other is copied into a larger one.
+
+    Args:
+        kept_ranks: see `BankShape.kept_ranks`.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, kept_ranks: int) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.is_kept = kept_ranks > 0
+        self.has_moved = False
+        """Whether some arena has other memory than before the last `begin`."""
+        self.kept_ranks = kept_ranks
+        self._held: dict[Hashable, torch.Tensor] = {}
+        self._used: dict[Hashable, int] = {}
+        """Rows that may be other than zero."""
+        self._dirty: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """Notes that the arenas are made anew."""
+        self.has_moved = not self.is_kept
+
+    def zeros(
+        self, key: Hashable, rows: int, columns: int, *, stay: int, kept: int
+    ) -> torch.Tensor:
+        """Returns `[rows, columns]`, zeros behind the rows that stay; `clear_dirty` must follow.
+
+        Args:
+            key: names the arena.
+            stay: number of its first rows that keep their values.
+            kept: rows to keep memory for.
+        """
+        if not self.is_kept:
+            return torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
+        held = self._held.get(key)
+        if held is None or len(held) < rows:
+            room = max(kept, rows if held is None else rows * 5 // 4)
+            larger = torch.zeros(room, columns, dtype=self.dtype, device=self.device)
+            if held is not None and stay:
+                larger[:stay] = held[:stay]
+            self._held[key] = held = larger
+            self.has_moved = True
+        elif self._used[key] > stay:
+            self._dirty.append(held[stay : self._used[key]])
+        self._used[key] = rows
+        return held[:rows]
+
+    def clear_dirty(self) -> None:
+        """Fills the rows of adapters that have gone with zeros."""
+        dirty, self._dirty = self._dirty, []
+        if dirty:
+            torch._foreach_zero_(dirty)
+
+
+Members = Literal["all", "standard", "block_diagonal", "own ranks"]
+"""The factors of all jobs, of standard jobs, of block-diagonal jobs, or the part of standard jobs'
+rank rows that this rank holds under s_lora."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Arenas:
+    """Makes the factors of sites, zeros."""
+
+    loras: Sequence[LoraSpec]
+    slabs: Sequence[AdapterSlab]
+    scaling: torch.Tensor
+    dropout: torch.Tensor
+    room: ArenaRoom
+    layouts: dict[tuple[object, ...], RankLayout]
+    """Layouts made so far, by targets and members."""
+    first: int
+    """The first slot of another adapter than before; those before it keep their rows."""
+
+    def make(
+        self,
+        site: Site,
+        shards: Sequence[TargetShard],
+        members: Members,
+        before: SiteFactors | None,
+    ) -> SiteFactors:
+        """Returns the factors of one site; parts that these members never read take no memory.
+
+        Args:
+            before: what there was; None if no slot stays as it is.
+        """
+        layout = self._layout(site, shards, members)
+        columns = [t.columns for t in shards]
+        if site.lora_sharding == "s_lora" and site.kind == "row" and members == "standard":
+            columns = [site.own_outputs for _ in shards]
+        is_split = site.lora_sharding == "s_lora" and site.kind == "column"
+        has_a = not (is_split and members == "standard")
+        has_b = members != "own ranks"
+        stay = 0 if before is None else self.first
+        stay_a, stay_b = _rows_before(layout, stay)
+        names, kept = [t.name for t in shards], self._kept_ranks(site, members)
+        none = tuple((None,) * len(shards) for _ in self.loras)
+        return SiteFactors(
+            layout=layout,
+            columns=tuple(columns),
+            lora_a=self._zeros(
+                (site.index, members), layout.a_rows, site.in_size,
+                stay=stay_a, kept=kept * len(shards), held=has_a,
+            ),
+            lora_b=tuple(
+                self._zeros(
+                    (site.index, members, p), rows, c.size, stay=stay_b[p], kept=kept, held=has_b
+                )
+                for p, (rows, c) in enumerate(zip(layout.b_rows, columns, strict=True))
+            ),
+            grad_a=self._grads(names, layout, "lora_a", before, stay) if has_a else none,
+            grad_b=self._grads(names, layout, "lora_b", before, stay) if has_b else none,
+            is_aligned=self._are_aligned(names, layout),
+            scaling=self.scaling,
+            dropout=self.dropout,
+            has_dropout=any(lora.dropout > 0 for lora in self.loras),
+            dropout_key=mix_ints(site.dropout_index),
+            first_column=site.first_column,
+        )  # fmt: skip
+
+    def _layout(self, site: Site, shards: Sequence[TargetShard], members: Members) -> RankLayout:
+        names = tuple(t.target for t in shards)
+        key = (names, members)
+        if key not in self.layouts:
+            ranks = [_rank_of(lora, site, members) for lora in self.loras]
+            rows = zip(self.loras, ranks, strict=True)
+            self.layouts[key] = RankLayout(
+                tuple(
+                    tuple(rank * (name in lora.target_modules) for name in names)
+                    for lora, rank in rows
+                )
+            )
+        return self.layouts[key]
+
+    def _kept_ranks(self, site: Site, members: Members) -> int:
+        if members == "block_diagonal":
+            return 0
+        return -(-self.room.kept_ranks // (site.tp_size if members == "own ranks" else 1))
+
+    def _zeros(
+        self, key: Hashable, rows: int, columns: int, *, stay: int, kept: int, held: bool
+    ) -> torch.Tensor:
+        if held:
+            return self.room.zeros(key, rows, columns, stay=stay, kept=kept)
+        return torch.zeros(1, 1, dtype=self.room.dtype, device=self.room.device).expand(
+            rows, columns
+        )
+
+    def _grads(
+        self,
+        names: Sequence[str],
+        layout: RankLayout,
+        which: Literal["lora_a", "lora_b"],
+        before: SiteFactors | None,
+        stay: int,
+    ) -> Gradients:
+        kept: Gradients = ()
+        if before is not None:
+            kept = (before.grad_a if which == "lora_a" else before.grad_b)[:stay]
+        pairs = zip(self.slabs[stay:], layout.ranks[stay:], strict=True)
+        return kept + tuple(
+            tuple(
+                slab.grad_views().get(f"{name}.{which}") if rank else None
+                for name, rank in zip(names, ranks, strict=True)
+            )
+            for slab, ranks in pairs
+        )
+
+    def _are_aligned(self, names: Sequence[str], layout: RankLayout) -> bool:
+        """True if all gradients of the members lie where the fastest kernels can add to them."""
+        return not any(
+            rank and not slab.unaligned.isdisjoint((f"{name}.lora_a", f"{name}.lora_b"))
+            for slab, ranks in zip(self.slabs, layout.ranks, strict=True)
+            if slab.unaligned
+            for name, rank in zip(names, ranks, strict=True)
+        )
+
+
+def _rows_before(layout: RankLayout, slot: int) -> tuple[int, tuple[int, ...]]:
+    """Rows of a site's arenas that the slots before one take: of A, and of each target's B."""
+    if slot == len(layout.ranks):
+        return layout.a_rows, layout.b_rows
+    return layout.a_begin[slot][0], layout.b_begin[slot]
+
+
+def _rank_of(lora: LoraSpec, site: Site, members: Members) -> int:
+    """Returns an adapter's rank rows among the members; 0 where it is none of them."""
+    if members == "own ranks":
+        return 0 if lora.is_block_diagonal else site.rank_rows(lora.rank)[0]
+    if members == "all" or (members == "block_diagonal") == lora.is_block_diagonal:
+        return lora.local_rank(site.tp_size)
+    return 0
