@@ -190,11 +190,11 @@ LENGTHS = {"ragged": (5, 130, 70, 33), "absent": (0, 61, 0, 257), "none": (0, 0,
 def all_ops() -> LinearOps:
     if not INTERPRETED:
         return TorchOps()
-    from tests.helpers.interpreter import accept_numpy_scalars
+    from tests.helpers.interpreter import ready_interpreter
     from tests.unit.ops.lora.triton.test_triton_kernels import SMALL
     from tlora_megatron.ops.lora.triton.ops import TritonOps
 
-    accept_numpy_scalars()
+    ready_interpreter()
     return TritonOps(config=SMALL)
 
 

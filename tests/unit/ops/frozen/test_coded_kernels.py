@@ -25,9 +25,9 @@ KINDS = pytest.mark.parametrize("kind", ["channel", "block"])
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns the kernels on where only the interpreter runs them."""
     if INTERPRETED:
-        from tests.helpers.interpreter import accept_numpy_scalars
+        from tests.helpers.interpreter import ready_interpreter
 
-        accept_numpy_scalars()
+        ready_interpreter()
         for module in (qkv_rotary, rms_norm, swiglu):
             monkeypatch.setattr(module, "runs_triton", lambda x: True)
 

@@ -32,9 +32,9 @@ WARPS = 8
 @pytest.fixture(autouse=True)
 def _interpreter() -> None:
     if INTERPRETED:
-        from tests.helpers.interpreter import accept_numpy_scalars
+        from tests.helpers.interpreter import ready_interpreter
 
-        accept_numpy_scalars()
+        ready_interpreter()
 
 
 def odd_rows(width: int, num_rows: int = 13) -> Tensor:

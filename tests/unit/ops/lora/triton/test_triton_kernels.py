@@ -19,7 +19,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.helpers.cuda_cases import CASES as CUDA_CASES
-from tests.helpers.interpreter import accept_numpy_scalars
+from tests.helpers.interpreter import ready_interpreter
 from tests.helpers.item_machine import ItemMachine
 from tests.helpers.kernel_case import (
     GATE_UP,
@@ -58,7 +58,7 @@ from tlora_megatron.ops.lora.triton.ops import TritonOps
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
-    accept_numpy_scalars()
+    ready_interpreter()
 interpreted = pytest.mark.skipif(
     not INTERPRETED, reason="runs in the process of test_the_kernels_in_the_interpreter"
 )
