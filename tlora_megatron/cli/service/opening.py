@@ -81,9 +81,15 @@ def store_place(of: home.Home, database: str | None = None) -> str | Path:
         return of.store if remembered is None else str(remembered["url"])
     if of.store.exists() or (remembered is not None and remembered["url"] != database):
         remedy = "take another folder for --service, or leave --database out"
-        raise must("--database", "be the one that the service has", database, remedy)
-    home.write_json(of.root / _DATABASE, {"url": database})
+        # Not the address: it may hold a password.
+        raise must("--database", "be the one that the service has", "another", remedy)
     return database
+
+
+def remember_store(of: home.Home, place: str | Path) -> None:
+    """Notes a database in the folder, once it could be opened: a mistyped one is not kept."""
+    if "://" in str(place):
+        home.write_json(of.root / _DATABASE, {"url": str(place)})
 
 
 def service_folder(given: str | None) -> Path:

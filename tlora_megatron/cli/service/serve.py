@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from tlora_megatron.cli.console import open_console
 from tlora_megatron.cli.service.board import Board
-from tlora_megatron.cli.service.opening import add_service_argument, service_folder, store_place
+from tlora_megatron.cli.service.opening import (
+    add_service_argument,
+    remember_store,
+    service_folder,
+    store_place,
+)
 from tlora_megatron.config.reader import must
 from tlora_megatron.scheduler.registry import POLICIES
 from tlora_megatron.service.home import Home
@@ -111,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
     )
     place = store_place(home, args.database)
     with open_store(place) as store, _stop_by_signal() as stop:
+        remember_store(home, place)
         # An engine ends what it finds half dead: another controller's engine must not be there.
         store.lock.take()
         engine = _make_engine(args, home)

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.launch import HANG_S
 from tests.helpers.stored_jobs import finish, printed, serve_gang, start, submit
 from tlora_megatron.cli.main import main
-from tlora_megatron.cli.service.opening import store_place
+from tlora_megatron.cli.service.opening import remember_store, store_place
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.service.home import Home, make_folder
 from tlora_megatron.service.store import JobState, Store
@@ -320,8 +320,11 @@ class TestLogs:
 class TestStorePlace:
     def test_a_database_is_remembered(self, home: Home) -> None:
         assert store_place(home) == home.store
-        assert store_place(home, "postgresql+psycopg://a@b/c") == "postgresql+psycopg://a@b/c"
-        assert store_place(home) == "postgresql+psycopg://a@b/c"
+        url = "postgresql+psycopg://a@b/c"
+        assert store_place(home, url) == url
+        assert store_place(home) == home.store, "nobody could open it yet"
+        remember_store(home, url)
+        assert store_place(home) == url
         with pytest.raises(ConfigError, match="--database must be the one that the service has"):
             store_place(home, "postgresql+psycopg://a@b/other")
 
