@@ -82,3 +82,10 @@ def test_gang_that_wakes_up_past_its_lease_writes_nothing(tmp_path: Path) -> Non
     assert result["last"] == "died"
     assert "nothing was heard of a controller" in result["reason"]
     assert not result["wrote"]
+
+
+@pytest.mark.skipif(not ALL, reason="stands still for a minute; TLORA_ALL_TESTS=1 runs it")
+def test_hung_rank_is_named_and_idling_is_not_hanging(tmp_path: Path) -> None:
+    result = drive("hung", tmp_path / "service")
+    assert "rank 1 on host" in result["reason"]
+    assert "does not answer" in result["reason"]

@@ -25,6 +25,7 @@ from tlora_megatron.service.mail.folder import GangFolder
 STEPS = {"mirror": 14, "ordered": 10}
 PORTION = 1024
 LAYOUT = {"tp_size": 2, "sequence_parallel": True, "lora_sharding": "s_lora"}
+LEASE_S = 4.0
 RUN = {"micro_batch_tokens": 2048}
 
 
@@ -97,18 +98,20 @@ def adopted(root: Path) -> dict[str, Any]:
 
 def zombie(root: Path) -> dict[str, Any]:
     """A gang is stopped past its lease, its jobs given away, and woken up again."""
-    driver = make_driver(root, lease_s=3.0)
+    driver = make_driver(root, lease_s=LEASE_S)
     driver.restarts = False
     driver.start()
-    driver.run_until(lambda: all(job.losses for job in driver.jobs.values()))
-    ranks = pids(driver)
-    signal_all(ranks, signal.SIGSTOP)
+    while not all(job.losses for job in driver.jobs.values()):
+        driver.post("renew")
+        end_s = time.monotonic() + LEASE_S / 8
+        driver.run_until(lambda end_s=end_s: time.monotonic() > end_s)
+    signal_all(pids(driver), signal.SIGSTOP)
     driver.post("renew")  # old mail, which must not renew the lease
-    time.sleep(4.0)
+    time.sleep(LEASE_S + 0.5)
     for job in driver.jobs:
         write_lease(driver.home.job(job), Lease(gang="h", epoch=1, lease=2))
     before = contents(driver)
-    signal_all(ranks, signal.SIGCONT)
+    signal_all(pids(driver), signal.SIGCONT)
     driver.run_until(lambda: not driver.engine.gangs())
     driver.poll()
     return {

@@ -95,7 +95,6 @@ class _Rank:
 
         imported_s = time.monotonic()
         if mailbox is not None:
-            self._hearing = Hearing(self._spec, mailbox)
             self._teller = Teller(self._spec, mailbox)
         store = meet(self._spec, self._rank, self._folder, host)
         met_s = time.monotonic()
@@ -108,6 +107,9 @@ class _Rank:
             read_order=order_reader(config, self._spec.root),
             may_write=self._may_write,
         ) as loop:
+            if mailbox is not None:
+                # Not before: a large base may take longer to load than the lease lasts.
+                self._hearing = Hearing(self._spec, mailbox)
             self._tell(
                 "started",
                 None,
