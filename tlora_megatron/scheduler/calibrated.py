@@ -15,6 +15,8 @@ from tlora_megatron.scheduler.group_throughput import GroupRates, GroupThroughpu
 
 _LEAST_ROUNDS = 20
 """Rounds of a mix that must be measured before they count."""
+_LEAST_REPORTS = 5
+"""Reports of a mix before they count: a busy host makes single ones worth little."""
 _MOST_REPORTS = 50
 _MOST_BASE_REPORTS = 200
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
@@ -37,7 +39,8 @@ class _Factor:
         self.reports.append((ratio, rounds))
         if len(self.reports) > self.most:
             self.reports.popleft()
-        if sum(own for _, own in self.reports) < _LEAST_ROUNDS:
+        rounds = sum(own for _, own in self.reports)
+        if rounds < _LEAST_ROUNDS or len(self.reports) < _LEAST_REPORTS:
             return False
         found = median(ratio for ratio, _ in self.reports)
         found = min(_MOST_FACTOR, max(_LEAST_FACTOR, found))
@@ -65,7 +68,7 @@ class CalibratedSpeeds(Speeds):
         """Notes the speed of a group that did not change meanwhile.
 
         Returns:
-            Measured over predicted speed if that changed a factor by 15 % or more, else None.
+            The factor now in use if it has changed by 15 % or more, else None.
         """
         predicted = super().rates(kinds, num_gpus)
         if predicted is None or not predicted.total or tokens_per_s <= 0:
@@ -83,7 +86,7 @@ class CalibratedSpeeds(Speeds):
         if abs(self.factor(*mix) / before - 1) < _DRIFT:
             return None
         self.version += 1
-        return ratio
+        return self.factor(*mix)
 
     def rates(self, kinds: Kinds, num_gpus: int) -> GroupRates | None:
         """Rates of a group, corrected; None if it does not fit into the GPUs' memory."""

@@ -53,10 +53,10 @@ class Measuring:
     def round(self, gang: LiveGang, event: GangEvent) -> None:
         """Takes up a gang's speed, if its members were the same all the time."""
         jobs = event.body.get("jobs", {})
-        speed, rounds = float(event.body.get("tokens_per_s", 0.0)), int(event.body.get("rounds", 0))
+        speed, total = float(event.body.get("tokens_per_s", 0.0)), int(event.body.get("rounds", 0))
         steady = not gang.changed and set(jobs) == _training(gang)
-        gang.changed = False
-        if not steady or not rounds or speed <= 0:
+        rounds, gang.rounds, gang.changed = total - gang.rounds, total, False
+        if not steady or rounds <= 0 or speed <= 0:
             self._reports.pop((gang.name, gang.epoch), None)
             return
         self._watch(gang, speed)

@@ -14,6 +14,8 @@ from tlora_megatron.service.messages import Command, EventKind, GangEvent, GangS
 ADAPTER = "adapter/adapter.txt"
 _CHECKPOINT = "checkpoints/newest.json"
 _DONE = 1e-6
+_ROUNDS = 10
+"""Told of in every report."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +127,7 @@ class FakeGang:
         self._version = 0
         self._ready = False
         self._pause_until = 0.0
+        self._rounds = 0
         world.later(world.times.start_s, self, self._start)
 
     # What it tells
@@ -308,7 +311,8 @@ class FakeGang:
                 self.tell("stepped", job, step=own.step, loss=1.0 / own.step, lr=1e-4, tokens=0)
         if training:
             rates = {job: own.tokens_per_s for job, own in training.items()}
-            self.tell("round", rounds=10, tokens_per_s=sum(rates.values()), jobs=rates)
+            self._rounds += _ROUNDS
+            self.tell("round", rounds=self._rounds, tokens_per_s=sum(rates.values()), jobs=rates)
         self._world.later(self._world.times.report_s, self, self._report)
 
     def _checkpoint(self) -> None:

@@ -95,6 +95,8 @@ class LiveGang:
     in_first_round: set[str] = field(default_factory=set)
     changed: bool = True
     """Members came or went since the last report of its speed."""
+    rounds: int = 0
+    """Rounds since its start that it has told of."""
     lease_until_s: float = 0.0
     spoken_s: float = 0.0
     """When it was last sent a command."""
