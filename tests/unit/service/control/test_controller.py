@@ -77,7 +77,7 @@ def test_jobs_that_would_slow_each_other_too_much_wait(root: Path) -> None:
 def test_cancel_pause_and_resume(root: Path) -> None:
     service = LiveService(root)
     names = ("stays", "pauses", "goes")
-    jobs = {name: service.submit(name, steps=40, max_slowdown=4.0) for name in names}
+    jobs = {name: service.submit(name, steps=40, batch=2) for name in names}
     service.run(10)
     service.store.jobs.wish(jobs["pauses"], "pause")
     service.store.jobs.wish(jobs["goes"], "cancel")
