@@ -157,6 +157,8 @@ class Controller:
 
     def next_s(self) -> float:
         """When there is something to do though nothing happens."""
+        if self._intake.has_more:
+            return self.desk.clock()
         soonest = min(self.deciding.due_s(), self._watching.due_s())
         waits = [s for s in self.desk.books.starts_from.values() if s > self.desk.clock()]
         return min([soonest, *waits])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -17,10 +18,11 @@ from tlora_megatron.service.control.books.orders import (
 )
 from tlora_megatron.service.control.desk import Desk
 from tlora_megatron.service.prepare.submission import Submission
-from tlora_megatron.service.store import JobState
+from tlora_megatron.service.store import Event, JobState
 
 _KINDS = ("submitted", "wished")
-_PAGE = 1000
+_PAGE = 100
+"""News and outcomes taken in at a time, so that gangs are never kept waiting for long."""
 
 
 class Accepted(Protocol):
@@ -54,19 +56,26 @@ class Intake:
         self._desk = desk
         self._validator = validator
         self._seen = last_event
+        self._outcomes: deque[Any] = deque()
+        self._is_full = False
 
     def look(self) -> bool:
         """Takes in what is new; returns whether anything was."""
         last = self._desk.store.events.last()
-        found = False
-        while self._seen < last:
+        events: Sequence[Event] = ()
+        if self._seen < last:
             events = self._desk.store.events.after(self._seen, kinds=_KINDS, limit=_PAGE)
-            for event in events:
-                if event.job is not None:
-                    self._news(event.job)
-                    found = True
+            jobs = dict.fromkeys(event.job for event in events if event.job is not None)
+            for job in jobs:
+                self._news(job)
             self._seen = events[-1].seq if len(events) == _PAGE else last
-        return self._validated() or found
+        self._is_full = len(events) == _PAGE
+        return self._validated() or bool(events)
+
+    @property
+    def has_more(self) -> bool:
+        """True if something is left to take in."""
+        return self._is_full or bool(self._outcomes)
 
     def _news(self, job: str) -> None:
         row = self._desk.store.jobs.get(job)
@@ -122,13 +131,16 @@ class Intake:
             live.wish = None
 
     def _validated(self) -> bool:
-        results = self._validator.poll()
-        for result in results:
-            live = self._desk.books.jobs.get(result.job)
-            if live is not None and live.state is JobState.VALIDATING:
-                with self._desk.store.transaction():
+        self._outcomes.extend(self._validator.poll())
+        if not self._outcomes:
+            return False
+        with self._desk.store.transaction():
+            for _ in range(min(_PAGE, len(self._outcomes))):
+                result = self._outcomes.popleft()
+                live = self._desk.books.jobs.get(result.job)
+                if live is not None and live.state is JobState.VALIDATING:
                     self._accept(live, result)
-        return bool(results)
+        return True
 
     def _accept(self, live: LiveJob, result: Any) -> None:
         desk = self._desk

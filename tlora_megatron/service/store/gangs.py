@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, desc, func, select, update
+from sqlalchemy import Connection, bindparam, desc, func, select, update
 
 from tlora_megatron.service.messages import GangEvent, GangSpec
 from tlora_megatron.service.store.errors import EventGap, IllegalChange
@@ -125,28 +125,39 @@ class Gangs:
             )
 
     def hear_all(self, events: Sequence[GangEvent]) -> list[GangEvent]:
-        """Like `hear` for many events of any gangs; returns those that were not heard before.
+        """Like `hear` for events of many gangs; returns those that were not heard before.
+
+        Gangs that have ended have nothing more to say.
 
         Raises:
             EventGap: as `hear`; then none of them is noted.
         """
-        of_gang: dict[tuple[str, int], list[GangEvent]] = {}
-        for event in events:
-            of_gang.setdefault((event.gang, event.epoch), []).append(event)
-        new: set[tuple[str, int, int]] = set()
         with self._database.write() as connection:
-            for (name, epoch), told in of_gang.items():
-                heard = gang_row(connection, name, epoch)["heard"]
-                fresh = [event.number for event in told if event.number > heard]
-                if fresh != list(range(heard + 1, heard + 1 + len(fresh))):
+            heard = self.cursor()
+            before = dict(heard)
+            new = []
+            for event in events:
+                key = (event.gang, event.epoch)
+                last = heard.get(key)
+                if last is None or event.number <= last:
+                    continue
+                if event.number != last + 1:
                     raise EventGap(
-                        f"gang {name!r} of epoch {epoch} must tell event {heard + 1} next and "
-                        f"leave none out, got {fresh[:5]}"
+                        f"gang {event.gang!r} of epoch {event.epoch} must tell event {last + 1} "
+                        f"next, got {event.number}"
                     )
-                if fresh:
-                    _update(connection, name, epoch, {"heard": fresh[-1]})
-                    new.update((name, epoch, number) for number in fresh)
-        return [event for event in events if (event.gang, event.epoch, event.number) in new]
+                heard[key] = event.number
+                new.append(event)
+            rows = [
+                {"of": name, "of_epoch": epoch, "new": number}
+                for (name, epoch), number in heard.items()
+                if number != before[name, epoch]
+            ]
+            if rows:
+                this = (_GANG.name == bindparam("of"), _GANG.epoch == bindparam("of_epoch"))
+                query = update(tables.gang).where(*this).values(heard=bindparam("new"))
+                connection.execute(query, rows)
+        return new
 
     def cursor(self) -> dict[tuple[str, int], int]:
         """Numbers of the last events heard of all gangs that have not ended."""
