@@ -30,6 +30,10 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "deepspeed": (f"{PACKAGE}.integrations.deepspeed",),
     "sqlalchemy": (f"{PACKAGE}.service.store",),
     "psycopg": (f"{PACKAGE}.service.store",),
+    "ray": (
+        f"{PACKAGE}.service.engines.ray.bridge",
+        f"{PACKAGE}.service.engines.ray.knock",
+    ),
     f"{PACKAGE}.integrations.megatron.cpu": (
         f"{PACKAGE}.integrations.megatron",
         f"{PACKAGE}.integrations.megatron_lm.cpu",
@@ -398,7 +402,8 @@ def test_command_line_and_config_import_without_torch(repo: Path) -> None:
         f"import sys, {PACKAGE}.config, {PACKAGE}.cli.main\n"
         "heavy = {'torch', 'megatron', 'transformers', 'numpy'}\n"
         "print(*sorted({*heavy, 'sqlalchemy', 'ray'} & set(sys.modules)))\n"
-        f"import {PACKAGE}.service.store\n"
+        f"import {PACKAGE}.service.store, {PACKAGE}.service.engines.slurm.engine\n"
+        f"import {PACKAGE}.service.engines.ray.engine, {PACKAGE}.service.engines.ray.agent\n"
         "print(*sorted({*heavy, 'psycopg', 'ray'} & set(sys.modules)))"
     )
     result = subprocess.run(
