@@ -105,7 +105,8 @@ def test_gang_carries_out_each_command_once_and_stops(engine: LocalEngine, root:
     end_s = time.monotonic() + HANG_S
     while engine.gangs():
         assert time.monotonic() < end_s
-    assert [event.kind for event in engine.poll({})][-1] == "stopped"
+    assert [event.kind for event in engine.poll({("g", 1): 0})][-1] == "stopped"
+    assert engine.poll({}) == []
     assert engine.kill("g", 1)
 
 

@@ -47,7 +47,10 @@ class GangEngine(Protocol):
         """Hands a command over; the same one twice has the effect of one."""
 
     def poll(self, since: Cursor) -> Sequence[GangEvent]:
-        """Events after the cursor, in order within each gang; `died` is one of them."""
+        """Events after the cursor, in order within each gang; `died` is one of them.
+
+        A gang that is over and was told of once is told of again only if the cursor names it.
+        """
 
     def kill(self, gang: str, epoch: int) -> bool:
         """Ends all processes by SIGKILL; returns True with proof that they are gone."""

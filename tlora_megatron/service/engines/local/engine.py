@@ -59,6 +59,8 @@ class LocalEngine:
             self._home.standby, self._seats, self._environment, standby, spare_command
         )
         self._gangs: dict[tuple[str, int], LocalGang] = {}
+        self._told: set[tuple[str, int]] = set()
+        """Gangs that are over and were told of: they are read again only for a cursor."""
         self._past: dict[tuple[str, int], EventReader] = {}
         self._adopt()
         self._replenish()
@@ -88,7 +90,10 @@ class LocalEngine:
         events: list[GangEvent] = []
         for key, gang in self._gangs.items():
             gang.look()
-            events += gang.events(since.get(key, 0))
+            if key in since or key not in self._told:
+                events += gang.events(since.get(key, 0))
+            if gang.is_over:
+                self._told.add(key)
         for key in set(since) - set(self._gangs):
             events += self._past_events(key, since[key])
         self._replenish()

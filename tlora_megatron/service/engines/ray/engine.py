@@ -79,6 +79,8 @@ class RayEngine:
             (lambda: given_cluster(given)) if given else self._own_cluster(gpus, seats)
         )
         self._gangs: dict[tuple[str, int], RayGang] = {}
+        self._told: set[tuple[str, int]] = set()
+        """Gangs that are over and were told of: they are read again only for a cursor."""
         self._past: dict[tuple[str, int], EventReader] = {}
         self._since: dict[tuple[str, int], int] = {}
         self._nodes: tuple[NodeInfo, ...] = ()
@@ -136,7 +138,10 @@ class RayEngine:
         self._listen()
         events: list[GangEvent] = []
         for key, gang in self._gangs.items():
-            events += gang.events(since.get(key, 0))
+            if key in since or key not in self._told:
+                events += gang.events(since.get(key, 0))
+            if gang.is_over:
+                self._told.add(key)
         for key in set(since) - set(self._gangs):
             events += self._past_events(key, since[key])
         return events

@@ -49,6 +49,8 @@ class SlurmEngine:
         self._rank_command = tuple(rank_command)
         self._allocation = Allocation.open(gpus, seats)
         self._gangs: dict[tuple[str, int], SlurmGang] = {}
+        self._told: set[tuple[str, int]] = set()
+        """Gangs that are over and were told of: they are read again only for a cursor."""
         self._past: dict[tuple[str, int], EventReader] = {}
         self._adopt()
 
@@ -80,7 +82,10 @@ class SlurmEngine:
         events: list[GangEvent] = []
         self._look()
         for key, gang in self._gangs.items():
-            events += gang.events(since.get(key, 0))
+            if key in since or key not in self._told:
+                events += gang.events(since.get(key, 0))
+            if gang.is_over:
+                self._told.add(key)
         for key in set(since) - set(self._gangs):
             events += self._past_events(key, since[key])
         return events
