@@ -48,7 +48,9 @@ class Seats:
         """
         threads = os.environ.get("OMP_NUM_THREADS") or threads_per_rank(self.count)
         device = self.devices[seat] if self.devices else ""
-        return {"OMP_NUM_THREADS": threads, _VISIBLE: device}
+        # numpy's BLAS starts its threads when it is imported, and a process with threads cannot be
+        # forked: on a host with more cores than seats no spare of ranks would stand.
+        return {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": "1", _VISIBLE: device}
 
 
 def _visible_devices() -> tuple[str, ...]:
