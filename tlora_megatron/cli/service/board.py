@@ -130,7 +130,7 @@ class Board:
         words = [f"{job.name} {progress_words(job)}" for job in running[:_MOST_IN_A_LINE]]
         if len(running) > _MOST_IN_A_LINE:
             words.append(f"and {len(running) - _MOST_IN_A_LINE} more")
-        return "  ".join([f"{speed:,.0f} tokens/s", *words])
+        return "  ".join([f"{speed:,.0f} tokens/s", *words] if speed else words)
 
     def table(self) -> RenderableType:
         """Heading, gangs, unfinished jobs, and how many jobs are in which state."""
