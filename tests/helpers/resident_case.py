@@ -41,13 +41,26 @@ class Resident(NamedTuple):
 
 
 @contextmanager
-def resident(root: Path, nproc: int, parallel: Mapping[str, Any]) -> Iterator[Resident]:
-    """Opens a super-model over a tiny base for the time of the block."""
-    document = json.loads(make_scenario(root).read_text())
+def resident(
+    root: Path,
+    nproc: int,
+    parallel: Mapping[str, Any],
+    *,
+    base_model: Mapping[str, Any] | None = None,
+    run: Mapping[str, Any] | None = None,
+    **shape: Any,
+) -> Iterator[Resident]:
+    """Opens a super-model over a tiny base for the time of the block.
+
+    Args:
+        base_model, run: further keys of these sections.
+        **shape: of the base, as `make_tiny_model` takes it.
+    """
+    document = json.loads(make_scenario(root, **shape).read_text())
     sections = {
-        "base_model": document["base_model"],
+        "base_model": {**document["base_model"], **(base_model or {})},
         "parallel": dict(parallel),
-        "run": {"micro_batch_tokens": 256, "tensorboard": False},
+        "run": {"micro_batch_tokens": 256, "tensorboard": False, **(run or {})},
     }
     (root / "sections.json").write_text(json.dumps(sections))
     for name in ("schedules", "events"):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.resident.live_loop import LiveLoop, Tell
 from tlora_megatron.training.resident.loop import ResidentLoop
 from tlora_megatron.training.resident.staging import Order, ReadOrder, Stager
+from tlora_megatron.training.run.determinism import check_deterministic
 from tlora_megatron.training.run.job_admission import check_fits_linears, prepare_for
 from tlora_megatron.training.run.nano_setup import start_nano_batches
 from tlora_megatron.training.run.training_run import DTYPES, Linears, allow_open_files
@@ -87,52 +89,91 @@ def open_resident(
     Raises:
         ValueError: if the base or the layout cannot be used.
     """
-    timeline.begin_run()
-    spec = read_model_spec(model_config(config))
-    place = {} if rendezvous is None else {"rank": rendezvous.rank}
-    own = own_replica(config, **place, world_size=rendezvous and rendezvous.world_size)
-    quantisation = base_quantisation(config.base_model, spec)
-    check_replicas_fit(spec, quantisation, own)
-    ready_process(config, own.layout)
-    card = quantisation_card(config.base_model, spec, quantisation)
-    read_order = read_order or _order_reader(config, spec, card)
-    base = open_backbone(config, spec, own, quantisation, rendezvous=rendezvous)
-    groups, linears = resolve_lora_sharding(
-        _with_exact_sharding(config), spec, base.groups, base.linears, ()
+    opened = _open_base(config, rendezvous)
+    held = frozenset(targets)
+    shape = BankShape(
+        targets=held,
+        block_targets=held if allows_blocks else frozenset(),
+        kept_ranks=_kept_ranks(opened, held),
     )
-    blocks = frozenset(targets if allows_blocks else ())
-    kept_ranks = _kept_ranks(spec, groups, targets, DTYPES[config.base_model.dtype])
-    shape = BankShape(targets=frozenset(targets), block_targets=blocks, kept_ranks=kept_ranks)
-    super_model = _open_super_model(config, spec, groups, linears, base.engine, shape)
-    check = partial(_check, config, shape, spec, groups, linears)
     watch = RunWatch.open(None, config.run.hang_timeout_s)
-    allow_open_files(_MANY_JOBS)
-    live = LiveLoop(
-        super_model,
-        spec,
-        config.run,
-        tell,
-        base_model=base_name(config),
-        quantisation=card,
-        nano_rounds=start_nano_batches(config.run, super_model, resuming=False, traces=False),
-        watch=watch,
-        may_write=may_write,
-    )
-    live.saver.expect(*[LoraSpec(rank=_USUAL_RANK, target_modules=tuple(targets))] * _SAVED_AT_ONCE)
-    group = None
-    if dist.get_world_size() > 1:
-        group = dist.new_group(backend="gloo", timeout=_AGREE_TIMEOUT)
-    loop = ResidentLoop(
-        live,
-        Stager(super_model.bank, spec, read_order, check, live.files.open_metrics),
-        group,
-        tell,
-    )
+    read_order = read_order or _order_reader(opened)
+    live = _make_live_loop(opened, shape, tell, watch, may_write)
+    loop = _make_resident_loop(opened, live, read_order, tell)
     try:
         yield loop
     finally:
         loop.close()
         watch.close()
+
+
+class _Opened(NamedTuple):
+    """A base that is loaded, in the sharding that adapters will have."""
+
+    config: RunConfig
+    spec: ModelSpec
+    card: QuantisationCard | None
+    groups: ParallelGroups
+    linears: Linears
+    engine: Engine
+
+
+def _open_base(config: RunConfig, rendezvous: Rendezvous | None) -> _Opened:
+    timeline.begin_run()
+    spec = read_model_spec(model_config(config))
+    if rendezvous is None:
+        own = own_replica(config)
+    else:
+        own = own_replica(config, rank=rendezvous.rank, world_size=rendezvous.world_size)
+    quantisation = base_quantisation(config.base_model, spec)
+    check_replicas_fit(spec, quantisation, own)
+    ready_process(config, own.layout)
+    base = open_backbone(config, spec, own, quantisation, rendezvous=rendezvous)
+    groups, linears = resolve_lora_sharding(
+        _with_exact_sharding(config), spec, base.groups, base.linears, ()
+    )
+    if config.run.deterministic:
+        check_deterministic(groups.device, DTYPES[config.base_model.dtype], linears)
+    card = quantisation_card(config.base_model, spec, quantisation)
+    return _Opened(config, spec, card, groups, linears, base.engine)
+
+
+def _make_live_loop(
+    opened: _Opened,
+    shape: BankShape,
+    tell: Tell,
+    watch: RunWatch,
+    may_write: Callable[[str], bool],
+) -> LiveLoop:
+    run = opened.config.run
+    super_model = _make_super_model(opened, shape)
+    allow_open_files(_MANY_JOBS)
+    live = LiveLoop(
+        super_model,
+        opened.spec,
+        run,
+        tell,
+        base_model=base_name(opened.config),
+        quantisation=opened.card,
+        nano_rounds=start_nano_batches(run, super_model, resuming=False, traces=False),
+        watch=watch,
+        may_write=may_write,
+    )
+    usual = LoraSpec(rank=_USUAL_RANK, target_modules=tuple(sorted(shape.targets)))
+    live.saver.expect(*[usual] * _SAVED_AT_ONCE)
+    return live
+
+
+def _make_resident_loop(
+    opened: _Opened, live: LiveLoop, read_order: ReadOrder, tell: Tell
+) -> ResidentLoop:
+    bank = live.super_model.bank
+    check = partial(_check, opened, bank.shape)
+    stager = Stager(bank, opened.spec, read_order, check, live.files.open_metrics)
+    group = None
+    if dist.get_world_size() > 1:
+        group = dist.new_group(backend="gloo", timeout=_AGREE_TIMEOUT)
+    return ResidentLoop(live, stager, group, tell)
 
 
 def _with_exact_sharding(config: RunConfig) -> RunConfig:
@@ -144,44 +185,36 @@ def _with_exact_sharding(config: RunConfig) -> RunConfig:
     return replace(config, parallel=replace(parallel, lora_sharding=sharding))
 
 
-def _kept_ranks(
-    spec: ModelSpec, groups: ParallelGroups, targets: Sequence[str], dtype: torch.dtype
-) -> int:
+def _kept_ranks(opened: _Opened, targets: frozenset[str]) -> int:
     """Ranks for which the bank keeps memory; see `BankShape.kept_ranks`."""
-    layout, budget = groups.layout, _KEPT_BYTES
+    groups, spec, budget = opened.groups, opened.spec, _KEPT_BYTES
     if groups.device.type == "cuda":
         budget = _KEPT_SHARE * torch.cuda.mem_get_info(groups.device)[1]
     whole = spec.num_layers * sum(sum(spec.target_shape(target)) for target in targets)
-    rank_bytes = whole * dtype.itemsize / (layout.tp_size * layout.pp_size)
+    itemsize = DTYPES[opened.config.base_model.dtype].itemsize
+    rank_bytes = whole * itemsize / (groups.layout.tp_size * groups.layout.pp_size)
     return max(1, min(_KEPT_RANKS, int(budget // rank_bytes)))
 
 
-def _open_super_model(
-    config: RunConfig,
-    spec: ModelSpec,
-    groups: ParallelGroups,
-    linears: Linears,
-    engine: Engine,
-    shape: BankShape,
-) -> SuperModel:
-    sites, dtype = [site for site, _ in linears], DTYPES[config.base_model.dtype]
+def _make_super_model(opened: _Opened, shape: BankShape) -> SuperModel:
+    config, groups = opened.config, opened.groups
+    sites, dtype = [site for site, _ in opened.linears], DTYPES[config.base_model.dtype]
     bank = AdapterBank(sites, shape, dtype=dtype, device=groups.device)
-    attach(linears, bank)
+    attach(opened.linears, bank)
     return SuperModel(
-        engine,
+        opened.engine,
         bank,
         groups,
         [],
         micro_batch_tokens=groups.budgets(config.run.micro_batch_tokens)[groups.dp_rank],
         round_shape=RoundShape(exactness=exactness_of(config.run.deterministic)),
-        cut_for=partial(rank_aware_cut, spec),
+        cut_for=partial(rank_aware_cut, opened.spec),
     )
 
 
-def _order_reader(
-    config: RunConfig, spec: ModelSpec, quantisation: QuantisationCard | None
-) -> ReadOrder:
+def _order_reader(opened: _Opened) -> ReadOrder:
     """Reads the files that an order's document names."""
+    config = opened.config
     # Here: threads that import at once can meet half a module.
     tokenizer = load_tokenizer(model_dir(config))
 
@@ -190,27 +223,20 @@ def _order_reader(
         job = fit_job(read_job(document, Path.cwd(), path=f"job {order['job']}"), config)
         return prepare_for(
             config,
-            spec,
+            opened.spec,
             job,
             tokenizer,
             base_model=base_name(config),
-            quantisation=quantisation,
+            quantisation=opened.card,
             resuming=True,
         )
 
     return read
 
 
-def _check(
-    config: RunConfig,
-    shape: BankShape,
-    spec: ModelSpec,
-    groups: ParallelGroups,
-    linears: Linears,
-    prepared: PreparedJob,
-) -> None:
+def _check(opened: _Opened, shape: BankShape, prepared: PreparedJob) -> None:
     """Refuses a job that this super-model has no place for."""
     job = prepared.spec
-    fit_job(job, config)
+    fit_job(job, opened.config)
     shape.check_holds(job.name, job.lora)
-    check_fits_linears(job, spec, groups.layout, linears)
+    check_fits_linears(job, opened.spec, opened.groups.layout, opened.linears)
