@@ -14,6 +14,7 @@ from tlora_megatron.cli.output_files import check_output
 from tlora_megatron.cli.plan_report.deployments import deployments_document, print_deployments
 from tlora_megatron.cli.plan_report.ranking import (
     print_explanation,
+    print_recompute,
     print_result,
     print_teams,
     result_document,
@@ -200,6 +201,7 @@ def _show(args: argparse.Namespace, inputs: _Inputs, result: SearchResult) -> No
         print_result(open_console(), *shown)
         if not any(job.portion_tokens for job in inputs.config.jobs):
             print_teams(open_console(), *shown[:4], args.top)
+        print_recompute(open_console(), *shown[:4], args.top)
     if inputs.config.run.deterministic and result.plans:
         notes = open_console(stderr=args.json)
         notes.print(

@@ -15,13 +15,14 @@ from tlora_megatron.planner.candidate import runners
 from tlora_megatron.planner.cost import cost_model, memory
 from tlora_megatron.planner.cp_teams import outlook_of_teams
 from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.recompute_outlook import saved_by_rows
 from tlora_megatron.planner.search import Dropped, RankedPlan, SearchResult
 from tlora_megatron.planner.workload import JobLoad
 
 _GIB = 2.0**30
 _BAR = 40
 _SHOWN_REASONS = 8
-_WORTH_TEAMS = 0.03
+_WORTH_TELLING = 0.03
 """Gain at which a proposal is worth a line: predictions err by 2.5 %."""
 
 
@@ -97,12 +98,33 @@ def print_teams(
         outlook = outlook_of_teams(spec, jobs, ranked.plan, hardware)
         if outlook is None:
             continue
-        if outlook.saved >= _WORTH_TEAMS:
+        if outlook.saved >= _WORTH_TELLING:
             console.print(
                 f"plan {rank} with parallel.cp_by_micro_batch and run.round_depth {outlook.depth}: "
                 f"its rounds would take {outlook.saved:.0%} less time (docs/rounds.md)"
             )
         return
+
+
+def print_recompute(
+    console: Console,
+    result: SearchResult,
+    spec: ModelSpec,
+    jobs: Sequence[JobLoad],
+    hardware: HardwareProfile,
+    top: int,
+) -> None:
+    """Proposes `run.recompute: auto` for the best plan shown that would gain by it."""
+    for rank, ranked in _best_of_layouts(result.plans)[:top]:
+        if "train" not in runners(spec, ranked.plan):
+            continue
+        saved = saved_by_rows(spec, jobs, ranked.plan, hardware)
+        if saved is not None and saved >= _WORTH_TELLING:
+            console.print(
+                f"plan {rank} with run.recompute auto: its rounds would take {saved:.0%} less time "
+                "(docs/rounds.md)"
+            )
+            return
 
 
 def _print_plans(

@@ -224,12 +224,22 @@ def kinds_by_rows(
         whole = replace(layout, micro_batch_tokens=rows)
         if layout.pp_size > 1 or not space.allows(layout) or misfit(spec, whole) is not None:
             continue
-        table = recompute_for_rows(memory, whole, hardware.memory_bytes).most_rows
-        if len(table) > 1 and table[-1][1] >= rows and job_misfit(jobs, layout) is None:
-            plans = [replace(whole, recompute=name, micro_batch_tokens=n) for name, n in table]
-            each = [Kind(plan, curves.curve(plan)) for plan in plans]
-            found.append(replace(each[-1], by_rows=tuple(each)))
+        kind = kind_by_rows(memory, curves, whole, hardware.memory_bytes)
+        if kind is not None and job_misfit(jobs, layout) is None:
+            found.append(kind)
     return found
+
+
+def kind_by_rows(
+    memory: MemoryModel, curves: CurveModel, plan: Plan, budget_bytes: float
+) -> Kind | None:
+    """A plan's layout with `run.recompute: auto`; None where that leaves no choice."""
+    table = recompute_for_rows(memory, plan, budget_bytes).most_rows
+    if len(table) == 1 or table[-1][1] < plan.micro_batch_tokens:
+        return None
+    plans = [replace(plan, recompute=name, micro_batch_tokens=rows) for name, rows in table]
+    each = [Kind(own, curves.curve(own)) for own in plans]
+    return replace(each[-1], by_rows=tuple(each))
 
 
 def undominated(kinds: Sequence[Kind], classes: Sequence[LengthClass]) -> list[Kind]:
