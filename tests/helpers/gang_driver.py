@@ -38,10 +38,17 @@ class GangDriver:
     Steps that a restarted gang takes again must have the losses that they had.
 
     Args:
+        places: node and seat of every rank, or how many ranks sit on the first node.
         more: further fields of `GangSpec`: base_model, parallel, run, lease_s.
     """
 
-    def __init__(self, engine: GangEngine, root: Path, world_size: int, **more: Any) -> None:
+    def __init__(
+        self,
+        engine: GangEngine,
+        root: Path,
+        places: int | Sequence[tuple[int, int]],
+        **more: Any,
+    ) -> None:
         self.engine = engine
         self.home = Home.open(root)
         self.jobs: dict[str, DrivenJob] = {}
@@ -52,7 +59,8 @@ class GangDriver:
         """Number of the last event that a controller before this one has answered."""
         self.epoch = self._seq = self._seen = 0
         self._more = more
-        self._world_size = world_size
+        on_first = [(0, seat) for seat in range(places)] if isinstance(places, int) else places
+        self._places = tuple(on_first)
         self.heard_s: dict[str, float] = {}
 
     def start(self, **more: Any) -> GangSpec:
@@ -63,7 +71,7 @@ class GangDriver:
         spec = GangSpec(
             gang="g",
             epoch=self.epoch,
-            gpus=tuple((0, seat) for seat in range(self._world_size)),
+            gpus=self._places,
             root=str(self.home.root),
             **self._more,
         )

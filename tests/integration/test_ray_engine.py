@@ -1,6 +1,6 @@
 """The engine `ray` on a cluster of this machine, with ranks that train nothing.
 
-TLORA_ALL_TESTS=1 also kills Ray's own processes.
+TLORA_ALL_TESTS=1 also kills Ray's own processes, and trains.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from tests.helpers.engine_case import (
     wait_until,
 )
 from tests.helpers.launch import HANG_S
+from tests.helpers.real_gang import digests
+from tlora_megatron.service.engines.local.engine import LocalEngine
 from tlora_megatron.service.engines.ray.cluster import (
     AUTH,
     TOKEN_FILE,
@@ -44,8 +46,8 @@ from tlora_megatron.service.mail.folder import GangFolder
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray (pip install 'tlora-megatron[ray]')"
 )
-KILLS = pytest.mark.skipif(
-    not os.environ.get("TLORA_ALL_TESTS"), reason="kills Ray's processes; TLORA_ALL_TESTS=1 runs it"
+ALL = pytest.mark.skipif(
+    not os.environ.get("TLORA_ALL_TESTS"), reason="takes long; TLORA_ALL_TESTS=1 runs it"
 )
 
 
@@ -103,6 +105,18 @@ class TestRay(EngineCase):
         poll_until(second, "started")
         assert second.kill("g", 1)
 
+    @ALL
+    @pytest.mark.slow
+    def test_real_gang_keeps_its_bits(
+        self, open_engine: OpenEngine, cluster: Cluster, root: Path, tmp_path: Path
+    ) -> None:
+        open_engine().close()  # type: ignore[attr-defined]
+        engine = RayEngine(root, address=cluster.address)
+        killed = digests(engine, root, ((0, 0), (0, 1)), kill=True)
+        engine.close()
+        local = LocalEngine(tmp_path / "local", 0, seats=2, standby=0)
+        assert killed == digests(local, tmp_path / "local", ((0, 0), (0, 1)), kill=False)
+
 
 def test_cluster_must_ask_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(AUTH, raising=False)
@@ -142,7 +156,7 @@ def process_of_ray(cluster: Cluster, name: str) -> int:
     raise AssertionError(f"no {name}")
 
 
-@KILLS
+@ALL
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])
 def test_gangs_die_with_ray_and_it_is_started_again(own_engine: RayEngine, name: str) -> None:
@@ -168,7 +182,7 @@ def test_gangs_die_with_ray_and_it_is_started_again(own_engine: RayEngine, name:
     poll_until(own_engine, "started", epoch=2)
 
 
-@KILLS
+@ALL
 @pytest.mark.slow
 def test_head_of_a_given_cluster_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray would end this process after a minute; the engine gives the gang up before."""

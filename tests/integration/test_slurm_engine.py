@@ -19,7 +19,9 @@ from tests.helpers.engine_case import (
     wait_for_pids,
     wait_until,
 )
+from tests.helpers.real_gang import digests
 from tests.helpers.slurm import Slurm, slurm, why_no_slurm
+from tlora_megatron.service.engines.local.engine import LocalEngine
 from tlora_megatron.service.engines.slurm.engine import SlurmEngine
 from tlora_megatron.service.engines.slurm.gang import complaints
 from tlora_megatron.service.mail.folder import GangFolder
@@ -108,6 +110,17 @@ class TestSlurm(EngineCase):
         engine.start(spec(root))
         reason = poll_until(engine, "died")[-1].body["reason"]
         assert reason.startswith("SLURM has not started the gang, srun said: srun: error:")
+
+    @pytest.mark.slow
+    def test_real_gang_over_two_nodes_keeps_its_bits(
+        self, open_engine: OpenEngine, cluster: Slurm, allocation: str, root: Path, tmp_path: Path
+    ) -> None:
+        open_engine()  # its environment stays
+        engine = SlurmEngine(root)
+        killed = digests(engine, root, ((0, 0), (1, 0)), kill=True)
+        engine.close()
+        local = LocalEngine(tmp_path / "local", 0, seats=2, standby=0)
+        assert killed == digests(local, tmp_path / "local", ((0, 0), (0, 1)), kill=False)
 
     def test_outside_an_allocation(
         self, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
