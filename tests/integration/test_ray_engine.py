@@ -46,9 +46,17 @@ from tlora_megatron.service.mail.folder import GangFolder
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray (pip install 'tlora-megatron[ray]')"
 )
-ALL = pytest.mark.skipif(
-    not os.environ.get("TLORA_ALL_TESTS"), reason="takes long; TLORA_ALL_TESTS=1 runs it"
+RUNS_ALL = bool(os.environ.get("TLORA_ALL_TESTS"))
+ALL = pytest.mark.skipif(not RUNS_ALL, reason="takes long; TLORA_ALL_TESTS=1 runs it")
+
+
+ALWAYS = (
+    "test_commands_are_carried_out_once",
+    "test_killed_rank_takes_its_gang_along[1]",
+    "test_new_engine_takes_up_what_lives",
+    "test_actors_of_no_gang_are_swept",
 )
+"""Of the class; each start of a gang costs Ray two processes and seconds of a core."""
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +72,13 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def open_engine(
-    cluster: Cluster, root: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> Iterator[OpenEngine]:
+    if not RUNS_ALL and request.node.name not in ALWAYS:
+        pytest.skip("takes long; TLORA_ALL_TESTS=1 runs it")
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
     engines: list[RayEngine] = []
@@ -94,14 +107,14 @@ class TestRay(EngineCase):
 
     def test_actors_of_no_gang_are_swept(self, open_engine: OpenEngine, root: Path) -> None:
         engine = open_engine()
-        engine.start(spec(root, places=tuple((0, seat) for seat in range(4))))
+        engine.start(spec(root, places=tuple((0, seat) for seat in range(3))))
         poll_until(engine, "started")
-        ranks = wait_for_pids(root, 4)
-        shutil.rmtree(GangFolder(root, "g", 1).path)
+        ranks = wait_for_pids(root, 3)
+        GangFolder(root, "g", 1).path.rename(root / "forgotten")
         second = open_engine()
         assert not second.gangs()
         wait_until(lambda: all(is_gone(pid) for pid in ranks))
-        second.start(spec(root))  # there is room again
+        second.start(spec(root))  # there is room for it again
         poll_until(second, "started")
         assert second.kill("g", 1)
 
