@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import desc, select
+from sqlalchemy import delete, desc, select
 
 from tlora_megatron.service.store.sql import tables
 from tlora_megatron.service.store.sql.database import Database
 from tlora_megatron.service.store.values import Decision
 
+KEPT = 10_000
+"""Older decisions are removed: each holds what it looked at."""
+
 
 class Decisions:
-    """The decisions of a store."""
+    """The newest decisions of a store."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -27,7 +30,9 @@ class Decisions:
             "why": why,
         }
         with self._database.write() as connection:
-            connection.execute(tables.decision.insert().values(**row))
+            made = connection.execute(tables.decision.insert().values(**row))
+            (seq,) = made.inserted_primary_key
+            connection.execute(delete(tables.decision).where(tables.decision.c.seq <= seq - KEPT))
 
     def newest(self, limit: int = 100) -> list[Decision]:
         """The last decisions, newest first."""

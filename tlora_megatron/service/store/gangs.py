@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, desc, func, select, update
+from sqlalchemy import Connection, bindparam, delete, desc, exists, func, select, update
 
 from tlora_megatron.service.messages import GangEvent, GangSpec
 from tlora_megatron.service.store.errors import EventGap, IllegalChange
@@ -17,6 +17,8 @@ from tlora_megatron.service.store.states import GANG_CHANGES, GangState
 from tlora_megatron.service.store.values import Gang
 
 _GANG = tables.gang.c
+_COMMANDS_KEPT_S = 86_400.0
+"""Commands of gangs that ended before are removed: most of them only renew leases."""
 
 
 class Gangs:
@@ -61,6 +63,7 @@ class Gangs:
                 "started_at": now,
             }
             connection.execute(tables.gang.insert().values(**row))
+            _forget_commands(connection, now - _COMMANDS_KEPT_S)
             body = {"epoch": epoch, "to": GangState.STARTING.value}
             record(connection, now, "gang", gang=spec.gang, body=body)
             return as_gang(gang_row(connection, spec.gang, epoch))
@@ -197,3 +200,12 @@ class Gangs:
 def _update(connection: Connection, name: str, epoch: int, values: Mapping[str, Any]) -> None:
     query = update(tables.gang).where(_GANG.name == name, _GANG.epoch == epoch)
     connection.execute(query.values(**values))
+
+
+def _forget_commands(connection: Connection, before: float) -> None:
+    ended = exists().where(
+        _GANG.name == tables.command.c.gang,
+        _GANG.epoch == tables.command.c.epoch,
+        _GANG.ended_at < before,
+    )
+    connection.execute(delete(tables.command).where(ended))

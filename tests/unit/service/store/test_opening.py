@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sqlite3
 import stat
 import subprocess
@@ -56,11 +57,15 @@ def test_every_commit_is_on_the_disk(tmp_path: Path) -> None:
         ("{tmp}/no/store", StoreUnreachable, "a file that can be opened, got No such file"),
         ("{tmp}", StoreUnreachable, "a file that can be opened, got Is a directory"),
         ("{tmp}/link", StoreUnreachable, "got Too many levels of symbolic links"),
-        ("{tmp}/text", StoreUnreachable, "a store that can be opened, got 'file is not a database"),
+        (
+            "{tmp}/text",
+            StoreUnreachable,
+            "that can be reached, got 'file is not a database",
+        ),
         (
             "postgresql://me:secret@/x?host={tmp}",
             StoreUnreachable,
-            r"the store postgresql\+psycopg://me:\*\*\*@/x must be a store that can be opened",
+            r"the store postgresql\+psycopg://me:\*\*\*@/x must be a store that can be reached",
         ),
     ],
 )
@@ -187,18 +192,18 @@ def test_a_forked_child_must_open_its_own(tmp_path: Path) -> None:
 
 
 def test_threads_take_turns_and_a_holder_is_not_waited_for_forever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(opening, "BUSY_S", 0.01)
     monkeypatch.setattr(opening, "_CHECKPOINT_S", 0.01)
-    with open_store(tmp_path / "s") as store:
+    with open_store(place) as store:
         with store.transaction():
             refused = _in_thread(lambda: submitted(store, "b"))
         assert isinstance(refused, StoreBusy)
         assert "another process holds it" in str(refused)
         assert _in_thread(lambda: submitted(store, "b")) is None, "given up, not lost"
     monkeypatch.setattr(opening, "BUSY_S", HANG_S)
-    with open_store(tmp_path / "s") as store:
+    with open_store(place) as store:
         names = [f"{letter}{number}" for letter in "cdef" for number in range(5)]
         threads = [threading.Thread(target=submitted, args=(store, name)) for name in names]
         for thread in threads:
@@ -241,3 +246,36 @@ def test_the_lock_of_a_dead_process_is_taken_at_once(place: str) -> None:
         assert not store.lock.is_held()
         assert store.lock.take() == 2
     process.stdout.close()
+
+
+def test_a_writer_that_does_nothing_is_cut_off(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "_IDLE_S", 0.01)
+    with open_store(server) as store:
+        with pytest.raises(StoreUnreachable, match="idle-in-transaction timeout"):
+            _do_nothing(store)
+        assert store.jobs.counts() is not None
+
+
+def _do_nothing(store: Store) -> None:
+    with store.transaction(), store._database.read() as connection:
+        # The server answers once it has ended the session.
+        select.select([connection.connection.fileno()], [], [], HANG_S)
+        store.events.add("too late")
+
+
+def test_a_server_that_went_away_is_reached_again(server: str) -> None:
+    with open_store(server) as store, open_store(server) as other:
+        with pytest.raises(StoreUnreachable, match="that can be reached, got 'terminating conn"):
+            _cut_off(store, other)
+        assert store.jobs.counts() == other.jobs.counts()
+
+
+def _cut_off(store: Store, other: Store) -> None:
+    pid = "SELECT pg_backend_pid()"
+    with store.transaction(), store._database.read() as mine:
+        found = mine.exec_driver_sql(pid).scalar()
+        with other._database.read() as connection:
+            connection.exec_driver_sql(f"SELECT pg_terminate_backend({found}, 10000)")
+        store.events.add("lost")

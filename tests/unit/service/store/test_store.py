@@ -30,6 +30,7 @@ from tlora_megatron.service.store import (
     Progress,
     Store,
     StoreError,
+    decisions,
     open_store,
 )
 
@@ -320,7 +321,23 @@ class TestReaders:
         assert [lease.job for lease in found.leases] == [left.id]
         assert found.last_event == store.events.last()
 
-    def test_decisions_are_kept(self, store: Store) -> None:
+    def test_commands_of_gangs_long_gone_are_removed(self, store: Store, clock: Clock) -> None:
+        gang(store)
+        store.commands.write("g", 1, "renew")
+        store.gangs.change("g", 1, GangState.ENDED)
+        gang(store)
+        store.commands.write("g", 2, "renew")
+        assert len(store.commands.unapplied("g", 1)) == 1
+        clock.now += 90_000
+        gang(store, "h")
+        assert store.commands.unapplied("g", 1) == []
+        assert [c.seq for c in store.commands.unapplied("g", 2)] == [1]
+
+    def test_the_newest_decisions_are_kept(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(decisions, "KEPT", 2)
+        store.decisions.add({}, [], "start")
         store.decisions.add({"queued": 2}, ["join"], "arrival")
         store.decisions.add({}, [], "tick")
         assert [found.why for found in store.decisions.newest()] == ["tick", "arrival"]

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from sqlalchemy import Connection, Engine, select
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, InternalError, OperationalError
 
 from tlora_megatron.service.store.errors import (
     LockLost,
@@ -205,6 +205,6 @@ def _sentence(error: DBAPIError, place: str) -> StoreError | None:
             f"{place} must become free within the time this process waits, got {said!r}: another "
             "process holds it; try again, and look for a stopped one"
         )
-    if type(error.orig).__name__ == "OperationalError" or code.startswith("SQLITE_NOTADB"):
-        return StoreUnreachable(f"{place} must be a store that can be opened, got {said!r}")
+    if isinstance(error, OperationalError | InternalError) or code.startswith("SQLITE_NOTADB"):
+        return StoreUnreachable(f"{place} must be a store that can be reached, got {said!r}")
     return None

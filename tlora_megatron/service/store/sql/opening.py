@@ -20,6 +20,10 @@ BUSY_S = 30
 """Seconds that a writer waits for its turn."""
 _CHECKPOINT_S = 10
 """Seconds that it waits for those who do not take turns: SQLite cleans up when a process leaves."""
+_ANSWER_S = 30
+"""Seconds after which a server that says nothing is taken for unreachable."""
+_IDLE_S = 60
+"""Seconds that a transaction may do nothing: a process that hangs in one would stop all others."""
 _NAMESPACE = "tlora"
 """PostgreSQL's schema that holds the tables."""
 _TURN = "SELECT pg_advisory_xact_lock(7814906253)"
@@ -137,8 +141,7 @@ def _postgres(url: URL, clock: Callable[[], float]) -> Database:
                 f"search_path TO {_NAMESPACE}",
                 "synchronous_commit TO on",
                 f"lock_timeout TO '{BUSY_S}s'",
-                # A writer that hangs would stop all others.
-                f"idle_in_transaction_session_timeout TO '{2 * BUSY_S}s'",
+                f"idle_in_transaction_session_timeout TO '{_IDLE_S}s'",
             ):
                 cursor.execute(f"SET {setting}")
         connection.commit()
@@ -148,7 +151,7 @@ def _postgres(url: URL, clock: Callable[[], float]) -> Database:
             url,
             json_serializer=to_json,
             pool_pre_ping=True,
-            connect_args={"connect_timeout": BUSY_S, "keepalives_idle": BUSY_S},
+            connect_args={"connect_timeout": _ANSWER_S, "keepalives_idle": _ANSWER_S},
         )
     except ImportError as error:
         raise ImportError(
