@@ -30,8 +30,8 @@ class Decisions:
             "why": why,
         }
         with self._database.write() as connection:
-            made = connection.execute(tables.decision.insert().values(**row))
-            (seq,) = made.inserted_primary_key
+            made = tables.decision.insert().values(**row).returning(tables.decision.c.seq)
+            seq = connection.execute(made).scalar_one()
             connection.execute(delete(tables.decision).where(tables.decision.c.seq <= seq - KEPT))
 
     def newest(self, limit: int = 100) -> list[Decision]:
