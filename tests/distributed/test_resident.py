@@ -120,3 +120,12 @@ def test_neighbours_keep_their_bits(gang: Gang, parts: Sequence[Part]) -> None:
             assert last[2]["status"] == "failed", (name, last)
         else:
             assert last[0] in ("left", "ended"), (name, last)
+
+
+def test_unlike_data_are_refused_and_long_mail_arrives(gang: Gang) -> None:
+    name = f"unlike-{next(_numbers)}"
+    events = gang.opened.run([(1, gang.order("mlp", name)), (1, {"kind": "z" * 9000})])
+    told = {kind: (job, body) for kind, job, body in events}
+    assert told["refused"][0] == name
+    assert "must read the same data for job" in told["refused"][1]["error"]
+    assert f"'{'z' * 9000}' is not known here" in told["note"][1]["message"]

@@ -151,13 +151,20 @@ class Stager:
     def _work(self) -> None:
         if self._bank.device.type == "cuda":
             torch.cuda.set_device(self._bank.device)
-        while (ordered := self._orders.get()) is not None:
-            if ordered.is_dropped:
-                continue
+        while self._prepare_next():
+            pass
+
+    def _prepare_next(self) -> bool:
+        """Prepares one job; a function, so that the thread keeps no job while it waits."""
+        ordered = self._orders.get()
+        if ordered is None:
+            return False
+        if not ordered.is_dropped:
             found = self._prepare(ordered.order)
             ordered.found = found
             if ordered.is_dropped and isinstance(found, StagedJob):
                 self._give_up(found)
+        return True
 
     def _prepare(self, order: Order) -> StagedJob | Failed:
         try:

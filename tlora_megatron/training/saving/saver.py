@@ -204,7 +204,8 @@ class Saver:
                 num_bytes += target.write(snapshot)
             except (OSError, ValueError) as error:
                 # ValueError: values that are not finite, or a folder that holds something else.
-                outcomes.append(partial(target.on_error, error))
+                # Without its frames: they hold the job, and it would hold them.
+                outcomes.append(partial(target.on_error, error.with_traceback(None)))
                 num_failed += 1
             else:
                 outcomes.append(target.on_done)

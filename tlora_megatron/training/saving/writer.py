@@ -79,6 +79,7 @@ class Writer:
         try:
             while (task := self._next()) is not _end:
                 task()
+                del task  # or the job that it wrote would stay in memory until the next one comes
         except BaseException as error:
             self._error = error
         finally:
