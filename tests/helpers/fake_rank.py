@@ -23,7 +23,9 @@ def main(folder: GangFolder, rank: int) -> int:
     folder.write(folder.pid(rank).name, f"{identity_of()}")
     if folder.is_closed:
         return 1
-    return _lead(folder) if rank == 0 else _follow(folder, rank)
+    code = _lead(folder) if rank == 0 else _follow(folder, rank)
+    folder.write(f"exit_{rank}", str(code))
+    return code
 
 
 def _lead(folder: GangFolder) -> int:
@@ -61,7 +63,4 @@ def _end(folder: GangFolder, rank: int, body: dict[str, object]) -> int:
 
 
 if __name__ == "__main__":
-    place = GangFolder.at(Path(sys.argv[1]))
-    code = main(place, int(sys.argv[2]))
-    sys.stdout.flush()
-    os._exit(code)
+    sys.exit(main(GangFolder.at(Path(sys.argv[1])), int(sys.argv[2])))

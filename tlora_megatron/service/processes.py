@@ -10,6 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+_FLAGS, _START = 6, 19
+"""Words of /proc/PID/stat behind the process's name."""
+_PF_EXITING = 4
+"""Set by the kernel as soon as a process begins to end."""
+
 
 class Life:
     """One process from now to its end, however often its number is given to another one.
@@ -55,6 +60,14 @@ class Life:
             self._is_over = True
         return self._is_over
 
+    @property
+    def is_ending(self) -> bool:
+        """True once the process runs no more; a GPU's driver then takes a second to clear up."""
+        if self._descriptor < 0 or self.is_over:
+            return True
+        words = _stat(self.pid)
+        return words is None or bool(int(words[_FLAGS]) & _PF_EXITING)
+
     def kill(self) -> None:
         """Ends the process by SIGKILL; one that has ended stays so."""
         if self._descriptor >= 0:
@@ -83,12 +96,19 @@ def ended(lives: Sequence[Life], wait_s: float = 0.0) -> list[Life]:
 
 def identity_of(pid: int | str = "self") -> str | None:
     """Process id, start time and boot in one line: no other process ever has the same."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
-    except (FileNotFoundError, ProcessLookupError):
+    words = _stat(pid)
+    if words is None:
         return None
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{words[0].split()[0]} {words[2].split()[19]} {boot}"
+    return f"{os.getpid() if pid == 'self' else pid} {words[_START]} {boot}"
+
+
+def _stat(pid: int | str) -> list[str] | None:
+    """The words of /proc/PID/stat behind the name; None if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 def available_memory_bytes() -> int:

@@ -155,6 +155,35 @@ def test_rank_that_said_nothing_is_told_by_its_code_and_log(
     )
 
 
+def test_rank_that_leaves_first_ends_no_gang(engine: LocalEngine, root: Path) -> None:
+    engine.start(spec(root))
+    ranks = wait_for_pids(engine, root)
+    engine.post(command(1, "save", rank=1, code=0))
+    end_s = time.monotonic() + HANG_S
+    while not is_gone(ranks[1]):
+        assert time.monotonic() < end_s
+        engine.poll({})
+    assert [info.alive for info in engine.gangs()] == [False]
+    engine.post(command(2, "stop", save=True))
+    assert poll_until(engine, has("stopped"))[-1].kind == "stopped"
+    while engine.gangs():
+        assert time.monotonic() < end_s
+    assert engine.poll({})[-1].kind == "stopped"
+
+
+def test_rank_that_fails_while_others_leave_is_to_blame(engine: LocalEngine, root: Path) -> None:
+    engine.start(spec(root))
+    ranks = wait_for_pids(engine, root)
+    engine.post(command(1, "save", rank=1, code=0))
+    end_s = time.monotonic() + HANG_S
+    while not is_gone(ranks[1]):
+        assert time.monotonic() < end_s
+        engine.poll({})
+    engine.post(command(2, "save", rank=0, code=7))
+    died = poll_until(engine, has("died"))[-1]
+    assert "rank 0 ended with exit code 7" in died.body["reason"]
+
+
 def test_new_engine_takes_up_what_lives(engine: LocalEngine, root: Path) -> None:
     engine.start(spec(root))
     ranks = wait_for_pids(engine, root)

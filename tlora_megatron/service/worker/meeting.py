@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,18 @@ def _find(folder: GangFolder) -> Store:
     return TCPStore(
         place["host"], place["port"], is_master=False, timeout=timedelta(seconds=_MEET_S)
     )
+
+
+def leave_together(store: Store, rank: int) -> None:
+    """Keeps ranks that have nothing left to do until rank 0 has not either.
+
+    It may still write what was saved, and NCCL would abort it when another rank is gone.
+    """
+    if rank == 0:
+        store.set("left", "")
+        return
+    with suppress(RuntimeError):  # the store ends with rank 0
+        store.wait(["left"], timedelta(days=1))
 
 
 def own_address(spec: GangSpec) -> str:

@@ -27,7 +27,7 @@ from tlora_megatron.service.mail.folder import GangFolder
 from tlora_megatron.service.mail.mailbox import FolderMailbox, Mailbox
 from tlora_megatron.service.messages import EventKind, GangSpec
 from tlora_megatron.service.processes import identity_of
-from tlora_megatron.service.worker.meeting import meet
+from tlora_megatron.service.worker.meeting import leave_together, meet
 from tlora_megatron.service.worker.telling import Hearing, Teller
 
 logger = logging.getLogger(__name__)
@@ -120,6 +120,7 @@ class _Rank:
                 },
             )
             loop.serve(self._hearing)
+        leave_together(store, self._rank)
         return LEASE_OVER if self._lease_is_over else 0
 
     def fail(self, error: BaseException) -> int:

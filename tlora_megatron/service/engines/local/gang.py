@@ -16,7 +16,7 @@ from tlora_megatron.service.processes import Life, ended
 
 _LEAVE_S = 10.0
 """For the ranks of a gang that has stopped as asked to be gone by themselves."""
-_WORD_S = 1.0
+_WORD_S = 5.0
 """For a parent that is not the engine to note how its child has ended."""
 _KILL_S = 2.0
 """For which `kill` waits: a process within a driver's call is not gone at once."""
@@ -44,16 +44,23 @@ class Member:
         return self.parent is not None and not self.parent.is_over
 
     @property
-    def is_gone(self) -> bool:
-        """True if there is no process and none will come."""
+    def is_missing(self) -> bool:
+        """True if its process runs no more, or none will come."""
         if self.life is not None:
-            return self.life.is_over
+            return self.life.is_ending
         return self.parent is None or self.parent.is_over
+
+    @property
+    def is_gone(self) -> bool:
+        """True if nothing is left of its process, or there is none."""
+        return self.life is None or self.life.is_over
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Ending:
     kill_at_s: float
+    leaves: bool = False
+    """All that are missing have ended without a fault."""
     to_blame: Sequence[Member] = ()
     """Who was missed first; of them `died` tells."""
     reason: str | None = None
@@ -79,7 +86,7 @@ class LocalGang:
 
     @property
     def is_ending(self) -> bool:
-        """True once one of its processes was missed."""
+        """True once a process was missed, or all are to end."""
         return self._ending is not None
 
     def post(self, command: Command) -> None:
@@ -99,16 +106,16 @@ class LocalGang:
         if self.is_over:
             return
         self._find_forks()
-        gone = [member for member in self._members if member.is_gone]
-        if gone and self._ending is None:
-            self._ending = self._judge(gone)
+        if self._ending is None or self._ending.leaves:
+            self._judge()
         self._get_on()
 
     def kill(self, reason: str) -> bool:
         """Ends all processes by SIGKILL; True with proof that they are gone."""
         if self.is_over:
             return True
-        self._ending = _Ending(kill_at_s=-math.inf, reason=reason)
+        if self._ending is None or self._ending.leaves:
+            self._ending = _Ending(kill_at_s=-math.inf, reason=reason)
         end_s = time.monotonic() + _KILL_S
         self._get_on()
         while not self.is_over and (left_s := end_s - time.monotonic()) > 0:
@@ -133,15 +140,24 @@ class LocalGang:
             if member.life is None and (path := self.folder.pid(member.rank)).exists():
                 member.life = Life.known_as(path.read_text())
 
-    def _judge(self, gone: Sequence[Member]) -> _Ending:
-        """What is to happen now that ranks are gone."""
-        leaves = all(member.exit_code(self.folder) == 0 for member in gone)
+    def _judge(self) -> None:
+        """Decides what is to happen if ranks are missing."""
+        missing = [member for member in self._members if member.is_missing]
+        if not missing:
+            return
         now_s = time.monotonic()
-        return _Ending(
-            kill_at_s=now_s + _LEAVE_S if leaves else now_s,
-            to_blame=gone,
-            word_at_s=now_s + _WORD_S,
-        )
+        failed = [m for m in missing if m.life is None or m.exit_code(self.folder) != 0]
+        if failed:
+            self._ending = _Ending(kill_at_s=now_s, to_blame=failed, word_at_s=now_s + _WORD_S)
+        elif self._has_stopped() and (self._ending is None or self._ending.kill_at_s == math.inf):
+            self._ending = _Ending(kill_at_s=now_s + _LEAVE_S, leaves=True)
+        elif self._ending is None or len(missing) == len(self._members):
+            # Ended as if asked to: the others, which may still save, will say so.
+            self._ending = _Ending(kill_at_s=math.inf, leaves=True, to_blame=missing)
+
+    def _has_stopped(self) -> bool:
+        last = self._events.last()
+        return last is not None and last.kind == "stopped"
 
     def _get_on(self) -> None:
         """Carries an ending as far as it goes without waiting."""
@@ -154,9 +170,10 @@ class LocalGang:
                 self._find_forks()  # one that says who it is later sees that it is too late
             for life in self._lives():
                 life.kill()
-        is_empty = all(member.is_gone or member.life is None for member in self._members)
+        is_empty = all(member.is_gone for member in self._members)
         if is_empty and (time.monotonic() >= ending.word_at_s or not self._waits(ending)):
-            say_died(self.folder, self._died(ending))
+            if not self._has_stopped():
+                say_died(self.folder, self._died(ending))
             self.is_over = True
             self.release()
 
