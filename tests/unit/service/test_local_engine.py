@@ -292,6 +292,19 @@ def test_spares_end_with_their_service(root: Path) -> None:
     assert spare.process.wait(HANG_S) == 0
 
 
+def test_spares_that_fail_are_given_up(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    failing = (sys.executable, "-c", "raise ImportError('pip install triton')")
+    engine = make_engine(root, standby=1, spare_command=failing)
+    end_s = time.monotonic() + HANG_S
+    while "pip install triton" not in caplog.text:
+        assert time.monotonic() < end_s
+        engine.poll({})
+    assert not spare_pids(engine)
+    engine.start(spec(root))
+    poll_until(engine, has("started"))
+    end_all(engine)
+
+
 def test_places_must_be_those_of_the_host(engine: LocalEngine, root: Path) -> None:
     with pytest.raises(ValueError, match="different ones of node 0 below 4"):
         engine.start(spec(root, size=5))

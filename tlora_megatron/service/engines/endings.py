@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tlora_megatron.runtime.ranks import describe_death
@@ -72,14 +73,14 @@ def _describe(folder: GangFolder, rank: int, code: int | None) -> str:
         text = f"rank {rank} has ended without a word, as SIGKILL ends processes"
     else:
         text = f"rank {rank} ended with exit code {code}"
-    last = last_line(folder, rank)
+    last = last_words(folder.log(rank))
     return f"{text}; the last line of its log: {last}" if last else text
 
 
-def last_line(folder: GangFolder, rank: int) -> str:
-    """The last line of a rank's log that is not empty."""
+def last_words(log: Path) -> str:
+    """The last line of a process's log that is not empty."""
     try:
-        with folder.log(rank).open("rb") as file:
+        with log.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -10,9 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from tlora_megatron.service.engines.endings import last_words
 from tlora_megatron.service.engines.local.seats import Seats
 from tlora_megatron.service.mail.folder import GangFolder
 from tlora_megatron.service.processes import Life, available_memory_bytes
+
+logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "tlora_megatron.service.worker.standby")
 _SPARE_BYTES = 3 << 29
@@ -120,11 +124,12 @@ class Spares:
         missing = [seat for seat in range(self._wanted) if self._living(seat) is None]
         starting = sum(not spare.is_ready for spare in self._by_seat.values())
         room = max(1, len(os.sched_getaffinity(0)) // 2) - starting
+        if not self._wanted:  # given up a moment ago
+            return
         for seat in missing[: max(0, room)]:
             environment = {**self._environment, **self._seats.environment(seat)}
             command = [*self._command, *(["--forks"] if self.forks else [])]
-            log = self._folder / f"spare_{seat}.log"
-            self._by_seat[seat] = Spare(command, environment, log)
+            self._by_seat[seat] = Spare(command, environment, self._log(seat))
 
     def close(self) -> None:
         """Ends all that wait."""
@@ -132,10 +137,21 @@ class Spares:
             spare.end()
         self._by_seat.clear()
 
+    def _log(self, seat: int) -> Path:
+        return self._folder / f"spare_{seat}.log"
+
+    def _give_up(self, seat: int) -> None:
+        """Starts no more spares: ranks that start by themselves say what is wrong."""
+        self._wanted = 0
+        words = last_words(self._log(seat))
+        logger.error("gangs start without spare processes, one of which failed: %s", words)
+
     def _living(self, seat: int) -> Spare | None:
         spare = self._by_seat.get(seat)
         if spare is not None and spare.life.is_over:
             del self._by_seat[seat]
+            if not spare.is_ready:
+                self._give_up(seat)
             spare.end()
             return None
         return spare
