@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,6 +86,7 @@ class TestSlurm(EngineCase):
         engine.start(spec(root))
         poll_until(engine, "started")
         ranks = wait_for_pids(root)
+        time.sleep(1)  # srun hears on what is launched; before that SLURM ends a step without it
         srun = int((GangFolder(root, "g", 1).path / "srun.pid").read_text().split()[0])
         os.kill(srun, signal.SIGKILL)
         for _ in range(3):

@@ -48,7 +48,7 @@ class RayEngine:
 
     Args:
         root: the service's folder.
-        gpus: of a cluster of its own: GPUs to use; None = all that this process may see.
+        gpus: of a cluster of its own: GPUs to use, or places on a host without any; None = all.
         seats: of a cluster of its own on a host without GPUs; None = one a core.
         address: of a cluster that is there; None = that of RAY_ADDRESS, or one of its own.
         rank_command: for tests.
@@ -171,13 +171,16 @@ class RayEngine:
 
     def close(self) -> None:
         """Lets go of the gangs, which go on; a cluster of its own without any is ended."""
+        if all(gang.has_stopped for gang in self._gangs.values()):
+            self._wait(lambda: not self.gangs(), _KILL_S)
         is_idle = not self.gangs()
         self._connection.close()
         if is_idle:
             end_cluster(self._cluster)
 
     def _own_cluster(self, gpus: int | None, seats: int | None) -> Callable[[], Cluster]:
-        here = Seats.of_host(gpus, seats)
+        has_gpus = bool(Seats.of_host(None, None).devices)
+        here = Seats.of_host(gpus if has_gpus else None, seats or gpus)
         count = len(here.devices)
         cpus = os.cpu_count() or 1 if count else here.count
         return lambda: own_cluster(self._folder, cpus=cpus, gpus=count)

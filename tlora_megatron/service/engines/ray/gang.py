@@ -38,6 +38,12 @@ class RayGang:
         return self._died is not None
 
     @property
+    def has_stopped(self) -> bool:
+        """True once its last word is written; its processes may be about to end."""
+        last = EventReader(self.folder).last()
+        return self.is_over or (last is not None and last.kind in ("stopped", "died"))
+
+    @property
     def key(self) -> dict[str, Any]:
         """Its name and epoch, as the bridge is told them."""
         return {"gang": self.spec.gang, "epoch": self.spec.epoch}

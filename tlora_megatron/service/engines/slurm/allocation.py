@@ -37,6 +37,8 @@ class Allocation:
     """GPUs are what a step sees there; seats on nodes without any."""
     names: tuple[str, ...] = ()
     """SLURM's names of the nodes, in the same order."""
+    seats: int | None = None
+    """Places of a node without GPUs; None = one a core."""
     _asked_s: float = field(default=-1e9, init=False)
 
     @classmethod
@@ -44,7 +46,7 @@ class Allocation:
         """The allocation that this process runs in, with what its nodes have.
 
         Args:
-            gpus: of each node; None = all that a step sees there, 0 = none.
+            gpus: of each node, or places where it has none; None = all that a step sees there.
             seats: of nodes without GPUs; None = one a core.
 
         Raises:
@@ -71,15 +73,17 @@ class Allocation:
         names = self.ask("scontrol", "show", "hostnames", self._fields()["NodeList"]).split()
         words = self.step_words(len(names), ("--ntasks-per-node=1",))
         lines = self.ask(*words, *TASK, "look", str(seats or 0)).splitlines()
-        counts = {found["node"]: found["gpus"] for found in map(json.loads, lines)}
-        least = min(counts.values())
-        if gpus is not None and gpus > least:
+        found = {entry["node"]: entry for entry in map(json.loads, lines)}
+        least = min(entry["gpus"] for entry in found.values())
+        if not least:
+            self.seats = seats or gpus
+        elif gpus is not None and gpus > least:
             raise ValueError(
                 f"--gpus must be at most {least} on each node of the allocation, got {gpus}"
             )
         self.names = tuple(names)
         self.nodes = tuple(
-            NodeInfo(node=index, address=self._address(name), gpus=gpus or counts[name])
+            NodeInfo(node=index, address=self._address(name), gpus=gpus or found[name]["places"])
             for index, name in enumerate(names)
         )
 

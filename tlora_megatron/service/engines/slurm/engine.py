@@ -31,7 +31,7 @@ class SlurmEngine:
 
     Args:
         root: the service's folder.
-        gpus: GPUs to use on each node; None = all of the allocation, 0 = none.
+        gpus: GPUs to use on each node, or places on nodes without any; None = all.
         seats: places for processes on nodes without GPUs; None = one a core.
         rank_command: for tests.
     """
@@ -45,7 +45,6 @@ class SlurmEngine:
         rank_command: Sequence[str] = RANK_COMMAND,
     ) -> None:
         self._home = Home.open(root)
-        self._seats = seats
         self._rank_command = tuple(rank_command)
         self._allocation = Allocation.open(gpus, seats)
         self._gangs: dict[tuple[str, int], SlurmGang] = {}
@@ -135,7 +134,7 @@ class SlurmEngine:
         environment = self._allocation.environment()
         if len(set(hosts)) > 1:
             environment[HOST_VARIABLE] = self._allocation.nodes[spec.gpus[0][0]].address
-        task = [*TASK, str(folder.path), str(self._seats or 0), *self._rank_command]
+        task = [*TASK, str(folder.path), str(self._allocation.seats or 0), *self._rank_command]
         log = folder.path / SRUN_LOG
         with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as said:
             return subprocess.Popen(

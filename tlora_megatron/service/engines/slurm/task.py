@@ -20,7 +20,8 @@ def main(argv: list[str]) -> None:
     place, seats, *command = argv
     here = Seats.of_host(None, int(seats) or None)
     if place == "look":
-        print(json.dumps({"node": os.environ["SLURMD_NODENAME"], "gpus": here.count}))
+        name, count = os.environ["SLURMD_NODENAME"], len(here.devices)
+        print(json.dumps({"node": name, "gpus": count, "places": here.count}))
         return
     rank = int(os.environ["SLURM_PROCID"])
     _, seat = GangFolder.at(Path(place)).spec().gpus[rank]
