@@ -119,7 +119,17 @@ class Deciding:
             self._ask_again(question)
         if admitted:
             self._carry_out(admitted, question)
+            self._go_on(question)
         if len(fitting) < len(decisions):
+            self._desk.wants_decision = True
+
+    def _go_on(self, question: _Question) -> None:
+        """Asks about jobs behind those that a decision looks at, while decisions place some."""
+        books = self._desk.books
+        if len(question.queue) > self._desk.settings.lookahead:
+            books.fleet.changes.arrived.update(
+                index for index in question.changes.arrived if index in books.queue
+            )
             self._desk.wants_decision = True
 
     def _is_fresh(self, bundle: Sequence[Decision], question: _Question) -> bool:
