@@ -102,14 +102,14 @@ class Bench:
         self.events.append((time.perf_counter(), kind, job, body))
 
     def job_spec(self, name: str) -> JobSpec:
-        """A job whose batch fills half a micro-batch or a few of them."""
+        """A job whose batch fills half a micro-batch; each steps once in `jobs / 2` rounds."""
         self._number += 1
         per_round = max(2, self.args.tokens // _SEQUENCE)
         return JobSpec(
             name=name,
             data=DataSpec(train="synthetic"),
             lora=LoraSpec(rank=self.args.rank),
-            batch_size=per_round // 2 * (1 + self._number % 3),
+            batch_size=per_round // 2,
             max_seq_len=_SEQUENCE + 1,
             max_steps=10**6,
             seed=self._number,
@@ -227,17 +227,25 @@ def measure_joins(bench: Bench) -> dict[str, tuple[float, str]]:
     }
 
 
+def _whole_cycles(bench: Bench) -> int:
+    """Rounds of a turn in which every job takes equally many steps, so that turns do equal work."""
+    cycle = max(1, bench.args.jobs // 2)
+    return cycle * max(1, round(bench.args.rounds / cycle))
+
+
 def measure_overhead(bench: Bench, folder: Path) -> dict[str, tuple[float, str]]:
     """Both loops in turns over the same jobs."""
     settings = replace(bench.settings, output_dir=str(folder / "train"))
     train = TrainingLoop(
         bench.model, bench.run.spec, settings, SilentListener(), base_model="random"
     )
-    count, ratios = bench.args.rounds, []
+    count, ratios = _whole_cycles(bench), []
     turns: list[Callable[[], float]] = [
         partial(train_s, train, count),
         partial(resident_s, bench, count),
     ]
+    for run in turns:  # what loops do once
+        run()
     for turn in range(bench.args.turns):
         order = turns if turn % 2 == 0 else turns[::-1]
         found = {run: run() for run in order}
@@ -249,7 +257,7 @@ def measure_overhead(bench: Bench, folder: Path) -> dict[str, tuple[float, str]]
 
 def measure_cost(bench: Bench) -> dict[str, tuple[float, str]]:
     """Rounds with one job that comes and goes, over rounds without."""
-    count, lost = 5 * bench.args.rounds, list[float]()
+    count, lost = 3 * _whole_cycles(bench), list[float]()
     drawn: list[float] = []
     for turn in range(2):
         name = f"guest{turn}"
@@ -280,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=16)
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=4096, help="rows of a micro-batch")
-    parser.add_argument("--rounds", type=int, default=8, help="of a turn")
+    parser.add_argument("--rounds", type=int, default=16, help="of a turn, about")
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
