@@ -290,3 +290,14 @@ def test_reading_metrics_needs_no_torch() -> None:
     )
     root = Path(metrics.__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
+
+
+def test_nothing_is_written_once_somebody_else_owns_the_file(tmp_path: Path) -> None:
+    owns = [True]
+    with JobMetrics(
+        tmp_path, "a", tensorboard=False, wandb_project=None, may_write=lambda: owns[0]
+    ) as job:
+        log_steps(job, 1, 3)
+        owns[0] = False
+        log_steps(job, 3, 5)
+    assert [line["step"] for line in read_metrics(job.path)] == [1, 2]

@@ -10,6 +10,7 @@ import pytest
 
 from tlora_megatron.training.formats import atomic_directory
 from tlora_megatron.training.formats.atomic_directory import (
+    NotPermitted,
     readable_directory,
     remove_directory,
     remove_leftovers,
@@ -223,3 +224,19 @@ def test_removing_takes_what_is_ours_and_no_link(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shared", "target"]
     assert [path.name for path in (tmp_path / "shared").iterdir()] == ["notes"]
     assert read(tmp_path / "target") == ("text", "text")
+
+
+def test_who_may_not_write_leaves_the_old_one(tmp_path: Path) -> None:
+    home, asked = tmp_path / "home", [0]
+    with replace_directory(home) as folder:
+        (folder / "file").write_text("old")
+
+    def permit() -> None:
+        asked[0] += 1
+        if asked[0] == 2:  # while the new files were written
+            raise NotPermitted("another owns it")
+
+    with pytest.raises(NotPermitted), replace_directory(home, permit=permit) as folder:
+        (folder / "file").write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert (home / "file").read_text() == "old"

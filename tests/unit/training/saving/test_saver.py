@@ -283,3 +283,19 @@ def test_old_checkpoints_go_and_links_stay_unfollowed(tmp_path: Path) -> None:
     found = find_checkpoint(folder)
     assert found is not None
     assert found.step == 3
+
+
+def test_a_job_that_comes_later_finds_room(tmp_path: Path, gate: Gate) -> None:
+    small, large = make_job("a", rank=2), make_job("b", rank=16)
+    saver, told = make_saver(small), list[str]()
+    saver.expect(large.spec.lora)
+    saver.save(large, [checkpoint(tmp_path, large)._replace(on_done=lambda: told.append("saved"))])
+    assert not saver.can_take(large), "its last save is not written yet"
+    assert not saver.can_take(small), "the memory is taken"
+    saver.submit(on_done=lambda: saver.submit(on_done=lambda: told.append("told")))
+    gate.open.set()
+    saver.drain()
+    assert told == ["saved", "told"]
+    assert saver.can_take(small)
+    assert saver.can_take(large)
+    saver.close()
