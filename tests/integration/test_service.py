@@ -158,6 +158,7 @@ def test_a_service_from_its_start_to_its_end(
         out = tmp_path / f"{name}-adapter"
         assert main(["adapters", name, "--out", str(out)]) == 0
         assert losses(service.home.root, ids[name]) == losses(tmp_path / "alone", name)
+        assert rows[name]["loss"] == losses(tmp_path / "alone", name)[-1]
         assert sha256(out) == sha256(tmp_path / "alone" / "jobs" / name / "adapter")
         base = AutoModelForCausalLM.from_pretrained(QUICKSTART / "base")
         assert PeftModel.from_pretrained(base, out).peft_config["default"].r == 4

@@ -150,8 +150,8 @@ class Hearing:
         to = JobState.FINISHED if finished else JobState.FAILED
         why = "its last step is done" if finished else str(reason or "it failed by itself")
         step = int(event.body.get("step", live.step))
-        if live.state is JobState.STARTING and not finished:
-            to = JobState.FAILED
+        if (report := self._desk.progress.pop(live.id, None)) is not None:
+            self._desk.store.jobs.progress([report])
         self._desk.change(
             live, to, release=why, why=why, step=step, error=None if finished else why
         )
