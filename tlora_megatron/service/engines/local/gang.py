@@ -96,10 +96,14 @@ class LocalGang:
             self._outbox.post(command)
 
     def events(self, number: int) -> list[GangEvent]:
-        """Events behind a number, in order."""
+        """Events behind a number, in order; `stopped` not before all processes are gone.
+
+        Whoever hears it may give the gang's GPUs to another one, which needs all their memory.
+        """
         events = self._events.after(number)
         self.has_spoken = self.has_spoken or bool(events)
-        return events
+        is_early = events and events[-1].kind == "stopped" and not self.is_over
+        return events[:-1] if is_early else events
 
     def look(self) -> None:
         """Ends the gang if one of its processes has ended; waits for nothing."""
