@@ -403,6 +403,7 @@ def test_command_line_and_config_import_without_torch(repo: Path) -> None:
         "heavy = {'torch', 'megatron', 'transformers', 'numpy'}\n"
         "print(*sorted({*heavy, 'sqlalchemy', 'ray'} & set(sys.modules)))\n"
         f"import {PACKAGE}.service.store, {PACKAGE}.service.engines.slurm.engine\n"
+        f"import {PACKAGE}.service.engines.local.engine\n"
         f"import {PACKAGE}.service.engines.ray.engine, {PACKAGE}.service.engines.ray.agent\n"
         "print(*sorted({*heavy, 'psycopg', 'ray'} & set(sys.modules)))"
     )

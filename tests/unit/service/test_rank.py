@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.launch import HANG_S
 from tlora_megatron.service.mail.folder import EventReader, GangFolder
 from tlora_megatron.service.mail.mailbox import FolderMailbox
 from tlora_megatron.service.messages import GangSpec
 from tlora_megatron.service.worker import rank as rank_module
+from tlora_megatron.service.worker.meeting import leave_together
 from tlora_megatron.service.worker.rank import FAILED, LEASE_OVER, OUT_OF_MEMORY, _Rank, run_rank
 from tlora_megatron.service.worker.telling import Hearing, Teller
 
@@ -65,6 +68,19 @@ def test_stop_past_the_lease_is_not_told_as_one(folder: GangFolder) -> None:
     assert EventReader(folder).last() is None
     assert "nothing was heard of a controller" in ending(folder, 0)["reason"]
     assert LEASE_OVER not in (0, FAILED, OUT_OF_MEMORY)
+
+
+def test_ranks_leave_together() -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    other = threading.Thread(target=leave_together, args=(store, 1), daemon=True)
+    other.start()
+    other.join(0.2)
+    assert other.is_alive()
+    leave_together(store, 0)
+    other.join(HANG_S)
+    assert not other.is_alive()
 
 
 def test_rank_that_cannot_begin_says_why(
