@@ -322,12 +322,13 @@ def crowded(study: Study, running: int, root: Path) -> dict[str, float]:
     first = [job for job in jobs.jobs if job.submit_s == 0.0]
     rest = [job for job in jobs.jobs if job.submit_s > 0.0]
     replay.store.jobs.submit([jobs.submission(job) for job in first])
-    steps = _steps(replay, 60.0)
+    _steps(replay, 60.0)
     begin = time.perf_counter()
     for place in range(0, len(rest), 100):
         replay.store.jobs.submit([jobs.submission(job) for job in rest[place : place + 100]])
     submit_s = time.perf_counter() - begin
     intake = _steps(replay, 5.0)
+    arriving = max(replay.controller.deciding.seconds)
     replay.controller.deciding.seconds.clear()
     steps = _steps(replay, 60.0)
     states = replay.store.jobs.counts()
@@ -337,6 +338,7 @@ def crowded(study: Study, running: int, root: Path) -> dict[str, float]:
         "queued": float(states.get(JobState.QUEUED, 0)),
         "submits by 100": len(rest) / submit_s,
         "longest wake-up while all arrive (CPU)": max(intake),
+        "longest decision while all arrive": arriving,
         "decisions": float(len(decisions)),
         "median decision": statistics.median(decisions),
         "longest decision": max(decisions),
