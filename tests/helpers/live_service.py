@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,6 +104,14 @@ class InstantValidator:
 
     def close(self) -> None:
         """See the class."""
+
+
+@contextmanager
+def folder_in_memory() -> Iterator[Path]:
+    """A folder in memory where there is one: a disk that flushes every change takes most time."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        yield Path(folder)
 
 
 class LiveService:

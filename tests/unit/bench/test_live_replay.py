@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 
 from scripts.bench.live_replay import compared
+from tests.helpers.live_service import folder_in_memory
 from tlora_megatron.sim.cluster_config import load_cluster
 from tlora_megatron.sim.job_mix import load_mix
 from tlora_megatron.sim.study import Options, Study
@@ -38,7 +39,8 @@ def _study(repo: Path) -> Study:
     )
 
 
-def test_jobs_take_as_long_as_in_the_simulator(repo: Path, tmp_path: Path) -> None:
-    found = compared(_study(repo), "tlora_best", tmp_path / "service", noise=0.05)
+def test_jobs_take_as_long_as_in_the_simulator(repo: Path) -> None:
+    with folder_in_memory() as folder:
+        found = compared(_study(repo), "tlora_best", folder / "service", noise=0.05)
     assert found["jobs"] == 40
     assert 0.95 < found["live over simulated"] < 1.05

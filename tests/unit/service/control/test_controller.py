@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.live_service import LiveService
+from tests.helpers.live_service import LiveService, folder_in_memory
 from tlora_megatron.service.engines.fake_gang import FakeTimes
 from tlora_megatron.service.engines.protocol import NodeInfo
 
@@ -17,14 +16,9 @@ _EVERY_S = [0.07, 0.31, 1.3, 4.1] if os.environ.get("TLORA_ALL_TESTS") else [1.3
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is one: a disk that flushes each change takes most time."""
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        yield tmp_path / "service"
-        return
-    with tempfile.TemporaryDirectory(dir=memory, prefix="tlora-") as folder:
-        yield Path(folder) / "service"
+def root() -> Iterator[Path]:
+    with folder_in_memory() as folder:
+        yield folder / "service"
 
 
 def test_a_job_trains_and_ends(root: Path) -> None:

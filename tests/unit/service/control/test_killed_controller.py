@@ -8,7 +8,6 @@ in its turn. Real kills of real processes are in tests/integration/test_killed_s
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.live_service import LiveService
+from tests.helpers.live_service import LiveService, folder_in_memory
 from tlora_megatron.service.control import carrying
 
 EVERYTHING = bool(os.environ.get("TLORA_ALL_TESTS"))
@@ -101,10 +100,9 @@ def _trained(root: Path, reaper: Reaper | None, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
-        yield Path(folder)
+def root() -> Iterator[Path]:
+    with folder_in_memory() as folder:
+        yield folder
 
 
 def _adapters(service: LiveService) -> dict[str, str]:
