@@ -81,11 +81,11 @@ class ResidentLoop:
                 is_idle = not self.live.has_work
                 word = self._word(mailbox, is_idle=is_idle)
                 states = {name: self._stager.state(name) for name in self._preparing}
-                ready = Readiness(self._group, states)
+                ready = Readiness(self._group, states) if states else None
                 self._agreement.begin(word)
                 if not is_idle:
                     self._work()
-                self._at_boundary(self._agreement.read(), ready.read())
+                self._at_boundary(self._agreement.read(), ready.read() if ready else {})
 
     def close(self) -> None:
         """Ends threads and closes files; a second call does nothing."""
