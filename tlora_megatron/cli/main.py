@@ -23,6 +23,8 @@ examples:
   tlora train configs/quickstart.yaml --nproc 2
   tlora inspect runs/quickstart
   tlora plan configs/quickstart.yaml --gpus 8 --hardware h200
+  tlora serve
+  tlora submit configs/quickstart.yaml --wait
 
 `tlora COMMAND --help` shows the options and examples of a command.
 """
