@@ -78,14 +78,23 @@ class ResidentLoop:
         self._has_stopped = False
         with frozen_gc():
             while not self._has_stopped:
-                is_idle = not self.live.has_work
-                word = self._word(mailbox, is_idle=is_idle)
-                states = {name: self._stager.state(name) for name in self._preparing}
-                ready = Readiness(self._group, states) if states else None
-                self._agreement.begin(word)
-                if not is_idle:
-                    self._work()
-                self._at_boundary(self._agreement.read(), ready.read() if ready else {})
+                try:
+                    self._turn(mailbox)
+                except torch.OutOfMemoryError:
+                    newcomers = {"newcomers": self.live.newcomers}
+                    self._any_rank_tells("out_of_memory", None, newcomers)
+                    raise
+
+    def _turn(self, mailbox: Mailbox | None) -> None:
+        """A round, if there is one, and what is carried out behind it."""
+        is_idle = not self.live.has_work
+        word = self._word(mailbox, is_idle=is_idle)
+        states = {name: self._stager.state(name) for name in self._preparing}
+        ready = Readiness(self._group, states) if states else None
+        self._agreement.begin(word)
+        if not is_idle:
+            self._work()
+        self._at_boundary(self._agreement.read(), ready.read() if ready else {})
 
     def close(self) -> None:
         """Ends threads and closes files; a second call does nothing."""
@@ -104,14 +113,9 @@ class ResidentLoop:
 
     def _work(self) -> None:
         """A round, and a micro-batch of an evaluation."""
-        newcomers = self.live.newcomers
         begin_s, tokens = time.perf_counter(), self.live.tokens
-        try:
-            self.live.run_round()
-            self.live.evaluate_part()
-        except torch.OutOfMemoryError:
-            self._any_rank_tells("out_of_memory", None, {"newcomers": newcomers})
-            raise
+        self.live.run_round()
+        self.live.evaluate_part()
         self._rates.add(time.perf_counter() - begin_s, self.live.tokens - tokens)
         if (found := self._rates.take(self.live)) is not None:
             self._tell("round", None, found)

@@ -58,6 +58,8 @@ class Live:
 
     def join(self, staged: Any) -> None:
         self.jobs.append(staged.state.name)
+        if self.fails and len(self.jobs) > 1:
+            raise self.fails
 
     def leave(self, name: str, *, save: bool, lost: bool = False) -> bool:
         self.calls.append(("leave", name, save, lost))
@@ -186,3 +188,15 @@ def test_a_round_out_of_memory_names_the_newcomers() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         loop.serve(Script([]))
     assert events == [("out_of_memory", None, {"newcomers": ["new"]})]
+
+
+def test_a_join_out_of_memory_names_the_newcomer() -> None:
+    live, stager = Live(), Stager(new=staged("new"))
+    events: list[Event] = []
+    loop: Any = ResidentLoop(live, stager, None, lambda *event: events.append(event))  # type: ignore[arg-type]
+    live.jobs, live.fails = ["a"], torch.OutOfMemoryError("no room")
+    live.run_round = lambda: None  # type: ignore[method-assign]
+    order = [{"kind": "prepare", "job": "new"}, {"kind": "join", "job": "new"}]
+    with pytest.raises(torch.OutOfMemoryError):
+        loop.serve(Script(order, []))
+    assert events[-1] == ("out_of_memory", None, {"newcomers": ["new"]})
