@@ -37,9 +37,9 @@ examples:
 In another terminal: `tlora submit jobs.yaml`, `tlora jobs`, `tlora logs -f NAME`.
 
 Ctrl-C or SIGTERM saves all jobs and ends their processes; the next `tlora serve` continues. A
-second one ends at once; gangs then train on, and the next `tlora serve` takes them up.
+second one does not wait for that: what was asked to save and end does so alone.
 
-exit code: 0 stopped as asked, 1 a failure, 2 a mistake in the command line
+exit code: 0 stopped as asked, 1 a failure, 2 a mistake in the command line, 130 second Ctrl-C
 """
 
 
