@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import REPO
+from tests.helpers.gang_driver import quickstart_base, quickstart_jobs
+from tests.helpers.launch import HANG_S, REPO, environment
 from tests.helpers.nodes import wait_until
 from tests.helpers.slurm import Slurm, slurm, why_no_slurm
 from tlora_megatron.training.metrics import read_metrics
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_sl
 
 ONE_NODE = REPO / "scripts" / "slurm" / "finetune_8b.sbatch"
 MANY_NODES = REPO / "scripts" / "slurm" / "finetune_70b_multinode.sbatch"
+SERVE = REPO / "scripts" / "slurm" / "serve.sbatch"
 BASE = REPO / "configs" / "quickstart" / "base"
 
 STAND_IN = """\
@@ -173,3 +176,31 @@ def test_before_its_time_is_over_a_run_saves_and_is_requeued(
     cluster.wait(job)
     assert steps(out) == list(range(1, 61)), "no step is missing and none is done twice"
     assert (out / "jobs" / "mirror" / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_service_saves_is_requeued_and_goes_on(cluster: Slurm, tmp_path: Path) -> None:
+    service, log = tmp_path / "service", tmp_path / "log"
+    job = quickstart_jobs(["mirror"], max_steps=400)["mirror"]
+    document = {"base_model": quickstart_base(), "jobs": [job]}
+    (tmp_path / "jobs.yaml").write_text(json.dumps(document))
+    command = f"{sys.executable} -m tlora_megatron.cli"
+    settings = environment() | {"SERVICE": str(service), "TLORA": command}
+    words = ("sbatch", "--parsable", f"--chdir={REPO}", f"--output={log}", "--gpus-per-node=0")
+    number = cluster.call(*words, SERVE, env=settings).strip()
+    submit = subprocess.Popen(
+        [*command.split(), "submit", tmp_path / "jobs.yaml", "--service", service, "--wait"],
+        env=settings,
+        cwd=REPO,
+    )
+    metrics = service / "jobs"
+    wait_until(lambda: any(metrics.glob("*/metrics.jsonl")), "the first step")
+    cluster.call("scancel", "--batch", "--signal=TERM", number)
+    wait_until(lambda: cluster.fields(number)["Restarts"] == "1", "the service requeued")
+    assert submit.poll() is None, "the job was not at its end"
+    assert submit.wait(HANG_S) == 0
+    cluster.call("scancel", number)
+    (path,) = metrics.glob("*/metrics.jsonl")
+    lines = [line["step"] for line in read_metrics(path) if "loss" in line]
+    assert lines == sorted(set(lines))
+    assert lines[-1] == 400
