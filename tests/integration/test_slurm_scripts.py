@@ -188,14 +188,22 @@ def test_service_saves_is_requeued_and_goes_on(cluster: Slurm, tmp_path: Path) -
     settings = environment() | {"SERVICE": str(service), "TLORA": command}
     words = ("sbatch", "--parsable", f"--chdir={REPO}", f"--output={log}", "--gpus-per-node=0")
     number = cluster.call(*words, SERVE, env=settings).strip()
+    wait_until((service / "store.sqlite").exists, "the service's store")
     submit = subprocess.Popen(
         [*command.split(), "submit", tmp_path / "jobs.yaml", "--service", service, "--wait"],
         env=settings,
         cwd=REPO,
+        stdout=(tmp_path / "submit").open("wb"),
+        stderr=subprocess.STDOUT,
     )
     metrics = service / "jobs"
-    wait_until(lambda: any(metrics.glob("*/metrics.jsonl")), "the first step")
-    cluster.call("scancel", "--batch", "--signal=TERM", number)
+
+    def has_begun() -> bool:
+        assert submit.poll() is None, (tmp_path / "submit").read_text()
+        return any("loss" in path.read_text() for path in metrics.glob("*/metrics.jsonl"))
+
+    wait_until(has_begun, "the first step")
+    cluster.call("scancel", "--batch", "--signal=USR1", number)
     wait_until(lambda: cluster.fields(number)["Restarts"] == "1", "the service requeued")
     assert submit.poll() is None, "the job was not at its end"
     assert submit.wait(HANG_S) == 0
