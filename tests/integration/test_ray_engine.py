@@ -31,6 +31,7 @@ from tests.helpers.engine_case import (
 from tests.helpers.launch import HANG_S
 from tests.helpers.real_gang import digests
 from tlora_megatron.service.engines.local.engine import LocalEngine
+from tlora_megatron.service.engines.ray import cluster as cluster_module
 from tlora_megatron.service.engines.ray.cluster import (
     AUTH,
     TOKEN_FILE,
@@ -52,7 +53,6 @@ ALL = pytest.mark.skipif(not RUNS_ALL, reason="takes long; TLORA_ALL_TESTS=1 run
 
 ALWAYS = (
     "test_commands_are_carried_out_once",
-    "test_killed_rank_takes_its_gang_along[1]",
     "test_new_engine_takes_up_what_lives",
     "test_actors_of_no_gang_are_swept",
 )
@@ -135,6 +135,27 @@ def test_cluster_must_ask_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(AUTH, raising=False)
     with pytest.raises(ValueError, match="RAY_AUTH_MODE must be token for --engine ray, got None"):
         given_cluster("127.0.0.1:1")
+
+
+@ALL
+@pytest.mark.slow
+def test_cluster_that_lets_everybody_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="tlora-"))
+    start = cluster_module._start
+    monkeypatch.setattr(
+        cluster_module,
+        "_start",
+        lambda folder, temp, env, **more: start(folder, temp, {AUTH: "disabled"}, **more),
+    )
+    cluster = own_cluster(folder, cpus=1, gpus=0)
+    monkeypatch.setenv(AUTH, "token")
+    try:
+        with pytest.raises(ValueError, match="must ask for a token, got one that lets everybody"):
+            given_cluster(cluster.address)
+    finally:
+        end_cluster(cluster)
+        wait_until(lambda: cluster.is_over)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_token_and_files_are_the_users_alone(cluster: Cluster) -> None:
