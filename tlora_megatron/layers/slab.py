@@ -29,6 +29,9 @@ _LOADING_THREADS = 8
 _SLICE_MULTIPLE = 64
 """Slices begin on 256 bytes: vector instructions then meet the same elements as in the whole."""
 
+CopyPart = Callable[[torch.Tensor, torch.Tensor], object]
+"""Copies the second tensor, on the host, into the first, a view of a buffer."""
+
 
 class StatePlacement(NamedTuple):
     """The ranks and the memory that hold an adapter's master weights and Adam moments."""
@@ -126,22 +129,32 @@ class AdapterSlab:
             torch.cuda.current_stream(self.grad.device).wait_event(self._read_until)
             self._read_until = None
 
-    def load(self, whole: Callable[[str], torch.Tensor], buffer: str = "master") -> None:
+    def load(
+        self,
+        whole: Callable[[str], torch.Tensor],
+        buffer: str = "master",
+        copy: CopyPart | None = None,
+    ) -> None:
         """Fills a buffer from whole canonical tensors.
 
         Args:
             whole: finds or makes a tensor by its canonical name; called on several threads.
+            copy: how a part comes into a buffer, on those threads, where ranks hold no slices;
+                None = all parts go together, through the host's memory.
         """
-        flat = torch.empty(self.layout.numel)
+        direct = copy is not None and self.placement.group is None
+        flat = self.buffers()[buffer] if direct else torch.empty(self.layout.numel)
+        put: CopyPart = copy if copy is not None and direct else torch.Tensor.copy_
 
         def fill(place: tuple[Factor, torch.Tensor]) -> None:
             factor, view = place
-            view.copy_(factor.shard_of(whole(factor.name)))
+            put(view, factor.shard_of(whole(factor.name)))
 
         places = zip(self.layout.factors, self.layout.views(flat), strict=True)
         with ThreadPoolExecutor(host_threads(_LOADING_THREADS)) as pool:
             list(pool.map(fill, places))  # raises what was raised there
-        self.buffers()[buffer].copy_(flat[self.held])
+        if not direct:
+            self.buffers()[buffer].copy_(flat[self.held])
 
     def whole(self, buffer: str) -> torch.Tensor:
         """Returns a buffer `[numel]` on the gradient's device; collective if ranks hold slices."""

@@ -12,7 +12,7 @@ import torch
 
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.layers.adapter_bank import Adapter
-from tlora_megatron.layers.slab import AdapterSlab, initial_factor
+from tlora_megatron.layers.slab import AdapterSlab, CopyPart, initial_factor
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data
 from tlora_megatron.training.data.mapped_tokens import lengths_of
@@ -97,8 +97,14 @@ def prepare_job(
     return PreparedJob(spec=job, data=data, plan=plan, checkpoint=checkpoint, imported=imported)
 
 
-def start_job(prepared: PreparedJob, spec: Backbone, slab: AdapterSlab) -> JobState:
-    """Gives a job its adapter: from its checkpoint, an imported one, or a fresh one."""
+def start_job(
+    prepared: PreparedJob, spec: Backbone, slab: AdapterSlab, copy: CopyPart | None = None
+) -> JobState:
+    """Gives a job its adapter: from its checkpoint, an imported one, or a fresh one.
+
+    Args:
+        copy: see `AdapterSlab.load`.
+    """
     job, imported = prepared.spec, prepared.imported
     state = JobState(
         spec=job,
@@ -107,11 +113,11 @@ def start_job(prepared: PreparedJob, spec: Backbone, slab: AdapterSlab) -> JobSt
         adapter=Adapter(name=job.name, lora=job.lora, slab=slab),
     )
     if prepared.checkpoint is not None:
-        prepared.checkpoint.restore(state)
+        prepared.checkpoint.restore(state, copy)
     elif imported is not None:
-        slab.load(imported.__getitem__)
+        slab.load(imported.__getitem__, copy=copy)
     else:
-        slab.load(lambda name: initial_factor(spec, name, job.lora, job.seed))
+        slab.load(lambda name: initial_factor(spec, name, job.lora, job.seed), copy=copy)
     return state
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -42,8 +41,6 @@ def order_reader(config: RunConfig, root: str | Path) -> Callable[[Mapping[str, 
         budget="the service's micro_batch_tokens",
         tp_size=config.parallel.most_tp,
     )
-    # One rank looks at all values of a checkpoint; the others would read it again for nothing.
-    is_first = os.environ.get("RANK", "0") == "0"
 
     def read(order: Mapping[str, Any]) -> PreparedJob:
         asked = JobOrder(**order)
@@ -53,7 +50,7 @@ def order_reader(config: RunConfig, root: str | Path) -> Callable[[Mapping[str, 
             raise ValueError(f"portion_tokens of job {job.name!r} must be set when it is accepted")
         check_job_folders(home.root, asked.job)
         saved = home.job(asked.job) / "checkpoints"
-        found = reader.read(job, keys=asked.tokens, saved=saved, values=is_first).prepared
+        found = reader.read(job, keys=asked.tokens, saved=saved, values=False).prepared
         return replace(found, spec=replace(found.spec, name=asked.job))
 
     return read

@@ -7,15 +7,16 @@ import json
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
+from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.slab import AdapterSlab
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.data.tokenize import fingerprint
+from tlora_megatron.training.formats.hf_checkpoint import all_finite
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.metrics import JobMetrics
 from tlora_megatron.training.preparation import PreparedJob, start_job
@@ -24,9 +25,6 @@ Order = Mapping[str, Any]
 """What is asked for: `job` (its name here), `document`, and when to save it; see `StagedJob`."""
 ReadOrder = Callable[[Order], PreparedJob]
 """Reads all that a job starts from and checks it; runs on a thread, on every rank."""
-
-_CHUNK = 1 << 23
-"""Elements that are copied to the device at once, through locked memory that is reused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +94,6 @@ class Stager:
         self._orders: queue.SimpleQueue[_Ordered | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._locked: torch.Tensor | None = None
 
     def order(self, name: str, order: Order) -> None:
         """Begins to prepare a job, behind those that were ordered before."""
@@ -179,15 +176,18 @@ class Stager:
 
     def _stage(self, prepared: PreparedJob, order: Order) -> StagedJob:
         bank, job = self._bank, prepared.spec
-        copied = None
+        slab, copied = bank.new_slab(job.lora), None
         if bank.device.type != "cuda" or bank.placement.on_cpu:
-            state = start_job(prepared, self._spec, bank.new_slab(job.lora))
+            state = start_job(prepared, self._spec, slab)
+            self._check_finite(prepared, slab, order)
         else:
-            on_host = AdapterSlab(bank.slab_layout(job.lora), torch.device("cpu"), bank.placement)
-            state = start_job(prepared, self._spec, on_host)
-            slab = bank.new_slab(job.lora)
-            copied = self._copy(on_host, slab)
-            state.adapter = Adapter(name=job.name, lora=job.lora, slab=slab)
+            stream = self._side_stream()
+            stream.wait_stream(torch.cuda.current_stream(bank.device))  # the slab's zeros
+            with torch.cuda.stream(stream):
+                state = start_job(prepared, self._spec, slab, self._copy)
+                self._check_finite(prepared, slab, order)
+            copied = torch.cuda.Event()
+            copied.record(stream)
         return StagedJob(
             state=state,
             digest=digest_of(prepared),
@@ -197,24 +197,23 @@ class Stager:
             checkpoint_every_steps=int(order.get("checkpoint_every_steps", 0)),
         )
 
-    def _copy(self, host: AdapterSlab, slab: AdapterSlab) -> torch.cuda.Event:
-        """Copies what is not zero to the device, on a stream beside the training's."""
-        device = self._bank.device
-        if self._stream is None or self._locked is None:
-            self._stream = torch.cuda.Stream(device)
-            self._locked = torch.empty(_CHUNK, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        begun, targets = torch.cuda.Event(blocking=True), slab.buffers()
-        with torch.cuda.stream(self._stream):
-            for name, values in host.buffers().items():
-                for part, target in zip(
-                    values.split(_CHUNK), targets[name].split(_CHUNK), strict=True
-                ):
-                    if not part.any():
-                        continue
-                    begun.synchronize()
-                    room = self._locked[: len(part)].copy_(part)
-                    target.copy_(room, non_blocking=True)
-                    begun.record(self._stream)
-        begun.record(self._stream)
-        return begun
+    def _check_finite(self, prepared: PreparedJob, slab: AdapterSlab, order: Order) -> None:
+        """Looks at a checkpoint's values where they are now, which on a GPU costs nothing."""
+        checkpoint = prepared.checkpoint
+        if checkpoint is None or all(all_finite(v) for v in slab.buffers().values() if len(v)):
+            return
+        job = replace(prepared.spec, name=order.get("name", prepared.spec.name))
+        checkpoint.check_fits(job, prepared.data, self._spec)  # says which tensor
+        raise ValueError(f"checkpoint {checkpoint.path} of job {job.name!r} must be finite")
+
+    def _side_stream(self) -> torch.cuda.Stream:
+        """Copies run here, beside the training's kernels and behind what has been queued there."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._bank.device)
+        return self._stream
+
+    def _copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Copies to the device through locked memory, which torch reuses when the copy is done."""
+        locked = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
+        with torch.cuda.stream(self._side_stream()):
+            target.copy_(locked, non_blocking=True)
