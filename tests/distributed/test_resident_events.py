@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.helpers.resident_case import Event, Resident, resident
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
@@ -49,6 +50,21 @@ def test_jobs_are_saved_by_time(gang: Resident) -> None:
     steps = [body["step"] for kind, job, body in events if (kind, job) == ("saved", "timed")]
     assert steps[-1] == 3
     assert len(steps) > 1
+
+
+def test_a_checkpoint_that_is_not_finite_is_refused(gang: Resident) -> None:
+    order = prepare(gang, "damaged")
+    gang.run([(1, order), (1, {"kind": "join", "job": "damaged"})])
+    saved = find_checkpoint(gang.job_dir("damaged") / "checkpoints")
+    assert saved is not None
+    file = saved.path / "optimizer.safetensors"
+    tensors = load_file(file)
+    name = sorted(tensors)[-1]
+    tensors[name].view(-1)[0] = float("nan")
+    save_file(tensors, file)
+    events = gang.run([(1, order)])
+    assert told(events, "damaged") == ["refused"]
+    assert f"job 'damaged': {name} must be finite in its checkpoint" in events[-1][2]["error"]
 
 
 def test_a_job_outside_the_gang_s_targets_is_refused(gang: Resident) -> None:

@@ -58,6 +58,24 @@ def test_shards_join_to_the_whole(targets: str, tp_size: int, pp_size: int) -> N
     assert all(torch.equal(whole[name], factors[name]) for name in factors)
 
 
+def test_parts_that_are_copied_one_by_one_make_the_same_buffer() -> None:
+    lora = LoraSpec(rank=5, target_modules=TARGETS["mixed"])
+    factors, copied = random_factors(SPEC, lora), list[int]()
+
+    def copy(target: torch.Tensor, values: torch.Tensor) -> None:
+        target.copy_(values)
+        copied.append(values.numel())
+
+    for slab, expected in zip(
+        loaded_slabs(lora, {n: f - 1 for n, f in factors.items()}, 2, 1),
+        loaded_slabs(lora, factors, 2, 1),
+        strict=True,
+    ):
+        slab.load(factors.__getitem__, "exp_avg", copy)
+        assert torch.equal(slab.exp_avg, expected.master)
+    assert sum(copied) == 2 * expected.layout.numel
+
+
 @pytest.mark.parametrize("tp_size", SIZES)
 @pytest.mark.parametrize("targets", TARGETS)
 def test_the_replicated_part_comes_first_and_the_rest_is_cut(targets: str, tp_size: int) -> None:
