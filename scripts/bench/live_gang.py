@@ -169,7 +169,7 @@ def measure_kill(bench: Bench) -> None:
     bench.timed(lambda: bool(spares._by_seat) and all(s.is_ready for s in spares._by_seat.values()))
     epoch, deaths = bench.driver.epoch, len(bench.driver.deaths)
     bench.kill_rank(bench._world - 1)
-    begin_s = time.perf_counter()
+    begin_s, begin_at = time.perf_counter(), time.time()
     while any(info.alive for info in bench.driver.engine.gangs()):
         time.sleep(0.005)
     bench.row("SIGKILL of a rank to its notice", 1e3 * (time.perf_counter() - begin_s), "ms")
@@ -178,6 +178,7 @@ def measure_kill(bench: Bench) -> None:
     bench.driver.run_until(lambda: bench.driver.epoch > epoch)
     bench.driver.run_until(bench.all_step())
     took_s = time.perf_counter() - begin_s
+    show_timeline(bench, begin_at)
     base_s = note_start(bench)
     bench.row("SIGKILL of a rank to all jobs stepping again", took_s)
     bench.row("the same without loading the base", took_s - base_s, must=5.0)
@@ -190,6 +191,17 @@ def note_start(bench: Bench) -> float:
     return float(body["base_s"])
 
 
+def show_timeline(bench: Bench, since_s: float) -> None:
+    """Prints when the present gang told what, in seconds behind a Unix time."""
+    first: dict[tuple[str, str | None], float] = {}
+    for event in bench.events:
+        if event.epoch == bench.driver.epoch:
+            first.setdefault((event.kind, event.job), event.at - since_s)
+    for kind in ("started", "prepared", "joined", "stepped"):
+        times = [f"{job or ''} {at_s:.1f}" for (what, job), at_s in first.items() if what == kind]
+        print(f"  {kind}: {', '.join(times)}", flush=True)
+
+
 def measure_resize(bench: Bench) -> dict[str, dict[int, float]]:
     """Changes between tensor and data parallel; returns all losses."""
     bench.start()
@@ -198,10 +210,12 @@ def measure_resize(bench: Bench) -> dict[str, dict[int, float]]:
         bench.submit()
     bench.timed(bench.all_step(beyond=bench._args.steps))
     for words, tp_size in (("TP to DP", 1), ("DP to TP", bench._world)):
-        begin_s = time.perf_counter()
+        begin_s, begin_at = time.perf_counter(), time.time()
         resize(bench, tp_size)
+        bench.row(f"resize {words}: jobs saved, processes gone", time.perf_counter() - begin_s)
         bench.driver.run_until(bench.all_step())
         took_s = time.perf_counter() - begin_s
+        show_timeline(bench, begin_at)
         base_s = note_start(bench)
         case = f"resize {words}, {bench._args.jobs} jobs"
         bench.row(case, took_s, must=15.0)
