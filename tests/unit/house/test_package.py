@@ -75,7 +75,7 @@ def test_an_import_of_a_neighbour_is_not_a_third_party(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("tlora_megatron", ["train", "kernels", "deepspeed", "wandb", "serve"]),
+        ("tlora_megatron", ["train", "kernels", "deepspeed", "wandb", "serve", "ray"]),
         ("scripts", ["train", "kernels", "verify", "deepspeed", "docs", "bench"]),
         ("tests", ["test", "deepspeed", "wandb"]),
     ],
