@@ -73,7 +73,7 @@ class HostMemory:
         self._device = device
         self._is_pinned = False
         self._thread: threading.Thread | None = None
-        if device.type != "cuda":
+        if device.type != "cuda" or not numel:  # the driver locks no empty memory
             self._flat = torch.empty(numel)
             return
         pages = mmap.mmap(-1, max(4 * numel, mmap.PAGESIZE))
