@@ -8,8 +8,8 @@ import os
 from tlora_megatron.cli.console import global_rank, open_console
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.config.reader import must
-from tlora_megatron.runtime.plan_files import overrides_of
-from tlora_megatron.runtime.plan_inputs import parse_lengths, run_hardware
+from tlora_megatron.runtime.planning.plan_files import overrides_of
+from tlora_megatron.runtime.planning.plan_inputs import parse_lengths, run_hardware
 
 DEFAULT_HARDWARE = "h200"
 
@@ -63,8 +63,8 @@ def planned_overrides(args: argparse.Namespace, config: RunConfig) -> list[str]:
     Raises:
         ValueError: if no plan fits; the message names changes that would make one fit.
     """
-    from tlora_megatron.runtime.auto_plan import best_plan
-    from tlora_megatron.runtime.deployments import best_deployment, deployment_overrides
+    from tlora_megatron.runtime.planning.auto_plan import best_plan
+    from tlora_megatron.runtime.planning.deployments import best_deployment, deployment_overrides
 
     starts_here = "RANK" not in os.environ
     num_gpus = (args.nproc or 1) if starts_here else int(os.environ["WORLD_SIZE"])

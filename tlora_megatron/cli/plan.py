@@ -29,9 +29,9 @@ from tlora_megatron.planner.deploy.deploy import deploy
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import RankedPlan, SearchResult, SearchSpace, search
 from tlora_megatron.planner.workload import JobLoad
-from tlora_megatron.runtime.deployments import check_deployable, write_deployment
-from tlora_megatron.runtime.plan_files import KINDS, check_base, jobs_file, write_plan
-from tlora_megatron.runtime.plan_inputs import (
+from tlora_megatron.runtime.planning.deployments import check_deployable, write_deployment
+from tlora_megatron.runtime.planning.plan_files import KINDS, check_base, jobs_file, write_plan
+from tlora_megatron.runtime.planning.plan_inputs import (
     largest_portion,
     parse_lengths,
     plan_jobs,

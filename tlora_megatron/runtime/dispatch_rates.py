@@ -22,7 +22,7 @@ from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.replica_rate import replica_rate
 from tlora_megatron.runtime.lora_sharding import job_load
-from tlora_megatron.runtime.plan_inputs import profile_of_gpu
+from tlora_megatron.runtime.planning.plan_inputs import profile_of_gpu
 from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.round_timing import RoundTiming
 

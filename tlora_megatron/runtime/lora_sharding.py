@@ -21,7 +21,7 @@ from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.lora_choice import ShardingChoice, choose_lora_sharding, sharding_times
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.runtime.plan_inputs import profile_of_gpu
+from tlora_megatron.runtime.planning.plan_inputs import profile_of_gpu
 from tlora_megatron.training.preparation import PreparedJob
 from tlora_megatron.training.run.training_run import Linears
 

@@ -51,8 +51,8 @@ from tlora_megatron.planner.lora_choice import (
     sharding_options,
     sharding_times,
 )
-from tlora_megatron.runtime.plan_files import apply_plan, overrides_of
-from tlora_megatron.runtime.plan_inputs import profile_of_gpu
+from tlora_megatron.runtime.planning.plan_files import apply_plan, overrides_of
+from tlora_megatron.runtime.planning.plan_inputs import profile_of_gpu
 
 CPU = torch.device("cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -20,7 +20,7 @@ from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile, HostCost, Link
 from tlora_megatron.planner.search import SearchSpace, search
 from tlora_megatron.planner.workload import LengthHistogram
-from tlora_megatron.runtime.plan_files import apply_plan, overrides_of
+from tlora_megatron.runtime.planning.plan_files import apply_plan, overrides_of
 
 TWO_PARTS = Plan(tp_size=2, num_nano_batches=2, micro_batch_tokens=1024)
 MIX = [job(f"job{i}", batch_size=2) for i in range(4)]

@@ -25,7 +25,7 @@ from tlora_megatron.planner.lora_choice import handicap
 from tlora_megatron.planner.remedies import more_gpus
 from tlora_megatron.planner.search import SearchSpace, search
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.runtime.plan_files import apply_plan
+from tlora_megatron.runtime.planning.plan_files import apply_plan
 
 LENGTHS = LengthHistogram.from_counts([(64, 3), (128, 2), (512, 1)])
 

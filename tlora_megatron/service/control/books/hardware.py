@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from tlora_megatron.planner.hardware import HardwareProfile, Link
-from tlora_megatron.runtime.plan_inputs import plan_hardware, profile_of_gpu
+from tlora_megatron.runtime.planning.plan_inputs import plan_hardware, profile_of_gpu
 from tlora_megatron.service.control.books.machines import Machines
 from tlora_megatron.service.control.books.pricing import Pricing, planned_base
 from tlora_megatron.service.control.settings import Settings

@@ -16,7 +16,7 @@ from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad
-from tlora_megatron.runtime.plan_inputs import base_shape
+from tlora_megatron.runtime.planning.plan_inputs import base_shape
 from tlora_megatron.scheduler.calibrated import CalibratedSpeeds
 from tlora_megatron.scheduler.group_throughput import GroupThroughput
 from tlora_megatron.scheduler.jobs import Job

@@ -14,8 +14,8 @@ from tlora_megatron.planner.deploy.deploy import RankedDeployment, deploy
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import SearchSpace
 from tlora_megatron.planner.workload import LengthHistogram
-from tlora_megatron.runtime.plan_files import start_command, write_config
-from tlora_megatron.runtime.plan_inputs import plan_jobs, plan_model
+from tlora_megatron.runtime.planning.plan_files import start_command, write_config
+from tlora_megatron.runtime.planning.plan_inputs import plan_jobs, plan_model
 
 
 def check_deployable(config: RunConfig) -> None:

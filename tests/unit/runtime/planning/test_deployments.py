@@ -21,9 +21,9 @@ from tlora_megatron.planner.deploy.deploy import DeploymentResult, RankedDeploym
 from tlora_megatron.planner.deploy.sampled import Replicas
 from tlora_megatron.planner.search import SearchSpace
 from tlora_megatron.planner.workload import JobLoad
-from tlora_megatron.runtime import deployments
-from tlora_megatron.runtime.deployments import check_deployable, deployment_overrides
-from tlora_megatron.runtime.plan_inputs import parse_lengths, plan_hardware
+from tlora_megatron.runtime.planning import deployments
+from tlora_megatron.runtime.planning.deployments import check_deployable, deployment_overrides
+from tlora_megatron.runtime.planning.plan_inputs import parse_lengths, plan_hardware
 
 ANY = ["--replicas", "any", "--lengths", "64:3,256:1"]
 

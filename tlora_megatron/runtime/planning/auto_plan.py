@@ -6,7 +6,7 @@ from tlora_megatron.config.load import RunConfig
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import RankedPlan, SearchSpace, search
 from tlora_megatron.planner.workload import LengthHistogram
-from tlora_megatron.runtime.plan_inputs import largest_portion, plan_jobs, plan_model
+from tlora_megatron.runtime.planning.plan_inputs import largest_portion, plan_jobs, plan_model
 
 
 def best_plan(

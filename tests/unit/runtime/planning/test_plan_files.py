@@ -30,8 +30,8 @@ from tlora_megatron.planner.cost.memory import memory_use
 from tlora_megatron.planner.hardware import LoraCost, load_profile, profile_document
 from tlora_megatron.profiling.fit import fit_lora, non_negative_fit
 from tlora_megatron.profiling.ops import LoraSample
-from tlora_megatron.runtime.plan_files import overrides_of
-from tlora_megatron.runtime.plan_inputs import (
+from tlora_megatron.runtime.planning.plan_files import overrides_of
+from tlora_megatron.runtime.planning.plan_inputs import (
     parse_lengths,
     plan_hardware,
     plan_jobs,
@@ -391,7 +391,7 @@ def test_megatron_lm_parses_what_the_planner_writes(quickstart: str, tmp_path: P
     path = tmp_path / "run.sh"
     _write(quickstart, "megatron", path, "--pp", "2", "--vpp", "2", "--recompute", "full")
     words = shlex.split(path.read_text().replace('"$CHECKPOINT"', str(tmp_path)), comments=True)
-    begin, helpers = words.index("$MEGATRON_LM/pretrain_gpt.py") + 1, Path(__file__).parents[2]
+    begin, helpers = words.index("$MEGATRON_LM/pretrain_gpt.py") + 1, Path(__file__).parents[3]
     scripts = [helpers / "helpers" / f"megatron_{name}.py" for name in ("lm_cpu", "parse")]
     found = subprocess.run(
         [sys.executable, *map(str, scripts), *(w for w in words[begin:] if w not in ("$@", "\n"))],
