@@ -39,14 +39,14 @@ class Bench:
     """A gang on this host, jobs for it, and the rows that come of it."""
 
     def __init__(self, root: Path, base: Mapping[str, Any], world: int, args: Any) -> None:
-        self._engine = LocalEngine(root, args.gpus, seats=None if args.gpus else world)
-        self._world = world
-        self._args = args
+        self.engine = LocalEngine(root, args.gpus, seats=None if args.gpus else world)
+        self.world = world
+        self.args = args
         self._gpu = gpu_name()
         self.missed: list[str] = []
         self._submitted = 0
         self.driver = GangDriver(
-            self._engine,
+            self.engine,
             root,
             world,
             base_model=base,
@@ -57,9 +57,9 @@ class Bench:
 
     def close(self) -> None:
         """Ends all processes."""
-        for info in self._engine.gangs():
-            self._engine.kill(info.gang, info.epoch)
-        self._engine.close()
+        for info in self.engine.gangs():
+            self.engine.kill(info.gang, info.epoch)
+        self.engine.close()
 
     def row(self, case: str, value: float, unit: str = "s", must: float | None = None) -> None:
         """Notes one figure, and whether it is one that must hold."""
@@ -69,15 +69,15 @@ class Bench:
             self.missed.append(case)
         found = {
             "gpu": self._gpu,
-            "world": self._world,
-            "commit": self._args.commit,
+            "world": self.world,
+            "commit": self.args.commit,
             "engine": "local",
-            "case": f"{_CASES[self._args.size]}: {case}",
+            "case": f"{_CASES[self.args.size]}: {case}",
             "value": f"{value:.4g}",
             "unit": unit,
         }
-        if self._args.csv is not None:
-            append_rows(self._args.csv, [found])
+        if self.args.csv is not None:
+            append_rows(self.args.csv, [found])
 
     def submit(self, steps: int = _ENDLESS) -> DrivenJob:
         """Adds a job, whose batch is its share of a micro-batch."""
@@ -85,7 +85,7 @@ class Bench:
         self._submitted += 1
         texts = sorted(path for path in TEXTS.glob("*.jsonl") if not path.stem.endswith("_eval"))
         text = next(islice(cycle(texts), number, None))
-        rank, length = RANKS[number % len(RANKS)], self._args.tokens // self._args.jobs
+        rank, length = RANKS[number % len(RANKS)], self.args.tokens // self.args.jobs
         document = {
             "name": f"job{number}",
             "data": {"train": str(text.resolve())},
@@ -96,7 +96,7 @@ class Bench:
             "max_steps": steps,
             "optimizer": {"lr": 1e-4},
         }
-        return self.driver.submit(f"j{number}", document, checkpoint_every_s=self._args.save_every)
+        return self.driver.submit(f"j{number}", document, checkpoint_every_s=self.args.save_every)
 
     def timed(self, is_reached: Callable[[], bool]) -> float:
         """Seconds until something is true."""
@@ -142,7 +142,7 @@ def layout(tp_size: int) -> dict[str, Any]:
 
 def measure_life(bench: Bench) -> None:
     """Start, first steps, joins, and a kill."""
-    is_large, is_small = bench._args.size == "8b", bench._args.size == "quickstart"
+    is_large, is_small = bench.args.size == "8b", bench.args.size == "quickstart"
     must = 2.0 if is_large else 0.5 if is_small else None
     bench.row("start of a gang, nothing imported before", bench.start())
     note_start(bench)
@@ -152,7 +152,7 @@ def measure_life(bench: Bench) -> None:
             f"submit to first step, {words}", bench.timed(lambda j=job: bool(j.losses)), must=limit
         )
         bench.driver.run_to_end()
-    for _ in range(bench._args.jobs - 1):
+    for _ in range(bench.args.jobs - 1):
         bench.submit()
     bench.timed(bench.all_step(beyond=2))
     last = bench.submit()
@@ -165,10 +165,10 @@ def measure_life(bench: Bench) -> None:
 
 def measure_kill(bench: Bench) -> None:
     """SIGKILL of a rank with spare processes ready."""
-    spares = bench._engine._spares
-    bench.timed(lambda: bool(spares._by_seat) and all(s.is_ready for s in spares._by_seat.values()))
+    spares = bench.engine.spares
+    bench.timed(lambda: bool(spares.by_seat) and all(s.is_ready for s in spares.by_seat.values()))
     epoch, deaths = bench.driver.epoch, len(bench.driver.deaths)
-    bench.kill_rank(bench._world - 1)
+    bench.kill_rank(bench.world - 1)
     begin_s, begin_at = time.perf_counter(), time.time()
     while any(info.alive for info in bench.driver.engine.gangs()):
         time.sleep(0.005)
@@ -206,10 +206,10 @@ def measure_resize(bench: Bench) -> dict[str, dict[int, float]]:
     """Changes between tensor and data parallel; returns all losses."""
     bench.start()
     note_start(bench)
-    for _ in range(bench._args.jobs):
+    for _ in range(bench.args.jobs):
         bench.submit()
-    bench.timed(bench.all_step(beyond=bench._args.steps))
-    for words, tp_size in (("TP to DP", 1), ("DP to TP", bench._world)):
+    bench.timed(bench.all_step(beyond=bench.args.steps))
+    for words, tp_size in (("TP to DP", 1), ("DP to TP", bench.world)):
         begin_s, begin_at = time.perf_counter(), time.time()
         resize(bench, tp_size)
         bench.row(f"resize {words}: jobs saved, processes gone", time.perf_counter() - begin_s)
@@ -217,10 +217,10 @@ def measure_resize(bench: Bench) -> dict[str, dict[int, float]]:
         took_s = time.perf_counter() - begin_s
         show_timeline(bench, begin_at)
         base_s = note_start(bench)
-        case = f"resize {words}, {bench._args.jobs} jobs"
+        case = f"resize {words}, {bench.args.jobs} jobs"
         bench.row(case, took_s, must=15.0)
         bench.row(f"{case}: of it the base", base_s)
-        bench.timed(bench.all_step(beyond=bench._args.steps))
+        bench.timed(bench.all_step(beyond=bench.args.steps))
     return {job: driven.losses for job, driven in bench.driver.jobs.items()}
 
 

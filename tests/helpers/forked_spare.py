@@ -12,7 +12,7 @@ from tlora_megatron.service.worker import standby
 
 def install() -> None:
     """Has engines of this process fork their spares, which costs no import."""
-    Spare._open = staticmethod(ForkedProcess)  # type: ignore[method-assign,assignment]
+    Spare.open_process = staticmethod(ForkedProcess)  # type: ignore[method-assign,assignment]
 
 
 class ForkedProcess:

@@ -60,7 +60,11 @@ class GangDriver:
         self.restarts = True
         self.answered = 0
         """Number of the last event that a controller before this one has answered."""
-        self.epoch = self._seq = self._seen = 0
+        self.epoch = 0
+        self.posted = 0
+        """Number of the epoch's last command."""
+        self.seen = 0
+        """Number of the epoch's last event that was read."""
         self._more = more
         on_first = [(0, seat) for seat in range(places)] if isinstance(places, int) else places
         self._places = tuple(on_first)
@@ -70,7 +74,7 @@ class GangDriver:
         """Starts the next epoch; all jobs that have not ended will join it."""
         self._more |= more
         self.epoch += 1
-        self._seq = self._seen = 0
+        self.posted = self.seen = 0
         spec = GangSpec(
             gang="g",
             epoch=self.epoch,
@@ -94,12 +98,12 @@ class GangDriver:
         self, kind: str, job: str | None = None, body: Mapping[str, Any] | None = None
     ) -> None:
         """Posts the next command."""
-        self._seq += 1
+        self.posted += 1
         self.engine.post(
             Command(
                 gang="g",
                 epoch=self.epoch,
-                seq=self._seq,
+                seq=self.posted,
                 kind=kind,  # type: ignore[arg-type]
                 job=job,
                 body=body or {},
@@ -111,12 +115,12 @@ class GangDriver:
         key = ("g", self.epoch)
         news = [
             event
-            for event in self.engine.poll({key: self._seen})
-            if (event.gang, event.epoch) == key and event.number > self._seen
+            for event in self.engine.poll({key: self.seen})
+            if (event.gang, event.epoch) == key and event.number > self.seen
         ]
         for event in news:
-            assert event.number == self._seen + 1, (event, self._seen)
-            self._seen = event.number
+            assert event.number == self.seen + 1, (event, self.seen)
+            self.seen = event.number
             self.events.append(event)
             self.heard_s[event.kind] = time.perf_counter()
             self._answer(event)

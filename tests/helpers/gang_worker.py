@@ -85,12 +85,12 @@ def adopted(root: Path) -> dict[str, Any]:
         driver = make_driver(root)
         driver.start()
         driver.run_until(lambda: all(len(job.losses) > 2 for job in driver.jobs.values()))
-        (root / "half.json").write_text(json.dumps({"seq": driver._seq, "seen": driver._seen}))
+        (root / "half.json").write_text(json.dumps({"posted": driver.posted, "seen": driver.seen}))
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     driver = make_driver(root)
     half = json.loads((root / "half.json").read_text())
-    driver.epoch, driver._seq, driver.answered = 1, half["seq"], half["seen"]
+    driver.epoch, driver.posted, driver.answered = 1, half["posted"], half["seen"]
     infos = driver.engine.gangs()
     assert [(info.gang, info.epoch, info.alive) for info in infos] == [("g", 1, True)], infos
     return finish(driver)

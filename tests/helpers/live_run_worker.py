@@ -55,7 +55,7 @@ class Script(RunMailbox):
 def main() -> None:
     """Runs every case; all processes take part in all of them."""
     draw_no_reports()
-    live_run._open_mailbox = Script
+    live_run.open_mailbox = Script
     for case in json.loads(Path(sys.argv[1]).read_text()):
         config = load_config(case["config"], case["set"], case["output_dir"])
         config, _ = with_live_changes(config)

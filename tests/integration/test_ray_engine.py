@@ -99,7 +99,7 @@ class TestRay(EngineCase):
         engine.start(spec(root))
         poll_until(engine, "started")
         ranks = wait_for_pids(root)
-        os.kill(engine._connection._process.pid, signal.SIGKILL)
+        os.kill(engine.bridge_pid, signal.SIGKILL)
         engine.post(command(1))
         assert poll_until(engine, "applied")[-1].body == {"seq": 1}
         assert not any(is_gone(pid) for pid in ranks)
@@ -141,10 +141,10 @@ def test_cluster_must_ask_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_cluster_that_lets_everybody_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(tempfile.mkdtemp(prefix="tlora-"))
-    start = cluster_module._start
+    start = cluster_module.start_ray
     monkeypatch.setattr(
         cluster_module,
-        "_start",
+        "start_ray",
         lambda folder, temp, env, **more: start(folder, temp, {AUTH: "disabled"}, **more),
     )
     cluster = own_cluster(folder, cpus=1, gpus=0)
@@ -193,12 +193,14 @@ def process_of_ray(cluster: Cluster, name: str) -> int:
 @ALL
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])
-def test_gangs_die_with_ray_and_it_is_started_again(own_engine: RayEngine, name: str) -> None:
-    root = own_engine._home.root
+def test_gangs_die_with_ray_and_it_is_started_again(
+    own_engine: RayEngine, tmp_path: Path, name: str
+) -> None:
+    root = Home.open(tmp_path / "s").root
     own_engine.start(spec(root))
     poll_until(own_engine, "started")
     ranks = wait_for_pids(root)
-    os.kill(process_of_ray(own_engine._cluster, name), signal.SIGKILL)
+    os.kill(process_of_ray(own_engine.cluster, name), signal.SIGKILL)
     died = poll_until(own_engine, "died")[-1]
     assert died.body["reason"].startswith("Ray is lost:") or "ended" in died.body["reason"]
     assert all(is_gone(pid) for pid in ranks)

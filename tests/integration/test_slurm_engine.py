@@ -108,7 +108,7 @@ class TestSlurm(EngineCase):
         self, open_engine: OpenEngine, root: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         engine = open_engine()
-        monkeypatch.setattr(engine._allocation, "names", ("elsewhere", "n2"))
+        monkeypatch.setattr(engine.allocation, "names", ("elsewhere", "n2"))
         engine.start(spec(root))
         reason = poll_until(engine, "died")[-1].body["reason"]
         assert reason.startswith("SLURM has not started the gang, srun said: srun: error:")

@@ -48,7 +48,7 @@ def open_for_requests(
         return
     mailbox, record, reader = None, None, _OrderReader(run)
     if loop.super_model.groups.is_writer:
-        mailbox = _open_mailbox(run.output_dir)
+        mailbox = open_mailbox(run.output_dir)
         record = _Record(run, reader.prepared)
     stager = Stager(
         loop.super_model.bank,
@@ -66,7 +66,8 @@ def open_for_requests(
             mailbox.close()
 
 
-def _open_mailbox(output_dir: Path) -> RunMailbox | None:
+def open_mailbox(output_dir: Path) -> RunMailbox | None:
+    """Opens where requests to a run come in; None if its folder allows none."""
     try:
         return RunMailbox(output_dir)
     except OSError as error:

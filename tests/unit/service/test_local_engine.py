@@ -283,7 +283,7 @@ def test_spare_of_each_gpu_becomes_a_rank_and_is_replaced(
 
 def test_spares_end_with_their_service(root: Path) -> None:
     engine = make_engine(root, standby=1, spare_command=FAKE_SPARE)
-    (spare,) = engine._spares._by_seat.values()
+    (spare,) = engine.spares.by_seat.values()
     spare.close()  # as the kernel does for a service that is killed
     assert spare.process.wait(HANG_S) == 0
 
@@ -308,7 +308,7 @@ def test_places_must_be_those_of_the_host(engine: LocalEngine, root: Path) -> No
 
 
 def spare_pids(engine: LocalEngine) -> dict[int, int]:
-    return {seat: spare.life.pid for seat, spare in engine._spares._by_seat.items()}
+    return {seat: spare.life.pid for seat, spare in engine.spares.by_seat.items()}
 
 
 def is_gone(pid: int) -> bool:

@@ -45,7 +45,7 @@ def folder(spec: GangSpec, tmp_path: Path) -> GangFolder:
 @pytest.fixture
 def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(deadline, "_now_s", lambda: now[0])
+    monkeypatch.setattr(deadline, "now_s", lambda: now[0])
     return now
 
 

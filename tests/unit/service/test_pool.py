@@ -34,8 +34,13 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[PreparePool]:
-    monkeypatch.setattr(pool_module, "_COMMAND", [sys.executable, "-S", "-c", STUB])
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the processes of pools do a stub's work."""
+    monkeypatch.setattr(pool_module, "COMMAND", [sys.executable, "-S", "-c", STUB])
+
+
+@pytest.fixture
+def pool(stub: None) -> Iterator[PreparePool]:
     with PreparePool(PrepareRules(root="/r")) as made:
         yield made
     assert made.waitables() == []
@@ -104,10 +109,9 @@ def test_what_is_forgotten_is_ended_and_not_told(pool: PreparePool) -> None:
     assert outcome.job == "j3"
 
 
-def test_a_job_that_takes_too_long_is_given_up(
-    pool: PreparePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool, "_limit_s", 0.0)
-    pool.submit("j1", _submission("sleep"))
-    (outcome,) = pool.poll()
+def test_a_job_that_takes_too_long_is_given_up(stub: None) -> None:
+    with PreparePool(PrepareRules(root="/r"), limit_s=0.0) as pool:
+        pool.submit("j1", _submission("sleep"))
+        (outcome,) = pool.poll()
+        assert pool.waitables() == []
     assert "could not be checked within 0 s" in outcome.error  # type: ignore[union-attr]

@@ -15,7 +15,13 @@ from tlora_megatron.service.mail.mailbox import FolderMailbox
 from tlora_megatron.service.messages import GangSpec
 from tlora_megatron.service.worker import rank as rank_module
 from tlora_megatron.service.worker.meeting import leave_together
-from tlora_megatron.service.worker.rank import FAILED, LEASE_OVER, OUT_OF_MEMORY, _Rank, run_rank
+from tlora_megatron.service.worker.rank import (
+    FAILED,
+    LEASE_OVER,
+    OUT_OF_MEMORY,
+    RankProcess,
+    run_rank,
+)
 from tlora_megatron.service.worker.telling import Hearing, Teller
 
 
@@ -45,8 +51,8 @@ def ending(folder: GangFolder, rank: int) -> dict[str, Any]:
 
 
 def test_memory_that_is_gone_is_told_with_the_newcomers(folder: GangFolder) -> None:
-    process = _Rank(folder.spec(), 1, folder)
-    process._tell("out_of_memory", None, {"newcomers": ["j4"]})
+    process = RankProcess(folder.spec(), 1, folder)
+    process.tell("out_of_memory", None, {"newcomers": ["j4"]})
     assert process.fail(OutOfMemoryError("20 GiB of 1 GiB")) == OUT_OF_MEMORY
     found = ending(folder, 1)
     assert (found["out_of_memory"], found["newcomers"]) == (True, ["j4"])
@@ -54,7 +60,7 @@ def test_memory_that_is_gone_is_told_with_the_newcomers(folder: GangFolder) -> N
 
 
 def test_lost_peer_is_not_memory(folder: GangFolder) -> None:
-    process = _Rank(folder.spec(), 0, folder)
+    process = RankProcess(folder.spec(), 0, folder)
     assert process.fail(RuntimeError("[gloo/transport/tcp/pair.cc:1] closed by peer")) == FAILED
     found = ending(folder, 0)
     assert (found["is_lost"], found["newcomers"]) == (True, [])
@@ -62,9 +68,9 @@ def test_lost_peer_is_not_memory(folder: GangFolder) -> None:
 
 def test_stop_past_the_lease_is_not_told_as_one(folder: GangFolder) -> None:
     spec, mailbox = folder.spec(), FolderMailbox(folder)
-    process = _Rank(spec, 0, folder)
-    process._hearing, process._teller = Hearing(spec, mailbox), Teller(spec, mailbox)
-    process._tell("stopped", None, {})
+    process = RankProcess(spec, 0, folder)
+    process.hearing, process.teller = Hearing(spec, mailbox), Teller(spec, mailbox)
+    process.tell("stopped", None, {})
     assert EventReader(folder).last() is None
     assert "nothing was heard of a controller" in ending(folder, 0)["reason"]
     assert LEASE_OVER not in (0, FAILED, OUT_OF_MEMORY)

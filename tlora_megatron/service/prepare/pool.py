@@ -18,7 +18,7 @@ import tlora_megatron
 from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules, Refused, Validated
 from tlora_megatron.service.prepare.submission import Submission
 
-_COMMAND = [sys.executable, "-m", "tlora_megatron.service.prepare.worker"]
+COMMAND = [sys.executable, "-m", "tlora_megatron.service.prepare.worker"]
 _READ_BYTES = 1 << 16
 
 
@@ -131,7 +131,7 @@ class _Worker:
         # Reading needs no GPU; a context on one would take its memory from gangs.
         own = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
-            _COMMAND,
+            COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | own,

@@ -31,7 +31,8 @@ class Store:
     """All that a service knows. Any thread of one process may use it, but no forked child."""
 
     def __init__(self, database: Database) -> None:
-        self._database = database
+        self.database = database
+        """What all parts of the store read and write."""
         self.jobs = Jobs(database)
         self.gangs = Gangs(database)
         self.commands = Commands(database)
@@ -46,7 +47,7 @@ class Store:
 
         A call that refuses inside has changed nothing: if its error is caught, the others are kept.
         """
-        with self._database.write():
+        with self.database.write():
             yield
 
     def load(self) -> Snapshot:
@@ -58,7 +59,7 @@ class Store:
             .where(gang.state != GangState.ENDED)
             .order_by(command.gang, command.epoch, command.seq)
         )
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return Snapshot(
                 jobs=[as_job(row) for row in connection.execute(jobs).mappings()],
                 gangs=self.gangs.live(),
@@ -69,7 +70,7 @@ class Store:
 
     def close(self) -> None:
         """Closes the store."""
-        self._database.close()
+        self.database.close()
 
     def __enter__(self) -> Self:
         return self

@@ -18,14 +18,14 @@ class Deadline:
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
-        self._looked_s = _now_s()
+        self._looked_s = now_s()
         self._end_s = self._looked_s + lease_s
 
     def looked(self, *, found: bool) -> None:
         """Notes a look for commands, and whether it found some."""
         if found and not self.is_over:
             self._end_s = self._looked_s + self._lease_s
-        self._looked_s = _now_s()
+        self._looked_s = now_s()
 
     @property
     def is_over(self) -> bool:
@@ -35,9 +35,9 @@ class Deadline:
     @property
     def left_s(self) -> float:
         """Seconds to the end."""
-        return self._end_s - _now_s()
+        return self._end_s - now_s()
 
 
-def _now_s() -> float:
+def now_s() -> float:
     """A clock that also runs while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -67,7 +67,7 @@ def run_rank(
         The exit code with which the process is to end.
     """
     _set_up(spec, rank)
-    process = _Rank(spec, rank, folder)
+    process = RankProcess(spec, rank, folder)
     try:
         mail = (mailbox or FolderMailbox(folder)) if rank == 0 else None
         return process.serve(mail, host)
@@ -76,16 +76,21 @@ def run_rank(
         return process.fail(error)
 
 
-class _Rank:
+class RankProcess:
+    """A rank's life: what it hears and tells, and what it says of its end."""
+
     def __init__(self, spec: GangSpec, rank: int, folder: GangFolder) -> None:
         self._spec = spec
         self._rank = rank
         self._folder = folder
-        self._hearing: Hearing | None = None
-        self._teller: Teller | None = None
+        self.hearing: Hearing | None = None
+        """On rank 0 from the time that the base is loaded."""
+        self.teller: Teller | None = None
+        """On rank 0."""
         self._newcomers: list[str] = []
 
     def serve(self, mailbox: Mailbox | None, host: str | None) -> int:
+        """Opens the super-model and serves the gang's mail until its end; returns the exit code."""
         begin_s = time.monotonic()
         _start_early(self._spec, self._rank)
         import_all()
@@ -95,22 +100,22 @@ class _Rank:
 
         imported_s = time.monotonic()
         if mailbox is not None:
-            self._teller = Teller(self._spec, mailbox)
+            self.teller = Teller(self._spec, mailbox)
         store = meet(self._spec, self._rank, self._folder, host)
         met_s = time.monotonic()
         place = Rendezvous(store, self._rank, self._spec.world_size)
         config = gang_config(self._spec)
         with open_resident(
             config,
-            tell=self._tell,
+            tell=self.tell,
             rendezvous=place,
             read_order=order_reader(config, self._spec.root),
             may_write=self._may_write,
         ) as loop:
             if mailbox is not None:
                 # Not before: a large base may take longer to load than the lease lasts.
-                self._hearing = Hearing(self._spec, mailbox)
-            self._tell(
+                self.hearing = Hearing(self._spec, mailbox)
+            self.tell(
                 "started",
                 None,
                 {
@@ -119,7 +124,7 @@ class _Rank:
                     "base_s": time.monotonic() - met_s,
                 },
             )
-            loop.serve(self._hearing)
+            loop.serve(self.hearing)
         leave_together(store, self._rank)
         return LEASE_OVER if self._lease_is_over else 0
 
@@ -145,17 +150,18 @@ class _Rank:
 
     @property
     def _lease_is_over(self) -> bool:
-        return self._hearing is not None and self._hearing.deadline.is_over
+        return self.hearing is not None and self.hearing.deadline.is_over
 
     def _may_write(self, job: str) -> bool:
-        assert self._hearing is not None, "only rank 0 writes"
-        return self._hearing.may_write(job)
+        assert self.hearing is not None, "only rank 0 writes"
+        return self.hearing.may_write(job)
 
-    def _tell(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
+    def tell(self, kind: str, job: str | None, body: Mapping[str, Any]) -> None:
+        """Tells what the resident loop says; what is for the end is kept until then."""
         if kind == "out_of_memory":
             self._newcomers = list(body["newcomers"])
             return
-        if self._teller is None:
+        if self.teller is None:
             return
         if kind == "stopped" and self._lease_is_over:
             self._say(
@@ -168,7 +174,7 @@ class _Rank:
                 }
             )
             return
-        self._teller.tell(cast(EventKind, kind), job, body)
+        self.teller.tell(cast(EventKind, kind), job, body)
 
 
 def import_all() -> None:

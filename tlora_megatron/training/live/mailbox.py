@@ -27,7 +27,7 @@ TOKENS = f"{FOLDER}/tokens"
 """Below the output folder: a cache of the tokens of jobs that are added."""
 _REQUESTS, _ANSWERS = "requests", "answers"
 _LOOK_S = 0.05
-_ALIVE_S = 1.0
+ALIVE_S = 1.0
 _LARGEST_BYTES = 1 << 20
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -136,7 +136,7 @@ class LiveRun:
         while True:
             with suppress(FileNotFoundError):
                 return _read(self._folder / _ANSWERS / number)
-            if time.monotonic() - looked_s > _ALIVE_S:
+            if time.monotonic() - looked_s > ALIVE_S:
                 looked_s = time.monotonic()
                 if not self._folder.is_dir() or not is_held(self.output_dir):
                     raise ended

@@ -41,7 +41,7 @@ def test_the_files_are_the_users_alone(tmp_path: Path) -> None:
 
 
 def test_every_commit_is_on_the_disk(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s") as store, store._database.write() as connection:
+    with open_store(tmp_path / "s") as store, store.database.write() as connection:
         read = {
             name: connection.exec_driver_sql(f"PRAGMA {name}").scalar()
             for name in ("journal_mode", "synchronous", "foreign_keys")
@@ -87,10 +87,10 @@ def test_a_disk_of_several_hosts_is_refused(
         "20 1 8:1 / / rw - ext4 /dev/vda rw\n"
         f"21 20 0:5 / {tmp_path}/my\\040home rw shared:1 - nfs4 server:/home rw\n"
     )
-    assert opening._disk_kind(tmp_path / "my home" / "x", mounts) == "nfs4"
-    assert opening._disk_kind(tmp_path / "my home2", mounts) == "ext4"
-    assert opening._disk_kind(tmp_path, tmp_path / "missing") == ""
-    monkeypatch.setattr(opening, "_disk_kind", lambda _: "nfs4")
+    assert opening.disk_kind(tmp_path / "my home" / "x", mounts) == "nfs4"
+    assert opening.disk_kind(tmp_path / "my home2", mounts) == "ext4"
+    assert opening.disk_kind(tmp_path, tmp_path / "missing") == ""
+    monkeypatch.setattr(opening, "disk_kind", lambda _: "nfs4")
     with pytest.raises(StoreUnreachable, match=r"on nfs4: name a folder elsewhere, or give a Post"):
         open_store(tmp_path / "store.sqlite")
 
@@ -104,7 +104,7 @@ def test_a_newer_store_is_refused_and_an_older_one_brought_up(
     with monkeypatch.context() as newer:
         newer.setattr(schema, "STEPS", [lambda connection: connection.exec_driver_sql(add)])
         for _ in range(2):
-            with open_store(place) as store, store._database.read() as connection:
+            with open_store(place) as store, store.database.read() as connection:
                 connection.exec_driver_sql("SELECT cost FROM decision")
                 assert store.jobs.find("a").number == 1
     with pytest.raises(StoreError, match="must have tables of version 1 or older, got 2: a newer"):
@@ -113,7 +113,7 @@ def test_a_newer_store_is_refused_and_an_older_one_brought_up(
 
 def test_a_full_disk_refuses_a_submit_and_keeps_all_before_it(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
-        engine = store._database._writer
+        engine = store.database.writer
 
         def limit(connection: sqlite3.Connection, _: object) -> None:
             connection.execute(f"PRAGMA max_page_count = {pages}")
@@ -130,10 +130,10 @@ def test_a_full_disk_refuses_a_submit_and_keeps_all_before_it(tmp_path: Path) ->
         assert store.events.last() == accepted, "nothing of it was kept"
         pages = 1000
         engine.dispose()
-        assert store.jobs.submit([_large(accepted)])[0].is_new, "the same one, with room again"
+        assert store.jobs.submit([large(accepted)])[0].is_new, "the same one, with room again"
 
 
-def _large(number: int, letter: str = "n") -> NewJob:
+def large(number: int, letter: str = "n") -> NewJob:
     return new(f"{letter}{number}", document={"text": "x" * 2000})
 
 
@@ -147,18 +147,18 @@ def _go_on_after_full(store: Store) -> None:
 
 def _submit_many(store: Store, letter: str = "n") -> None:
     for number in range(1000):
-        store.jobs.submit([_large(number, letter)])
+        store.jobs.submit([large(number, letter)])
 
 
 def test_a_disk_that_refuses_to_grow_a_file(tmp_path: Path) -> None:
     code = (
         "import resource, signal, sys\n"
-        "from tests.unit.service.store.test_opening import _large\n"
+        "from tests.unit.service.store.test_opening import large\n"
         "from tlora_megatron.service.store import StoreFull, open_store\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "store = open_store(sys.argv[1])\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))\n"
-        "try:\n    for n in range(1000):\n        store.jobs.submit([_large(n)])\n"
+        "try:\n    for n in range(1000):\n        store.jobs.submit([large(n)])\n"
         "except StoreFull as error:\n    print(n, error)\n"
     )
     done = subprocess.run(
@@ -195,7 +195,7 @@ def test_threads_take_turns_and_a_holder_is_not_waited_for_forever(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(opening, "BUSY_S", 0.01)
-    monkeypatch.setattr(opening, "_CHECKPOINT_S", 0.01)
+    monkeypatch.setattr(opening, "CHECKPOINT_S", 0.01)
     with open_store(place) as store:
         with store.transaction():
             refused = _in_thread(lambda: submitted(store, "b"))
@@ -251,7 +251,7 @@ def test_the_lock_of_a_dead_process_is_taken_at_once(place: str) -> None:
 def test_a_writer_that_does_nothing_is_cut_off(
     server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "_IDLE_S", 0.01)
+    monkeypatch.setattr(opening, "IDLE_S", 0.01)
     with open_store(server) as store:
         with pytest.raises(StoreUnreachable, match="idle-in-transaction timeout"):
             _do_nothing(store)
@@ -259,7 +259,7 @@ def test_a_writer_that_does_nothing_is_cut_off(
 
 
 def _do_nothing(store: Store) -> None:
-    with store.transaction(), store._database.read() as connection:
+    with store.transaction(), store.database.read() as connection:
         # The server answers once it has ended the session.
         select.select([connection.connection.fileno()], [], [], HANG_S)
         store.events.add("too late")
@@ -274,8 +274,8 @@ def test_a_server_that_went_away_is_reached_again(server: str) -> None:
 
 def _cut_off(store: Store, other: Store) -> None:
     pid = "SELECT pg_backend_pid()"
-    with store.transaction(), store._database.read() as mine:
+    with store.transaction(), store.database.read() as mine:
         found = mine.exec_driver_sql(pid).scalar()
-        with other._database.read() as connection:
+        with other.database.read() as connection:
             connection.exec_driver_sql(f"SELECT pg_terminate_backend({found}, 10000)")
         store.events.add("lost")

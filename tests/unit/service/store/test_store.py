@@ -369,5 +369,5 @@ class TestLock:
         assert store.jobs.change(job.id, JobState.QUEUED).state is JobState.QUEUED
 
     def test_a_view_takes_no_change(self, store: Store) -> None:
-        with store._database.read(), pytest.raises(StoreError, match="not be made inside a read"):
+        with store.database.read(), pytest.raises(StoreError, match="not be made inside a read"):
             submitted(store)

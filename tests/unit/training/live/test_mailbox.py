@@ -55,7 +55,7 @@ def test_without_a_live_run_there_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_answers_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ALIVE_S", 0.0)
+    monkeypatch.setattr(module, "ALIVE_S", 0.0)
     with hold_output_dir(tmp_path):
         mailbox = RunMailbox(tmp_path)
         live = LiveRun(tmp_path)

@@ -55,9 +55,10 @@ class LocalEngine:
         self._seats = Seats.of_host(gpus, seats)
         self._rank_command = tuple(rank_command)
         self._environment = inherited_environment()
-        self._spares = Spares(
+        self.spares = Spares(
             self._home.standby, self._seats, self._environment, standby, spare_command
         )
+        """The processes that wait to become ranks."""
         self._gangs: dict[tuple[str, int], LocalGang] = {}
         self._told: set[tuple[str, int]] = set()
         """Gangs that are over and were told of: they are read again only for a cursor."""
@@ -123,7 +124,7 @@ class LocalEngine:
 
     def close(self) -> None:
         """Ends the spare processes and lets go of the gangs, which go on."""
-        self._spares.close()
+        self.spares.close()
         for gang in self._gangs.values():
             gang.release()
         self._gangs.clear()
@@ -144,9 +145,9 @@ class LocalEngine:
     def _seat(self, folder: GangFolder, rank: int, gpu: int) -> Member:
         """Starts one rank, in a spare process if there is one."""
         environment = self._seats.environment(gpu)
-        spare = self._spares.take(gpu)
+        spare = self.spares.take(gpu)
         if spare is not None and spare.order(folder, rank, environment):
-            if self._spares.forks:
+            if self.spares.forks:
                 return Member(rank=rank, parent=spare.life)
             spare.close()
             return Member(rank=rank, life=spare.life, process=spare.process)
@@ -191,7 +192,7 @@ class LocalEngine:
     def _replenish(self) -> None:
         """Starts spare processes while no gang is starting."""
         if all(gang.has_spoken or gang.is_over for gang in self._gangs.values()):
-            self._spares.replenish()
+            self.spares.replenish()
 
 
 def _life(folder: GangFolder, rank: int) -> Life | None:

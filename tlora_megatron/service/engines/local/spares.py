@@ -28,7 +28,7 @@ class Spare:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         with log.open("ab") as output:
-            self.process = self._open(command, environment, output)
+            self.process = self.open_process(command, environment, output)
         life = Life.of(self.process.pid)
         assert life is not None, "a child that nobody has waited for has a life"
         self.life = life
@@ -37,9 +37,10 @@ class Spare:
         self._is_ready = False
 
     @staticmethod
-    def _open(
+    def open_process(
         command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]
     ) -> subprocess.Popen[bytes]:
+        """Starts the process, in a session of its own; pipes are its stdin and stdout."""
         return subprocess.Popen(
             command,
             env=environment,
@@ -105,7 +106,8 @@ class Spares:
         if count is None:
             wanted = min(wanted, available_memory_bytes() // _SPARE_BYTES)
         self._wanted = wanted if seats.devices else min(wanted, 1)
-        self._by_seat: dict[int, Spare] = {}
+        self.by_seat: dict[int, Spare] = {}
+        """The processes that wait, each at its seat; one that forks at 0."""
 
     @property
     def forks(self) -> bool:
@@ -117,25 +119,25 @@ class Spares:
         if self.forks:
             return self._living(0)
         spare = self._living(seat)
-        return None if spare is None else self._by_seat.pop(seat)
+        return None if spare is None else self.by_seat.pop(seat)
 
     def replenish(self) -> None:
         """Starts what is missing, a few at a time: imports are work for every core."""
         missing = [seat for seat in range(self._wanted) if self._living(seat) is None]
-        starting = sum(not spare.is_ready for spare in self._by_seat.values())
+        starting = sum(not spare.is_ready for spare in self.by_seat.values())
         room = max(1, len(os.sched_getaffinity(0)) // 2) - starting
         if not self._wanted:  # given up a moment ago
             return
         for seat in missing[: max(0, room)]:
             environment = {**self._environment, **self._seats.environment(seat)}
             command = [*self._command, *(["--forks"] if self.forks else [])]
-            self._by_seat[seat] = Spare(command, environment, self._log(seat))
+            self.by_seat[seat] = Spare(command, environment, self._log(seat))
 
     def close(self) -> None:
         """Ends all that wait."""
-        for spare in self._by_seat.values():
+        for spare in self.by_seat.values():
             spare.end()
-        self._by_seat.clear()
+        self.by_seat.clear()
 
     def _log(self, seat: int) -> Path:
         return self._folder / f"spare_{seat}.log"
@@ -147,9 +149,9 @@ class Spares:
         logger.error("gangs start without spare processes, one of which failed: %s", words)
 
     def _living(self, seat: int) -> Spare | None:
-        spare = self._by_seat.get(seat)
+        spare = self.by_seat.get(seat)
         if spare is not None and spare.life.is_over:
-            del self._by_seat[seat]
+            del self.by_seat[seat]
             if not spare.is_ready:
                 self._give_up(seat)
             spare.end()

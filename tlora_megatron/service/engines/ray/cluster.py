@@ -128,7 +128,7 @@ def own_cluster(folder: Path, *, cpus: int, gpus: int) -> Cluster:
             return Cluster(address=known["address"], environment=environment, leader=leader)
     write_bytes(folder / "token", secrets.token_hex(32).encode())
     temp = _temp_folder(folder)
-    process = _start(folder, temp, environment, cpus=cpus, gpus=gpus)
+    process = start_ray(folder, temp, environment, cpus=cpus, gpus=gpus)
     life = Life.of(process.pid)
     assert life is not None, "a child that nobody has waited for has a life"
     address = _wait_for_address(process, folder, temp)
@@ -150,9 +150,10 @@ def package_path() -> str:
     return mine if not rest else os.pathsep.join([mine, rest])
 
 
-def _start(
+def start_ray(
     folder: Path, temp: Path, environment: Mapping[str, str], *, cpus: int, gpus: int
 ) -> subprocess.Popen[bytes]:
+    """Starts Ray's head on this host; the process leads a session of all of Ray's."""
     words = [
         *("-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0"),
         *(f"--node-ip-address={_LOOPBACK}", f"--num-cpus={cpus}", f"--num-gpus={gpus}"),

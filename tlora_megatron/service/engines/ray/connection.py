@@ -55,6 +55,11 @@ class Connection:
             self.why = self.why or f"Ray has not answered for {silence_s:.0f} s"
         return not self._is_open or is_silent or self._process.poll() is not None
 
+    @property
+    def pid(self) -> int:
+        """The bridge's process."""
+        return self._process.pid
+
     def send(self, do: str, **more: Any) -> None:
         """Tells the bridge one thing; one that has ended hears nothing."""
         assert self._process.stdin is not None

@@ -89,7 +89,8 @@ class RayEngine:
         self._has_gpus = self._is_lost = False
         self._search: _Search | None = None
         self._tried_s = 0.0
-        self._cluster = self._open_cluster()
+        self.cluster = self._open_cluster()
+        """The cluster in use; another one once that is lost."""
         self._connection = self._connect()
         self._find_gangs()
         self._wait_until_ready()
@@ -169,6 +170,11 @@ class RayEngine:
         self._listen()
         return self._nodes
 
+    @property
+    def bridge_pid(self) -> int:
+        """The process that speaks with Ray."""
+        return self._connection.pid
+
     def close(self) -> None:
         """Lets go of the gangs, which go on; a cluster of its own without any is ended."""
         if all(gang.has_stopped for gang in self._gangs.values()):
@@ -176,7 +182,7 @@ class RayEngine:
         is_idle = not self.gangs()
         self._connection.close()
         if is_idle:
-            end_cluster(self._cluster)
+            end_cluster(self.cluster)
 
     def _own_cluster(self, gpus: int | None, seats: int | None) -> Callable[[], Cluster]:
         has_gpus = bool(Seats.of_host(None, None).devices)
@@ -191,7 +197,7 @@ class RayEngine:
 
     def _connect(self) -> Connection:
         self._tried_s = time.monotonic()
-        return Connection(self._cluster, self._namespace, self._folder / "bridge.log")
+        return Connection(self.cluster, self._namespace, self._folder / "bridge.log")
 
     def _wait_until_ready(self) -> None:
         """Waits for the first connection.
@@ -205,7 +211,7 @@ class RayEngine:
             if self._connection.is_over or time.monotonic() > end_s:
                 self._connection.close()
                 raise RuntimeError(
-                    f"Ray must be reachable at {self._cluster.address}, got {self._why}"
+                    f"Ray must be reachable at {self.cluster.address}, got {self._why}"
                 )
             time.sleep(0.01)
 
@@ -221,7 +227,7 @@ class RayEngine:
         self._hear()
         if self._is_lost:
             self._come_back()
-        elif self._connection.is_over or self._cluster.is_over:
+        elif self._connection.is_over or self.cluster.is_over:
             self._lose_bridge()
         for gang in self._gangs.values():
             if self._is_lost:
@@ -299,7 +305,7 @@ class RayEngine:
         self._connection.close()
         for gang in self._gangs.values():
             gang.forget_bridge()
-        if had_connected and why is None and not self._cluster.is_over:
+        if had_connected and why is None and not self.cluster.is_over:
             logger.warning("the bridge to Ray has ended by itself; another one is started")
             self._connection = self._connect()
             return
@@ -315,7 +321,7 @@ class RayEngine:
         elif self._search is not None and self._search.is_over:
             cluster, self._search = self._search.found, None
             if cluster is not None:
-                self._cluster, self._is_lost, self._ids = cluster, False, []
+                self.cluster, self._is_lost, self._ids = cluster, False, []
                 self._connection = self._connect()
 
     def _check(self, spec: GangSpec) -> None:

@@ -46,7 +46,8 @@ class SlurmEngine:
     ) -> None:
         self._home = Home.open(root)
         self._rank_command = tuple(rank_command)
-        self._allocation = Allocation.open(gpus, seats)
+        self.allocation = Allocation.open(gpus, seats)
+        """The nodes, and what SLURM is asked about them."""
         self._gangs: dict[tuple[str, int], SlurmGang] = {}
         self._told: set[tuple[str, int]] = set()
         """Gangs that are over and were told of: they are read again only for a cursor."""
@@ -65,7 +66,7 @@ class SlurmEngine:
         folder.write(SRUN_PID, f"{identity_of(process.pid)}")
         life = Life.of(process.pid)
         assert life is not None, "a child that nobody has waited for has a life"
-        self._gangs[key] = SlurmGang(folder, spec, self._allocation, life, process)
+        self._gangs[key] = SlurmGang(folder, spec, self.allocation, life, process)
 
     def post(self, command: Command) -> None:
         """Leaves a command in a gang's folder; one for a gang that is over is dropped."""
@@ -92,7 +93,7 @@ class SlurmEngine:
     def kill(self, gang: str, epoch: int) -> bool:
         """Ends all processes of a gang by SIGKILL; True when SLURM says that they are gone."""
         known = self._gangs.get((gang, epoch))
-        return known is None or known.kill(_ASKED, self._allocation.steps)
+        return known is None or known.kill(_ASKED, self.allocation.steps)
 
     def gangs(self) -> Sequence[GangInfo]:
         """Gangs with processes, started here or taken up."""
@@ -105,7 +106,7 @@ class SlurmEngine:
 
     def nodes(self) -> Sequence[NodeInfo]:
         """The allocation's nodes."""
-        return self._allocation.nodes_now()
+        return self.allocation.nodes_now()
 
     def close(self) -> None:
         """Lets go of the gangs, which go on."""
@@ -114,16 +115,16 @@ class SlurmEngine:
         self._gangs.clear()
 
     def _look(self) -> None:
-        steps = _Once(self._allocation)
+        steps = _Once(self.allocation)
         for gang in self._gangs.values():
             gang.look(steps)
 
     def _run(self, folder: GangFolder, spec: GangSpec) -> subprocess.Popen[bytes]:
         """Starts the srun of a gang, in a session of its own."""
-        hosts = [self._allocation.names[node] for node, _ in spec.gpus]
+        hosts = [self.allocation.names[node] for node, _ in spec.gpus]
         folder.write("hosts", "".join(f"{host}\n" for host in hosts))
         path = str(folder.path).replace("%", "%%")
-        words = self._allocation.step_words(
+        words = self.allocation.step_words(
             len(set(hosts)),
             [
                 *(f"--ntasks={len(hosts)}", f"--nodelist={folder.path}/hosts"),
@@ -131,10 +132,10 @@ class SlurmEngine:
                 *("--kill-on-bad-exit=1", f"--wait={_LEAVE_S}", f"--output={path}/rank_%t.log"),
             ],
         )
-        environment = self._allocation.environment()
+        environment = self.allocation.environment()
         if len(set(hosts)) > 1:
-            environment[HOST_VARIABLE] = self._allocation.nodes[spec.gpus[0][0]].address
-        task = [*TASK, str(folder.path), str(self._allocation.seats or 0), *self._rank_command]
+            environment[HOST_VARIABLE] = self.allocation.nodes[spec.gpus[0][0]].address
+        task = [*TASK, str(folder.path), str(self.allocation.seats or 0), *self._rank_command]
         log = folder.path / SRUN_LOG
         with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as said:
             return subprocess.Popen(
@@ -148,7 +149,7 @@ class SlurmEngine:
             )
 
     def _check(self, spec: GangSpec) -> None:
-        nodes = self._allocation.nodes
+        nodes = self.allocation.nodes
         for node, gpu in spec.gpus:
             if not (0 <= node < len(nodes) and 0 <= gpu < nodes[node].gpus):
                 counts = [found.gpus for found in nodes]
@@ -161,7 +162,7 @@ class SlurmEngine:
 
     def _adopt(self) -> None:
         """Takes up the gangs of the folder that are not over."""
-        steps = _Once(self._allocation)
+        steps = _Once(self.allocation)
         for path in sorted(self._home.gangs.iterdir()):
             folder = GangFolder.at(path)
             last = EventReader(folder).last()
@@ -170,7 +171,7 @@ class SlurmEngine:
                 srun = folder.path / SRUN_PID
                 life = Life.known_as(srun.read_text()) if srun.exists() else Life.over()
                 spec = folder.spec()
-                gang = SlurmGang(folder, spec, self._allocation, life)
+                gang = SlurmGang(folder, spec, self.allocation, life)
                 gang.look(steps)
                 self._gangs[spec.gang, spec.epoch] = gang
 

@@ -77,7 +77,8 @@ class Database:
         self.clock = clock
         self.fence: int | None = None
         """Epoch of the controller's lock that this object writes under; None: not a controller."""
-        self._writer = writer
+        self.writer = writer
+        """The engine whose transactions may write."""
         self._reader = reader
         self._turn = turn
         self._statement = statement
@@ -101,7 +102,7 @@ class Database:
             with self._inside():
                 yield outer
             return
-        with self._sentences(), self._turn(), self._writer.begin() as connection:
+        with self._sentences(), self._turn(), self.writer.begin() as connection:
             if self._statement is not None:
                 connection.exec_driver_sql(self._statement)
             self._check_fence(connection)
@@ -125,7 +126,7 @@ class Database:
 
     def close(self) -> None:
         """Closes the connections; in a forked child it only forgets them."""
-        self._writer.dispose(close=os.getpid() == self._process)
+        self.writer.dispose(close=os.getpid() == self._process)
 
     def _outer(self) -> Connection | None:
         """The transaction that this thread is in."""

@@ -18,11 +18,11 @@ from tlora_megatron.service.store.sql.turn import turns_at
 
 BUSY_S = 30
 """Seconds that a writer waits for its turn."""
-_CHECKPOINT_S = 10
+CHECKPOINT_S = 10
 """Seconds that it waits for those who do not take turns: SQLite cleans up when a process leaves."""
 _ANSWER_S = 30
 """Seconds after which a server that says nothing is taken for unreachable."""
-_IDLE_S = 60
+IDLE_S = 60
 """Seconds that a transaction may do nothing: a process that hangs in one would stop all others."""
 _NAMESPACE = "tlora"
 """PostgreSQL's schema that holds the tables."""
@@ -67,7 +67,7 @@ def _sqlite(path: Path, clock: Callable[[], float]) -> Database:
         # Transactions are begun by `_begin`, not by the module.
         connection.isolation_level = None
         for setting in (
-            f"busy_timeout = {1000 * _CHECKPOINT_S}",
+            f"busy_timeout = {1000 * CHECKPOINT_S}",
             "journal_mode = WAL",
             "synchronous = FULL",
             "foreign_keys = ON",
@@ -75,7 +75,7 @@ def _sqlite(path: Path, clock: Callable[[], float]) -> Database:
             connection.execute(f"PRAGMA {setting}")
 
     url = URL.create("sqlite", database=str(path))
-    writer = create_engine(url, json_serializer=to_json, connect_args={"timeout": _CHECKPOINT_S})
+    writer = create_engine(url, json_serializer=to_json, connect_args={"timeout": CHECKPOINT_S})
     event.listen(writer, "connect", prepare)
     event.listen(writer, "begin", _begin)
     reader = writer.execution_options(tlora_reads=True)
@@ -111,7 +111,7 @@ def _make_private(path: Path) -> None:
 
 def _check_disk(path: Path) -> None:
     """Refuses a disk that several hosts share: SQLite's WAL needs memory that they do not."""
-    kind = _disk_kind(path.parent)
+    kind = disk_kind(path.parent)
     if kind.startswith(_SHARED_DISKS):
         raise StoreUnreachable(
             f"the store must lie on a disk of this host, got {path} on {kind}: name a folder "
@@ -119,7 +119,7 @@ def _check_disk(path: Path) -> None:
         )
 
 
-def _disk_kind(folder: Path, table: Path = Path("/proc/self/mountinfo")) -> str:
+def disk_kind(folder: Path, table: Path = Path("/proc/self/mountinfo")) -> str:
     """Type of the file system below a folder, as the kernel calls it; empty if unknown."""
     try:
         real = folder.resolve()
@@ -141,7 +141,7 @@ def _postgres(url: URL, clock: Callable[[], float]) -> Database:
                 f"search_path TO {_NAMESPACE}",
                 "synchronous_commit TO on",
                 f"lock_timeout TO '{BUSY_S}s'",
-                f"idle_in_transaction_session_timeout TO '{_IDLE_S}s'",
+                f"idle_in_transaction_session_timeout TO '{IDLE_S}s'",
             ):
                 cursor.execute(f"SET {setting}")
         connection.commit()
