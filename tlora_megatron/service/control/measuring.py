@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 from statistics import median
 
@@ -22,7 +21,6 @@ class Measuring:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._reports: dict[tuple[str, int], deque[float]] = {}
         self._touched: set[int] = set()
 
     def started(self, seconds: float) -> None:
@@ -57,7 +55,7 @@ class Measuring:
         steady = not gang.changed and set(jobs) == _training(gang)
         rounds, gang.rounds, gang.changed = total - gang.rounds, total, False
         if not steady or rounds <= 0 or speed <= 0:
-            self._reports.pop((gang.name, gang.epoch), None)
+            gang.speeds.clear()
             return
         self._watch(gang, speed)
         priced = [self._desk.books.jobs[job].priced for job in jobs]
@@ -77,12 +75,13 @@ class Measuring:
 
     def _watch(self, gang: LiveGang, speed: float) -> None:
         """Says once if a gang trains at less than half its usual speed for a while."""
-        reports = self._reports.setdefault((gang.name, gang.epoch), deque(maxlen=2 * _REPORTS))
+        reports = gang.speeds
         reports.append(speed)
         if len(reports) < 2 * _REPORTS:
             return
-        earlier = median(list(reports)[:_REPORTS])
-        if max(list(reports)[_REPORTS:]) < _SLOW * earlier:
+        del reports[: -2 * _REPORTS]
+        earlier = median(reports[:_REPORTS])
+        if max(reports[_REPORTS:]) < _SLOW * earlier:
             self._desk.say(
                 "slow",
                 f"gang {gang.name} trains at {speed:.0f} tokens/s, less than half of its usual "

@@ -49,8 +49,14 @@ class Regrouping:
             ):
                 passed += bundle
                 self._moves.append(now_s)
+                self._forget(now_s)
                 self._moved_s.update((decision.gpus, now_s) for decision in bundle)
         return passed
+
+    def _forget(self, now_s: float) -> None:
+        """Drops moves that hold nothing back any more."""
+        recent_s = now_s - self._settings.dwell_s
+        self._moved_s = {gpus: at_s for gpus, at_s in self._moved_s.items() if at_s > recent_s}
 
     def _is_due(
         self, bundle: Sequence[Decision], groups: Mapping[int, Group], now_s: float

@@ -82,7 +82,7 @@ class LiveGang:
     epoch: int
     pool: str
     gpus: tuple[int, ...]
-    """Cluster-wide numbers, ascending."""
+    """Cluster-wide numbers, ascending; none if a machine is gone on which it ran."""
     plan: Plan | None
     state: Literal["starting", "running", "stopping"]
     since_s: float
@@ -97,6 +97,8 @@ class LiveGang:
     """Members came or went since the last report of its speed."""
     rounds: int = 0
     """Rounds since its start that it has told of."""
+    speeds: list[float] = field(default_factory=list)
+    """Its last tokens per second, since its members changed."""
     lease_until_s: float = 0.0
     spoken_s: float = 0.0
     """When it was last sent a command."""
