@@ -65,12 +65,15 @@ class Fleet:
         self.changes.freed = True
 
     def carry_on(self, group: Group, without: Collection[Member], now_s: float) -> None:
-        """Lets the remaining members of a closed group train on."""
+        """Lets the remaining members of a closed group train on.
+
+        They keep their speeds where the model says that they cannot be: they run.
+        """
         gone = {member.job.index for member in without}
         parts = Parts(running=tuple((group, m) for m in group.members if m.job.index not in gone))
         if not len(parts):
             return
-        rates = self.rates(parts, len(group.gpus))
+        rates = self._speeds.rates(parts.kinds, len(group.gpus)) or _present(parts)
         rest = carried_on(group, parts, rates=rates, now_s=now_s, number=self.next_number())
         self.open(rest)
         self.changes.regrouped.add(rest.number)
@@ -189,6 +192,12 @@ class Fleet:
         """A group number that was not used before."""
         self._num_groups += 1
         return self._num_groups
+
+
+def _present(parts: Parts) -> GroupRates:
+    """The speeds that running members have now."""
+    by_kind = {member.job.kind: member.tokens_per_s for _, member in parts.running}
+    return GroupRates(by_kind, sum(member.tokens_per_s for _, member in parts.running), 0.0)
 
 
 def _speeds_in_bounds(group: Group) -> bool:

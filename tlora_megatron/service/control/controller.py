@@ -55,7 +55,7 @@ class Controller:
         pricing: Pricing,
         validator: Validator,
         settings: Settings,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         on_said: Callable[[str], None] = logger.info,
     ) -> None:
         """Takes over what an earlier controller left; the store's lock must be held."""
@@ -66,7 +66,7 @@ class Controller:
             settings=settings,
             pricing=pricing,
             books=Books(Machines.of(engine.nodes()), pricing, first_name=0),
-            clock=clock,
+            clock=clock or steady_clock(),
             cost=RegroupCost(),
             on_said=on_said,
         )
@@ -85,13 +85,14 @@ class Controller:
 
     def _reload(self) -> None:
         """Makes the books anew from the store."""
+        self.deciding.forget()
         last_event = take_over(self.desk)
         self._intake = Intake(self.desk, self._validator, last_event)
         self._hear()
         bury_missing(self.desk)
         for live in list(self.desk.books.jobs.values()):
             self._intake.take(live)
-            if live.wish is not None:
+            if live.wish is not None and not live.state.is_over:
                 with self.desk.store.transaction():
                     self._intake.fulfil(live)
         self._carrying.send()
@@ -114,6 +115,8 @@ class Controller:
             self._refuse("store", f"the store refuses to write ({error})")
         except EngineLost as error:
             self._refuse("engine", f"the engine does not answer ({error})")
+        except OSError as error:
+            self._refuse("disk", f"the service's folder cannot be used ({error})")
         except InvariantError as error:
             logger.exception("the books are made anew")
             self._refuse("books", f"the controller's books do not balance ({error})")
@@ -191,6 +194,12 @@ class Controller:
         self._validator.close()
 
 
+def steady_clock() -> Callable[[], float]:
+    """Unix seconds that never jump; where the host's clock is set back, signs of life go on."""
+    begin_s = time.time() - time.monotonic()
+    return lambda: begin_s + time.monotonic()
+
+
 def serve(
     root: str | Path | None,
     engine: GangEngine,
@@ -223,27 +232,33 @@ def serve(
     assert held is not None, "a store is given or opened"
     try:
         held.lock.take()
-        controller = Controller(
-            home=home,
-            store=held,
-            engine=engine,
-            pricing=pricing or pricing_of(engine.nodes(), settings),
-            validator=validator or _pool(home, settings),
-            settings=settings,
-            on_said=said,
-        )
         try:
-            while not stop.is_set():
-                controller.step()
-                stop.wait(settings.poll_s)
-            if settings.end_gangs:
-                controller.end_gangs()
+            controller = Controller(
+                home=home,
+                store=held,
+                engine=engine,
+                pricing=pricing or pricing_of(engine.nodes(), settings),
+                validator=validator or _pool(home, settings),
+                settings=settings,
+                on_said=said,
+            )
+            _step_until(controller, stop, settings)
         finally:
-            controller.close()
             held.lock.release()
     finally:
         if opened is not None:
             opened.close()
+
+
+def _step_until(controller: Controller, stop: threading.Event, settings: Settings) -> None:
+    try:
+        while not stop.is_set():
+            controller.step()
+            stop.wait(settings.poll_s)
+        if settings.end_gangs:
+            controller.end_gangs()
+    finally:
+        controller.close()
 
 
 def _pool(home: Home, settings: Settings) -> PreparePool:

@@ -43,6 +43,10 @@ class Deciding:
         """Ends the thread."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def forget(self) -> None:
+        """Drops what was asked: the books that the answer would speak of are made anew."""
+        self._asked = None
+
     def due_s(self) -> float:
         """When a decision is due, if nothing more happens."""
         if self._asked is not None:

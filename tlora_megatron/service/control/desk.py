@@ -125,6 +125,8 @@ class Desk:
         """Notes that no process of a gang is left; returns the jobs that it held, vacated."""
         self.store.gangs.change(gang.name, gang.epoch, GangState.ENDED, why=why)
         self.books.gangs.pop(gang.name, None)
+        if not self.books.members(gang.name):
+            self.books.one_by_one.discard(gang.name)
         self.wants_actions = True
         held = [self.books.jobs[job] for job in gang.seats if job in self.books.jobs]
         for live in held:

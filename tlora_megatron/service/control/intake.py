@@ -87,7 +87,7 @@ class Intake:
             self._desk.books.add(live)
             self.take(live)
         live.wish = row.wish
-        if live.wish is not None:
+        if live.wish is not None and not live.state.is_over:
             with self._desk.store.transaction():
                 self.fulfil(live)
 
@@ -96,7 +96,12 @@ class Intake:
         if live.state is not JobState.VALIDATING or live.wish == "cancel":
             return
         document = self._desk.store.jobs.document(live.id)
-        self._validator.submit(live.id, submission_of(document))
+        try:
+            submission = submission_of(document)
+        except ValueError as error:
+            self._desk.fail(live, f"job {live.name!r} cannot be read: {error}")
+            return
+        self._validator.submit(live.id, submission)
 
     def fulfil(self, live: LiveJob) -> None:
         """Does what a user wishes of a job, as far as it can be done now."""

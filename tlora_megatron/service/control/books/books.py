@@ -173,9 +173,12 @@ class Books:
         return True
 
     def next_name(self) -> str:
-        """A gang's name that was never used."""
-        self._last_name += 1
-        return f"g{self._last_name}"
+        """A gang's name that is not in use."""
+        while True:
+            self._last_name += 1
+            name = f"g{self._last_name}"
+            if name not in self.gangs and name not in self.names.values():
+                return name
 
     def adopt(self, gang: LiveGang, members: Iterable[LiveJob], now_s: float) -> None:
         """Takes a gang that runs already into the books, with those of its jobs that stay."""
