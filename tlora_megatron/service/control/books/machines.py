@@ -52,6 +52,17 @@ class Machines:
         size = self.shape.gpus_per_node
         return tuple((gpu // size, gpu % size) for gpu in gpus)
 
+    def has(self, places: Iterable[tuple[int, int]]) -> bool:
+        """True if all these GPUs are there, on nodes that are up."""
+        nodes, size = self.shape.num_nodes, self.shape.gpus_per_node
+        return all(
+            node < nodes
+            and gpu < size
+            and node not in self.down
+            and self.number((node, gpu)) not in self.missing
+            for node, gpu in places
+        )
+
     def nodes_of(self, gpus: Iterable[int]) -> set[int]:
         """The nodes that some GPUs are in."""
         return {gpu // self.shape.gpus_per_node for gpu in gpus}

@@ -43,6 +43,13 @@ def died(desk: Desk, gang: LiveGang, body: Mapping[str, Any]) -> None:
     desk.wants_decision = desk.wants_actions = True
 
 
+def hung(desk: Desk, gang: LiveGang, held: list[LiveJob], reason: str) -> None:
+    """Counts the death of a gang that was killed for its silence, after it is gone."""
+    held = [live for live in held if live.id in desk.books.jobs]
+    _count(desk, held, reason)
+    _wait(desk, gang, held)
+
+
 def _blame(desk: Desk, gang: LiveGang, newcomers: list[LiveJob], num_held: int) -> None:
     """Keeps the newcomer apart from now on; several newcomers join one by one instead."""
     if len(newcomers) > 1:
@@ -123,4 +130,6 @@ def _wait(desk: Desk, gang: LiveGang, held: list[LiveJob]) -> None:
     """Starts a gang again at once, and later each time if it dies without a step."""
     deaths = max([live.deaths for live in held], default=0)
     wait_s = min(_LONGEST_WAIT_S, 2.0**deaths - 2.0) if deaths else 0.0
-    desk.books.starts_from[gang.name] = desk.clock() + wait_s
+    now_s, starts_from = desk.clock(), desk.books.starts_from
+    starts_from[gang.name] = now_s + wait_s
+    desk.books.starts_from = {name: at_s for name, at_s in starts_from.items() if at_s > now_s}

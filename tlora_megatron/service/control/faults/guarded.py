@@ -43,8 +43,11 @@ class GuardedEngine:
         return _ask(self._engine.gangs)
 
     def nodes(self) -> Sequence[NodeInfo]:
-        """The machines."""
-        return _ask(self._engine.nodes)
+        """The machines; an engine that has lost all of them does not answer either."""
+        found = _ask(self._engine.nodes)
+        if not any(node.gpus for node in found):
+            raise EngineLost("it has no machine with a GPU or seat")
+        return found
 
 
 def _ask(call: Callable[_Given, _Answer], *args: _Given.args, **fields: _Given.kwargs) -> _Answer:

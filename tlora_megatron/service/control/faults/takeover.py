@@ -33,8 +33,8 @@ def take_over(desk: Desk) -> int:
     desk.posts, desk.leases, desk.starts, desk.progress = [], [], [], {}
     for row in snapshot.jobs:
         desk.books.add(live_job(row))
-    _meet_bases(desk, snapshot)
     with desk.store.transaction():
+        _meet_bases(desk, snapshot)
         for gang in snapshot.gangs:
             _adopt(desk, gang, snapshot)
         _place(desk)
@@ -55,21 +55,24 @@ def bury_missing(desk: Desk) -> None:
 
 
 def _meet_bases(desk: Desk, snapshot: Snapshot) -> None:
-    """Takes up the base models of all jobs that were validated."""
+    """Takes up the base models of all jobs that were validated; a job without its base fails."""
     for row in snapshot.jobs:
         if row.stats and not desk.pricing.knows(row.base):
             document = desk.store.jobs.document(row.id)
-            desk.pricing.meet(row.base, document["base_model"])
+            try:
+                desk.pricing.meet(row.base, document["base_model"])
+            except (OSError, ValueError) as error:
+                desk.fail(desk.books.jobs[row.id], f"job {row.name!r} has lost its base: {error}")
 
 
 def _adopt(desk: Desk, row: Gang, snapshot: Snapshot) -> None:
     """Puts a gang that runs into the books, with the seats of its jobs."""
-    now_s = desk.clock()
+    now_s, machines = desk.clock(), desk.books.machines
     gang = LiveGang(
         name=row.name,
         epoch=row.epoch,
         pool=str(row.engine_ref.get("pool", "")),
-        gpus=desk.books.machines.numbers(row.spec.gpus),
+        gpus=machines.numbers(row.spec.gpus) if machines.has(row.spec.gpus) else (),
         plan=plan_of(row.spec) if row.spec.parallel else None,
         state=_STATES[row.state],
         since_s=now_s,
@@ -115,7 +118,7 @@ def _place(desk: Desk) -> None:
             for job, seat in gang.seats.items()
             if seat.phase != "leaving" and desk.books.jobs[job].intent == "move"
         ]
-        if gang.state != "stopping":
+        if gang.state != "stopping" and gang.gpus:
             desk.books.adopt(gang, staying, desk.clock())
     for live in list(desk.books.jobs.values()):
         if live.id in seated:

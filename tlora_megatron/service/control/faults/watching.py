@@ -6,6 +6,7 @@ from tlora_megatron.service.control.books.live import LiveGang
 from tlora_megatron.service.control.books.machines import Machines
 from tlora_megatron.service.control.carrying import Carrying
 from tlora_megatron.service.control.desk import Desk
+from tlora_megatron.service.control.faults.deaths import hung
 from tlora_megatron.service.store.leases import MARGIN_S
 
 
@@ -41,6 +42,8 @@ class Watching:
             self._bury(gang, now_s)
         elif gang.state == "stopping" and now_s - gang.since_s > settings.stop_s:
             self._kill(gang, f"did not stop within {settings.stop_s:.0f} s")
+        elif gang.state != "stopping" and not gang.gpus:
+            self._carrying.kill(gang, "one of its machines is gone")
         elif gang.state != "stopping" and now_s - self._silent_since(gang) > settings.hang_s:
             self._kill(gang, f"said nothing for {settings.hang_s:.0f} s")
 
@@ -51,10 +54,16 @@ class Watching:
         return float("inf")
 
     def _kill(self, gang: LiveGang, why: str) -> None:
-        desk = self._desk
+        desk, was = self._desk, gang.state
+        if was == "starting":
+            held = desk.books.members(gang.name)
+        else:
+            held = [desk.books.jobs[job] for job in gang.seats if job in desk.books.jobs]
         proven = self._carrying.kill(gang, why)
         then = "it starts again" if proven else "its jobs wait until its lease has run out"
         desk.say("hung", f"gang {gang.name} {why} and was killed: {then}", gang=gang.name)
+        if proven and was != "stopping":
+            hung(desk, gang, held, f"its gang {why}")
 
     def _bury(self, gang: LiveGang, now_s: float) -> None:
         """Asks again whether a killed gang is gone; past its lease it can harm nobody."""

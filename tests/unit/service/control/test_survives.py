@@ -1,0 +1,141 @@
+"""A controller goes on where rows, disks, machines and gangs are not as they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.live_service import LiveService, folder_in_memory
+from tlora_megatron.service.control import carrying
+from tlora_megatron.service.control.controller import steady_clock
+from tlora_megatron.service.engines.protocol import NodeInfo
+from tlora_megatron.service.store import NewJob
+
+_GONE = NodeInfo(node=1, address="", gpus=1, healthy=False)
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with folder_in_memory() as folder:
+        yield folder / "service"
+
+
+def _two_gangs(root: Path) -> LiveService:
+    service = LiveService(root, nodes=2)
+    for name in ("one", "two"):
+        service.submit(name, steps=30, batch=10, max_slowdown=1.0)
+    service.run(10)
+    assert set(service.states().values()) == {"running"}
+    return service
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_machine_is_lost_while_nobody_controls(root: Path, listed: bool) -> None:
+    service = _two_gangs(root)
+    service.engine.machines[1:] = [_GONE] if listed else []
+    service.restart()
+    service.run(5)
+    assert sorted(service.states().values()) == ["queued", "running"]
+    service.run()
+    assert set(service.states().values()) == {"finished"}
+    assert not service.engine.doubled
+
+
+def test_the_last_machine_leaves_the_engines_list(root: Path) -> None:
+    service = _two_gangs(root)
+    del service.engine.machines[1]
+    service.run(20)
+    assert sorted(service.states().values()) == ["queued", "running"]
+    service.run()
+    assert set(service.states().values()) == {"finished"}
+
+
+def test_all_machines_are_gone_for_a_while(root: Path) -> None:
+    service = _two_gangs(root)
+    machines, service.engine.machines = service.engine.machines, []
+    service.run(20)
+    assert "it has no machine" in service.said[-1]
+    service.engine.machines = machines
+    service.run()
+    assert set(service.states().values()) == {"finished"}
+
+
+def test_a_row_that_cannot_be_read_fails_its_job_only(root: Path) -> None:
+    service = LiveService(root)
+    odd = NewJob(name="odd", document={"from": "elsewhere"}, base="base", key="odd")
+    service.store.jobs.submit([odd])
+    service.submit("good", steps=5)
+    service.run()
+    assert service.states() == {"odd": "failed", "good": "finished"}
+
+
+def test_a_base_that_is_gone_fails_its_jobs_only(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = LiveService(root)
+    job = service.submit("one", steps=30)
+    service.run(10)
+
+    def gone(self: object, base: str, section: Mapping[str, Any]) -> None:
+        raise ValueError("base_model.path must be a folder, got none")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tlora_megatron.service.control.books.pricing.Pricing.meet", gone)
+        service.restart()
+    assert "has lost its base: base_model.path must be" in str(service.job(job).error)
+    service.submit("two", steps=5)
+    service.run()
+    assert service.states() == {"one": "failed", "two": "finished"}
+
+
+def test_a_full_disk_delays_leases(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = LiveService(root)
+    service.submit("one", steps=5)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(carrying, "write_lease", full)
+        service.run(10)
+        assert "No space left on device" in service.said[-1]
+    service.run()
+    assert service.states() == {"one": "finished"}
+
+
+def test_a_job_that_hangs_every_gang_fails(root: Path) -> None:
+    service = LiveService(root, hang_s=30)
+    job = service.submit("one", steps=60)
+
+    def hang() -> bool:
+        for gang in service.engine.all_gangs.values():
+            gang.hangs = gang.hangs or bool(gang.jobs)
+        return service.is_over
+
+    service.run(until=hang)
+    assert "the last one: its gang said nothing for 30 s" in str(service.job(job).error)
+    assert len(service.engine.all_gangs) == service.settings.max_deaths
+
+
+def test_who_stays_trains_on_though_the_model_refuses_the_rest(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = LiveService(root)
+    jobs = [service.submit(name, steps=30, batch=2) for name in ("one", "two")]
+    service.run(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(service.controller.desk.pricing.speeds, "rates", lambda *_: None)
+        service.store.jobs.wish(jobs[0], "cancel")
+        service.run(3)
+    service.run()
+    assert service.states() == {"one": "cancelled", "two": "finished"}
+
+
+def test_time_goes_on_where_the_hosts_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = steady_clock()
+    before = clock()
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    assert clock() >= before
