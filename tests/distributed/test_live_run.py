@@ -39,6 +39,7 @@ def test_a_job_joins_and_one_leaves_and_the_rest_keep_their_bits(tmp_path: Path)
         (2, {"kind": "add", "job": "wide", "document": wide}),
         (2, {"kind": "add", "job": "c", "document": late}),
         (2, {"kind": "cancel", "job": "b"}),
+        (2, {"kind": "cancel", "job": "b"}),
     ]
     changed, alone, again = (tmp_path / name for name in ("changed", "alone", "again"))
     cases = [
@@ -49,12 +50,16 @@ def test_a_job_joins_and_one_leaves_and_the_rest_keep_their_bits(tmp_path: Path)
     common = {"config": str(config), "set": list(TRAIN)}
     again.write_text(json.dumps([common | case for case in cases]))
     world("tests/helpers/live_run_worker.py", 2, again)
-    nobody, taken, targets, joined, left = json.loads((changed / "answers.json").read_text())
+    nobody, taken, targets, joined, left, twice = json.loads((changed / "answers.json").read_text())
     assert nobody["error"].startswith("the job to cancel must be one that trains: a, b; got")
     assert taken["error"] == "job 'a' must have a name of its own, got that of a job of the run"
     assert "must be among those that this super-model was opened for" in targets["error"]
     assert (joined["from_step"], joined["num_steps"]) == (0, STEPS)
     assert 0 < left["step"] < STEPS
+    assert twice["error"] == (
+        "job 'b' must still train to be cancelled, got one that is cancelled at step "
+        f"{left['step']}"
+    )
     assert _losses(changed, "a") == _losses(alone, "a")
     assert _adapter(changed, "a") == _adapter(alone, "a")
     assert [step for step, _ in _losses(changed, "c")] == list(range(1, STEPS + 1))

@@ -2,13 +2,15 @@
 
 `live_run_worker.py CASES.json` with `[{"config": PATH, "output_dir": DIR, "set": [...],
 "requests": [[ROUND, BODY], ...]}]`. What is answered goes to `answers.json` beside the run's files;
-a request comes in once all before it are answered.
+a request comes in once all before it are answered. Rounds wait while a job is prepared, so that a
+fast machine has not trained the others to their ends before it joins.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.listener import SilentListener
 from tlora_megatron.training.live.changes import with_live_changes
 from tlora_megatron.training.live.mailbox import Request, RunMailbox
+from tlora_megatron.training.resident.staging import Order, Stager
 from tlora_megatron.training.stopping.signals import StopSignals
 
 
@@ -52,10 +55,20 @@ class Script(RunMailbox):
         self._file.write_text(json.dumps(self._answers))
 
 
+class WaitedStager(Stager):
+    """Returns from an order when the job is ready or refused."""
+
+    def order(self, name: str, order: Order) -> None:
+        super().order(name, order)
+        while self.found(name) is None:
+            time.sleep(0.001)
+
+
 def main() -> None:
     """Runs every case; all processes take part in all of them."""
     draw_no_reports()
     live_run.open_mailbox = Script
+    live_run.Stager = WaitedStager
     for case in json.loads(Path(sys.argv[1]).read_text()):
         config = load_config(case["config"], case["set"], case["output_dir"])
         config, _ = with_live_changes(config)

@@ -115,17 +115,24 @@ class LiveJobs:
             self._answer(asked, {"error": f"job {name!r} was cancelled before it joined"})
             self._answer(request, {"step": 0})
             return
-        active = [job.name for job in self._loop.super_model.jobs if job.is_active]
         job = self._loop.release(name, save=True)
         if job is None:
-            error = f"the job to cancel must be one that trains: {', '.join(active)}; got {name!r}"
-            self._answer(request, {"error": error})
+            self._answer(request, {"error": self._not_training(name)})
             return
         job.status, job.reason = "cancelled", f"cancelled at step {job.step}"
         if self._record is not None:
             self._record.cancelled(name)
         self._loop.listener.on_event(name, f"is saved at step {job.step} and leaves: cancelled")
         self._answer(request, {"step": job.step})
+
+    def _not_training(self, name: str) -> str:
+        """Says why a job cannot be cancelled: it may have ended while the request was under way."""
+        for job in self._loop.jobs:
+            if job.name == name:
+                state = f"{job.status} at step {job.step}"
+                return f"job {name!r} must still train to be cancelled, got one that is {state}"
+        active = [job.name for job in self._loop.super_model.jobs if job.is_active]
+        return f"the job to cancel must be one that trains: {', '.join(active)}; got {name!r}"
 
     def _answer(self, request: Request, body: Mapping[str, Any]) -> None:
         if self._mailbox is not None:
