@@ -74,11 +74,14 @@ def store_place(of: home.Home, database: str | None = None) -> str | Path:
         database: address to use from now on; None = what is remembered.
 
     Raises:
-        ConfigError: if the service has another store already.
+        ConfigError: if it is no address, or the service has another store already.
     """
     remembered = home.read_json(of.root / _DATABASE)
     if database is None:
         return of.store if remembered is None else str(remembered["url"])
+    if "://" not in database:  # a file in this process's folder, which no other command would find
+        rule = "be postgresql+psycopg://user@host/database"
+        raise must("--database", rule, database, "without it the store is a file in --service")
     if of.store.exists() or (remembered is not None and remembered["url"] != database):
         remedy = "take another folder for --service, or leave --database out"
         # Not the address: it may hold a password.
@@ -118,7 +121,7 @@ def _find(service: Service, name: str) -> Job:
 
     try:
         return service.store.jobs.find(name)
-    except NotFound:
+    except (NotFound, UnicodeEncodeError):  # the second: bytes that are no text
         raise must(
             "NAME", "be the id or the name of a job", name, "`tlora jobs --all` lists them"
         ) from None

@@ -69,12 +69,13 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Submits all jobs of all files, or none."""
+    key = uuid.uuid4().hex if args.idempotency_key is None else _checked_key(args.idempotency_key)
     with open_service(args) as service:
         submissions, sentences = _read(args)
         error_console = open_console(stderr=True)
         for sentence in sentences:
             error_console.print(f"warning: {sentence}", style="yellow")
-        jobs = _submit(service, submissions, args.idempotency_key or uuid.uuid4().hex)
+        jobs = _submit(service, submissions, key)
         if not args.json:
             _tell(service, jobs)
         code = 0
@@ -85,6 +86,13 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps([job_to_dict(job) for job in jobs], indent=2))
         return code
+
+
+def _checked_key(key: str) -> str:
+    """Refuses what names nothing: a script's unset variable would submit its jobs twice."""
+    if not key.strip() or not key.isprintable():
+        raise must("--idempotency-key", "be text that can be printed, and not empty", key)
+    return key
 
 
 def _read(args: argparse.Namespace) -> tuple[list[Submission], list[str]]:
@@ -102,7 +110,10 @@ def _read(args: argparse.Namespace) -> tuple[list[Submission], list[str]]:
         sentences += told
     for name, count in Counter(job.name for job in jobs).items():
         if count > 1:
-            raise must("FILE", f"name job {name!r} once", f"{count} times", "--set name=OTHER")
+            raise ConfigError(
+                f"FILE... must name job {name!r} once, got it {count} times; submit the files one "
+                "by one, each with its own --set name=NAME"
+            )
     return jobs, list(dict.fromkeys(sentences))
 
 

@@ -106,7 +106,8 @@ class TestSubmit:
             (["--set", "jobs.one.max_step=3"], "jobs[0].max_step is not a known key"),
             (["--set", "base_model.path=none"], "base_model.path must be an existing directory"),
             (["--set", "jobs[1].name=one"], "jobs must have unique names"),
-            (["{file}"], "FILE must name job 'one' once, got '2 times'"),
+            (["{file}"], "FILE... must name job 'one' once, got it 2 times"),
+            (["--idempotency-key", ""], "--idempotency-key must be text that can be printed"),
         ],
     )
     def test_refusals(
@@ -219,9 +220,12 @@ class TestWishes:
         assert out.startswith(f"one ({one['id']}): {wish} asked; it is validating\n")
         assert [(job.name, job.wish) for job in store.jobs.wished()] == [("one", wish)]
 
-    def test_an_unknown_name(self, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["resume", "nobody"]) == 2
-        told = "NAME must be the id or the name of a job, got 'nobody'; `tlora jobs --all` lists"
+    @pytest.mark.parametrize("name", ["nobody", "", "\udcff", "../one"])
+    def test_an_unknown_name(
+        self, name: str, store: Store, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["resume", name]) == 2
+        told = f"NAME must be the id or the name of a job, got {name!r}; `tlora jobs --all` lists"
         assert told in capsys.readouterr().err
 
 
@@ -331,3 +335,7 @@ class TestStorePlace:
     def test_jobs_in_the_folder_s_own_store_are_not_lost(self, store: Store, home: Home) -> None:
         with pytest.raises(ConfigError, match="--database must be the one that the service has"):
             store_place(home, "postgresql+psycopg://a@b/c")
+
+    def test_what_is_no_address_is_refused(self, home: Home) -> None:
+        with pytest.raises(ConfigError, match=r"--database must be postgresql.*got 'nonsense'"):
+            store_place(home, "nonsense")
