@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.resident_case import Command, Resident, resident
+from tlora_megatron.training.resident.locked_ring import LockedRing
 
 pytestmark = pytest.mark.gpu
 SHAPE = {
@@ -42,3 +45,17 @@ def test_neighbours_keep_their_bits(tmp_path: Path) -> None:
             ]
         )
         assert adapter(opened, "beside") == adapter(opened, "alone")
+
+
+def test_ring_brings_values_of_any_size_to_the_gpu() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    stream = torch.cuda.Stream(device)
+    ring = LockedRing(stream, torch.full((2, 1000), torch.nan, pin_memory=True))
+    values = [torch.rand(shape) for shape in ((1, 7), (300, 41), (64, 999))]
+    targets = [torch.full_like(v, torch.nan, device=device) for v in values]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(ring.copy, targets, values))
+    stream.synchronize()
+    for target, expected in zip(targets, values, strict=True):
+        assert torch.equal(target.cpu(), expected)

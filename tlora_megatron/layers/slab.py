@@ -29,8 +29,14 @@ _LOADING_THREADS = 8
 _SLICE_MULTIPLE = 64
 """Slices begin on 256 bytes: vector instructions then meet the same elements as in the whole."""
 
-CopyPart = Callable[[torch.Tensor, torch.Tensor], object]
-"""Copies the second tensor, on the host, into the first, a view of a buffer."""
+
+class Copier(NamedTuple):
+    """How the parts of a buffer come from the host into it."""
+
+    put: Callable[[torch.Tensor, torch.Tensor], object]
+    """Copies the second tensor, on the host, into the first, a view of a buffer."""
+    threads: int
+    """That find, make and copy parts; more than the rank has cores to itself are never used."""
 
 
 class StatePlacement(NamedTuple):
@@ -133,25 +139,26 @@ class AdapterSlab:
         self,
         whole: Callable[[str], torch.Tensor],
         buffer: str = "master",
-        copy: CopyPart | None = None,
+        copier: Copier | None = None,
     ) -> None:
         """Fills a buffer from whole canonical tensors.
 
         Args:
             whole: finds or makes a tensor by its canonical name; called on several threads.
-            copy: how a part comes into a buffer, on those threads, where ranks hold no slices;
-                None = all parts go together, through the host's memory.
+            copier: its threads do so, and it copies where ranks hold no slices; None = all parts
+                go together, through the host's memory.
         """
-        direct = copy is not None and self.placement.group is None
+        direct = copier is not None and self.placement.group is None
         flat = self.buffers()[buffer] if direct else torch.empty(self.layout.numel)
-        put: CopyPart = copy if copy is not None and direct else torch.Tensor.copy_
+        put = copier.put if copier is not None and direct else torch.Tensor.copy_
+        threads = _LOADING_THREADS if copier is None else copier.threads
 
         def fill(place: tuple[Factor, torch.Tensor]) -> None:
             factor, view = place
             put(view, factor.shard_of(whole(factor.name)))
 
         places = zip(self.layout.factors, self.layout.views(flat), strict=True)
-        with ThreadPoolExecutor(host_threads(_LOADING_THREADS)) as pool:
+        with ThreadPoolExecutor(host_threads(threads)) as pool:
             list(pool.map(fill, places))  # raises what was raised there
         if not direct:
             self.buffers()[buffer].copy_(flat[self.held])

@@ -12,7 +12,7 @@ import torch
 
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.layers.adapter_bank import Adapter
-from tlora_megatron.layers.slab import AdapterSlab, CopyPart, initial_factor
+from tlora_megatron.layers.slab import AdapterSlab, Copier, initial_factor
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data
 from tlora_megatron.training.data.mapped_tokens import lengths_of
@@ -98,12 +98,12 @@ def prepare_job(
 
 
 def start_job(
-    prepared: PreparedJob, spec: Backbone, slab: AdapterSlab, copy: CopyPart | None = None
+    prepared: PreparedJob, spec: Backbone, slab: AdapterSlab, copier: Copier | None = None
 ) -> JobState:
     """Gives a job its adapter: from its checkpoint, an imported one, or a fresh one.
 
     Args:
-        copy: see `AdapterSlab.load`.
+        copier: see `AdapterSlab.load`.
     """
     job, imported = prepared.spec, prepared.imported
     state = JobState(
@@ -113,11 +113,11 @@ def start_job(
         adapter=Adapter(name=job.name, lora=job.lora, slab=slab),
     )
     if prepared.checkpoint is not None:
-        prepared.checkpoint.restore(state, copy)
+        prepared.checkpoint.restore(state, copier)
     elif imported is not None:
-        slab.load(imported.__getitem__, copy=copy)
+        slab.load(imported.__getitem__, copier=copier)
     else:
-        slab.load(lambda name: initial_factor(spec, name, job.lora, job.seed), copy=copy)
+        slab.load(lambda name: initial_factor(spec, name, job.lora, job.seed), copier=copier)
     return state
 
 

@@ -15,6 +15,7 @@ from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, LoraSpec
 from tlora_megatron.layers.sites import LINEAR_TARGETS, make_site
 from tlora_megatron.layers.slab import (
     AdapterSlab,
+    Copier,
     factor_names,
     factor_shape,
     initial_factor,
@@ -71,7 +72,7 @@ def test_parts_that_are_copied_one_by_one_make_the_same_buffer() -> None:
         loaded_slabs(lora, factors, 2, 1),
         strict=True,
     ):
-        slab.load(factors.__getitem__, "exp_avg", copy)
+        slab.load(factors.__getitem__, "exp_avg", Copier(copy, threads=2))
         assert torch.equal(slab.exp_avg, expected.master)
     assert sum(copied) == 2 * expected.layout.numel
 

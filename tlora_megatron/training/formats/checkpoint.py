@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tlora_megatron.config.job import JobSpec, LoraSpec
-from tlora_megatron.layers.slab import CopyPart, factor_names, factor_shape
+from tlora_megatron.layers.slab import Copier, factor_names, factor_shape
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.data.job_data import JobData
 from tlora_megatron.training.formats.atomic_directory import (
@@ -167,20 +167,20 @@ class Checkpoint:
                                 f"resume_from"
                             )
 
-    def restore(self, job: JobState, copy: CopyPart | None = None) -> None:
+    def restore(self, job: JobState, copier: Copier | None = None) -> None:
         """Loads weights, moments and progress into a job on this rank, whatever its layout.
 
         `check_fits` comes before.
 
         Args:
-            copy: see `AdapterSlab.load`.
+            copier: see `AdapterSlab.load`.
         """
         slab = job.adapter.slab
         with safe_open(self.path / "adapter.safetensors", "pt") as weights:
-            slab.load(weights.get_tensor, copy=copy)
+            slab.load(weights.get_tensor, copier=copier)
         with safe_open(self.path / "optimizer.safetensors", "pt") as moments:
             for buffer in _MOMENTS:
-                slab.load(partial(_moment, moments, buffer), buffer, copy)
+                slab.load(partial(_moment, moments, buffer), buffer, copier)
         job.restore(self.state["progress"])
 
 

@@ -13,18 +13,21 @@ from typing import Any, NamedTuple
 import torch
 
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.slab import AdapterSlab
+from tlora_megatron.layers.slab import AdapterSlab, Copier
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.data.tokenize import fingerprint
 from tlora_megatron.training.formats.hf_checkpoint import all_finite
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.metrics import JobMetrics
 from tlora_megatron.training.preparation import PreparedJob, start_job
+from tlora_megatron.training.resident.locked_ring import LockedRing
 
 Order = Mapping[str, Any]
 """What is asked for: `job` (its name here), `document`, and when to save it; see `StagedJob`."""
 ReadOrder = Callable[[Order], PreparedJob]
 """Reads all that a job starts from and checks it; runs on a thread, on every rank."""
+_THREADS, _THREADS_BESIDE = 8, 2
+"""That read a job's state; fewer while others train, whose thread has to get its turn in Python."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +96,7 @@ class Stager:
         self._ordered: dict[str, _Ordered] = {}
         self._orders: queue.SimpleQueue[_Ordered | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._ring: LockedRing | None = None
 
     def order(self, name: str, order: Order) -> None:
         """Begins to prepare a job, behind those that were ordered before."""
@@ -175,27 +178,41 @@ class Stager:
             return Failed(str(error) if is_told else f"{type(error).__name__}: {error}")
 
     def _stage(self, prepared: PreparedJob, order: Order) -> StagedJob:
-        bank, job = self._bank, prepared.spec
-        slab, copied = bank.new_slab(job.lora), None
+        slab = self._bank.new_slab(prepared.spec.lora)
+        try:
+            state, copied = self._fill(slab, prepared, order)
+            return StagedJob(
+                state=state,
+                digest=digest_of(prepared),
+                copied=copied,
+                metrics=self._open_metrics(state),
+                checkpoint_every_s=float(order.get("checkpoint_every_s", 0.0)),
+                checkpoint_every_steps=int(order.get("checkpoint_every_steps", 0)),
+            )
+        except BaseException:
+            if self._ring is not None:  # others get the slab's memory: nothing may write there now
+                self._ring.stream.synchronize()
+            raise
+
+    def _fill(
+        self, slab: AdapterSlab, prepared: PreparedJob, order: Order
+    ) -> tuple[JobState, torch.cuda.Event | None]:
+        """Gives a slab its job's values; on a GPU it has them behind the event."""
+        bank = self._bank
         if bank.device.type != "cuda" or bank.placement.on_cpu:
             state = start_job(prepared, self._spec, slab)
             self._check_finite(prepared, slab, order)
-        else:
-            stream = self._side_stream()
-            stream.wait_stream(torch.cuda.current_stream(bank.device))  # the slab's zeros
-            with torch.cuda.stream(stream):
-                state = start_job(prepared, self._spec, slab, self._copy)
-                self._check_finite(prepared, slab, order)
-            copied = torch.cuda.Event()
-            copied.record(stream)
-        return StagedJob(
-            state=state,
-            digest=digest_of(prepared),
-            copied=copied,
-            metrics=self._open_metrics(state),
-            checkpoint_every_s=float(order.get("checkpoint_every_s", 0.0)),
-            checkpoint_every_steps=int(order.get("checkpoint_every_steps", 0)),
-        )
+            return state, None
+        self._ring = self._ring or LockedRing.on(bank.device)
+        stream = self._ring.stream
+        stream.wait_stream(torch.cuda.current_stream(bank.device))  # the slab's zeros
+        copier = Copier(self._ring.copy, _THREADS_BESIDE if bank.adapters else _THREADS)
+        with torch.cuda.stream(stream):
+            state = start_job(prepared, self._spec, slab, copier)
+            self._check_finite(prepared, slab, order)
+        copied = torch.cuda.Event()
+        copied.record(stream)
+        return state, copied
 
     def _check_finite(self, prepared: PreparedJob, slab: AdapterSlab, order: Order) -> None:
         """Looks at a checkpoint's values where they are now, which on a GPU costs nothing."""
@@ -205,15 +222,3 @@ class Stager:
         job = replace(prepared.spec, name=order.get("name", prepared.spec.name))
         checkpoint.check_fits(job, prepared.data, self._spec)  # says which tensor
         raise ValueError(f"checkpoint {checkpoint.path} of job {job.name!r} must be finite")
-
-    def _side_stream(self) -> torch.cuda.Stream:
-        """Copies run here, beside the training's kernels and behind what has been queued there."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._bank.device)
-        return self._stream
-
-    def _copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Copies to the device through locked memory, which torch reuses when the copy is done."""
-        locked = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
-        with torch.cuda.stream(self._side_stream()):
-            target.copy_(locked, non_blocking=True)
