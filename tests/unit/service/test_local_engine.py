@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers.launch import HANG_S
 from tlora_megatron.service.engines.local.engine import LocalEngine
+from tlora_megatron.service.engines.local.spares import Spare
 from tlora_megatron.service.mail.folder import GangFolder
 from tlora_megatron.service.messages import Command, GangEvent, GangSpec
 
@@ -317,3 +318,42 @@ def is_gone(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return True
     return stat.rpartition(")")[2].split()[0] == "Z"
+
+
+def test_gang_that_has_stopped_is_not_taken_up_again(engine: LocalEngine, root: Path) -> None:
+    engine.start(spec(root))
+    engine.post(command(1, "stop", save=True))
+    count = len(poll_until(engine, has("stopped")))
+    second = make_engine(root)
+    assert second.poll({}) == []
+    assert not second.gangs()
+    assert second.poll({("g", 1): count - 1})[-1].kind == "stopped"
+    end_all(second)
+
+
+def test_killed_ranks_leave_no_zombies(engine: LocalEngine, root: Path) -> None:
+    engine.start(spec(root))
+    ranks = wait_for_pids(engine, root)
+    assert engine.kill("g", 1)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def test_gang_whose_processes_cannot_be_started_dies(root: Path) -> None:
+    engine = make_engine(root, rank_command=(str(root / "missing"),))
+    engine.start(spec(root))
+    died = poll_until(engine, has("died"))[-1]
+    assert died.body["reason"].startswith("its processes could not be started: [Errno 2]")
+    end_all(engine)
+
+
+def test_folder_that_a_crash_left_empty_takes_the_gang(engine: LocalEngine, root: Path) -> None:
+    (root / "gangs" / "g-1").mkdir()
+    engine.start(spec(root))
+    poll_until(engine, has("started"))
+
+
+def test_spare_that_has_ended_takes_no_order(tmp_path: Path) -> None:
+    spare = Spare([sys.executable, "-c", ""], os.environ, tmp_path / "log")
+    spare.process.wait()
+    assert not spare.order(GangFolder(tmp_path, "g", 1), 0, {})
+    spare.end()

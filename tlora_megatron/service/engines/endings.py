@@ -52,6 +52,15 @@ def say_died(folder: GangFolder, body: Mapping[str, Any]) -> None:
     writer.close()
 
 
+def without_early_stop(events: list[GangEvent], *, is_over: bool) -> list[GangEvent]:
+    """A gang's newest events without a `stopped` that its processes have not followed yet.
+
+    Whoever hears it may give the gang's GPUs to another one, which needs all their memory.
+    """
+    is_early = bool(events) and events[-1].kind == "stopped" and not is_over
+    return events[:-1] if is_early else events
+
+
 def _ending(folder: GangFolder, rank: int, code: int | None) -> dict[str, Any]:
     own = folder.read_json(f"end_{rank}.json")
     if own is not None:

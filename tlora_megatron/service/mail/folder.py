@@ -73,7 +73,8 @@ class GangFolder:
             FileExistsError: if the gang was started with this epoch before.
         """
         make_folder(self.path.parent)
-        self.path.mkdir(mode=0o700)
+        # A folder alone is what a crash has left before anything was started.
+        self.path.mkdir(mode=0o700, exist_ok=not self.has_spec)
         self.write("spec.json", spec.to_json())
 
     @property

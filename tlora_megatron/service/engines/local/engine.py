@@ -74,8 +74,11 @@ class LocalEngine:
         self._check(spec)
         folder = GangFolder(self._home.root, spec.gang, spec.epoch)
         folder.create(spec)
-        members = [self._seat(folder, rank, gpu) for rank, (_, gpu) in enumerate(spec.gpus)]
-        self._gangs[key] = LocalGang(folder, spec, members)
+        members: list[Member] = []
+        error = self._seat_all(folder, spec, members)
+        gang = self._gangs[key] = LocalGang(folder, spec, members)
+        if error is not None:
+            gang.kill(f"its processes could not be started: {error}")
 
     def post(self, command: Command) -> None:
         """Leaves a command in a gang's folder; one for a gang that is over is dropped."""
@@ -142,15 +145,32 @@ class LocalEngine:
                 f"got {spec.gpus}"
             )
 
+    def _seat_all(
+        self, folder: GangFolder, spec: GangSpec, members: list[Member]
+    ) -> OSError | None:
+        """Adds the ranks that could be started to `members`; returns why there are no more."""
+        try:
+            for rank, (_, gpu) in enumerate(spec.gpus):
+                members.append(self._seat(folder, rank, gpu))
+        except OSError as error:
+            return error
+        return None
+
     def _seat(self, folder: GangFolder, rank: int, gpu: int) -> Member:
         """Starts one rank, in a spare process if there is one."""
         environment = self._seats.environment(gpu)
         spare = self.spares.take(gpu)
-        if spare is not None and spare.order(folder, rank, environment):
-            if self.spares.forks:
+        if spare is None:
+            return self._start(folder, rank, environment)
+        is_taken = spare.order(folder, rank, environment)
+        if self.spares.forks:
+            if is_taken:
                 return Member(rank=rank, parent=spare.life)
+        elif is_taken:
             spare.close()
             return Member(rank=rank, life=spare.life, process=spare.process)
+        else:
+            spare.end()
         return self._start(folder, rank, environment)
 
     def _start(self, folder: GangFolder, rank: int, environment: Mapping[str, str]) -> Member:
@@ -169,20 +189,26 @@ class LocalEngine:
     def _adopt(self) -> None:
         """Takes up the gangs of the folder that are not over."""
         for path in sorted(self._home.gangs.iterdir()):
-            folder = GangFolder.at(path)
-            last = EventReader(folder).last()
-            if folder.has_spec and (last is None or last.kind != "died"):
-                self._take_up(folder)
-            elif time.time() - path.stat().st_mtime > _KEEP_S:
+            is_old = time.time() - path.stat().st_mtime > _KEEP_S
+            if not self._take_up(GangFolder.at(path)) and is_old:
                 shutil.rmtree(path)
 
-    def _take_up(self, folder: GangFolder) -> None:
+    def _take_up(self, folder: GangFolder) -> bool:
+        """Takes a gang up; False if nothing is left of it and its last event is written."""
+        last = EventReader(folder).last()
+        if not folder.has_spec or (last is not None and last.kind == "died"):
+            return False
         spec = folder.spec()
         members = [Member(rank=rank, life=_life(folder, rank)) for rank in range(spec.world_size)]
         gang = LocalGang(folder, spec, members)
         if any(member.life is None for member in members):
             gang.kill(_HALF_STARTED)
+        if last is not None and last.kind == "stopped":
+            gang.look()
+            if gang.is_over:
+                return False
         self._gangs[spec.gang, spec.epoch] = gang
+        return True
 
     def _past_events(self, key: tuple[str, int], number: int) -> list[GangEvent]:
         if key not in self._past:

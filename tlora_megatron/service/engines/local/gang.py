@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tlora_megatron.service.engines.endings import blame, say_died
+from tlora_megatron.service.engines.endings import blame, say_died, without_early_stop
 from tlora_megatron.service.mail.folder import EventReader, GangFolder, Outbox
 from tlora_megatron.service.messages import Command, GangEvent, GangSpec
 from tlora_megatron.service.processes import Life, ended
@@ -96,14 +96,10 @@ class LocalGang:
             self._outbox.post(command)
 
     def events(self, number: int) -> list[GangEvent]:
-        """Events behind a number, in order; `stopped` not before all processes are gone.
-
-        Whoever hears it may give the gang's GPUs to another one, which needs all their memory.
-        """
+        """Events behind a number, in order; `stopped` not before all processes are gone."""
         events = self._events.after(number)
         self.has_spoken = self.has_spoken or bool(events)
-        is_early = events and events[-1].kind == "stopped" and not self.is_over
-        return events[:-1] if is_early else events
+        return without_early_stop(events, is_over=self.is_over)
 
     def look(self) -> None:
         """Ends the gang if one of its processes has ended; waits for nothing."""
@@ -179,6 +175,9 @@ class LocalGang:
             if not self._has_stopped():
                 say_died(self.folder, self._died(ending))
             self.is_over = True
+            for member in self._members:
+                if member.process is not None:
+                    member.process.wait()  # or its number would stay taken
             self.release()
 
     def _waits(self, ending: _Ending) -> bool:

@@ -43,6 +43,7 @@ class Spare:
         """Starts the process, in a session of its own; pipes are its stdin and stdout."""
         return subprocess.Popen(
             command,
+            bufsize=0,  # an order that nobody takes must not wait for the pipe to be closed
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -64,7 +65,6 @@ class Spare:
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(line).encode() + b"\n")
-            self.process.stdin.flush()
         except BrokenPipeError:
             return False
         return True

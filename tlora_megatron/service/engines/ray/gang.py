@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tlora_megatron.service.engines.endings import blame, say_died
+from tlora_megatron.service.engines.endings import blame, say_died, without_early_stop
 from tlora_megatron.service.engines.ray.agent import reap
 from tlora_megatron.service.engines.ray.connection import Connection
 from tlora_megatron.service.mail.folder import EventReader, GangFolder
@@ -69,14 +69,14 @@ class RayGang:
                 self._open = [c for c in self._open if c.seq > event.body["seq"]]
 
     def events(self, number: int) -> list[GangEvent]:
-        """Events behind a number, in order and without a gap.
+        """Events behind a number, in order and without a gap; `stopped` once it is over.
 
         The bridge brings them as they come; the folder has those before, and all in the end.
         """
         self._news = [event for event in self._news if event.number > number]
         if self.is_over or (self._news and self._news[0].number != number + 1):
             self._news = self._past.after(number)
-        return list(self._news)
+        return without_early_stop(list(self._news), is_over=self.is_over)
 
     def is_missed(self, reason: Mapping[str, Any] | Mapping[int, int | None]) -> None:
         """Begins the gang's end, by the body of `died` or by ranks' exit codes."""

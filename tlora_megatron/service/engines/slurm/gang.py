@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tlora_megatron.service.engines.endings import blame, say_died
+from tlora_megatron.service.engines.endings import blame, say_died, without_early_stop
 from tlora_megatron.service.engines.slurm.allocation import Allocation
 from tlora_megatron.service.mail.folder import EventReader, GangFolder, Outbox
 from tlora_megatron.service.mail.lines import LineReader
@@ -77,8 +77,8 @@ class SlurmGang:
             self._outbox.post(command)
 
     def events(self, number: int) -> list[GangEvent]:
-        """Events behind a number, in order."""
-        return self._events.after(number)
+        """Events behind a number, in order; `stopped` not before the step is gone."""
+        return without_early_stop(self._events.after(number), is_over=self.is_over)
 
     def look(self, steps: Callable[[], Mapping[str, str]]) -> None:
         """Ends the gang if one of its processes has ended.
