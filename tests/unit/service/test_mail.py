@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from pathlib import Path
 
@@ -166,3 +168,22 @@ def test_job_is_written_only_under_its_lease(spec: GangSpec, now_s: list[float])
     assert hearing.may_write("j1")
     now_s[0] += 11.0
     assert not hearing.may_write("j1")
+
+
+def test_events_that_the_disk_refuses_come_before_the_next_one(
+    folder: GangFolder, spec: GangSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teller, reader = Teller(spec, FolderMailbox(folder)), EventReader(folder)
+    teller.tell("started", None, {})
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        teller.tell("saved", "j1", {})
+        teller.tell("stepped", "j1", {})
+        assert [event.kind for event in reader.after(1)] == []
+    teller.tell("stepped", "j1", {})
+    events = [(event.number, event.kind) for event in reader.after(1)]
+    assert events == [(2, "saved"), (3, "stepped"), (4, "stepped")]

@@ -37,12 +37,15 @@ class LineWriter:
         """
         data = line.encode() + b"\n"
         before = os.fstat(self._file).st_size
-        written = os.write(self._file, data)
-        if written != len(data):
+        try:
+            written = os.write(self._file, data)
+            if written != len(data):
+                raise OSError(f"a line of {len(data)} bytes must be written whole, got {written}")
+            if durable:
+                os.fsync(self._file)
+        except OSError:
             os.ftruncate(self._file, before)
-            raise OSError(f"a line of {len(data)} bytes must be written whole, got {written}")
-        if durable:
-            os.fsync(self._file)
+            raise
 
     def close(self) -> None:
         """Closes the file; a second call does nothing."""

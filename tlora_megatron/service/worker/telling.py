@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +16,8 @@ from tlora_megatron.service.mail.mailbox import Mailbox
 from tlora_megatron.service.messages import Command, EventKind, GangEvent, GangSpec
 from tlora_megatron.service.worker.deadline import Deadline
 
+logger = logging.getLogger(__name__)
+
 _DURABLE = frozenset({"saved", "left", "ended", "stopped", "died"})
 """Events after which the controller gives something up."""
 _LOOK_S = 1.0
@@ -21,12 +25,16 @@ _LOOK_S = 1.0
 
 
 class Teller:
-    """Numbers a gang's events without a gap; any thread may tell."""
+    """Numbers a gang's events without a gap; any thread may tell.
+
+    What the disk refuses is told before the next event: every renewed lease brings one.
+    """
 
     def __init__(self, spec: GangSpec, mailbox: Mailbox) -> None:
         self._spec = spec
         self._mailbox = mailbox
         self._number = 0
+        self._untold: deque[GangEvent] = deque()
         self._turn = threading.Lock()
 
     def tell(self, kind: EventKind, job: str | None, body: Mapping[str, Any]) -> None:
@@ -42,7 +50,18 @@ class Teller:
                 job=job,
                 body=body,
             )
-            self._mailbox.tell(event, durable=kind in _DURABLE)
+            self._untold.append(event)
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        try:
+            while self._untold:
+                event = self._untold[0]
+                self._mailbox.tell(event, durable=event.kind in _DURABLE)
+                self._untold.popleft()
+        except OSError as error:
+            if len(self._untold) == 1:
+                logger.warning("the controller hears of nothing for now: %s", error)
 
 
 class Hearing:
