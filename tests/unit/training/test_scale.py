@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers.linear_case import SPEC, Case
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
-from tlora_megatron.layers.adapter_bank import AdapterBank
+from tlora_megatron.layers.arenas import ArenaRoom
 from tlora_megatron.layers.linear import multi_lora_linear
 from tlora_megatron.layers.slab import initial_factor
 from tlora_megatron.ops.dropout.masks import mix32, mix_ints
@@ -86,14 +86,14 @@ def test_a_leaving_job_s_arenas_are_freed_before_the_new_ones_are_made(
     assert all(storage() is not None for storage in storages)
     del factors, arenas
     alive: list[bool] = []
-    build = AdapterBank._build_factors
+    begin = ArenaRoom.begin
 
-    def watched(bank: AdapterBank) -> None:
+    def watched(room: ArenaRoom) -> None:
         gc.collect()
         alive.append(any(storage() is not None for storage in storages))
-        build(bank)
+        begin(room)
 
-    monkeypatch.setattr(AdapterBank, "_build_factors", watched)
+    monkeypatch.setattr(ArenaRoom, "begin", watched)
     case.bank.install(case.bank.adapters[1:])
     assert alive == [False]
 

@@ -19,8 +19,8 @@ from tlora_megatron.cli.main import main
 assert "torch" not in sys.modules, "the command line imports torch"
 from tlora_megatron.integrations.megatron import quiet
 quiet.install()
-from tlora_megatron.runtime import controller
-controller.import_backbone()
+from tlora_megatron.runtime import backbone, controller  # noqa: F401 - what a run imports
+backbone.import_backbone()
 from tlora_megatron.training.data.tokenize import load_tokenizer
 load_tokenizer(Path(sys.argv[1]))
 print(sorted({"torch._dynamo", "torch._inductor"} & sys.modules.keys()))

@@ -251,7 +251,7 @@ def test_the_lock_of_a_dead_process_is_taken_at_once(place: str) -> None:
 def test_a_writer_that_does_nothing_is_cut_off(
     server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "IDLE_S", 0.01)
+    monkeypatch.setattr(opening, "IDLE_S", 2.0)  # an open that is kept waiting must live
     with open_store(server) as store:
         with pytest.raises(StoreUnreachable, match="idle-in-transaction timeout"):
             _do_nothing(store)
