@@ -60,7 +60,7 @@ def test_every_commit_is_on_the_disk(tmp_path: Path) -> None:
         (
             "{tmp}/text",
             StoreUnreachable,
-            "that can be reached, got 'file is not a database",
+            "must be a whole SQLite database, got 'file is not a database'",
         ),
         (
             "postgresql://me:secret@/x?host={tmp}",
@@ -279,3 +279,11 @@ def _cut_off(store: Store, other: Store) -> None:
         with other.database.read() as connection:
             connection.exec_driver_sql(f"SELECT pg_terminate_backend({found}, 10000)")
         store.events.add("lost")
+
+
+def test_a_store_with_damaged_pages(tmp_path: Path) -> None:
+    open_store(tmp_path / "s").close()
+    content = (tmp_path / "s").read_bytes()
+    (tmp_path / "s").write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))
+    with pytest.raises(StoreUnreachable, match="must be a whole SQLite database, got 'database"):
+        open_store(tmp_path / "s")

@@ -29,6 +29,7 @@ from tlora_megatron.service.store.sql import tables
 from tlora_megatron.service.store.sql.turn import Turn
 
 _FULL = ("SQLITE_FULL", "53100")
+_DAMAGED = ("SQLITE_NOTADB", "SQLITE_CORRUPT")
 _BUSY = ("SQLITE_BUSY", "SQLITE_LOCKED", "55P03")
 
 
@@ -199,13 +200,18 @@ def _sentence(error: DBAPIError, place: str) -> StoreError | None:
     if code.startswith("SQLITE_IOERR"):
         return StoreFull(
             f"the disk of {place} must take writes, got {said!r} ({code}): nothing of this change "
-            "was kept; it is full, over its quota, or broken"
+            "was kept; it is full, over its quota, or broken: free some space and try again"
         )
     if code.startswith(_BUSY):
         return StoreBusy(
             f"{place} must become free within the time this process waits, got {said!r}: another "
             "process holds it; try again, and look for a stopped one"
         )
-    if isinstance(error, OperationalError | InternalError) or code.startswith("SQLITE_NOTADB"):
+    if code.startswith(_DAMAGED):
+        return StoreUnreachable(
+            f"{place} must be a whole SQLite database, got {said!r}: put a copy in its place, or "
+            "take another folder; checkpoints and adapters are in the jobs' folders"
+        )
+    if isinstance(error, OperationalError | InternalError):
         return StoreUnreachable(f"{place} must be a store that can be reached, got {said!r}")
     return None
