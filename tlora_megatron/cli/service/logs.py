@@ -80,7 +80,7 @@ def _rows(service: Service, job: Job, *, follow: bool) -> Iterator[Row]:
         steps.read()
         while events := service.store.events.after(seq, job=job.id, limit=_PAGE):
             for event in events:
-                yield from steps.until(event.body.get("step", -1))
+                yield from steps.until(_step_of(event))
                 if event.kind not in _IN_METRICS:
                     yield _event_row(event)
             seq = events[-1].seq
@@ -88,6 +88,14 @@ def _rows(service: Service, job: Job, *, follow: bool) -> Iterator[Row]:
         if is_over or not follow:
             return
         time.sleep(_LOOK_EVERY_S)
+
+
+def _step_of(event: Event) -> float:
+    """The step behind which an event comes; behind its end a job takes none."""
+    from tlora_megatron.service.store import OVER
+
+    is_end = event.kind == "state" and event.body.get("to") in OVER
+    return math.inf if is_end else event.body.get("step", -1)
 
 
 class _Steps:

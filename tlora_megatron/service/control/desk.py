@@ -87,14 +87,21 @@ class Desk:
 
     def enqueue(self, live: LiveJob) -> None:
         """Lets a job wait for a place; fails it if the cluster can never hold it."""
+        asked = live.num_gpus
         if not self.books.enqueue(live, self.clock()):
             most = self.books.machines.shape.num_gpus
             assert live.load is not None, f"job {live.id} must be validated before it waits"
-            message = (
-                f"job {live.name!r} must fit into the memory of the cluster's {most} GPUs, got "
-                f"rank {live.load.rank} and sequences of {live.load.lengths.longest} tokens: "
-                "choose a smaller max_seq_len or a base in fewer bytes"
-            )
+            if asked > most:
+                message = (
+                    f"job {live.name!r} must hold at most as many GPUs as the service has, {most}, "
+                    f"got {asked}: submit it with a smaller service.gpus, or serve more GPUs"
+                )
+            else:
+                message = (
+                    f"job {live.name!r} must fit into the memory of the service's GPUs, {most}, "
+                    f"got sequences of up to {live.load.lengths.longest} tokens: choose a smaller "
+                    "max_seq_len or lora.rank, or a base in fewer bytes"
+                )
             self.fail(live, message)
         self.wants_decision = True
 

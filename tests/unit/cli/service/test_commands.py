@@ -288,6 +288,7 @@ class TestLogs:
         job = submit(run_file, capsys)[0]["id"]
         self.write(home, job, *self.STEPS, torn='{"step": 3, "lo')
         store.events.add("saved", job=job, body={"step": 1})
+        store.jobs.change(job, JobState.FAILED, why="no disk")
         assert main(["logs", "one"]) == 0
         words = [line[10:] for line in capsys.readouterr().out.splitlines()]
         assert words == [
@@ -296,6 +297,7 @@ class TestLogs:
             "step 1  eval_loss 1.5",
             "saved (step 1)",
             "step 2  loss 1.25  lr 0.1  tokens 1,200",
+            "validating -> failed: no disk",
         ]
 
     def test_steps_taken_again_are_told_once(

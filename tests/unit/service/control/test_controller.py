@@ -253,7 +253,8 @@ def test_a_job_that_fits_nowhere_is_refused_with_its_remedy(root: Path) -> None:
     service.controller.desk.pricing.meet("base", {})
     job = service.submit("wide", steps=5, gpus=2)
     service.run(1)
-    assert "must fit into the memory of the cluster's 1 GPUs" in str(service.job(job).error)
+    told = "must hold at most as many GPUs as the service has, 1, got 2: submit it with a smaller"
+    assert told in str(service.job(job).error)
 
 
 def test_failed_saves_pause_a_job(root: Path) -> None:
