@@ -69,6 +69,7 @@ class EngineCase:
         assert died.body["rank"] == victim
         assert "signal 9" in died.body["reason"]
         assert not died.body["out_of_memory"]
+        assert died.body["was_killed"]
         assert all(is_gone(pid) for pid in ranks)
         assert not engine.gangs()
         engine.start(spec(root, epoch=2))

@@ -54,7 +54,8 @@ ended: a job took its last step or failed by itself;
 round: every few seconds: `{"rounds": int, "tokens_per_s": float, "jobs": {name: tokens_per_s}}`.
 applied: a command was carried out; `{"seq": int}`.
 stopped: the gang ended as asked. died: it ended otherwise;
-  `{"rank": int, "reason": str, "out_of_memory": bool}`.
+  `{"rank": int, "reason": str, "out_of_memory": bool, "newcomers": [job id]}`, and
+  `"was_killed": true` where a signal from outside ended that rank.
 note: a sentence for the job's or the gang's log; `{"message": str}`.
 """
 

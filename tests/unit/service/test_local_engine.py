@@ -119,6 +119,7 @@ def test_killed_rank_takes_its_gang_along(engine: LocalEngine, root: Path, victi
     assert "signal 9" in died.body["reason"]
     assert "sits at ''" in died.body["reason"]
     assert not died.body["out_of_memory"]
+    assert died.body["was_killed"]
     assert all(is_gone(pid) for pid in ranks)
     assert not engine.gangs()
 

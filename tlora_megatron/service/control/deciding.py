@@ -73,6 +73,8 @@ class Deciding:
 
     def _ask(self, now_s: float) -> None:
         books = self._desk.books
+        if books.set_aside.sweep(now_s):
+            books.fleet.changes.freed = True
         if not len(books.queue) and not books.fleet.changes.freed:
             books.fleet.changes.take()
             return

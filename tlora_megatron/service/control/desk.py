@@ -128,9 +128,24 @@ class Desk:
                 self.enqueue(live)
         self.wants_actions = True
 
-    def gone(self, gang: LiveGang, *, why: str) -> list[LiveJob]:
-        """Notes that no process of a gang is left; returns the jobs that it held, vacated."""
-        self.store.gangs.change(gang.name, gang.epoch, GangState.ENDED, why=why)
+    def place_anew(self, live: LiveJob, *, why: str) -> None:
+        """Takes a job off the place that was decided for it, and lets it wait for another one."""
+        self.books.withdraw(live, self.clock())
+        if not live.state.is_live:
+            if live.wish is None:
+                self.enqueue(live)
+        elif not self.books.is_seated(live):
+            self.vacate(live, why=why)
+
+    def gone(
+        self, gang: LiveGang, *, why: str, died_at: tuple[int, int] | None = None
+    ) -> list[LiveJob]:
+        """Notes that no process of a gang is left; returns the jobs that it held, vacated.
+
+        Where a process ended the gang, its node and GPU are remembered: a GPU may be failing.
+        """
+        ref = None if died_at is None else {"pool": gang.pool, "died_at": list(died_at)}
+        self.store.gangs.change(gang.name, gang.epoch, GangState.ENDED, why=why, engine_ref=ref)
         self.books.gangs.pop(gang.name, None)
         if not self.books.members(gang.name):
             self.books.one_by_one.discard(gang.name)

@@ -112,7 +112,7 @@ class Intake:
             # The gang lets it go first: `next_actions` sees a seat that no target has.
             desk.books.withdraw(live, desk.clock())
             desk.wants_actions = desk.wants_decision = True
-            if not self._is_seated(live):
+            if not desk.books.is_seated(live):
                 desk.vacate(live, why=f"{live.wish} before a gang had it")
         elif live.wish == "cancel":
             self._validator.forget(live.id)
@@ -120,9 +120,6 @@ class Intake:
         elif state is JobState.QUEUED:
             desk.books.withdraw(live, desk.clock())
             desk.change(live, JobState.PAUSED, why="paused")
-
-    def _is_seated(self, live: LiveJob) -> bool:
-        return any(live.id in gang.seats for gang in self._desk.books.gangs.values())
 
     def _resume(self, live: LiveJob) -> None:
         desk = self._desk

@@ -82,10 +82,12 @@ class Measuring:
         del reports[: -2 * _REPORTS]
         earlier = median(reports[:_REPORTS])
         if max(reports[_REPORTS:]) < _SLOW * earlier:
+            is_left = self._desk.books.set_aside.put(gang.gpus, self._desk.clock())
+            rest = "; when it leaves them they get no jobs for a day" if is_left else ""
             self._desk.say(
                 "slow",
                 f"gang {gang.name} trains at {speed:.0f} tokens/s, less than half of its usual "
-                f"{earlier:.0f}: one of its GPUs may be failing",
+                f"{earlier:.0f}: one of its GPUs may be failing{rest}",
                 gang=gang.name,
             )
             reports.clear()

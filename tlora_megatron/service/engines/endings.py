@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ from tlora_megatron.service.mail.lines import LineWriter
 from tlora_megatron.service.messages import GangEvent
 
 _TAIL_BYTES = 4096
+_SENT = (signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
+"""Signals that somebody sends; others come from what a process did itself."""
 
 
 def blame(folder: GangFolder, codes: Mapping[int, int | None]) -> dict[str, Any]:
@@ -26,6 +29,8 @@ def blame(folder: GangFolder, codes: Mapping[int, int | None]) -> dict[str, Any]
         endings.items(), key=lambda item: (item[1]["is_lost"], item[1]["at"], item[0])
     )
     words = {key: ending[key] for key in ("reason", "out_of_memory", "newcomers")}
+    if ending.get("was_killed"):
+        words["was_killed"] = True
     return {"rank": rank, **words}
 
 
@@ -71,6 +76,7 @@ def _ending(folder: GangFolder, rank: int, code: int | None) -> dict[str, Any]:
         "out_of_memory": False,
         "newcomers": [],
         "is_lost": code == 0,
+        "was_killed": code is None or -code in _SENT,
         "at": 0.0,
     }
 

@@ -190,6 +190,12 @@ class Gangs:
             rows = connection.execute(query.order_by(_GANG.started_at, _GANG.name)).mappings()
             return [as_gang(row) for row in rows]
 
+    def ended_since(self, at: float) -> list[Gang]:
+        """The gangs that ended after a time, in the order of their ends."""
+        query = select(tables.gang).where(_GANG.ended_at > at).order_by(_GANG.ended_at, _GANG.name)
+        with self._database.read() as connection:
+            return [as_gang(row) for row in connection.execute(query).mappings()]
+
     def newest(self, limit: int = 100) -> list[Gang]:
         """The gangs that started last, newest first."""
         query = select(tables.gang).order_by(desc(_GANG.started_at), _GANG.name).limit(limit)

@@ -19,6 +19,7 @@ from tlora_megatron.service.control.actions import Target
 from tlora_megatron.service.control.books.live import LiveGang, LiveJob
 from tlora_megatron.service.control.books.machines import Machines
 from tlora_megatron.service.control.books.pricing import Pricing
+from tlora_megatron.service.control.books.set_aside import SetAside
 
 _FREE = RegroupCost(
     admit_s=0.0,
@@ -43,6 +44,7 @@ class Books:
         self.fleet.state.free.take(machines.missing)
         for node in machines.down:
             self.fleet.node_down(node)
+        self.set_aside = SetAside(self.fleet.state.free)
         self.names: dict[int, str] = {}
         """Gang of each group, by the group's number."""
         self.starts_from: dict[str, float] = {}
@@ -95,6 +97,10 @@ class Books:
     def is_placed(self, live: LiveJob) -> bool:
         """True if it was decided where the job trains."""
         return self.fleet.group_of(live.number) is not None
+
+    def is_seated(self, live: LiveJob) -> bool:
+        """True if a gang holds the job."""
+        return any(live.id in gang.seats for gang in self.gangs.values())
 
     # Groups
 

@@ -22,7 +22,8 @@ def died(desk: Desk, gang: LiveGang, body: Mapping[str, Any]) -> None:
     told = [str(job) for job in body.get("newcomers", ())]
     newcomers = [job for job in told or sorted(gang.in_first_round) if job in gang.seats]
     starting = gang.state == "starting"
-    held = desk.gone(gang, why=reason)
+    seat = None if out_of_memory else _seat(desk, gang, body)
+    held = desk.gone(gang, why=reason, died_at=seat)
     if starting:
         # Nobody had joined; the jobs that wait for it may be what it cannot start for.
         held = desk.books.members(gang.name)
@@ -40,7 +41,31 @@ def died(desk: Desk, gang: LiveGang, body: Mapping[str, Any]) -> None:
     else:
         _count(desk, held, reason)
     _wait(desk, gang, held)
+    if seat is not None and desk.books.set_aside.died(
+        desk.books.machines.number(seat), desk.clock()
+    ):
+        _leave_seat(desk, gang, seat)
     desk.wants_decision = desk.wants_actions = True
+
+
+def _seat(desk: Desk, gang: LiveGang, body: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Node and GPU of the process that ended a gang; None if a signal from outside ended it."""
+    rank = int(body.get("rank", -1))
+    if body.get("was_killed") or not 0 <= rank < len(gang.gpus):
+        return None
+    return desk.books.machines.places(gang.gpus)[rank]
+
+
+def _leave_seat(desk: Desk, gang: LiveGang, seat: tuple[int, int]) -> None:
+    """Lets the jobs of a gang go on elsewhere, after its GPU was set aside."""
+    node, gpu = seat
+    message = (
+        f"GPU {gpu} of machine {node} gets no jobs for a day: two gangs died by their processes on "
+        "it within one"
+    )
+    desk.say("quarantined", message, gang=gang.name)
+    for live in desk.books.members(gang.name):
+        desk.place_anew(live, why=message)
 
 
 def hung(desk: Desk, gang: LiveGang, held: list[LiveJob], reason: str) -> None:
@@ -71,8 +96,6 @@ def _blame(desk: Desk, gang: LiveGang, newcomers: list[LiveJob], num_held: int) 
 
 def _set_apart(desk: Desk, live: LiveJob, why: str) -> None:
     """Lets a job train in a gang of its own."""
-    now_s = desk.clock()
-    desk.books.withdraw(live, now_s)
     live.alone, live.deaths = True, 0
     desk.store.jobs.update(live.id, schedule=schedule_of(live))
     desk.say(
@@ -80,8 +103,7 @@ def _set_apart(desk: Desk, live: LiveJob, why: str) -> None:
         f"job {live.name!r} {why}: it trains alone from now on, and the others go on without it",
         job=live.id,
     )
-    if not live.state.is_live and live.wish is None:
-        desk.enqueue(live)
+    desk.place_anew(live, why=why)
 
 
 def _needs_more(desk: Desk, live: LiveJob, gang: LiveGang) -> None:
@@ -97,7 +119,6 @@ def _needs_more(desk: Desk, live: LiveJob, gang: LiveGang) -> None:
             f"{live.load.lengths.longest} tokens, or lora.rank",
         )
         return
-    desk.books.withdraw(live, desk.clock())
     live.num_gpus, live.alone = wanted, True
     desk.store.jobs.update(live.id, schedule=schedule_of(live))
     desk.say(
@@ -106,8 +127,7 @@ def _needs_more(desk: Desk, live: LiveJob, gang: LiveGang) -> None:
         f"{wanted}",
         job=live.id,
     )
-    if not live.state.is_live and live.wish is None:
-        desk.enqueue(live)
+    desk.place_anew(live, why=f"waits for {wanted} GPUs")
 
 
 def _count(desk: Desk, held: list[LiveJob], reason: str) -> None:

@@ -14,6 +14,7 @@ from tlora_megatron.service.control.books.books import Books
 from tlora_megatron.service.control.books.live import LiveGang, LiveJob, Seat
 from tlora_megatron.service.control.books.machines import Machines
 from tlora_megatron.service.control.books.orders import live_job, plan_of
+from tlora_megatron.service.control.books.set_aside import DAY_S
 from tlora_megatron.service.control.desk import Desk
 from tlora_megatron.service.messages import Command
 from tlora_megatron.service.store import Gang, GangState, JobState, Snapshot
@@ -35,6 +36,7 @@ def take_over(desk: Desk) -> int:
         desk.books.add(live_job(row))
     with desk.store.transaction():
         _meet_bases(desk, snapshot)
+        _remember_deaths(desk)
         for gang in snapshot.gangs:
             _adopt(desk, gang, snapshot)
         _place(desk)
@@ -63,6 +65,15 @@ def _meet_bases(desk: Desk, snapshot: Snapshot) -> None:
                 desk.pricing.meet(row.base, document["base_model"])
             except (OSError, ValueError) as error:
                 desk.fail(desk.books.jobs[row.id], f"job {row.name!r} has lost its base: {error}")
+
+
+def _remember_deaths(desk: Desk) -> None:
+    """Sets aside the GPUs on which gangs died again and again in the last day."""
+    machines = desk.books.machines
+    for row in desk.store.gangs.ended_since(desk.clock() - DAY_S):
+        seat = row.engine_ref.get("died_at")
+        if seat is not None and machines.has([(seat[0], seat[1])]):
+            desk.books.set_aside.died(machines.number((seat[0], seat[1])), row.ended_at or 0.0)
 
 
 def _adopt(desk: Desk, row: Gang, snapshot: Snapshot) -> None:

@@ -1,0 +1,110 @@
+"""GPUs on which gangs die or slow down get no jobs for a day."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.live_service import LiveService, folder_in_memory
+from tlora_megatron.scheduler.cluster import ClusterShape, FreeGpus
+from tlora_megatron.service.control.books.set_aside import DAY_S, SetAside
+from tlora_megatron.service.engines.fake_gang import FakeGang
+from tlora_megatron.service.store import JobState
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with folder_in_memory() as folder:
+        yield folder / "service"
+
+
+def _free() -> FreeGpus:
+    return FreeGpus.all_of(ClusterShape(num_nodes=2, gpus_per_node=4, nodes_per_rack=2))
+
+
+def test_two_deaths_in_a_day_set_a_gpu_aside_until_the_next_day() -> None:
+    free = _free()
+    aside = SetAside(free)
+    assert not aside.died(5, 0.0)
+    assert not aside.died(5, DAY_S)
+    assert aside.died(5, DAY_S + 1)
+    assert not aside.sweep(DAY_S + 2)
+    assert free.in_node(1) == (4, 6, 7)
+    assert aside.sweep(2 * DAY_S + 1)
+    assert free.num == 8
+
+
+def test_a_gpu_that_is_held_is_taken_when_it_is_given_back() -> None:
+    free = _free()
+    aside = SetAside(free)
+    free.take([0, 1])
+    assert aside.put([0, 1], 0.0)
+    aside.sweep(1.0)
+    free.give([0, 1])
+    aside.sweep(2.0)
+    assert free.in_node(0) == (2, 3)
+
+
+def test_a_quarter_of_the_cluster_is_the_most() -> None:
+    aside = SetAside(_free())
+    assert not aside.put([0, 1, 2], 0.0)
+    assert aside.put([0, 1], 0.0)
+    assert not aside.put([2], 0.0)
+
+
+def _gang(service: LiveService) -> FakeGang:
+    return next(gang for gang in service.engine.all_gangs.values() if gang.alive)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_jobs_go_on_elsewhere_after_two_deaths_at_a_gpu(root: Path, restarts: bool) -> None:
+    service = LiveService(root, nodes=4)
+    service.submit("one", steps=60)
+    service.run(10)
+    first = _gang(service).spec.gpus
+    _gang(service).die("CUDA error: uncorrectable ECC error encountered")
+    service.run(10)
+    assert _gang(service).spec.gpus == first
+    if restarts:
+        service.restart()
+    _gang(service).die("CUDA error: uncorrectable ECC error encountered")
+    service.run(20)
+    assert _gang(service).spec.gpus != first
+    assert "gets no jobs for a day" in service.sentences("quarantined")[0]
+    service.run()
+    assert service.states() == {"one": "finished"}
+
+
+def test_the_gpus_of_a_slow_gang_get_no_new_one(root: Path) -> None:
+    service = LiveService(root, nodes=4)
+    one = service.submit("one", steps=300)
+    service.run(100)
+    slow = _gang(service)
+    for own in slow.jobs.values():
+        own.tokens_per_s *= 0.1
+    service.run(60)
+    assert "they get no jobs for a day" in service.sentences("slow")[0]
+    assert service.job(one).state == "running"
+    service.store.jobs.wish(one, "cancel")
+    service.run(5)
+    two = service.submit("two", steps=30)
+    service.run(10)
+    gang = service.store.gangs.get(str(service.job(two).gang), 1)
+    assert slow.alive
+    assert gang.spec.gpus != slow.spec.gpus
+
+
+def test_a_job_on_its_way_waits_again_when_its_new_place_is_given_up(root: Path) -> None:
+    service = LiveService(root)
+    job = service.submit("one", steps=60)
+    service.run(10)
+    desk = service.controller.desk
+    live = desk.books.jobs[job]
+    desk.change(live, JobState.MOVING)
+    for gang in desk.books.gangs.values():
+        gang.seats.clear()
+    desk.place_anew(live, why="its new gang died")
+    assert live.number in desk.books.queue
+    assert (service.job(job).state, service.job(job).lease) == ("queued", None)
