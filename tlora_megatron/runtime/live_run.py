@@ -46,8 +46,9 @@ def open_for_requests(
     if agreement is None:
         yield lambda: None
         return
-    mailbox, record, reader = None, None, _OrderReader(run)
-    if loop.super_model.groups.is_writer:
+    is_writer = loop.super_model.groups.is_writer
+    mailbox, record, reader = None, None, _OrderReader(run, keeps=is_writer)
+    if is_writer:
         mailbox = open_mailbox(run.output_dir)
         record = _Record(run, reader.prepared)
     stager = Stager(
@@ -76,13 +77,18 @@ def open_mailbox(output_dir: Path) -> RunMailbox | None:
 
 
 class _OrderReader:
-    """Reads what a job starts from, its tokens as those who asked have kept them."""
+    """Reads what a job starts from, its tokens as those who asked have kept them.
 
-    def __init__(self, run: TrainingRun) -> None:
+    Args:
+        keeps: jobs are kept in `prepared` until somebody takes them out.
+    """
+
+    def __init__(self, run: TrainingRun, *, keeps: bool) -> None:
         self._run = run
+        self._keeps = keeps
         self._cache = TokenCache(run.output_dir / TOKENS)
         self.prepared: dict[str, PreparedJob] = {}
-        """The jobs that were read, by name."""
+        """The jobs that were read, by name, without their weights."""
 
     def __call__(self, order: Mapping[str, Any]) -> PreparedJob:
         run, config = self._run, self._run.config
@@ -90,7 +96,7 @@ class _OrderReader:
         job = fit_job(read_job(order["document"], None), config)
         source = TokenizerFolder(run.tokenizer_dir)
         data = self._cache.load(job, source, run.spec.vocab_size, order.get("tokens")).data
-        self.prepared[job.name] = prepare_for(
+        prepared = prepare_for(
             config,
             run.spec,
             job,
@@ -100,7 +106,9 @@ class _OrderReader:
             resuming=True,
             data=data,
         )
-        return self.prepared[job.name]
+        if self._keeps:
+            self.prepared[job.name] = replace(prepared, imported=None)
+        return prepared
 
 
 def _check(run: TrainingRun, linears: Linears, loop: TrainingLoop, prepared: PreparedJob) -> None:
@@ -114,10 +122,10 @@ class _Record:
     """Keeps changes where the next start of the run finds them; the disk may refuse.
 
     Args:
-        prepared: the jobs that were read, by name.
+        prepared: the jobs that were read, by name; those that join are taken out.
     """
 
-    def __init__(self, run: TrainingRun, prepared: Mapping[str, PreparedJob]) -> None:
+    def __init__(self, run: TrainingRun, prepared: dict[str, PreparedJob]) -> None:
         self._run, self._prepared = run, prepared
         self._config: RunConfig = run.config
         self._changes = LiveChanges.read(run.output_dir)
@@ -128,7 +136,7 @@ class _Record:
         others = tuple(other for other in self._config.jobs if other.name != job.name)
         self._config = replace(self._config, jobs=(*others, job))
         self._changes.add(job)
-        self._write(job.name, [self._prepared[job.name]])
+        self._write(job.name, [self._prepared.pop(job.name)])
 
     def cancelled(self, name: str) -> None:
         """Notes a job that has left for good."""
