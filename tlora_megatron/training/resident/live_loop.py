@@ -147,7 +147,7 @@ class LiveLoop(TrainingLoop):
             return False
         self._forget(job)
         facts = {"step": job.step} | ({"lost": True} if lost else {})
-        self.saver.submit(on_done=partial(self._tell, "left", name, facts))
+        self.saver.submit(on_done=partial(self._tell, "left", name, facts), job=name)
         return True
 
     def save_jobs(self, names: Sequence[str]) -> None:
@@ -248,7 +248,7 @@ class LiveLoop(TrainingLoop):
         for job in over.values():
             self._forget(job)
             self.files.close(job.name)
-            self.saver.submit(on_done=partial(self._close_job, job))
+            self.saver.submit(on_done=partial(self._close_job, job), job=job.name)
 
     def _forget(self, job: JobState) -> None:
         """Drops what the loop keeps of a job that trains no more."""
@@ -266,7 +266,8 @@ class LiveLoop(TrainingLoop):
         facts = {"status": job.status, "reason": job.reason, "step": job.step}
         errors: list[Exception] = []
         write = partial(self._write_summary, job, summary, errors)
-        self.saver.submit(write, partial(self._tell_ended, job.name, facts, errors))
+        told = partial(self._tell_ended, job.name, facts, errors)
+        self.saver.submit(write, told, job=job.name)
 
     def _write_summary(
         self, job: JobState, summary: dict[str, Any], errors: list[Exception]

@@ -38,7 +38,7 @@ class SavingTimes:
     """Checkpoints and adapters written."""
     written_bytes: int = 0
     writer_s: float = 0.0
-    """The writing thread's own time, beside the training."""
+    """The writing threads' own time, all together, beside the training."""
 
 
 class Saver:
@@ -109,7 +109,8 @@ class Saver:
         taken = self._writer.wait(partial(self._room, job, len(buffers)))
         snapshot = self._taker.take(slab, buffers, self._memory.flat()[taken.start : taken.stop])
         assert snapshot is not None, "the writer has room"
-        self._writer.submit(partial(self._write, job.name, snapshot, taken, tuple(targets)))
+        write = partial(self._write, job.name, snapshot, taken, tuple(targets))
+        self._writer.submit(write, job.name)
 
     def can_take(self, job: JobState) -> bool:
         """True if `save` of a checkpoint would not wait for memory now; the writer knows it."""
@@ -118,15 +119,20 @@ class Saver:
             return not self._open[job.name] and self._arena.has_room(size)
 
     def submit(
-        self, write: Callable[[], None] = always, on_done: Callable[[], None] = always
+        self,
+        write: Callable[[], None] = always,
+        on_done: Callable[[], None] = always,
+        *,
+        job: str | None = None,
     ) -> None:
         """Has a further file written behind all that was saved before, on the writer alone.
 
         Args:
             on_done: called on the thread that trains, once all that was saved before is written.
+            job: only what was saved of this one must be there before; None = of all.
         """
         if self._is_writer:
-            self._writer.submit(partial(self._run, write, on_done))
+            self._writer.submit(partial(self._run, write, on_done), job)
 
     def report(self) -> None:
         """Calls `on_error` or `on_done` of what was written since the last call."""

@@ -1,4 +1,4 @@
-"""One thread that carries out what a run has to write, in the order in which it comes."""
+"""Threads that carry out what a run has to write, in the order in which it comes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -15,36 +15,59 @@ T = TypeVar("T")
 
 
 class WriterDied(RuntimeError):
-    """The thread ended of an error that no single file is to blame for."""
+    """A thread ended of an error that no single file is to blame for."""
+
+
+class _Task(NamedTuple):
+    run: Callable[[], None]
+    job: str | None
+    """Whose files it writes; None = of no job, or of several."""
 
 
 class Writer:
-    """Runs tasks on a thread of its own, one after another.
+    """Runs tasks on threads of its own; those of one job in the order in which they come.
 
-    A task deals with the errors that it expects. Any other ends the thread, and every call from
-    then on raises `WriterDied`. The thread does not keep a process alive; at its regular exit what
+    A task of no job begins when all before it are done, and ends before any behind it begins.
+
+    A task deals with the errors that it expects. Any other ends its thread, and every call from
+    then on raises `WriterDied`. The threads do not keep a process alive; at its regular exit what
     was submitted is still carried out.
+
+    Args:
+        threads: that run tasks at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 2) -> None:
         self.changed = threading.Condition()
         """Held by whoever changes what others wait for; its waiters look anew at every task's end.
         """
-        self._tasks: deque[Callable[[], None]] = deque()
-        self._is_busy = False
+        self._tasks: deque[_Task] = deque()
+        self._running: set[str | None] = set()
+        """The jobs of the tasks that run."""
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._count = threads
+        self._is_closing = False
 
-    def submit(self, task: Callable[[], None]) -> None:
-        """Has a task carried out behind those that were submitted before."""
+    def submit(self, run: Callable[[], None], job: str | None = None) -> None:
+        """Has a task carried out behind those that were submitted before.
+
+        Args:
+            job: only tasks of the same job, or of none, need be done before.
+        """
         with self.changed:
             self._check()
-            self._tasks.append(task)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="tlora-writer", daemon=True)
-                self._thread.start()
-                atexit.register(self._drain_at_exit)
+            self._tasks.append(_Task(run, job))
+            if not self._threads:
+                self._start()
             self.changed.notify_all()
+
+    def _start(self) -> None:
+        for number in range(self._count):
+            name = f"tlora-writer-{number}"
+            self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+            self._threads[-1].start()
+        atexit.register(self._drain_at_exit)
 
     def wait(self, ready: Callable[[], T | None]) -> T:
         """Waits until `ready`, which is called with the lock held, returns something but None."""
@@ -56,52 +79,65 @@ class Writer:
 
     def drain(self) -> None:
         """Waits until every task is done."""
-        self.wait(lambda: None if self._is_busy or self._tasks else True)
+        self.wait(lambda: None if self._running or self._tasks else True)
         self._check()
 
     def close(self) -> None:
-        """Carries out what was submitted and ends the thread; a second call does nothing."""
-        thread, self._thread = self._thread, None
-        if thread is None:
+        """Carries out what was submitted and ends the threads; a second call does nothing."""
+        threads, self._threads = self._threads, []
+        if not threads:
             return
         atexit.unregister(self._drain_at_exit)
         self.drain()
         with self.changed:
-            self._tasks.append(_end)
+            self._is_closing = True
             self.changed.notify_all()
-        thread.join()
+        for thread in threads:
+            thread.join()
+        self._is_closing = False
 
     def _check(self) -> None:
         if self._error is not None:
             raise WriterDied(f"the writer of checkpoints has ended: {self._error}") from self._error
 
     def _work(self) -> None:
-        try:
-            while (task := self._next()) is not _end:
-                task()
-                del task  # or the job that it wrote would stay in memory until the next one comes
-        except BaseException as error:
-            self._error = error
-        finally:
+        while (task := self._next()) is not None:
+            job = task.job
+            try:
+                task.run()
+            except BaseException as error:
+                self._error = self._error or error
+            del task  # or the job that it wrote would stay in memory until the next one comes
             with self.changed:
-                self._is_busy = False
+                self._running.remove(job)
                 self.changed.notify_all()
 
-    def _next(self) -> Callable[[], None]:
+    def _next(self) -> _Task | None:
+        """Waits for a task that may begin; None once there will be none."""
         with self.changed:
-            self._is_busy = False
-            self.changed.notify_all()
-            while not self._tasks:
+            while self._error is None:
+                if (task := self._first_free()) is not None:
+                    self._tasks.remove(task)
+                    self._running.add(task.job)
+                    return task
+                if self._is_closing:
+                    break
                 self.changed.wait()
-            self._is_busy = True
-            return self._tasks.popleft()
+            return None
+
+    def _first_free(self) -> _Task | None:
+        """The first task that nothing that runs or was submitted before keeps waiting."""
+        ahead = set(self._running)
+        for task in self._tasks:
+            if None in ahead or (task.job is None and ahead):
+                return None
+            if task.job not in ahead:
+                return task
+            ahead.add(task.job)
+        return None
 
     def _drain_at_exit(self) -> None:
         try:
             self.drain()
         except WriterDied as error:
             logger.error("%s", error)
-
-
-def _end() -> None:
-    """The task that ends the thread."""
