@@ -54,7 +54,7 @@ class Measuring:
         speed, total = float(event.body.get("tokens_per_s", 0.0)), int(event.body.get("rounds", 0))
         steady = not gang.changed and set(jobs) == _training(gang)
         rounds, gang.rounds, gang.changed = total - gang.rounds, total, False
-        if not steady or rounds <= 0 or speed <= 0:
+        if not steady or rounds <= 0 or speed <= 0 or not gang.gpus:
             gang.speeds.clear()
             return
         self._watch(gang, speed)

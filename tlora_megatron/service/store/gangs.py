@@ -168,12 +168,6 @@ class Gangs:
         with self._database.read() as connection:
             return {(name, epoch): heard for name, epoch, heard in connection.execute(query)}
 
-    def renew(self, name: str, epoch: int, until: float) -> None:
-        """Notes until when a gang may believe in its leases; commands do it by themselves."""
-        with self._database.write() as connection:
-            found = gang_row(connection, name, epoch)
-            _update(connection, name, epoch, {"lease_until": max(until, found["lease_until"])})
-
     def get(self, name: str, epoch: int) -> Gang:
         """One start of a gang.
 
@@ -193,12 +187,6 @@ class Gangs:
     def ended_since(self, at: float) -> list[Gang]:
         """The gangs that ended after a time, in the order of their ends."""
         query = select(tables.gang).where(_GANG.ended_at > at).order_by(_GANG.ended_at, _GANG.name)
-        with self._database.read() as connection:
-            return [as_gang(row) for row in connection.execute(query).mappings()]
-
-    def newest(self, limit: int = 100) -> list[Gang]:
-        """The gangs that started last, newest first."""
-        query = select(tables.gang).order_by(desc(_GANG.started_at), _GANG.name).limit(limit)
         with self._database.read() as connection:
             return [as_gang(row) for row in connection.execute(query).mappings()]
 

@@ -109,7 +109,7 @@ def _set_apart(desk: Desk, live: LiveJob, why: str) -> None:
 def _needs_more(desk: Desk, live: LiveJob, gang: LiveGang) -> None:
     """Gives a job that is too large for its GPUs twice as many, or fails it."""
     most = desk.books.machines.shape.num_gpus
-    wanted = 2 * len(gang.gpus)
+    wanted = 2 * (len(gang.gpus) or live.num_gpus)
     if wanted > most:
         assert live.load is not None, f"job {live.id} must be validated before it trains"
         desk.fail(
