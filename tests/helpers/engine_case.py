@@ -53,7 +53,7 @@ class EngineCase:
         engine.post(command(4, "stop", save=True))
         events = poll_until(engine, "stopped")
         assert [event.body["seq"] for event in events if event.kind == "applied"] == [1, 2, 3, 4]
-        wait_until(lambda: not engine.gangs())
+        assert not engine.gangs(), "it is told when no process is left"
         assert not engine.poll({("g", 1): len(events)})
         assert engine.kill("g", 1)
 
