@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -46,9 +47,13 @@ def add_live_arguments(parser: argparse.ArgumentParser) -> None:
 
 def change_live_run(args: argparse.Namespace) -> int:
     """Adds and cancels jobs of a live run; returns the exit code."""
+    for option, value in (("--nproc", args.nproc), ("--plan", args.plan)):
+        if value is not None:
+            raise must(option, "be left out with --add and --cancel, which start nothing", value)
     live = LiveRun(_output_dir(args))
     console = open_console(stderr=args.json)
     jobs = [job for path in args.add for job in _read_jobs(Path(path))]
+    _refuse_duplicates([job.name for job in jobs] + args.cancel)
     requests: list[Mapping[str, Any]] = []
     if jobs:
         requests += [_request(job, live) for job in _fitted(jobs, live, console.print)]
@@ -62,6 +67,12 @@ def change_live_run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(answers, indent=2))
     return int(any("error" in answer for answer in answers.values()))
+
+
+def _refuse_duplicates(names: list[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ConfigError(f"--add and --cancel must name job {name!r} once, got it {count} times")
 
 
 def _output_dir(args: argparse.Namespace) -> Path:

@@ -102,6 +102,22 @@ def test_a_mistake_asks_the_run_nothing(
     assert run.requests == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--cancel", "a", "--cancel", "a"], "--add and --cancel must name job 'a' once, got it 2"),
+        (["--cancel", "a", "--nproc", "2"], "--nproc must be left out with --add and --cancel"),
+        (["--cancel", "a", "--plan", "auto"], "--plan must be left out with --add and --cancel"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(
+    run: Run, arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(run.output_dir), *arguments]) == 2
+    assert error in " ".join(capsys.readouterr().err.split())
+    assert run.requests == []
+
+
 def test_without_a_live_run_nothing_is_started(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
