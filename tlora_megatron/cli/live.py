@@ -63,7 +63,8 @@ def change_live_run(args: argparse.Namespace) -> int:
         name = request["job"]
         answers[name] = live.ask(request)
         if not args.json:
-            console.print(_sentence(name, answers[name], live.output_dir), highlight=False)
+            sentence = _sentence(name, answers[name], live.output_dir)
+            console.print(sentence, style="red" if "error" in answers[name] else None)
     if args.json:
         print(json.dumps(answers, indent=2))
     return int(any("error" in answer for answer in answers.values()))
@@ -72,7 +73,9 @@ def change_live_run(args: argparse.Namespace) -> int:
 def _refuse_duplicates(names: list[str]) -> None:
     for name, count in Counter(names).items():
         if count > 1:
-            raise ConfigError(f"--add and --cancel must name job {name!r} once, got it {count} times")
+            raise ConfigError(
+                f"--add and --cancel must name job {name!r} once, got it {count} times"
+            )
 
 
 def _output_dir(args: argparse.Namespace) -> Path:
@@ -142,7 +145,7 @@ def _request(fitted: tuple[JobSpec, RunConfig], live: LiveRun) -> Mapping[str, A
 
 def _sentence(name: str, answer: Mapping[str, Any], output_dir: Path) -> str:
     if "error" in answer:
-        return f"[red]error:[/red] job {name}: {answer['error']}"
+        return f"error: job {name}: {answer['error']}"
     if "num_steps" in answer:
         return (
             f"job {name} has joined the run in {output_dir} behind round {answer['round']}, at "

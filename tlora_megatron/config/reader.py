@@ -149,6 +149,10 @@ def _read_str(raw: Any, path: str) -> str:
         raise must(path, "be a string", raw, "put it in quotes" if raw is not None else "")
     if "\0" in raw:
         raise must(path, "hold no null character", raw)
+    try:
+        raw.encode("utf-8", "surrogateescape")  # names of files may be other bytes
+    except UnicodeEncodeError:
+        raise must(path, "be Unicode text", raw, "a surrogate stands alone in it") from None
     return raw
 
 

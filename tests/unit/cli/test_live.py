@@ -81,6 +81,8 @@ def test_jobs_are_checked_tokenized_and_told(
     assert (added["job"], added["document"]["lora"]["rank"]) == ("late", 16)
     assert (run.output_dir / TOKENS / added["tokens"]["train"] / ENTRY_NAME).is_file()
     assert cancelled == {"kind": "cancel", "job": "narrow"}
+    assert main(["train", str(run.output_dir), "--cancel", "x"]) == 1
+    assert capsys.readouterr().out == "error: job x: no such\n"
     assert main(["train", str(run.output_dir), "--cancel", "x", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {"x": {"error": "no such"}}
 

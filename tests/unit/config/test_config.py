@@ -372,6 +372,12 @@ def test_malformed_json_is_refused(folder: Path, text: str) -> None:
         load_config(folder / "run.json")
 
 
+def test_half_a_surrogate_pair_is_refused(folder: Path) -> None:
+    (folder / "run.json").write_text(r'{"run": {"output_dir": "\ud800"}}')
+    with pytest.raises(ConfigError, match=r"run.output_dir must be Unicode text, got '\\ud800'"):
+        load_config(folder / "run.json")
+
+
 def test_bytes_that_are_no_text_and_files_that_are_not_there_are_refused(folder: Path) -> None:
     (folder / "run.yaml").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ConfigError, match="must be well-formed YAML"):

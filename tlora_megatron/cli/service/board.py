@@ -70,10 +70,13 @@ class Board:
         self._store, self._console, self._title = store, console, title
         self._speeds = Speeds()
         self._start_s = time.time()
+        self._told = 0
+        """The last event whose change was printed."""
         self._ends = Flag()
         self._thread = Thread(target=self._run, name="board", daemon=True)
 
     def __enter__(self) -> Board:
+        self._told = self._store.events.last()
         self._thread.start()
         return self
 
@@ -88,11 +91,14 @@ class Board:
     def _run(self) -> None:
         from tlora_megatron.service.store import StoreError
 
-        with suppress(StoreError):  # the controller says what is wrong with the store
-            if self._console.is_terminal:
-                self._show_table()
-            else:
-                self._show_lines()
+        show = self._show_table if self._console.is_terminal else self._show_lines
+        while True:
+            # The controller says what is wrong with the store, and goes on; so does this.
+            with suppress(StoreError):
+                show()
+                return
+            if self._ends.wait(_LOOK_EVERY_S):
+                return
 
     def _show_table(self) -> None:
         with Live(console=self._console, auto_refresh=False, transient=True) as live:
@@ -103,15 +109,15 @@ class Board:
         """A line for each change of a job, and now and then one with the steps of what runs."""
         from tlora_megatron.service.store import JobState
 
-        seq, line_s = self._store.events.last(), time.monotonic()
+        line_s = time.monotonic()
         while not self._ends.wait(_LOOK_EVERY_S):
-            seq = self.say_changes(seq)
+            self._told = self.say_changes(self._told)
             running = self._store.jobs.page(states=[JobState.RUNNING], limit=_PAGE)
             self._speeds.update(running, time.time())
             if running and time.monotonic() - line_s >= _LINE_EVERY_S:
                 line_s = time.monotonic()
                 self.say(self._line(running))
-        self.say_changes(seq)
+        self._told = self.say_changes(self._told)
 
     def say_changes(self, seq: int) -> int:
         """Prints the changes of jobs after an event; returns the number of the last event."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from tests.helpers.launch import HANG_S
 from tests.helpers.stored_jobs import finish, serve_gang, start, submit
 from tlora_megatron.cli.main import main
 from tlora_megatron.cli.service.board import Board, Speeds, layout_words
 from tlora_megatron.cli.service.rows import duration_words
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.store import Progress, Store
+from tlora_megatron.service.store import Progress, Store, StoreError
 
 
 def board_on(store: Store) -> tuple[Board, io.StringIO]:
@@ -58,6 +60,24 @@ def test_without_a_terminal_it_prints_each_change_once(
         f"{name} starting -> running",
         f"{name} running -> finished",
     ]
+
+
+def test_it_goes_on_when_the_store_answers_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board, _ = board_on(store)
+    monkeypatch.setattr("tlora_megatron.cli.service.board._LOOK_EVERY_S", 0.01)
+    failures, answers = iter([StoreError("the disk must have room")]), Event()
+
+    def say_changes(seq: int) -> int:
+        for failure in failures:
+            raise failure
+        answers.set()
+        return seq
+
+    monkeypatch.setattr(board, "say_changes", say_changes)
+    with board:
+        assert answers.wait(HANG_S)
 
 
 def test_speeds_are_those_of_the_last_seconds(
