@@ -65,6 +65,7 @@ class Spare:
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(line).encode() + b"\n")
+            self.process.stdin.flush()
         except BrokenPipeError:
             return False
         return True
