@@ -37,15 +37,15 @@ class FloorCost:
     weights_bytes: float = 0.0
 
     def state_bytes(self, load: JobLoad) -> float:
-        """See the class."""
+        """Bytes to move: none."""
         return 0.0
 
     def plan(self, loads: Sequence[JobLoad], num_gpus: int) -> Plan | None:
-        """See the class."""
+        """Any plan will do."""
         return None
 
     def holds(self, loads: Sequence[JobLoad], plan: Plan | None) -> bool:
-        """See the class."""
+        """Everything fits."""
         return True
 
 
@@ -60,16 +60,16 @@ class Read:
 
     @property
     def num_steps(self) -> int:
-        """See the class."""
+        """Steps of its document."""
         return int(self.document["max_steps"])
 
     @property
     def train_tokens(self) -> int:
-        """See the class."""
+        """Tokens of all its steps."""
         return self.num_steps * int(self.document["batch_size"]) * TOKENS
 
     def load(self) -> JobLoad:
-        """See the class."""
+        """What the planner takes of it."""
         return load_of(self.document)
 
 
@@ -90,20 +90,20 @@ class InstantValidator:
         self._done: list[Any] = []
 
     def submit(self, job_id: str, submission: Submission) -> None:
-        """See the class."""
+        """Takes a job, read at once."""
         self._done.append(Read(job=job_id, document=submission.document))
 
     def forget(self, job_id: str) -> None:
-        """See the class."""
+        """Drops a job that was not polled."""
         self._done = [read for read in self._done if read.job != job_id]
 
     def poll(self) -> list[Any]:
-        """See the class."""
+        """Jobs that were read since the last call."""
         done, self._done = self._done, []
         return done
 
     def close(self) -> None:
-        """See the class."""
+        """Has nothing to end."""
 
 
 @contextmanager
