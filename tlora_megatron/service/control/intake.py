@@ -43,7 +43,7 @@ class Validator(Protocol):
         """Throws the result of a job away."""
 
     def poll(self) -> Sequence[Any]:
-        """What is done: `Validated` or `Refused` values."""
+        """Takes the jobs whose validation has ended, as `Validated` or `Refused` values."""
 
     def close(self) -> None:
         """Ends what validates."""

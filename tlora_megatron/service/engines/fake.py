@@ -146,7 +146,7 @@ class FakeEngine:
         heapq.heappush(self._agenda, (self._now + seconds, self._count, gang, what))
 
     def read(self, order: Mapping[str, Any]) -> FakeWork:
-        """What a job is."""
+        """Reads the work of a job from its order."""
         return self._work(order)
 
     def rates(self, kinds: Collection[int], num_gpus: int) -> Mapping[int, float] | None:

@@ -36,7 +36,7 @@ class FakeTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeWork:
-    """What a job is to a fake gang."""
+    """The work of a job, as far as a fake gang does it."""
 
     kind: int
     """Of the engine's own `Speeds`."""
@@ -84,7 +84,7 @@ class World(Protocol):
 
     @property
     def writes(self) -> bool:
-        """Whether jobs' folders are written, under their leases."""
+        """True if jobs' folders are written, under their leases."""
 
     @property
     def disk(self) -> dict[str, int]:
@@ -101,7 +101,7 @@ class World(Protocol):
         """Does something after some time, if the gang still lives and does not hang."""
 
     def read(self, order: Mapping[str, Any]) -> FakeWork:
-        """What a job is."""
+        """Reads the work of a job from its order."""
 
     def rates(self, kinds: Collection[int], num_gpus: int) -> Mapping[int, float] | None:
         """Tokens per second of each kind in a group; None if it does not fit the memory."""

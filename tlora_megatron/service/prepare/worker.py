@@ -65,7 +65,7 @@ def _tidy(root: Path) -> None:
 
 
 def _import_early() -> None:
-    """What the first submission would wait for."""
+    """Imports early what the first submission would wait for."""
     import tlora_megatron.training.run.job_reader  # noqa: F401
 
 

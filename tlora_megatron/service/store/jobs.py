@@ -262,7 +262,7 @@ def _check_change(
 
 
 def _answers(job: Job, to: JobState) -> bool:
-    """Whether the change fulfils the job's wish, or makes it pointless."""
+    """True if the change fulfils the job's wish, or makes it pointless."""
     return to.is_over or (
         (job.wish == "pause" and to is JobState.PAUSED)
         or (job.wish == "resume" and job.state is JobState.PAUSED)

@@ -78,7 +78,7 @@ class ControllerLock:
         return None if row is None else Lock(**row)
 
     def is_held(self, *, stale_s: float = STALE_S) -> bool:
-        """Whether a controller runs, by its last sign of life."""
+        """True if a controller runs, by its last sign of life."""
         held = self.holder()
         return held is not None and not _is_gone(held, self._database.clock(), stale_s)
 

@@ -61,7 +61,7 @@ class TokenizerFolder:
 
     @cached_property
     def digest(self) -> str:
-        """Of all files that a tokenizer may look at, and of the libraries and code that do."""
+        """Digest of a tokenizer's files, and of the libraries and code that read them."""
         found = hashlib.sha256()
         for path in sorted([*self.folder.glob("*"), *self.folder.glob(f"{_TEMPLATES}/*")]):
             if path.suffix in _ENDINGS and path.is_file():

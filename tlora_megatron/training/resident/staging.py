@@ -111,7 +111,7 @@ class Stager:
         return self._ordered[name].found
 
     def state(self, name: str) -> int | None:
-        """What `mail.Readiness` takes of a job that was ordered."""
+        """How far an ordered job is prepared, in the form that `mail.Readiness` takes."""
         found = self.found(name)
         if found is None:
             return None

@@ -106,7 +106,7 @@ class LiveGang:
     """Why it was killed, where the engine cannot prove that it is gone."""
 
     def now(self, now_s: float) -> GangNow:
-        """As `next_actions` sees it."""
+        """The gang's present state, as `next_actions` takes it."""
         return GangNow(
             gang=self.name,
             gpus=self.gpus,

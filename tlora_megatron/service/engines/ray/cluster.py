@@ -83,7 +83,7 @@ def given_cluster(address: str) -> Cluster:
 
 @functools.cache
 def _is_open(address: str) -> bool:
-    """Whether a program without a token gets in; it is ended as soon as it is refused."""
+    """True if a program without a token gets in; it is ended as soon as it is refused."""
     knock = subprocess.Popen(
         [sys.executable, "-m", "tlora_megatron.service.engines.ray.knock", address],
         env={**inherited_environment(), AUTH: "disabled", "PYTHONPATH": package_path()},

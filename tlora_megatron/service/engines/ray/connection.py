@@ -70,7 +70,7 @@ class Connection:
             self._is_open = False
 
     def receive(self) -> list[Mapping[str, Any]]:
-        """What the bridge has said; never waits."""
+        """Takes the bridge's messages that have come in; never waits."""
         assert self._process.stdout is not None
         if not self._is_open:
             return []
