@@ -28,7 +28,7 @@ PHASES = (
     "export",
     "rest",
 )
-"""What a run's time is spent on, in the order in which it is shown."""
+"""The parts of a run's time, in the order in which they are shown."""
 
 BEGIN_VARIABLE = "TLORA_BEGIN_S"
 """The environment variable in which a launcher tells its ranks when the user's command began, in

@@ -77,6 +77,9 @@ def read_base_model(raw: Any, folder: Path) -> BaseModelSpec:
         raise ConfigError(
             "base_model must be given: {path: DIR}, or {config: FILE, random_init: true}"
         )
+    if isinstance(raw, str):
+        remedy = "names of bases are for services over HTTP; here give {path: DIR}, its folder"
+        raise must("base_model", "be a mapping", raw, remedy)
     base = read_spec(BaseModelSpec, raw, "base_model")
     check_unquantised(base.unquantised)
     if (base.path is None) == (base.config is None):

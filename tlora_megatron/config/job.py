@@ -158,7 +158,7 @@ class ScheduleSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceSpec:
-    """What a job asks of a service that runs many on one cluster; `tlora train` asks nothing."""
+    """A job's wishes to a service that runs many on one cluster; `tlora train` has none."""
 
     gpus: int = rule(
         "GPUs that the job would hold if it trained alone: its speed on them is what max_slowdown "
@@ -174,7 +174,7 @@ class ServiceSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSpec:
-    """One LoRA job. Exactly one of `max_steps` and `epochs` is set."""
+    """One LoRA job. Exactly one of `max_steps` and `epochs` is set, unless a client drives it."""
 
     name: str = rule(
         "unique name, also of the job's output folder; letters, digits, '.', '_' and '-'",
@@ -215,5 +215,10 @@ class JobSpec:
     )
     seed: int = rule(
         "seed of the adapter's initial values, the order of its data, and dropout", default=0, ge=0
+    )
+    driven: bool = rule(
+        "a client of `tlora serve` sends its batches and asks for its steps (see tinker.md): it "
+        "has no data, steps, optimizer or schedule of its own, and ends when its client says so",
+        default=False,
     )
     service: ServiceSpec = ServiceSpec()

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tlora_megatron.config.driven import KEY, filled, is_driven, without_fillings
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.reader import ConfigError, check_partial, must, read_spec
 from tlora_megatron.config.rules import (
@@ -34,6 +35,7 @@ def read_job(
     path: str = "job",
     defaults: Mapping[str, Any] | None = None,
     targets: Sequence[str] | None = KNOWN_TARGETS,
+    files_may_be_missing: bool = False,
 ) -> JobSpec:
     """Reads and checks one job; its files must be there.
 
@@ -44,21 +46,25 @@ def read_job(
         path: the job's place in its document, for errors.
         defaults: values for keys that the entry lacks.
         targets: as in `check_job`.
+        files_may_be_missing: as in `resolve_job_paths`.
 
     Raises:
         ConfigError: naming the place of the first mistake.
     """
     if not isinstance(entry, dict):
         raise must(path, "be a mapping", entry)
-    job = read_spec(JobSpec, merge(dict(defaults or {}), entry), path)
+    whole = merge(dict(defaults or {}), entry)
+    job = read_spec(JobSpec, filled(whole, path) if is_driven(whole) else whole, path)
     check_job(job, path, targets)
-    return job if folder is None else resolve_job_paths(job, path, folder)
+    if folder is None:
+        return job
+    return resolve_job_paths(job, path, folder, files_may_be_missing=files_may_be_missing)
 
 
 def job_to_dict(job: JobSpec) -> dict[str, Any]:
     """Plain values from which `read_job` reads the same job."""
     document: dict[str, Any] = plain(asdict(job))
-    return document
+    return without_fillings(document) if job.driven else document
 
 
 def read_jobs(
@@ -67,6 +73,7 @@ def read_jobs(
     targets: Sequence[str] | None = KNOWN_TARGETS,
     *,
     skip: bool = False,
+    files_may_be_missing: bool = False,
     settle: Callable[[JobSpec, str], JobSpec] = lambda job, path: job,
 ) -> tuple[tuple[JobSpec, ...], tuple[JobError, ...]]:
     """Reads the jobs of a configuration, each with its `defaults`.
@@ -75,6 +82,7 @@ def read_jobs(
         folder: where relative paths start.
         targets: as in `check_job`.
         skip: leave jobs with mistakes out, and return their errors.
+        files_may_be_missing: as in `resolve_job_paths`.
         settle: finishes a job that has been read; it gets the job's place, too.
 
     Raises:
@@ -92,7 +100,14 @@ def read_jobs(
     for index, entry in enumerate(entries):
         path = f"jobs[{index}]"
         try:
-            job = read_job(entry, folder, path=path, defaults=defaults, targets=targets)
+            job = read_job(
+                entry,
+                folder,
+                path=path,
+                defaults=defaults,
+                targets=targets,
+                files_may_be_missing=files_may_be_missing,
+            )
             jobs.append(settle(job, path))
         except ConfigError as error:
             raw_name = entry.get("name") if isinstance(entry, dict) else None
@@ -110,7 +125,7 @@ def read_jobs(
 
 def as_job_list(document: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a document with `jobs`, also for one that is a single job beside its `base_model`."""
-    if "jobs" in document or not {"name", "data"} & document.keys():
+    if "jobs" in document or not {"name", "data", KEY} & document.keys():
         return dict(document)
     entry = {key: value for key, value in document.items() if key != "base_model"}
     rest = {key: value for key, value in document.items() if key == "base_model"}

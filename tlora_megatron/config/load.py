@@ -17,14 +17,16 @@ from tlora_megatron.config.base_model import (
     ignored_base_settings,
     read_base_model,
 )
-from tlora_megatron.config.cp_rules import check_cp_by_micro_batch
 from tlora_megatron.config.deterministic import settle_deterministic
+from tlora_megatron.config.driven import refuse_driven
 from tlora_megatron.config.job import JobSpec, ServiceSpec, rule
 from tlora_megatron.config.jobs import JobError, ignored_job_settings, plain, read_jobs
+from tlora_megatron.config.parallel_rules.cp import check_cp_by_micro_batch
+from tlora_megatron.config.parallel_rules.experts import check_expert_sizes
+from tlora_megatron.config.parallel_rules.replicas import check_replicas, settle_replicas
 from tlora_megatron.config.reader import ConfigError, must, read_spec, unknown
-from tlora_megatron.config.replica_rules import check_replicas, settle_replicas
 from tlora_megatron.config.replicas import ReplicaSpec, expand_short_form, short_form
-from tlora_megatron.config.rules import KNOWN_TARGETS, resolve
+from tlora_megatron.config.rules import KNOWN_TARGETS, check_stages, resolve
 from tlora_megatron.config.run import RunSpec, ignored_memory, ignored_overlap
 from tlora_megatron.config.source import apply_override, read_document
 
@@ -55,6 +57,15 @@ class ParallelSpec:
     pp_size: int = rule(
         "pipeline stages: groups of layers, each on its own processes", default=1, ge=1
     )
+    first_stage_layers: int | None = rule(
+        "layers of the first pipeline stage (126 layers: 16 stages with 7 in the first and 7 in "
+        "the last); null: as many as each middle stage has",
+        default=None,
+        ge=1,
+    )
+    last_stage_layers: int | None = rule(
+        "layers of the last pipeline stage, likewise", default=None, ge=1
+    )
     cp_size: int = rule("processes that share each sequence (context parallelism)", default=1, ge=1)
     cp_by_micro_batch: bool = rule(
         "let long sequences alone be shared by all `cp_size` processes, and short ones by fewer or "
@@ -64,10 +75,30 @@ class ParallelSpec:
     sequence_parallel: bool = rule(
         "also split activations between layers by token, which saves memory", default=False
     )
+    ep_size: int = rule(
+        "processes that share the routed experts of each layer, each with some of them whole or "
+        "as expert_tp_size cuts them (expert parallelism, Megatron's "
+        "--expert-model-parallel-size); they are data-parallel, context-parallel or, with "
+        "expert_tp_size 1, tensor-parallel processes as well",
+        default=1,
+        ge=1,
+    )
+    expert_tp_size: int | None = rule(
+        "tensor-parallel processes that share each routed expert (Megatron's "
+        "--expert-tensor-parallel-size): tp_size, or 1 with sequence_parallel; null: tp_size",
+        default=None,
+        ge=1,
+    )
     lora_sharding: Literal["auto", "fold", "rank_exchange", "s_lora"] = rule(
         "how tensor-parallel processes share standard adapters (see lora_sharding.md); auto: the "
         "one predicted to be fastest. All give the same losses and checkpoints",
         default="auto",
+    )
+    shard_optimizer: bool = rule(
+        "divide every adapter's fp32 weights and Adam moments over data- and context-parallel "
+        "processes, as ZeRO-1 and Megatron's distributed optimizer do: the same bits in less "
+        "memory, for one more exchange an optimizer step",
+        default=False,
     )
     replicas: tuple[ReplicaSpec, ...] | None = rule(
         "replicas of unlike layouts, instead of the sizes above (see replicas.md): a list of "
@@ -117,6 +148,7 @@ def load_config(
     output_dir: str | None = None,
     *,
     settle: bool = True,
+    files_may_be_missing: bool = False,
 ) -> RunConfig:
     """Reads and checks a YAML or JSON configuration.
 
@@ -125,6 +157,7 @@ def load_config(
         overrides: texts `path=value`, applied in order before any check.
         output_dir: replaces `run.output_dir`; relative to the working directory.
         settle: fill in what `run.deterministic` needs; a search for a layout does it afterwards.
+        files_may_be_missing: those of jobs may lie on another machine, as for a plan they may.
 
     Raises:
         ConfigError: for the first mistake. With `run.on_job_error: skip`, a mistake inside one job
@@ -134,7 +167,13 @@ def load_config(
     document = read_document(path)
     for override in overrides:
         apply_override(document, override)
-    return read_config(document, path.resolve().parent, output_dir=output_dir, settle=settle)
+    return read_config(
+        document,
+        path.resolve().parent,
+        output_dir=output_dir,
+        settle=settle,
+        files_may_be_missing=files_may_be_missing,
+    )
 
 
 def read_config(
@@ -145,6 +184,7 @@ def read_config(
     targets: Sequence[str] | None = KNOWN_TARGETS,
     base_model: BaseModelSpec | None = None,
     settle: bool = True,
+    files_may_be_missing: bool = False,
 ) -> RunConfig:
     """Checks a configuration that has already been read.
 
@@ -154,6 +194,7 @@ def read_config(
         targets: as in `check_job`.
         base_model: replaces the section `base_model`, which may then be absent.
         settle: as in `load_config`.
+        files_may_be_missing: as in `load_config`.
 
     Raises:
         ConfigError: as in `load_config`.
@@ -166,9 +207,13 @@ def read_config(
         base_model = read_base_model(document.get("base_model"), folder)
     parallel, run = settle_replicas(_read_parallel(document.get("parallel", {})), run)
     _check_portion(run.portion_tokens, run, "run")
-    skip = run.on_job_error == "skip"
     jobs, errors = read_jobs(
-        document, folder, targets, skip=skip, settle=partial(_with_portions, run)
+        document,
+        folder,
+        targets,
+        skip=run.on_job_error == "skip",
+        files_may_be_missing=files_may_be_missing,
+        settle=partial(_with_data_and_portions, run),
     )
     config = RunConfig(
         base_model=base_model, parallel=parallel, run=run, jobs=jobs, job_errors=errors
@@ -216,16 +261,18 @@ def check_jobs_may_change(parallel: ParallelSpec, run: RunSpec) -> None:
         raise must("run.recompute", rule, run.recompute)
 
 
-def fit_job(job: JobSpec, config: RunConfig) -> JobSpec:
+def fit_job(job: JobSpec, config: RunConfig, *, may_be_driven: bool = False) -> JobSpec:
     """Fits a job that was read alone to the super-model that it is to join.
 
     Args:
         config: of the super-model.
+        may_be_driven: somebody hands clients' requests to the super-model.
 
     Raises:
         ConfigError: naming the job and what the super-model cannot keep.
     """
-    job = _with_portions(config.run, job, f"job {job.name}")
+    fit = _with_portions if may_be_driven else _with_data_and_portions
+    job = fit(config.run, job, f"job {job.name}")
     return _settled(replace(config, jobs=(job,))).jobs[0]
 
 
@@ -233,6 +280,8 @@ def _settled(config: RunConfig, *, settle: bool = True) -> RunConfig:
     _check_portion(config.run.portion_tokens, config.run, "run")
     check_replicas(config)
     check_cp_by_micro_batch(config)
+    check_stages(config.parallel)
+    check_expert_sizes(config.parallel)
     return settle_deterministic(config) if settle else config
 
 
@@ -292,6 +341,13 @@ def _check_portion(portion_tokens: int | None, run: RunSpec, path: str) -> None:
     if portion_tokens is not None and portion_tokens > run.micro_batch_tokens:
         limit = f"be at most run.micro_batch_tokens = {run.micro_batch_tokens}"
         raise must(f"{path}.portion_tokens", limit, portion_tokens)
+
+
+def _with_data_and_portions(run: RunSpec, job: JobSpec, path: str) -> JobSpec:
+    """Refuses a job that waits for a client."""
+    if job.driven:
+        raise refuse_driven(job.name)
+    return _with_portions(run, job, path)
 
 
 def _with_portions(run: RunSpec, job: JobSpec, path: str) -> JobSpec:

@@ -11,6 +11,7 @@ import reprlib
 import types
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -68,7 +69,7 @@ def _read_dataclass(kind: Any, raw: Any, path: str, *, partial: bool) -> Any:
             path, "be a mapping", raw, "leave the key out for its defaults" if raw is None else ""
         )
     known = {item.name: item for item in fields(kind)}
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     for key in raw:
         if key not in known:
             raise _misplaced(path, key, hints) or unknown(path, key, known)
@@ -85,6 +86,12 @@ def _read_dataclass(kind: Any, raw: Any, path: str, *, partial: bool) -> Any:
                 f"{_join(path, name)} must be given: {item.metadata.get('doc', item.name)}"
             )
     return kind(**values)
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """Annotations as types; a service reads thousands of specs of few kinds."""
+    return get_type_hints(kind)
 
 
 def _misplaced(path: str, key: Any, hints: dict[str, Any]) -> ConfigError | None:

@@ -7,11 +7,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from tlora_megatron.config.block_rules import check_blocks
 from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, SHARED_EXPERT_TARGETS, JobSpec
 from tlora_megatron.config.reader import ConfigError, must, nearest
+
+if TYPE_CHECKING:
+    from tlora_megatron.config.load import ParallelSpec
 
 KNOWN_TARGETS = HF_TARGETS + SHARED_EXPERT_TARGETS + MEGATRON_TARGETS
 
@@ -55,6 +58,8 @@ def check_job(job: JobSpec, path: str, targets: Sequence[str] | None = KNOWN_TAR
 
 
 def _check_steps(job: JobSpec, path: str) -> None:
+    if job.driven:
+        return
     if (job.max_steps is None) == (job.epochs is None):
         got = "neither" if job.max_steps is None else "both; set the other to null"
         raise ConfigError(f"{path} must set exactly one of max_steps and epochs, got {got}")
@@ -70,6 +75,23 @@ def _check_steps(job: JobSpec, path: str) -> None:
             f"be at most optimizer.lr = {job.optimizer.lr}",
             job.schedule.min_lr,
         )
+
+
+def check_stages(parallel: ParallelSpec) -> None:
+    """Refuses sizes of pipeline stages where there is no pipeline, or more than one.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    for key in ("first_stage_layers", "last_stage_layers"):
+        given = getattr(parallel, key)
+        if given is None:
+            continue
+        if parallel.is_unlike:
+            rule = "be absent beside unlike parallel.replicas, whose stages are even"
+            raise must(f"parallel.{key}", rule, given)
+        if parallel.pp_size == 1:
+            raise must(f"parallel.{key}", "be absent where parallel.pp_size is 1", given)
 
 
 def _check_targets(job: JobSpec, path: str, known: Sequence[str] | None) -> None:
@@ -90,22 +112,40 @@ def _check_targets(job: JobSpec, path: str, known: Sequence[str] | None) -> None
             )
 
 
-def resolve_job_paths(job: JobSpec, path: str, folder: Path) -> JobSpec:
-    """Makes the job's paths absolute; its files and directories must exist."""
-    train = existing_file(job.data.train, folder, f"{path}.data.train")
-    evaluation, init_from, resume_from = job.data.eval, job.init_from, job.resume_from
-    if evaluation is not None:
-        evaluation = existing_file(evaluation, folder, f"{path}.data.eval")
-    if init_from is not None:
-        init_from = resolve(init_from, folder)
-        if not Path(init_from).is_dir():
-            raise must(f"{path}.init_from", "be an existing directory", init_from)
-    if resume_from is not None:
-        resume_from = resolve(resume_from, folder)
-        if not Path(resume_from).is_dir():
-            raise must(f"{path}.resume_from", "be an existing directory", resume_from)
-    data = replace(job.data, train=train, eval=evaluation)
-    return replace(job, data=data, init_from=init_from, resume_from=resume_from)
+def resolve_job_paths(
+    job: JobSpec, path: str, folder: Path, *, files_may_be_missing: bool = False
+) -> JobSpec:
+    """Makes the job's paths absolute.
+
+    Args:
+        path: the job's place in its document, for errors.
+        folder: where relative paths start.
+        files_may_be_missing: nothing looks whether files and directories are there.
+
+    Raises:
+        ConfigError: naming the key of what is not there.
+    """
+
+    def file(key: str, value: str | None) -> str | None:
+        if value is None or (job.driven and key == "data.train"):
+            return value
+        if files_may_be_missing:
+            return resolve(value, folder)
+        return existing_file(value, folder, f"{path}.{key}")
+
+    def directory(key: str, value: str | None) -> str | None:
+        found = None if value is None else resolve(value, folder)
+        if found is not None and not files_may_be_missing and not Path(found).is_dir():
+            raise must(f"{path}.{key}", "be an existing directory", found)
+        return found
+
+    train, evaluation = file("data.train", job.data.train), file("data.eval", job.data.eval)
+    return replace(
+        job,
+        data=replace(job.data, train=str(train), eval=evaluation),
+        init_from=directory("init_from", job.init_from),
+        resume_from=directory("resume_from", job.resume_from),
+    )
 
 
 def existing_file(value: str, folder: Path, path: str) -> str:

@@ -10,31 +10,76 @@ from typing import Any
 
 import yaml
 
-from tlora_megatron.config.reader import ConfigError, must, show
+from tlora_megatron.config.reader import ConfigError, must, nearest, show
+
+_SUFFIXES = (".yaml", ".yml", ".json")
+"""Ends of files' names that may hold a configuration."""
 
 
-def read_document(path: Path) -> dict[str, Any]:
+def read_document(path: Path, name: str = "configuration file") -> dict[str, Any]:
     """Reads the mapping that a YAML or JSON (`.json`) file holds.
+
+    Args:
+        path: the file.
+        name: what the user calls it, for errors.
 
     Raises:
         ConfigError: if the file is missing or malformed, repeats a key, or holds no mapping.
     """
     try:
-        with path.open("rb") as stream:
-            if path.suffix.lower() == ".json":
-                document = json.load(stream, object_pairs_hook=_unique_pairs)
-            else:
-                document = yaml.load(stream, Loader=_StrictLoader)
+        content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(
-            f"config must be a readable file, got {path} ({error.strerror})"
-        ) from error
+        why = f"{error.strerror}; {_like(path)}".removesuffix("; ")
+        raise must(name, "be a readable file", str(path), why) from error
+    return parse_document(content, str(path), is_json=path.suffix.lower() == ".json")
+
+
+def parse_document(content: bytes, what: str, *, is_json: bool) -> dict[str, Any]:
+    """Reads the mapping that YAML or JSON holds.
+
+    Args:
+        content: its bytes.
+        what: its name in errors.
+        is_json: JSON; else YAML.
+
+    Raises:
+        ConfigError: if it is malformed, repeats a key, or holds no mapping.
+    """
+    try:
+        if is_json:
+            document = json.loads(content, object_pairs_hook=_unique_pairs)
+        else:
+            document = yaml.load(content, Loader=_StrictLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        kind = "JSON" if path.suffix.lower() == ".json" else "YAML"
-        raise ConfigError(f"{path} must be well-formed {kind}: {error}") from error
+        kind = "JSON" if is_json else "YAML"
+        said = _mistake(error, content)
+        raise ConfigError(f"{what} must be well-formed {kind}, got {said}") from error
     if not isinstance(document, dict):
-        raise must(str(path), "hold a mapping of sections", document)
+        raise must(what, "hold a mapping of sections", document)
     return document
+
+
+def _like(path: Path) -> str:
+    """The file of the same folder whose name is most like one that is missing."""
+    try:
+        names = [file.name for file in path.parent.iterdir() if file.suffix in _SUFFIXES]
+    except OSError:
+        return ""
+    return nearest(path.name, names)
+
+
+def _mistake(error: Exception, content: bytes) -> str:
+    """Where a text is not well-formed and why, in one line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if isinstance(error, json.JSONDecodeError):
+        line, column, problem = error.lineno, error.colno, error.msg
+    elif mark is not None and problem:
+        line, column = mark.line + 1, mark.column + 1
+    else:
+        return " ".join(str(error).split())
+    lines = content.decode(errors="replace").splitlines()
+    text = lines[line - 1].strip() if line <= len(lines) else ""
+    return f"line {line}, column {column}, {show(text)}: {problem}"
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -61,8 +106,9 @@ def apply_override(document: dict[str, Any], override: str) -> None:
     try:
         value = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
+        said = getattr(error, "problem", None) or error
         raise ConfigError(
-            f"--set {path} must be given a YAML value, got {text!r}: {error}"
+            f"--set {path} must be given a YAML value, got {text!r}: {said}"
         ) from error
     *parents, last = _split_path(path, document)
     node: Any = document

@@ -38,7 +38,7 @@ _TRAINERS_OWN = {
     *("bf16_full_eval", "resume_from_checkpoint", "eval_on_start", "fsdp", "fsdp_config"),
     *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
 }
-"""What Trainer or the user's script acts on itself."""
+"""Arguments that Trainer or the user's script acts on itself."""
 
 _ONE_MODEL = "every job's loss is plain cross entropy"
 _REFUSED = {

@@ -18,7 +18,7 @@ from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.arenas import ArenaRoom, Arenas
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
-from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
+from tlora_megatron.layers.slab.layout import SlabLayout, slab_layout
 from tlora_megatron.ops.lora.factors import SiteFactors
 from tlora_megatron.ops.lora.kernel_choice import choose_ops
 from tlora_megatron.ops.lora.linear_ops import LinearOps

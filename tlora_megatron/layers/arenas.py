@@ -31,7 +31,7 @@ class ArenaRoom:
         self.device = device
         self.is_kept = kept_ranks > 0
         self.has_moved = False
-        """Whether some arena has other memory than before the last `begin`."""
+        """True if some arena has other memory than before the last `begin`."""
         self.kept_ranks = kept_ranks
         self._held: dict[Hashable, torch.Tensor] = {}
         self._used: dict[Hashable, int] = {}

@@ -159,14 +159,14 @@ def product_vjp(
     is_row = gemm.layout.kind == "row"
     product = multi_lora_linear_vjp(x, base, None if is_row else bias_N, gemm, view, lane)
     if is_row and lane is None:
-        product = _reduced(*product, gemm.layout)
+        product = reduced(*product, gemm.layout)
     if output is None:
         return product
     assert isinstance(x, torch.Tensor), "a branch behind the GEMM is made of x itself"
     return black_box_vjp(x, product, output, view)
 
 
-def _reduced(y: torch.Tensor, vjp: Vjp, layout: LinearLayout) -> tuple[torch.Tensor, Vjp]:
+def reduced(y: torch.Tensor, vjp: Vjp, layout: LinearLayout) -> tuple[torch.Tensor, Vjp]:
     """Reduces a row-parallel linear's partial sums; returns the sum, or its rows, and the vjp."""
     group = layout.group
     if layout.tp_size == 1:

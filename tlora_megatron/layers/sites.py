@@ -170,9 +170,9 @@ def _stage_linears(
 ) -> Sequence[tuple[int, str]]:
     if layout.stage_linears is not None:
         return layout.stage_linears[pp_rank]
-    num_layers = spec.num_layers // layout.pp_size
-    layers = range(pp_rank * num_layers, (pp_rank + 1) * num_layers)
-    return [(layer, linear) for layer in layers for linear in LINEAR_TARGETS]
+    layers = layout.stage_layers(spec.num_layers, pp_rank)
+    linears = LINEAR_TARGETS if spec.experts is None else ("linear_qkv", "linear_proj")
+    return [(layer, linear) for layer in layers for linear in linears]
 
 
 def check_targets(spec: Backbone, layout: ParallelLayout, job: str, targets: Sequence[str]) -> None:

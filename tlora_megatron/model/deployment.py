@@ -217,6 +217,10 @@ def lay_out_world(parallel: ParallelSpec, world_size: int) -> ParallelLayout | D
         pp_size=parallel.pp_size,
         cp_size=parallel.cp_size,
         sequence_parallel=parallel.sequence_parallel,
+        first_stage_layers=parallel.first_stage_layers,
+        last_stage_layers=parallel.last_stage_layers,
+        ep_size=parallel.ep_size,
+        expert_tp_size=parallel.expert_tp_size,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,21 +23,39 @@ class ParallelLayout:
     pp_size: int = 1
     cp_size: int = 1
     dp_size: int = 1
+    ep_size: int = 1
+    """Ranks that share the routed experts of a layer, each with some of them."""
+    expert_tp_size: int | None = None
+    """Tensor-parallel ranks that share each routed expert; None: `tp_size`, else it is 1."""
     sequence_parallel: bool = False
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage; None: as many as of each middle one."""
+    last_stage_layers: int | None = None
     stage_linears: tuple[tuple[tuple[int, str], ...], ...] | None = None
     """For every pipeline stage, the (global layer, linear) pairs that may carry adapters, in
-    ascending order. None: every stage has all linears of `num_layers / pp_size` layers in a row."""
+    ascending order. None: every stage has all linears of its layers."""
     lora_sharding: LoraSharding = "fold"
     """Sharding of standard adapters; without tensor parallelism all shardings are the same."""
 
     @classmethod
     def for_world(
-        cls, world_size: int, *, tp_size: int, pp_size: int, cp_size: int, sequence_parallel: bool
+        cls,
+        world_size: int,
+        *,
+        tp_size: int,
+        pp_size: int,
+        cp_size: int,
+        sequence_parallel: bool,
+        first_stage_layers: int | None = None,
+        last_stage_layers: int | None = None,
+        ep_size: int = 1,
+        expert_tp_size: int | None = None,
     ) -> ParallelLayout:
         """Lays out `world_size` processes; those left after TP, PP and CP are data-parallel.
 
         Raises:
-            ValueError: if `world_size` is not a multiple of `tp_size * pp_size * cp_size`.
+            ValueError: if `world_size` is not a multiple of `tp_size * pp_size * cp_size`, or the
+                ranks of a pipeline stage not of `expert_tp_size * ep_size`.
         """
         model = tp_size * pp_size * cp_size
         if world_size % model:
@@ -44,15 +63,70 @@ class ParallelLayout:
                 f"world size must be a multiple of tp_size * pp_size * cp_size = {model}, "
                 f"got {world_size}"
             )
+        shared = ep_size * (expert_tp_size or tp_size)
+        if world_size // pp_size % shared:
+            raise ValueError(
+                f"processes of a pipeline stage must be a multiple of ep_size * expert_tp_size = "
+                f"{shared}, got {world_size // pp_size}"
+            )
         return cls(
             tp_size=tp_size,
             pp_size=pp_size,
             cp_size=cp_size,
             dp_size=world_size // model,
             sequence_parallel=sequence_parallel and tp_size > 1,
+            first_stage_layers=first_stage_layers,
+            last_stage_layers=last_stage_layers,
+            ep_size=ep_size,
+            expert_tp_size=expert_tp_size,
         )
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel ranks that share each routed expert."""
+        return self.expert_tp_size or self.tp_size
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
         return self.tp_size * self.pp_size * self.cp_size * self.dp_size
+
+    def stage_layers(self, num_layers: int, pp_rank: int) -> range:
+        """Global indices of one pipeline stage's layers; see `stage_sizes`."""
+        sizes = stage_sizes(
+            num_layers, self.pp_size, self.first_stage_layers, self.last_stage_layers
+        )
+        begin = sum(sizes[:pp_rank])
+        return range(begin, begin + sizes[pp_rank])
+
+
+@functools.lru_cache(maxsize=4096)
+def stage_sizes(
+    num_layers: int, pp_size: int, first: int | None = None, last: int | None = None
+) -> tuple[int, ...]:
+    """Number of layers of every pipeline stage, divided as Megatron-core does.
+
+    Args:
+        num_layers: of the model.
+        pp_size: number of stages.
+        first: layers of the first stage; None: as many as of each middle one.
+        last: those of the last stage, likewise.
+
+    Raises:
+        ValueError: if the layers that are left cannot be shared evenly by the stages that are left.
+    """
+    given = [n for n in (first, last) if n is not None]
+    stages, layers = pp_size - len(given), num_layers - sum(given)
+    if not given and layers % pp_size:
+        raise ValueError(
+            f"num_layers must be a multiple of pp_size={pp_size}, got {num_layers}; or give "
+            "first_stage_layers, last_stage_layers or both, so that the other stages are alike"
+        )
+    if stages < 0 or (layers != 0 if stages == 0 else layers < stages or layers % stages):
+        raise ValueError(
+            f"first_stage_layers and last_stage_layers must leave equally many of {num_layers} "
+            f"layers to each of the other {max(0, stages)} stages, got {first} and {last}"
+        )
+    middle = layers // stages if stages else 0
+    ends = [middle if first is None else first] + [middle] * (pp_size - 2)
+    return tuple([*ends, middle if last is None else last] if pp_size > 1 else ends)

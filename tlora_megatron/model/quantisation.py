@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from tlora_megatron.config.base_model import EMBEDDING, HEAD, BaseModelSpec, is_unquantised
+from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.published_fp8 import BLOCK, PublishedFormat, read_published_format
 from tlora_megatron.model.spec import ModelSpec
@@ -72,6 +73,8 @@ def base_quantisation(base: BaseModelSpec, spec: ModelSpec) -> BaseQuantisation 
     """
     config = Path(base.path) / "config.json" if base.path is not None else None
     published = None if config is None else read_published_format(config)
+    if published is not None or base.quantization:
+        refuse_experts(spec.experts, "a base in FP8")
     if published is None:
         return quantised_on_reading(spec, base.unquantised) if base.quantization else None
     if set(base.unquantised) != {EMBEDDING, HEAD}:

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tlora_megatron.config.job import HF_TARGETS, SHARED_EXPERT_TARGETS
+from tlora_megatron.model.experts import DEFAULTS as _EXPERT_DEFAULTS
+from tlora_megatron.model.experts import ExpertsSpec, read_experts
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+DENSE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = (*DENSE_MODEL_TYPES, "qwen3_moe", "mixtral")
 
 _REQUIRED = (
     "num_hidden_layers",
@@ -38,6 +41,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": _MISTRAL | {"head_dim": None},
     "qwen2": _QWEN | {"head_dim": None},
     "qwen3": _QWEN | {"head_dim": 128},
+    **_EXPERT_DEFAULTS,
 }
 """Values of missing keys by model type: the defaults of transformers 5.23's config classes."""
 
@@ -63,6 +67,7 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
+    """Hidden size of the MLP, or of each routed expert."""
     vocab_size: int
     max_positions: int
     norm_eps: float
@@ -76,6 +81,8 @@ class ModelSpec:
     """True if every query and key head is normalised over head_dim by an RMSNorm (Qwen3)."""
     shared_ffn_size: int | None = None
     """Hidden size of the shared expert that every layer has; None: there is none."""
+    experts: ExpertsSpec | None = None
+    """Routed experts that every layer has in the place of an MLP; None: there are none."""
     sliding_window: int | None = None
     """Tokens that a query sees in some or all layers, its own included; None: all earlier ones.
     The base runs without a window, so only sequences that fit into the window may be trained."""
@@ -95,6 +102,21 @@ class ModelSpec:
         """Output features of k_proj, and of v_proj."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def row_weights(self) -> int:
+        """Elements of a layer's weight matrices that one row meets, summed over its linears."""
+        return self._matrices(1 if self.experts is None else self.experts.top_k)
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of all weight matrices of a layer."""
+        return self._matrices(1 if self.experts is None else self.experts.num_experts)
+
+    def _matrices(self, num_mlps: int) -> int:
+        attention = 2 * (self.q_size + self.kv_size) * self.hidden_size
+        router = 0 if self.experts is None else self.experts.num_experts * self.hidden_size
+        return attention + router + num_mlps * 3 * self.ffn_size * self.hidden_size
+
     def fp8_share(self, linear: str) -> float:
         """Share of the layers in which a Megatron linear's frozen weight is FP8 codes."""
         return dict(self.fp8_linears).get(linear, 0) / self.num_layers
@@ -103,9 +125,15 @@ class ModelSpec:
         """`(out, in)` of a target's whole weight; fused rows are in the order q, k, v or gate, up.
 
         Raises:
-            ValueError: if the target is in a shared expert and the model has none.
+            ValueError: if the target is in a shared expert and the model has none, or on routed
+                experts.
         """
         hidden, ffn = self.hidden_size, self.ffn_size
+        if self.experts is not None and target in _MLP:
+            raise ValueError(
+                f"lora.target_modules must be among {', '.join(self.peft_targets)} over a base "
+                f"with routed experts, which carry no adapters yet, got {target}"
+            )
         if target.startswith("shared_"):
             if self.shared_ffn_size is None:
                 raise ValueError(
@@ -135,9 +163,13 @@ class ModelSpec:
     @property
     def peft_targets(self) -> tuple[str, ...]:
         """Targets that PEFT can name in this model, in its order."""
-        return HF_TARGETS + (SHARED_EXPERT_TARGETS if self.shared_ffn_size is not None else ())
+        shared = SHARED_EXPERT_TARGETS if self.shared_ffn_size is not None else ()
+        dense = HF_TARGETS if self.experts is None else _ATTENTION
+        return dense + shared
 
 
+_MLP = ("gate_proj", "up_proj", "down_proj", "linear_fc1", "linear_fc2")
+_ATTENTION = tuple(target for target in HF_TARGETS if target not in _MLP)
 _SHARED = {
     "shared_fc1": "linear_fc1",
     "shared_fc2": "linear_fc2",
@@ -189,6 +221,10 @@ def _parse(values: dict[str, Any]) -> ModelSpec:
         if values[key]:
             raise _Unsupported(f"{key} must be false, got {values[key]!r}")
     layers, hidden, heads, ffn, vocab = (_count(values, key) for key in _REQUIRED)
+    try:
+        experts = read_experts(values)
+    except ValueError as error:
+        raise _Unsupported(str(error)) from None
     kv_heads = _count(values, "num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise _Unsupported(
@@ -205,7 +241,7 @@ def _parse(values: dict[str, Any]) -> ModelSpec:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn_size=ffn,
+        ffn_size=ffn if experts is None else experts.ffn_size,
         vocab_size=vocab,
         max_positions=_count(values, "max_position_embeddings"),
         norm_eps=_positive(values, "rms_norm_eps"),
@@ -213,7 +249,8 @@ def _parse(values: dict[str, Any]) -> ModelSpec:
         rope_scaling=_llama3_scaling(values, rope),
         tied_embeddings=bool(values["tie_word_embeddings"]),
         qkv_bias=values["model_type"] == "qwen2",
-        qk_norm=values["model_type"] == "qwen3",
+        qk_norm=values["model_type"] in ("qwen3", "qwen3_moe"),
+        experts=experts,
         sliding_window=_sliding_window(values, layers),
     )
 
@@ -261,7 +298,10 @@ def _llama3_scaling(values: dict[str, Any], rope: dict[str, Any]) -> dict[str, A
 
 
 def _sliding_window(values: dict[str, Any], num_layers: int) -> int | None:
-    """The sliding window: none in Llama, all layers in Mistral, optional later layers in Qwen."""
+    """The sliding window: none in Llama, all layers in Mistral, optional later layers in Qwen.
+
+    In Mixtral and Qwen3-MoE all layers have it or none.
+    """
     if values["model_type"] == "mistral" and "layer_types" in values:
         # transformers takes such a file for another architecture, Ministral.
         raise _Unsupported(
@@ -269,7 +309,9 @@ def _sliding_window(values: dict[str, Any], num_layers: int) -> int | None:
         )
     if values.get("sliding_window") is None or values["model_type"] == "llama":
         return None
-    if values["model_type"] != "mistral":
+    if values["model_type"] == "qwen3_moe" and not values["use_sliding_window"]:
+        return None
+    if values["model_type"] in ("qwen2", "qwen3"):
         kinds = values.get("layer_types")
         if kinds is None:
             windowed = num_layers - _count(values, "max_window_layers", least=0)

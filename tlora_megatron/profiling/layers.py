@@ -13,7 +13,7 @@ from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.layer_cost import LayerCost, LayerModel
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.hardware import HardwareProfile, HostCost
-from tlora_megatron.planner.rounds import RoundLoad
+from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.sizes import ProfileSizes
 from tlora_megatron.profiling.synthetic_run import SyntheticRun

@@ -75,7 +75,7 @@ def measure_profile(request: ProfileRequest) -> HardwareProfile:
     if int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))) != world_size:
         raise ValueError(
             f"processes must be on one node, got {world_size} on several; "
-            f"write inter_node into the profile by hand"
+            f"write inter_node and nics_per_node into the profile by hand"
         )
     return _Measurement(request, world_size).run()
 

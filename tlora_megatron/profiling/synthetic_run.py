@@ -14,6 +14,7 @@ from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import stage_sites
+from tlora_megatron.layers.slab import StatePlacement
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation
 from tlora_megatron.model.recompute import Recompute
@@ -78,21 +79,27 @@ class SyntheticRun:
         micro_batch_tokens: int,
         *,
         timing: RoundTiming | None = None,
+        shard_optimizer: bool = False,
     ) -> SuperModel:
         """Puts new jobs on the base model in place of the earlier ones; no jobs: only the base.
 
         Args:
             timing: shares rounds out by predicted time; None = balances tokens.
+            shard_optimizer: as `parallel.shard_optimizer`.
         """
         specs = [_job_spec(load, index) for index, load in enumerate(loads)]
         loras = [spec.lora for spec in specs]
-        bank = AdapterBank(self.sites, loras, dtype=self.dtype, device=self.groups.device)
+        groups = self.groups
+        placement = StatePlacement.over_replicas(groups, shards=shard_optimizer)
+        bank = AdapterBank(
+            self.sites, loras, dtype=self.dtype, device=groups.device, placement=placement
+        )
         attach(self.linears, bank)
         jobs = [self._job(bank, *pair) for pair in zip(specs, loads, strict=True)]
         return SuperModel(
             self.engine,
             bank,
-            self.groups,
+            groups,
             jobs,
             micro_batch_tokens=micro_batch_tokens,
             cut_for=partial(rank_aware_cut, self.spec),
@@ -102,7 +109,8 @@ class SyntheticRun:
     def _job(self, bank: AdapterBank, spec: JobSpec, load: JobLoad) -> JobState:
         slab = bank.new_slab(spec.lora)
         # Not as a run draws it, factor by factor on the CPU: of a 70B adapter that takes seconds.
-        slab.master.normal_(0.0, self.spec.hidden_size**-0.5)
+        whole = torch.empty(slab.layout.numel, device=bank.device)
+        slab.put("master", whole.normal_(0.0, self.spec.hidden_size**-0.5))
         train = tuple(_sequences(load, self.spec.vocab_size, spec.seed))
         return JobState(
             spec=spec,

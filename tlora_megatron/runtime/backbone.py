@@ -17,7 +17,7 @@ from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.hardware_queues import set_queues
 from tlora_megatron.runtime.base_log import log_base
-from tlora_megatron.runtime.own_replica import OwnReplica, log_replicas
+from tlora_megatron.runtime.own_replica import OwnReplica, log_replicas, warn_of_sharding
 from tlora_megatron.runtime.wake import wake_device
 from tlora_megatron.training.fingerprint.check import check_base_of_run
 from tlora_megatron.training.run.environment import let_segments_grow, set_environment
@@ -58,7 +58,7 @@ def model_dir(config: RunConfig) -> Path:
 
 
 def base_name(config: RunConfig) -> str:
-    """What exported adapters call their base."""
+    """Returns the name that exported adapters give their base."""
     return config.base_model.path or str(model_dir(config))
 
 
@@ -124,6 +124,7 @@ def open_backbone(
         cp_groups.make_narrower_groups(layout)
     groups = current_groups(layout, deployment, num_layers=spec.num_layers)
     log_replicas(groups)
+    warn_of_sharding(config, groups)
     dtype = DTYPES[config.base_model.dtype]
     with timeline.phase("base"):
         model = backbone.build_backbone(

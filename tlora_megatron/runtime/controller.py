@@ -6,6 +6,10 @@ from typing import Any
 
 from tlora_megatron import timeline
 from tlora_megatron.config.load import RunConfig
+from tlora_megatron.config.parallel_rules.experts import (
+    check_run_over_experts,
+    check_run_without_experts,
+)
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.runtime.backbone import (
@@ -43,6 +47,10 @@ def train_run(
     """
     timeline.begin_run()
     spec = read_model_spec(model_config(config))
+    if spec.experts is None:
+        check_run_without_experts(config.parallel)
+    else:
+        check_run_over_experts(config)
     own = own_replica(config)
     quantisation = base_quantisation(config.base_model, spec)
     check_replicas_fit(spec, quantisation, own)

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.config.job import HF_TARGETS
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.config.run import built_recompute
 from tlora_megatron.model.backbone import Backbone
@@ -176,7 +175,7 @@ def rate_of_shape(spec: Backbone, replica: ReplicaLayout) -> ReplicaRate:
     described by linears of other names) only rows count.
     """
     if isinstance(spec, ModelSpec):
-        weights = sum(out * inner for out, inner in map(spec.target_shape, HF_TARGETS))
+        weights = spec.row_weights
         query_size = spec.q_size
     else:
         weights = sum(linear.out_size * linear.in_size for linear in spec.linears)

@@ -115,6 +115,8 @@ def _predict(
         cp_size=layout.cp_size,
         dp_size=layout.dp_size,
         sequence_parallel=layout.sequence_parallel,
+        first_stage_layers=layout.first_stage_layers,
+        last_stage_layers=layout.last_stage_layers,
         micro_batch_tokens=config.run.micro_batch_tokens,
         recompute=built_recompute(config.run),
     )

@@ -64,6 +64,13 @@ def log_replicas(groups: ParallelGroups) -> None:
     )  # fmt: skip
 
 
+def warn_of_sharding(config: RunConfig, groups: ParallelGroups) -> None:
+    """Logs, on the writer, that there are no replicas to divide what shall be divided."""
+    is_lone = groups.layout.dp_size * groups.layout.cp_size == 1
+    if config.parallel.shard_optimizer and is_lone and groups.is_writer:
+        logger.warning("parallel.shard_optimizer has no effect with one replica")
+
+
 def check_replicas_fit(
     spec: ModelSpec, quantisation: BaseQuantisation | None, own: OwnReplica
 ) -> None:

@@ -56,8 +56,11 @@ def _table(
         cp_size=layout.cp_size,
         dp_size=layout.dp_size,
         sequence_parallel=layout.sequence_parallel,
+        first_stage_layers=layout.first_stage_layers,
+        last_stage_layers=layout.last_stage_layers,
         lora_sharding=layout.lora_sharding,
         micro_batch_tokens=tokens,
+        shard_optimizer=config.parallel.shard_optimizer,
     )
     any_rows = LengthHistogram.single(1)  # the table goes through all numbers of rows
     loads = [JobLoad.from_spec(job.spec, any_rows) for job in jobs]

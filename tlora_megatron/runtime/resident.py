@@ -20,6 +20,8 @@ from tlora_megatron.config.jobs import read_job
 from tlora_megatron.config.load import RunConfig, fit_job
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.attach import attach
+from tlora_megatron.layers.slab import StatePlacement
+from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.ops.exactness import exactness_of
@@ -35,6 +37,7 @@ from tlora_megatron.runtime.backbone import (
 from tlora_megatron.runtime.lora_sharding import resolve_lora_sharding
 from tlora_megatron.runtime.own_replica import check_replicas_fit, own_replica
 from tlora_megatron.training.data.job_data import load_tokenizer
+from tlora_megatron.training.driven.clients import Clients
 from tlora_megatron.training.formats.quantised.card import QuantisationCard, quantisation_card
 from tlora_megatron.training.nano.rounds import rank_aware_cut
 from tlora_megatron.training.packing.packing import RoundShape
@@ -70,6 +73,7 @@ def open_resident(
     rendezvous: Rendezvous | None = None,
     read_order: ReadOrder | None = None,
     may_write: Callable[[str], bool] = lambda _: True,
+    clients: Clients | None = None,
     targets: Sequence[str] = HF_TARGETS,
     allows_blocks: bool = False,
 ) -> Iterator[ResidentLoop]:
@@ -83,6 +87,7 @@ def open_resident(
             its files, and goes on from the newest checkpoint in its folder.
         may_write: asked by a job's name, on the first rank and on several of its threads, right
             before anything in the job's folder changes.
+        clients: who keeps the requests of driven jobs; None = there are no such jobs.
         targets: that jobs may adapt.
         allows_blocks: jobs may have block-diagonal adapters.
 
@@ -99,7 +104,7 @@ def open_resident(
     watch = RunWatch.open(None, config.run.hang_timeout_s)
     read_order = read_order or _order_reader(opened)
     live = _make_live_loop(opened, shape, tell, watch, may_write)
-    loop = _make_resident_loop(opened, live, read_order, tell)
+    loop = _make_resident_loop(opened, live, read_order, tell, clients)
     try:
         yield loop
     finally:
@@ -121,6 +126,7 @@ class _Opened(NamedTuple):
 def _open_base(config: RunConfig, rendezvous: Rendezvous | None) -> _Opened:
     timeline.begin_run()
     spec = read_model_spec(model_config(config))
+    refuse_experts(spec.experts, "the base of a service")
     if rendezvous is None:
         own = own_replica(config)
     else:
@@ -165,7 +171,7 @@ def _make_live_loop(
 
 
 def _make_resident_loop(
-    opened: _Opened, live: LiveLoop, read_order: ReadOrder, tell: Tell
+    opened: _Opened, live: LiveLoop, read_order: ReadOrder, tell: Tell, clients: Clients | None
 ) -> ResidentLoop:
     bank = live.super_model.bank
     check = partial(_check, opened, bank.shape)
@@ -173,7 +179,7 @@ def _make_resident_loop(
     group = None
     if dist.get_world_size() > 1:
         group = dist.new_group(backend="gloo", timeout=_AGREE_TIMEOUT)
-    return ResidentLoop(live, stager, group, tell)
+    return ResidentLoop(live, stager, group, tell, clients=clients)
 
 
 def _with_exact_sharding(config: RunConfig) -> RunConfig:
@@ -199,7 +205,8 @@ def _kept_ranks(opened: _Opened, targets: frozenset[str]) -> int:
 def _make_super_model(opened: _Opened, shape: BankShape) -> SuperModel:
     config, groups = opened.config, opened.groups
     sites, dtype = [site for site, _ in opened.linears], DTYPES[config.base_model.dtype]
-    bank = AdapterBank(sites, shape, dtype=dtype, device=groups.device)
+    placement = StatePlacement.over_replicas(groups, shards=config.parallel.shard_optimizer)
+    bank = AdapterBank(sites, shape, dtype=dtype, device=groups.device, placement=placement)
     attach(opened.linears, bank)
     return SuperModel(
         opened.engine,
@@ -237,6 +244,6 @@ def _order_reader(opened: _Opened) -> ReadOrder:
 def _check(opened: _Opened, shape: BankShape, prepared: PreparedJob) -> None:
     """Refuses a job that this super-model has no place for."""
     job = prepared.spec
-    fit_job(job, opened.config)
+    fit_job(job, opened.config, may_be_driven=True)
     shape.check_holds(job.name, job.lora)
     check_fits_linears(job, opened.spec, opened.groups.layout, opened.linears)

@@ -8,10 +8,16 @@ from pathlib import Path
 
 from tlora_megatron.config.run import RunSpec
 from tlora_megatron.training.formats.atomic_directory import NotPermitted
+from tlora_megatron.training.formats.checkpoint import remove_old_checkpoints
 from tlora_megatron.training.formats.quantised.card import QuantisationCard
 from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.metrics import JobMetrics
-from tlora_megatron.training.saving.targets import Target, adapter_target, checkpoint_target
+from tlora_megatron.training.saving.targets import (
+    Target,
+    adapter_target,
+    checkpoint_target,
+    state_target,
+)
 from tlora_megatron.training.super_model import StepReport
 
 
@@ -42,6 +48,9 @@ class JobFiles:
         self._quantisation = quantisation
         self._has_metrics = has_metrics
         self.may_write = may_write
+        self.before_checkpoint: Callable[[str], None] = lambda _: None
+        """Called by a job's name, on the writer's thread, right before a checkpoint takes its
+        name: what it counts must be on the disk before."""
         self._metrics: dict[str, JobMetrics] = {}
 
     def folder(self, job: JobState) -> Path:
@@ -60,6 +69,9 @@ class JobFiles:
         """
         if not self._has_metrics:
             return None
+        # A process that was killed may have left what its last save replaced.
+        checkpoints = Path(self._run.output_dir) / "jobs" / job.name / "checkpoints"
+        remove_old_checkpoints(checkpoints, job.step, partial(self.permit, job.name))
         return JobMetrics(
             Path(self._run.output_dir),
             job.name,
@@ -106,15 +118,15 @@ class JobFiles:
             self._metrics[job.name].log_eval(job.step, result.loss, result.exact_match)
 
     def checkpoint(self, job: JobState, on_error: Callable[[Exception], None]) -> Target:
-        """What makes a snapshot of the job as it is now a checkpoint."""
-        permit = partial(self.permit, job.name)
+        """Returns the target that makes a checkpoint of the job's snapshot."""
+        permit = partial(self._permit_checkpoint, job.name)
         directory = self.folder(job) / "checkpoints"
         return checkpoint_target(directory, job, on_error, self._quantisation, permit)
 
     def adapter(
         self, job: JobState, on_error: Callable[[Exception], None], directory: Path | None = None
     ) -> Target:
-        """What makes a snapshot of the job an adapter for PEFT.
+        """Returns the target that makes an adapter for PEFT of the job's snapshot.
 
         Args:
             directory: None = `adapter` in the job's folder.
@@ -122,6 +134,29 @@ class JobFiles:
         permit = partial(self.permit, job.name)
         directory = self.folder(job) / "adapter" if directory is None else directory
         return adapter_target(directory, self._base_model, on_error, self._quantisation, permit)
+
+    def state(
+        self,
+        job: JobState,
+        directory: Path,
+        on_error: Callable[[Exception], None],
+        check: Callable[[], None],
+    ) -> Target:
+        """Returns the target that makes a checkpoint with a name of its own of the job's snapshot.
+
+        Args:
+            check: raises a `ValueError` if nothing is to be written; on the writer's thread.
+        """
+
+        def permit() -> None:
+            check()
+            self.permit(job.name)
+
+        return state_target(directory, job, on_error, self._quantisation, permit)
+
+    def _permit_checkpoint(self, name: str) -> None:
+        self.before_checkpoint(name)
+        self.permit(name)
 
     def permit(self, name: str) -> None:
         """Does nothing while this process may change the files of a job.

@@ -75,6 +75,16 @@ class JobState:
         return not self.queue and self.step + 1 >= self.plan.num_steps
 
     @property
+    def is_driven(self) -> bool:
+        """True if a client asks for its batches and steps (`training.driven`)."""
+        return self.spec.driven
+
+    @property
+    def is_idle(self) -> bool:
+        """True while it has no part in rounds."""
+        return self.is_held
+
+    @property
     def lr(self) -> float:
         """Learning rate of the next update."""
         peak = self.spec.optimizer.lr
@@ -129,7 +139,7 @@ class JobState:
 
     COUNTS = ("step", "updates", "tokens", "target_tokens", "nonfinite_in_a_row")
     SAVED = (*COUNTS, "last_loss", "eval_before")
-    """What a checkpoint keeps of the progress, and which of it are counts."""
+    """Attributes of the progress that a checkpoint keeps, and those of them that are counts."""
 
     def progress(self) -> dict[str, Any]:
         """Values that a checkpoint keeps; data order and dropout follow from seed and step."""

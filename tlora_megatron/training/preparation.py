@@ -16,6 +16,7 @@ from tlora_megatron.layers.slab import AdapterSlab, Copier, initial_factor
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data
 from tlora_megatron.training.data.mapped_tokens import lengths_of
+from tlora_megatron.training.driven.state import NO_DATA, DrivenState, OpenPlan
 from tlora_megatron.training.formats.checkpoint import Checkpoint, find_checkpoint
 from tlora_megatron.training.formats.peft_format import fit_to_job, load_adapter
 from tlora_megatron.training.formats.quantised.card import QuantisationCard
@@ -39,7 +40,9 @@ class PreparedJob:
     @property
     def is_done(self) -> bool:
         """True if its checkpoint has taken all its steps."""
-        return self.checkpoint is not None and self.checkpoint.step >= self.plan.num_steps
+        if self.checkpoint is None or self.spec.driven:
+            return False
+        return self.checkpoint.step >= self.plan.num_steps
 
 
 def prepare_job(
@@ -72,6 +75,8 @@ def prepare_job(
     """
     _check_targets(job, spec)
     values = data is None if values is None else values
+    if job.driven:
+        data = NO_DATA
     data = data or load_job_data(job, tokenizer, spec.vocab_size)
     _check_lengths(job, spec, data, micro_batch_tokens, budget)
     checkpoint = find_checkpoint(saved) if saved is not None else None
@@ -88,8 +93,8 @@ def prepare_job(
         _warn_of_other_base(job, adapter.base_model, base_model)
         _warn_of_other_codes(job, adapter.quantisation, quantisation)
         imported = fit_to_job(adapter, job)
-    plan = BatchPlan.for_job(job, len(data.train))
-    if job.batch_size > len(data.train):
+    plan = OpenPlan() if job.driven else BatchPlan.for_job(job, len(data.train))
+    if not job.driven and job.batch_size > len(data.train):
         logger.warning(
             "job %s: batch_size %d is above its %d training sequences (steps: %d, epochs: %.3g)",
             job.name, job.batch_size, len(data.train), plan.num_steps, plan.num_epochs,
@@ -106,7 +111,7 @@ def start_job(
         copier: see `AdapterSlab.load`.
     """
     job, imported = prepared.spec, prepared.imported
-    state = JobState(
+    state = (DrivenState if job.driven else JobState)(
         spec=job,
         data=prepared.data,
         plan=prepared.plan,
@@ -124,7 +129,9 @@ def start_job(
 def _check_lengths(
     job: JobSpec, spec: Backbone, data: JobData, micro_batch_tokens: int, budget: str
 ) -> None:
-    longest = max(int(lengths_of(part).max()) for part in (data.train, data.eval) if part) - 1
+    longest = job.max_seq_len
+    if not job.driven:
+        longest = max(int(lengths_of(part).max()) for part in (data.train, data.eval) if part) - 1
     if longest > micro_batch_tokens:
         raise ValueError(
             f"{budget} must be at least {longest}, the longest sequence of job "

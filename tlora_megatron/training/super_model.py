@@ -15,10 +15,18 @@ from tlora_megatron.ops.routing.host_copy import to_device
 from tlora_megatron.ops.routing.segment_sums import segment_sums
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano.cuts import CutDocuments, cut_by_length
+from tlora_megatron.training.driven.log_probabilities import collect
 from tlora_megatron.training.evaluation import Evaluation, Scorer
 from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.optimizer import StepOutcome, StepRequest, step_adapters
-from tlora_megatron.training.packing.packing import MicroBatch, PackedBatch, Round, RoundShape
+from tlora_megatron.training.packing.packing import (
+    Item,
+    MicroBatch,
+    PackedBatch,
+    Placed,
+    Round,
+    RoundShape,
+)
 from tlora_megatron.training.packing.round_packer import FilledRound, RoundPacker
 from tlora_megatron.training.packing.timed_rounds import RoundRule
 from tlora_megatron.training.rate_correction import RateCorrection
@@ -34,8 +42,9 @@ class Engine(Scorer, Protocol):
     def forward_backward(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """Accumulates gradients in the bank; returns weighted losses `[T]` of each batch.
 
-        Empty on pipeline stages other than the last. In a pipeline there is at least one batch, and
-        all have the same number of rows; without one there may be none.
+        Of the rows of clients these are the negative log-probabilities. Empty on pipeline stages
+        other than the last. In a pipeline there is at least one batch, and all have the same number
+        of rows; without one there may be none.
         """
         ...
 
@@ -109,6 +118,8 @@ class SuperModel(Generic[EngineT]):
         self._round_begin_s = 0.0
         self._micro_batches: list[MicroBatch] = []
         """The round under way."""
+        self._contents: list[tuple[Placed, ...]] = []
+        """The items of each of them."""
         self.set_jobs(jobs)
 
     def set_jobs(self, jobs: Sequence[JobState]) -> None:
@@ -163,6 +174,7 @@ class SuperModel(Generic[EngineT]):
         if self.timing is not None:
             self.busy.add(self.timing.ends_ps(packed.round))
         self.round, self._micro_batches = packed.round, packed.micro_batches
+        self._contents = packed.contents
         for job, queue in zip(self.jobs, packed.left, strict=True):
             job.queue = queue
         batches = [micro_batch.executed for micro_batch in self._micro_batches]
@@ -199,9 +211,13 @@ class SuperModel(Generic[EngineT]):
                 pipeline stages other than the last.
         """
         self._fill_ahead()
-        for micro_batch, losses_T in zip(self._micro_batches, losses, strict=False):
+        for micro_batch, items, losses_T in zip(
+            self._micro_batches, self._contents, losses, strict=False
+        ):
             self._add_losses(micro_batch, losses_T)
-        self._micro_batches = []
+            if micro_batch.packed.sent is not None and self.groups.counts_losses:
+                collect(self.jobs, micro_batch, items, losses_T)
+        self._micro_batches, self._contents = [], []
         self._rounds += 1
         complete = self._end_placeholders()
         requests = [self._request(slot) for slot in complete]
@@ -240,6 +256,26 @@ class SuperModel(Generic[EngineT]):
             micro_batches=micro_batches,
         )
 
+    def forward_part(self, queues: Sequence[list[Item]]) -> list[list[Item]]:
+        """Runs some of the sequences of clients without gradients; at most a micro-batch each.
+
+        Args:
+            queues: of each slot.
+
+        Returns:
+            What is left of each.
+        """
+        packer = self._packer(())
+        counts = packer.counts_of_a_round(queues, 1)
+        portions = [q[:n] for q, n in zip(queues, counts, strict=True)]
+        packed = packer.pack_round(portions, first_slot=self._rounds)
+        results = self.engine.predict([batch.executed for batch in packed.micro_batches])
+        scored = zip(packed.micro_batches, packed.contents, results, strict=False)
+        for micro_batch, items, (nll_T, _) in scored:
+            if micro_batch.packed.sent is not None and self.groups.counts_losses:
+                collect(self.jobs, micro_batch, items, nll_T)
+        return [left + q[n:] for left, q, n in zip(packed.left, queues, counts, strict=True)]
+
     def _packer(self, dropout_keys: Sequence[int]) -> RoundPacker:
         switch = self.engine.nano_batches
         return RoundPacker(
@@ -276,9 +312,10 @@ class SuperModel(Generic[EngineT]):
         for index, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
             if not length or slot == view.num_slots:
                 continue
-            loss = self.jobs[slot].loss
-            assert loss is not None, f"job {self.jobs[slot].name} has rows but no batch"
-            loss.add_(sums_G[index])
+            if (job := self.jobs[slot]).is_driven:
+                continue
+            assert job.loss is not None, f"job {job.name} has rows but no batch"
+            job.loss.add_(sums_G[index])
 
     def _request(self, slot: int) -> StepRequest:
         job = self.jobs[slot]

@@ -11,8 +11,8 @@ from typing import Any
 
 from tlora_megatron.config.base_model import refuse_quantization
 from tlora_megatron.config.load import BaseModelSpec, RunConfig, RunSpec, read_config
+from tlora_megatron.config.parallel_rules.replicas import refuse_replicas
 from tlora_megatron.config.reader import ConfigError, must, nearest, read_spec
-from tlora_megatron.config.replica_rules import refuse_replicas
 from tlora_megatron.config.rules import resolve
 from tlora_megatron.config.source import apply_override, merge, read_document
 from tlora_megatron.integrations.deepspeed.job_defaults import take_job_defaults
@@ -172,7 +172,7 @@ def _read(source: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Path]:
     """Returns a copy of the JSON and the folder where its paths start."""
     if isinstance(source, dict):
         return copy.deepcopy(source), Path.cwd()
-    return read_document(Path(source)), Path(source).resolve().parent
+    return read_document(Path(source), "DeepSpeed's JSON"), Path(source).resolve().parent
 
 
 def _join(section: dict[str, Any], defaults: dict[str, Any]) -> None:
@@ -267,7 +267,7 @@ def _section(document: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Pa
         raise ConfigError(f"the JSON must hold exactly one of tlora and tlora_config, got {got}")
     if file is not None:
         path = folder / str(file)
-        return read_document(path), path.resolve().parent
+        return read_document(path, "tlora_config"), path.resolve().parent
     if not isinstance(section, dict):
         raise must("tlora", "be a mapping of sections", section)
     return section, folder

@@ -93,12 +93,7 @@ def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
         groups=groups,
         linears=linears,
         engine=DeepSpeedEngine(model, groups),
-        placement=_placement(config, groups),
-    )
-
-
-def _placement(config: DeepSpeedConfig, groups: ParallelGroups) -> StatePlacement:
-    shards = config.stage > 0 and groups.layout.dp_size > 1
-    return StatePlacement(
-        group=groups.dp_cp_group if shards else None, on_cpu=config.offload_optimizer
+        placement=StatePlacement.over_replicas(
+            groups, shards=config.stage > 0, on_cpu=config.offload_optimizer
+        ),
     )

@@ -17,7 +17,7 @@ from tlora_megatron.config.reader import ConfigError, must, show
 _ALTERNATIVES = (("max_steps", "epochs"), ("schedule.warmup_steps", "schedule.warmup_ratio"))
 """Keys of which a job has one; the other then comes from nowhere."""
 AUTO = "auto"
-"""What a value is given as that the trainer's arguments decide."""
+"""The word in place of a value that the trainer's arguments decide."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -144,7 +144,8 @@ class MegatronEngine:
         assert self._head is not None, "only the last stage scores"
         rows_n, labels_T = batch.target_rows, batch.labels[0]
         losses_T, right_T = self._head.score(hidden, rows_n, labels_T, batch.view.exactness)
-        losses_T = losses_T * batch.weights
+        if batch.sent is None:
+            losses_T = losses_T * batch.weights
         return losses_T.sum(), _ONE, {"losses": losses_T, "right": right_T}
 
 
@@ -153,5 +154,8 @@ _ONE = torch.tensor(1, dtype=torch.int)
 
 
 def _weighted_loss(batch: PackedBatch, losses: torch.Tensor) -> tuple[Any, ...]:
+    if batch.sent is not None:
+        losses_T, reported_T = batch.sent.losses(losses.flatten(), batch.weights)
+        return losses_T.sum(), _ONE, {"losses": reported_T}
     losses_T = losses.flatten() * batch.weights
     return losses_T.sum(), _ONE, {"losses": losses_T.detach()}

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
+from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.integrations.megatron.layer.frozen_layer import freeze_layer
 from tlora_megatron.integrations.megatron.layer.norm import RMSNorm
 from tlora_megatron.integrations.megatron.layer.rotary import PackedRotaryEmbedding
@@ -39,10 +40,10 @@ from tlora_megatron.training.formats.hf_convert import (
     check_weights,
     draw_base,
     hf_shapes,
-    stage_layers,
 )
 from tlora_megatron.training.formats.quantised.source import QuantizedSource
 from tlora_megatron.training.formats.rank_tensors import (
+    ExpertShare,
     RankTensor,
     padded_vocab_size,
     rank_tensors,
@@ -146,12 +147,16 @@ def _init_process_group(world_size: int, place: Mapping[str, Any]) -> None:
 def _lay_out_groups(layout: ParallelLayout, deployment: Deployment | None) -> None:
     global _laid_out
     before, _laid_out = _laid_out, deployment
-    sizes = (layout.tp_size, layout.pp_size, layout.cp_size)
+    sizes = (
+        layout.tp_size, layout.pp_size, layout.cp_size, layout.ep_size, layout.expert_tp,
+    )  # fmt: skip
     if parallel_state.model_parallel_is_initialized():
         current = (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
             parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
         )
         if current == sizes and before == deployment:
             return
@@ -163,6 +168,8 @@ def _lay_out_groups(layout: ParallelLayout, deployment: Deployment | None) -> No
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,
         context_parallel_size=layout.cp_size,
+        expert_model_parallel_size=layout.ep_size,
+        expert_tensor_parallel_size=layout.expert_tp_size,
     )
 
 
@@ -244,6 +251,8 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
         context_parallel_size=layout.cp_size,
         sequence_parallel=layout.sequence_parallel,
         params_dtype=dtype,
@@ -272,13 +281,16 @@ def _block_spec(spec: ModelSpec, layout: ParallelLayout) -> TransformerBlockSubm
     attention.core_attention = ModuleSpec(PackedCoreAttention, params={"rotary": rotary})
     if spec.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    num_layers = spec.num_layers // layout.pp_size
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    if spec.experts is not None:
+        params = {"ep_size": layout.ep_size, "expert_tp": layout.expert_tp}
+        parts.mlp = ModuleSpec(FrozenExperts, params={"spec": spec.experts, **params})
+    layers = [layer] * len(_stage(spec, layout))
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
 def _stage(spec: ModelSpec, layout: ParallelLayout) -> range:
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    return stage_layers(spec, rank, layout.pp_size)
+    return layout.stage_layers(spec.num_layers, rank)
 
 
 def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -316,6 +328,7 @@ def load_backbone(
         "layers": _stage(spec, layout),
         "with_embedding": model.pre_process,
         "with_output": model.post_process,
+        "experts": _expert_share(spec, layout),
     }
     tensors, scales = list(rank_tensors(spec, **part)), scales_of(model)
     named = {tensor.name for tensor in tensors}
@@ -327,6 +340,15 @@ def load_backbone(
         hf_shapes(spec), seed=seed, device=device, dtype=model.config.params_dtype
     )
     return draw_base(drawn, tensors, parameters, scales)
+
+
+def _expert_share(spec: ModelSpec, layout: ParallelLayout) -> ExpertShare | None:
+    if spec.experts is None:
+        return None
+    count = spec.experts.num_experts // layout.ep_size
+    first = count * parallel_state.get_expert_model_parallel_rank()
+    tp_rank = parallel_state.get_expert_tensor_parallel_rank()
+    return ExpertShare(range(first, first + count), tp_rank, layout.expert_tp)
 
 
 def _read(

@@ -17,8 +17,8 @@ import torch
 
 from tlora_megatron.config.base_model import refuse_quantization
 from tlora_megatron.config.load import BaseModelSpec, ConfigError, RunConfig, read_config
+from tlora_megatron.config.parallel_rules.replicas import refuse_replicas
 from tlora_megatron.config.reader import read_spec, show
-from tlora_megatron.config.replica_rules import refuse_replicas
 from tlora_megatron.config.rules import resolve
 from tlora_megatron.config.source import read_document
 from tlora_megatron.integrations.megatron_lm.guard import FLAG
@@ -27,6 +27,7 @@ from tlora_megatron.integrations.megatron_lm.same_model import (
     check_transformer_config,
 )
 from tlora_megatron.integrations.megatron_lm.unused_flags import switch_off
+from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 
@@ -87,7 +88,7 @@ def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchS
         ValueError: for a file that contradicts the arguments, or cannot be used.
     """
     path = Path(args.tlora_config)
-    document = read_document(path)
+    document = read_document(path, "--tlora-config")
     given = document.get("base_model")
     is_named = isinstance(given, dict) and given.get("path") is not None
     refuse_replicas(document.get("parallel"), FLAG)
@@ -184,6 +185,10 @@ def _decided(args: argparse.Namespace) -> dict[str, dict[str, tuple[Any, str]]]:
             "pp_size": (args.pipeline_model_parallel_size, "--pipeline-model-parallel-size"),
             "cp_size": (args.context_parallel_size, "--context-parallel-size"),
             "sequence_parallel": (bool(args.sequence_parallel), "--sequence-parallel"),
+            "shard_optimizer": (
+                bool(args.use_distributed_optimizer),
+                "--use-distributed-optimizer",
+            ),
         },
         "run": {
             "output_dir": (resolve(args.save, Path.cwd()), "--save"),
@@ -249,7 +254,9 @@ def _known_spec(config_json: Path, *, must: bool) -> ModelSpec | None:
         must: a file that cannot be read is an error.
     """
     try:
-        return read_model_spec(config_json)
+        spec = read_model_spec(config_json)
+        refuse_experts(spec.experts, f"the base in {config_json}")
+        return spec
     except ValueError:
         if must:
             raise

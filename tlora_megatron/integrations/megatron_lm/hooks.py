@@ -44,7 +44,7 @@ class LauncherCallbacks(Protocol):
         ...
 
     signals: StopSignals
-    """What this process does with signals that ask it to stop."""
+    """The handlers of this process for signals that ask it to stop."""
 
     def show_summary(self, summary: dict[str, Any], output_dir: Path) -> None:
         """Shows how a run ended; on the writer."""

@@ -31,7 +31,7 @@ def cross_entropy_(
     """
     if gradient and runs_triton(logits_nV):
         # Not at the top: triton is only there on machines with a GPU.
-        from tlora_megatron.ops.frozen.triton_cross_entropy import launch_statistics
+        from tlora_megatron.ops.frozen.triton.cross_entropy import launch_statistics
 
         parts_3n = launch_statistics(logits_nV, labels_n, valid, gradient=True)
         return merge_statistics(parts_3n[None])[0]
@@ -47,7 +47,7 @@ def row_statistics(logits_nV: torch.Tensor, labels_n: torch.Tensor, valid: int) 
     They are of this rank's part of the vocabulary: the logit is 0 where the label is elsewhere.
     """
     if runs_triton(logits_nV):
-        from tlora_megatron.ops.frozen.triton_cross_entropy import launch_statistics
+        from tlora_megatron.ops.frozen.triton.cross_entropy import launch_statistics
 
         return launch_statistics(logits_nV, labels_n, valid, gradient=False)
     return row_statistics_reference(logits_nV, labels_n, valid)
@@ -82,7 +82,7 @@ def write_gradient_(
 ) -> None:
     """Overwrites logits with the gradients of their rows' losses."""
     if runs_triton(logits_nV):
-        from tlora_megatron.ops.frozen.triton_cross_entropy import launch_gradient
+        from tlora_megatron.ops.frozen.triton.cross_entropy import launch_gradient
 
         launch_gradient(logits_nV, labels_n, lse_n, valid)
     else:

@@ -90,7 +90,7 @@ def unpack_qkv_vjp(
     """
     if not runs_triton(mixed_TGMD):
         return vjp_by_autograd(lambda x: unpack_qkv_reference(x, cos_TD, sin_TD, norms), mixed_TGMD)
-    from tlora_megatron.ops.frozen.triton_rotary import launch_pack, launch_unpack
+    from tlora_megatron.ops.frozen.triton.rotary import launch_pack, launch_unpack
 
     mixed = mixed_TGMD.contiguous()
     before, sizes = None if norms is None else mixed, mixed.shape[1:]
@@ -120,7 +120,7 @@ class _UnpackQKV(torch.autograd.Function):
         norms: HeadNorms | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # Not at the top: triton is only there on machines with a GPU.
-        from tlora_megatron.ops.frozen.triton_rotary import launch_unpack
+        from tlora_megatron.ops.frozen.triton.rotary import launch_unpack
 
         mixed = mixed_TGMD.contiguous()
         ctx.save_for_backward(cos_TD, sin_TD, None if norms is None else mixed)
@@ -129,7 +129,7 @@ class _UnpackQKV(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        from tlora_megatron.ops.frozen.triton_rotary import launch_pack
+        from tlora_megatron.ops.frozen.triton.rotary import launch_pack
 
         dq, dk, dv = (grad.contiguous() for grad in grads)
         cos_TD, sin_TD, mixed = ctx.saved_tensors

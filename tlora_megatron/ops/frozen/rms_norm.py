@@ -135,7 +135,7 @@ def norm_into(out: torch.Tensor, x: torch.Tensor, weight: NormWeight) -> None:
     if not runs_triton(x):
         out.copy_(norm_reference(x, weight))
         return
-    from tlora_megatron.ops.frozen.triton_rms_norm import launch_forward
+    from tlora_megatron.ops.frozen.triton.rms_norm import launch_forward
 
     weight_H, eps, zero_centered, rounds_once = weight
     launch_forward(
@@ -155,7 +155,7 @@ def _add_vjp_by_autograd(
 def _add_vjp_by_triton(
     x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight, beside: Beside
 ) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
-    from tlora_megatron.ops.frozen.triton_rms_norm import launch_backward, launch_forward
+    from tlora_megatron.ops.frozen.triton.rms_norm import launch_backward, launch_forward
 
     weight_H, eps, zero_centered, rounds_once = weight
     x = x.contiguous()
@@ -196,7 +196,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Not at the top: triton is only there on machines with a GPU.
-        from tlora_megatron.ops.frozen.triton_rms_norm import launch_forward
+        from tlora_megatron.ops.frozen.triton.rms_norm import launch_forward
 
         ctx.set_materialize_grads(False)
         residual = None if residual is None else residual.contiguous()
@@ -208,7 +208,7 @@ class _FusedRMSNorm(torch.autograd.Function):
     def backward(
         ctx: Any, dtotal: torch.Tensor | None, dy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        from tlora_megatron.ops.frozen.triton_rms_norm import launch_backward
+        from tlora_megatron.ops.frozen.triton.rms_norm import launch_backward
 
         total, weight_H, rstd = ctx.saved_tensors
         dx = dtotal

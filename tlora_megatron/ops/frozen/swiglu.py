@@ -39,7 +39,7 @@ def swiglu_vjp(
     """
     if not runs_triton(x):
         return vjp_by_autograd(swiglu_reference, x)
-    from tlora_megatron.ops.frozen.triton_swiglu import launch_backward, launch_forward
+    from tlora_megatron.ops.frozen.triton.swiglu import launch_backward, launch_forward
 
     x = x.contiguous()
     if row is None and column is None:
@@ -59,7 +59,7 @@ class _FusedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         # Not at the top: triton is only there on machines with a GPU.
-        from tlora_megatron.ops.frozen.triton_swiglu import launch_forward
+        from tlora_megatron.ops.frozen.triton.swiglu import launch_forward
 
         x = x.contiguous()
         ctx.save_for_backward(x)
@@ -67,6 +67,6 @@ class _FusedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        from tlora_megatron.ops.frozen.triton_swiglu import launch_backward
+        from tlora_megatron.ops.frozen.triton.swiglu import launch_backward
 
         return launch_backward(dy.contiguous(), *ctx.saved_tensors)

@@ -36,7 +36,7 @@ class SiteFactors:
     grad_b: Gradients
     """`[slot][target]`: fp32 view `[rank, N of the target]`; None where absent."""
     is_aligned: bool
-    """Whether all gradients of the linear lie at 16 bytes. Under s_lora one `SiteFactors` has the
+    """True if all gradients of the linear lie at 16 bytes. Under s_lora one `SiteFactors` has the
     linear's A and another its B. Both say the same, because the same kernels must compute both:
     others lay s and dS out differently, and scale dS differently."""
     scaling: torch.Tensor
@@ -44,7 +44,7 @@ class SiteFactors:
     dropout: torch.Tensor
     """fp32 `[slots]`: probability of zeroing an input feature."""
     has_dropout: bool
-    """Whether any slot's probability is above 0."""
+    """True if any slot's probability is above 0."""
     dropout_key: int
     """Key of this linear (`ops.dropout.masks`)."""
     first_column: int

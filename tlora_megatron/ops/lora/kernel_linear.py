@@ -35,7 +35,7 @@ class SiteTables:
         self.grad_b = torch.from_numpy(rows_b).to(device)
         """The same of B, numbered like the rows of the arena of A."""
         self.aligned_a, self.aligned_b = not (rows_a % 16).any(), not (rows_b % 16).any()
-        """Whether gradients lie at 16 bytes."""
+        """True if all gradients of A (of B) lie at 16 bytes."""
         self.aligned_lora_b = all(
             b.data_ptr() % 16 == 0 and b.stride(0) * b.element_size() % 16 == 0
             for b in factors.lora_b

@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tlora_megatron.config.job import HF_TARGETS, LoraSpec
+from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing.segments import Document
 
@@ -47,9 +47,8 @@ class RowCosts:
     @classmethod
     def of(cls, spec: ModelSpec, loras: Sequence[LoraSpec]) -> RowCosts:
         """Returns the costs in a backbone; `loras` are the jobs' in slot order."""
-        shapes = [spec.target_shape(target) for target in HF_TARGETS]
         return cls(
-            row=2.0 * sum(columns * inner for columns, inner in shapes),
+            row=2.0 * spec.row_weights,
             pair=_PAIR * spec.q_size,
             adapters=tuple(_adapter_row(spec, lora) for lora in loras),
         )

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from tlora_megatron.config.load import RunConfig
+from tlora_megatron.planner.advice.advise import advise
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.search import RankedPlan, SearchSpace, search
+from tlora_megatron.planner.search import RankedPlan, search
+from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import LengthHistogram
-from tlora_megatron.runtime.planning.plan_inputs import largest_portion, plan_jobs, plan_model
+from tlora_megatron.runtime.planning.plan_inputs import (
+    largest_portion,
+    other_profiles,
+    plan_jobs,
+    plan_model,
+)
 
 
 def best_plan(
@@ -27,14 +34,15 @@ def best_plan(
         runs_in="train",
         lora_sharding=None if asked == "auto" else asked,
         largest_portion=largest_portion(config),
+        shard_optimizer=config.parallel.shard_optimizer or None,
         deterministic=config.run.deterministic or None,
     )
     result = search(spec, jobs, hardware, num_gpus, space)
     if result.best is None:
         reasons = "; ".join(dropped.reason for dropped in result.dropped[:3])
-        remedies = "; or ".join(result.remedies) or "no change of jobs or GPUs that was tried helps"
+        advice = advise(spec, jobs, hardware, num_gpus, space, other_profiles(hardware))
         raise ValueError(
             f"--plan auto must find a plan that fits {num_gpus} x {hardware.gpu}, got none: "
-            f"{reasons}. What would fit: {remedies}"
+            f"{reasons}. {advice}"
         )
     return result.best

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Literal
 
 from tlora_megatron.config.load import ParallelSpec, RunConfig
+from tlora_megatron.config.parallel_rules.replicas import settle_replicas
 from tlora_megatron.config.reader import must, read_spec
-from tlora_megatron.config.replica_rules import settle_replicas
 from tlora_megatron.config.replicas import ReplicaSpec, expand_short_form
+from tlora_megatron.planner.advice.advise import advise
 from tlora_megatron.planner.deploy.deploy import RankedDeployment, deploy
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.search import SearchSpace
+from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import LengthHistogram
 from tlora_megatron.runtime.planning.plan_files import start_command, write_config
-from tlora_megatron.runtime.planning.plan_inputs import plan_jobs, plan_model
+from tlora_megatron.runtime.planning.plan_inputs import other_profiles, plan_jobs, plan_model
 
 
 def check_deployable(config: RunConfig) -> None:
@@ -29,6 +30,8 @@ def check_deployable(config: RunConfig) -> None:
     remedy = "leave --replicas any out, or name parallel.replicas yourself"
     if config.run.deterministic:
         raise must("run.deterministic", f"be false {why}", True, remedy)
+    if config.parallel.shard_optimizer:
+        raise must("parallel.shard_optimizer", f"be false {why}", True, "leave --replicas any out")
     if config.parallel.lora_sharding not in ("auto", "fold"):
         raise must(
             "parallel.lora_sharding", f"be auto or fold {why}", config.parallel.lora_sharding
@@ -53,12 +56,14 @@ def best_deployment(
     check_deployable(config)
     spec = plan_model(config)
     jobs = plan_jobs(config, spec, lengths)
-    best = deploy(spec, jobs, hardware, num_gpus, SearchSpace(runs_in="train")).best
+    space = SearchSpace(runs_in="train")
+    best = deploy(spec, jobs, hardware, num_gpus, space).best
     if best is None:
         longest = max(job.lengths.longest for job in jobs)
+        advice = advise(spec, jobs, hardware, num_gpus, space, other_profiles(hardware))
         raise ValueError(
             f"--replicas any must find replicas for sequences of {longest} tokens on {num_gpus} x "
-            f"{hardware.gpu}, got none: give more GPUs, or a smaller max_seq_len"
+            f"{hardware.gpu}, got none. Replicas alike: {advice}"
         )
     return best
 
@@ -71,6 +76,7 @@ def deployment_overrides(config: RunConfig, best: RankedDeployment) -> list[str]
     plain = {"tp_size": 1, "pp_size": 1, "cp_size": 1, "sequence_parallel": False}
     given = [name for name in plain if getattr(config.parallel, name) != getattr(parallel, name)]
     return [
+        *_even_stages(config),
         *(f"parallel.{name}={str(plain[name]).lower()}" for name in given),
         f"parallel.replicas={best.deployment}",
         f"run.nano_batches={_nano_batches(config, best)}",
@@ -84,6 +90,7 @@ def _plain_overrides(config: RunConfig, best: RankedDeployment) -> list[str]:
     replaced = [] if config.parallel.replicas is None else ["parallel.replicas=null"]
     return [
         *replaced,
+        *_even_stages(config),
         f"parallel.tp_size={layout.tp_size}",
         f"parallel.pp_size={layout.pp_size}",
         f"parallel.cp_size={layout.cp_size}",
@@ -92,6 +99,12 @@ def _plain_overrides(config: RunConfig, best: RankedDeployment) -> list[str]:
         "run.recompute=auto",
         f"run.round_depth={_round_depth(config)}",
     ]
+
+
+def _even_stages(config: RunConfig) -> list[str]:
+    """Takes back sizes of stages that the configuration gives: replicas have even ones."""
+    keys = ("first_stage_layers", "last_stage_layers")
+    return [f"parallel.{key}=null" for key in keys if getattr(config.parallel, key) is not None]
 
 
 def write_deployment(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import RankedPlan
+from tlora_megatron.runtime.planning.slurm_file import SlurmOptions, slurm_script
 from tlora_megatron.training.formats.megatron_flags import megatron_flags
 
 KINDS = ("train", "megatron", "deepspeed", "slurm")
@@ -62,18 +62,23 @@ def apply_plan(config: RunConfig, plan: Plan) -> RunConfig:
         config: may lack what `run.deterministic` fills in: it follows from the plan.
 
     Raises:
-        ValueError: if the plan needs virtual stages, which `tlora train` does not have, or
-            `run.deterministic` refuses something.
+        ValueError: if the plan is for another trainer, or `run.deterministic` refuses something.
     """
     if "train" not in plan.runs_in:
-        raise ValueError(f"a plan for tlora train must have VPP 1, got {plan.vpp_size}")
+        raise ValueError(
+            f"a plan for tlora train must have VPP 1 and leave the number of micro-batches to the "
+            f"run, got {plan.label}; --runs-in train looks for one"
+        )
     parallel = ParallelSpec(
         tp_size=plan.tp_size,
         pp_size=plan.pp_size,
+        first_stage_layers=plan.first_stage_layers,
+        last_stage_layers=plan.last_stage_layers,
         cp_size=plan.cp_size,
         cp_by_micro_batch=_cp_by_micro_batch(config, plan),
         sequence_parallel=plan.sequence_parallel,
         lora_sharding=plan.lora_sharding if plan.tp_size > 1 else "auto",
+        shard_optimizer=plan.shard_optimizer,
     )
     run = replace(
         config.run,
@@ -109,6 +114,12 @@ def overrides_of(config: RunConfig, plan: Plan) -> list[str]:
     if config.parallel.cp_by_micro_batch:
         by = json.dumps(_cp_by_micro_batch(config, plan))
         replaced.append(f"parallel.cp_by_micro_batch={by}")
+    for key in ("first_stage_layers", "last_stage_layers"):
+        layers = getattr(plan, key)
+        if layers != getattr(config.parallel, key):
+            replaced.append(f"parallel.{key}={json.dumps(layers)}")
+    if plan.shard_optimizer != config.parallel.shard_optimizer:
+        replaced.append(f"parallel.shard_optimizer={json.dumps(plan.shard_optimizer)}")
     return [
         *replaced,
         f"parallel.tp_size={plan.tp_size}",
@@ -137,11 +148,13 @@ def write_plan(
     ranked: RankedPlan,
     hardware: HardwareProfile,
     asked_sharding: LoraSharding | None = None,
+    slurm: SlurmOptions | None = None,
 ) -> list[str]:
     """Writes what `kind` needs and returns the command lines that start it.
 
     Args:
         asked_sharding: what the plan's was to be; None = it was free.
+        slurm: what the user says of a cluster; None = nothing.
 
     Raises:
         ValueError: if the plan cannot run there.
@@ -162,7 +175,15 @@ def write_plan(
         variables = "MEGATRON_LM=DIR CHECKPOINT=DIR"
         return [f"{variables} bash {shlex.quote(str(path))}"]
     _write(jobs, _yaml(config_to_dict(apply_plan(config, plan))))
-    _write(path, _slurm(jobs, nodes, local))
+    text = slurm_script(
+        jobs,
+        nodes,
+        local,
+        whole_nodes=local == hardware.gpus_per_node,
+        note=f"{plan.label}: {ranked.cost.tokens_per_s:,.0f} tokens/s predicted.",
+        options=slurm or SlurmOptions(),
+    )
+    _write(path, text)
     return [f"sbatch {shlex.quote(str(path))}"]
 
 
@@ -191,7 +212,7 @@ def _nodes(num_gpus: int, hardware: HardwareProfile) -> tuple[int, int]:
     Raises:
         ValueError: if they do not fill whole nodes.
     """
-    local = min(num_gpus, hardware.gpus_per_node)
+    local = min(num_gpus, hardware.host_gpus)
     if num_gpus % local:
         raise ValueError(f"GPUs must fill nodes of {local}, got {num_gpus}")
     return num_gpus // local, local
@@ -260,7 +281,8 @@ def _megatron(
     base = config.base_model.path or str(Path(str(config.base_model.config)).parent)
     return (
         "#!/usr/bin/env bash\n"
-        f"# {ranked.plan.label}: {ranked.cost.tokens_per_s:,.0f} tokens/s predicted.\n"
+        f"# {ranked.plan.label}: {ranked.cost.tokens_per_s:,.0f} tokens/s predicted, "
+        f"{ranked.cost.load.filled_share:.0%} of the rows filled.\n"
         "set -euo pipefail\n"
         ': "${MEGATRON_LM:?must name a Megatron-LM checkout}"\n'
         ': "${CHECKPOINT:?must name what tlora convert made of the base}"\n'
@@ -275,16 +297,17 @@ def _megatron(
 
 def _layout_flags(config: RunConfig, spec: ModelSpec, ranked: RankedPlan) -> list[str]:
     plan = ranked.plan
-    count = math.ceil(ranked.cost.load.micro_batches)
-    if plan.vpp_size > 1:
-        # Megatron's interleaved schedule takes whole groups of micro-batches.
-        count = -(-count // plan.pp_size) * plan.pp_size
+    if plan.num_micro_batches is None:
+        raise ValueError(
+            f"a plan for Megatron-LM must have a number of micro-batches, got {plan.label}; "
+            "--runs-in megatron looks for one"
+        )
     words: dict[str, object] = {
         "tensor-model-parallel-size": plan.tp_size,
         "pipeline-model-parallel-size": plan.pp_size,
         "context-parallel-size": plan.cp_size,
         "micro-batch-size": 1,
-        "global-batch-size": plan.dp_size * count,
+        "global-batch-size": plan.dp_size * plan.num_micro_batches,
         "seq-length": plan.micro_batch_tokens,
         "seed": max(1, config.run.seed),
     }
@@ -294,6 +317,11 @@ def _layout_flags(config: RunConfig, spec: ModelSpec, ranked: RankedPlan) -> lis
     if plan.vpp_size > 1:
         layers = spec.num_layers // (plan.pp_size * plan.vpp_size)
         words["num-layers-per-virtual-pipeline-stage"] = layers
+    words |= {
+        f"decoder-{end}-pipeline-num-layers": layers
+        for end, layers in (("first", plan.first_stage_layers), ("last", plan.last_stage_layers))
+        if layers is not None
+    }
     if plan.recompute == "full":
         words |= {
             "recompute-granularity": "full",
@@ -304,20 +332,5 @@ def _layout_flags(config: RunConfig, spec: ModelSpec, ranked: RankedPlan) -> lis
         words |= {"recompute-granularity": "selective", "recompute-modules": "mlp"}
     flags = [text for name, value in words.items() for text in (f"--{name}", str(value))]
     flags += ["--sequence-parallel"] if plan.sequence_parallel else []
+    flags += ["--use-distributed-optimizer"] if plan.shard_optimizer else []
     return flags + (["--bf16"] if config.base_model.dtype == "bfloat16" else [])
-
-
-def _slurm(jobs: Path, nodes: int, local: int) -> str:
-    return (
-        "#!/usr/bin/env bash\n"
-        "#SBATCH --job-name=tlora\n"
-        f"#SBATCH --nodes={nodes}\n"
-        "#SBATCH --ntasks-per-node=1\n"
-        f"#SBATCH --gpus-per-node={local}\n"
-        "#SBATCH --exclusive\n"
-        "set -euo pipefail\n"
-        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
-        f"srun torchrun --nnodes {nodes} --nproc-per-node {local} \\\n"
-        '  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$head:29500" \\\n'
-        f"  -m tlora_megatron.cli train {shlex.quote(str(jobs))}\n"
-    )

@@ -20,6 +20,7 @@ from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.config.reader import must
 from tlora_megatron.model.block_sizes import check_block_sizes
+from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.hardware import (
@@ -29,10 +30,11 @@ from tlora_megatron.planner.hardware import (
     shipped_profiles,
 )
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.runtime.planning.length_cuts import find_cuts
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 """Version of the cached files' format."""
 
 
@@ -45,6 +47,7 @@ def base_shape(base: BaseModelSpec) -> ModelSpec:
     """The shape of a base model, with its linears that hold FP8 codes."""
     path = Path(base.path) / "config.json" if base.path is not None else Path(str(base.config))
     spec = read_model_spec(path)
+    refuse_experts(spec.experts, "the base of a plan")
     quantisation = base_quantisation(base, spec)
     if quantisation is None:
         return spec
@@ -82,6 +85,24 @@ def profile_of_gpu(gpu: str) -> HardwareProfile | None:
     found = (entry for folder in _profile_folders() for entry in profiles_in(folder))
     profiles = [profile for _, profile in found if profile.gpu == gpu]
     return min(profiles, key=lambda profile: profile.source != "measured", default=None)
+
+
+def other_profiles(hardware: HardwareProfile) -> tuple[HardwareProfile, ...]:
+    """The profiles that advice may name beside a run's own, with the run's dtype.
+
+    Of the same GPU they are those that join nodes, where the run's own does not.
+    """
+    found = {
+        path.stem: profile
+        for folder in _profile_folders()[::-1]
+        for path, profile in profiles_in(folder)
+    }
+    return tuple(
+        replace(profile, name=name, dtype=hardware.dtype)
+        for name, profile in sorted(found.items())
+        if name != hardware.name and profile.gpu != "CPU"
+        if profile.gpu != hardware.gpu or (hardware.inter_node is None and profile.inter_node)
+    )
 
 
 def run_hardware(name: str, config: RunConfig) -> HardwareProfile:
@@ -126,7 +147,8 @@ def plan_jobs(config: RunConfig, spec: ModelSpec, lengths: LengthHistogram | Non
     Args:
         config: the run.
         spec: shape of the base model.
-        lengths: lengths for all jobs, cut to each one's max_seq_len; None: read the jobs' data.
+        lengths: lengths for all jobs, cut to each one's max_seq_len with a warning; None: read
+            the jobs' data.
 
     Raises:
         ValueError: if data or tokenizer cannot be used, or blocks do not fit the model.
@@ -135,6 +157,8 @@ def plan_jobs(config: RunConfig, spec: ModelSpec, lengths: LengthHistogram | Non
     for job in config.jobs:
         check_block_sizes(job.name, job.lora, spec)
     if lengths is not None:
+        for cut in find_cuts(config.jobs, lengths):
+            logger.warning("%s", cut)
         clipped = [lengths.clipped(job.max_seq_len - 1) for job in config.jobs]
         return [JobLoad.from_spec(j, c) for j, c in zip(config.jobs, clipped, strict=True)]
     base = config.base_model
@@ -143,11 +167,20 @@ def plan_jobs(config: RunConfig, spec: ModelSpec, lengths: LengthHistogram | Non
 
 
 def _job_load(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> JobLoad:
+    for key, path in (("data.train", job.data.train), ("data.eval", job.data.eval)):
+        if path is not None and not Path(path).is_file():
+            remedy = "--lengths plans without the data"
+            raise must(f"{key} of job {job.name!r}", "be an existing file", path, remedy)
     cached = _cache_file(job, tokenizer_dir)
     known = _read_cache(cached)
     if known is None:
         known = _measure(job, spec, tokenizer_dir)
         _write_cache(cached, known)
+    elif any(known["cut"]):  # what has read the data has said so itself
+        logger.warning(
+            "job %r: %d sequences cut to max_seq_len %d, %d more dropped with no target left",
+            job.name, known["cut"][0], job.max_seq_len, known["cut"][1],
+        )  # fmt: skip
     pairs = tuple((int(length), float(share)) for length, share in known["lengths"])
     return JobLoad.from_spec(
         job, LengthHistogram(pairs), known["target_share"], known["longest_eval"]
@@ -165,6 +198,7 @@ def _measure(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> dict[str, An
     return {
         "lengths": histogram.pairs,
         "target_share": min(1.0, targets / sum(rows)),
+        "cut": [data.num_truncated, data.num_dropped],
         "longest_eval": max((len(s.tokens) - 1 for s in data.eval), default=0),
     }
 

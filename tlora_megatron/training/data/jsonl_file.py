@@ -129,7 +129,7 @@ class JsonlFile:
         # Not splitlines: JSON strings may hold U+2028 and other breaks as they are.
         for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
             if line.strip():
-                yield _parse_row(line, f"{self.where} line {number}")
+                yield parse_row(line, f"{self.where} line {number}")
 
     def _fit(self, sequence: TokenSequence, where: str) -> TokenSequence | None:
         """The sequence cut to max_seq_len; None if no target is left."""
@@ -169,7 +169,16 @@ def _check_sequence(sequence: TokenSequence, vocab_size: int, where: str) -> Non
         )
 
 
-def _parse_row(line: bytes, where: str) -> Row:
+def parse_row(line: bytes, where: str) -> Row:
+    """Reads and checks one line that is not empty.
+
+    Args:
+        line: its bytes.
+        where: file and line number, for errors.
+
+    Raises:
+        ValueError: if it is none of the three formats.
+    """
     try:
         fields = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -30,7 +30,7 @@ class DamagedTokens(ValueError):
 
 
 class KeptFile(NamedTuple):
-    """What a file of tokens holds."""
+    """The content of a file of tokens."""
 
     loaded: LoadedFile
     fingerprint: str

@@ -33,7 +33,7 @@ from tlora_megatron.training.packing.round_packer import RoundPacker
 logger = logging.getLogger(__name__)
 
 Precision = Literal["float32", "bfloat16", "fp8"]
-"""Of the base's weights, as the run computes with them."""
+"""Precision of the base's weights, as the run computes with them."""
 
 _TIMES_BF16 = {"float32": 0.5, "bfloat16": 3.0, "fp8": 32.0}
 """Allowed error over that of the base in bfloat16, which its fingerprint holds. GPUs may compute

@@ -1,7 +1,7 @@
 """Scores tokens with Hugging Face weights in fp32, with one layer in memory.
 
-The arithmetic is that of transformers' Llama, Mistral, Qwen2 and Qwen3, written down once more, so
-that it shares no code with the trainers whose models it is held against.
+The arithmetic is that of transformers' Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and Mixtral, written
+down once more, so that it shares no code with the trainers whose models it is held against.
 
 Shapes: T tokens, H hidden features, N heads, G key-value heads, D head dimension, V vocabulary.
 """
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.frozen.qkv_rotary import rotate_halves
 from tlora_megatron.ops.frozen.rms_norm import rms_norm_reference
@@ -134,8 +135,30 @@ def _run_layer(
     attended_TH = run(_attend(q, k, v).flatten(1))
     hidden_TH = run(hidden_TH + linear(attended_TH, "self_attn.o_proj"))
     normed_TH = norm(hidden_TH, "post_attention_layernorm")
+    if spec.experts is not None:
+        return run(hidden_TH + _run_experts(spec.experts, layer, run, normed_TH))
     gate, up = (linear(normed_TH, f"mlp.{name}_proj") for name in ("gate", "up"))
     return run(hidden_TH + linear(run(F.silu(gate) * up), "mlp.down_proj"))
+
+
+def _run_experts(
+    spec: ExpertsSpec, layer: Mapping[str, Tensor], run: Round, x_TH: Tensor
+) -> Tensor:
+    """The weighted sum of each row's experts, `[T, H]`."""
+    scores_TE = run(x_TH @ layer[spec.stored_router].T).softmax(-1)
+    weights_TK, experts_TK = scores_TE.topk(spec.top_k, dim=-1)
+    if spec.normalizes:
+        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+    out_TH = torch.zeros_like(x_TH)
+    for expert in range(spec.num_experts):
+        rows, choices = (experts_TK == expert).nonzero(as_tuple=True)
+        x = x_TH[rows]
+        gate = run(x @ layer[spec.stored(expert, "gate_proj")].T)
+        up = run(x @ layer[spec.stored(expert, "up_proj")].T)
+        down = layer[spec.stored(expert, "down_proj")]
+        y = run(run(F.silu(gate) * up) @ down.T)
+        out_TH[rows] += y * weights_TK[rows, choices, None]
+    return run(out_TH)
 
 
 def _attend(q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:

@@ -20,10 +20,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tlora_megatron.config.job import JobSpec, LoraSpec
-from tlora_megatron.layers.slab import Copier, factor_names, factor_shape
+from tlora_megatron.layers.slab import AdapterSlab, Copier, factor_names, factor_shape
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.data.job_data import JobData
 from tlora_megatron.training.formats.atomic_directory import (
+    NotPermitted,
     Permit,
     always,
     remove_directory,
@@ -72,7 +73,7 @@ def write_checkpoint(
     moments: Sequence[PendingTensor],
     permit: Permit = always,
 ) -> int:
-    """Writes `directory/step_N` and removes the oldest one; returns the number of bytes.
+    """Writes `directory/step_N` and returns the number of bytes; older ones stay.
 
     Args:
         state: from `checkpoint_state`.
@@ -86,16 +87,43 @@ def write_checkpoint(
             earlier checkpoints are untouched.
     """
     newest = directory / f"step_{step:08d}"
-    with replace_directory(newest, _FILES, permit) as folder:
+    num_bytes = write_state(newest, state, weights, moments, permit)
+    remove_leftovers(directory, "step_*", _FILES)
+    return num_bytes
+
+
+def write_state(
+    directory: Path,
+    state: str,
+    weights: Sequence[PendingTensor],
+    moments: Sequence[PendingTensor],
+    permit: Permit = always,
+) -> int:
+    """Writes one checkpoint as `directory` itself, in the place of one there; see above."""
+    with replace_directory(directory, _FILES, permit) as folder:
         num_bytes = write_tensors(folder / _FILES[0], weights)
         num_bytes += write_tensors(folder / _FILES[1], moments)
         (folder / _FILES[2]).write_text(state)
-    # Those beyond `newest` could not be read and are not ours to count, or it would be the oldest.
-    written = [path for path in _steps(directory) if path.name <= newest.name]
-    for old in sorted(written)[:-_KEEP]:
-        remove_directory(old, _FILES)
-    remove_leftovers(directory, "step_*", _FILES)
     return num_bytes + len(state)
+
+
+def remove_old_checkpoints(directory: Path, step: int, permit: Permit = always) -> None:
+    """Removes all but the two newest checkpoints up to a step; a disk that refuses is logged.
+
+    It takes most of a second for an adapter of gigabytes, so whoever waits for the newest one is
+    told first. Somebody else may own the folder by then, and removes them himself.
+    """
+    # Those beyond the step could not be read and are not ours to count, or it would be the oldest.
+    newest = f"step_{step:08d}"
+    try:
+        permit()
+        written = [path for path in _steps(directory) if path.name <= newest]
+        for old in sorted(written)[:-_KEEP]:
+            remove_directory(old, _FILES)
+    except NotPermitted:
+        pass
+    except OSError as error:
+        logger.warning("old checkpoints in %s could not be removed: %s", directory, error)
 
 
 def _steps(directory: Path) -> list[Path]:
@@ -131,7 +159,8 @@ class Checkpoint:
         saved = self.state["job"]
         was = asdict(LoraSpec()) | saved["lora"]  # older ones lack fields
         pairs = [(f"lora.{k}", was[k], getattr(job.lora, k)) for k in _LORA_FIXED]
-        pairs += [(k, saved[k], getattr(job, k)) for k in ("batch_size", "seed", "max_seq_len")]
+        if not job.driven:  # its client sends the batches
+            pairs += [(k, saved[k], getattr(job, k)) for k in ("batch_size", "seed", "max_seq_len")]
         saved_size, saved_data = self.state["num_sequences"], self.state["data_fingerprint"]
         pairs.append(("number of training sequences", saved_size, len(data.train)))
         pairs.append(("fingerprint of the training data", saved_data, data.fingerprint))
@@ -182,6 +211,22 @@ class Checkpoint:
             for buffer in _MOMENTS:
                 slab.load(partial(_moment, moments, buffer), buffer, copier)
         job.restore(self.state["progress"])
+
+    def read(
+        self, slab: AdapterSlab, threads: int, *, moments: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """Returns what an adapter's buffers on this rank are to hold, on the host.
+
+        Args:
+            moments: Adam's, too; else they are zero.
+        """
+        with safe_open(self.path / "adapter.safetensors", "pt") as weights:
+            found = {"master": slab.read(weights.get_tensor, threads)}
+        if not moments:
+            return found | {buffer: torch.zeros(slab.layout.numel) for buffer in _MOMENTS}
+        with safe_open(self.path / "optimizer.safetensors", "pt") as file:
+            own = {b: slab.read(partial(_moment, file, b), threads) for b in _MOMENTS}
+        return found | own
 
 
 _LORA_FIXED = (

@@ -29,7 +29,7 @@ class Fingerprint:
     tokens: tuple[int, ...]
     """The text; shorter than usual where the model's positions or window end before."""
     log_probs: tuple[float, ...]
-    """Of every token but the first, given those before it; in fp32."""
+    """Log-probability of every token but the first, given those before it; in fp32."""
     bf16_error: float
     """`relative_error` of the same model with everything rounded to bfloat16."""
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from tlora_megatron.model.experts import ExpertPart
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats.hf_checkpoint import WeightSource
@@ -18,7 +19,6 @@ from tlora_megatron.training.formats.rank_tensors import (
     QKV,
     RankTensor,
     rank_tensors,
-    shard_range,
 )
 from tlora_megatron.training.formats.rounding import Rounding, assemble_codes
 
@@ -46,8 +46,7 @@ def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     }
     for target in (*QKV, "o_proj"):
         shapes[f"self_attn.{target}.weight"] = spec.target_shape(target)
-    for target in ("gate_proj", "up_proj", "down_proj"):
-        shapes[f"mlp.{target}.weight"] = spec.target_shape(target)
+    shapes |= _mlp_shapes(spec)
     if spec.qkv_bias:
         shapes |= {f"self_attn.{target}.bias": spec.target_shape(target)[:1] for target in QKV}
     if spec.qk_norm:
@@ -55,29 +54,40 @@ def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _mlp_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    into, out = (spec.ffn_size, spec.hidden_size), (spec.hidden_size, spec.ffn_size)
+    parts: dict[ExpertPart, tuple[int, ...]] = {"gate_proj": into, "up_proj": into}
+    parts["down_proj"] = out
+    experts = spec.experts
+    if experts is None:
+        return {f"mlp.{part}.weight": shape for part, shape in parts.items()}
+    return {experts.stored_router: (experts.num_experts, spec.hidden_size)} | {
+        experts.stored(number, part): shape
+        for number in range(experts.num_experts)
+        for part, shape in parts.items()
+    }
+
+
 def check_layout(spec: ModelSpec, layout: ParallelLayout) -> None:
-    """Refuses a layout that does not divide the model evenly.
+    """Refuses a layout that does not divide the model.
 
     Raises:
         ValueError: naming the size that does not divide.
     """
-    for name, size in (
-        ("num_heads", spec.num_heads),
-        ("num_kv_heads", spec.num_kv_heads),
-        ("ffn_size", spec.ffn_size),
-    ):
-        if size % layout.tp_size:
-            raise ValueError(f"{name} must be a multiple of tp_size={layout.tp_size}, got {size}")
-    if spec.num_layers % layout.pp_size:
-        raise ValueError(
-            f"num_layers must be a multiple of pp_size={layout.pp_size}, got {spec.num_layers}"
-        )
-
-
-def stage_layers(spec: ModelSpec, pp_rank: int, pp_size: int) -> range:
-    """Global indices of one pipeline stage's layers."""
-    run = shard_range(spec.num_layers, pp_rank, pp_size)
-    return range(run.start, run.stop)
+    tp_size, experts = layout.tp_size, spec.experts
+    sizes = [
+        ("num_heads", spec.num_heads, "tp_size", tp_size),
+        ("num_kv_heads", spec.num_kv_heads, "tp_size", tp_size),
+    ]
+    if experts is None:
+        sizes.append(("ffn_size", spec.ffn_size, "tp_size", tp_size))
+    else:
+        sizes.append(("ffn_size", spec.ffn_size, "expert_tp_size", layout.expert_tp))
+        sizes.append(("num_experts", experts.num_experts, "ep_size", layout.ep_size))
+    for name, size, divisor, count in sizes:
+        if size % count:
+            raise ValueError(f"{name} must be a multiple of {divisor}={count}, got {size}")
+    layout.stage_layers(spec.num_layers, 0)
 
 
 def check_weights(spec: ModelSpec, source: WeightSource) -> None:

@@ -35,8 +35,9 @@ from tlora_megatron.training.formats.hf_convert import check_weights, hf_shapes
 from tlora_megatron.training.formats.megatron_flags import megatron_arguments, megatron_flags
 from tlora_megatron.training.formats.megatron_layout import (
     Part,
+    Place,
     ShapesOnly,
-    checkpoint_key,
+    checkpoint_places,
     part_tensors,
     parts,
     write_items,
@@ -162,11 +163,10 @@ def _write_tensors(
     results = []
     for part, plan in zip(parts(spec), writer.prepare_global_plan(plans), strict=True):
         named = part_tensors(spec, source, part)
-        planner = _PartPlanner(
-            {checkpoint_key(name): tensor.to(dtype) for name, tensor in named}, part
-        )
+        tensors = [(checkpoint_places(spec, name), tensor.to(dtype)) for name, tensor in named]
+        planner = _PartPlanner({place: t for places, t in tensors for place in places}, part)
         results.append(writer.write_data(plan, planner).wait())
-        on_bytes(sum(tensor.nbytes for tensor in planner.tensors.values()))
+        on_bytes(sum(tensor.nbytes for _, tensor in tensors))
     writer.finish(metadata, results)
 
 
@@ -189,9 +189,9 @@ def _common_state(spec: ModelSpec) -> dict[str, Any]:
 class _PartPlanner(DefaultSavePlanner):
     """Hands DCP's writer the tensors of one part."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], part: Part) -> None:
+    def __init__(self, tensors: Mapping[Place, Tensor], part: Part) -> None:
         super().__init__(flatten_state_dict=False)
-        self.tensors = tensors
+        self._tensors = tensors
         self._is_layer = isinstance(part, int)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
@@ -200,8 +200,12 @@ class _PartPlanner(DefaultSavePlanner):
             empty = io.BytesIO()
             torch.save([None], empty)
             return empty
-        tensor = self.tensors[write_item.index.fqn]
-        return tensor.unsqueeze(0) if self._is_layer else tensor
+        key, offset = write_item.index.fqn, write_item.index.offset
+        if Place(key) in self._tensors:
+            tensor = self._tensors[Place(key)]
+            return tensor.unsqueeze(0) if self._is_layer else tensor
+        assert offset is not None, "a tensor's chunk has a place"
+        return self._tensors[Place(key, offset[1])][None, None]
 
 
 def _shared_dtype(spec: ModelSpec, source: WeightSource, wanted: torch.dtype | None) -> torch.dtype:

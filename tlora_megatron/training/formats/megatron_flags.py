@@ -55,12 +55,26 @@ def megatron_arguments(spec: ModelSpec) -> dict[str, Any]:
         "disable_bias_linear": True,
         "add_qkv_bias": spec.qkv_bias,
         "qk_layernorm": spec.qk_norm,
+        **_experts(spec),
         "untie_embeddings_and_output_weights": not spec.tied_embeddings,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "vocab_size": spec.vocab_size,
         # Megatron-LM would take the tokenizer's length, which is less than the model's for Qwen.
         "padded_vocab_size": -(-spec.vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE,
+    }
+
+
+def _experts(spec: ModelSpec) -> dict[str, Any]:
+    """The router as Hugging Face's: a softmax of the chosen logits is the normalised one of all."""
+    if spec.experts is None:
+        return {}
+    return {
+        "num_experts": spec.experts.num_experts,
+        "moe_router_topk": spec.experts.top_k,
+        "moe_ffn_hidden_size": spec.experts.ffn_size,
+        "moe_router_pre_softmax": not spec.experts.normalizes,
+        "moe_router_load_balancing_type": "none",
     }
 
 

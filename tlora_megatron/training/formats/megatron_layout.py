@@ -1,13 +1,18 @@
 """The tensors of a Megatron checkpoint, and how layers are stacked in it.
 
 Layers are stacked: `decoder.layers.mlp.linear_fc2.weight` is `[num_layers, hidden, ffn]`, every
-layer a chunk. The norms that Transformer Engine fuses into the next linear carry its names, and the
-local spec maps to them itself.
+layer a chunk, and routed experts in them, every expert of a layer one:
+`decoder.layers.mlp.experts.experts.linear_fc2.weight` is `[num_layers, num_experts, hidden, ffn]`.
+The norms that Transformer Engine fuses into the next linear carry its names, and the local spec
+maps to them itself. Before experts Transformer Engine fuses none but the local spec maps to that
+name all the same: the norm is written under both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +31,7 @@ _RENAMED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
+_NORM_BEFORE_EXPERTS = "pre_mlp_layernorm.weight"
 _WITH_EXTRA_STATE = (
     "self_attention.linear_qkv",
     "self_attention.linear_proj",
@@ -60,26 +66,51 @@ def part_tensors(spec: ModelSpec, source: WeightSource, part: Part) -> Iterator[
             yield name, tensor
 
 
-def checkpoint_key(name: str) -> str:
-    """The checkpoint's name of a tensor of `part_tensors`."""
+class Place(NamedTuple):
+    """Where a tensor lies in the checkpoint."""
+
+    key: str
+    expert: int | None = None
+    """Its place among the experts of its layer; None: the tensor is no expert's."""
+
+
+def checkpoint_places(spec: ModelSpec, name: str) -> list[Place]:
+    """The places of a tensor of `part_tensors`: one, or two for a norm with two names."""
     layer = "decoder.layers.0."
     if not name.startswith(layer):
-        return name
+        return [Place(name)]
     inside = name.removeprefix(layer)
-    return "decoder.layers." + _RENAMED.get(inside, inside)
+    linear = re.fullmatch(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)", inside)
+    if linear is not None:
+        key = f"decoder.layers.mlp.experts.experts.{linear[1]}.weight"
+        return [Place(key, int(linear[2]))]
+    names = [_RENAMED.get(inside, inside)]
+    if spec.experts is not None and inside == _NORM_BEFORE_EXPERTS:
+        names.append(inside)
+    return [Place(f"decoder.layers.{name}") for name in names]
 
 
 def write_items(spec: ModelSpec, part: Part, dtype: torch.dtype) -> list[WriteItem]:
     """Lists what is written for a part: name, place and type of tensors, and extra states."""
-    layer = (part, spec.num_layers) if isinstance(part, int) else None
     items = [
-        _tensor_item(checkpoint_key(name), tensor.shape, dtype, layer)
+        _tensor_item(place.key, tensor.shape, dtype, _stacks(spec, part, place))
         for name, tensor in part_tensors(spec, ShapesOnly(spec), part)
+        for place in checkpoint_places(spec, name)
     ]
     return items + [
         WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)
         for key in _extra_states(spec, part)
     ]
+
+
+def _stacks(spec: ModelSpec, part: Part, place: Place) -> list[tuple[int, int]]:
+    """A tensor's index in each stack that it is in, and the stack's size: layers, experts."""
+    if not isinstance(part, int):
+        return []
+    layers = [(part, spec.num_layers)]
+    if place.expert is None or spec.experts is None:
+        return layers
+    return [*layers, (place.expert, spec.experts.num_experts)]
 
 
 def _extra_states(spec: ModelSpec, part: Part) -> list[str]:
@@ -91,24 +122,29 @@ def _extra_states(spec: ModelSpec, part: Part) -> list[str]:
         return ["decoder.final_layernorm._extra_state/shard_0_1"]
     if part == "embedding":
         return []
-    norms = [f"self_attention.{name}_layernorm" for name in ("q", "k") if spec.qk_norm]
-    return [
-        f"decoder.layers.{name}._extra_state/shard_{part}_{spec.num_layers}"
-        for name in (*_WITH_EXTRA_STATE, *norms)
+    names = list(_WITH_EXTRA_STATE[: 4 if spec.experts is None else 2])
+    names += [f"self_attention.{name}_layernorm" for name in ("q", "k") if spec.qk_norm]
+    if spec.experts is not None:
+        names.append("pre_mlp_layernorm")
+    states = [
+        f"decoder.layers.{name}._extra_state/shard_{part}_{spec.num_layers}" for name in names
+    ]
+    count = 0 if spec.experts is None else spec.experts.num_experts
+    return states + [
+        f"decoder.layers.mlp.experts.experts.{linear}._extra_state/"
+        f"shard_{part}.{expert}_{spec.num_layers}.{count}"
+        for linear in ("linear_fc1", "linear_fc2")
+        for expert in range(count)
     ]
 
 
 def _tensor_item(
-    key: str, shape: torch.Size, dtype: torch.dtype, layer: tuple[int, int] | None
+    key: str, shape: torch.Size, dtype: torch.dtype, stacks: Sequence[tuple[int, int]]
 ) -> WriteItem:
-    """One chunk: the whole tensor, or with `(index, count)` one layer of a stack."""
-    offset, size, whole = torch.Size([0] * len(shape)), shape, shape
-    if layer is not None:
-        index, count = layer
-        offset, size, whole = (
-            torch.Size([n, *s])
-            for n, s in zip((index, 1, count), (offset, shape, shape), strict=True)
-        )
+    """One chunk: the whole tensor, or a place `(index, count)` of one or more stacks."""
+    offset = torch.Size([*(index for index, _ in stacks), *(0 for _ in shape)])
+    size = torch.Size([*(1 for _ in stacks), *shape])
+    whole = torch.Size([*(count for _, count in stacks), *shape])
     return WriteItem(
         index=MetadataIndex(key, offset),
         type=WriteItemType.SHARD,

@@ -23,9 +23,9 @@ class Piece(NamedTuple):
 
     source: str
     rows: slice
-    """Of dim 0; as many as the units have places for."""
+    """Slice of dim 0; as many as the units have places for."""
     cols: slice | None
-    """Of dim 1; None: all."""
+    """Slice of dim 1; None: all."""
     begin: int
     """Place of the first of `width` rows in a unit."""
     width: int
@@ -47,6 +47,16 @@ class RankTensor:
         return tensor[: self.num_rows].unflatten(0, (self.units, self.num_rows // self.units))
 
 
+class ExpertShare(NamedTuple):
+    """The part of every layer's routed experts that a rank holds."""
+
+    numbers: range
+    """Numbers of its experts."""
+    tp_rank: int
+    tp_size: int
+    """Ranks that share each of them."""
+
+
 def shard_range(size: int, tp_rank: int, tp_size: int) -> slice:
     """Rows (or columns) `tp_rank` holds when `size` of them are cut into `tp_size` equal runs."""
     part = size // tp_size
@@ -66,6 +76,7 @@ def rank_tensors(
     layers: range,
     with_embedding: bool,
     with_output: bool,
+    experts: ExpertShare | None = None,
 ) -> Iterator[RankTensor]:
     """Yields every tensor of a rank's `GPTModel`.
 
@@ -74,14 +85,21 @@ def rank_tensors(
         with_embedding: whether the stage holds the embedding.
         with_output: whether it holds the final norm and the output layer (when tied, the
             embedding's values).
+        experts: the rank's routed experts; None = all of them, cut as dense linears are.
     """
+    if experts is None and spec.experts is not None:
+        experts = ExpertShare(range(spec.experts.num_experts), tp_rank, tp_size)
     vocab = shard_range(padded_vocab_size(spec, tp_size), tp_rank, tp_size)
     embedding = "model.embed_tokens.weight"
     if with_embedding:
         yield _vocabulary("embedding.word_embeddings.weight", spec, embedding, vocab)
     for local, layer in enumerate(layers):
         to, source = f"decoder.layers.{local}.", f"model.layers.{layer}."
-        yield from _linears(spec, to, source, tp_rank, tp_size)
+        yield from _attention(spec, to, source, tp_rank, tp_size)
+        if experts is None:
+            yield from _mlp(spec, to, source, tp_rank, tp_size)
+        else:
+            yield from _experts(spec, to, source, experts)
         yield from _norms(spec, to, source)
     if with_output:
         head = embedding if spec.tied_embeddings else "lm_head.weight"
@@ -100,13 +118,11 @@ def _vocabulary(name: str, spec: ModelSpec, source: str, rows: slice) -> RankTen
     )
 
 
-def _linears(
+def _attention(
     spec: ModelSpec, to: str, source: str, tp_rank: int, tp_size: int
 ) -> Iterator[RankTensor]:
-    q, kv, ffn = (
-        shard_range(size, tp_rank, tp_size) for size in (spec.q_size, spec.kv_size, spec.ffn_size)
-    )
-    attention, mlp = f"{source}self_attn.", f"{source}mlp."
+    q, kv = (shard_range(size, tp_rank, tp_size) for size in (spec.q_size, spec.kv_size))
+    attention = f"{source}self_attn."
     groups, dim, hidden = spec.num_kv_heads // tp_size, spec.head_dim, spec.hidden_size
     heads = spec.num_heads // spec.num_kv_heads
     for kind, rest in (("weight", (hidden,)), ("bias", ()))[: 1 + spec.qkv_bias]:
@@ -121,25 +137,49 @@ def _linears(
             units=groups,
             num_rows=groups * (heads + 2) * dim,
         )
-    yield _columns(f"{to}self_attention.linear_proj", f"{attention}o_proj", hidden, q)
-    size = ffn.stop - ffn.start
-    yield RankTensor(
-        name=f"{to}mlp.linear_fc1.weight",
-        shape=(2 * size, hidden),
-        pieces=(
-            Piece(f"{mlp}gate_proj.weight", ffn, None, 0, size),
-            Piece(f"{mlp}up_proj.weight", ffn, None, size, size),
+    proj = f"{to}self_attention.linear_proj.weight"
+    yield _columns(proj, f"{attention}o_proj.weight", hidden, q)
+
+
+def _mlp(spec: ModelSpec, to: str, source: str, tp_rank: int, tp_size: int) -> Iterator[RankTensor]:
+    rows = shard_range(spec.ffn_size, tp_rank, tp_size)
+    gate, up, down = (f"{source}mlp.{part}_proj.weight" for part in ("gate", "up", "down"))
+    yield _gate_and_up(f"{to}mlp.linear_fc1.weight", spec, (gate, up), rows)
+    yield _columns(f"{to}mlp.linear_fc2.weight", down, spec.hidden_size, rows)
+
+
+def _experts(spec: ModelSpec, to: str, source: str, share: ExpertShare) -> Iterator[RankTensor]:
+    experts = spec.experts
+    assert experts is not None, "the model has none"
+    router = (experts.num_experts, spec.hidden_size)
+    yield _whole(f"{to}mlp.router.weight", source + experts.stored_router, router)
+    rows, to = shard_range(spec.ffn_size, share.tp_rank, share.tp_size), f"{to}mlp.experts."
+    for local, number in enumerate(share.numbers):
+        gate = source + experts.stored(number, "gate_proj")
+        up = source + experts.stored(number, "up_proj")
+        down = source + experts.stored(number, "down_proj")
+        yield _gate_and_up(f"{to}linear_fc1.weight{local}", spec, (gate, up), rows)
+        yield _columns(f"{to}linear_fc2.weight{local}", down, spec.hidden_size, rows)
+
+
+def _gate_and_up(name: str, spec: ModelSpec, sources: tuple[str, str], rows: slice) -> RankTensor:
+    size = rows.stop - rows.start
+    return RankTensor(
+        name=name,
+        shape=(2 * size, spec.hidden_size),
+        pieces=tuple(
+            Piece(source, rows, None, begin, size)
+            for source, begin in zip(sources, (0, size), strict=True)
         ),
         num_rows=2 * size,
     )
-    yield _columns(f"{to}mlp.linear_fc2", f"{mlp}down_proj", hidden, ffn)
 
 
-def _columns(linear: str, source: str, num_rows: int, cols: slice) -> RankTensor:
+def _columns(name: str, source: str, num_rows: int, cols: slice) -> RankTensor:
     return RankTensor(
-        name=f"{linear}.weight",
+        name=name,
         shape=(num_rows, cols.stop - cols.start),
-        pieces=(Piece(f"{source}.weight", slice(0, num_rows), cols, 0, num_rows),),
+        pieces=(Piece(source, slice(0, num_rows), cols, 0, num_rows),),
         num_rows=num_rows,
     )
 

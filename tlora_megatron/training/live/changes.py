@@ -1,4 +1,4 @@
-"""What was changed of a run while it trained, kept for when it is started again.
+"""Changes to a run while it trained, kept for when it is started again.
 
 `OUT/live_changes.json` holds the jobs that were added and the names of those that were cancelled.
 The run's own file does not know of them.

@@ -33,7 +33,7 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class Request(NamedTuple):
-    """What somebody asks of a run."""
+    """A request to a run that trains."""
 
     number: str
     body: Mapping[str, Any]

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from tlora_megatron.ops.exactness import Exactness
@@ -23,12 +22,12 @@ from tlora_megatron.parallel.nano.cuts import (
 )
 from tlora_megatron.training.packing.packing import (
     Placed,
-    RowArrays,
     SplitBatch,
     documents_of,
     fill_rows,
     on_device,
 )
+from tlora_megatron.training.packing.row_arrays import join_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,8 +109,7 @@ class NanoBatchPacker:
         ]
         layout, device = self.groups.layout, self.groups.device
         order = shard_order(filled, layout.tp_size if layout.sequence_parallel else 1)
-        arrays = map(fill_rows, contents, filled)
-        joined = RowArrays(*(np.concatenate(values) for values in zip(*arrays, strict=True)))
+        joined = join_rows([*map(fill_rows, contents, filled)])
         batch = on_device(join_nano_batches(views), joined, order, device)
         return SplitBatch(
             replace(batch, order=to_device(order, device)),

@@ -24,6 +24,7 @@ from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.routing.host_copy import to_device
 from tlora_megatron.ops.routing.segments import Document, MicroBatchView, pack_micro_batch
 from tlora_megatron.training.data.job_data import TokenSequence
+from tlora_megatron.training.packing.row_arrays import RowArrays, SentBatch, SentTokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +38,9 @@ class Item:
     """Index of its first row among the rows of the whole batch: keys the dropout."""
     weight: float
     """Weight of each target token's loss; 1 / target tokens of the whole batch when training."""
+    sent: SentTokens | None = None
+    """Values that a client sent with its tokens, in place of targets and weight; None = a job's own
+    data. The last token of the sequence then has no meaning."""
 
     @property
     def length(self) -> int:
@@ -211,6 +215,8 @@ class PackedBatch:
     """int64 `[n]`, ascending: rows where something is predicted."""
     order: torch.Tensor | None = None
     """Row of the view that each row of the tensors is, int64 `[T]`; None = the same row."""
+    sent: SentBatch | None = None
+    """Values that clients sent with their rows; None = no row is a client's."""
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Position of every row's token in its own document, int64 `[1, T]`."""
@@ -300,40 +306,41 @@ def documents_of(placed: Sequence[Placed]) -> list[Document]:
     ]
 
 
-class RowArrays(NamedTuple):
-    """Tokens, labels and loss weights of rows, on the host."""
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    weights: np.ndarray
-
-
 def on_device(
     view: MicroBatchView, arrays: RowArrays, rows: torch.Tensor, device: torch.device
 ) -> PackedBatch:
     """Copies the chosen rows of the arrays to the device as a micro-batch."""
-    tokens_T, labels_T, weights_T = (torch.from_numpy(values)[rows] for values in arrays)
+    tokens_T, labels_T, weights_T = (
+        torch.from_numpy(values)[rows] for values in (arrays.tokens, arrays.labels, arrays.weights)
+    )
+    is_target_T = weights_T != 0
+    sent = None
+    if arrays.sent is not None:
+        is_target_T |= torch.from_numpy(arrays.sent.is_sent)[rows]
+        sent = arrays.sent.on_device(rows, device)
     return PackedBatch(
         view=view,
         tokens=to_device(tokens_T, device).unsqueeze(0),
         labels=to_device(labels_T, device).unsqueeze(0),
         weights=to_device(weights_T, device),
         # Found here: on the device, finding them would wait for it.
-        target_rows=to_device(weights_T.nonzero().flatten(), device),
+        target_rows=to_device(is_target_T.nonzero().flatten(), device),
+        sent=sent,
     )
 
 
 def fill_rows(placed: Sequence[Placed], num_tokens: int) -> RowArrays:
     """Tokens, labels and loss weights `[num_tokens]` in packed order, zeros behind the items."""
-    tokens = np.zeros(num_tokens, dtype=np.int64)
-    labels = np.zeros(num_tokens, dtype=np.int64)
-    weights = np.zeros(num_tokens, dtype=np.float32)
+    rows = RowArrays.zeros(num_tokens, sent=any(p.item.sent is not None for p in placed))
     begin = 0
     for item in (p.item for p in placed):
         end = begin + item.length
-        tokens[begin:end] = item.sequence.tokens[:-1]
-        target = item.sequence.is_target[1:]
-        labels[begin:end] = np.where(target, item.sequence.tokens[1:], 0)
-        weights[begin:end] = np.where(target, item.weight, 0.0)
+        rows.tokens[begin:end] = item.sequence.tokens[:-1]
+        if item.sent is None:
+            target = item.sequence.is_target[1:]
+            rows.labels[begin:end] = np.where(target, item.sequence.tokens[1:], 0)
+            rows.weights[begin:end] = np.where(target, item.weight, 0.0)
+        else:
+            rows.put_sent(begin, end, item.sent)
         begin = end
-    return RowArrays(tokens, labels, weights)
+    return rows

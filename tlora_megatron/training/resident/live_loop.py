@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+
 from tlora_megatron.config.run import RunSpec
 from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.training.driven.state import DrivenState
 from tlora_megatron.training.evaluation import Evaluation
 from tlora_megatron.training.formats.atomic_directory import NotPermitted
 from tlora_megatron.training.formats.quantised.card import QuantisationCard
@@ -25,6 +28,10 @@ from tlora_megatron.training.run.summary import job_summary
 from tlora_megatron.training.saving.targets import Target
 from tlora_megatron.training.stopping.run_watch import RunWatch
 from tlora_megatron.training.super_model import StepReport, SuperModel
+
+_MANY_REQUESTS = 256
+"""Requests that change no weight, after which a checkpoint is due all the same: it lets them go.
+"""
 
 Tell = Callable[[str, str | None, Mapping[str, Any]], None]
 """Is told what happens: the kind of event, the name of the job if it is one's, and values."""
@@ -94,15 +101,19 @@ class LiveLoop(TrainingLoop):
         self._saves: dict[str, _Saves] = {}
         self._to_evaluate: deque[JobState] = deque()
         self._evaluation: Evaluation | None = None
-        """Of the first of them, under way."""
+        """The evaluation of the first of them, under way."""
         self._newcomers: dict[str, None] = {}
         """Jobs that have not been through a whole round yet."""
+        self._keeps_memory = False
+        """Jobs have left since memory was last given back to the device."""
+        self.on_counted: Callable[[str, int], None] = lambda *_: None
+        """Is told of a driven job's checkpoint on the disk, and up to which request it counts."""
         self.start()
 
     @property
     def has_round(self) -> bool:
         """True if a round has something to do: some job trains and is not held."""
-        return any(job.is_active and not job.is_held for job in self.super_model.jobs)
+        return any(job.is_active and not job.is_idle for job in self.super_model.jobs)
 
     @property
     def has_work(self) -> bool:
@@ -147,13 +158,53 @@ class LiveLoop(TrainingLoop):
             return False
         self._forget(job)
         facts = {"step": job.step} | ({"lost": True} if lost else {})
-        self.saver.submit(on_done=partial(self._tell, "left", name, facts), job=name)
+        answers = partial(self.files.before_checkpoint, name)
+        self.saver.submit(answers, partial(self._tell, "left", name, facts), job=name)
+        self.saver.report()  # of those who left before it, while this one waited for memory
+        self._keeps_memory = True
         return True
+
+    def drain(self) -> tuple[str, ...]:
+        """Waits for the disk as the loop does; where all jobs have left, others get the memory."""
+        if self._keeps_memory and not self.super_model.jobs:
+            self._keeps_memory = False
+            if self.super_model.groups.device.type == "cuda":
+                torch.cuda.synchronize()  # copies of who has left may still be under way
+                torch.cuda.empty_cache()
+        return super().drain()
+
+    def wait_to_save(self, name: str) -> None:
+        """Waits on the writer until a job that trains can be saved without a wait."""
+        job = next(job for job in self.super_model.jobs if job.name == name)
+        self.saver.wait_for_room(job)
 
     def save_jobs(self, names: Sequence[str]) -> None:
         """Checkpoints those of the jobs that have moved since they were saved."""
         jobs = [job for job in self.super_model.jobs if job.name in names and job.is_active]
-        self._save([job for job in jobs if job.step > self.files.saved_step[job.name]])
+        self._save([job for job in jobs if self._has_moved(job)])
+
+    def _has_moved(self, job: JobState) -> bool:
+        """True if a checkpoint now would be another one than the last."""
+        if isinstance(job, DrivenState) and job.counted >= job.saved_count + _MANY_REQUESTS:
+            return True
+        return job.step > self.files.saved_step[job.name]
+
+    def save_due(self, jobs: Sequence[JobState]) -> None:
+        """Checkpoints those of the jobs whose number of steps asks for it."""
+        self._save([job for job in jobs if job.is_active and self._checkpoint_due(job)])
+
+    def save_soon(self, name: str) -> None:
+        """Makes a job due that is saved by time."""
+        self._saves[name].saved_s = -math.inf
+
+    def note_step(self, report: StepReport) -> None:
+        """Takes note of a step that was made between rounds."""
+        self._log(report)
+
+    def end(self, job: JobState) -> None:
+        """Ends a job that is done, with its last checkpoint and its adapter."""
+        self._save([job])
+        self._retire([job])
 
     def due_by_time(self) -> list[str]:
         """The job whose last save is longest past its time, if one is that can be saved at once.
@@ -164,7 +215,7 @@ class LiveLoop(TrainingLoop):
         late = {
             job.name: self._saves[job.name].late_s(now_s)
             for job in self.super_model.jobs
-            if job.is_active and job.step > self.files.saved_step[job.name]
+            if job.is_active and self._has_moved(job)
         }
         by_name = {job.name: job for job in self.super_model.jobs}
         due = sorted((name for name in late if late[name] >= 0), key=late.__getitem__)
@@ -173,7 +224,7 @@ class LiveLoop(TrainingLoop):
     def run_round(self) -> None:
         """Runs a round, if some job takes part, and what is due behind it."""
         if self.has_round:
-            trains = [job.name for job in self.super_model.jobs if not job.is_held]
+            trains = [job.name for job in self.super_model.jobs if not job.is_idle]
             self.step()
             for name in trains:
                 self._newcomers.pop(name, None)
@@ -220,8 +271,16 @@ class LiveLoop(TrainingLoop):
 
     def _checkpoint(self, job: JobState) -> Target:
         self._saves[job.name].saved_s = time.monotonic()
-        saved = partial(self._tell, "saved", job.name, {"step": job.step})
+        counted = None
+        if isinstance(job, DrivenState):
+            counted = job.saved_count = job.counted
+        saved = partial(self._saved, job.name, job.step, counted)
         return super()._checkpoint(job)._replace(on_done=saved)
+
+    def _saved(self, name: str, step: int, counted: int | None) -> None:
+        self._tell("saved", name, {"step": step})
+        if counted is not None:
+            self.on_counted(name, counted)
 
     def _not_saved(self, job: JobState, step: int, error: Exception) -> None:
         super()._not_saved(job, step, error)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tlora_megatron.training.driven.clients import Clients, NoClients
+from tlora_megatron.training.resident.desk import DrivenDesk
 from tlora_megatron.training.resident.live_loop import LiveLoop, Tell
 from tlora_megatron.training.resident.mail import (
     Agreement,
@@ -31,6 +33,11 @@ _IDLE_S = 10.0
 """An idle loop looks so often whether it still may do what it does."""
 _BUSY_S = 0.02
 """It looks so often while a job is prepared."""
+_MORE_S = 0.5
+"""It waits so long for mail that is announced: who joins behind the first round's begin waits for
+its end, which takes seconds in a new process."""
+_LOOK_S, _LOOKED_AT = 0.005, 16
+"""An idle loop looks so often for requests of so many driven jobs; of more, less often."""
 
 
 class ResidentLoop:
@@ -42,6 +49,7 @@ class ResidentLoop:
         tell: is told of events, on the writer; of memory that is gone on any rank.
         may_write: asked on the writer whether it still owns a job's files; a job of which it says
             no leaves at the next boundary, and nothing more is written of it.
+        clients: who keeps the requests of driven jobs; None = there are no such jobs.
         round_every_s: seconds between two events of the kind `round`.
     """
 
@@ -52,9 +60,11 @@ class ResidentLoop:
         group: dist.ProcessGroup | None,
         tell: Tell,
         *,
+        clients: Clients | None = None,
         round_every_s: float = 2.0,
     ) -> None:
         self.live = live
+        self.desk = DrivenDesk(live, clients or NoClients())
         self._stager = stager
         self._group = group
         self._any_rank_tells = tell
@@ -87,14 +97,18 @@ class ResidentLoop:
 
     def _turn(self, mailbox: Mailbox | None) -> None:
         """A round, if there is one, and what is carried out behind it."""
-        is_idle = not self.live.has_work
+        is_idle = not (self.live.has_work or self.desk.has_work)
         word = self._word(mailbox, is_idle=is_idle)
         states = {name: self._stager.state(name) for name in self._preparing}
         ready = Readiness(self._group, states) if states else None
+        loads = self.desk.loads()
+        loaded = Readiness(self._group, loads) if loads else None
         self._agreement.begin(word)
         if not is_idle:
             self._work()
-        self._at_boundary(self._agreement.read(), ready.read() if ready else {})
+        word, found = self._agreement.read(), ready.read() if ready else {}
+        self.desk.advance(word["asked"], loaded.read() if loaded else {})
+        self._at_boundary(word, found)
 
     def close(self) -> None:
         """Ends threads and closes files; a second call does nothing."""
@@ -102,21 +116,44 @@ class ResidentLoop:
         self.live.close()
 
     def _word(self, mailbox: Mailbox | None, *, is_idle: bool) -> dict[str, Any] | None:
-        """What the first rank says for the boundary behind the round that begins."""
+        """Returns the first rank's word for the boundary behind the round that begins."""
         if mailbox is None:
             return None
         if is_idle:
-            self.live.drain()  # nobody waits, and what is written must be told
+            self._rest(mailbox)
+        mail = list(mailbox.take())
+        while is_idle and mail and (mail[-1].get("body") or {}).get("more"):
+            if not mailbox.wait(_MORE_S):
+                break
+            mail += mailbox.take()
+        return {
+            "mail": mail,
+            "lost": [name for name in self.live.names() if not self._may_write(name)],
+            "save": self.live.due_by_time(),
+            "asked": self.desk.news(),
+        }
+
+    def _rest(self, mailbox: Mailbox) -> None:
+        """Waits for mail or for a request; tells what has been written meanwhile."""
+        if not self.desk.jobs:
+            self.live.drain()  # nobody waits
             mailbox.wait(_BUSY_S if self._preparing else _IDLE_S)
-        lost = [name for name in self.live.names() if not self._may_write(name)]
-        return {"mail": list(mailbox.take()), "lost": lost, "save": self.live.due_by_time()}
+            return
+        self.live.saver.report()
+        is_short = self._preparing or self.desk.is_held_up or self.live.saver.is_busy
+        end_s = time.monotonic() + (_BUSY_S if is_short else _IDLE_S)
+        look_s = _LOOK_S * max(1.0, len(self.desk.jobs) / _LOOKED_AT)
+        while not self.desk.has_news and not mailbox.wait(look_s):
+            if time.monotonic() > end_s:
+                return
 
     def _work(self) -> None:
         """A round, and a micro-batch of an evaluation."""
-        begin_s, tokens = time.perf_counter(), self.live.tokens
+        begin_s = time.perf_counter()
         self.live.run_round()
         self.live.evaluate_part()
-        self._rates.add(time.perf_counter() - begin_s, self.live.tokens - tokens)
+        self.desk.forward_part()
+        self._rates.add(time.perf_counter() - begin_s, self.live.tokens)
         if (found := self._rates.take(self.live)) is not None:
             self._tell("round", None, found)
 
@@ -147,6 +184,7 @@ class ResidentLoop:
                 self._tell("applied", mail.get("job"), {"seq": mail["seq"]})
         if self._has_stopped:
             self.live.drain()
+            self.desk.flush()
             self._tell("stopped", None, {})
 
     def _carry_out(self, mail: Mail) -> None:
@@ -205,6 +243,12 @@ class ResidentLoop:
         return name, step
 
     def _leave(self, name: str, *, save: bool) -> None:
+        if save and name in self.live.names():
+            self.live.wait_to_save(name)
+            if self._group is not None:
+                # Ranks that run ahead would keep their GPUs busy waiting, and another gang may
+                # start on them: its start took 5 s beside such a wait on two H200s, else 2.3 s.
+                dist.barrier(self._group)
         if self.live.leave(name, save=save):
             return
         if name in self._stager:
@@ -233,7 +277,7 @@ class _Rates:
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._since_s = 0.0
-        self._tokens = 0
+        self._tokens = self._told = 0
         self._before: dict[str, int] = {}
 
     def begin(self, name: str, tokens: int) -> None:
@@ -241,9 +285,9 @@ class _Rates:
         self._before[name] = tokens
 
     def add(self, round_s: float, tokens: int) -> None:
-        """Counts a round."""
+        """Counts a round, behind which so many tokens have been trained since the start."""
         self._since_s += round_s
-        self._tokens += tokens
+        self._tokens = tokens
 
     def take(self, live: LiveLoop) -> dict[str, Any] | None:
         """Returns what to tell, if it is time, and begins anew."""
@@ -254,6 +298,6 @@ class _Rates:
             name: (tokens - self._before.get(name, 0)) / self._since_s
             for name, tokens in now.items()
         }
-        rate = self._tokens / self._since_s
-        self._since_s, self._tokens, self._before = 0.0, 0, now
+        rate = (self._tokens - self._told) / self._since_s
+        self._since_s, self._told, self._before = 0.0, self._tokens, now
         return {"rounds": live.rounds, "tokens_per_s": rate, "jobs": jobs}

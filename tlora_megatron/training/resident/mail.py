@@ -58,7 +58,7 @@ class QueueMailbox:
 
 
 class Readiness:
-    """What each rank says of jobs that all of them prepare, brought together over gloo.
+    """Brings together over gloo how far each rank is with the jobs that all of them prepare.
 
     Collective: every rank makes it with the same names in the same order.
 

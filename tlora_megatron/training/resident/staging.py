@@ -23,10 +23,10 @@ from tlora_megatron.training.preparation import PreparedJob, start_job
 from tlora_megatron.training.resident.locked_ring import LockedRing
 
 Order = Mapping[str, Any]
-"""What is asked for: `job` (its name here), `document`, and when to save it; see `StagedJob`."""
+"""A request to prepare a job: `job` (its name here), `document`, when to save it (`StagedJob`)."""
 ReadOrder = Callable[[Order], PreparedJob]
 """Reads all that a job starts from and checks it; runs on a thread, on every rank."""
-_THREADS, _THREADS_BESIDE = 8, 2
+_THREADS, _THREADS_BESIDE = 8, 4
 """That read a job's state; fewer while others train, whose thread has to get its turn in Python."""
 
 
@@ -96,6 +96,8 @@ class Stager:
         self._ordered: dict[str, _Ordered] = {}
         self._orders: queue.SimpleQueue[_Ordered | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._turn = threading.Lock()
+        """Between a job that is found and its being dropped: one of the two sides gives it up."""
         self._ring: LockedRing | None = None
 
     def order(self, name: str, order: Order) -> None:
@@ -130,9 +132,10 @@ class Stager:
     def drop(self, name: str) -> None:
         """Forgets a job that was ordered."""
         ordered = self._ordered.pop(name)
-        ordered.is_dropped = True
-        if isinstance(ordered.found, StagedJob):
-            self._give_up(ordered.found)
+        with self._turn:
+            ordered.is_dropped, found = True, ordered.found
+        if isinstance(found, StagedJob):
+            self._give_up(found)
 
     def _give_up(self, staged: StagedJob) -> None:
         self._wait_for_copy(staged)
@@ -161,8 +164,9 @@ class Stager:
             return False
         if not ordered.is_dropped:
             found = self._prepare(ordered.order)
-            ordered.found = found
-            if ordered.is_dropped and isinstance(found, StagedJob):
+            with self._turn:
+                ordered.found, is_dropped = found, ordered.is_dropped
+            if is_dropped and isinstance(found, StagedJob):
                 self._give_up(found)
         return True
 
@@ -206,7 +210,8 @@ class Stager:
         self._ring = self._ring or LockedRing.on(bank.device)
         stream = self._ring.stream
         stream.wait_stream(torch.cuda.current_stream(bank.device))  # the slab's zeros
-        copier = Copier(self._ring.copy, _THREADS_BESIDE if bank.adapters else _THREADS)
+        threads = _THREADS_BESIDE if bank.adapters else _THREADS
+        copier = Copier(self._ring.copy, threads, self._ring.numel)
         with torch.cuda.stream(stream):
             state = start_job(prepared, self._spec, slab, copier)
             self._check_finite(prepared, slab, order)

@@ -26,10 +26,14 @@ from tlora_megatron.training.evaluation import Scorer
 from tlora_megatron.training.formats.quantised.card import QuantisationCard
 from tlora_megatron.training.metrics import write_atomic
 from tlora_megatron.training.preparation import PreparedJob
+from tlora_megatron.training.run.environment import ENVIRONMENT
 from tlora_megatron.training.run.summary import versions
 
 logger = logging.getLogger(__name__)
 
+_TRIED = (1, 2, 3, 5, 8, 12, 16, 48, 200, 512)
+"""Numbers of rows that are tried on CPUs."""
+_MKL = f"MKL_CBWR={ENVIRONMENT['MKL_CBWR']}"
 FILE_NAME = "determinism.json"
 """In a job's folder, beside its adapter: the fingerprint under which it was trained."""
 
@@ -55,6 +59,25 @@ def check_deterministic(
         )
     if device.type == "cuda":
         _check_sizes(site for site, _ in linears)
+    else:
+        _check_rows({(site.in_size, site.out_size) for site, _ in linears}, dtype)
+
+
+def _check_rows(sizes: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
+    """Refuses a library whose products on CPUs depend on the number of rows, by trying it."""
+    generator = torch.Generator().manual_seed(0)
+    for in_size, out_size in sorted(sizes):
+        x_TK = torch.randn(_TRIED[-1], in_size, generator=generator).to(dtype)
+        weight_NK = torch.randn(out_size, in_size, generator=generator).to(dtype)
+        for factor_KN in (weight_NK.t(), weight_NK.t().contiguous()):
+            whole_TN = x_TK @ factor_KN
+            parts = (x_TK[:rows].contiguous() @ factor_KN for rows in _TRIED)
+            if not all(torch.equal(part, whole_TN[: len(part)]) for part in parts):
+                raise NotImplementedError(
+                    f"run.deterministic on CPUs must have a library whose products of {dtype} do "
+                    f"not depend on the number of rows, got one that does at sums over {in_size} "
+                    f"elements: take float32, and export {_MKL} before the process starts"
+                )
 
 
 def _check_sizes(sites: Iterable[Site]) -> None:

@@ -11,7 +11,8 @@ from tlora_megatron.config.job import JobSpec
 from tlora_megatron.model.block_sizes import check_block_sizes
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import read_model_spec
-from tlora_megatron.training.data.token_cache import TokenCache, TokenizerFolder
+from tlora_megatron.training.data.token_cache import CachedData, TokenCache, TokenizerFolder
+from tlora_megatron.training.driven.state import NO_DATA
 from tlora_megatron.training.formats.quantised.card import (
     check_same_base,
     quantisation_card,
@@ -25,7 +26,7 @@ class ReadJob(NamedTuple):
 
     prepared: PreparedJob
     keys: dict[str, str]
-    """Of the cache's entries: `train`, and `eval` if the job has one."""
+    """Keys of the cache's entries: `train`, and `eval` if the job has one."""
 
 
 class JobReader:
@@ -79,7 +80,9 @@ class JobReader:
             ValueError: naming the job.
         """
         check_block_sizes(job.name, job.lora, self.spec, self._tp_size)
-        cached = self._cache.load(job, self.source, self.spec.vocab_size, keys)
+        cached = CachedData(NO_DATA, {})
+        if not job.driven:
+            cached = self._cache.load(job, self.source, self.spec.vocab_size, keys)
         prepared = prepare_job(
             job,
             self.spec,

@@ -25,7 +25,7 @@ def check_resumption(job: PreparedJob) -> None:
         ValueError: if the job has done more steps than it is to do.
     """
     checkpoint, spec = job.checkpoint, job.spec
-    if checkpoint is None:
+    if checkpoint is None or spec.driven:
         return
     done, steps = checkpoint.step, job.plan.num_steps
     if done > steps:

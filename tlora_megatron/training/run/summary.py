@@ -6,7 +6,7 @@ import platform
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ def summarize(
     for error in rejected:
         jobs[error.name] = {"status": "rejected", "reason": error.message}
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    sizes = {key: v for key, v in asdict(groups.layout).items() if key != "stage_linears"}
+    layout = replace(groups.layout, stage_linears=None)
+    sizes = {key: value for key, value in asdict(layout).items() if value is not None}
     deployment = groups.deployment
     return {
         "run": {
@@ -109,8 +110,8 @@ def job_summary(job: JobState, folder: Path) -> dict[str, Any]:
         "rank": job.spec.lora.rank,
         "num_blocks": job.spec.lora.num_blocks,
         "steps": job.step,
-        "max_steps": job.plan.num_steps,
-        "skipped_steps": job.step - job.updates,
+        "max_steps": None if job.is_driven else job.plan.num_steps,
+        "skipped_steps": 0 if job.is_driven else job.step - job.updates,
         "last_loss": job.last_loss,
         "eval_loss_before": before and before.loss,
         "eval_loss_after": after and after.loss,

@@ -124,7 +124,7 @@ class TrainingRun:
         self.output_dir = Path(config.run.output_dir)
         self.loop: TrainingLoop | None = None
         self.facts: dict[str, Any] = {}
-        """What whoever drives the backbone adds to the summary's `run`."""
+        """Facts that whoever drives the backbone adds to the summary's `run`."""
         self._resolve_sharding = resolve_sharding
         self._choose_recompute = choose_recompute
         self._resolve_timing = resolve_timing
@@ -170,14 +170,15 @@ class TrainingRun:
         engine: Scorer,
         *,
         round_shape: RoundShape = RoundShape(),  # noqa: B008 - frozen
-        placement: StatePlacement = StatePlacement(),  # noqa: B008 - frozen
+        placement: StatePlacement | None = None,
     ) -> TrainingLoop:
         """Gives the linears their adapters and returns the loop over the jobs, not yet started.
 
         Args:
             engine: runs the backbone; a `super_model.Engine` unless a trainer runs the rounds.
             round_shape: the driver's demands; exactness comes from the configuration.
-            placement: where the adapters' master weights and moments lie.
+            placement: where the adapters' master weights and moments lie; None = as
+                `parallel.shard_optimizer` says.
         """
         self._jobs.check_sites(groups.layout, linears)
         groups, linears = self._resolve_sharding(
@@ -188,6 +189,9 @@ class TrainingRun:
             self.facts["recompute"] = recompute.line
             round_shape = replace(round_shape, recompute=recompute)
         fingerprint = self._fingerprint(groups, linears, engine)
+        if placement is None:
+            shards = self.config.parallel.shard_optimizer
+            placement = StatePlacement.over_replicas(groups, shards=shards)
         bank = self._make_bank(groups, linears, placement)
         attach(linears, bank)
         super_model = self._make_super_model(groups, bank, engine, round_shape)

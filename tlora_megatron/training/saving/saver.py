@@ -22,6 +22,9 @@ from tlora_megatron.training.saving.snapshot import BUFFERS, Snapshot, SnapshotT
 from tlora_megatron.training.saving.targets import Target
 from tlora_megatron.training.saving.writer import Writer
 
+_NEWS = range(0)
+"""In the place of memory: something was written meanwhile."""
+
 
 @dataclass(kw_only=True, slots=True)
 class SavingTimes:
@@ -72,7 +75,7 @@ class Saver:
         self._open: Counter[str] = Counter()
         """Snapshots of each job that are not written yet."""
         self._outcomes: list[Callable[[], None]] = []
-        """What the thread that trains has yet to be told, in the order in which it was written."""
+        """Outcomes that the training thread has yet to be told, in the order of writing."""
         self._memory_gb = memory_gb
         self._memory: HostMemory | None = None
         if self._is_writer:
@@ -106,7 +109,8 @@ class Saver:
         if self._memory is None:
             self._taker.take(slab, buffers, None)
             return
-        taken = self._writer.wait(partial(self._room, job, len(buffers)))
+        while (taken := self._writer.wait(partial(self._room, job, len(buffers)))) is _NEWS:
+            self.report()  # whoever waits for another job's files need not wait for this one
         snapshot = self._taker.take(slab, buffers, self._memory.flat()[taken.start : taken.stop])
         assert snapshot is not None, "the writer has room"
         write = partial(self._write, job.name, snapshot, taken, tuple(targets))
@@ -117,6 +121,17 @@ class Saver:
         with self._writer.changed:
             size = self._taker.numel(job.spec.lora)
             return not self._open[job.name] and self._arena.has_room(size)
+
+    def wait_for_room(self, job: JobState) -> None:
+        """Waits on the writer until `save` of a checkpoint would not, and reports meanwhile."""
+        if self._is_writer:
+            while not self._writer.wait(partial(self._has_room, job)):
+                self.report()
+
+    @property
+    def is_busy(self) -> bool:
+        """True while something is written, or nobody has been told of it."""
+        return bool(self._outcomes) or not self._writer.is_idle
 
     def submit(
         self,
@@ -142,7 +157,7 @@ class Saver:
             outcome()
 
     def drain(self) -> None:
-        """Waits until everything is on the disk, and reports what could not be written.
+        """Waits until everything is on the disk, and reports each job's as soon as it is.
 
         What is submitted by those who are told of it is waited for, too.
 
@@ -151,10 +166,9 @@ class Saver:
         """
         begin_s = time.perf_counter()
         try:
-            self._writer.drain()
-            while self._outcomes:
+            while self._writer.wait(self._has_news):
                 self.report()
-                self._writer.drain()
+            self._writer.drain()
         finally:
             self.times.drain_s += time.perf_counter() - begin_s
 
@@ -184,15 +198,29 @@ class Saver:
         """Returns the times for a run's summary."""
         return asdict(self.times)
 
+    def _has_news(self) -> bool | None:
+        """True if there is something to report, False if nothing will follow; None till then."""
+        return True if self._outcomes else False if self._writer.is_idle else None
+
+    def _has_room(self, job: JobState) -> bool | None:
+        """True if a job can be saved, False if there is something to report; None till then."""
+        if self.can_take(job):
+            return True
+        self._on_wait()
+        return False if self._outcomes else None
+
     def _room(self, job: JobState, num_buffers: int) -> range | None:
-        """Takes memory for a snapshot; None while there is none, or the job's last one is open."""
+        """Takes memory for a snapshot; None while there is none, or the job's last one is open.
+
+        Empty while there is none, but something to report.
+        """
         taken = None
         if not self._open[job.name]:
             taken = self._arena.take(self._taker.numel(job.spec.lora, num_buffers))
         if taken is None:
             self._on_wait()
-        else:
-            self._open[job.name] += 1
+            return _NEWS if self._outcomes else None
+        self._open[job.name] += 1
         return taken
 
     def _write(
@@ -222,6 +250,9 @@ class Saver:
             self.times.writer_s += time.perf_counter() - begin_s
             self._arena.give_back(taken)
             self._open[name] -= 1
+            self._writer.changed.notify_all()
+        for target in targets:  # behind what was to be done once it is written
+            self._writer.submit(target.clean_up, name)
 
     def _run(self, write: Callable[[], None], on_done: Callable[[], None]) -> None:
         """Writes a further file, on the writer's thread."""

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.linear_sites import rank_sites
 from tlora_megatron.layers.slab import AdapterSlab, WholeTensor, find_whole_tensors
-from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
+from tlora_megatron.layers.slab.layout import SlabLayout, slab_layout
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.safetensors_file import PendingTensor, Scratch
@@ -33,7 +33,7 @@ class Snapshot(NamedTuple):
     lora: LoraSpec
     spec: Backbone
     layouts: tuple[SlabLayout, ...]
-    """Of the model-parallel ranks."""
+    """Layouts of the slabs of the model-parallel ranks."""
     buffers: dict[str, torch.Tensor]
     """fp32 `[ranks, elements]`, each rank's flat buffer at the begin of its row."""
     copied: torch.cuda.Event | None

@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tlora_megatron.training.formats.atomic_directory import Permit, always
-from tlora_megatron.training.formats.checkpoint import checkpoint_state, write_checkpoint
+from tlora_megatron.training.formats.checkpoint import (
+    checkpoint_state,
+    remove_old_checkpoints,
+    write_checkpoint,
+    write_state,
+)
 from tlora_megatron.training.formats.peft_format import write_adapter
 from tlora_megatron.training.formats.quantised.card import QuantisationCard
+from tlora_megatron.training.formats.safetensors_file import PendingTensor
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.saving.snapshot import BUFFERS, Snapshot
 
@@ -26,6 +32,8 @@ class Target(NamedTuple):
     """Called on the thread that trains if the disk refused or a value was not finite."""
     on_done: Callable[[], None] = always
     """Called there once it is on the disk."""
+    clean_up: Callable[[], None] = always
+    """Removes what it replaces, on the writer's thread behind all that; must not raise."""
 
 
 def checkpoint_target(
@@ -38,6 +46,19 @@ def checkpoint_target(
     """Returns the checkpoint of a job as it is now, in `directory/step_N`."""
     state = checkpoint_state(job, quantisation)
     write = partial(_write_checkpoint, directory, job.step, state, permit)
+    clean_up = partial(remove_old_checkpoints, directory, job.step, permit)
+    return Target(BUFFERS, write, on_error, clean_up=clean_up)
+
+
+def state_target(
+    directory: Path,
+    job: JobState,
+    on_error: Callable[[Exception], None],
+    quantisation: QuantisationCard | None = None,
+    permit: Permit = always,
+) -> Target:
+    """Returns the checkpoint of a job as it is now, as `directory` itself."""
+    write = partial(_write_state, directory, checkpoint_state(job, quantisation), permit)
     return Target(BUFFERS, write, on_error)
 
 
@@ -56,10 +77,18 @@ def adapter_target(
 def _write_checkpoint(
     directory: Path, step: int, state: str, permit: Permit, snapshot: Snapshot
 ) -> int:
+    return write_checkpoint(directory, step, state, *_tensors(snapshot), permit)
+
+
+def _write_state(directory: Path, state: str, permit: Permit, snapshot: Snapshot) -> int:
+    return write_state(directory, state, *_tensors(snapshot), permit)
+
+
+def _tensors(snapshot: Snapshot) -> tuple[list[PendingTensor], list[PendingTensor]]:
+    """Weights and moments."""
     master, *moments = BUFFERS
-    weights = snapshot.tensors(master)
     of_moments = [t for name in moments for t in snapshot.tensors(name, prefix=f"{name}.")]
-    return write_checkpoint(directory, step, state, weights, of_moments, permit)
+    return snapshot.tensors(master), of_moments
 
 
 def _write_adapter(

@@ -77,9 +77,14 @@ class Writer:
                 self.changed.wait()
             return found
 
+    @property
+    def is_idle(self) -> bool:
+        """True if every task is done."""
+        return not (self._running or self._tasks)
+
     def drain(self) -> None:
         """Waits until every task is done."""
-        self.wait(lambda: None if self._running or self._tasks else True)
+        self.wait(lambda: self.is_idle or None)
         self._check()
 
     def close(self) -> None:
@@ -98,6 +103,7 @@ class Writer:
 
     def _check(self) -> None:
         if self._error is not None:
+            atexit.unregister(self._drain_at_exit)  # it would say this once more
             raise WriterDied(f"the writer of checkpoints has ended: {self._error}") from self._error
 
     def _work(self) -> None:

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import NamedTuple
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""What schedulers, terminals and SLURM's `--signal` send."""
+"""Signals that schedulers, terminals and SLURM's `--signal` send."""
 _SHOW_CURSOR = b"\x1b[?25h"
 
 

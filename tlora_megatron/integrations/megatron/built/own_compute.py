@@ -92,9 +92,9 @@ class OwnCompute:
     layers: _Counts
     reasons: tuple[WhyNot, ...]
     head: BuiltHead | None
-    """Of this process; None where its chunks have none, or the model's own runs."""
+    """The head of this process; None where its chunks have none, or the model's own runs."""
     late: LateReasons
-    """Of this process."""
+    """Reasons that this process finds after the model was built."""
     parts: AgreedParts
     """Those that tensor-parallel ranks agree on, round by round."""
 

@@ -72,7 +72,7 @@ LAYER: tuple[Condition, ...] = (
     Condition("cpu_offloading", (False,), _OFFLOADING),
     Condition("fine_grained_activation_offloading", (False,), _OFFLOADING),
 )
-"""Of decoder layers; the first that does not hold is the reason that the log gives."""
+"""Conditions on decoder layers; the first that does not hold is the reason that the log gives."""
 
 FP8: tuple[Condition, ...] = (
     Condition("disable_parameter_transpose_cache", (False,), "FP8 weights are kept by columns too"),
@@ -87,7 +87,7 @@ HEAD: tuple[Condition, ...] = (
     Condition("config_logger_dir", ("",), "it writes the logits of all rows"),
     Condition("defer_embedding_wgrad_compute", (False,), "the output layer keeps its input"),
 )
-"""Of the output layer and the loss."""
+"""Conditions on the output layer and the loss."""
 
 
 def why_not_config(

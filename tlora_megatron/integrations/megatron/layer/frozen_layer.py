@@ -23,8 +23,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.layer.built_parts import head_norm_modules
+from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import (
     FrozenSublayer,
+    Inner,
     run_layer,
     runs_direct,
 )
@@ -148,7 +150,8 @@ def freeze_layer(layer: TransformerLayer) -> None:
     """Turns one of `GPTModel`'s decoder layers into a `FrozenTransformerLayer`, in place."""
     layer.__class__ = FrozenTransformerLayer
     layer.self_attention.__class__ = FrozenSelfAttention
-    layer.mlp.__class__ = FrozenMLP
+    if not isinstance(layer.mlp, FrozenExperts):
+        layer.mlp.__class__ = FrozenMLP
     object.__setattr__(layer, "tlora_sublayers", _sublayers(layer))
 
 
@@ -166,10 +169,19 @@ def _sublayers(layer: Any) -> tuple[FrozenSublayer, ...]:
         ),
         FrozenSublayer(
             layer.pre_mlp_layernorm,
-            mlp.linear_fc1,
-            lambda x, *_: swiglu_vjp(x, held_codes(mlp.linear_fc2), held_codes(mlp.linear_fc1)),
-            mlp.linear_fc2,
+            *_mlp_parts(mlp),
             recomputes=layer.recompute_mlp,
             asks_micro_batch=True,
         ),
     )
+
+
+def _mlp_parts(mlp: Any) -> tuple[Any, Inner, Any]:
+    """The first linear, what is between, and the second one; experts are all between."""
+    if isinstance(mlp, FrozenExperts):
+        return mlp.rows_in, mlp.compute_vjp, mlp.rows_out
+
+    def inner(x: Tensor, view: MicroBatchView, lane: Lane | None) -> tuple[Tensor, Vjp]:
+        return swiglu_vjp(x, held_codes(mlp.linear_fc2), held_codes(mlp.linear_fc1))
+
+    return mlp.linear_fc1, inner, mlp.linear_fc2

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tlora_megatron.ops.frozen.triton_rms_norm import norm_gradients, norm_rows, row_block
+from tlora_megatron.ops.frozen.triton.rms_norm import norm_gradients, norm_rows, row_block
 from tlora_megatron.ops.quantised.handed_rows import hand_rows
 from tlora_megatron.ops.quantised.rows import QuantRows
 from tlora_megatron.ops.quantised.triton_codes import rounds_by_hand, store_codes, times_fold
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(
-    x: tl.tensor,  # as `triton_rms_norm`'s
+    x: tl.tensor,  # as `triton.rms_norm`'s
     residual: tl.tensor,
     weight: tl.tensor,
     total: tl.tensor,
@@ -52,7 +52,7 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _backward_kernel(
-    dy: tl.tensor,  # as `triton_rms_norm`'s
+    dy: tl.tensor,  # as `triton.rms_norm`'s
     dtotal: tl.tensor,
     x: tl.tensor,
     weight: tl.tensor,
@@ -93,7 +93,7 @@ def forward(
     column: QuantWeight,
     out: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norms `[T, H]`, H at least 128, as `triton_rms_norm.launch_forward` does; `out` has codes.
+    """Norms `[T, H]`, H at least 128, as `triton.rms_norm.launch_forward` does; `out` has codes.
 
     Args:
         column: the linear that reads the norm.
@@ -140,7 +140,7 @@ def backward(
     *,
     zero_centered: bool,
 ) -> torch.Tensor:
-    """Does what `triton_rms_norm.launch_backward` does to `[T, H]`; dx has its codes.
+    """Does what `triton.rms_norm.launch_backward` does to `[T, H]`; dx has its codes.
 
     Args:
         row: the linear whose output the norm was given, and whose dgrad reads dx.

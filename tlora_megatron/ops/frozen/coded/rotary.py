@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tlora_megatron.ops.frozen.triton_rotary import load_weight, norm_back, pairs
+from tlora_megatron.ops.frozen.triton.rotary import load_weight, norm_back, pairs
 from tlora_megatron.ops.quantised.handed_rows import hand_rows
 from tlora_megatron.ops.quantised.rows import QuantRows
 from tlora_megatron.ops.quantised.triton_codes import abs_bits, encode, rounds_by_hand, scale_of
@@ -133,7 +133,7 @@ def pack(
     norms: HeadNorms | None,
     column: QuantWeight,
 ) -> torch.Tensor:
-    """Does what `triton_rotary.launch_pack` does; the gradient `[T, G (R + 2) D]` has its codes.
+    """Does what `triton.rotary.launch_pack` does; the gradient `[T, G (R + 2) D]` has its codes.
 
     Args:
         grads: of queries, keys and values, contiguous.

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tlora_megatron.ops.frozen.triton_swiglu import gradients, product
+from tlora_megatron.ops.frozen.triton.swiglu import gradients, product
 from tlora_megatron.ops.quantised.handed_rows import hand_rows
 from tlora_megatron.ops.quantised.rows import QuantRows
 from tlora_megatron.ops.quantised.triton_codes import (

@@ -102,7 +102,7 @@ class CudaSite:
 
     def __init__(self, factors: SiteFactors) -> None:
         self.is_supported = is_supported(factors)
-        """Whether these kernels can compute the linear; if not, ask for nothing below."""
+        """True if these kernels can compute the linear; if not, ask for nothing below."""
         self.sizes = sum_sizes(factors.columns, factors.size_in, factors.size_out)
         self._lora_a, self._lora_b, self._columns = factors.lora_a, factors.lora_b, factors.columns
 

@@ -8,7 +8,7 @@ Under s_lora nothing of a standard adapter is replicated either.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -60,6 +60,18 @@ class Factor(NamedTuple):
         # Under s_lora the last ranks' shares of the rank rows may be filled up.
         return F.pad(part, (0, 0, 0, self.shape[0] - len(part)))
 
+    def take(self, whole: torch.Tensor, local: torch.Tensor) -> None:
+        """Writes this rank's part of the whole canonical tensor into a CPU tensor, as `shard_of`.
+
+        By numpy, as in `place`.
+        """
+        rows, columns = self.held
+        part = whole[rows][:, columns].float().numpy()
+        values = part if self.which == "lora_a" else part.T
+        room = local.numpy()
+        room[: len(values)] = values
+        room[len(values) :] = 0
+
     def place(self, whole: torch.Tensor, local: torch.Tensor) -> None:
         """Writes this rank's part into the whole canonical CPU tensor: inverse of `shard_of`.
 
@@ -102,6 +114,17 @@ class SlabLayout(NamedTuple):
     def spread(self) -> tuple[Factor, ...]:
         """Factors of several blocks on this rank, which the kernels read with zeros around."""
         return tuple(factor for factor in self.factors if factor.num_blocks > 1)
+
+    def parts(self, numel: int) -> Iterator[tuple[Factor, ...]]:
+        """Yields factors in runs of so many elements at most; larger ones by themselves."""
+        run: list[Factor] = []
+        for factor in self.factors:
+            if run and sum(f.numel for f in run) + factor.numel > numel:
+                yield tuple(run)
+                run = []
+            run.append(factor)
+        if run:
+            yield tuple(run)
 
     def split(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the factors as flat views of a flat buffer, in layout order, by one call."""

@@ -1,27 +1,24 @@
 """One adapter's factors over all its linears on this rank, in one contiguous buffer a kind.
 
-All buffers are fp32 and share one layout (`layers.slab_layout`).
+All buffers are fp32 and share one layout (`layers.slab.layout`).
 """
 
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.layers.slab_cells import SlabCells
-from tlora_megatron.layers.slab_layout import Factor, SlabLayout
-from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.layers.slab.cells import SlabCells
+from tlora_megatron.layers.slab.layout import Factor, SlabLayout
 from tlora_megatron.ops.lora.factors import are_aligned
 from tlora_megatron.parallel.collectives import all_gather_rows
+from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.host_threads import host_threads
 
 _LOADING_THREADS = 8
@@ -30,13 +27,19 @@ _SLICE_MULTIPLE = 64
 """Slices begin on 256 bytes: vector instructions then meet the same elements as in the whole."""
 
 
+Fill = Callable[[torch.Tensor], object]
+"""Writes values into flat memory of the host."""
+
+
 class Copier(NamedTuple):
     """How the parts of a buffer come from the host into it."""
 
-    put: Callable[[torch.Tensor, torch.Tensor], object]
-    """Copies the second tensor, on the host, into the first, a view of a buffer."""
+    put: Callable[[torch.Tensor, Fill], object]
+    """Copies what is filled in on the host into a part of a buffer."""
     threads: int
     """That find, make and copy parts; more than the rank has cores to itself are never used."""
+    numel: int
+    """Elements of a part at most, unless a single factor has more."""
 
 
 class StatePlacement(NamedTuple):
@@ -46,6 +49,14 @@ class StatePlacement(NamedTuple):
     """Replicas of the adapter, each of which holds one slice; None = every rank holds all."""
     on_cpu: bool = False
     """In the host's memory (pinned beside a GPU), wherever the gradient is."""
+
+    @classmethod
+    def over_replicas(
+        cls, groups: ParallelGroups, *, shards: bool, on_cpu: bool = False
+    ) -> StatePlacement:
+        """Slices over data and context parallel ranks, if they are wanted and there are several."""
+        replicas = groups.layout.dp_size * groups.layout.cp_size
+        return cls(groups.dp_cp_group if shards and replicas > 1 else None, on_cpu)
 
 
 class AdapterSlab:
@@ -148,20 +159,37 @@ class AdapterSlab:
             copier: its threads do so, and it copies where ranks hold no slices; None = all parts
                 go together, through the host's memory.
         """
-        direct = copier is not None and self.placement.group is None
-        flat = self.buffers()[buffer] if direct else torch.empty(self.layout.numel)
-        put = copier.put if copier is not None and direct else torch.Tensor.copy_
-        threads = _LOADING_THREADS if copier is None else copier.threads
+        if copier is not None and self.placement.group is None:
+            self._fill(self.buffers()[buffer], copier, whole)
+        else:
+            self.put(buffer, self.read(whole, copier.threads if copier else _LOADING_THREADS))
 
-        def fill(place: tuple[Factor, torch.Tensor]) -> None:
-            factor, view = place
-            put(view, factor.shard_of(whole(factor.name)))
+    def read(self, whole: Callable[[str], torch.Tensor], threads: int) -> torch.Tensor:
+        """Returns what `load` would fill a buffer with, on the host, for `put`."""
+        flat = torch.empty(self.layout.numel)
+        self._fill(flat, Copier(lambda part, fill: fill(part), threads, 0), whole)
+        return flat
 
-        places = zip(self.layout.factors, self.layout.views(flat), strict=True)
-        with ThreadPoolExecutor(host_threads(threads)) as pool:
-            list(pool.map(fill, places))  # raises what was raised there
-        if not direct:
-            self.buffers()[buffer].copy_(flat[self.held])
+    def put(self, buffer: str, flat: torch.Tensor) -> None:
+        """Fills a buffer with what `read` has returned."""
+        self.buffers()[buffer].copy_(flat[self.held])
+
+    def _fill(
+        self, flat: torch.Tensor, copier: Copier, whole: Callable[[str], torch.Tensor]
+    ) -> None:
+        def load_part(factors: Sequence[Factor]) -> None:
+            begin, end = factors[0].offset, factors[-1].offset + factors[-1].numel
+
+            def fill(room_N: torch.Tensor) -> None:
+                parts = room_N.split_with_sizes([factor.numel for factor in factors])
+                for factor, part in zip(factors, parts, strict=True):
+                    factor.take(whole(factor.name), part.view(factor.shape))
+
+            copier.put(flat[begin:end], fill)
+
+        with ThreadPoolExecutor(host_threads(copier.threads)) as pool:
+            parts = self.layout.parts(copier.numel)
+            list(pool.map(load_part, parts))  # raises what was raised there
 
     def whole(self, buffer: str) -> torch.Tensor:
         """Returns a buffer `[numel]` on the gradient's device; collective if ranks hold slices."""
@@ -180,112 +208,3 @@ class AdapterSlab:
         padded = held.new_zeros(self._slice_size)
         padded[: held.numel()] = held
         return all_gather_rows(padded, self.placement.group)[: self.layout.numel]
-
-
-class WholeTensor(NamedTuple):
-    """A whole canonical tensor, whose parts lie in flat CPU buffers of the model-parallel ranks."""
-
-    name: str
-    shape: tuple[int, int]
-    parts: list[tuple[Factor, torch.Tensor]]
-
-    def join(self, room: torch.Tensor) -> torch.Tensor:
-        """Puts the parts together in `room` and returns it."""
-        for factor, part in self.parts:
-            factor.place(room, part)
-        return room
-
-    def as_stored(self) -> torch.Tensor | None:
-        """Returns the tensor where it lies if one part is all of it; None if it must be joined."""
-        factor, part = self.parts[0]
-        whole = factor.is_whole_as_stored and tuple(part.shape) == self.shape
-        return part if whole else None
-
-
-def find_whole_tensors(
-    layouts: Sequence[SlabLayout], buffers: Sequence[torch.Tensor], spec: Backbone
-) -> list[WholeTensor]:
-    """Finds every whole canonical tensor in the flat CPU buffers of all model-parallel ranks."""
-    parts: dict[str, list[tuple[Factor, torch.Tensor]]] = {}
-    for layout, buffer in zip(layouts, buffers, strict=True):
-        for factor, view in zip(layout.factors, layout.views(buffer), strict=True):
-            parts.setdefault(factor.name, []).append((factor, view))
-    lora = layouts[0].lora
-    return [
-        WholeTensor(name, factor_shape(spec, name, lora), found) for name, found in parts.items()
-    ]
-
-
-def whole_tensors(
-    layouts: Sequence[SlabLayout], buffers: Sequence[torch.Tensor], spec: Backbone
-) -> dict[str, torch.Tensor]:
-    """Joins the flat buffers of all model-parallel ranks into whole canonical CPU tensors."""
-    found = find_whole_tensors(layouts, [buffer.cpu() for buffer in buffers], spec)
-    return {tensor.name: tensor.join(torch.empty(tensor.shape)) for tensor in found}
-
-
-def split_name(name: str) -> tuple[int, str, str]:
-    """Returns layer, target and factor of a canonical name; a target may hold dots."""
-    _, layer, rest = name.split(".", 2)
-    target, _, which = rest.rpartition(".")
-    return int(layer), target, which
-
-
-def factor_shape(spec: Backbone, name: str, lora: LoraSpec) -> tuple[int, int]:
-    """Returns the whole shape of the canonical factor `layers.I.TARGET.lora_a|lora_b`.
-
-    Blocks of a block-diagonal factor lie below one another, as in PEFT's files.
-    """
-    _, target, which = split_name(name)
-    out_size, in_size = spec.target_shape(target)
-    blocks = lora.num_blocks if which == lora.block_factor(target) else 1
-    if which == "lora_a":
-        return lora.rank, in_size // blocks
-    return out_size, lora.rank // blocks
-
-
-def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuses weights or moments that training could not continue from.
-
-    Raises:
-        ValueError: naming the first tensor that holds NaN or inf.
-    """
-    for name, tensor in tensors.items():
-        if not _is_finite(tensor):
-            raise ValueError(f"{name} must be finite, got NaN or inf")
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
-        return bool(np.isfinite(tensor.detach().numpy()).all())  # 20 GB/s, where torch has 0.6
-    return bool(tensor.isfinite().all())
-
-
-def factor_names(spec: Backbone, lora: LoraSpec) -> Iterator[str]:
-    """Yields the canonical names of an adapter's factors over the whole model."""
-    for layer in range(spec.num_layers):
-        for target in lora.target_modules:
-            yield f"layers.{layer}.{target}.lora_a"
-            yield f"layers.{layer}.{target}.lora_b"
-
-
-def initial_factor(spec: Backbone, name: str, lora: LoraSpec, seed: int) -> torch.Tensor:
-    """Returns a fresh factor, drawn as PEFT does.
-
-    `lora_b` is zero; `lora_a` is uniform in +-1/sqrt(in), and in +-sqrt(6 / (in / num_blocks))
-    where it is block-diagonal. The values depend on the job's seed and the name alone, so they are
-    the same under every parallel layout.
-    """
-    shape = factor_shape(spec, name, lora)
-    if name.endswith("lora_b"):
-        return torch.zeros(shape)
-    mixed = (seed * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**64
-    generator = torch.Generator().manual_seed(mixed)
-    is_block = lora.block_factor(split_name(name)[1]) == "lora_a"
-    bound = math.sqrt(6.0 / shape[1]) if is_block else 1.0 / math.sqrt(shape[1])
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-
-
-def initial_factors(spec: Backbone, lora: LoraSpec, seed: int) -> Mapping[str, torch.Tensor]:
-    """Returns all whole factors of a fresh adapter by canonical name."""
-    return {name: initial_factor(spec, name, lora, seed) for name in factor_names(spec, lora)}

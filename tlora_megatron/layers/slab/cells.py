@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.layers.slab_layout import Factor, SlabLayout
+from tlora_megatron.layers.slab.layout import Factor, SlabLayout
 from tlora_megatron.parallel.cells import ReplicaCells
 from tlora_megatron.parallel.collectives import all_gather_rows, reduce_scatter_rows
 

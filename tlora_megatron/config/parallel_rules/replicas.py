@@ -72,6 +72,9 @@ def check_replicas(config: RunConfig) -> None:
     specs, run = config.parallel.replicas, config.run
     if specs is None or len(specs) == 1:
         return
+    if config.parallel.shard_optimizer:
+        rule = f"be false with unlike replicas ({short_form(specs)}), which hold unlike parts"
+        raise must("parallel.shard_optimizer", rule, True, "replicas that are alike can have it")
     least = min(spec.micro_batch_tokens or run.micro_batch_tokens for spec in specs)
     for job in config.jobs:
         if job.portion_tokens is not None and job.portion_tokens > least:

@@ -1,0 +1,1 @@
+"""Rules of the section `parallel` that concern several fields."""

@@ -1,0 +1,68 @@
+"""Rules of `parallel.ep_size` and `parallel.expert_tp_size`, and of runs over routed experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tlora_megatron.config.reader import must
+from tlora_megatron.config.replicas import short_form
+
+if TYPE_CHECKING:
+    from tlora_megatron.config.load import ParallelSpec, RunConfig
+
+
+def check_expert_sizes(parallel: ParallelSpec) -> None:
+    """Refuses sizes that contradict each other, whatever the base is.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    of_expert, tp_size = parallel.expert_tp_size, parallel.tp_size
+    if of_expert is not None and of_expert not in (1, tp_size):
+        raise must("parallel.expert_tp_size", f"be 1 or tp_size = {tp_size}", of_expert)
+    if of_expert == 1 < tp_size and not parallel.sequence_parallel:
+        why = "ranks would compute the same rows"
+        rule = f"be tp_size = {tp_size} without sequence_parallel: {why}"
+        raise must("parallel.expert_tp_size", rule, of_expert)
+    if parallel.ep_size > 1 and parallel.replicas is not None:
+        rule = "be absent with parallel.ep_size above 1"
+        raise must("parallel.replicas", rule, short_form(parallel.replicas))
+
+
+def check_run_over_experts(config: RunConfig) -> None:
+    """Refuses settings of a run that a base with routed experts cannot keep yet.
+
+    Raises:
+        ConfigError: naming the key, and the job where there is one.
+    """
+    parallel, run, where = config.parallel, config.run, "over a base with routed experts"
+    if parallel.replicas is not None:
+        raise must("parallel.replicas", f"be absent {where}", short_form(parallel.replicas))
+    if parallel.cp_by_micro_batch:
+        raise must("parallel.cp_by_micro_batch", f"be false {where}", True)
+    if run.nano_batches != 1:
+        raise must("run.nano_batches", f"be 1 {where}", run.nano_batches)
+    if run.recompute == "auto":
+        rule = f"be none, selective or full {where}, whose memory is not predicted yet"
+        raise must("run.recompute", rule, run.recompute)
+    if run.deterministic:
+        why = "an expert's rows come in any number, which moves the last bits"
+        raise must("run.deterministic", f"be false {where}: {why}", True)
+    for job in config.jobs:
+        if job.portion_tokens is not None:
+            why = "an expert's rows come in any number, which moves the last bits"
+            name = f"portion_tokens of job {job.name}"
+            raise must(name, f"be absent {where}: {why}", job.portion_tokens)
+
+
+def check_run_without_experts(parallel: ParallelSpec) -> None:
+    """Refuses expert parallelism over a dense base.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    for key, usual in (("ep_size", 1), ("expert_tp_size", None)):
+        given = getattr(parallel, key)
+        if given != usual:
+            rule = f"be {'1' if usual else 'absent'} over a base without routed experts"
+            raise must(f"parallel.{key}", rule, given)

@@ -1,0 +1,194 @@
+"""Routed experts in the place of a frozen layer's MLP: all of it without autograd.
+
+    y[t] = sum over e in C(t), ascending: (w[t, e] * swiglu(x[t] Wgu_e^T)) Wd_e^T
+
+Weights multiply before the second linear, so that backward needs no expert's output. Saved are the
+first linear's outputs and what the router keeps.
+
+Layout: x is this rank's rows, or all of them as `LinearLayout` says. Where tensor parallelism cuts
+experts, they are gathered and the result reduced as around a dense MLP; forward gathers and
+reduce-scatters, backward the same. Where it does not, each rank's rows go to the experts' ranks
+from where they are. Expert parallelism is one all-to-all to the experts and one back, each way.
+
+Shapes: T rows, H hidden features, E experts, L of them here, I features inside one here, R = T K
+rows to all experts, Q rows that meet those of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from tlora_megatron.layers.linear_layout import LinearLayout
+from tlora_megatron.layers.multi_adapter import reduced
+from tlora_megatron.model.experts import ExpertsSpec
+from tlora_megatron.ops.experts.products import expert_dgrads, expert_products
+from tlora_megatron.ops.experts.router import route_vjp
+from tlora_megatron.ops.experts.rows import ExpertRows, sort_rows
+from tlora_megatron.ops.frozen.frozen_parts import Vjp
+from tlora_megatron.ops.frozen.swiglu import swiglu, swiglu_vjp
+from tlora_megatron.ops.routing.segments import MicroBatchView
+from tlora_megatron.parallel.expert_exchange import ExpertExchange, Journey
+from tlora_megatron.parallel.nano.lanes import Lane
+
+
+class FrozenExperts(nn.Module):
+    """Router and experts of one layer, with Megatron's names of their weights.
+
+    Args:
+        config: Megatron's configuration of the model.
+        spec: of the experts.
+        ep_size: ranks that share the experts.
+        expert_tp: tensor-parallel ranks that share each of them.
+    """
+
+    def __init__(
+        self, config: Any, *, spec: ExpertsSpec, ep_size: int, expert_tp: int, **_: Any
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.exchange = ExpertExchange(
+            group=parallel_state.get_expert_model_parallel_group() if ep_size > 1 else None,
+            size=ep_size,
+        )
+        hidden, inner = config.hidden_size, spec.ffn_size // expert_tp
+        num_local = spec.num_experts // ep_size
+        place = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.router = _Router((spec.num_experts, hidden), place)
+        self.experts = _LocalExperts(num_local, hidden, inner, place)
+        cut = config.tensor_model_parallel_size > 1 and expert_tp > 1
+        self.rows_in = _RowsIn(_layout("column", config, cut=cut))
+        self.rows_out = _RowsOut(_layout("row", config, cut=cut))
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """`[T, 1, H]` to the same, differentiable in it; the second value is Megatron's bias."""
+        return _Experts.apply(hidden_states, self), None
+
+    def compute_vjp(
+        self, x_TH: Tensor, view: MicroBatchView | None = None, lane: Lane | None = None
+    ) -> tuple[Tensor, Vjp]:
+        """Computes the experts of all rows that are given; returns y `[T, H]` and the way back."""
+        routing, router_back = route_vjp(x_TH, self.router.weight, self.spec)
+        rows = sort_rows(routing.experts_TK, self.spec.num_experts)
+        journey = self.exchange.begin(rows.counts_E)
+        weights_Q = journey.there(rows.pick(routing.weights_TK))
+        fc1, fc2 = self.experts.linear_fc1.stacked, self.experts.linear_fc2.stacked
+        inner = expert_products(journey.there(rows.spread(x_TH)), fc1, journey.counts_L)
+        weighted = _weighted(swiglu(inner), weights_Q)
+        y_TH = rows.sum(journey.back(expert_products(weighted, fc2, journey.counts_L)))
+        saved = _Saved(rows, journey, weights_Q, inner)
+
+        def vjp(dy_TH: Tensor) -> Tensor:
+            dx_TH, dweights_R = self._back(dy_TH, saved)
+            return dx_TH + router_back(dweights_R[rows.places_TK])
+
+        return y_TH, vjp
+
+    def _back(self, dy_TH: Tensor, saved: _Saved) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of x through the experts, and of the weights `[R]`, fp32."""
+        rows, journey, weights_Q, inner = saved
+        fc1, fc2 = self.experts.linear_fc1.stacked, self.experts.linear_fc2.stacked
+        dy_QH = journey.there(rows.spread(dy_TH))
+        dweighted = expert_dgrads(dy_QH, fc2, journey.counts_L)
+        hidden, swiglu_back = swiglu_vjp(inner)
+        dweights_Q = (dweighted.float() * hidden.float()).sum(-1)
+        dinner = swiglu_back(_weighted(dweighted, weights_Q))
+        dx_QH = expert_dgrads(dinner, fc1, journey.counts_L)
+        return rows.sum(journey.back(dx_QH)), journey.back(dweights_Q)
+
+
+class _Saved(NamedTuple):
+    rows: ExpertRows
+    journey: Journey
+    weights_Q: Tensor
+    inner: Tensor
+    """Gate and up, `[Q, 2 I]`."""
+
+
+def _weighted(x: Tensor, weights_Q: Tensor) -> Tensor:
+    return (x.float() * weights_Q.float()[:, None]).to(x.dtype)
+
+
+class _Router(nn.Module):
+    def __init__(self, shape: tuple[int, int], place: dict[str, Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, **place))
+
+
+class _LocalExperts(nn.Module):
+    def __init__(self, count: int, hidden: int, inner: int, place: dict[str, Any]) -> None:
+        super().__init__()
+        self.linear_fc1 = _StackedWeights((count, 2 * inner, hidden), place)
+        self.linear_fc2 = _StackedWeights((count, hidden, inner), place)
+
+
+class _StackedWeights(nn.Module):
+    """One linear of all local experts: a parameter each, side by side in one tensor."""
+
+    stacked: Tensor
+
+    def __init__(self, shape: tuple[int, int, int], place: dict[str, Any]) -> None:
+        super().__init__()
+        object.__setattr__(self, "stacked", torch.empty(shape, **place))
+        for number, weight in enumerate(self.stacked.unbind()):
+            self.register_parameter(f"weight{number}", nn.Parameter(weight, requires_grad=False))
+
+
+def _layout(kind: Any, config: Any, *, cut: bool) -> LinearLayout:
+    if not cut:
+        return LinearLayout(kind=kind)
+    return LinearLayout(
+        kind=kind,
+        group=parallel_state.get_tensor_model_parallel_group(),
+        tp_size=config.tensor_model_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+        reduces_dgrad=kind == "column" and not config.sequence_parallel,
+    )
+
+
+class _Edge(nn.Module):
+    """Stands where a dense MLP has a linear, and moves rows only."""
+
+    tlora_adapters = None
+
+    def __init__(self, layout: LinearLayout) -> None:
+        super().__init__()
+        self.layout = layout
+
+
+class _RowsIn(_Edge):
+    def product_vjp(
+        self, x: Tensor, view: MicroBatchView | None = None, lane: Lane | None = None
+    ) -> tuple[Tensor, Vjp]:
+        """Gathers the rows that the experts take."""
+        return self.layout.gather_input(x), lambda dx: self.layout.reduce_dgrad(dx).wait()
+
+
+class _RowsOut(_Edge):
+    def product_vjp(
+        self, y: Tensor, view: MicroBatchView | None = None, lane: Lane | None = None
+    ) -> tuple[Tensor, Vjp]:
+        """Sums the parts of experts over the ranks that share them."""
+        return reduced(y, lambda dy: dy, self.layout)
+
+
+class _Experts(torch.autograd.Function):
+    """`FrozenExperts` as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, module: FrozenExperts) -> Tensor:
+        x, ctx.backs = hidden.contiguous().flatten(0, -2), []
+        for run in (module.rows_in.product_vjp, module.compute_vjp, module.rows_out.product_vjp):
+            x, back = run(x)
+            ctx.backs.append(back)
+        return x.view(hidden.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+        grad = dout.contiguous().flatten(0, -2)
+        while ctx.backs:
+            grad = ctx.backs.pop()(grad)
+        return grad.view(dout.shape), None

@@ -1,0 +1,143 @@
+"""The routed experts of a base model: their shape, and where a stored file holds them.
+
+A row meets `top_k` of the experts. The router's scores are a softmax over all experts in fp32, the
+`top_k` largest are chosen, and their scores weigh what the chosen experts return.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+ExpertPart = Literal["gate_proj", "up_proj", "down_proj"]
+
+_OF_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsSpec:
+    """Routed experts, which every layer has in the place of an MLP."""
+
+    num_experts: int
+    top_k: int
+    """Experts of a row."""
+    ffn_size: int
+    """Hidden size of each expert."""
+    normalizes: bool
+    """The weights of a row's experts are divided by their sum."""
+    keeps_fp32: bool = False
+    """These weights stay in fp32 (Mixtral); else they are rounded to the logits' dtype."""
+    block: str = "mlp"
+    """Name of the experts' module in a stored layer."""
+
+    @property
+    def stored_router(self) -> str:
+        """Name of the router's weight `[num_experts, hidden]` in a stored layer."""
+        return f"{self.block}.gate.weight"
+
+    def stored(self, expert: int, part: ExpertPart) -> str:
+        """Name of one expert's weight in a stored layer."""
+        name = part if self.block == "mlp" else _OF_MIXTRAL[part]
+        return f"{self.block}.experts.{expert}.{name}.weight"
+
+
+def refuse_experts(experts: ExpertsSpec | None, what: str) -> None:
+    """Refuses a base with experts where only dense ones are known.
+
+    Args:
+        what: begins the sentence: "the base of ...".
+
+    Raises:
+        ValueError: saying what the base must be.
+    """
+    if experts is not None:
+        raise ValueError(
+            f"{what} must have no routed experts yet, got {experts.num_experts} experts; "
+            "train its jobs with tlora train"
+        )
+
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "head_dim": None,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": None,
+        "head_dim": None,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.0,
+    },
+}
+"""Values of missing keys by model type: the defaults of transformers 5.23's config classes."""
+_NUM_EXPERTS = {"qwen3_moe": 128, "mixtral": 8}
+
+
+def read_experts(values: dict[str, Any]) -> ExpertsSpec | None:
+    """Reads the experts of a `config.json` whose missing keys are filled in; None without any.
+
+    Raises:
+        ValueError: for what is not supported; the message lacks the file's name.
+    """
+    kind = values["model_type"]
+    if kind not in DEFAULTS:
+        return None
+    is_mixtral = kind == "mixtral"
+    _check_unsupported(values)
+    num_experts = _num_experts(values)
+    top_k = _count("num_experts_per_tok", values["num_experts_per_tok"])
+    if top_k > num_experts:
+        raise ValueError(f"num_experts_per_tok must be at most {num_experts}, got {top_k}")
+    ffn = "intermediate_size" if is_mixtral else "moe_intermediate_size"
+    return ExpertsSpec(
+        num_experts=num_experts,
+        top_k=top_k,
+        ffn_size=_count(ffn, values[ffn]),
+        normalizes=is_mixtral or bool(values["norm_topk_prob"]),
+        keeps_fp32=is_mixtral,
+        block="block_sparse_moe" if is_mixtral else "mlp",
+    )
+
+
+def _check_unsupported(values: dict[str, Any]) -> None:
+    """Refuses layers without experts among those with some, and noise on the router's input."""
+    for key, usual in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        value = values.get(key, usual)
+        if value not in (usual, None):
+            why = "a base has experts in every layer or in none"
+            raise ValueError(f"{key} must be {usual} ({why}), got {value!r}")
+    noise = values.get("router_jitter_noise", 0.0)
+    if noise:
+        why = "it would move tokens to other experts at random"
+        raise ValueError(f"router_jitter_noise must be 0 ({why}), got {noise!r}")
+
+
+def _num_experts(values: dict[str, Any]) -> int:
+    """The number of experts, which transformers 5 writes under another name than 4 did."""
+    names = ("num_local_experts", "num_experts")
+    given = {name: values[name] for name in names if values.get(name) is not None}
+    if len(set(given.values())) > 1:
+        raise ValueError(
+            "num_local_experts and num_experts must be the same, got "
+            f"{given['num_local_experts']!r} and {given['num_experts']!r}"
+        )
+    name, value = next(iter(given.items()), ("num_experts", _NUM_EXPERTS[values["model_type"]]))
+    return _count(name, value)
+
+
+def _count(key: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} must be an integer of at least 1, got {value!r}")
+    return value

@@ -1,0 +1,57 @@
+"""The order in which experts compute a micro-batch's rows: expert by expert, rows ascending.
+
+Each row lies there once for every expert that it meets. Rows of a packed micro-batch lie adapter
+by adapter, and so they do inside an expert.
+
+Shapes: T rows, K experts of each, E experts, R = T K.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ExpertRows(NamedTuple):
+    """Where a micro-batch's rows lie for the experts; a value of one layer's call."""
+
+    rows_R: Tensor
+    """int64: the row of the micro-batch at each place."""
+    choice_R: Tensor
+    """int64: its index among all T K choices, row by row."""
+    places_TK: Tensor
+    """int64: the place of each row at each of its experts."""
+    counts_E: Tensor
+    """int64: places of each expert."""
+
+    def spread(self, x_TH: Tensor) -> Tensor:
+        """Returns a row's values at all of its places, `[R, H]`."""
+        return x_TH[self.rows_R]
+
+    def pick(self, weights_TK: Tensor) -> Tensor:
+        """Returns the value of each choice at its place, `[R]`."""
+        return weights_TK.flatten()[self.choice_R]
+
+    def sum(self, y_RH: Tensor) -> Tensor:
+        """Returns the sum over a row's places `[T, H]`: in fp32, by ascending expert."""
+        total_TH = y_RH[self.places_TK[:, 0]].float()
+        for choice in range(1, self.places_TK.shape[1]):
+            total_TH += y_RH[self.places_TK[:, choice]]
+        return total_TH.to(y_RH.dtype)
+
+
+def sort_rows(experts_TK: Tensor, num_experts: int) -> ExpertRows:
+    """Orders a micro-batch's rows by expert; nothing waits for the device.
+
+    Args:
+        experts_TK: int64, ascending in each row.
+    """
+    flat_R = experts_TK.flatten()
+    choice_R = flat_R.argsort(stable=True)
+    places_R = torch.empty_like(choice_R)
+    places_R[choice_R] = torch.arange(len(choice_R), device=choice_R.device)
+    counts_E = flat_R.new_zeros(num_experts).scatter_add_(0, flat_R, torch.ones_like(flat_R))
+    rows_R = choice_R // experts_TK.shape[1]
+    return ExpertRows(rows_R, choice_R, places_R.view_as(experts_TK), counts_E)

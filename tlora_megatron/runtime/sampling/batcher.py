@@ -1,0 +1,323 @@
+"""Continuous batching: at every step, all sequences that grow and the prompts there is room for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tlora_megatron.integrations.megatron.generation.growing_view import Growth
+from tlora_megatron.integrations.megatron.generation.key_cache import KeyCache
+from tlora_megatron.runtime.sampling.adapter_key import AdapterKey
+from tlora_megatron.runtime.sampling.adapters import AdapterShelf
+from tlora_megatron.runtime.sampling.choice import Draws, choose, log_probabilities, top_of
+from tlora_megatron.runtime.sampling.text import TextStream
+from tlora_megatron.runtime.sampling.tracks import Request, Tell, Track
+from tlora_megatron.runtime.sampling.values import Piece, Prompt, Scores, StopReason
+
+_SCORED_ROWS = 256
+"""Rows of logits that exist at a time: 131 MB of fp32 at 128,256 tokens."""
+
+_OPEN_END_SHARE = 8
+"""A request that names no length reserves at most such a part of the cache's rows: others go on."""
+
+
+class Steps(Protocol):
+    """The model with its cache (`integrations.megatron.generation.stepper`)."""
+
+    cache: KeyCache
+    step_tokens: int
+
+    def step(self, growths: Sequence[Growth], num_slots: int) -> Tensor:
+        """Computes new tokens; returns hidden states `[T, H]`."""
+        ...
+
+    def logits(self, hidden_nH: Tensor) -> Tensor:
+        """Logits of the next tokens, fp32 `[n, vocabulary]`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Words:
+    """The meaning of a base's tokens."""
+
+    tokenizer: Any
+    eos: frozenset[int]
+    vocab_size: int
+    max_positions: int
+
+
+class Batcher:
+    """Requests that wait, and sequences that grow.
+
+    Args:
+        most_sequences: that grow at a time.
+    """
+
+    def __init__(
+        self, model: Steps, shelf: AdapterShelf, words: Words, *, most_sequences: int
+    ) -> None:
+        self._model = model
+        self._shelf = shelf
+        self.words = words
+        self._most_sequences = min(most_sequences, model.step_tokens)
+        self._waiting: deque[Request] = deque()
+        self._tracks: list[Track] = []
+
+    @property
+    def has_work(self) -> bool:
+        """True if a step would do something."""
+        return bool(self._waiting or self._tracks)
+
+    def request(self, prompt: Prompt, number: int, seed: int, tell: Tell) -> Request:
+        """Checks a request; `add` takes it.
+
+        Args:
+            seed: where the prompt has none.
+
+        Raises:
+            ValueError: for what the base or the sampler cannot do.
+        """
+        self._check_tokens(prompt)
+        params, rows = prompt.params, self._model.cache.num_rows
+        found = Request(
+            prompt=prompt,
+            number=number,
+            tell=tell,
+            most_new=self._most_new(prompt),
+            seed=seed if params.seed is None else params.seed,
+            key=None if prompt.adapter is None else AdapterKey.of(prompt.adapter),
+        )
+        if found.num_rows > rows:
+            raise ValueError(
+                f"prompt and max_tokens of {prompt.num_samples} samples must have at most {rows} "
+                f"tokens together, got {found.num_rows}; ask for fewer"
+            )
+        return found
+
+    def _check_tokens(self, prompt: Prompt) -> None:
+        words = self.words
+        wrong = (token for token in prompt.tokens if not 0 <= token < words.vocab_size)
+        worst = next(wrong, None)
+        if worst is not None:
+            raise ValueError(f"tokens must be between 0 and {words.vocab_size - 1}, got {worst}")
+        if len(prompt.tokens) + (prompt.params.max_tokens != 0) > words.max_positions:
+            raise ValueError(
+                f"prompt must be shorter than the base's {words.max_positions} positions, "
+                f"got {len(prompt.tokens)} tokens"
+            )
+
+    def _most_new(self, prompt: Prompt) -> int:
+        """Tokens of each sample, which never go beyond the base's positions."""
+        length, left = len(prompt.tokens), self.words.max_positions - len(prompt.tokens)
+        if prompt.params.max_tokens is not None:
+            return min(left, prompt.params.max_tokens)
+        share = self._model.cache.num_rows // _OPEN_END_SHARE
+        return max(1, min(left, (share - length) // prompt.num_samples + 1))
+
+    def add(self, request: Request) -> None:
+        """Lets a request wait for room."""
+        self._waiting.append(request)
+
+    def step(self) -> None:
+        """Takes in what there is room for, computes one step, and tells what came of it."""
+        self._drop_cancelled()
+        self._admit()
+        plan = self._plan()
+        if not plan:
+            return
+        growths = [self._growth(track, count) for track, count in plan]
+        hidden_TH = self._model.step(growths, self._shelf.num_slots)
+        ends = torch.tensor([count for _, count in plan]).cumsum(0).tolist()
+        ready: list[tuple[Track, int]] = []
+        for (track, count), end in zip(plan, ends, strict=True):
+            if track.sample is None and track.request.wants_scores:
+                self._score(track, hidden_TH[end - count : end])
+            track.cached += count
+            if track.cached == len(track.tokens):
+                ready.append((track, end - 1))
+        if ready:
+            self._go_on(ready, hidden_TH)
+
+    def _drop_cancelled(self) -> None:
+        self._waiting = deque(one for one in self._waiting if not one.is_cancelled)
+        for track in [track for track in self._tracks if track.request.is_cancelled]:
+            self._remove(track)
+
+    def _admit(self) -> None:
+        """Starts requests in the order in which they came, while there is room."""
+        while self._waiting:
+            request = self._waiting[0]
+            live = sum(one.request.prompt.num_samples for one in self._tracks if one.sample is None)
+            live += sum(one.sample is not None for one in self._tracks)
+            fits = live + request.prompt.num_samples <= self._most_sequences
+            if (live and not fits) or self._model.cache.num_free < request.num_rows:
+                return
+            try:
+                if request.key and not self._shelf.fetch(request.key, self._keys_in_use()):
+                    return
+            except ValueError as error:
+                request.tell(error)
+                self._waiting.popleft()
+                continue
+            self._start(self._waiting.popleft())
+
+    def _keys_in_use(self) -> Collection[AdapterKey]:
+        return {track.request.key for track in self._tracks if track.request.key is not None}
+
+    def _start(self, request: Request) -> None:
+        rows = self._model.cache.reserve(request.num_rows)
+        assert rows is not None, "there was room"
+        request.rows = rows
+        request.num_live = 1
+        tokens = list(request.prompt.tokens)
+        self._tracks.append(Track(request=request, tokens=tokens, rows=rows[: len(tokens)]))
+
+    def _plan(self) -> list[tuple[Track, int]]:
+        """New tokens of each sequence in this step, in the order of slots.
+
+        Samples come first, a token each; prompts share what is left of the step.
+        """
+        left = self._model.step_tokens
+        plan = []
+        for track in sorted(self._tracks, key=lambda one: one.sample is None):
+            count = min(left, len(track.tokens) - track.cached)
+            left -= count
+            if count:
+                plan.append((track, count))
+        return sorted(plan, key=lambda pair: self._shelf.slot(pair[0].request.key))
+
+    def _growth(self, track: Track, count: int) -> Growth:
+        return Growth(
+            slot=self._shelf.slot(track.request.key),
+            past=track.cached,
+            tokens=tuple(track.tokens[track.cached : track.cached + count]),
+            rows=track.rows,
+        )
+
+    def _score(self, track: Track, hidden_TH: Tensor) -> None:
+        """Scores the tokens of a prompt behind those of a step."""
+        request, first = track.request, track.cached + 1
+        targets = request.prompt.tokens[first : first + len(hidden_TH)]
+        for begin in range(0, len(targets), _SCORED_ROWS):
+            labels = targets[begin : begin + _SCORED_ROWS]
+            logprobs_nV = log_probabilities(
+                self._model.logits(hidden_TH[begin : begin + len(labels)])
+            )
+            index = torch.tensor(labels, device=logprobs_nV.device)[:, None]
+            request.logprobs += logprobs_nV.gather(1, index)[:, 0].tolist()
+            if not logprobs_nV.isfinite().all():
+                _refuse([track])
+                return
+            if count := request.prompt.top_prompt_logprobs:
+                request.top += [top_of(row, count) for row in logprobs_nV]
+
+    def _go_on(self, ready: Sequence[tuple[Track, int]], hidden_TH: Tensor) -> None:
+        """Gives each sequence its next token, and each prompt that is read its samples."""
+        growing: list[Track] = []
+        rows: list[int] = []
+        for track, row in ready:
+            samples = self._branch(track) if track.sample is None else [track]
+            growing += samples
+            rows += [row] * len(samples)
+        for begin in range(0, len(growing), _SCORED_ROWS):
+            tracks = growing[begin : begin + _SCORED_ROWS]
+            index = torch.tensor(rows[begin : begin + _SCORED_ROWS], device=hidden_TH.device)
+            self._choose(tracks, self._model.logits(hidden_TH[index]))
+
+    def _branch(self, track: Track) -> list[Track]:
+        """Ends a prompt's own track; returns those of its samples."""
+        request, rows = track.request, track.rows
+        if request.wants_scores:
+            top = tuple(request.top) if request.prompt.top_prompt_logprobs else ()
+            scores = Scores(logprobs=tuple(request.logprobs), top=top)
+            request.tell(Piece(prompt=request.number, scores=scores))
+        own = request.rows[len(rows) :]
+        size, count = request.own_rows, request.prompt.num_samples if request.most_new else 0
+        samples = [
+            Track(
+                request=request,
+                tokens=list(track.tokens),
+                rows=rows + own[sample * size : (sample + 1) * size],
+                cached=track.cached,
+                sample=sample,
+                draws=Draws(request.seed, sample),
+                text=TextStream(self.words.tokenizer, request.prompt.params.stop),
+            )
+            for sample in range(count)
+        ]
+        self._tracks += samples
+        request.num_live += count
+        self._remove(track)
+        return samples
+
+    def _choose(self, tracks: Sequence[Track], logits_nV: Tensor) -> None:
+        good = logits_nV.isfinite().all(dim=-1).tolist()
+        if not all(good):
+            _refuse([track for track, is_good in zip(tracks, good, strict=True) if not is_good])
+            kept = [row for row, is_good in enumerate(good) if is_good]
+            tracks, logits_nV = [tracks[row] for row in kept], logits_nV[kept]
+        if not tracks:
+            return
+        params = [track.request.prompt.params for track in tracks]
+        draws = [track.draws for track in tracks if track.draws is not None]
+        chosen = choose(logits_nV, params, draws)
+        logprobs_nV = log_probabilities(logits_nV)
+        index = torch.tensor(chosen, device=logits_nV.device)[:, None]
+        logprobs = logprobs_nV.gather(1, index)[:, 0].tolist()
+        for i, track in enumerate(tracks):
+            count = params[i].top_logprobs
+            top = (top_of(logprobs_nV[i], count),) if count else ()
+            piece = Piece(
+                prompt=track.request.number,
+                sample=track.sample or 0,
+                tokens=(chosen[i],),
+                logprobs=(logprobs[i],),
+                top_logprobs=top,
+                **self._append(track, chosen[i]),
+            )
+            track.request.tell(piece)
+            if piece.stop_reason is not None:
+                self._remove(track)
+
+    def _append(self, track: Track, token: int) -> dict[str, Any]:
+        """Adds a token; returns the text, and why the sequence ends if it does."""
+        assert track.text is not None, "a sample has a text"
+        track.tokens.append(token)
+        params = track.request.prompt.params
+        reason: StopReason | None = None
+        by: int | str | None = None
+        text = ""
+        if token in params.stop_tokens or (token in self.words.eos and not params.ignore_eos):
+            reason, by = "stop", token
+        else:
+            text, by = track.text.add(token)
+            reason = "stop" if by is not None else None
+        if reason is None and track.num_new == track.request.most_new:
+            reason = "length"
+        if reason is not None and not isinstance(by, str):
+            rest = track.text.end()
+            text += rest.text
+            if rest.stop is not None:
+                reason, by = "stop", rest.stop
+        return {"text": text, "stop_reason": reason, "stopped_by": by}
+
+    def _remove(self, track: Track) -> None:
+        """Lets go of a sequence; the rows of a request go back with its last one."""
+        self._tracks.remove(track)
+        request = track.request
+        request.num_live -= 1
+        if request.num_live == 0:
+            self._model.cache.release(request.rows)
+            request.rows = []
+
+
+def _refuse(tracks: Sequence[Track]) -> None:
+    """Ends the requests of sequences that have no next token; others go on."""
+    for request in {id(track.request): track.request for track in tracks}.values():
+        request.is_cancelled = True
+        request.tell(ValueError("the model must give finite logits, got some that are not"))

@@ -1,0 +1,112 @@
+"""Opens a base for sampling, on this process alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tlora_megatron.config.job import HF_TARGETS
+from tlora_megatron.config.load import read_gang_config
+from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
+from tlora_megatron.layers.attach import attach
+from tlora_megatron.model.experts import refuse_experts
+from tlora_megatron.model.quantisation import base_quantisation
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.runtime.backbone import model_config, model_dir, open_backbone, ready_process
+from tlora_megatron.runtime.own_replica import own_replica
+from tlora_megatron.runtime.sampling.adapters import AdapterShelf
+from tlora_megatron.runtime.sampling.batcher import Batcher, Words
+from tlora_megatron.runtime.sampling.limits import SamplerLimits
+from tlora_megatron.training.data.job_data import load_tokenizer
+from tlora_megatron.training.run.training_run import DTYPES
+
+_CPU_TOKENS, _GPU_TOKENS = 2048, 8192
+_CPU_BYTES, _GPU_SHARE = 512 << 20, 0.5
+
+
+def open_batcher(base: Mapping[str, Any], limits: SamplerLimits) -> Batcher:
+    """Loads a base and makes it ready for requests.
+
+    Args:
+        base: the section `base_model` of a configuration, its path absolute.
+
+    On a CPU the weights are held in fp32, whatever the base says: bf16 is slower there, and the
+    same weights in fp32 are exact.
+
+    Raises:
+        ValueError: if the base cannot be used.
+    """
+    on_gpu = torch.cuda.is_available()
+    step_tokens = limits.step_tokens or (_GPU_TOKENS if on_gpu else _CPU_TOKENS)
+    sections = {
+        "base_model": dict(base) if on_gpu else {**base, "dtype": "float32"},
+        "run": {"micro_batch_tokens": step_tokens},
+    }
+    config = read_gang_config(sections, Path("/"), output_dir="/")
+    spec = read_model_spec(model_config(config))
+    refuse_experts(spec.experts, "the base of a sampler")
+    quantisation = base_quantisation(config.base_model, spec)
+    own = own_replica(config, rank=0, world_size=1)
+    ready_process(config, own.layout)
+    opened = open_backbone(config, spec, own, quantisation)
+    held = frozenset(HF_TARGETS)
+    bank = AdapterBank(
+        [site for site, _ in opened.linears],
+        BankShape(targets=held, block_targets=held),
+        dtype=DTYPES[config.base_model.dtype],
+        device=opened.groups.device,
+    )
+    attach(opened.linears, bank)
+    # Not at the top: what needs no model needs no Megatron-core.
+    from tlora_megatron.integrations.megatron.generation.stepper import Stepper
+
+    engine: Any = opened.engine
+    stepper = Stepper(engine.model, spec, cache_bytes=_cache_bytes(limits), step_tokens=step_tokens)
+    shelf = AdapterShelf(bank, spec, limits.adapters)
+    words = read_words(model_dir(config), spec)
+    return Batcher(stepper, shelf, words, most_sequences=limits.sequences)
+
+
+def read_words(folder: Path, spec: ModelSpec) -> Words:
+    """Reads the tokenizer of a base, and which of its tokens end a sequence.
+
+    Raises:
+        ValueError: if there is no tokenizer.
+    """
+    tokenizer = load_tokenizer(folder)
+    named = (_read(folder / name) for name in ("generation_config.json", "config.json"))
+    values = [content.get("eos_token_id") for content in named]
+    positions = spec.max_positions
+    if spec.sliding_window is not None:  # the base runs without a window
+        positions = min(positions, spec.sliding_window)
+    return Words(
+        tokenizer=tokenizer,
+        eos=end_tokens(*values, tokenizer.eos_token_id),
+        vocab_size=spec.vocab_size,
+        max_positions=positions,
+    )
+
+
+def end_tokens(*values: Iterable[int] | int | None) -> frozenset[int]:
+    """The end-of-sequence tokens that files of a base name; each names one, several or none."""
+    found: set[int] = set()
+    for value in values:
+        if value is not None:
+            found.update([value] if isinstance(value, int) else value)
+    return frozenset(found)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _cache_bytes(limits: SamplerLimits) -> int:
+    if limits.cache_bytes is not None:
+        return limits.cache_bytes
+    if not torch.cuda.is_available():
+        return _CPU_BYTES
+    return int(_GPU_SHARE * torch.cuda.mem_get_info()[0])

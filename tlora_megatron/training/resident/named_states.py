@@ -1,0 +1,134 @@
+"""States and adapters that clients have saved under names, and states that they load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+
+from tlora_megatron.training.driven.clients import Clients
+from tlora_megatron.training.driven.requests import Answer, Category, Request
+from tlora_megatron.training.driven.state import DrivenState
+from tlora_megatron.training.resident.live_loop import LiveLoop
+from tlora_megatron.training.resident.state_load import StateLoad
+from tlora_megatron.training.saving.targets import Target
+
+_STATES, _SAMPLER = "states", "sampler"
+
+
+class StateFiles:
+    """Saves jobs under names that their clients give, and loads states.
+
+    Args:
+        answer: answers a request.
+    """
+
+    def __init__(
+        self,
+        live: LiveLoop,
+        clients: Clients,
+        answer: Callable[[DrivenState, int, Answer], None],
+    ) -> None:
+        self._live = live
+        self._clients = clients
+        self._answer = answer
+        self._loads: dict[str, StateLoad] = {}
+        """States on their way into jobs, by the jobs' names."""
+        self.full: set[str] = set()
+        """Jobs of which no snapshot can be taken now without a wait."""
+
+    def save_state(self, job: DrivenState, number: int, request: Request) -> bool:
+        """Saves weights, moments and progress; False if it must wait for the disk."""
+        folder = self._folder(job, _STATES, request)
+        may_replace = bool(request.params.get("overwrite", False))
+        check = partial(_check_name, folder, job.name, number, may_replace=may_replace)
+        job.saving = number
+        target = self._live.files.state(job, folder, self._failed(job, number), check)
+        job.saving = 0
+        return self._save(job, number, target, folder)
+
+    def save_for_sampler(self, job: DrivenState, number: int, request: Request) -> bool:
+        """Writes the adapter for PEFT; False if it must wait for the disk."""
+        folder = self._folder(job, _SAMPLER, request)
+        target = self._live.files.adapter(job, self._failed(job, number), folder)
+        return self._save(job, number, target, folder)
+
+    def load_state(self, job: DrivenState, number: int, request: Request) -> bool:
+        """Begins to read a state on a thread; the job waits for it, and nobody else."""
+        folder = self._clients.state_folder(str(request.params["path"]))
+        moments = bool(request.params.get("optimizer", True))
+        self._loads[job.name] = StateLoad(job, number, folder, self._live.backbone, moments=moments)
+        return False
+
+    def loads(self) -> dict[str, int | None]:
+        """How far states are read, in the form that `mail.Readiness` takes; by jobs' names."""
+        return {name: load.state for name, load in self._loads.items()}
+
+    def is_loading(self, job: DrivenState) -> bool:
+        """True if a job waits for a state."""
+        return job.name in self._loads
+
+    def take_up(self, job: DrivenState, *, is_read: bool) -> None:
+        """Fills a job with the state that all ranks have read, or that some cannot read.
+
+        Its moments and their count go with it, or begin anew; its gradient is dropped.
+        """
+        load = self._loads.pop(job.name)
+        found = load.found
+        if not is_read or found is None:
+            error = load.error or "some process could not read the state"
+            job.finish(load.number)
+            self._answer(job, load.number, Answer(error=error, category="user"))
+            return
+        slab, model = job.adapter.slab, self._live.super_model
+        slab.wait_for_readers()
+        for buffer, flat in found.buffers.items():
+            slab.put(buffer, flat)
+        slab.zero_grad()
+        job.updates = found.updates
+        model.bank.refresh(next(i for i, other in enumerate(model.jobs) if other is job))
+        job.moved(load.number, applied=True)
+        self._live.save_soon(job.name)  # its state may be replaced, and a replay would take that
+        self._answer(job, load.number, Answer(values={"step": job.updates}))
+
+    def forget(self, names: Collection[str]) -> None:
+        """Drops what was read for jobs other than these, which have left."""
+        for name in [name for name in self._loads if name not in names]:
+            del self._loads[name]
+
+    def _folder(self, job: DrivenState, kind: str, request: Request) -> Path:
+        return self._live.files.folder(job) / kind / str(request.params["name"])
+
+    def _save(self, job: DrivenState, number: int, target: Target, folder: Path) -> bool:
+        if job.name in self.full:
+            return False
+        self.full.add(job.name)
+        path = f"jobs/{job.name}/{folder.parent.name}/{folder.name}"
+        done = partial(self._answer, job, number, Answer(values={"path": path}))
+        self._live.saver.save(job, [target._replace(on_done=done)])
+        job.finish(number)
+        return True
+
+    def _failed(self, job: DrivenState, number: int) -> Callable[[Exception], None]:
+        def answer(error: Exception) -> None:
+            category: Category = "user" if isinstance(error, ValueError) else "server"
+            self._answer(job, number, Answer(error=str(error), category=category))
+
+        return answer
+
+
+def _check_name(folder: Path, job: str, number: int, *, may_replace: bool) -> None:
+    """Refuses a name that another request has used; runs on the writer's thread.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if may_replace or not folder.exists():
+        return
+    try:
+        journal = json.loads((folder / "state.json").read_text())["progress"]["journal"]
+    except (OSError, ValueError, KeyError):
+        journal = {}
+    if (journal.get("job"), journal.get("saved")) != (job, number):
+        raise ValueError(f"name must be new, or overwrite true, got {folder.name!r}")
