@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tlora_megatron.model.layout import LoraSharding, ParallelLayout
+from tlora_megatron.model.layout import LoraSharding, ParallelLayout, stage_sizes
 from tlora_megatron.model.quantisation import cut_block
 from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.model.spec import ModelSpec
@@ -28,6 +28,9 @@ class Plan:
     pp_size: int = 1
     vpp_size: int = 1
     """Model chunks of each pipeline stage; 1: not interleaved."""
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage; None: as many as of each middle one."""
+    last_stage_layers: int | None = None
     cp_size: int = 1
     dp_size: int = 1
     sequence_parallel: bool = False
@@ -38,13 +41,23 @@ class Plan:
     """The number predicted to be fastest; a run with `nano_batches: auto` decides itself."""
     lora_sharding: LoraSharding = "fold"
     """LoRA sharding of standard adapters."""
+    shard_optimizer: bool = False
+    """Adapters' master weights and moments lie in slices on the replicas."""
     round_depth: RoundDepth = 1
     """Micro-batches of a replica in a round; more than 1 are shared out by predicted time."""
+    num_micro_batches: int | None = None
+    """Micro-batches of a replica in every round, each of `micro_batch_tokens` rows whatever there
+    is, as Megatron-LM's trainer fixes both; None = as many and as long as the work needs."""
 
     @property
     def num_gpus(self) -> int:
         """Number of GPUs that the plan uses."""
         return self.tp_size * self.pp_size * self.cp_size * self.dp_size
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that hold the same parts of adapters."""
+        return self.dp_size * self.cp_size
 
     @property
     def layout(self) -> ParallelLayout:
@@ -55,37 +68,58 @@ class Plan:
             cp_size=self.cp_size,
             dp_size=self.dp_size,
             sequence_parallel=self.sequence_parallel,
+            first_stage_layers=self.first_stage_layers,
+            last_stage_layers=self.last_stage_layers,
             lora_sharding=self.lora_sharding,
         )
 
     @property
-    def runs_in(self) -> tuple[Runner, ...]:
-        """The programs that can run the plan.
+    def is_even(self) -> bool:
+        """True if all pipeline stages are to have equally many layers."""
+        return self.first_stage_layers is None and self.last_stage_layers is None
 
-        Only Megatron-LM's scripts have virtual stages, and only `tlora train` deep rounds.
+    def stages(self, spec: ModelSpec) -> tuple[int, ...]:
+        """Number of layers of every pipeline stage."""
+        ends = self.first_stage_layers, self.last_stage_layers
+        return stage_sizes(spec.num_layers, self.pp_size, *ends)
+
+    @property
+    def runs_in(self) -> tuple[Runner, ...]:
+        """The programs that run the plan in the time that is predicted for it.
+
+        Only Megatron-LM's trainer has virtual stages and a fixed number of micro-batches, and only
+        `tlora train` deep rounds.
         DeepSpeed's engine has tensor and data parallelism only, without sequence parallelism and
         nano-batches; it shards by fold and recomputes everything or nothing.
         """
-        if self.vpp_size > 1:
+        if self.num_micro_batches is not None or self.vpp_size > 1:
             return ("megatron",)
         if self.round_depth > 1:
             return ("train",)
         plain = self.pp_size == self.cp_size == self.num_nano_batches == 1
         plain = plain and self.lora_sharding == "fold"
         if plain and not self.sequence_parallel and self.recompute != "selective":
-            return ("train", "megatron", "deepspeed")
-        return ("train", "megatron")
+            return ("train", "deepspeed")
+        return ("train",)
 
     @property
     def label(self) -> str:
         """Short form, for example `TP2+SP PP1 DP4, 8192 tokens, selective`."""
         sizes = [f"TP{self.tp_size}" + ("+SP" if self.sequence_parallel else "")]
         sizes.append(f"PP{self.pp_size}" + (f"x{self.vpp_size}" if self.vpp_size > 1 else ""))
+        if not self.is_even:
+            ends = (self.first_stage_layers, self.last_stage_layers)
+            first, last = ("" if n is None else n for n in ends)
+            sizes[-1] += f" ({first}-{last} layers at its ends)"
         sizes += [f"CP{self.cp_size}"] if self.cp_size > 1 else []
         sizes.append(f"DP{self.dp_size}")
-        parts = [" ".join(sizes), f"{self.micro_batch_tokens} tokens"]
+        fixed = self.num_micro_batches
+        full = "" if fixed is None else f"{fixed} micro-batch{'es' * (fixed > 1)} of "
+        parts = [" ".join(sizes), f"{full}{self.micro_batch_tokens} tokens"]
         if self.lora_sharding != "fold":
             parts.append(self.lora_sharding)
+        if self.shard_optimizer:
+            parts.append("sharded optimizer")
         if self.num_nano_batches > 1:
             parts.append(f"{self.num_nano_batches} nano-batches")
         if self.round_depth > 1:
@@ -111,8 +145,10 @@ def misfit(spec: ModelSpec, plan: Plan) -> str | None:
         cut = cut_block(spec, dict(spec.fp8_linears), plan.tp_size)
         if cut is not None:
             return f"{cut[0]} {cut[1]} is no multiple of 128, a block of FP8 scales"
-    if spec.num_layers % plan.pp_size:
+    if plan.is_even and spec.num_layers % plan.pp_size:
         return f"num_layers {spec.num_layers} is no multiple of PP {plan.pp_size}"
+    if not plan.is_even and plan.vpp_size > 1:
+        return "virtual stages are of even stages"
     if plan.vpp_size > 1 and plan.pp_size == 1:
         return "virtual stages need a pipeline"
     if plan.vpp_size > 1 and spec.fp8_linears:
@@ -124,6 +160,8 @@ def misfit(spec: ModelSpec, plan: Plan) -> str | None:
         return f"{plan.lora_sharding} needs tensor parallelism"
     if plan.sequence_parallel and plan.tp_size == 1:
         return "sequence parallelism needs tensor parallelism"
+    if plan.vpp_size > 1 and (plan.num_micro_batches or plan.pp_size) % plan.pp_size:
+        return f"{plan.num_micro_batches} micro-batches are no multiple of PP {plan.pp_size}"
     multiple = chunk_multiple(plan)
     if plan.micro_batch_tokens % multiple:
         return f"{plan.micro_batch_tokens} tokens are no multiple of {multiple} ranks' chunks"

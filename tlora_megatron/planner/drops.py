@@ -10,6 +10,8 @@ from tlora_megatron.planner.cost.memory import MemoryUse
 from tlora_megatron.planner.hardware import HardwareProfile
 
 _GIB = 2.0**30
+_MEMORY = "memory, "
+"""Begins the kinds of plans that need more memory than there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,16 @@ class Drops:
         need, have = memory.total_bytes / _GIB, hardware.memory_bytes / _GIB
         largest = memory.binding.replace("_", " ")
         reason = f"memory: at least {need:.1f} GiB of {have:.1f} GiB, most of it {largest}"
-        self.add(f"memory, {largest}", reason, plan, memory.total_bytes)
+        self.add(f"{_MEMORY}{largest}", reason, plan, memory.total_bytes)
+
+    def least_memory(self) -> tuple[float, Dropped] | None:
+        """The bytes of the plan that missed the memory by least, and the plan; None without any."""
+        missed = [kind for kind in self._examples if kind.startswith(_MEMORY)]
+        if not missed:
+            return None
+        kind = min(missed, key=lambda kind: self._examples[kind][0])
+        need, reason, plan = self._examples[kind]
+        return need, Dropped(reason, self._counts[kind], plan)
 
     def result(self) -> tuple[Dropped, ...]:
         """All reasons, the most frequent first."""

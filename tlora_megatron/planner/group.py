@@ -37,8 +37,6 @@ class GroupEstimate:
     """Time of a round."""
     tokens_per_s: tuple[float, ...]
     """Speed of each job, in the order in which the jobs were given."""
-    slowdown: tuple[float, ...]
-    """For each job, its speed alone on the same GPUs over its speed in the group; at least 1."""
     memory_bytes: float
     """Peak memory on the fullest GPU; if no plan fits, of the plan that needs least."""
     plan: Plan | None
@@ -78,24 +76,20 @@ class GroupModel:
         order = sorted(range(len(jobs)), key=ids.__getitem__)
         choice = self._choose([jobs[i] for i in order], [ids[i] for i in order], num_gpus)
         if choice.cost is None:
-            never = (math.inf,) * len(jobs)
             return GroupEstimate(
                 fits=False,
                 step_time_s=math.inf,
                 tokens_per_s=(0.0,) * len(jobs),
-                slowdown=never,
                 memory_bytes=choice.memory_bytes,
                 plan=None,
             )
         rates = [0.0] * len(jobs)
         for place, rate in zip(order, choice.cost.job_tokens_per_s, strict=True):
             rates[place] = rate
-        alone = [self._alone(job, i, num_gpus) for job, i in zip(jobs, ids, strict=True)]
         return GroupEstimate(
             fits=True,
             step_time_s=choice.cost.step_time_s,
             tokens_per_s=tuple(rates),
-            slowdown=tuple(max(1.0, a / r) for a, r in zip(alone, rates, strict=True)),
             memory_bytes=choice.memory_bytes,
             plan=choice.plan,
         )
@@ -119,12 +113,6 @@ class GroupModel:
             job.num_blocks,
         )
         return self._ids.setdefault(key, len(self._ids))
-
-    def _alone(self, job: JobLoad, job_id: int, num_gpus: int) -> float:
-        cost = self._choose([job], [job_id], num_gpus).cost
-        # Where a group fits, so does each of its members: adapters only add memory.
-        assert cost is not None, f"job {job.name} must fit alone where its group fits"
-        return cost.job_tokens_per_s[0]
 
     def _choose(self, jobs: Sequence[JobLoad], ids: Sequence[int], num_gpus: int) -> _Choice:
         key = (num_gpus, tuple(ids))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal
@@ -128,8 +128,25 @@ class HardwareProfile:
     lora: LoraCost = rule("time that adapters add to a linear")
     host: HostCost = rule("time that the host needs to launch work")
     gpus_per_node: int = rule("number of GPUs that intra_node connects", ge=1)
+    gpus_per_host: int | None = rule(
+        "GPUs of one operating system, where intra_node connects those of several (NVL72: 4); "
+        "null: gpus_per_node",
+        default=None,
+        ge=1,
+    )
     intra_node: Link = rule("link between GPUs of a node")
-    inter_node: Link | None = rule("link between nodes; null: one node only", default=None)
+    inter_node: Link | None = rule(
+        "link between nodes: one network card where nics_per_node is given, else one GPU's share; "
+        "null: one node only",
+        default=None,
+    )
+    nics_per_node: int | None = rule(
+        "network cards of a node, near whose GPUs they are, one switch for each card's number "
+        "(rail-optimised): a collective uses those of all its GPUs; null: never more than one "
+        "GPU's share",
+        default=None,
+        ge=1,
+    )
     collectives: tuple[CollectivePoint, ...] = rule(
         "measured collectives, which take precedence over intra_node", default=()
     )
@@ -151,6 +168,32 @@ class HardwareProfile:
         le=1,
     )
 
+    @property
+    def gpu_network_bytes_per_s(self) -> float:
+        """Bandwidth to other nodes that a GPU has while all GPUs of its node send; 0 without."""
+        if self.inter_node is None:
+            return 0.0
+        cards = 1.0 if self.nics_per_node is None else self.nics_per_node / self.gpus_per_node
+        return self.inter_node.bytes_per_s * cards
+
+    @property
+    def host_gpus(self) -> int:
+        """Number of GPUs for which one machine starts processes."""
+        return self.gpus_per_host or self.gpus_per_node
+
+    def of_nodes(self, gpus_per_node: int) -> HardwareProfile:
+        """The same machines of which so many GPUs a node are used, each with its own cards."""
+        cards = self.nics_per_node
+        if cards is not None:
+            cards = max(1, cards * gpus_per_node // self.gpus_per_node)
+        host = min(self.host_gpus, gpus_per_node)
+        return replace(
+            self,
+            gpus_per_node=gpus_per_node,
+            gpus_per_host=host if self.gpus_per_host and gpus_per_node % host == 0 else None,
+            nics_per_node=cards,
+        )
+
 
 def load_profile(path: str | Path) -> HardwareProfile:
     """Reads a profile from YAML or JSON; unknown keys are errors.
@@ -159,7 +202,7 @@ def load_profile(path: str | Path) -> HardwareProfile:
         ConfigError: if the file is missing or holds anything that is not a profile.
     """
     path = Path(path)
-    document = read_document(path)
+    document = read_document(path, "hardware profile")
     try:
         profile = read_spec(HardwareProfile, document, "hardware")
     except ConfigError as error:
@@ -168,7 +211,23 @@ def load_profile(path: str | Path) -> HardwareProfile:
         date.fromisoformat(profile.date)
     except ValueError:
         raise must("hardware.date", "be a day, YYYY-MM-DD", profile.date) from None
+    _check_network(profile)
     return profile
+
+
+def _check_network(profile: HardwareProfile) -> None:
+    if profile.nics_per_node is not None and profile.inter_node is None:
+        raise must(
+            "hardware.nics_per_node",
+            "be given with inter_node, the link of each card",
+            profile.nics_per_node,
+        )
+    if profile.gpus_per_node % profile.host_gpus:
+        raise must(
+            "hardware.gpus_per_host",
+            f"divide gpus_per_node = {profile.gpus_per_node}",
+            profile.gpus_per_host,
+        )
 
 
 def profile_document(profile: HardwareProfile) -> dict[str, Any]:

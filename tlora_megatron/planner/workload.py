@@ -6,10 +6,10 @@ import functools
 import itertools
 import math
 import random
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 
 from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, JobSpec
@@ -32,6 +32,10 @@ class LengthHistogram:
 
     pairs: tuple[tuple[int, float], ...]
     """Pairs of length and share of sequences; lengths ascend, shares add up to 1."""
+    mean: float = field(init=False, compare=False, repr=False)
+    """Mean length."""
+    squares: float = field(init=False, compare=False, repr=False)
+    """Mean squared length."""
 
     def __post_init__(self) -> None:
         if not self.pairs:
@@ -46,6 +50,8 @@ class LengthHistogram:
         total = sum(share for _, share in self.pairs)
         if abs(total - 1) > _SUM_TOLERANCE:
             raise ValueError(f"shares of lengths must add up to 1, got {total}")
+        object.__setattr__(self, "mean", sum(length * share for length, share in self.pairs))
+        object.__setattr__(self, "squares", sum(length**2 * share for length, share in self.pairs))
 
     @classmethod
     def single(cls, length: int) -> LengthHistogram:
@@ -91,19 +97,9 @@ class LengthHistogram:
         return cls.from_counts((-(-sum(g) // len(g)), len(g)) for g in [*groups, [longest]])
 
     @property
-    def mean(self) -> float:
-        """Mean length."""
-        return sum(length * share for length, share in self.pairs)
-
-    @property
     def variance(self) -> float:
         """Variance of the length of one sequence."""
         return self.squares - self.mean**2
-
-    @property
-    def squares(self) -> float:
-        """Mean squared length."""
-        return sum(length**2 * share for length, share in self.pairs)
 
     @property
     def longest(self) -> int:
@@ -128,6 +124,12 @@ class LengthHistogram:
             return itertools.repeat(self.longest)
         block = max(_SMALLEST_BLOCK, 2 ** math.ceil(math.log2(32 * batch_size)))
         return itertools.cycle(_shuffled_lengths(self.pairs, seed, min(block, _SPREAD)))
+
+
+def guessed_lengths(longest: int) -> LengthHistogram:
+    """Lengths of a job of which only the longest is known: one in ten has it, the rest a fourth."""
+    short = max(1, longest // 4)
+    return LengthHistogram.from_counts([(short, 9.0), (longest, 1.0)])
 
 
 def _bins_of_tokens(
@@ -164,11 +166,20 @@ def _permutation(seed: int, block: int) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=1024)
 def _spread_lengths(pairs: tuple[tuple[int, float], ...]) -> tuple[int, ...]:
     """Quantiles of a histogram at 1/2, 1/4, 3/4, 1/8, 5/8, ...: the middles of `_SPREAD` parts."""
-    ends = list(itertools.accumulate(share for _, share in pairs))
-    digits, order = _SPREAD.bit_length() - 1, (*range(1, _SPREAD), 0)
-    mirrored = ((int(f"{index:0{digits}b}"[::-1], 2) + 0.5) / _SPREAD for index in order)
-    places = (min(bisect_right(ends, q), len(pairs) - 1) for q in mirrored)
-    return tuple(pairs[place][0] for place in places)
+    ends = itertools.accumulate(share for _, share in pairs)
+    counts = [0, *(bisect_left(_MIDDLES, end) for end in ends)]
+    counts[-1] = _SPREAD
+    ascending: list[int] = []
+    for (length, _), (begin, end) in zip(pairs, itertools.pairwise(counts), strict=True):
+        ascending += [length] * (end - begin)
+    return tuple(ascending[place] for place in _MIRRORED)
+
+
+_MIDDLES = [(part + 0.5) / _SPREAD for part in range(_SPREAD)]
+_MIRRORED = [
+    int(f"{index:0{_SPREAD.bit_length() - 1}b}"[::-1], 2) for index in (*range(1, _SPREAD), 0)
+]
+"""The order of van der Corput: the binary digits of 1, 2, 3, ... in reverse."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,6 +199,9 @@ class JobLoad:
     """Rows of the longest evaluation sequence, which a micro-batch must hold too."""
     num_blocks: int = 1
     """Diagonal blocks of a block-diagonal adapter; 1: a standard adapter."""
+    is_open: bool = False
+    """A client drives it: batch and lengths are a guess that memory must hold, and nobody knows how
+    often there is one."""
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1:
@@ -204,9 +218,9 @@ class JobLoad:
             ("targets", "name at least one linear", self.targets, bool(self.targets)),
             ("targets", f"be among {', '.join(known)}", self.targets, {*self.targets} <= {*known}),
         )
-        for field, obligation, value, holds in rules:
+        for name, obligation, value, holds in rules:
             if not holds:
-                raise ValueError(f"{field} of job {self.name!r} must {obligation}, got {value}")
+                raise ValueError(f"{name} of job {self.name!r} must {obligation}, got {value}")
 
     @classmethod
     def from_spec(
@@ -227,6 +241,7 @@ class JobLoad:
             target_share=target_share,
             longest_eval=longest_eval,
             num_blocks=job.lora.num_blocks,
+            is_open=job.driven,
         )
 
     def local_rank(self, tp_size: int) -> int:

@@ -8,21 +8,28 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import NamedTuple
 
+from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import adapter_elements
+from tlora_megatron.planner.cost.job_sums import JobSums
 from tlora_megatron.planner.cost.layer_cost import LayerCost, LayerModel
 from tlora_megatron.planner.cost.memory import HEAD_ROWS, ROW_TILE
-from tlora_megatron.planner.cost.nano_parts import fastest_split, num_parts
+from tlora_megatron.planner.cost.nano_parts import fastest_split, full_capacity, num_parts
 from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.cost.spans import Span, plan_spans
 from tlora_megatron.planner.hardware import CollectiveOp, HardwareProfile
-from tlora_megatron.planner.rounds import LOOKED_AT, RoundLoad, RoundModel
-from tlora_megatron.planner.timed_rounds import timed_load
+from tlora_megatron.planner.rounds.load import RoundLoad
+from tlora_megatron.planner.rounds.model import LOOKED_AT, RoundModel
+from tlora_megatron.planner.rounds.timed import timed_load
 from tlora_megatron.planner.workload import JobLoad, check_jobs
 
 OPTIMIZER_BYTES = 52
 """Bytes that an optimizer step reads and writes per fp32 element: 4 for the norm, 32 for AdamW with
 zeroing of the gradient, 16 to refresh the compute copy."""
+_SLICED_BYTES, _GATHERED_BYTES = 38, 8
+"""Those of them that sharded states divide, AdamW's and those of the cast; and those that come:
+the rest of the gradient is zeroed, and gathered weights are copied."""
 _HOST_AGAIN = {"none": 1.0, "selective": 1.15, "full": 1.4}
 """Factor on the host work of a layer with recompute: forward is 0.4 of it, the MLP half of that."""
 
@@ -153,16 +160,19 @@ class CostModel:
         *,
         looked_at: int = LOOKED_AT,
     ) -> None:
+        refuse_experts(spec.experts, "the base of a prediction")
         self.spec = spec
         self.jobs = tuple(jobs)
         self.rates = rates
         self.hardware = rates.hardware
-        self._layers = LayerModel(spec, jobs, rates)
+        self._sums = JobSums()
+        self.layers = LayerModel(spec, jobs, rates, self._sums)
         self._longest = max(jobs, key=lambda job: job.lengths.longest)
-        self._rounds = RoundModel(self.jobs, looked_at)
-        self._squares_a_row = [job.lengths.squares / job.lengths.mean for job in jobs]
+        self.rounds = RoundModel(self.jobs, looked_at)
+        self._squares_a_row = tuple(job.lengths.squares / job.lengths.mean for job in jobs)
         """Squared rows of sequences for each of a job's rows."""
-        self._job_steps: dict[object, list[tuple[float, float]]] = {}
+        self._target_shares = tuple(job.target_share for job in jobs)
+        self._job_steps: dict[object, tuple[tuple[float, ...], tuple[float, ...]]] = {}
         self._shared: dict[object, _Parts] = {}
 
     def round_load(self, plan: Plan) -> RoundLoad:
@@ -177,7 +187,14 @@ class CostModel:
                 f"micro_batch_tokens must be at least {longest}, the longest sequence of job "
                 f"{self._longest.name!r}, got {plan.micro_batch_tokens}"
             )
-        load = self._rounds.load(
+        if plan.num_micro_batches is not None:
+            return self.rounds.full_load(
+                capacity=full_capacity(plan, longest),
+                rows=plan.micro_batch_tokens,
+                dp_size=plan.dp_size,
+                num_micro_batches=plan.num_micro_batches,
+            )
+        load = self.rounds.load(
             micro_batch_tokens=plan.micro_batch_tokens,
             dp_size=plan.dp_size,
             pp_size=plan.pp_size,
@@ -199,7 +216,7 @@ class CostModel:
             micro_batch_tokens=plan.micro_batch_tokens,
             dp_size=plan.dp_size,
             depth=plan.round_depth,
-            curvature=self._curvature(plan, shallow, self._layers.cost(plan, shallow), ends_s),
+            curvature=self._curvature(plan, shallow, self.layers.cost(plan, shallow), ends_s),
             row_multiple=ROW_TILE * plan.cp_size,
         )
 
@@ -209,12 +226,12 @@ class CostModel:
         Args:
             ends_s: seconds of a micro-batch outside the layers, on the mean stage.
         """
-        layers = self.spec.num_layers // plan.pp_size
+        layers = self.spec.num_layers / plan.pp_size
         attention_s = layers * layer.attention_s * (1 + layer.attention_again)
         rest_s = layers * layer.total_s + ends_s - attention_s
-        filled = zip(self._squares_a_row, load.job_tokens, strict=True)
-        squares = sum(squares * tokens for squares, tokens in filled)
-        return attention_s / max(rest_s, 1e-12) / (squares / max(load.tokens, 1e-9))
+        squares = self._sums.dot(load.job_tokens, self._squares_a_row)
+        dense = attention_s / max(load.filled_share, 1e-9)
+        return dense / max(rest_s, 1e-12) / (squares / max(load.tokens, 1e-9))
 
     def step_cost(self, plan: Plan, load: RoundLoad | None = None) -> StepCost:
         """Predicts the time of one round; `load` replaces the expected load if it is given."""
@@ -223,21 +240,21 @@ class CostModel:
             parts = self._shared_parts(plan, load)
         else:
             parts = self._parts(plan, load)
-        layers = self.spec.num_layers // plan.pp_size
-        hop = self._hop_s(plan, load.rows / plan.cp_size)
-        host = layers * self.hardware.host.layer_s * _HOST_AGAIN[plan.recompute]
-        host *= num_parts(plan, load)
-        device = [layers * parts.layer_s + hop] * plan.pp_size
+        sizes = plan.stages(self.spec)
+        hops = self._hops_s(plan, load.rows / plan.cp_size)
+        host = self.hardware.host.layer_s * _HOST_AGAIN[plan.recompute] * num_parts(plan, load)
+        device = [layers * parts.layer_s + hop for layers, hop in zip(sizes, hops, strict=True)]
         device[0] += parts.embedding_s
         device[-1] += parts.head_s
-        waited = {time_s: _waits_for(host, time_s, load) for time_s in set(device)}
-        stages = [waited[time_s] for time_s in device]
+        works = list(zip(sizes, device, strict=True))
+        waited = {work: _waits_for(host * work[0], work[1], load) for work in set(works)}
+        stages = [waited[work] for work in works]
         mean, slowest = sum(stages) / len(stages), max(stages)
         count = load.micro_batches
         return StepCost(
-            **parts.layer.times(count * layers),
+            **parts.layer.times(count * self.spec.num_layers / plan.pp_size),
             head_s=count * (parts.head_s + parts.embedding_s) / plan.pp_size,
-            pp_comm_s=count * hop,
+            pp_comm_s=count * sum(hops) / len(hops),
             host_s=count * (mean - sum(device) / len(device)),
             imbalance_s=count * (slowest - mean),
             bubble_s=(sum(stages) - slowest) / plan.vpp_size,
@@ -272,7 +289,7 @@ class CostModel:
 
     def _parts(self, plan: Plan, load: RoundLoad) -> _Parts:
         rows = load.rows / plan.cp_size
-        layer, head_s = self._layers.cost(plan, load), self._head_s(plan, load, rows)
+        layer, head_s = self.layers.cost(plan, load), self._head_s(plan, load, rows)
         sync_s, optimizer_s = self._steps_s(plan, load)
         embedding_s = self._embedding_s(plan, rows)
         ends_s = (head_s + embedding_s) / plan.pp_size
@@ -282,8 +299,7 @@ class CostModel:
     def _head_s(self, plan: Plan, load: RoundLoad, rows: float) -> float:
         """Time of output layer and loss: GEMMs of rows with a target, some rows at a time."""
         spec, size = self.spec, self.rates.element_bytes
-        filled = zip(self.jobs, load.job_tokens, strict=True)
-        targets = sum(job.target_share * n for job, n in filled)
+        targets = self._sums.dot(load.job_tokens, self._target_shares)
         bins = load.micro_batches * plan.dp_size * plan.cp_size
         height = min(HEAD_ROWS, rows)
         runs = max(1.0, math.ceil(targets / bins / height))
@@ -297,55 +313,85 @@ class CostModel:
         return runs * (gemms + loss) + comm
 
     def _head_comm_s(self, plan: Plan, hidden_bytes: float) -> float:
-        spans = plan.tp_size > self.hardware.gpus_per_node
         if plan.sequence_parallel:
-            return self.rates.collective_s(
-                "all_gather", plan.tp_size, hidden_bytes, spans_nodes=spans
-            ) + self.rates.collective_s(
-                "reduce_scatter", plan.tp_size, hidden_bytes, spans_nodes=spans
-            )
-        return self.rates.collective_s("all_reduce", plan.tp_size, hidden_bytes, spans_nodes=spans)
+            gather = self._over_tp_s(plan, "all_gather", hidden_bytes)
+            return gather + self._over_tp_s(plan, "reduce_scatter", hidden_bytes)
+        return self._over_tp_s(plan, "all_reduce", hidden_bytes)
+
+    def _over_tp_s(self, plan: Plan, op: CollectiveOp, size_bytes: float) -> float:
+        over = plan_spans(plan, self.hardware.gpus_per_node).tp
+        return self.rates.collective_s(op, plan.tp_size, size_bytes, over=over)
 
     def _embedding_s(self, plan: Plan, rows: float) -> float:
         """Time of the embedding: one look-up, summed over the parts of the vocabulary."""
         moved = rows * self.spec.hidden_size * self.rates.element_bytes
         op: CollectiveOp = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
-        spans = plan.tp_size > self.hardware.gpus_per_node
-        comm = self.rates.collective_s(op, plan.tp_size, moved, spans_nodes=spans)
-        return self.rates.stream_s(2 * moved) + comm
+        return self.rates.stream_s(2 * moved) + self._over_tp_s(plan, op, moved)
 
-    def _hop_s(self, plan: Plan, rows: float) -> float:
-        """Time to send a micro-batch's hidden states to the next stage and their gradient back."""
+    def _hops_s(self, plan: Plan, rows: float) -> list[float]:
+        """Time of every stage to exchange a micro-batch's hidden states and their gradients.
+
+        A stage exchanges with the one before and the one after it. The ends count their one
+        neighbour twice; with virtual stages they are each other's.
+        """
         if plan.pp_size == 1:
-            return 0.0
+            return [0.0]
         size = rows * self.spec.hidden_size * self.rates.element_bytes
         size /= plan.tp_size if plan.sequence_parallel else 1
-        spans = plan.num_gpus > self.hardware.gpus_per_node
-        hop = self.rates.collective_s("p2p", 2, size, spans_nodes=spans)
-        return 2 * plan.vpp_size * hop
+        crossing = plan_spans(plan, self.hardware.gpus_per_node).hops
+        hop_s = {far: self._hop_s(size, is_far=far) for far in set(crossing)}
+        after = [hop_s[far] for far in crossing]
+        before = after[-1:] + after[:-1]
+        if plan.vpp_size == 1:
+            before[0], after[-1] = after[0], before[-1]
+        return [plan.vpp_size * (b + a) for b, a in zip(before, after, strict=True)]
+
+    def _hop_s(self, size_bytes: float, *, is_far: bool) -> float:
+        over = Span(ranks=2, nodes=2) if is_far else None
+        return self.rates.collective_s("p2p", 2, size_bytes, over=over)
 
     def _steps_s(self, plan: Plan, load: RoundLoad) -> tuple[float, float]:
         """Times of gradient sums and updates of the jobs whose batch a round completes."""
-        key = plan.tp_size, plan.pp_size, plan.cp_size, plan.dp_size, plan.lora_sharding
+        sync, update = self._job_steps_s(plan)
+        return self._sums.dot(load.steps, sync), self._sums.dot(load.steps, update)
+
+    def _job_steps_s(self, plan: Plan) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        sizes = plan.tp_size, plan.pp_size, plan.cp_size, plan.dp_size
+        ends = plan.first_stage_layers, plan.last_stage_layers
+        key = *sizes, *ends, plan.lora_sharding, plan.shard_optimizer
         if key not in self._job_steps:
-            self._job_steps[key] = [self._job_step_s(plan, job) for job in self.jobs]
-        times = list(zip(self._job_steps[key], load.steps, strict=True))
-        sync, update = (sum(steps * both[part] for both, steps in times) for part in (0, 1))
-        return sync, update
+            self._job_steps[key] = self._all_job_steps_s(plan)
+        return self._job_steps[key]
+
+    def all_steps_s(self, plan: Plan) -> float:
+        """Time of one step of every job."""
+        return sum(map(sum, self._job_steps_s(plan)))
+
+    def _all_job_steps_s(self, plan: Plan) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Each job's times of its gradients' sum and of its update; alike for like adapters."""
+        known: dict[object, tuple[float, float]] = {}
+        for job in self.jobs:
+            adapter = job.rank, job.targets, job.num_blocks
+            if adapter not in known:
+                known[adapter] = self._job_step_s(plan, job)
+        times = [known[job.rank, job.targets, job.num_blocks] for job in self.jobs]
+        return tuple(sync for sync, _ in times), tuple(update for _, update in times)
 
     def _job_step_s(self, plan: Plan, job: JobLoad) -> tuple[float, float]:
-        layers = self.spec.num_layers // plan.pp_size
+        layers = max(plan.stages(self.spec))
         replicas = plan.dp_size * plan.cp_size
-        spans = replicas * plan.tp_size > self.hardware.gpus_per_node
-        tp_spans = plan.tp_size > self.hardware.gpus_per_node
+        over = plan_spans(plan, self.hardware.gpus_per_node).replicas
         sharding = plan.tp_size, plan.lora_sharding
         own = layers * adapter_elements(self.spec, job, *sharding)
         shared = layers * adapter_elements(self.spec, job, *sharding, replicated_only=True)
-        over_replicas = self.rates.collective_s("all_reduce", replicas, own * 4, spans_nodes=spans)
-        over_tp = self.rates.collective_s(
-            "all_reduce", plan.tp_size, shared * 4, spans_nodes=tp_spans
-        )
-        moved_s = own * OPTIMIZER_BYTES / self.hardware.copy_bytes_per_s
+        over_replicas = self.rates.collective_s("all_reduce", replicas, own * 4, over=over)
+        over_tp = self._over_tp_s(plan, "all_reduce", shared * 4)
+        moved = own * OPTIMIZER_BYTES
+        if plan.shard_optimizer and replicas > 1:
+            copies = own * self.rates.element_bytes
+            over_replicas += self.rates.collective_s("all_gather", replicas, copies, over=over)
+            moved = own * (OPTIMIZER_BYTES - _SLICED_BYTES * (1 - 1 / replicas) + _GATHERED_BYTES)
+        moved_s = moved / self.hardware.copy_bytes_per_s
         return over_replicas + over_tp, moved_s + self.hardware.host.job_step_s
 
 

@@ -9,12 +9,14 @@ from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import local_shape
+from tlora_megatron.planner.cost.job_sums import JobSums
 from tlora_megatron.planner.cost.lora_work import PLACE_BYTES, LoraCounts, exchange_of, lora_counts
 from tlora_megatron.planner.cost.memory import ROW_TILE
 from tlora_megatron.planner.cost.nano_parts import exposed_share, num_parts
 from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.cost.spans import plan_spans
 from tlora_megatron.planner.hardware import CollectiveOp
-from tlora_megatron.planner.rounds import RoundLoad
+from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.workload import JobLoad
 
 _GROUP = 128
@@ -55,7 +57,13 @@ _LAYER_TERMS = tuple(f.name for f in fields(LayerCost) if f.name != "attention_a
 class LayerModel:
     """Predicts layer times for one model, one mix of jobs and one kind of machine."""
 
-    def __init__(self, spec: ModelSpec, jobs: Sequence[JobLoad], rates: Rates) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        jobs: Sequence[JobLoad],
+        rates: Rates,
+        sums: JobSums | None = None,
+    ) -> None:
         if spec.fp8_linears and not rates.multiplies_fp8:
             raise ValueError(
                 f"hardware profile must know FP8 products for an FP8 base, got "
@@ -65,7 +73,9 @@ class LayerModel:
         self.jobs = tuple(jobs)
         self.rates = rates
         self._lora: dict[tuple[int, bool, LoraSharding], dict[str, list[LoraCounts]]] = {}
-        self._attention: dict[int, list[tuple[float, float]]] = {}
+        self._attention: dict[int, tuple[tuple[float, ...], ...]] = {}
+        self._sums = sums or JobSums()
+        self._drops = tuple(float(job.dropout > 0) for job in jobs)
 
     def cost(self, plan: Plan, load: RoundLoad) -> LayerCost:
         """The time of one layer for one micro-batch on the rank with most rows.
@@ -73,7 +83,8 @@ class LayerModel:
         Every nano-batch is padded on its own, and its GEMMs are smaller.
         """
         parts = num_parts(plan, load)
-        rows = load.rows / plan.cp_size + (parts - 1) * ROW_TILE / 2
+        padding = (parts - 1) * ROW_TILE / 2 if load.filled is None else 0.0
+        rows = load.rows / plan.cp_size + padding
         gemm = {b: _times(parts, self._gemms(plan, rows / parts, b)) for b in BLOCKS}
         attention = self._attend(plan, load)
         stream = {b: self._elementwise(plan, rows, b) for b in BLOCKS}
@@ -123,20 +134,28 @@ class LayerModel:
         )
 
     def _attend(self, plan: Plan, load: RoundLoad) -> tuple[float, float]:
-        """Time of attention: quadratic in each sequence's length; CP ranks share it evenly."""
+        """Time of attention: quadratic in each sequence's length; CP ranks share it evenly.
+
+        The padding of a full micro-batch is one sequence more.
+        """
         times = self._attention.get(plan.tp_size)
         if times is None:
             heads = self.spec.num_heads / plan.tp_size
-            times = self._attention[plan.tp_size] = [
-                self._attention_a_row(job, heads) for job in self.jobs
-            ]
-        rows = load.rows / plan.cp_size
-        tokens = max(load.tokens, 1e-9)
-        forward, backward = (
-            sum(t[side] * n for t, n in zip(times, load.job_tokens, strict=True)) / tokens
-            for side in (0, 1)
-        )
-        return rows * forward, rows * backward
+            each = [self._attention_a_row(job, heads) for job in self.jobs]
+            times = self._attention[plan.tp_size] = tuple(zip(*each, strict=True))
+        forward, backward = (self._mean(load, side) for side in times)
+        filled = load.rows * load.filled_share
+        forward, backward = filled * forward, filled * backward
+        padding = round(load.rows - filled)
+        if padding > 0:
+            heads, dim = self.spec.num_heads / plan.tp_size, self.spec.head_dim
+            own = self.rates.attention_s(padding, heads, dim)
+            forward, backward = forward + own[0], backward + own[1]
+        return forward / plan.cp_size, backward / plan.cp_size
+
+    def _mean(self, load: RoundLoad, values: tuple[float, ...]) -> float:
+        """The mean over jobs' rows of a value that each job has."""
+        return self._sums.dot(load.job_tokens, values) / max(load.tokens, 1e-9)
 
     def _attention_a_row(self, job: JobLoad, heads: float) -> tuple[float, float]:
         dim, mean = self.spec.head_dim, job.lengths.mean
@@ -164,10 +183,8 @@ class LayerModel:
     ) -> tuple[float, float]:
         cost = self.rates.hardware.lora
         bins = load.micro_batches * plan.dp_size
-        filled = max(load.tokens, 1e-9)
-        shares = [n / filled for n in load.job_tokens]
-        present = [min(1.0, n / bins) for n in load.job_sequences]
-        dropped = sum(s for s, job in zip(shares, self.jobs, strict=True) if job.dropout > 0)
+        filled = rows * load.filled_share
+        dropped = load.filled_share * self._mean(load, self._drops)
         forward = backward = 0.0
         for site in self._counts(plan)[block]:
             if not any(site.gradients):
@@ -175,12 +192,12 @@ class LayerModel:
             inputs = rows * site.in_size
             shard = plan.tp_size if plan.sequence_parallel and site.gathers else 1
             shard = 1 if site.keeps_whole else shard
-            gradients = _dot(present, site.gradients)
-            moved = self._moved_s(rows, shares, site)
+            gradients = self._sums.present(load.job_sequences, bins, site.gradients)
+            moved = self._moved_s(rows, load, site)
             forward += (
                 site.calls * parts * cost.forward_fixed_s
                 + cost.forward_input_s * rows * site.read_in
-                + cost.forward_rank_s * rows * _dot(shares, site.rank_columns)
+                + cost.forward_rank_s * filled * self._mean(load, site.rank_columns)
                 + cost.forward_factor_s * gradients
                 + cost.forward_dropout_s * dropped * inputs
                 + moved[0]
@@ -188,21 +205,19 @@ class LayerModel:
             backward += (
                 site.calls * parts * cost.backward_fixed_s
                 + cost.backward_stream_s * rows * (2 * site.read_out + site.read_in / shard)
-                + cost.backward_rank_s * rows * _dot(shares, site.rank_inputs)
+                + cost.backward_rank_s * filled * self._mean(load, site.rank_inputs)
                 + cost.backward_factor_s * gradients
                 + cost.backward_dropout_s * dropped * inputs
                 + moved[1]
             )
         return forward, backward
 
-    def _moved_s(
-        self, rows: float, shares: Sequence[float], site: LoraCounts
-    ) -> tuple[float, float]:
+    def _moved_s(self, rows: float, load: RoundLoad, site: LoraCounts) -> tuple[float, float]:
         """Time of passes over a separate branch and of packing values for exchanges."""
         forward, backward = (n * self.rates.element_bytes for n in site.passes)
         if site.placed is not None:
-            forward += _dot(shares, site.placed[0]) * PLACE_BYTES
-            backward += _dot(shares, site.placed[1]) * PLACE_BYTES
+            forward += load.filled_share * self._mean(load, site.placed[0]) * PLACE_BYTES
+            backward += load.filled_share * self._mean(load, site.placed[1]) * PLACE_BYTES
         return self.rates.stream_s(rows * forward), self.rates.stream_s(rows * backward)
 
     def _counts(self, plan: Plan) -> dict[str, list[LoraCounts]]:
@@ -253,8 +268,8 @@ class LayerModel:
     ) -> tuple[float, float]:
         """Time of the collectives of s and dS on one linear, forward and backward."""
         exchange = exchange_of(plan, site)
-        shares = [n / max(load.tokens, 1e-9) for n in load.job_tokens]
-        width = site.widest if plan.lora_sharding == "fold" else _dot(shares, site.exchanged)
+        is_fold = plan.lora_sharding == "fold"
+        width = site.widest if is_fold else self._mean(load, site.exchanged)
         size = rows * self.rates.element_bytes * width
         forward, backward = (sum(self._over_tp(plan, op, size) for op in ops) for ops in exchange)
         if plan.lora_sharding == "fold":
@@ -264,9 +279,8 @@ class LayerModel:
 
     def _over_tp(self, plan: Plan, op: CollectiveOp, size_bytes: float) -> float:
         hardware = self.rates.hardware
-        spans = plan.tp_size > hardware.gpus_per_node
-        alone = self.rates.collective_s(op, plan.tp_size, size_bytes, spans_nodes=spans)
-        return hardware.stretch * alone
+        over = plan_spans(plan, hardware.gpus_per_node).tp
+        return hardware.stretch * self.rates.collective_s(op, plan.tp_size, size_bytes, over=over)
 
     def _hidden(self, plan: Plan, rows: float, lora_backward_s: float) -> float:
         """Communication hidden behind compute: reductions of dx run beside dA.
@@ -286,9 +300,9 @@ class LayerModel:
             return 0.0, 0.0
         width = 2 * self.spec.kv_size / plan.tp_size
         size = rows * plan.cp_size * width * self.rates.element_bytes
-        spans = plan.cp_size * plan.tp_size > self.rates.hardware.gpus_per_node
+        over = plan_spans(plan, self.rates.hardware.gpus_per_node).cp
         forward, backward = (
-            self.rates.collective_s(op, plan.cp_size, size, spans_nodes=spans) for op in _CP_OPS
+            self.rates.collective_s(op, plan.cp_size, size, over=over) for op in _CP_OPS
         )
         return forward, backward
 
@@ -299,7 +313,3 @@ def _times(factor: float, both: tuple[float, float]) -> tuple[float, float]:
 
 def _both(parts: dict[str, tuple[float, float]]) -> float:
     return sum(forward + backward for forward, backward in parts.values())
-
-
-def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import NamedTuple
 
+from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.published_fp8 import BLOCK
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
@@ -54,7 +55,7 @@ class MemoryUse:
     adapter_gradients: float
     """Adapters' gradients in fp32, kept until the job's step."""
     adapter_states: float
-    """Adapters' fp32 masters and Adam's two moments."""
+    """Adapters' fp32 masters and Adam's two moments, or this GPU's slice of them."""
     activations: float
     """Activations kept from forward to backward, over the micro-batches in flight."""
     workspace: float
@@ -62,7 +63,7 @@ class MemoryUse:
     logits: float
     """Logits that exist at a time on the last stage, as far as they exceed the workspace."""
     collectives: float
-    """NCCL's buffers, and what the first rank receives of an adapter that is saved."""
+    """NCCL's buffers, and what is gathered of an adapter that is saved."""
     fragmentation: float
     reserved: float
     """Memory of driver and libraries."""
@@ -113,6 +114,8 @@ def most_rows(batches: int, plan: Plan) -> float:
         plan: the plan.
         batches: rows of all batches, from `longest_batches`.
     """
+    if plan.num_micro_batches is not None:
+        return float(plan.micro_batch_tokens)
     multiple = ROW_TILE * plan.cp_size
     padded = -(-batches // multiple) * multiple
     return float(min(plan.micro_batch_tokens, padded or plan.micro_batch_tokens))
@@ -142,12 +145,14 @@ class MemoryModel:
     """Predicts memory for one mix of jobs on one model and machine; plans share computed parts."""
 
     def __init__(self, spec: ModelSpec, jobs: Sequence[JobLoad], hardware: HardwareProfile) -> None:
+        refuse_experts(spec.experts, "the base of a prediction")
         self.spec = spec
         self.jobs = tuple(jobs)
         self.hardware = hardware
         self._size = element_bytes(hardware)
         self._batches = longest_batches(jobs)
         self._layers: dict[object, _LayerUse] = {}
+        self._layer_bytes: dict[int, float] = {}
 
     def use(
         self, plan: Plan, rows: float | None = None, micro_batches: float | None = None
@@ -161,8 +166,11 @@ class MemoryModel:
             micro_batches: micro-batches of a round; None: as many as fill the pipeline.
         """
         rows = most_rows(self._batches, plan) if rows is None else rows
-        in_round = 4.0 * plan.pp_size if micro_batches is None else math.ceil(micro_batches)
+        most = plan.num_micro_batches or 4 * plan.pp_size
+        in_round = most if micro_batches is None else math.ceil(micro_batches)
         stages = {0, plan.pp_size - 1}
+        if not plan.is_even and plan.pp_size > 2:
+            stages.add(1)  # of the middle stages, it has most micro-batches in flight
         uses = [self._stage_use(plan, rows / plan.cp_size, in_round, stage) for stage in stages]
         return max(uses, key=lambda use: use.total_bytes)
 
@@ -186,25 +194,29 @@ class MemoryModel:
 
     def _stage_use(self, plan: Plan, local_rows: float, in_round: float, stage: int) -> MemoryUse:
         spec, size, layer = self.spec, self._size, self._layer_use(plan)
-        layers = spec.num_layers // plan.pp_size
+        sizes = plan.stages(spec)
+        layers = sizes[stage]
         is_first, is_last = stage == 0, stage == plan.pp_size - 1
         flight = chunks_in_flight(plan, stage, in_round)
         places = flight * local_rows * layer.places_bytes
         boundary = spec.hidden_size * size / row_shards(plan) if plan.pp_size > 1 else 0.0
         activations = flight * local_rows * (layers / plan.vpp_size * layer.kept_bytes + boundary)
-        # A refreshed slab is cast as one buffer, and cleaned in another, while nothing else runs.
-        refresh = layers * layer.largest_slab * 2 * size - activations
+        slices = plan.num_replicas if plan.shard_optimizer else 1
+        # A refreshed slab is cast as one buffer, and cleaned in another, while nothing else runs;
+        # before that, slices of it are gathered.
+        refresh = layers * layer.largest_slab * (3 if slices > 1 else 2) * size - activations
         workspace = max(local_rows * layer.workspace_bytes, refresh)
         head = _head_bytes(spec, plan, local_rows, size) if is_last else 0.0
         groups = sum(n > 1 for n in (plan.tp_size, plan.pp_size, plan.cp_size, plan.dp_size))
         # A save gathers one fp32 buffer of one adapter at a time, while the next round runs.
         parts = plan.tp_size * plan.pp_size
-        gathered = layers * layer.largest_slab * 4 * parts if is_first and parts > 1 else 0.0
+        received = max(sizes) * parts if is_first and parts > 1 else 0
+        gathered = (received + layers * (slices > 1)) * layer.largest_slab * 4
         return MemoryUse(
-            base_weights=_base_bytes(spec, plan, size, is_first=is_first, is_last=is_last),
+            base_weights=self._base_bytes(plan, layers, is_first=is_first, is_last=is_last),
             adapter_weights=layers * layer.copies * size,
             adapter_gradients=layers * (layer.slabs + layer.spread) * 4,
-            adapter_states=layers * layer.slabs * 12,
+            adapter_states=layers * layer.slabs * 12 / slices,
             activations=activations + places,
             workspace=workspace,
             logits=max(0.0, head - workspace),
@@ -214,18 +226,22 @@ class MemoryModel:
             stage=stage,
         )
 
+    def _base_bytes(self, plan: Plan, layers: int, *, is_first: bool, is_last: bool) -> float:
+        spec, tp_size = self.spec, plan.tp_size
+        if tp_size not in self._layer_bytes:
+            self._layer_bytes[tp_size] = _layer_bytes(spec, tp_size, self._size)
+        table = -(-spec.vocab_size // tp_size) * spec.hidden_size
+        tables = 1 if is_first and is_last and spec.tied_embeddings else is_first + is_last
+        final_norm = spec.hidden_size if is_last else 0
+        return layers * self._layer_bytes[tp_size] + (tables * table + final_norm) * self._size
 
-def _base_bytes(spec: ModelSpec, plan: Plan, size: int, *, is_first: bool, is_last: bool) -> float:
-    hidden = spec.hidden_size
-    linears = sum(linear_bytes(spec, linear, plan.tp_size, size) for linear in LINEAR_TARGETS)
-    norms = 2 * hidden + (2 * spec.head_dim if spec.qk_norm else 0)
-    biases = (spec.q_size + 2 * spec.kv_size) / plan.tp_size if spec.qkv_bias else 0
-    layers = spec.num_layers // plan.pp_size
-    table = -(-spec.vocab_size // plan.tp_size) * hidden
-    tables = 1 if is_first and is_last and spec.tied_embeddings else is_first + is_last
-    final_norm = hidden if is_last else 0
-    rest = layers * (norms + biases) + tables * table + final_norm
-    return layers * linears + rest * size
+
+def _layer_bytes(spec: ModelSpec, tp_size: int, size: int) -> float:
+    """Bytes of one frozen layer on one rank."""
+    linears = sum(linear_bytes(spec, linear, tp_size, size) for linear in LINEAR_TARGETS)
+    norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
+    biases = (spec.q_size + 2 * spec.kv_size) / tp_size if spec.qkv_bias else 0
+    return linears + (norms + biases) * size
 
 
 def linear_bytes(spec: ModelSpec, linear: str, tp_size: int, size: int) -> float:

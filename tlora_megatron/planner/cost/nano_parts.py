@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.rounds import RoundLoad
+from tlora_megatron.planner.cost.memory import ROW_TILE
+from tlora_megatron.planner.rounds.load import RoundLoad
 
 MOST_NANO_BATCHES = 4
 """Most nano-batches that a run tries (`training.nano.controller`)."""
@@ -16,8 +18,21 @@ def num_parts(plan: Plan, load: RoundLoad) -> int:
     """Number of nano-batches of a micro-batch: at most its sequences; 1 if it cannot be split."""
     if plan.tp_size == 1 or plan.cp_size > 1 or plan.lora_sharding != "fold":
         return 1
-    sequences = sum(load.job_sequences) / (load.micro_batches * plan.dp_size)
+    sequences = load.sequences / (load.micro_batches * plan.dp_size)
     return max(1, min(plan.num_nano_batches, int(sequences)))
+
+
+def full_capacity(plan: Plan, longest: int) -> int:
+    """Rows of a micro-batch that jobs may fill where all `micro_batch_tokens` are computed.
+
+    Nano-batches keep some for their padding, unless the longest sequence needs them.
+    """
+    budget, parts = plan.micro_batch_tokens, plan.num_nano_batches
+    if parts == 1:
+        return budget
+    multiple = math.lcm(ROW_TILE, plan.tp_size, 2) * plan.cp_size
+    room = budget - min(parts * (multiple - 1), budget // 8)
+    return room if longest <= room else budget
 
 
 def exposed_share(parts: int, compute_s: float, comm_s: float, nano_overlap: float) -> float:

@@ -7,6 +7,8 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 
+from tlora_megatron.planner.cost.network import over_nodes_s
+from tlora_megatron.planner.cost.spans import Span
 from tlora_megatron.planner.hardware import CollectiveOp, GemmPoint, HardwareProfile, Link
 
 _NEIGHBOURS = 4
@@ -119,16 +121,18 @@ class Rates:
         return moved_bytes / self.hardware.stream_bytes_per_s
 
     def collective_s(
-        self, op: CollectiveOp, ranks: int, size_bytes: float, *, spans_nodes: bool = False
+        self, op: CollectiveOp, ranks: int, size_bytes: float, *, over: Span | None = None
     ) -> float:
-        """Time of a collective; `size_bytes` is the tensor gathered, or before it is scattered."""
+        """Time of a collective.
+
+        Args:
+            size_bytes: size of the tensor gathered, or before it is scattered.
+            over: how the group lies over nodes; None: within one.
+        """
         if ranks <= 1 or size_bytes <= 0:
             return 0.0
-        if spans_nodes:
-            link = self.hardware.inter_node
-            if link is None:
-                raise ValueError(f"inter_node must be given for {ranks} GPUs of several nodes")
-            return _ring_s(op, ranks, size_bytes, link)
+        if over is not None and over.nodes > 1:
+            return over_nodes_s(op, over, size_bytes, self.hardware)
         table = self._collectives.get((op, ranks))
         if table is None:
             return _ring_s(op, ranks, size_bytes, self.hardware.intra_node)

@@ -11,7 +11,7 @@ from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel, StepCost
 from tlora_megatron.planner.cost.rates import Rates
-from tlora_megatron.planner.rounds import RoundLoad
+from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 _SHORT = 1024
@@ -63,7 +63,7 @@ class ReplicaCurve:
 
 
 class Seen(NamedTuple):
-    """What a curve is fitted to: micro-batches of sequences of two lengths."""
+    """The measurements that a curve is fitted to: micro-batches of sequences of two lengths."""
 
     short: int
     long: int

@@ -14,7 +14,7 @@ from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.replica_curve import Seen, busy_s, fit
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.rounds import RoundLoad
+from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 _SPREAD = 4

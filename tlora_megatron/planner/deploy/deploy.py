@@ -25,7 +25,7 @@ from tlora_megatron.planner.deploy.kinds import (
 )
 from tlora_megatron.planner.deploy.sampled import Replicas, Sampled, sample_rounds
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.search import SearchSpace
+from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import JobLoad, check_jobs
 
 MARGIN = 0.03

@@ -16,9 +16,10 @@ from tlora_megatron.planner.candidate import Plan, chunk_multiple, job_misfit, m
 from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.replica_curve import CurveModel, ReplicaCurve
+from tlora_megatron.planner.fit import BUDGETS
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.recompute_rows import recompute_for_rows
-from tlora_megatron.planner.search import BUDGETS, SearchSpace
+from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import JobLoad
 
 _SIZES = (1, 2, 4, 8)

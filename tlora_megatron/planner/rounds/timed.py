@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from tlora_megatron.model.dispatch import admit, share_out, turns
 from tlora_megatron.model.replica_rate import ReplicaRate
-from tlora_megatron.planner.replica_spread import Part, ReplicaSpread, spread_of
-from tlora_megatron.planner.rounds import RoundLoad, round_up
+from tlora_megatron.planner.rounds.load import RoundLoad, round_up
+from tlora_megatron.planner.rounds.spread import Part, ReplicaSpread, spread_of
 from tlora_megatron.planner.workload import JobLoad
 
 _SEQUENCES = 4096

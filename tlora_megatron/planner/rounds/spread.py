@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 Part = tuple[float, float]
 """Rows of a replica's sequences in a round, and the sum of their squares."""
+
+
+class _Envelope(NamedTuple):
+    """Sums over rounds of the slowest replica's rows and squares, for every curvature."""
+
+    curvatures: tuple[float, ...]
+    """Where some round's slowest replica becomes another one, ascending."""
+    sums: tuple[Part, ...]
+    """Below the first of them, and from each on."""
+    most_squares: float
+    """Sum over rounds of the most squares."""
+
+    def at(self, curvature: float) -> Part:
+        """Rows and squares of the slowest replicas."""
+        return self.sums[bisect_right(self.curvatures, curvature)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,21 +39,25 @@ class ReplicaSpread:
     rows: float
     """Mean of a replica, like the next."""
     squares: float
-    charged: float
+    charged: float | None
     """Mean over rounds of the rows whose time is counted for every replica: the fullest one's, or
-    the mean one's."""
+    the mean one's; None = the mean replica's own time, where all rows are computed, filled or
+    not."""
     same_rows: float | None = None
     """Rows that every replica takes time for, since a pipeline pads its micro-batches; None = each
     replica has its own."""
+    _envelope: _Envelope = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_envelope", _envelope_of(self.slowest))
 
     def slowest_rows(self, curvature: float) -> float:
         """Mean over rounds of the slowest replica's time, in rows."""
-        same = self.same_rows
+        same, count = self.same_rows, len(self.slowest)
         if same is not None:
-            squares = sum(max(part[1] for part in parts) for parts in self.slowest)
-            return same + curvature * squares / len(self.slowest)
-        times = (max(n + curvature * q for n, q in parts) for parts in self.slowest)
-        return sum(times) / len(self.slowest)
+            return same + curvature * self._envelope.most_squares / count
+        rows, squares = self._envelope.at(curvature)
+        return (rows + curvature * squares) / count
 
     def mean_rows(self, curvature: float) -> float:
         """Mean over rounds and replicas of a replica's time, in rows."""
@@ -43,6 +65,8 @@ class ReplicaSpread:
 
     def charged_rows(self, curvature: float) -> float:
         """Time, in rows, that is counted for every replica, as if all had the same sequences."""
+        if self.charged is None:
+            return self.mean_rows(curvature)
         per_row = self.squares / self.rows if self.rows else 0.0
         return self.charged * (1 + curvature * per_row)
 
@@ -79,6 +103,35 @@ def spread_of(
         charged=charged if is_padded is None else is_padded,
         same_rows=is_padded,
     )
+
+
+def _envelope_of(rounds: Sequence[Sequence[Part]]) -> _Envelope:
+    """The sum over rounds of the greatest of the lines `rows + curvature * squares`."""
+    rows = squares = most = 0.0
+    turns: list[tuple[float, float, float]] = []
+    for parts in rounds:
+        lines: list[Part] = []
+        begins: list[float] = []
+        for line in sorted(parts, key=lambda part: (part[1], part[0])):
+            while lines and (begin := _crossing(lines[-1], line)) <= begins[-1]:
+                lines.pop()
+                begins.pop()
+            begins.append(begin if lines else 0.0)
+            lines.append(line)
+        rows, squares, most = rows + lines[0][0], squares + lines[0][1], most + lines[-1][1]
+        for (before, after), begin in zip(itertools.pairwise(lines), begins[1:], strict=True):
+            turns.append((begin, after[0] - before[0], after[1] - before[1]))
+    turns.sort()
+    sums = [(rows, squares)]
+    for _, more_rows, more_squares in turns:
+        sums.append((sums[-1][0] + more_rows, sums[-1][1] + more_squares))
+    return _Envelope(tuple(begin for begin, *_ in turns), tuple(sums), most)
+
+
+def _crossing(flat: Part, steep: Part) -> float:
+    """Curvature from which a part of at least as many squares is the slower one."""
+    more = steep[1] - flat[1]
+    return (flat[0] - steep[0]) / more if more else 0.0
 
 
 def _upper_hull(parts: Sequence[Part]) -> tuple[Part, ...]:

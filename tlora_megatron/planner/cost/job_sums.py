@@ -1,0 +1,46 @@
+"""Sums over all jobs of a mix, kept: thousands of plans share loads, and loads their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_Row = tuple[float, ...]
+
+
+class JobSums:
+    """Computes each sum once.
+
+    Tuples are known by identity, since to compare those of hundreds of jobs takes as long as to
+    add them up. They are kept, so that none takes another's place in memory.
+    """
+
+    def __init__(self) -> None:
+        self._dots: dict[tuple[int, int], tuple[float, _Row, _Row]] = {}
+        self._present: dict[tuple[int, float, int], tuple[float, _Row, _Row]] = {}
+
+    def dot(self, load: _Row, values: _Row) -> float:
+        """The sum of products, by job."""
+        key = id(load), id(values)
+        found = self._dots.get(key)
+        if found is None:
+            found = self._dots[key] = _dot(load, values), load, values
+        return found[0]
+
+    def present(self, sequences: _Row, bins: float, values: _Row) -> float:
+        """The sum of jobs' values in the mean micro-batch.
+
+        Args:
+            sequences: of each job in a round.
+            bins: micro-batches of the round; a job with fewer sequences is in as many of them.
+            values: of each job.
+        """
+        key = id(sequences), bins, id(values)
+        found = self._present.get(key)
+        if found is None:
+            total = _dot([min(1.0, n / bins) for n in sequences], values)
+            found = self._present[key] = total, sequences, values
+        return found[0]
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))

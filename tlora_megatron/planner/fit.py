@@ -1,0 +1,205 @@
+"""Finds the plans of layouts that fit into memory."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from tlora_megatron.model.layout import LoraSharding
+from tlora_megatron.model.recompute import RECOMPUTES, Recompute
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.planner.candidate import Plan, chunk_multiple, job_misfit, misfit
+from tlora_megatron.planner.cost.memory import MemoryModel, MemoryUse, longest_batches, most_rows
+from tlora_megatron.planner.drops import Drops
+from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.layouts import Layouts, layout_misfit
+from tlora_megatron.planner.lora_choice import sharding_options
+from tlora_megatron.planner.rounds.full import full_sizes
+from tlora_megatron.planner.rounds.model import RoundModel
+from tlora_megatron.planner.space import SearchSpace
+from tlora_megatron.planner.speed_bound import SpeedBound
+from tlora_megatron.planner.workload import JobLoad
+
+BUDGETS = (1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152, 65536)
+"""Micro-batch budgets to try, in tokens."""
+
+
+class Fit:
+    """Plans of one mix of jobs that fit into the memory of one machine.
+
+    Args:
+        drops: counts what does not fit.
+        rounds: of the same jobs, if there are any yet.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        jobs: Sequence[JobLoad],
+        hardware: HardwareProfile,
+        space: SearchSpace,
+        drops: Drops,
+        rounds: RoundModel | None = None,
+    ) -> None:
+        self.layouts = Layouts(spec, jobs, hardware, space)
+        self._spec, self._jobs, self._hardware, self._space = spec, jobs, hardware, space
+        self._drops, self._rounds = drops, rounds or RoundModel(jobs)
+        self._memory = MemoryModel(spec, jobs, hardware)
+        self._budgets: dict[tuple[int, int], list[int]] = {}
+
+    def plans(
+        self, layout: Plan, most_budgets: int | None = None
+    ) -> Iterator[tuple[Plan, MemoryUse]]:
+        """All plans of a layout that fit.
+
+        Args:
+            most_budgets: micro-batch budgets to try, the smallest ones; None: all.
+        """
+        if not self._can_run(layout):
+            return
+        recomputes = RECOMPUTES if self._space.recompute is None else (self._space.recompute,)
+        shardings = sharding_options(self._jobs, layout, self._space.lora_sharding)
+        for sized in self._sized(layout, most_budgets):
+            for recompute in recomputes:
+                for sharding in shardings:
+                    plan = replace(sized, recompute=recompute, lora_sharding=sharding)
+                    memory = self._fitting(plan)
+                    if memory is not None:
+                        yield plan, memory
+
+    def lightest(self, layout: Plan) -> Iterator[tuple[Plan, MemoryUse]]:
+        """For each size and sharding, the plan with the lightest recompute that fits."""
+        recomputes = RECOMPUTES if self._space.recompute is None else (self._space.recompute,)
+        shardings = sharding_options(self._jobs, layout, self._space.lora_sharding)
+        for _, sizes in itertools.groupby(self._sized(layout), key=_is_open):
+            first, *others = sizes
+            if not self._smallest_fits(first, recomputes, shardings):
+                continue
+            for sized, sharding in itertools.product((first, *others), shardings):
+                plans = (
+                    replace(sized, recompute=recompute, lora_sharding=sharding)
+                    for recompute in recomputes
+                )
+                fitting = ((plan, memory) for plan in plans if (memory := self._fitting(plan)))
+                yield from itertools.islice(fitting, 1)
+
+    def _smallest_fits(
+        self, first: Plan, recomputes: Sequence[Recompute], shardings: Sequence[LoraSharding]
+    ) -> bool:
+        """True if a plan with the smallest budget fits, of which all others need more memory."""
+        least = first if _is_open(first) else replace(first, num_micro_batches=1)
+        for recompute, sharding in itertools.product(reversed(recomputes), reversed(shardings)):
+            plan = replace(least, recompute=recompute, lora_sharding=sharding)
+            memory = self._memory.use(plan)
+            if memory.total_bytes <= self._hardware.memory_bytes:
+                return True
+            self._drops.add_for_memory(plan, memory, self._hardware)
+        return False
+
+    def by_bound(self, layouts: Iterable[Plan], bound: SpeedBound) -> Iterator[tuple[float, Plan]]:
+        """Layouts with what their speed cannot exceed, the greatest first.
+
+        The tight bound is computed for those whose loose one is reached.
+        """
+        waiting: list[tuple[float, int, Plan, bool]] = []
+        for number, layout in enumerate(layouts):
+            if self._can_run(layout):
+                waiting.append((-bound.loose(*self._bounds_of(layout)), number, layout, False))
+        heapq.heapify(waiting)
+        while waiting:
+            speed, number, layout, is_tight = heapq.heappop(waiting)
+            if is_tight:
+                yield -speed, layout
+            else:
+                speed = -bound.tight(*self._bounds_of(layout))
+                heapq.heappush(waiting, (speed, number, layout, True))
+
+    def _bounds_of(self, layout: Plan) -> tuple[Plan, int, tuple[LoraSharding, ...]]:
+        """A layout, its largest budget and its shardings."""
+        shardings = sharding_options(self._jobs, layout, self._space.lora_sharding)
+        return layout, self._budgets_of(layout)[-1], shardings
+
+    def _can_run(self, layout: Plan) -> bool:
+        reason = layout_misfit(self._spec, layout, self._hardware)
+        reason = reason or job_misfit(self._jobs, layout)
+        if reason is not None:
+            self._drops.add(reason, reason, layout)
+        return reason is None
+
+    def _budgets_of(self, layout: Plan) -> list[int]:
+        key = layout.tp_size, layout.cp_size
+        if key not in self._budgets:
+            self._budgets[key] = budgets(self._jobs, layout, self._space)
+        return self._budgets[key]
+
+    def _fitting(self, plan: Plan) -> MemoryUse | None:
+        """The memory of a plan if there is so much and the plan can run."""
+        if not self._space.can_run(plan):
+            return None
+        reason = misfit(self._spec, plan)
+        if reason is not None:
+            self._drops.add(reason, reason, plan)
+            return None
+        memory = self._memory.use(plan)
+        if memory.total_bytes <= self._hardware.memory_bytes:
+            return memory
+        self._drops.add_for_memory(plan, memory, self._hardware)
+        return None
+
+    def _sized(self, layout: Plan, most_budgets: int | None = None) -> Iterator[Plan]:
+        """A layout with budgets, and the number of micro-batches if a program fixes one."""
+        jobs, space = self._jobs, self._space
+        tried = self._budgets_of(layout)[:most_budgets]
+        if layout.vpp_size == 1 and (space.wants("train") or space.wants("deepspeed")):
+            yield from (replace(layout, micro_batch_tokens=budget) for budget in tried)
+        if space.wants("megatron"):
+            for budget, count in full_sizes(self._rounds, jobs, layout, tried):
+                yield replace(layout, micro_batch_tokens=budget, num_micro_batches=count)
+
+
+def _is_open(plan: Plan) -> bool:
+    """True if a round has as many micro-batches as the work needs."""
+    return plan.num_micro_batches is None
+
+
+def fitting_plans(
+    spec: ModelSpec,
+    jobs: Sequence[JobLoad],
+    hardware: HardwareProfile,
+    num_gpus: int,
+    space: SearchSpace,
+    drops: Drops,
+    most_budgets: int | None = None,
+) -> Iterator[tuple[Plan, MemoryUse]]:
+    """All plans on all the GPUs that fit into memory; what does not is counted in `drops`.
+
+    Args:
+        most_budgets: micro-batch budgets to try of each layout, the smallest ones; None: all.
+    """
+    fit = Fit(spec, jobs, hardware, space, drops)
+    for layout in fit.layouts.on_all(num_gpus):
+        yield from fit.plans(layout, most_budgets)
+
+
+def budgets(jobs: Sequence[JobLoad], layout: Plan, space: SearchSpace) -> list[int]:
+    """Budgets worth trying: from the longest sequence or portion up to all batches together."""
+    longest = max(max(job.lengths.longest, job.longest_eval) for job in jobs)
+    whole = "sequence" if longest >= (space.largest_portion or 0) else "portion"
+    longest = max(longest, space.largest_portion or 0)
+    if space.micro_batch_tokens is not None:
+        if space.micro_batch_tokens < longest:
+            raise ValueError(
+                f"micro_batch_tokens must be at least {longest}, the longest {whole}, "
+                f"got {space.micro_batch_tokens}"
+            )
+        return [space.micro_batch_tokens]
+    step = 128 * layout.tp_size * layout.cp_size
+    least = -(-longest // step) * step
+    most = most_rows(longest_batches(jobs), replace(layout, micro_batch_tokens=2**62))
+    chunks = chunk_multiple(layout)
+    rounded = sorted({-(-budget // chunks) * chunks for budget in BUDGETS})
+    fitting = [budget for budget in rounded if budget >= least]
+    enough = [budget for budget in fitting if budget >= most][1:]
+    return [budget for budget in fitting if budget not in enough] or [least]

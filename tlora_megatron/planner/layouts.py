@@ -1,0 +1,120 @@
+"""Lists the layouts that a search looks at: those of all GPUs, and those that leave some idle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.planner.candidate import Plan, misfit
+from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.space import SearchSpace
+from tlora_megatron.planner.stages import EVEN, Ends, divisions, head_layers, pipeline_sizes
+from tlora_megatron.planner.workload import JobLoad
+
+_MOST_CP = 512
+"""Most context-parallel ranks of layouts that leave GPUs idle."""
+_FEW_SEQUENCES = 8
+"""Sequences for each replica or micro-batch below which fewer replicas may do as well."""
+
+
+class Layouts:
+    """The layouts of one model, mix of jobs and machine."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        jobs: Sequence[JobLoad],
+        hardware: HardwareProfile,
+        space: SearchSpace,
+    ) -> None:
+        self._spec, self._hardware, self._space = spec, hardware, space
+        self.sequences = sum(job.batch_size for job in jobs)
+        """Sequences of all batches."""
+        rows = sum(job.batch_tokens for job in jobs)
+        shares = sum(job.target_share * job.batch_tokens for job in jobs) / rows
+        self._head = head_layers(spec, shares)
+
+    def on_all(self, num_gpus: int) -> Iterator[Plan]:
+        """All sizes whose product is the number of GPUs, those that the model rules out too."""
+        divisors = [n for n in range(1, num_gpus + 1) if num_gpus % n == 0]
+        for tp in divisors:
+            for pp in (n for n in divisors if num_gpus % (tp * n) == 0):
+                for cp in (n for n in divisors if num_gpus % (tp * pp * n) == 0):
+                    yield from self._of_sizes(tp, pp, cp, num_gpus // (tp * pp * cp))
+
+    def on_fewer(self, num_gpus: int) -> Iterator[Plan]:
+        """Layouts that use fewer GPUs, as few more as possible being left idle.
+
+        TP takes all sizes of the model, PP those of `pipeline_sizes`, CP powers of two. Replicas
+        are as many as there is room for, as few as hold equally many sequences each, and if there
+        are few sequences a half, a fourth and so on.
+        """
+        spec, space = self._spec, self._space
+        cut = math.gcd(spec.num_heads, spec.num_kv_heads, spec.ffn_size)
+        pipelines = {*pipeline_sizes(spec.num_layers, self._head, num_gpus), space.pp_size or 1}
+        contexts = {2**n for n in range(_MOST_CP.bit_length())} | {space.cp_size or 1}
+        for tp in (n for n in range(1, num_gpus + 1) if cut % n == 0):
+            for pp in sorted(pipelines):
+                for cp in sorted(contexts):
+                    for dp in self._replicas(tp * pp * cp, pp, num_gpus):
+                        yield from self._of_sizes(tp, pp, cp, dp)
+
+    def _of_sizes(self, tp: int, pp: int, cp: int, dp: int) -> Iterator[Plan]:
+        space = self._space
+        ways = divisions(self._spec.num_layers, pp, self._head) or (EVEN,)
+        for ends in ways if space.runs_in != "deepspeed" else (EVEN,):
+            for vpp in self._vpp_sizes(pp, ends):
+                for sequence_parallel in (False, True) if tp > 1 else (False,):
+                    plan = Plan(
+                        tp_size=tp,
+                        pp_size=pp,
+                        vpp_size=vpp,
+                        first_stage_layers=ends.first,
+                        last_stage_layers=ends.last,
+                        cp_size=cp,
+                        dp_size=dp,
+                        sequence_parallel=sequence_parallel,
+                        shard_optimizer=space.shards_states and dp * cp > 1,
+                    )
+                    if space.allows(plan):
+                        yield plan
+
+    def _vpp_sizes(self, pp_size: int, ends: Ends) -> list[int]:
+        layers, rest = divmod(self._spec.num_layers, pp_size)
+        if not self._space.wants("megatron") or ends != EVEN or pp_size == 1 or rest:
+            return [1]
+        return [n for n in range(1, layers + 1) if layers % n == 0]
+
+    def _replicas(self, gpus: int, pp_size: int, num_gpus: int) -> list[int]:
+        """Numbers of replicas of so many GPUs each, which use fewer GPUs than there are."""
+        most = num_gpus // gpus
+        if most == 0:
+            return []
+        each = -(-self.sequences // most)
+        wanted = {most}
+        if each < _FEW_SEQUENCES:
+            wanted.add(-(-self.sequences // each))
+        if self.sequences < _FEW_SEQUENCES * most * pp_size:
+            wanted |= {most >> halvings for halvings in range(1, most.bit_length())}
+        startable = {self._startable(gpus, n) for n in wanted}
+        return sorted(n for n in startable if n and n * gpus < num_gpus)
+
+    def _startable(self, gpus: int, replicas: int) -> int:
+        """The most replicas, up to a number, whose GPUs fill whole hosts or are part of one."""
+        host = self._hardware.host_gpus
+        if gpus * replicas <= host:
+            return replicas
+        step = host // math.gcd(host, gpus)
+        return replicas // step * step or max(0, host // gpus)
+
+
+def layout_misfit(spec: ModelSpec, layout: Plan, hardware: HardwareProfile) -> str | None:
+    """The reason why no plan of a layout can run; None if some can."""
+    if layout.num_gpus > hardware.gpus_per_node and hardware.inter_node is None:
+        return (
+            f"{layout.num_gpus} GPUs are more than the {hardware.gpus_per_node} of a node, "
+            f"and profile {hardware.name} has no inter_node link"
+        )
+    return misfit(spec, replace(layout, micro_batch_tokens=2 * layout.tp_size * layout.cp_size))
