@@ -1,11 +1,13 @@
 """Speeds that are corrected by what gangs measure, so that decisions rest on the machine at hand.
 
 A predicted speed is multiplied by the median of measured over predicted speed of the same mix on as
-many GPUs, else of the same base model on as many GPUs, else by 1.
+many GPUs, else of the same base model on as many GPUs, else of that base on the nearest number of
+GPUs, else by 1. So a machine that is slow on one GPU does not look fast on two that nobody tried.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -61,6 +63,7 @@ class CalibratedSpeeds(Speeds):
         self._by_base: dict[tuple[str, int], _Factor] = {}
         self._scaled: dict[tuple[Kinds, int], GroupRates | None] = {}
         self._fastest: dict[tuple[str, int], float] = {}
+        self._of_bases: dict[tuple[str, int], float] = {}
 
     def measured(
         self, kinds: Kinds, num_gpus: int, tokens_per_s: float, rounds: int
@@ -82,7 +85,9 @@ class CalibratedSpeeds(Speeds):
         if not any([own.add(ratio, rounds), shared.add(ratio, rounds)]):
             return None
         self._scaled.clear()
+        self._of_bases.clear()
         self._residual.clear()
+        self._sizes.clear()
         if abs(self.factor(*mix) / before - 1) < _DRIFT:
             return None
         self.version += 1
@@ -107,17 +112,25 @@ class CalibratedSpeeds(Speeds):
 
     def factor(self, kinds: Kinds, num_gpus: int) -> float:
         """Measured over predicted speed of a group; 1 while nothing is known."""
-        for known in (
-            self._by_mix.get((kinds, num_gpus)),
-            self._by_base.get((self.base_of(kinds[0]), num_gpus)),
-        ):
-            if known is not None and known.used is not None:
-                return known.used
-        return 1.0
+        own = self._by_mix.get((kinds, num_gpus))
+        if own is not None and own.used is not None:
+            return own.used
+        return self._of_base(self.base_of(kinds[0]), num_gpus)
+
+    def _of_base(self, base: str, num_gpus: int) -> float:
+        """The factor of a base model on as many GPUs, or on the nearest number that was tried."""
+        key = (base, num_gpus)
+        if key not in self._of_bases:
+            tried = [
+                (abs(math.log2(size / num_gpus)), size, known.used)
+                for (other, size), known in self._by_base.items()
+                if other == base and known.used is not None
+            ]
+            self._of_bases[key] = min(tried)[2] if tried else 1.0
+        return self._of_bases[key]
 
     def full_speed(self, kind: int, num_gpus: int) -> float:
         """Tokens per second with enough work, corrected; no less than was ever measured."""
         base = (self.base_of(kind), num_gpus)
-        known = self._by_base.get(base)
-        factor = 1.0 if known is None or known.used is None else known.used
-        return max(super().full_speed(kind, num_gpus) * factor, self._fastest.get(base, 0.0))
+        full = super().full_speed(kind, num_gpus) * self._of_base(*base)
+        return max(full, self._fastest.get(base, 0.0))

@@ -64,6 +64,11 @@ class FreeGpus:
         """The free GPUs of a node, ascending."""
         return tuple(self._free[node])
 
+    def holds(self, gpus: Iterable[int]) -> bool:
+        """True if all these GPUs are free."""
+        size = self.shape.gpus_per_node
+        return all(gpu in self._free[gpu // size] for gpu in gpus)
+
     def find(self, num: int) -> tuple[int, ...] | None:
         """Chooses `num` GPUs, ascending, without taking them; None if there are too few."""
         if num > self.num:

@@ -11,6 +11,7 @@ from tlora_megatron.scheduler.formation import (
     carried_on,
     ends_in_bounds,
     formed,
+    paused,
     speeds_in_bounds,
 )
 from tlora_megatron.scheduler.group_throughput import GroupRates, Speeds
@@ -103,13 +104,22 @@ class Fleet:
             InvariantError: if a decision breaks a rule.
         """
         loose: dict[int, tuple[Group, Member]] = {}
+        vacated_s: dict[int, float] = {}
         for number in [number for decision in decisions for number in decision.dissolve]:
             group = self.state.groups[number]
             self.close(group, now_s)
             loose.update((member.job.index, (group, member)) for member in group.members)
+            save_s = cost.save_s([member.job for member in group.members])
+            vacated_s.update(dict.fromkeys(group.gpus, save_s))
+        starting = {index for decision in decisions for index in decision.members}
+        for index in [index for decision in decisions for index in decision.pause]:
+            group, member = loose.pop(index)
+            end_by_s = queue.needed_s(group.gpus, without=starting)
+            queue.add(paused(group, member, now_s=now_s, cost=cost, end_by_s=end_by_s))
+            del self._where[index]
         groups = []
         for decision in decisions:
-            group = self._formed(decision, loose, queue, now_s=now_s, cost=cost)
+            group = self._formed(decision, loose, queue, vacated_s, now_s=now_s, cost=cost)
             if keeps_bounds:
                 require(
                     ends_in_bounds(group) and _speeds_in_bounds(group),
@@ -127,13 +137,15 @@ class Fleet:
         decision: Decision,
         loose: dict[int, tuple[Group, Member]],
         queue: WaitingQueue,
+        vacated_s: Mapping[int, float],
         *,
         now_s: float,
         cost: RegroupCost,
     ) -> Group:
         joining = [index for index in decision.members if index not in loose]
         for index in joining:
-            self.charge(queue[index].job)
+            if queue[index].pause is None:  # its tenant is charged while it is paused
+                self.charge(queue[index].job)
         parts = Parts(
             running=tuple(loose.pop(index) for index in decision.members if index in loose),
             joining=tuple(queue.remove(index) for index in joining),
@@ -147,6 +159,9 @@ class Fleet:
             now_s=now_s,
             cost=cost,
             number=self.next_number(),
+            vacated_s=0.0
+            if parts.running
+            else max([vacated_s.get(gpu, 0.0) for gpu in decision.gpus]),
         )
 
     def charge(self, job: Job) -> None:
@@ -163,6 +178,10 @@ class Fleet:
     def leave(self, job: Job) -> None:
         """Removes a job that no longer runs."""
         del self._where[job.index]
+        self.discharge(job)
+
+    def discharge(self, job: Job) -> None:
+        """Counts the GPUs that a job asks for against its tenant no more."""
         self.state.tenant_gpus[job.tenant] -= job.num_gpus
 
     def node_down(self, node: int) -> None:

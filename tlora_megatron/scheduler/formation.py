@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tlora_megatron.scheduler.group_throughput import GroupRates, Kinds
-from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
+from tlora_megatron.scheduler.jobs import Group, Job, Member, Pause, Waiting
 from tlora_megatron.scheduler.policy import RegroupCost
 
 _TOLERANCE = 1e-9
@@ -51,12 +52,14 @@ def formed(
     now_s: float,
     cost: RegroupCost,
     number: int,
+    vacated_s: float = 0.0,
 ) -> Group:
     """Forms a group of `parts` on `gpus`; it trains after its save, move and re-plan.
 
-    A job's bound counts from its start: the time at which its first group begins to train.
+    Args:
+        vacated_s: seconds until those who held the GPUs have saved their state.
     """
-    ready_s = max([now_s, *(group.ready_s for group, _ in parts.running)])
+    ready_s = max([now_s + vacated_s, *(group.ready_s for group, _ in parts.running)])
     ready_s += _pause_s(parts, gpus, cost)
     by_kind = rates.by_kind
     members = [
@@ -65,19 +68,24 @@ def formed(
             tokens_per_s=by_kind[member.job.kind],
             tokens_left=group.tokens_left(member, now_s),
             started_s=member.started_s,
+            deadline_s=member.deadline_s,
         )
         for group, member in parts.running
     ]
-    members += [
-        Member(
-            job=waiting.job,
-            tokens_per_s=by_kind[waiting.job.kind],
-            tokens_left=waiting.tokens_left,
-            started_s=ready_s,
-        )
-        for waiting in parts.joining
-    ]
+    members += [_joined(waiting, by_kind[waiting.job.kind], ready_s) for waiting in parts.joining]
     return Group(number=number, members=tuple(members), gpus=gpus, formed_s=now_s, ready_s=ready_s)
+
+
+def _joined(waiting: Waiting, tokens_per_s: float, ready_s: float) -> Member:
+    pause = waiting.pause
+    end_s = ready_s + waiting.tokens_left / tokens_per_s
+    return Member(
+        job=waiting.job,
+        tokens_per_s=tokens_per_s,
+        tokens_left=waiting.tokens_left,
+        started_s=pause.started_s if pause else ready_s,
+        deadline_s=pause.deadline_s if pause else waiting.job.deadline_s(ready_s, end_s),
+    )
 
 
 def carried_on(
@@ -93,6 +101,7 @@ def carried_on(
             tokens_per_s=max(member.tokens_per_s, rates.by_kind[member.job.kind]),
             tokens_left=group.tokens_left(member, now_s),
             started_s=member.started_s,
+            deadline_s=member.deadline_s,
         )
         for _, member in parts.running
     )
@@ -102,6 +111,29 @@ def carried_on(
         gpus=group.gpus,
         formed_s=now_s,
         ready_s=max(now_s, group.ready_s),
+    )
+
+
+def paused(
+    group: Group, member: Member, *, now_s: float, cost: RegroupCost, end_by_s: float = math.inf
+) -> Waiting:
+    """A member that leaves its GPUs to others for a while, and waits to come back.
+
+    Args:
+        end_by_s: when others who were paused before need these GPUs.
+    """
+    left = group.tokens_left(member, now_s)
+    back_s = cost.pause_s((), group.gpus, [member.job]) + left / member.tokens_per_s
+    return Waiting(
+        job=member.job,
+        tokens_left=left,
+        queued_s=now_s,
+        pause=Pause(
+            gpus=group.gpus,
+            back_by_s=min(member.deadline_s, end_by_s) - back_s,
+            started_s=member.started_s,
+            deadline_s=member.deadline_s,
+        ),
     )
 
 

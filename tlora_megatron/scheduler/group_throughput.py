@@ -6,7 +6,7 @@ simulator ask nothing else about speed or memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -46,6 +46,10 @@ class GroupRates:
     memory_bytes: float
 
 
+OPEN_TOKENS_PER_S = 1.0
+"""Stands for the speed of a job that a client drives: on any number of GPUs, alone or beside others
+the same, so that no decision is made for its sake."""
+
 Kinds = tuple[int, ...]
 """The kinds of a group's members, ascending; each member contributes one entry."""
 
@@ -64,6 +68,7 @@ class Speeds:
         self._memo: dict[tuple[Kinds, int], GroupRates | None] = {}
         self._full: dict[tuple[str, int], float] = {}
         self._residual: dict[tuple[Kinds, int], float] = {}
+        self._sizes: dict[tuple[int, int], Mapping[int, float]] = {}
 
     @property
     def bases(self) -> tuple[str, ...]:
@@ -74,6 +79,11 @@ class Speeds:
     def num_estimates(self) -> int:
         """Number of different questions answered so far."""
         return len(self._memo)
+
+    def answers(self) -> Iterator[tuple[Kinds, int, GroupRates]]:
+        """All groups that were asked about and fit into memory, with their GPUs and rates."""
+        known = list(self._memo.items())
+        return ((kinds, num_gpus, rates) for (kinds, num_gpus), rates in known if rates is not None)
 
     def kind(self, base: str, load: JobLoad) -> int:
         """The kind of a base model and load; loads that differ only by name are different kinds.
@@ -114,9 +124,55 @@ class Speeds:
         estimate = self._models[base].estimate(loads, num_gpus)
         if not estimate.fits:
             return None
+        closed = [kind for kind in kinds if not self._loads[kind][1].is_open]
+        if len(closed) < len(kinds):
+            return self._beside_open(kinds, tuple(closed), num_gpus, estimate.memory_bytes)
         rates = tuple(estimate.tokens_per_s)
         by_kind = dict(zip(kinds, rates, strict=True))
         return GroupRates(by_kind, sum(rates), estimate.memory_bytes)
+
+    def _beside_open(
+        self, kinds: Kinds, closed: Kinds, num_gpus: int, memory_bytes: float
+    ) -> GroupRates | None:
+        """Rates of a group with jobs that clients drive: the others have those without them."""
+        by_kind: dict[int, float] = dict.fromkeys(kinds, OPEN_TOKENS_PER_S)
+        total = OPEN_TOKENS_PER_S * (len(kinds) - len(closed))
+        if closed:
+            rates = self.rates(closed, num_gpus)
+            if rates is None:
+                return None
+            by_kind, total = {**by_kind, **rates.by_kind}, total + rates.total
+        return GroupRates(by_kind, total, memory_bytes)
+
+    def prepare(self, kind: int, most: int) -> None:
+        """Asks the model all that decisions ask about one job, so that none has to wait for it.
+
+        Callers do so when a job is submitted; `most` are the GPUs of the cluster.
+        """
+        self.sizes(kind, most)
+        for power in range(min(most, _LARGEST_FULL).bit_length()):
+            self.full_speed(kind, 1 << power)
+
+    def sizes(self, kind: int, most: int) -> Mapping[int, float]:
+        """Numbers of GPUs that are worth holding for one job, with its speed on them.
+
+        Powers of two up to `most`, each faster than the one before by 2 % at least.
+        """
+        key = (kind, most)
+        if key not in self._sizes:
+            self._sizes[key] = dict(self._worth_holding(kind, most))
+        return self._sizes[key]
+
+    def _worth_holding(self, kind: int, most: int) -> Iterator[tuple[int, float]]:
+        fastest = 0.0
+        for size in (1 << power for power in range(most.bit_length())):
+            rates = self.rates((kind,), size)
+            if rates is None and not fastest:
+                continue  # it fits on more GPUs
+            if rates is None or rates.total < _WORTH * fastest:
+                return
+            fastest = rates.total
+            yield size, fastest
 
     def residual(self, kinds: Kinds, num_gpus: int) -> float:
         """Residual capacity: the unused share of the GPUs' full speed, 0 to 1."""
@@ -134,6 +190,8 @@ class Speeds:
         No group of this base model is faster, except for small differences from cheaper adapters
         or longer sequences.
         """
+        if num_gpus > _LARGEST_FULL:
+            return num_gpus / _LARGEST_FULL * self.full_speed(kind, _LARGEST_FULL)
         base = self._loads[kind][0]
         key = (base, num_gpus)
         if key not in self._full:
@@ -143,5 +201,9 @@ class Speeds:
         return self._full[key]
 
 
-_FULL = JobLoad(name="full", rank=1, batch_size=64, lengths=LengthHistogram.single(256))
+_LARGEST_FULL = 8
+"""GPUs beyond these are taken to add as much each: at full speed they do, and asking takes long."""
+_WORTH = 1.02
+"""Twice the GPUs must make a job so many times as fast at least."""
+_FULL = JobLoad(name="full", rank=1, batch_size=16, lengths=LengthHistogram.single(1024))
 """A load that keeps one GPU at full speed; `batch_size` is multiplied by the number of GPUs."""

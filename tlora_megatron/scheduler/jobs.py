@@ -34,6 +34,9 @@ class Job:
     """Tenant whose quota it counts against."""
     due_s: float = math.inf
     """Time from which it goes before all others and nodes are reserved for it: no job starves."""
+    is_open: bool = False
+    """A client drives it: nobody knows when it has work and when it ends, so that no bound holds
+    for it, and it slows nobody down."""
     state_bytes: float = 0.0
     """Size of adapter, gradients and optimizer state, which a move must copy."""
     tokens: float = field(init=False, repr=False)
@@ -41,10 +44,40 @@ class Job:
     least_tokens_per_s: float = field(init=False, repr=False)
     """The least speed in a group that its bound allows."""
 
+    def deadline_s(self, start_s: float, end_s: float) -> float:
+        """The time by which a job must end that starts now, whatever happens to it later.
+
+        Its bound counts from its submission, if it can still be kept as the job starts; one that
+        has waited too long for that has the bound from its start on.
+
+        Args:
+            start_s: when it begins to train.
+            end_s: when it would end if nothing changed.
+        """
+        if self.is_open:
+            return math.inf
+        allowed_s = self.max_slowdown * self.isolated_s
+        by_s = self.submit_s + allowed_s
+        return by_s if end_s <= by_s else start_s + allowed_s
+
     def __post_init__(self) -> None:
         rate = self.isolated_tokens_per_s
         object.__setattr__(self, "tokens", self.isolated_s * rate)
-        object.__setattr__(self, "least_tokens_per_s", rate / self.max_slowdown)
+        least = 0.0 if self.is_open else rate / self.max_slowdown
+        object.__setattr__(self, "least_tokens_per_s", least)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pause:
+    """A job that was running, and its right to come back: others on its GPUs end in time for it."""
+
+    gpus: tuple[int, ...]
+    """Those that it held."""
+    back_by_s: float
+    """The last time at which it may begin to move back and still end within its bound."""
+    started_s: float
+    """When it first trained."""
+    deadline_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +88,8 @@ class Waiting:
     tokens_left: float
     queued_s: float
     """When it was submitted, or when a failed node put it back into the queue."""
+    pause: Pause | None = None
+    """None unless a decision has paused it."""
 
     @property
     def isolated_left_s(self) -> float:
@@ -76,12 +111,9 @@ class Member:
     tokens_left: float
     """Work that is left at the time the group is ready."""
     started_s: float
-    """When it first trained, or trained again after a failure; its bound counts from here."""
-
-    @property
-    def deadline_s(self) -> float:
-        """The time by which its bound demands that it ends."""
-        return self.started_s + self.job.max_slowdown * self.job.isolated_s
+    """When it first trained, or trained again after a failure."""
+    deadline_s: float
+    """The time by which its bound demands that it ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

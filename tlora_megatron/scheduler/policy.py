@@ -25,7 +25,7 @@ class Changes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """Forms one group. Each member of a dissolved group is named by one decision of the list."""
+    """Forms one group. Each member of a dissolved group is named once in the list of decisions."""
 
     members: tuple[int, ...]
     """Job indices, ascending."""
@@ -33,6 +33,8 @@ class Decision:
     """GPU numbers of the new group, ascending."""
     dissolve: tuple[int, ...] = ()
     """Numbers of running groups to end before any group of the list of decisions is formed."""
+    pause: tuple[int, ...] = ()
+    """Members of dissolved groups that wait from now on, to come back to their GPUs in time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +51,10 @@ class RegroupCost:
     """Speed of loading the base model onto GPUs that did not hold it."""
     weights_bytes: Mapping[str, float] = field(default_factory=dict)
     """Size of each base model, by name."""
+
+    def save_s(self, jobs: list[Job]) -> float:
+        """Seconds in which the state of jobs is saved, before others get their GPUs."""
+        return sum(job.state_bytes for job in jobs) / self.state_bytes_per_s
 
     def pause_s(self, sources: tuple[Group, ...], gpus: tuple[int, ...], moved: list[Job]) -> float:
         """Pause of a new group in seconds.

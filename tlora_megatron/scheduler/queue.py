@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
 from tlora_megatron.scheduler.jobs import Waiting
@@ -19,7 +20,8 @@ def _by_arrival(waiting: Waiting) -> _Key:
 
 
 def _by_size(waiting: Waiting) -> _Key:
-    return (-waiting.job.priority, waiting.isolated_left_s, waiting.job.index)
+    left_s = 0.0 if waiting.job.is_open else waiting.isolated_left_s  # its client waits
+    return (-waiting.job.priority, left_s, waiting.job.index)
 
 
 def _by_due(waiting: Waiting) -> _Key:
@@ -32,6 +34,7 @@ class WaitingQueue:
     def __init__(self, waiting: Iterable[Waiting] = ()) -> None:
         self._entries: dict[int, Waiting] = {}
         self._orders: dict[str, list[_Key]] = {"arrival": [], "size": [], "due": []}
+        self._paused: set[int] = set()
         for entry in waiting:
             self.add(entry)
 
@@ -49,6 +52,7 @@ class WaitingQueue:
         queue = WaitingQueue()
         queue._entries = dict(self._entries)
         queue._orders = {name: list(order) for name, order in self._orders.items()}
+        queue._paused = set(self._paused)
         return queue
 
     def add(self, waiting: Waiting) -> None:
@@ -56,18 +60,39 @@ class WaitingQueue:
         index = waiting.job.index
         assert index not in self._entries, f"job {index} must not wait twice"
         self._entries[index] = waiting
+        if waiting.pause is not None:
+            self._paused.add(index)
         for name, key in _KEYS.items():
             insort(self._orders[name], key(waiting))
 
     def remove(self, index: int) -> Waiting:
         """Removes a job and returns it."""
         waiting = self._entries.pop(index)
+        self._paused.discard(index)
         for name, key in _KEYS.items():
             order = self._orders[name]
             place = bisect_left(order, key(waiting))
             assert order[place][2] == index, "orders must hold every waiting job"
             del order[place]
         return waiting
+
+    def paused(self) -> list[Waiting]:
+        """The jobs that were running and are to come back, in order of submission."""
+        return [self._entries[index] for index in sorted(self._paused)]
+
+    def needed_s(self, gpus: Iterable[int] | None = None, without: Collection[int] = ()) -> float:
+        """When a paused job comes back to one of these GPUs; infinite if there is none.
+
+        Args:
+            gpus: None: to any.
+            without: jobs that do not count.
+        """
+        pauses = [self._entries[index].pause for index in self._paused if index not in without]
+        found = [pause for pause in pauses if pause is not None]
+        if gpus is not None:
+            wanted = set(gpus)
+            found = [pause for pause in found if not wanted.isdisjoint(pause.gpus)]
+        return min((pause.back_by_s for pause in found), default=math.inf)
 
     def by_arrival(self, limit: int, may_run: MayRun = None) -> list[Waiting]:
         """The first `limit` jobs that may run, by priority, then submission."""

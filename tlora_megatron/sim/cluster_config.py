@@ -53,7 +53,13 @@ class ClusterSpec:
         "hardware profile: a name in this file's folder or configs/hardware, or a path",
         nonempty=True,
     )
-    inter_node: Link = rule("network between nodes, one GPU's share; replaces the profile's")
+    inter_node: Link = rule(
+        "network between nodes, of one card where nics_per_node is given, else one GPU's share; "
+        "replaces the profile's"
+    )
+    nics_per_node: int | None = rule(
+        "network cards of a node, as in a profile; replaces the profile's", default=None, ge=1
+    )
     regroup: RegroupSpec = rule("pauses of groups that change")
     quotas: tuple[QuotaSpec, ...] = rule("quotas of tenants", default=())
 
@@ -74,8 +80,9 @@ def load_cluster(path: str | Path) -> tuple[ClusterSpec, HardwareProfile]:
         ConfigError: if either file is missing or invalid.
     """
     path = Path(path)
+    document = read_document(path, "--cluster")
     try:
-        spec = read_spec(ClusterSpec, read_document(path), "cluster")
+        spec = read_spec(ClusterSpec, document, "cluster")
     except ConfigError as error:
         raise ConfigError(f"{error} in {path}") from None
     profile = find_profile(spec.profile, (path.parent, shipped_profiles()), "cluster.profile")
@@ -85,4 +92,5 @@ def load_cluster(path: str | Path) -> tuple[ClusterSpec, HardwareProfile]:
             f"be at most {profile.gpus_per_node}, what {profile.name} connects",
             spec.gpus_per_node,
         )
-    return spec, replace(profile, inter_node=spec.inter_node, gpus_per_node=spec.gpus_per_node)
+    profile = profile.of_nodes(spec.gpus_per_node)
+    return spec, replace(profile, inter_node=spec.inter_node, nics_per_node=spec.nics_per_node)

@@ -19,7 +19,7 @@ class Kind(IntEnum):
 
 @dataclass(kw_only=True, slots=True)
 class Clock:
-    """Measures the time that decisions take."""
+    """Measures the CPU time that decisions take."""
 
     count: int = 0
     total_s: float = 0.0

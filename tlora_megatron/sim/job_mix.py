@@ -108,8 +108,9 @@ def load_mix(name: str) -> tuple[JobMix, dict[str, ModelSpec]]:
         if name not in shipped_mixes():
             raise must("--mix", f"be a file or one of {', '.join(shipped_mixes())}", name)
         path = Path(str(files(_FOLDER).joinpath(f"{name}.yaml")))
+    document = read_document(path, "--mix")
     try:
-        mix = read_spec(JobMix, read_document(path), "mix")
+        mix = read_spec(JobMix, document, "mix")
     except ConfigError as error:
         raise ConfigError(f"{error} in {path}") from None
     return mix, {base.name: read_model_spec(path.parent / base.config) for base in mix.bases}

@@ -9,10 +9,11 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tlora_megatron.scheduler.cluster import ClusterShape
 from tlora_megatron.scheduler.group_throughput import Speeds
+from tlora_megatron.scheduler.invariants import require
 from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
 from tlora_megatron.scheduler.policy import Policy, RegroupCost
 from tlora_megatron.scheduler.queue import WaitingQueue
@@ -33,7 +34,7 @@ class Outcome:
     ledger: Ledger
     num_decisions: int
     decide_s: float
-    """Wall time of all calls of `decide`."""
+    """CPU time of all calls of `decide`."""
     longest_decide_s: float
     wall_s: float
 
@@ -67,6 +68,7 @@ class Simulator:
         """
         self._jobs = jobs
         self._policy = policy
+        self._speeds = speeds
         self._cost = cost
         self._faults = faults or Faults.none()
         self._on_progress = on_progress
@@ -132,6 +134,7 @@ class Simulator:
         if not self._fleet.can_ever_run(job):
             self._ledger.drop(job, "rejected", now_s)
             return False
+        self._speeds.prepare(job.kind, self._fleet.state.shape.num_gpus)
         self._enqueue(Waiting(job=job, tokens_left=job.tokens, queued_s=now_s))
         return True
 
@@ -155,7 +158,8 @@ class Simulator:
     def _cancel(self, index: int, now_s: float) -> bool:
         job = self._jobs[index]
         if index in self._queue:
-            self._queue.remove(index)
+            if self._queue.remove(index).pause is not None:
+                self._fleet.discharge(job)
             self._fleet.changes.arrived.discard(index)
         elif (group := self._fleet.group_of(index)) is not None:
             member = next(m for m in group.members if m.job.index == index)
@@ -175,6 +179,11 @@ class Simulator:
             for member in group.members:
                 self._fleet.leave(member.job)
                 self._requeue(group, member, now_s)
+        for waiting in self._queue.paused():
+            if waiting.pause is not None and not gone.isdisjoint(waiting.pause.gpus):
+                self._queue.remove(waiting.job.index)
+                self._fleet.discharge(waiting.job)
+                self._enqueue(replace(waiting, queued_s=now_s, pause=None))
         self._fleet.node_down(node)
         return True
 
@@ -206,10 +215,10 @@ class Simulator:
     # Decisions
 
     def _decide(self, now_s: float, clock: Clock) -> None:
-        begin = time.perf_counter()
+        begin = time.process_time()
         changes = self._fleet.changes.take()
         decisions = self._policy.decide(now_s, self._queue, self._fleet.state, changes)
-        clock.add(time.perf_counter() - begin)
+        clock.add(time.process_time() - begin)
         if decisions:
             self._fleet.carry_out(
                 decisions,
@@ -217,4 +226,10 @@ class Simulator:
                 now_s=now_s,
                 cost=self._cost,
                 keeps_bounds=self._policy.keeps_bounds,
+            )
+        if self._policy.keeps_bounds:
+            back_by_s = self._queue.needed_s()
+            require(
+                now_s <= back_by_s * (1 + 1e-9) + 1e-5,
+                f"paused jobs must be back by {back_by_s}, got {now_s}",
             )

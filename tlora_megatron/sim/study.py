@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tlora_megatron.config.reader import must
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policy import RegroupCost, Rules
 from tlora_megatron.scheduler.registry import make_policy
+from tlora_megatron.sim.bounds import least_mean_jct_s
 from tlora_megatron.sim.cluster_config import ClusterSpec
 from tlora_megatron.sim.faults import FaultRates, Faults, draw_faults
 from tlora_megatron.sim.job_mix import JobMix
 from tlora_megatron.sim.ledger import Ledger
+from tlora_megatron.sim.malleable import malleable_mean_jct_s
 from tlora_megatron.sim.metrics import GpuCount, Summary, summarise
 from tlora_megatron.sim.simulator import Simulator
 from tlora_megatron.sim.trace import Trace
@@ -57,6 +60,16 @@ class PolicyRun:
     longest_decide_s: float
     mean_decide_s: float
     wall_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Yardsticks:
+    """Mean completion times that policies are held against."""
+
+    malleable_jct_s: float
+    """An estimate: each job alone, shortest remaining time first, resized and pre-empted freely."""
+    least_jct_s: float
+    """A bound: no policy ends jobs earlier on average."""
 
 
 class Study:
@@ -107,6 +120,27 @@ class Study:
         asked = sum(job.num_gpus * job.isolated_s for job in jobs)
         return asked / (span * self.cluster.shape.num_gpus) if span else float("inf")
 
+    @property
+    def load(self) -> float:
+        """The load that was asked for; the offered load of a trace that is replayed as recorded."""
+        asked = self.options.shape.load
+        return self.offered_load if asked is None else asked
+
+    def yardsticks(self) -> Yardsticks | None:
+        """Bounds that no policy beats, and an estimate of what is within reach.
+
+        None where faults were drawn: which jobs finish then depends on the policy.
+        """
+        if self.options.faults != FaultRates():
+            return None
+        num_gpus = self.cluster.shape.num_gpus
+        quotas = {quota.tenant: quota.gpus for quota in self.cluster.quotas}
+        jobs = [j for j in self.workload.jobs if j.num_gpus <= quotas.get(j.tenant, num_gpus)]
+        return Yardsticks(
+            malleable_jct_s=malleable_mean_jct_s(jobs, self.speeds, num_gpus),
+            least_jct_s=least_mean_jct_s(jobs, self.speeds, num_gpus),
+        )
+
     def run(self, policy: str, on_progress: Callable[[float], None] | None = None) -> PolicyRun:
         """Replays the trace under a policy.
 
@@ -153,7 +187,7 @@ def check_policies(names: Sequence[str]) -> None:
         ValueError: naming the known policies.
     """
     if not names or len(set(names)) < len(names):
-        raise ValueError(f"--policy must name policies once each, got {','.join(names)!r}")
+        raise must("--policy", "name policies once each", ",".join(names))
     for name in names:
         make_policy(name, Speeds({}), Rules())
 

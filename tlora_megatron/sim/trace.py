@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
+from tlora_megatron.config.reader import must
+
 End = Literal["completed", "failed", "cancelled"]
 
 _COLUMNS = {
@@ -75,7 +77,8 @@ def read_trace(path: str | Path) -> Trace:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"trace must be a readable text file, got {path}: {error}") from error
+        told = getattr(error, "strerror", None) or str(error)
+        raise must("--trace", "be a readable text file", str(path), told) from error
     records = _philly_json(text, path) if text.lstrip()[:1] == "[" else _csv(text, path)
     rows, dropped = [], Counter[str]()
     for place, record in enumerate(records):
@@ -85,7 +88,7 @@ def read_trace(path: str | Path) -> Trace:
         else:
             rows.append(row)
     if not rows:
-        raise ValueError(f"trace must hold at least one job with GPUs and a duration, got {path}")
+        raise must("--trace", "hold at least one job with GPUs and a duration", str(path))
     return Trace(name=_name(path), rows=_from_zero(rows), dropped=dict(sorted(dropped.items())))
 
 
@@ -125,9 +128,7 @@ def _csv(text: str, path: Path) -> Iterator[_Record]:
             columns[key] = found
         elif key in _REQUIRED:
             wanted = " or ".join(names)
-            raise ValueError(
-                f"trace must have a column {wanted}, got {', '.join(header)} in {path}"
-            )
+            raise must("--trace", f"have a column {wanted}", f"{', '.join(header)} in {path}")
     for line in reader:
         yield {key: line[name] for key, name in columns.items()}
 
@@ -149,7 +150,7 @@ def _philly_json(text: str, path: Path) -> Iterator[_Record]:
                 "tenant": job.get("vc", ""),
             }
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} must be Philly's job log, got {error!r}") from error
+        raise must("--trace", "be Philly's job log", f"{error!r} in {path}") from error
 
 
 def _is_over(attempt: Mapping[str, _Value]) -> bool:
@@ -168,7 +169,7 @@ def _row(record: _Record, place: int, path: Path) -> TraceRow | str:
             return "no duration"
         submit_s = _seconds(record["submit_s"])
     except ValueError as error:
-        raise ValueError(f"row {place + 1} of {path} must hold numbers, got {error}") from error
+        raise must(f"row {place + 1} of {path}", "hold numbers", str(error)) from error
     return TraceRow(
         name=str(record.get("name") or place),
         submit_s=submit_s,

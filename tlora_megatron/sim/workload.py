@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.scheduler.group_throughput import Speeds
@@ -89,9 +90,9 @@ def _speed_alone(row: TraceRow, drawn: Attributes, speeds: Speeds) -> tuple[int,
     kind = speeds.kind(drawn.base, _as_costed(drawn.load))
     rates = speeds.rates((kind,), row.num_gpus)
     if rates is None:
-        raise ValueError(
+        raise ConfigError(
             f"job {row.name!r} must fit into the memory of {row.num_gpus} GPUs, got rank "
-            f"{drawn.load.rank}, batch {drawn.load.batch_size} on {drawn.base}"
+            f"{drawn.load.rank}, batch {drawn.load.batch_size} on {drawn.base}; give another --mix"
         )
     return kind, rates.total
 

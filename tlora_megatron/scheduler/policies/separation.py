@@ -43,6 +43,21 @@ def grow(tentative: TentativeGroups) -> None:
             tentative.accept(larger, (group,))
 
 
+def shrink(tentative: TentativeGroups) -> None:
+    """Takes from groups the GPUs that no member asks for, as far as the members' bounds allow.
+
+    A group has such GPUs when the member that started on so many has ended before the others.
+    """
+    for group in sorted(tentative.groups.values(), key=lambda group: group.number):
+        size = max(member.job.num_gpus for member in group.members)
+        while size < len(group.gpus):
+            smaller = tentative.propose(tentative.parts_of(group), group.gpus[:size], group)
+            if smaller is not None:
+                tentative.accept(smaller, (group,))
+                break
+            size *= 2
+
+
 def _best_leaver(
     tentative: TentativeGroups, group: Group, rules: Rules
 ) -> tuple[Proposal, Proposal] | None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tlora_megatron.scheduler.cluster import ClusterState, FreeGpus
-from tlora_megatron.scheduler.formation import Parts, ends_in_bounds, formed, speeds_in_bounds
-from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.jobs import Group, Job, Waiting
+from tlora_megatron.scheduler.formation import (
+    Parts,
+    ends_in_bounds,
+    formed,
+    paused,
+    speeds_in_bounds,
+)
+from tlora_megatron.scheduler.group_throughput import Kinds, Speeds
+from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
+from tlora_megatron.scheduler.policies.claims import Claims
 from tlora_megatron.scheduler.policies.reservation import soonest_nodes
 from tlora_megatron.scheduler.policy import Decision, Rules
 
@@ -31,7 +40,22 @@ class TentativeGroups:
     A changed group keeps its number here; a new one gets a negative number.
     """
 
-    def __init__(self, now_s: float, cluster: ClusterState, speeds: Speeds, rules: Rules) -> None:
+    def __init__(
+        self,
+        now_s: float,
+        cluster: ClusterState,
+        speeds: Speeds,
+        rules: Rules,
+        paused: Iterable[Waiting] = (),
+        most_mixes: float = math.inf,
+    ) -> None:
+        """Begins with the groups that run.
+
+        Args:
+            paused: jobs that are to come back to their GPUs.
+            most_mixes: so many different fused groups are looked at; the model may have to be asked
+                about each, which takes milliseconds.
+        """
         self.now_s = now_s
         self.shape = cluster.shape
         self.free = cluster.free.copy()
@@ -47,10 +71,18 @@ class TentativeGroups:
         self._reserved_until_s = float("inf")
         self._reservations = 0
         self._kept = FreeGpus(self.shape, [()] * self.shape.num_nodes)
+        self._vacated_s: dict[int, float] = {}
+        """GPU -> seconds until the state of those who leave it is saved."""
+        self._pausing: list[int] = []
+        self.claims = Claims(paused)
+        self._mixes: set[tuple[Kinds, int]] = set()
+        self._most_mixes = most_mixes
 
     def within_quota(self, waiting: Waiting) -> bool:
         """True if the quota of the job's tenant has room for it beside the accepted proposals."""
         job = waiting.job
+        if waiting.pause is not None:
+            return True  # its tenant is charged while it is paused
         quota = self._cluster.quotas.get(job.tenant)
         if quota is None:
             return True
@@ -103,7 +135,8 @@ class TentativeGroups:
     ) -> Proposal | None:
         """The group of `parts` on `gpus`, with the number of `host` if one is given.
 
-        None if the group is too large, does not fit into memory or breaks a member's bound.
+        None if the group is too large, does not fit into memory or breaks a member's bound, and
+        behind as many mixes of jobs as may be looked at.
         """
         keep_bounds = self.rules.keep_bounds
         jobs = parts.jobs
@@ -111,7 +144,12 @@ class TentativeGroups:
             keep_bounds and len(jobs) > 1 and self._demands_too_much(jobs, len(gpus))
         ):
             return None
-        rates = self._speeds.rates(parts.kinds, len(gpus))
+        kinds = parts.kinds
+        if len(kinds) > 1:
+            self._mixes.add((kinds, len(gpus)))
+            if len(self._mixes) > self._most_mixes:
+                return None
+        rates = self._speeds.rates(kinds, len(gpus))
         if rates is None or (keep_bounds and not speeds_in_bounds(jobs, rates)):
             return None
         group = formed(
@@ -121,13 +159,26 @@ class TentativeGroups:
             now_s=self.now_s,
             cost=self.rules.cost,
             number=-1 - self._new if host is None else host.number,
+            vacated_s=0.0
+            if parts.running or not self._vacated_s
+            else max([self._vacated_s.get(gpu, 0.0) for gpu in gpus]),
         )
         if keep_bounds and not ends_in_bounds(group):
+            return None
+        own = [waiting.job.index for waiting in parts.joining]
+        if group.last_end_s > self.claims.needed_s(gpus, own):
             return None
         return Proposal(group=group, parts=parts)
 
     def trains_more(self, proposal: Proposal, host: Group) -> bool:
-        """True if the merge trains enough more tokens per second than the host alone."""
+        """True if the merge trains enough more tokens per second than the host alone.
+
+        It always does if those who come are driven by clients, who cost nothing.
+        """
+        there = {member.job.index for member in host.members}
+        news = [m.job for m in proposal.group.members if m.job.index not in there]
+        if all(job.is_open for job in news):
+            return True
         least = host.tokens_per_s * (1 + self.rules.min_gain)
         return proposal.group.tokens_per_s > least
 
@@ -159,22 +210,63 @@ class TentativeGroups:
         """The job alone on free GPUs; None as in `propose`, beyond a quota or without GPUs."""
         if not self.within_quota(waiting):
             return None
-        gpus = self.free.find(num_gpus)
-        return None if gpus is None else self.propose(Parts(joining=(waiting,)), gpus)
+        parts = Parts(joining=(waiting,))
+        for free in self.claims.first_choices(self.free):
+            gpus = free.find(num_gpus)
+            proposal = None if gpus is None else self.propose(parts, gpus)
+            if proposal is not None:
+                return proposal
+        return None
+
+    def back_home(self, waiting: Waiting) -> Proposal | None:
+        """A paused job on the GPUs that it held; None if it never was, or they are not all free."""
+        pause = waiting.pause
+        if pause is None or not self.free.holds(pause.gpus):
+            return None
+        return self.propose(Parts(joining=(waiting,)), pause.gpus)
+
+    def pause(self, group: Group) -> None:
+        """Pauses the members of a running group that this decision has not changed."""
+        assert not self.is_changed(group), "a group must not be formed and paused at once"
+        self._release(group)
+        for member in group.members:
+            self._pausing.append(member.job.index)
+            self.claims.add(self.as_paused(group, member))
+
+    def as_paused(self, group: Group, member: Member) -> Waiting:
+        """A running member as it would wait if it were paused now."""
+        return paused(
+            group,
+            member,
+            now_s=self.now_s,
+            cost=self.rules.cost,
+            end_by_s=self.claims.needed_s(group.gpus),
+        )
+
+    def is_changed(self, group: Group) -> bool:
+        """True if this decision has formed or changed the group."""
+        return group.number in self._parts
+
+    def _release(self, group: Group) -> None:
+        """Takes a group off its GPUs."""
+        del self.groups[group.number]
+        self.free.give(group.gpus)
+        self._parts.pop(group.number, None)
+        if group.number >= 0 and group.number not in self._dissolved:
+            self._dissolved.add(group.number)
+            save_s = self.rules.cost.save_s([member.job for member in group.members])
+            self._vacated_s.update(dict.fromkeys(group.gpus, save_s))
 
     def accept(self, proposal: Proposal, replaces: tuple[Group, ...] = ()) -> Group:
         """Adds the proposed group and removes the groups whose members it takes."""
         before = {w.job.index for old in replaces for w in self.parts_of(old).joining}
         for old in replaces:
-            del self.groups[old.number]
-            self.free.give(old.gpus)
-            self._parts.pop(old.number, None)
-            if old.number >= 0:
-                self._dissolved.add(old.number)
+            self._release(old)
         for waiting in proposal.parts.joining:
-            if waiting.job.index not in before:
+            if waiting.job.index not in before and waiting.pause is None:
                 tenant = waiting.job.tenant
                 self._asked[tenant] = self._asked.get(tenant, 0) + waiting.job.num_gpus
+            self.claims.drop(waiting.job.index)
         group = proposal.group
         self._new += group.number < 0
         (self._kept if self.is_reserved(group) else self.free).take(group.gpus)
@@ -189,6 +281,10 @@ class TentativeGroups:
         for number in sorted(self._parts, key=lambda number: (number < 0, abs(number))):
             parts, gpus = self._parts[number], self.groups[number].gpus
             members = tuple(sorted(job.index for job in parts.jobs))
-            found.append(Decision(members=members, gpus=gpus, dissolve=tuple(left)))
-            left = []
+            found.append(
+                Decision(
+                    members=members, gpus=gpus, dissolve=tuple(left), pause=tuple(self._pausing)
+                )
+            )
+            left, self._pausing = [], []
         return found

@@ -5,7 +5,8 @@ queued by urgency, then by residual capacity. Each job searches for the running 
 most tightly: a binary search over groups sorted by residual capacity, first groups within one
 node, then within one rack, then across the cluster. A merge must raise the joint throughput and
 keep every member within its slowdown bound; the merged group becomes a candidate again. When
-nothing waits, fused jobs move to free GPUs if the parts train faster than the whole.
+nothing waits, fused jobs move to free GPUs if the parts train faster than the whole. While a job is
+overdue, groups give back the GPUs that no member asks for.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.jobs import Group, Waiting
 from tlora_megatron.scheduler.policies.admission import start_alone
 from tlora_megatron.scheduler.policies.hosts import Hosts
-from tlora_megatron.scheduler.policies.separation import separate
+from tlora_megatron.scheduler.policies.separation import separate, shrink
 from tlora_megatron.scheduler.policies.tentative_groups import Proposal, TentativeGroups
 from tlora_megatron.scheduler.policy import Changes, Decision, Rules
 from tlora_megatron.scheduler.queue import WaitingQueue
@@ -49,6 +50,8 @@ class ResidualGrouping:
         rules = self.rules
         tentative = TentativeGroups(now_s, cluster, self.speeds, rules)
         if len(jobs):
+            if jobs.overdue(now_s, 1, cluster.may_run):
+                shrink(tentative)
             queue = jobs.by_arrival(rules.lookahead, cluster.may_run)
             others = sorted(queue, key=lambda w: self._urgent_first(w, now_s))
             left = start_alone(tentative, jobs, cluster, changes, others)

@@ -10,23 +10,25 @@ from tlora_megatron.page.document import document, facts, legend, panels, swatch
 from tlora_megatron.page.svg import css_color
 from tlora_megatron.sim.metrics import quantile
 from tlora_megatron.sim.report import charts
-from tlora_megatron.sim.study import PolicyRun, Study
+from tlora_megatron.sim.study import PolicyRun, Study, Yardsticks
 
 _SHOWN = 0.99
 """Pictures over time end when this share of the first policy's jobs have ended."""
 
 
-def write_report(path: str | Path, study: Study, runs: Sequence[PolicyRun]) -> None:
+def write_report(
+    path: str | Path, study: Study, runs: Sequence[PolicyRun], yardsticks: Yardsticks | None
+) -> None:
     """Writes the page of a study.
 
     Raises:
         ImportError: if matplotlib is missing.
         OSError: if the file cannot be written.
     """
-    Path(path).write_text(_page(study, runs), encoding="utf-8")
+    Path(path).write_text(_page(study, runs, yardsticks), encoding="utf-8")
 
 
-def _page(study: Study, runs: Sequence[PolicyRun]) -> str:
+def _page(study: Study, runs: Sequence[PolicyRun], yardsticks: Yardsticks | None) -> str:
     until_s = _until_s(runs)
     pictures = {
         "Completion time": charts.completion_times(runs),
@@ -40,7 +42,7 @@ def _page(study: Study, runs: Sequence[PolicyRun]) -> str:
     return document(
         f"{study.trace.name} on {study.cluster.name}",
         f"{len(study.workload.jobs):,} jobs; policies are compared with {runs[0].policy}",
-        f"{facts(_facts(study))}<h2>Policies</h2>{_table(runs)}"
+        f"{facts(_facts(study))}<h2>Policies</h2>{_table(runs, yardsticks)}"
         f"<h2>Pictures</h2>{legend(colors)}{panels(pictures, columns=2, least_px=480)}"
         f"<h2>What the GPUs do</h2>{panels(lines, columns=1, least_px=480)}",
     )
@@ -54,8 +56,7 @@ def _facts(study: Study) -> dict[str, str]:
     options = study.options
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in study.trace.dropped.items())
     return {
-        "load": f"{options.shape.load:g}x",
-        "asked of the GPUs' time": f"{study.offered_load:.2f}",
+        "offered load": f"{study.offered_load:.2f}",
         "attributes": study.mix.name,
         "bound on slowdown": f"{study.workload.jobs[0].max_slowdown:g}",
         "GPU profile": f"{study.profile.name} ({study.profile.source})",
@@ -64,11 +65,12 @@ def _facts(study: Study) -> dict[str, str]:
     }
 
 
-def _table(runs: Sequence[PolicyRun]) -> str:
-    rows = (
+def _table(runs: Sequence[PolicyRun], yardsticks: Yardsticks | None) -> str:
+    rows = [
         (f"{swatch(css_color(place))}{html.escape(run.policy)}", *cells_of(run, runs[0]))
         for place, run in enumerate(runs)
-    )
+    ]
+    rows += [] if yardsticks is None else yardstick_rows(yardsticks, runs[0])
     return table(("policy", *COLUMNS), rows)
 
 
@@ -98,6 +100,17 @@ def cells_of(run: PolicyRun, first: PolicyRun) -> tuple[str, ...]:
         f"{s.jobs_finished:,}",
         _hours(s.makespan_s),
     )
+
+
+def yardstick_rows(yardsticks: Yardsticks, first: PolicyRun) -> list[tuple[str, ...]]:
+    """Rows below those of the policies; they have a mean completion time only."""
+    base_s = first.summary.mean_jct_s
+    named = {
+        "malleable SRPT, est.": yardsticks.malleable_jct_s,
+        "no policy beats": yardsticks.least_jct_s,
+    }
+    rest = ("",) * (len(COLUMNS) - 2)
+    return [(name, _hours(jct_s), _times(base_s, jct_s), *rest) for name, jct_s in named.items()]
 
 
 def _hours(seconds: float) -> str:

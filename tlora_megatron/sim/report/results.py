@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from tlora_megatron.sim.metrics import Summary
-from tlora_megatron.sim.study import PolicyRun, Study
+from tlora_megatron.sim.study import PolicyRun, Study, Yardsticks
 
 Row = dict[str, str | int | float | None]
 """One line of a CSV file, by column."""
@@ -30,22 +31,27 @@ _JOB_COLUMNS = (
 )
 
 
-def as_document(study: Study, runs: Sequence[PolicyRun]) -> dict[str, object]:
+def as_document(
+    study: Study, runs: Sequence[PolicyRun], yardsticks: Yardsticks | None
+) -> dict[str, object]:
     """The document that `tlora simulate --json` prints."""
     return {
         "trace": study.trace.name,
         "cluster": study.cluster.name,
-        "load": study.options.shape.load,
+        "load": study.load if math.isfinite(study.load) else None,
         "seed": study.options.seed,
         "policies": {
             run.policy: {key: getattr(run.summary, key) for key in _JSON_KEYS}
             | {"wall_s": run.wall_s}
             for run in runs
         },
+        "yardsticks": None if yardsticks is None else asdict(yardsticks),
     }
 
 
-def summary_rows(study: Study, runs: Sequence[PolicyRun]) -> list[Row]:
+def summary_rows(
+    study: Study, runs: Sequence[PolicyRun], yardsticks: Yardsticks | None
+) -> list[Row]:
     """One row per policy with all numbers of its summary; equal runs give equal rows."""
     about: Row = {
         "trace": study.trace.name,
@@ -53,15 +59,18 @@ def summary_rows(study: Study, runs: Sequence[PolicyRun]) -> list[Row]:
         "profile": study.profile.name,
         "mix": study.mix.name,
         "jobs": len(study.workload.jobs),
-        "load": study.options.shape.load,
+        "load": round(study.load, 4),
         "offered_load": round(study.offered_load, 4),
         "seed": study.options.seed,
     }
-    return [about | {"policy": run.policy} | _rounded(run.summary) for run in runs]
+    held_against: Row = dict.fromkeys(field.name for field in fields(Yardsticks))
+    if yardsticks is not None:
+        held_against = _rounded(yardsticks)
+    return [about | {"policy": run.policy} | _rounded(run.summary) | held_against for run in runs]
 
 
-def _rounded(summary: Summary) -> Row:
-    return {field.name: _plain(getattr(summary, field.name)) for field in fields(summary)}
+def _rounded(numbers: Summary | Yardsticks) -> Row:
+    return {field.name: _plain(getattr(numbers, field.name)) for field in fields(numbers)}
 
 
 def write_csv(path: str | Path, rows: Sequence[Row]) -> None:

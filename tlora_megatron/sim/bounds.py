@@ -1,0 +1,219 @@
+"""Mean completion times that no policy beats, for the jobs and speeds of a simulation.
+
+Each bound is the answer to an easier question than the simulator's: placement, memory, slowdown
+bounds, quotas and pauses are left out, and
+
+- *alone*: every job has the whole cluster to itself;
+- *fluid*: the cluster is one machine on which any job can use all GPUs at full speed, and the job
+  with the least work left goes first. Nothing ends the jobs of one machine earlier on average;
+- *mean busy times*: on the same machine a job's work lies around its mean busy time, and half of
+  the job's own fastest time must come after that. Serving the smallest jobs first gives the least
+  sum of mean busy times.
+
+The greatest of the three counts. They rest on two properties of the speeds: no job trains faster
+in a group than alone on the GPUs that suit it best, and no group trains more tokens per second on a
+GPU than a cheap adapter with a large batch. `exceeded_by` checks both on every group that was asked
+about.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.scheduler.group_throughput import Speeds
+from tlora_megatron.scheduler.jobs import Job
+
+_FULL_TOKENS = 16_384
+"""Tokens of a step for each GPU that keep it at full speed, unless a job has more."""
+_SHORTEST = 64
+"""Sequences that are shorter than this take no less time for each token."""
+_FULL_ON = (1, 2, 4, 8)
+"""Numbers of GPUs on which a GPU's full speed is looked for: more have memory for less recompute,
+and beyond a node they only lose time on links."""
+_MIXED = 1.01
+"""The model packs a drawn sample where lengths differ: a job may then be half a percent faster in a
+group than alone, so that limits are one percent above its speed alone."""
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """The least that a job takes of a cluster."""
+
+    submit_s: float
+    fastest_s: float
+    """Time that it trains, alone on the GPUs on which it is fastest."""
+    gpu_s: float
+    """GPU seconds of its work in a group at full speed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """The greatest speeds that the jobs of a workload reach in any group."""
+
+    fastest: Mapping[int, float]
+    """By kind: tokens per second of a job."""
+    full: Mapping[str, float]
+    """By base model: tokens per second of a GPU."""
+
+    def demand(self, job: Job) -> Demand:
+        """The least that a job takes."""
+        return Demand(
+            submit_s=job.submit_s,
+            fastest_s=job.tokens / self.fastest[job.kind],
+            gpu_s=job.tokens / self.full[job.base],
+        )
+
+
+def limits_of(jobs: Iterable[Job], speeds: Speeds, num_gpus: int) -> Limits:
+    """The greatest speeds on a cluster of `num_gpus` GPUs.
+
+    A job is tried on the numbers of GPUs that policies give: powers of two, what jobs of its kind
+    ask for, and halves of that.
+    """
+    powers = [1 << power for power in range(num_gpus.bit_length())]
+    sizes: dict[int, set[int]] = {}
+    for job in jobs:
+        sizes.setdefault(job.kind, set(powers)).update(_halvings(job.num_gpus))
+    return Limits(
+        fastest={kind: _fastest(speeds, kind, tried) for kind, tried in sizes.items()},
+        full={
+            base: _full(speeds, base, sizes) for base in dict.fromkeys(map(speeds.base_of, sizes))
+        },
+    )
+
+
+def _halvings(num: int) -> list[int]:
+    return [num >> power for power in range(num.bit_length())]
+
+
+def _fastest(speeds: Speeds, kind: int, sizes: Iterable[int]) -> float:
+    found = (speeds.rates((kind,), size) for size in sizes)
+    fastest = max(rates.total for rates in found if rates is not None)
+    return fastest if len(speeds.load_of(kind).lengths.pairs) == 1 else _MIXED * fastest
+
+
+def _full(speeds: Speeds, base: str, kinds: Iterable[int]) -> float:
+    """Tokens per second of a GPU that trains a cheap adapter on as many short sequences as it can.
+
+    The sequences are as short as any of the jobs', and of a length that leaves no row empty.
+    """
+    loads = [speeds.load_of(kind) for kind in kinds if speeds.base_of(kind) == base]
+    shortest = max(_SHORTEST, min(load.lengths.pairs[0][0] for load in loads))
+    length = 1 << (shortest.bit_length() - 1)
+    tokens = max(_FULL_TOKENS, *(load.batch_tokens for load in loads))
+    cheap = JobLoad(
+        name="full",
+        rank=1,
+        targets=min((load.targets for load in loads), key=len),
+        batch_size=math.ceil(tokens / length),
+        lengths=LengthHistogram.single(length),
+        target_share=min(load.target_share for load in loads),
+    )
+    found = []
+    for size in _FULL_ON:
+        kind = speeds.kind(base, replace(cheap, batch_size=size * cheap.batch_size))
+        rates = speeds.rates((kind,), size)
+        found += [] if rates is None else [rates.total / size]
+    return max(found)
+
+
+def exceeded_by(limits: Limits, speeds: Speeds) -> list[str]:
+    """Groups that train faster than the limits allow, in words; the bounds hold if there is none.
+
+    Looks at all groups of the limits' kinds that `speeds` was asked about.
+    """
+    found = []
+    for kinds, num_gpus, rates in speeds.answers():
+        if not limits.fastest.keys() >= set(kinds):
+            continue
+        alone = all(rates.by_kind[k] <= limits.fastest[k] * (1 + _ROUNDING) for k in kinds)
+        full = limits.full[speeds.base_of(kinds[0])] * num_gpus
+        if not alone or rates.total > full * (1 + _ROUNDING):
+            found.append(f"kinds {kinds} on {num_gpus} GPUs: {rates.total:.0f} tokens/s")
+    return found
+
+
+def least_mean_jct_s(jobs: Sequence[Job], speeds: Speeds, num_gpus: int) -> float:
+    """The greatest of the three bounds on the mean time from submission to end."""
+    limits = limits_of(jobs, speeds, num_gpus)
+    demands = [limits.demand(job) for job in jobs]
+    return max(alone_s(demands), fluid_s(demands, num_gpus), mean_busy_s(demands, num_gpus))
+
+
+def alone_s(demands: Sequence[Demand]) -> float:
+    """Mean of the jobs' own fastest times."""
+    return _mean([demand.fastest_s for demand in demands])
+
+
+def fluid_s(demands: Sequence[Demand], num_gpus: int) -> float:
+    """Mean completion time on one machine that serves the job with the least work left."""
+    served = _serve(demands, num_gpus, lambda demand, left_s: left_s)
+    return _mean([s.end_s - d.submit_s for s, d in zip(served, demands, strict=True)])
+
+
+def mean_busy_s(demands: Sequence[Demand], num_gpus: int) -> float:
+    """Mean of busy times and half fastest times, on one machine that serves the smallest job.
+
+    A job that ends at C cannot have done its work around a time later than C less half its fastest
+    time, whatever it trained with.
+    """
+    served = _serve(demands, num_gpus, lambda demand, left_s: demand.gpu_s)
+    return _mean(
+        [s.mean_busy_s + d.fastest_s / 2 - d.submit_s for s, d in zip(served, demands, strict=True)]
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Served:
+    """When one machine served a job."""
+
+    end_s: float = math.inf
+    mean_busy_s: float = 0.0
+    """The time at which it is served, averaged over its work."""
+
+
+def _serve(
+    demands: Sequence[Demand], num_gpus: int, first: Callable[[Demand, float], float]
+) -> list[_Served]:
+    """One machine of all GPUs serves the job for which `first` is least, and may change any time.
+
+    Args:
+        demands: the jobs.
+        num_gpus: GPUs of the machine.
+        first: a job's place from its demand and the seconds of work that it has left.
+    """
+    served = [_Served() for _ in demands]
+    arrivals = sorted(range(len(demands)), key=lambda index: demands[index].submit_s)
+    queue: list[tuple[float, int, float]] = []
+    now_s, come = 0.0, 0
+    while queue or come < len(arrivals):
+        if not queue:
+            now_s = max(now_s, demands[arrivals[come]].submit_s)
+        while come < len(arrivals) and demands[arrivals[come]].submit_s <= now_s:
+            whole_s = demands[arrivals[come]].gpu_s / num_gpus
+            heapq.heappush(
+                queue, (first(demands[arrivals[come]], whole_s), arrivals[come], whole_s)
+            )
+            come += 1
+        until_s = demands[arrivals[come]].submit_s if come < len(arrivals) else math.inf
+        _, index, left_s = heapq.heappop(queue)
+        demand, entry = demands[index], served[index]
+        run_s = min(left_s, until_s - now_s)
+        share = run_s * num_gpus / demand.gpu_s
+        entry.mean_busy_s += share * (now_s + run_s / 2)
+        now_s = now_s + run_s if run_s == left_s else until_s
+        if run_s == left_s:
+            entry.end_s = now_s
+        else:
+            left_s -= run_s
+            heapq.heappush(queue, (first(demand, left_s), index, left_s))
+    return served
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
