@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "convert",
         help="write a Hugging Face model as a Megatron-LM checkpoint",
-        description=__doc__.split(": ", 1)[1],
+        description="Writes a Hugging Face model as a Megatron-LM checkpoint for any layout.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "inspect",
         help="show a configuration, an adapter, a run or the kernels",
-        description=__doc__.split(": ", 1)[1],
+        description="Shows a configuration, an adapter, a run, or this machine's kernels.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -26,7 +26,7 @@ _SECTIONS = ("jobs", "defaults")
 def add_live_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds `--add` and `--cancel`."""
     group = parser.add_argument_group(
-        "a run that trains", "these start nothing: they change the live run of CONFIG"
+        "a run that trains", "These start nothing: they change the live run of CONFIG."
     )
     group.add_argument(
         "--add",
@@ -50,6 +50,7 @@ def change_live_run(args: argparse.Namespace) -> int:
     for option, value in (("--nproc", args.nproc), ("--plan", args.plan)):
         if value is not None:
             raise must(option, "be left out with --add and --cancel, which start nothing", value)
+    _refuse_overlooked(args)
     live = LiveRun(_output_dir(args))
     console = open_console(stderr=args.json)
     jobs = [job for path in args.add for job in _read_jobs(Path(path))]
@@ -68,6 +69,20 @@ def change_live_run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(answers, indent=2))
     return int(any("error" in answer for answer in answers.values()))
+
+
+def _refuse_overlooked(args: argparse.Namespace) -> None:
+    """Refuses what could not change a run that trains: only the file's output folder matters."""
+    if Path(args.config).is_dir() and args.output_dir is not None:
+        remedy = "CONFIG names the run's folder"
+        raise must("--output-dir", "be left out here", args.output_dir, remedy)
+    for override in args.overrides:
+        if Path(args.config).is_dir() or not override.startswith("run.output_dir="):
+            raise must(
+                "--set",
+                "be left out with --add and --cancel, which change no setting of a run",
+                override,
+            )
 
 
 def _refuse_duplicates(names: list[str]) -> None:
@@ -115,7 +130,7 @@ def _fitted(jobs: list[JobSpec], live: LiveRun, say: Any) -> list[tuple[JobSpec,
 
 
 def _run_config(output_dir: Path) -> RunConfig:
-    """What the run was started with, without its jobs."""
+    """Returns the configuration that the run was started with, without its jobs."""
     document = read_document(output_dir / CONFIG_NAME)
     keys = ("base_model", "parallel", "run")
     sections: dict[str, Any] = {key: document[key] for key in keys if key in document}

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import select
 import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 import tlora_megatron
 from tlora_megatron.cli import convert, inspect, plan, profile, simulate, train
 from tlora_megatron.cli.console import global_rank, open_console
-from tlora_megatron.cli.service import adapters, jobs, logs, serve, submit, wishes
+from tlora_megatron.cli.service import adapters, jobs, logs, serve, submit, tokens, wishes
 from tlora_megatron.config.load import ConfigError
 from tlora_megatron.runtime.launcher import describe_failure
 
@@ -30,7 +32,7 @@ examples:
 """
 
 _ON_RUNS = (train, inspect, convert, plan, profile, simulate)
-_ON_SERVICES = (serve, submit, jobs, logs, wishes, adapters)
+_ON_SERVICES = (serve, submit, jobs, logs, wishes, adapters, tokens)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,12 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 on success; 2 for a mistake in the configuration, the data or the command line; 1 for a
         failure while running, or a run with a job that did not finish; 130 on Ctrl-C.
     """
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     configure_logging(logging.WARNING if global_rank() == 0 else logging.ERROR)
     try:
-        return int(args.command(args))
+        code = int(args.command(args))
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError as error:
+        if not _reader_is_gone():
+            show_error(error)
+        return 1
     except (ValueError, NotImplementedError) as error:
         show_error(error)
         return 2
@@ -54,7 +62,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _reader_is_gone() -> bool:
+    """True if nobody reads this process's output any more, as behind `| head`; then it has none."""
+    with suppress(OSError, ValueError):
+        output = sys.stdout.fileno()
+        poll = select.poll()
+        poll.register(output, 0)  # errors are told though nobody asks for them
+        if any(state & select.POLLERR for _, state in poll.poll(0)):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # what is buffered goes there
+            return True
+    return False
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Makes the parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="tlora",
         description=tlora_megatron.__doc__,

@@ -11,9 +11,12 @@ from typing import Any
 from tlora_megatron.cli.auto_plan import DEFAULT_HARDWARE, add_hardware_arguments
 from tlora_megatron.cli.console import open_console
 from tlora_megatron.cli.output_files import check_output
+from tlora_megatron.cli.plan_report.advice import advice_document, print_advice
 from tlora_megatron.cli.plan_report.deployments import deployments_document, print_deployments
 from tlora_megatron.cli.plan_report.ranking import (
     print_explanation,
+    print_missing,
+    print_other_programs,
     print_recompute,
     print_result,
     print_teams,
@@ -24,26 +27,31 @@ from tlora_megatron.config.deterministic import COST
 from tlora_megatron.config.load import RunConfig, load_config
 from tlora_megatron.config.reader import must
 from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.planner.advice.advise import Advice, advise
 from tlora_megatron.planner.candidate import SHARDINGS, Runner
 from tlora_megatron.planner.deploy.deploy import deploy
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.search import RankedPlan, SearchResult, SearchSpace, search
+from tlora_megatron.planner.search import RankedPlan, SearchResult, search
+from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.runtime.planning.deployments import check_deployable, write_deployment
 from tlora_megatron.runtime.planning.plan_files import KINDS, check_base, jobs_file, write_plan
 from tlora_megatron.runtime.planning.plan_inputs import (
     largest_portion,
+    other_profiles,
     parse_lengths,
     plan_jobs,
     plan_model,
     run_hardware,
 )
+from tlora_megatron.runtime.planning.slurm_file import SlurmOptions
 
 _EPILOG = """\
 examples:
   tlora plan run.yaml --gpus 8 --hardware h200
   tlora plan run.yaml --gpus 4 --lengths 256:3,1024:1 --explain
-  tlora plan run.yaml --gpus 64 --hardware h100-infiniband --write slurm plan.sbatch
+  tlora plan run.yaml --gpus 64 --hardware h100-infiniband --write slurm plan.sbatch \\
+      --sbatch account=lora --sbatch time=8:00:00
   tlora plan run.yaml --gpus 2 --tp 2 --recompute none --json
   tlora plan run.yaml --gpus 16 --hardware a100-80g --replicas any
 
@@ -56,14 +64,18 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="rank the ways to run a configuration's jobs on some GPUs",
-        description=__doc__.split(": ", 1)[1],
+        description="Ranks the ways to run a configuration's jobs on some GPUs.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="configuration file, YAML or JSON")
     add_config_arguments(parser)
     parser.add_argument(
-        "--gpus", type=int, required=True, metavar="N", help="number of GPUs to use"
+        "--gpus",
+        type=int,
+        required=True,
+        metavar="N",
+        help="GPUs there are; plans may use fewer",
     )
     add_hardware_arguments(parser)
     _add_space_arguments(parser)
@@ -92,7 +104,34 @@ def add_parser(commands: Any) -> None:
         help="write the files that run the plan of --explain's rank, or the first; "
         f"KIND: {', '.join(KINDS)}",
     )
+    _add_slurm_arguments(parser)
     parser.set_defaults(command=run)
+
+
+def _add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what only you know of a cluster (--write slurm)")
+    group.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of sbatch, such as account=NAME, partition=NAME or time=12:00:00 (its "
+        "default: 24:00:00); NAME= leaves out what would be written (repeatable)",
+    )
+    group.add_argument(
+        "--setup",
+        action="append",
+        default=[],
+        metavar="LINE",
+        help="a shell line before the start, such as 'module load cuda' or 'export "
+        "NCCL_SOCKET_IFNAME=ib0' (repeatable)",
+    )
+    group.add_argument(
+        "--environment",
+        metavar="LINE",
+        help="the shell line that activates the environment of the run (default: the venv or conda "
+        "environment that tlora plan runs in)",
+    )
 
 
 def _add_space_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +153,8 @@ def _add_space_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runs-in",
         choices=("train", "megatron", "deepspeed", "any"),
-        help="only plans that this program can run (default: the program of --write, or any)",
+        help="plans of this program, with its times; any: of all, a row each (default: the program "
+        "of --write; megatron with --vpp above 1; train)",
     )
 
 
@@ -125,8 +165,9 @@ def run(args: argparse.Namespace) -> int:
     space = _space(args, inputs.config)
     if args.replicas == "any":
         return _show_deployments(args, inputs, space)
-    result = search(inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space)
-    _show(args, inputs, result)
+    asked = inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space
+    result = search(*asked, may_idle=True)
+    _show(args, inputs, result, space)
     if not result.plans:
         return 1
     chosen = _chosen(args, result)
@@ -141,10 +182,14 @@ def _show_deployments(args: argparse.Namespace, inputs: _Inputs, space: SearchSp
     """Finds replicas of any kinds, prints them, and writes a configuration if asked to."""
     check_deployable(inputs.config)
     result = deploy(inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space)
+    advice = None if result.best is not None else _advice(args, inputs, space)
     if args.json:
-        print(json.dumps(deployments_document(result, args.gpus, args.top), indent=2))
+        document = deployments_document(result, args.gpus, args.top) | advice_document(advice)
+        print(json.dumps(document, indent=2))
     else:
         print_deployments(open_console(), result, inputs.hardware, args.gpus, args.top)
+        if advice is not None:
+            print_advice(open_console(), advice, " with replicas alike")
     if result.best is None:
         return 1
     if args.write is not None:
@@ -152,6 +197,7 @@ def _show_deployments(args: argparse.Namespace, inputs: _Inputs, space: SearchSp
         line = write_deployment(path, inputs.config, result.best, inputs.hardware)
         notes = open_console(stderr=args.json)
         notes.print(f"written: {path}")
+        print_missing(notes, inputs.config)
         notes.print(f"start it: {line}")
     return 0
 
@@ -171,6 +217,15 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise must("--top", "be at least 1", args.top)
     if args.replicas == "any" and args.explain is not None:
         raise must("--explain", "be absent with --replicas any", args.explain)
+    for name in ("sbatch", "setup", "environment"):
+        given = getattr(args, name)
+        if given and (args.write is None or args.write[0] != "slurm"):
+            raise must(f"--{name}", "come with --write slurm", given)
+    if (args.vpp or 1) > 1 and _runner(args) in ("train", "deepspeed"):
+        remedy = "virtual stages are Megatron-LM's: --runs-in or --write megatron"
+        raise must("--vpp", f"be 1 for {_runner(args)}", args.vpp, remedy)
+    if args.replicas == "any" and args.runs_in not in (None, "train", "any"):
+        raise must("--runs-in", "be train with --replicas any", args.runs_in)
     if args.write is None:
         return
     kind, path = args.write
@@ -178,13 +233,18 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise must("--write", f"name one of {', '.join(KINDS)}", kind)
     if args.replicas == "any" and kind != "train":
         raise must("--write", "be train with --replicas any", kind)
+    # Its rounds are of another kind; `tlora train` and DeepSpeed share theirs.
+    if args.runs_in not in (None, "any") and (args.runs_in == "megatron") != (kind == "megatron"):
+        raise must("--runs-in", f"be absent or any with --write {kind}", args.runs_in)
     # The user wrote the configuration by hand, comments and all.
     check_output("--write", path, [args.config])
     check_output("--write", jobs_file(Path(path)), [args.config])
 
 
 def _load(args: argparse.Namespace) -> _Inputs:
-    config = load_config(args.config, args.overrides, args.output_dir, settle=False)
+    config = load_config(
+        args.config, args.overrides, args.output_dir, settle=False, files_may_be_missing=True
+    )
     check_base(config.base_model, _runner(args))
     hardware = run_hardware(args.hardware or DEFAULT_HARDWARE, config)
     spec = plan_model(config)
@@ -193,12 +253,25 @@ def _load(args: argparse.Namespace) -> _Inputs:
     return _Inputs(config=config, spec=spec, jobs=jobs, hardware=hardware)
 
 
-def _show(args: argparse.Namespace, inputs: _Inputs, result: SearchResult) -> None:
+def _advice(args: argparse.Namespace, inputs: _Inputs, space: SearchSpace) -> Advice:
+    """Looks for changes that would make a plan fit, where none does."""
+    profiles = other_profiles(inputs.hardware)
+    return advise(inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space, profiles)
+
+
+def _show(
+    args: argparse.Namespace, inputs: _Inputs, result: SearchResult, space: SearchSpace
+) -> None:
     shown = result, inputs.spec, inputs.jobs, inputs.hardware, args.gpus, args.top
+    advice = None if result.plans else _advice(args, inputs, space)
     if args.json:
-        print(json.dumps(result_document(*shown), indent=2))
+        print(json.dumps(result_document(*shown) | advice_document(advice), indent=2))
     else:
         print_result(open_console(), *shown)
+        if advice is not None:
+            print_advice(open_console(), advice)
+        if args.runs_in is None and args.write is None:
+            print_other_programs(open_console(), result)
         if not any(job.portion_tokens for job in inputs.config.jobs):
             print_teams(open_console(), *shown[:4], args.top)
         print_recompute(open_console(), *shown[:4], args.top)
@@ -232,11 +305,17 @@ def _write(
             ranked=chosen,
             hardware=inputs.hardware,
             asked_sharding=space.lora_sharding,
+            slurm=SlurmOptions(
+                sbatch=tuple(args.sbatch),
+                setup=tuple(args.setup),
+                environment=args.environment,
+            ),
         )
     except OSError as error:
         raise must("--write", "name a file that can be written", path, str(error)) from None
     notes = open_console(stderr=args.json)
     notes.print(f"written: {path}")
+    print_missing(notes, inputs.config)
     for line in lines:
         notes.print(f"start it: {line}")
 
@@ -254,12 +333,15 @@ def _space(args: argparse.Namespace, config: RunConfig) -> SearchSpace:
         micro_batch_tokens=args.tokens,
         largest_portion=largest_portion(config),
         runs_in=_runner(args),
+        shard_optimizer=config.parallel.shard_optimizer or None,
         deterministic=config.run.deterministic or None,
     )
 
 
 def _runner(args: argparse.Namespace) -> Runner | None:
-    if args.runs_in is not None or args.write is None:
+    if args.runs_in is not None:
         return None if args.runs_in == "any" else args.runs_in
+    if args.write is None:
+        return "megatron" if (args.vpp or 1) > 1 else "train"
     kind = args.write[0]
     return "train" if kind == "slurm" else kind

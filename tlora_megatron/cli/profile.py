@@ -20,7 +20,8 @@ examples:
   tlora profile --out h200.json
   torchrun --standalone --nproc-per-node 4 -m tlora_megatron.cli profile --out h200.json \\
       --gpus-per-node 8
-Started by torchrun with several processes, it also measures the links between them.
+Started by torchrun with several processes, it also measures the links between them. What joins
+nodes is written into the file by hand: inter_node, the link of one network card, and nics_per_node.
 `tlora plan --hardware FILE` reads the result.
 """
 _TABLES = ("gemms", "fp8_gemms", "attention", "collectives")
@@ -31,7 +32,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "profile",
         help="measure this machine for the planner",
-        description=__doc__.split(": ", 1)[1],
+        description="Measures this machine for the planner.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

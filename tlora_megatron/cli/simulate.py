@@ -27,9 +27,9 @@ from tlora_megatron.scheduler.registry import POLICIES
 from tlora_megatron.sim.cluster_config import load_cluster
 from tlora_megatron.sim.faults import FaultRates
 from tlora_megatron.sim.job_mix import load_mix, shipped_mixes
-from tlora_megatron.sim.report.page import COLUMNS, cells_of, write_report
+from tlora_megatron.sim.report.page import COLUMNS, cells_of, write_report, yardstick_rows
 from tlora_megatron.sim.report.results import as_document, job_rows, summary_rows, write_csv
-from tlora_megatron.sim.study import Options, PolicyRun, Study, check_policies
+from tlora_megatron.sim.study import Options, PolicyRun, Study, Yardsticks, check_policies
 from tlora_megatron.sim.trace import read_trace
 from tlora_megatron.sim.trace_shape import TraceShape
 
@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "simulate",
         help="replay a cluster trace under scheduling policies",
-        description=__doc__.split(": ", 1)[1],
+        description="Replays a cluster trace under several scheduling policies.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -95,7 +95,8 @@ def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         "--load",
         type=float,
         default=default.load,
-        help="factor by which arrivals are faster (default: 1)",
+        help="offered load: arrivals are stretched or squeezed until the jobs, each alone, ask for "
+        "so many times the GPUs' time between first and last submission (default: as recorded)",
     )
     add(
         "--only-completed", action="store_true", help="leave out jobs that failed or were cancelled"
@@ -170,11 +171,12 @@ def run(args: argparse.Namespace) -> int:
         options=_options(args),
     )
     runs = _run_all(study, policies)
+    yardsticks = study.yardsticks()
     if args.json:
-        print(json.dumps(as_document(study, runs), indent=2))
+        print(json.dumps(as_document(study, runs, yardsticks), indent=2))
     else:
-        _print_table(open_console(), study, runs)
-    _write_files(args, study, runs)
+        _print_table(open_console(), study, runs, yardsticks)
+    _write_files(args, study, runs, yardsticks)
     return 0
 
 
@@ -185,13 +187,13 @@ def _check_outputs(args: argparse.Namespace) -> None:
             continue
         path, name = Path(getattr(args, option)), f"--{option.replace('_', '-')}"
         if not path.parent.is_dir():
-            raise ValueError(f"folder of {path} must exist, got {path.parent}")
+            raise must(name, "be in a folder that exists", str(path), f"mkdir -p {path.parent}")
         check_output(name, path, (args.trace, args.cluster, args.mix))
 
 
 def _options(args: argparse.Namespace) -> Options:
     if args.max_slowdown is not None and not args.max_slowdown >= 1:
-        raise ValueError(f"--max-slowdown must be at least 1, got {args.max_slowdown}")
+        raise must("--max-slowdown", "be at least 1", args.max_slowdown)
     return Options(
         shape=TraceShape(
             only_completed=args.only_completed,
@@ -229,28 +231,34 @@ def _advance(progress: Progress, task: TaskID, done: float) -> None:
     progress.update(task, completed=done)
 
 
-def _print_table(console: Console, study: Study, runs: list[PolicyRun]) -> None:
+def _print_table(
+    console: Console, study: Study, runs: list[PolicyRun], yardsticks: Yardsticks | None
+) -> None:
     options = study.options
     console.print(
         f"{study.trace.name} on {study.cluster.name}: {len(study.workload.jobs):,} jobs, "
-        f"load {options.shape.load:g}x ({study.offered_load:.2f} of the GPUs' time asked for), "
+        f"offered load {study.offered_load:.2f}, "
         f"mix {study.mix.name}, seed {options.seed}"
     )
     for reason, count in study.trace.dropped.items():
         console.print(f"left out: {count:,} jobs, {reason}", style="dim")
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True)
     for name in (*COLUMNS, "run in"):
         table.add_column(name, justify="right")
     for entry in runs:
         table.add_row(entry.policy, *cells_of(entry, runs[0]), f"{entry.wall_s:.1f} s")
+    for row in [] if yardsticks is None else yardstick_rows(yardsticks, runs[0]):
+        table.add_row(*row)
     console.print(table, soft_wrap=False)
 
 
-def _write_files(args: argparse.Namespace, study: Study, runs: list[PolicyRun]) -> None:
+def _write_files(
+    args: argparse.Namespace, study: Study, runs: list[PolicyRun], yardsticks: Yardsticks | None
+) -> None:
     if args.csv:
-        write_csv(args.csv, summary_rows(study, runs))
+        write_csv(args.csv, summary_rows(study, runs, yardsticks))
     if args.jobs_csv:
         write_csv(args.jobs_csv, job_rows(runs))
     if args.html:
-        write_report(args.html, study, runs)
+        write_report(args.html, study, runs, yardsticks)

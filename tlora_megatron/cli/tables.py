@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tlora_megatron.config.job import JobSpec, LoraSpec
-from tlora_megatron.config.load import RunConfig
+from tlora_megatron.config.load import ParallelSpec, RunConfig
 from tlora_megatron.model.deployment import Deployment
 from tlora_megatron.model.published_fp8 import read_published_format
 from tlora_megatron.model.quantisation import base_quantisation
@@ -65,7 +65,9 @@ def print_config(console: Console, config: RunConfig) -> None:
     else:
         sp = ", sequence parallel" if parallel.sequence_parallel else ""
         by = " by micro-batch" if parallel.cp_by_micro_batch and parallel.cp_size > 1 else ""
-        sizes = f"tp {parallel.tp_size}, pp {parallel.pp_size}, cp {parallel.cp_size}{by}{sp}"
+        sizes = f"tp {parallel.tp_size}, pp {parallel.pp_size}{_stages(parallel)}"
+        sizes += f", cp {parallel.cp_size}{by}{sp}"
+        sizes += ", sharded optimizer" if parallel.shard_optimizer else ""
         console.print(f"parallel: {sizes}; data parallel over the rest of the processes")
     console.print(
         f"run: {run.micro_batch_tokens} tokens a micro-batch, recompute {run.recompute}, "
@@ -78,6 +80,13 @@ def print_config(console: Console, config: RunConfig) -> None:
     console.print(table, soft_wrap=False)
     for error in config.job_errors:
         console.print(f"left out: {error.name}: {error.message}", style="red")
+
+
+def _stages(parallel: ParallelSpec) -> str:
+    """Layers of the first and the last stage, where they are given."""
+    ends = {"first": parallel.first_stage_layers, "last": parallel.last_stage_layers}
+    given = [f"{layers} layers in the {end}" for end, layers in ends.items() if layers is not None]
+    return f" ({', '.join(given)})" if given else ""
 
 
 def _quantization(config: RunConfig) -> str | None:

@@ -78,7 +78,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="train all jobs of a configuration together",
-        description=__doc__.split(": ", 1)[1],
+        description="Trains all jobs of a configuration together.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -21,7 +21,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO wou
 
 @dataclass(frozen=True, slots=True)
 class UserFiles:
-    """What a service may read of the files that its jobs name."""
+    """Opens the files that jobs name, where a service may read them."""
 
     root: Path | None = None
     """Every path must lie below it, and no part of it may be a link. None: the service reads

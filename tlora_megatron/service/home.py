@@ -24,7 +24,8 @@ JOB_NAME = "job.json"
 LEASE_NAME = "lease.json"
 _JOB_ID = re.compile(r"j[0-9a-z]{1,31}")
 _GANG = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
+_UPLOAD = re.compile(r"file-[0-9a-f]{24}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +34,7 @@ class Lease:
 
     gang: str
     epoch: int
-    """Of the gang."""
+    """Epoch of the gang."""
     lease: int
     """Grows by one whenever the job is given to a gang."""
 
@@ -71,7 +72,7 @@ class Home:
                 f"{stat.S_IMODE(found.st_mode):04o}; chmod 700 closes it"
             )
         home = cls(path.resolve())
-        for folder in (home.jobs, home.gangs, home.tokens, home.standby):
+        for folder in (home.jobs, home.gangs, home.tokens, home.standby, home.tenants):
             make_folder(folder)
         return home
 
@@ -100,6 +101,27 @@ class Home:
         """The folder of processes that wait for a gang."""
         return self.root / "standby"
 
+    @property
+    def tenants(self) -> Path:
+        """The folder of all tenants' folders."""
+        return self.root / "tenants"
+
+    def tenant(self, tenant: str) -> Path:
+        """The folder below which a tenant's jobs may name files; not made here.
+
+        Raises:
+            ValueError: if no tenant can be called so.
+        """
+        return self.tenants / check_tenant(tenant)
+
+    def upload(self, tenant: str, upload: str) -> Path:
+        """The file that a tenant has uploaded; not made here.
+
+        Raises:
+            ValueError: if the tenant or the file cannot be called so.
+        """
+        return self.tenant(tenant) / "files" / _checked(upload, _UPLOAD, "id of a file")
+
     def job(self, job_id: str) -> Path:
         """The folder of a job; not made here.
 
@@ -116,13 +138,19 @@ class Home:
         """
         return self.gangs / f"{_checked(gang, _GANG, 'name of a gang')}-{int(epoch)}"
 
-    def token_entry(self, digest: str) -> Path:
-        """The cache's folder of one tokenized file; not made here.
 
-        Raises:
-            ValueError: if it is no digest.
-        """
-        return self.tokens / _checked(digest, _DIGEST, "key of tokens")
+def check_tenant(name: str) -> str:
+    """The name, if a tenant may be called so.
+
+    Raises:
+        ValueError: if it may not.
+    """
+    if not _TENANT.fullmatch(name):
+        raise ValueError(
+            "a tenant's name must be at most 32 lower-case letters, digits and hyphens, the first "
+            f"of which is no hyphen, got {name!r:.80}"
+        )
+    return name
 
 
 def make_folder(folder: Path) -> Path:

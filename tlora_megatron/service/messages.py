@@ -1,4 +1,4 @@
-"""What a controller and the gangs say to each other: plain values that travel as JSON.
+"""The words of a controller and its gangs to each other: plain values that travel as JSON.
 
 A *gang* is the processes of one live super-model. It is known by a name and an epoch, which grows
 by one with every start under that name, so that words of or to a dead gang are told apart.
@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
 CommandKind = Literal["prepare", "join", "leave", "save", "renew", "stop"]
-"""What a controller asks of a gang.
+"""The commands of a controller to a gang.
 
 prepare: read a job's data and state beside training; body: `JobOrder`.
-join: let a prepared job take part from the next boundary of rounds on.
+join: let a prepared job take part from the next boundary of rounds on; body: `{"more": true}` where
+  another `join` follows at once, which a gang without a round under way waits for.
 leave: take a job out at the next boundary; body: `{"save": bool, "why": str}`.
 save: write the checkpoints of all jobs now.
 renew: nothing but a sign of life of the controller; every command is one.
@@ -39,7 +40,7 @@ EventKind = Literal[
     "died",
     "note",
 ]
-"""What a gang tells of itself.
+"""The events that a gang tells of itself.
 
 started: processes stand and the base is loaded; body: seconds by phase.
 prepared, refused: a job can join, or cannot and why (`{"error": str}`); prepared has
@@ -148,7 +149,7 @@ class JobOrder(Message):
     job: str
     """Id of the job, which names its folder and its adapter inside the gang."""
     name: str
-    """What the user calls it; for messages only."""
+    """The user's name for it; for messages only."""
     document: Mapping[str, Any]
     """The job as an entry of `jobs` in a run's configuration, with absolute paths and with
     `portion_tokens` set: fixed when it was accepted, so that no gang changes its bits."""

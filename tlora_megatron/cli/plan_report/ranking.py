@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from tlora_megatron.cli.plan_report.gpus import pipeline_cell, print_idle
+from tlora_megatron.config.load import RunConfig
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import runners
 from tlora_megatron.planner.cost import cost_model, memory
@@ -35,7 +38,7 @@ def print_result(
     num_gpus: int,
     top: int,
 ) -> None:
-    """Prints the ranked plans, the dropped ones by reason, and remedies if no plan fits."""
+    """Prints the ranked plans, and the dropped ones by reason."""
     tokens = sum(job.batch_tokens for job in jobs)
     console.print(
         f"{len(jobs)} jobs, {tokens:,.0f} tokens in all batches, on {num_gpus} x {hardware.gpu} "
@@ -52,16 +55,13 @@ def print_result(
         )
     if result.plans:
         shown = _best_of_layouts(result.plans)[:top]
-        _print_plans(console, shown, spec, hardware)
+        _print_plans(console, shown, spec, hardware, num_gpus)
         more = len(result.plans) - len(shown)
         if more:
             console.print(f"best of each layout; {more:,} more plans fit")
+        print_idle(console, result, jobs, num_gpus)
     else:
         console.print("no plan fits", style="red")
-        for remedy in result.remedies:
-            console.print(f"would fit: {remedy}")
-        if not result.remedies:
-            console.print("no change of jobs, lengths or GPUs that was tried helps")
     _print_dropped(console, result.dropped)
 
 
@@ -74,13 +74,23 @@ def _fp8_linears(spec: ModelSpec) -> str:
 
 
 def _best_of_layouts(plans: Sequence[RankedPlan]) -> list[tuple[int, RankedPlan]]:
-    """The first plan of each layout with its rank; others differ in budget and recompute only."""
+    """The first plan of each layout and program with its rank.
+
+    Others differ in budget, number of micro-batches and recompute only.
+    """
     best: dict[tuple[int | bool, ...], tuple[int, RankedPlan]] = {}
     for rank, ranked in enumerate(plans, start=1):
         plan = ranked.plan
         sizes = (plan.tp_size, plan.pp_size, plan.vpp_size, plan.cp_size, plan.sequence_parallel)
-        best.setdefault(sizes, (rank, ranked))
+        kinds = plan.is_even, plan.num_micro_batches is None
+        best.setdefault((*sizes, *kinds), (rank, ranked))
     return list(best.values())
+
+
+def print_other_programs(console: Console, result: SearchResult) -> None:
+    """Says how the times of another program are asked for, where those of `tlora train` are."""
+    if result.best is not None and "train" in result.best.plan.runs_in:
+        console.print("under Megatron-LM's trainer times are others: --runs-in megatron or any")
 
 
 def print_teams(
@@ -127,20 +137,41 @@ def print_recompute(
             return
 
 
+def print_missing(console: Console, config: RunConfig) -> None:
+    """Says which files of jobs a written plan names, and this machine does not have."""
+    named = [path for job in config.jobs for path in (job.data.train, job.data.eval) if path]
+    missing = [path for path in dict.fromkeys(named) if not Path(path).is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        console.print(
+            f"note: {missing[0]}{more} must lie where the run starts, and are not on this machine"
+            if more
+            else f"note: {missing[0]} must lie where the run starts, and is not on this machine",
+            style="yellow",
+        )
+
+
 def _print_plans(
     console: Console,
     plans: Sequence[tuple[int, RankedPlan]],
     spec: ModelSpec,
     hardware: HardwareProfile,
+    num_gpus: int,
 ) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     names = ("", "TP", "SP", "LoRA", "PP", "VPP", "CP", "DP", "tokens", "recompute", "tokens/s")
     for name in names:
         justify: Literal["left", "right"] = "left" if name in ("LoRA", "recompute") else "right"
         table.add_column(name, justify=justify, no_wrap=True)
+    leaves = any(ranked.plan.num_gpus < num_gpus for _, ranked in plans)
+    for name in ("GPUs", "idle") if leaves else ():
+        table.add_column(name, justify="right", no_wrap=True)
     is_cut = any(ranked.plan.num_nano_batches > 1 for _, ranked in plans)
     if is_cut:
         table.add_column("nano", justify="right", no_wrap=True)
+    is_full = any(ranked.plan.num_micro_batches is not None for _, ranked in plans)
+    for name in ("batches", "filled") if is_full else ():
+        table.add_column(name, justify="right", no_wrap=True)
     waits = any(ranked.plan.dp_size > 1 for _, ranked in plans)
     for name in ("depth", "busy") if waits else ():
         table.add_column(name, justify="right", no_wrap=True)
@@ -156,14 +187,16 @@ def _print_plans(
             str(plan.tp_size),
             "yes" if plan.sequence_parallel else "-",
             plan.lora_sharding if plan.tp_size > 1 else "-",
-            str(plan.pp_size),
+            pipeline_cell(plan),
             str(plan.vpp_size),
             str(plan.cp_size),
             str(plan.dp_size),
             f"{plan.micro_batch_tokens:,}",
             plan.recompute,
             f"{cost.tokens_per_s:,.0f}",
+            *([f"{plan.num_gpus:,}", f"{num_gpus - plan.num_gpus:,}"] if leaves else []),
             *([str(plan.num_nano_batches)] if is_cut else []),
+            *([str(plan.num_micro_batches or "-"), _filled(cost)] if is_full else []),
             *([str(plan.round_depth), f"{cost.busy_share:.0%}"] if waits else []),
             f"{cost.step_time_s * 1e3:,.1f}",
             f"{use.total_bytes / _GIB:.1f}",
@@ -172,6 +205,11 @@ def _print_plans(
             ", ".join(runners(spec, plan)),
         )
     console.print(table, soft_wrap=False)
+
+
+def _filled(cost: cost_model.StepCost) -> str:
+    """Share of the rows that jobs fill, if rounds have a fixed size."""
+    return "-" if cost.load.filled is None else f"{cost.load.filled_share:.0%}"
 
 
 def _second_term(cost: cost_model.StepCost) -> str:
@@ -198,9 +236,11 @@ def print_explanation(
     cost, use = ranked.cost, ranked.memory
     console.print(f"\n{ranked.plan.label}")
     load = cost.load
+    each = "up to " if load.filled is None else ""
+    filled = "" if load.filled is None else f", {load.filled_share:.1%} of them filled"
     console.print(
         f"a round: {load.tokens:,.0f} tokens in {load.micro_batches:.3g} micro-batches a rank of "
-        f"up to {load.rows:,.0f} rows, {cost.step_time_s * 1e3:,.1f} ms"
+        f"{each}{load.rows:,.0f} rows{filled}, {cost.step_time_s * 1e3:,.1f} ms"
     )
     times = {name: getattr(cost, name) for name in cost_model.TERMS}
     _print_bars(console, times, cost.step_time_s, 1e3, "ms")
@@ -276,24 +316,29 @@ def result_document(
             for job in jobs
         ],
         "plans_that_fit": len(result.plans),
-        "plans": [_plan_document(ranked, spec, jobs) for ranked in result.plans[:top]],
+        "plans": [_plan_document(own, spec, jobs, num_gpus) for own in result.plans[:top]],
         "dropped": [
             {"reason": entry.reason, "count": entry.count, "example": entry.example.label}
             for entry in result.dropped
         ],
-        "would_fit": list(result.remedies),
     }
 
 
-def _plan_document(ranked: RankedPlan, spec: ModelSpec, jobs: Sequence[JobLoad]) -> dict[str, Any]:
+def _plan_document(
+    ranked: RankedPlan, spec: ModelSpec, jobs: Sequence[JobLoad], num_gpus: int
+) -> dict[str, Any]:
     plan, cost, use = ranked.plan, ranked.cost, ranked.memory
     return {
         **asdict(plan),
+        "stages": list(plan.stages(spec)),
+        "num_gpus": plan.num_gpus,
+        "idle_gpus": num_gpus - plan.num_gpus,
         "runs_in": list(runners(spec, plan)),
         "step_time_s": cost.step_time_s,
         "tokens_per_s": cost.tokens_per_s,
         "binding_time": cost.binding,
         "busy_share": cost.busy_share,
+        "filled_share": cost.load.filled_share,
         "time_s": {name: getattr(cost, name) for name in cost_model.TERMS},
         "memory_bytes": use.total_bytes,
         "binding_memory": use.binding,

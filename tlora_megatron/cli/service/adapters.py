@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tlora_megatron.cli.console import open_console
-from tlora_megatron.cli.service.opening import (
-    Service,
-    add_service_argument,
-    find_jobs,
-    open_service,
-)
+from tlora_megatron.cli.service.reach.opening import add_reach_argument, reach_service
+from tlora_megatron.cli.service.reach.ports import JobRow, find_jobs
 from tlora_megatron.config.reader import must
-
-if TYPE_CHECKING:
-    from tlora_megatron.service.store import Job
-
-ADAPTER = "adapter"
-_NO_LINK = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def add_parser(commands: Any) -> None:
@@ -39,7 +26,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="folder to make; one that exists is refused"
     )
-    add_service_argument(parser)
+    add_reach_argument(parser)
     parser.set_defaults(command=run)
 
 
@@ -50,39 +37,16 @@ def run(args: argparse.Namespace) -> int:
         raise must("--out", "name a folder that does not exist yet", str(out))
     if not out.absolute().parent.is_dir():
         raise must("--out", "lie in a folder that exists", str(out))
-    with open_service(args) as service:
+    with reach_service(args) as service:
         (job,) = find_jobs(service, [args.name])
-        _copy(_adapter_of(service, job), out)
+        _check_finished(job)
+        service.fetch_adapter(job, out)
     open_console().print(f"adapter of {job.name} ({job.id}): {out}")
     return 0
 
 
-def _adapter_of(service: Service, job: Job) -> Path:
-    folder = service.home.job(job.id) / ADAPTER
+def _check_finished(job: JobRow) -> None:
     if job.state != "finished":
         steps = f"{job.state} at step {job.step}"
         remedy = "" if job.state.is_over else f"wait for it with: tlora logs -f {job.name}"
         raise must(f"job {job.name}", "be finished", steps, remedy)
-    if not folder.is_dir():
-        raise RuntimeError(f"the adapter of job {job.name} must lie in {folder}, got nothing there")
-    return folder
-
-
-def _copy(source: Path, out: Path) -> None:
-    """Copies the plain files of a folder into a new one, which appears when all are there."""
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    partial.mkdir()
-    try:
-        for name in sorted(os.listdir(source)):
-            _copy_file(source / name, partial / name)
-        os.rename(partial, out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _copy_file(source: Path, target: Path) -> None:
-    with open(os.open(source, _NO_LINK), "rb") as reader, target.open("xb") as writer:
-        if not stat.S_ISREG(os.fstat(reader.fileno()).st_mode):
-            raise RuntimeError(f"an adapter must consist of plain files, got {source}")
-        shutil.copyfileobj(reader, writer)

@@ -1,4 +1,4 @@
-"""What `tlora serve` shows: a live table on a terminal, lines elsewhere."""
+"""The display of `tlora serve`: a live table on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 

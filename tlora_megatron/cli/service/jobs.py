@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -13,12 +12,14 @@ from rich.live import Live
 from rich.text import Text
 
 from tlora_megatron.cli.console import open_console
-from tlora_megatron.cli.service.opening import Service, add_service_argument, open_service
-from tlora_megatron.cli.service.rows import count_words, job_table, job_to_dict
+from tlora_megatron.cli.service.reach.opening import add_reach_argument, reach_service
+from tlora_megatron.cli.service.reach.ports import Service
+from tlora_megatron.cli.service.rows import count_words, job_table
 from tlora_megatron.config.reader import must, nearest
+from tlora_megatron.service.rows import job_to_dict
 
 if TYPE_CHECKING:
-    from tlora_megatron.service.store import Job, JobState
+    pass
 
 _MOST_ROWS = 200
 _WATCH_EVERY_S = 0.5
@@ -52,7 +53,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--watch", action="store_true", help="show changes until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_service_argument(parser)
+    add_reach_argument(parser)
     parser.set_defaults(command=run)
 
 
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the list, once or for as long as it is watched."""
     if args.watch and args.json:
         raise must("--watch", "be given without --json", True, "`tlora logs -f --json` follows")
-    with open_service(args) as service:
+    with reach_service(args) as service:
         states = _states(args)
         if args.watch:
             _watch(service, states, args)
@@ -71,18 +72,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def list_jobs(service: Service, states: list[JobState] | None = None) -> Iterator[Job]:
-    """All jobs in these states (None: in any), in the order in which they were submitted."""
-    after = 0
-    while True:
-        page = service.store.jobs.page(states=states, after=after, limit=_PAGE)
-        yield from page
-        if len(page) < _PAGE:
-            return
-        after = page[-1].number
-
-
-def _states(args: argparse.Namespace) -> list[JobState] | None:
+def _states(args: argparse.Namespace) -> list[str] | None:
     """The states that are asked for; None: all."""
     from tlora_megatron.service.store import JobState
 
@@ -91,25 +81,23 @@ def _states(args: argparse.Namespace) -> list[JobState] | None:
         if given not in names:
             raise must("--state", f"be one of {', '.join(names)}", given, nearest(given, names))
     if args.states:
-        return [JobState(given) for given in args.states]
-    return None if args.all else [state for state in JobState if not state.is_over]
+        return list(args.states)
+    return None if args.all else [str(state) for state in JobState if not state.is_over]
 
 
-def _document(service: Service, states: list[JobState] | None) -> dict[str, Any]:
+def _document(service: Service, states: list[str] | None) -> dict[str, Any]:
     return {
-        "service": str(service.home.root),
+        "service": service.place,
         "served": service.is_served,
-        "counts": {str(state): count for state, count in service.store.jobs.counts().items()},
-        "jobs": [job_to_dict(job) for job in list_jobs(service, states)],
+        "counts": {str(state): count for state, count in service.counts().items()},
+        "jobs": [job_to_dict(job) for job in service.all(states)],
     }
 
 
-def _page(
-    service: Service, states: list[JobState] | None, args: argparse.Namespace
-) -> RenderableType:
+def _page(service: Service, states: list[str] | None, args: argparse.Namespace) -> RenderableType:
     """The table, and below it what it leaves out and whether anybody serves."""
-    jobs = list(list_jobs(service, states))
-    lines = [count_words(service.store.jobs.counts())]
+    jobs = list(service.all(states))
+    lines = [count_words(service.counts())]
     if len(jobs) > _MOST_ROWS:
         lines.append(f"{len(jobs) - _MOST_ROWS:,} more jobs are not shown; --json lists all")
     if not (jobs or args.all or args.states):
@@ -120,7 +108,7 @@ def _page(
     return Group(job_table(jobs[:_MOST_ROWS]), words) if jobs else words
 
 
-def _watch(service: Service, states: list[JobState] | None, args: argparse.Namespace) -> None:
+def _watch(service: Service, states: list[str] | None, args: argparse.Namespace) -> None:
     """Shows the list anew as jobs get on; ends with Ctrl-C."""
     console = open_console()
     if not console.is_terminal:
@@ -132,12 +120,12 @@ def _watch(service: Service, states: list[JobState] | None, args: argparse.Names
 
 
 def _watch_lines(
-    console: Console, service: Service, states: list[JobState] | None, args: argparse.Namespace
+    console: Console, service: Service, states: list[str] | None, args: argparse.Namespace
 ) -> None:
     """Prints the list again whenever some job has changed its state."""
-    last = -1
+    last: object = None
     while True:
-        if (now := service.store.events.last()) != last:
+        if (now := service.news()) != last:
             last = now
             console.print(_page(service, states, args), soft_wrap=False)
         time.sleep(_WATCH_EVERY_S)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from tlora_megatron.cli.service.reach.ports import JobRow
+
 if TYPE_CHECKING:
-    from tlora_megatron.service.store import Job, JobState
+    from tlora_megatron.service.store import JobState
 
 STATE_STYLE = {
     "finished": "green",
@@ -19,30 +21,9 @@ STATE_STYLE = {
     "cancelled": "dim",
     "paused": "yellow",
 }
-_KEYS = (
-    "id",
-    "name",
-    "state",
-    "wish",
-    "step",
-    "num_steps",
-    "tokens",
-    "loss",
-    "error",
-    "gang",
-    "gang_epoch",
-    "submitted_at",
-    "started_at",
-    "ended_at",
-)
 
 
-def job_to_dict(job: Job) -> dict[str, Any]:
-    """What `--json` prints about a job; times are Unix seconds."""
-    return {key: getattr(job, key) for key in _KEYS} | {"state": str(job.state)}
-
-
-def job_table(jobs: Iterable[Job], now_s: float | None = None) -> Table:
+def job_table(jobs: Iterable[JobRow], now_s: float | None = None) -> Table:
     """A row a job: what it is called, how far it is, where it runs.
 
     Args:
@@ -59,7 +40,7 @@ def job_table(jobs: Iterable[Job], now_s: float | None = None) -> Table:
     return table
 
 
-def _cells(job: Job, now_s: float) -> tuple[str, ...]:
+def _cells(job: JobRow, now_s: float) -> tuple[str, ...]:
     return (
         job.name,
         job.id,
@@ -80,12 +61,12 @@ def count_words(counts: Mapping[JobState, int]) -> str:
     return ", ".join(f"{count:,} {state}" for state, count in found if count) or "no jobs"
 
 
-def state_words(job: Job) -> str:
+def state_words(job: JobRow) -> str:
     """The state, and what was asked for and is not done yet: `running, cancel asked`."""
     return f"{job.state}, {job.wish} asked" if job.wish else str(job.state)
 
 
-def progress_words(job: Job) -> str:
+def progress_words(job: JobRow) -> str:
     """Steps done, and how many there will be if that is known: `12/200`."""
     return f"{job.step}/{job.num_steps}" if job.num_steps else str(job.step)
 

@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from tlora_megatron.cli.console import open_console
 from tlora_megatron.cli.service.board import Board
-from tlora_megatron.cli.service.opening import (
-    add_service_argument,
-    remember_store,
-    service_folder,
-    store_place,
-)
+from tlora_megatron.cli.service.http import add_http_arguments, check_http, open_http
+from tlora_megatron.cli.service.opening import add_service_argument, service_folder
 from tlora_megatron.config.reader import must
-from tlora_megatron.scheduler.registry import POLICIES
+from tlora_megatron.scheduler.registry import DEFAULT_POLICY, POLICIES
 from tlora_megatron.service.home import Home
+from tlora_megatron.service.place import remember_store, store_place
 
 if TYPE_CHECKING:
     from tlora_megatron.service.control.settings import Settings
@@ -32,6 +29,7 @@ _EPILOG = """\
 examples:
   tlora serve                                  # this machine's GPUs, or its CPU
   tlora serve --service /data/tlora --gpus 4 --policy tlora
+  tlora serve --http 8017 --base llama=/models/llama-8b     # with a page and HTTP
   tlora serve --leave-gangs                    # Ctrl-C ends the controller alone; jobs train on
 
 In another terminal: `tlora submit jobs.yaml`, `tlora jobs`, `tlora logs -f NAME`.
@@ -70,8 +68,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--policy",
         choices=list(POLICIES),
-        default="tlora_best",
-        help="who trains beside whom (default: tlora_best)",
+        default=DEFAULT_POLICY,
+        help=f"who trains beside whom, and on how many GPUs (default: {DEFAULT_POLICY})",
     )
     parser.add_argument(
         "--hardware",
@@ -95,25 +93,29 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="let jobs train on when the controller is stopped; the next one takes them up",
     )
+    add_http_arguments(parser)
     parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the controller until a signal stops it."""
+    from tlora_megatron.service.control.books.hardware import check_hardware
     from tlora_megatron.service.control.controller import serve
     from tlora_megatron.service.control.settings import Settings
     from tlora_megatron.service.store import open_store
 
     if args.gpus is not None and args.gpus < 1:
         raise must("--gpus", "be at least 1", args.gpus)
-    os.umask(0o077)  # for all files of the service, by whichever of its processes
-    home = Home.open(service_folder(args.service))
     settings = Settings(
         policy=args.policy,
         hardware=args.hardware,
         data_root=_data_root(args.data_root),
         end_gangs=not args.leave_gangs,
     )
+    check_hardware(settings)
+    check_http(args)
+    os.umask(0o077)  # for all files of the service, by whichever of its processes
+    home = Home.open(service_folder(args.service))
     place = store_place(home, args.database)
     with open_store(place) as store, _stop_by_signal() as stop:
         remember_store(home, place)
@@ -124,8 +126,11 @@ def run(args: argparse.Namespace) -> int:
             title = _title(args, home, engine)
             console = open_console()
             console.print(f"serving {title}; Ctrl-C stops")
-            store.lock.release()
-            with Board(store, console, title) as board:
+            with (
+                open_http(args, home, store, console.print),
+                Board(store, console, title) as board,
+            ):
+                store.lock.release()
                 serve(home.root, engine, settings=settings, stop=stop, store=store, said=board.say)
         finally:
             _close(engine)

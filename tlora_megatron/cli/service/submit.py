@@ -5,20 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import uuid
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tlora_megatron.cli.console import open_console
-from tlora_megatron.cli.service.opening import Service, add_service_argument, open_service
-from tlora_megatron.cli.service.rows import job_to_dict
+from tlora_megatron.cli.service.reach.opening import add_reach_argument, reach_service
+from tlora_megatron.cli.service.reach.ports import JobRow, Service
 from tlora_megatron.cli.service.waiting import wait_for
-from tlora_megatron.config.reader import ConfigError, must
+from tlora_megatron.config.reader import must
+from tlora_megatron.service.rows import job_to_dict
 
 if TYPE_CHECKING:
-    from tlora_megatron.service.prepare.submission import Submission
-    from tlora_megatron.service.store import Job, NewJob
+    pass
 
 _EPILOG = """\
 examples:
@@ -63,25 +61,21 @@ def add_parser(commands: Any) -> None:
         help="text that names this submission: with the same one, the same jobs are submitted once",
     )
     parser.add_argument("--json", action="store_true", help="print the jobs as JSON")
-    add_service_argument(parser)
+    add_reach_argument(parser)
     parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Submits all jobs of all files, or none."""
     key = uuid.uuid4().hex if args.idempotency_key is None else _checked_key(args.idempotency_key)
-    with open_service(args) as service:
-        submissions, sentences = _read(args)
-        error_console = open_console(stderr=True)
-        for sentence in sentences:
-            error_console.print(f"warning: {sentence}", style="yellow")
-        jobs = _submit(service, submissions, key)
+    with reach_service(args) as service:
+        jobs, new = service.submit(args.files, args.overrides, key)
         if not args.json:
-            _tell(service, jobs)
+            _tell(service, jobs, new)
         code = 0
         if args.wait:
             ended = wait_for(service, jobs, open_console(stderr=args.json))
-            jobs = [service.store.jobs.get(job.id) for job in jobs]
+            jobs = service.get([job.id for job in jobs])
             code = int(not ended)
         if args.json:
             print(json.dumps([job_to_dict(job) for job in jobs], indent=2))
@@ -95,53 +89,10 @@ def _checked_key(key: str) -> str:
     return key
 
 
-def _read(args: argparse.Namespace) -> tuple[list[Submission], list[str]]:
-    """The jobs of all files, and a sentence about each setting that a service overlooks."""
-    from tlora_megatron.service.prepare.submission import read_submissions
-
-    jobs: list[Submission] = []
-    sentences: list[str] = []
-    for path in args.files:
-        try:
-            found, told = read_submissions(path, args.overrides)
-        except ConfigError as error:
-            raise ConfigError(str(error) if path in str(error) else f"{path}: {error}") from error
-        jobs += found
-        sentences += told
-    for name, count in Counter(job.name for job in jobs).items():
-        if count > 1:
-            raise ConfigError(
-                f"FILE... must name job {name!r} once, got it {count} times; submit the files one "
-                "by one, each with its own --set name=NAME"
-            )
-    return jobs, list(dict.fromkeys(sentences))
-
-
-def _submit(service: Service, submissions: Sequence[Submission], key: str) -> list[Job]:
-    from tlora_megatron.service.store import KeyReused, NameTaken
-
-    try:
-        return service.store.jobs.submit([_new_job(item, key) for item in submissions])
-    except (KeyReused, NameTaken) as error:
-        raise ConfigError(str(error)) from error
-
-
-def _new_job(submission: Submission, key: str) -> NewJob:
-    from tlora_megatron.service.store import NewJob
-
-    return NewJob(
-        name=submission.name,
-        document=asdict(submission),
-        base=submission.base_key,
-        key=f"{key}/{submission.name}",
-        schedule=asdict(submission.job_spec().service),
-    )
-
-
-def _tell(service: Service, jobs: list[Job]) -> None:
+def _tell(service: Service, jobs: Sequence[JobRow], new: Collection[str]) -> None:
     console = open_console()
     for job in jobs:
-        known = "" if job.is_new else " (submitted before, with the same key)"
+        known = "" if job.id in new else " (submitted before, with the same key)"
         console.print(f"{job.id}  {job.name}  {job.state}{known}")
     if not service.is_served:
         console.print(

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from tlora_megatron.cli.service.opening import Service
+from tlora_megatron.cli.service.reach.ports import JobRow, Service
 from tlora_megatron.cli.service.rows import progress_words, state_words
 
-if TYPE_CHECKING:
-    from tlora_megatron.service.store import Job
-
-_LOOK_EVERY_S = 0.1
 _LINE_EVERY_S = 5.0
 
 
-def wait_for(service: Service, jobs: Sequence[Job], console: Console) -> bool:
+def wait_for(service: Service, jobs: Sequence[JobRow], console: Console) -> bool:
     """Waits until all jobs have ended.
 
     Returns:
@@ -29,11 +24,11 @@ def wait_for(service: Service, jobs: Sequence[Job], console: Console) -> bool:
     ids = [job.id for job in jobs]
     try:
         while True:
-            jobs = [service.store.jobs.get(job_id) for job_id in ids]
+            jobs = service.get(ids)
             show.update(jobs)
             if all(job.state.is_over for job in jobs):
                 return all(job.state == "finished" for job in jobs)
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(service.look_every_s)
     except KeyboardInterrupt:
         show.close()
         console.print("the jobs go on without this command; `tlora jobs` shows them")
@@ -55,7 +50,7 @@ class _Bars:
         self._tasks = {}  # type: ignore[var-annotated]
         self._bars.start()
 
-    def update(self, jobs: Sequence[Job]) -> None:
+    def update(self, jobs: Sequence[JobRow]) -> None:
         """Shows where the jobs are."""
         for job in jobs:
             if job.id not in self._tasks:
@@ -78,7 +73,7 @@ class _Lines:
         self._states: dict[str, str] = {}
         self._line_s = clock()
 
-    def update(self, jobs: Sequence[Job]) -> None:
+    def update(self, jobs: Sequence[JobRow]) -> None:
         """Prints what is new."""
         for job in jobs:
             state = state_words(job)
@@ -96,12 +91,12 @@ class _Lines:
         """Nothing is open."""
 
 
-def _words(job: Job) -> str:
+def _words(job: JobRow) -> str:
     """State, steps and loss of a job in one line, and why it failed."""
     steps = f"  {progress_words(job)}" if job.step or job.num_steps else ""
     why = f": {job.error}" if job.error else ""
     return f"{state_words(job)}{steps}{_loss(job)}{why}"
 
 
-def _loss(job: Job) -> str:
+def _loss(job: JobRow) -> str:
     return "" if job.loss is None else f" loss {job.loss:.4f}"

@@ -5,20 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tlora_megatron.cli.console import open_console
-from tlora_megatron.cli.service.opening import (
-    Service,
-    add_service_argument,
-    find_jobs,
-    open_service,
-)
-from tlora_megatron.cli.service.rows import job_to_dict
-from tlora_megatron.config.reader import ConfigError
-
-if TYPE_CHECKING:
-    from tlora_megatron.service.store import Job, Wish
+from tlora_megatron.cli.service.reach.opening import add_reach_argument, reach_service
+from tlora_megatron.cli.service.reach.ports import JobRow, Service, Wish, find_jobs
+from tlora_megatron.service.rows import job_to_dict
 
 _WORDS: dict[Wish, tuple[str, str]] = {
     "cancel": (
@@ -49,22 +41,15 @@ def add_parser(commands: Any) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("names", nargs="+", metavar="NAME", help="name or id of a job")
-        add_service_argument(parser)
+        add_reach_argument(parser)
         parser.add_argument("--json", action="store_true", help="print the jobs as JSON")
         parser.set_defaults(command=partial(run, wish))
 
 
 def run(wish: Wish, args: argparse.Namespace) -> int:
-    """Writes the wish into the store, for all jobs or for none."""
-    from tlora_megatron.service.store import IllegalChange
-
-    with open_service(args) as service:
-        jobs = find_jobs(service, args.names)
-        try:
-            with service.store.transaction():
-                asked = [service.store.jobs.wish(job.id, wish, by="tlora") for job in jobs]
-        except IllegalChange as error:
-            raise ConfigError(str(error)) from error
+    """Asks it of all jobs that are named."""
+    with reach_service(args) as service:
+        asked = service.wish(find_jobs(service, args.names), wish)
         if args.json:
             print(json.dumps([job_to_dict(job) for job in asked], indent=2))
         else:
@@ -72,10 +57,11 @@ def run(wish: Wish, args: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(service: Service, wish: str, jobs: list[Job]) -> None:
+def _tell(service: Service, wish: str, jobs: list[JobRow]) -> None:
     console = open_console()
     for job in jobs:
-        console.print(f"{job.name} ({job.id}): {wish} asked; it is {job.state}")
+        told = f"{wish} asked; it is" if job.wish == wish else "nothing to resume: it is"
+        console.print(f"{job.name} ({job.id}): {told} {job.state}")
     if not service.is_served:
         console.print(
             f"no controller runs: it is done when one does: {service.how_to_serve}", style="yellow"

@@ -30,6 +30,8 @@ class Target:
     """False while a gang that died waits before it is started again."""
     one_by_one: bool = False
     """Jobs join alone, so that a first round that fails names the one at fault."""
+    beside: bool = False
+    """It may start while jobs leave the gangs that have its GPUs: they have memory for both."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +47,8 @@ class GangNow:
     """For how long it has held none."""
     in_first_round: Collection[str] = ()
     """Jobs that have joined and not finished a round yet."""
+    gathers: bool = False
+    """Nobody has joined it yet: who is prepared waits a moment for those who are about to be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +58,8 @@ class Action:
     kind: ActionKind
     gang: str
     job: str | None = None
+    more: bool = False
+    """Another one follows that joins the same gang."""
 
 
 def next_actions(
@@ -62,23 +68,42 @@ def next_actions(
     """The actions that may be taken now to make the gangs what the targets say.
 
     A gang without a target ends if its GPUs are wanted, or if it was idle for `idle_keep_s`; else
-    its jobs leave it and it is kept warm. A target without a gang is started on free GPUs.
+    its jobs leave it and it is kept warm. A target without a gang is started on free GPUs, or
+    beside gangs that all jobs are leaving: each goes on in the new gang as soon as it is saved.
     """
     by_name = {target.gang: target for target in targets}
     running = {gang.gang for gang in gangs}
     missing = [target for target in targets if target.gang not in running]
-    wanted = {gpu for target in missing for gpu in target.gpus}
+    claims = {gang.gang: [t for t in targets if not _apart(t, gang)] for gang in gangs}
+    handing = {
+        gang.gang
+        for gang in gangs
+        if gang.gang not in by_name and _hands_over(gang, claims[gang.gang], running)
+    }
     seated = {job for gang in gangs for job in gang.seats}
     actions: list[Action] = []
     for gang in gangs:
         target = by_name.get(gang.gang)
         if target is None:
-            actions += _without_target(gang, not wanted.isdisjoint(gang.gpus), idle_keep_s)
+            is_wanted = bool(claims[gang.gang]) and gang.gang not in handing
+            actions += _without_target(gang, is_wanted, idle_keep_s)
         else:
             actions += _towards(target, gang, seated)
-    held = {gpu for gang in gangs for gpu in gang.gpus}
+    left = {g.gang for g in gangs if g.gang in handing and "joining" not in g.seats.values()}
+    held = {gpu for gang in gangs if gang.gang not in left for gpu in gang.gpus}
     actions += _starts(missing, held)
     return actions
+
+
+def _apart(target: Target, gang: GangNow) -> bool:
+    return set(target.gpus).isdisjoint(gang.gpus)
+
+
+def _hands_over(gang: GangNow, claims: Sequence[Target], running: Collection[str]) -> bool:
+    """True if whoever wants the GPUs of a gang without a target need not wait for its end."""
+    if gang.state != "running" or not gang.seats or not claims:
+        return False
+    return all(target.beside or target.gang in running for target in claims)
 
 
 def _without_target(gang: GangNow, is_wanted: bool, idle_keep_s: float) -> Iterable[Action]:
@@ -108,8 +133,10 @@ def _towards(target: Target, gang: GangNow, seated: Collection[str]) -> Iterable
     ready = [job for job, phase in gang.seats.items() if phase == "prepared"]
     if target.one_by_one:
         ready = [] if gang.in_first_round else ready[:1]
+    elif gang.gathers and "preparing" in gang.seats.values():
+        return
     for job in ready:
-        yield Action(kind="join", gang=gang.gang, job=job)
+        yield Action(kind="join", gang=gang.gang, job=job, more=job != ready[-1])
 
 
 def _leaves(gang: GangNow, jobs: Iterable[str]) -> Iterable[Action]:

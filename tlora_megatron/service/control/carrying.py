@@ -5,6 +5,7 @@ A command, lease or start that is on the disk and was not done is done by the ne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from tlora_megatron.service.control.actions import Action, ActionKind, Target, next_actions
@@ -14,6 +15,8 @@ from tlora_megatron.service.control.desk import Desk
 from tlora_megatron.service.home import Lease, make_folder, write_lease
 from tlora_megatron.service.store import GangState, JobState, LeaseHeld
 
+MAKES_ROOM = "it makes room for shorter work"
+"""Why a job leaves its gang that a decision has paused."""
 _RENEWALS = 10
 """Signs of life in the time of a lease."""
 
@@ -27,11 +30,12 @@ class Carrying:
     def act(self) -> None:
         """Takes all actions that are possible now."""
         desk = self._desk
-        if not desk.wants_actions:
-            return
-        desk.wants_actions = False
         now_s = desk.clock()
-        targets = {target.gang: target for target in desk.books.targets(now_s)}
+        if not desk.wants_actions and now_s < desk.acts_at_s:
+            return
+        desk.wants_actions, desk.acts_at_s = False, self._later_s(now_s)
+        shares = desk.engine.shares_gpus
+        targets = {target.gang: target for target in desk.books.targets(now_s, shares=shares)}
         gangs = [gang.now(now_s) for gang in desk.books.gangs.values()]
         actions = next_actions(list(targets.values()), gangs, idle_keep_s=desk.settings.idle_keep_s)
         actions = [action for action in actions if action.kind != "keep_warm"]
@@ -40,6 +44,13 @@ class Carrying:
                 for action in actions:
                     self._CARRY[action.kind](self, action, targets)
         self.send()
+
+    def _later_s(self, now_s: float) -> float:
+        """When a gang has gathered its first jobs, or has waited to start again."""
+        books = self._desk.books
+        times = [gang.gathers_until_s for gang in books.gangs.values()]
+        times += books.starts_from.values()
+        return min((at_s for at_s in times if at_s > now_s), default=math.inf)
 
     def send(self) -> None:
         """Does what was written: leases before the commands that need them, then starts."""
@@ -89,7 +100,8 @@ class Carrying:
             root=desk.home.root,
             settings=desk.settings,
         )
-        desk.store.gangs.add(spec, engine_ref={"pool": pool})
+        ref = {"pool": pool} | ({"one_by_one": True} if target.one_by_one else {})
+        desk.store.gangs.add(spec, engine_ref=ref)
         now_s = desk.clock()
         desk.books.gangs[target.gang] = LiveGang(
             name=target.gang,
@@ -122,7 +134,7 @@ class Carrying:
 
     def _join(self, action: Action, targets: Mapping[str, Target]) -> None:
         desk, gang, live = self._desk, *self._parties(action)
-        desk.command(gang, "join", job=live.id)
+        desk.command(gang, "join", job=live.id, body={"more": True} if action.more else {})
         body = {"phase": "joining", "epoch": gang.epoch}
         desk.store.events.add("seat", job=live.id, gang=gang.name, body=body)
         gang.seats[live.id].phase = "joining"
@@ -136,7 +148,9 @@ class Carrying:
         if intent != "move" and live.state in (JobState.STARTING, JobState.RUNNING):
             desk.change(live, JobState.SAVING, why=intent)
         elif live.state is JobState.RUNNING:
-            desk.change(live, JobState.MOVING, why="another gang takes it")
+            is_placed = desk.books.is_placed(live)
+            why = "another gang takes it" if is_placed else MAKES_ROOM
+            desk.change(live, JobState.MOVING, why=why)
 
     def _stop(self, action: Action, targets: Mapping[str, Target]) -> None:
         self.stop(self._desk.books.gangs[action.gang])
@@ -168,6 +182,7 @@ class Carrying:
         if desk.engine.kill(gang.name, gang.epoch):
             desk.gone(gang, why=why)
             return True
+        desk.store.gangs.note(gang.name, gang.epoch, no_proof=why)
         if gang.state != "stopping":
             desk.store.gangs.change(gang.name, gang.epoch, GangState.STOPPING, why=why)
         gang.state, gang.since_s, gang.no_proof = "stopping", desk.clock(), why

@@ -28,6 +28,7 @@ from tlora_megatron.service.control.hearing import Hearing
 from tlora_megatron.service.control.intake import Intake, Validator
 from tlora_megatron.service.control.measuring import Measuring
 from tlora_megatron.service.control.settings import Settings
+from tlora_megatron.service.control.showing import Showing
 from tlora_megatron.service.engines.protocol import GangEngine
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.outcome import PrepareRules
@@ -66,7 +67,7 @@ class Controller:
             settings=settings,
             pricing=pricing,
             books=Books(Machines.of(engine.nodes()), pricing, first_name=0),
-            clock=clock or steady_clock(),
+            clock=clock or steady_clock(store.database.clock),
             cost=RegroupCost(),
             on_said=on_said,
         )
@@ -78,6 +79,7 @@ class Controller:
         self._carrying = Carrying(self.desk)
         self.deciding = Deciding(self.desk)
         self._watching = Watching(self.desk, self._carrying)
+        self._showing = Showing(self.desk)
         self._reload()
         jobs, gangs = len(self.desk.books.jobs), len(self.desk.books.gangs)
         if jobs or gangs:
@@ -86,6 +88,7 @@ class Controller:
     def _reload(self) -> None:
         """Makes the books anew from the store."""
         self.deciding.forget()
+        self._showing.forget()
         last_event = take_over(self.desk)
         self._intake = Intake(self.desk, self._validator, last_event)
         self._hear()
@@ -136,7 +139,9 @@ class Controller:
         cursor = {(gang.name, gang.epoch): gang.heard for gang in gangs}
         events = self.desk.engine.poll(cursor)
         # An engine may repeat what gangs told that have ended.
-        self._hearing.hear([event for event in events if (event.gang, event.epoch) in cursor])
+        new = [event for event in events if (event.gang, event.epoch) in cursor]
+        for gang, what in self._hearing.hear(new).items():
+            self._watching.end(gang, what)
 
     def end_gangs(self) -> None:
         """Saves all jobs and ends all gangs; their jobs wait for the next controller."""
@@ -162,16 +167,18 @@ class Controller:
         """When there is something to do though nothing happens."""
         if self._intake.has_more:
             return self.desk.clock()
-        soonest = min(self.deciding.due_s(), self._watching.due_s())
-        waits = [s for s in self.desk.books.starts_from.values() if s > self.desk.clock()]
-        return min([soonest, *waits])
+        return min(self.deciding.due_s(), self._watching.due_s(), self.desk.acts_at_s)
 
     def _flush(self, now_s: float) -> None:
-        """Writes reports of steps, and beats for the lock."""
+        """Writes reports of steps and what others may see, and beats for the lock."""
         desk = self.desk
         if now_s - self._flushed_s >= _FLUSH_S:
             self._flushed_s = now_s
-            desk.store.jobs.progress(list(desk.progress.values()))
+            changed = self._showing.changed()
+            if changed or desk.progress:
+                with desk.store.transaction():
+                    desk.store.jobs.progress(list(desk.progress.values()))
+                    self._showing.show(changed)
             desk.progress.clear()
         if now_s - self._beaten_s >= _BEAT_S:
             self._beaten_s = now_s
@@ -194,9 +201,13 @@ class Controller:
         self._validator.close()
 
 
-def steady_clock() -> Callable[[], float]:
-    """Unix seconds that never jump; where the host's clock is set back, signs of life go on."""
-    begin_s = time.time() - time.monotonic()
+def steady_clock(clock: Callable[[], float] = time.time) -> Callable[[], float]:
+    """Unix seconds that never jump; where the host's clock is set back, signs of life go on.
+
+    Args:
+        clock: the store's, by which leases that another host's controller granted run out.
+    """
+    begin_s = clock() - time.monotonic()
     return lambda: begin_s + time.monotonic()
 
 

@@ -1,8 +1,10 @@
-"""What all parts of a controller share: the store, the engine, the books and the clock."""
+"""The desk that all parts of a controller share: store, engine, books and clock."""
 
 from __future__ import annotations
 
 import logging
+import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +12,9 @@ from typing import Any
 from tlora_megatron.scheduler.policy import RegroupCost
 from tlora_megatron.service.control.books.books import Books
 from tlora_megatron.service.control.books.live import LiveGang, LiveJob
+from tlora_megatron.service.control.books.orders import schedule_of
 from tlora_megatron.service.control.books.pricing import Pricing
+from tlora_megatron.service.control.books.tally import Tally
 from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.protocol import GangEngine
 from tlora_megatron.service.home import Home
@@ -43,8 +47,14 @@ class Desk:
     """Job, gang, its epoch and the lease, for the files that gangs look at."""
     progress: dict[str, Progress] = field(default_factory=dict)
     """Newest report of each job that is not in the store yet."""
+    tallies: dict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
+    """How long decisions, joins and starts of gangs took."""
+    held_back: tuple[str, ...] = ()
+    """Why moves of the last decision are not carried out yet."""
     wants_decision: bool = True
     wants_actions: bool = True
+    acts_at_s: float = math.inf
+    """When actions may be possible though nothing happens."""
 
     def say(
         self, what: str, message: str, *, job: str | None = None, gang: str | None = None
@@ -85,25 +95,55 @@ class Desk:
             self.books.remove(live)
             self.wants_decision = self.wants_actions = True
 
-    def enqueue(self, live: LiveJob) -> None:
-        """Lets a job wait for a place; fails it if the cluster can never hold it."""
+    def remember(self, live: LiveJob) -> None:
+        """Keeps in the store what decides over a job and no event says."""
+        self.store.jobs.update(live.id, schedule=schedule_of(live))
+
+    def note_pause(self, live: LiveJob) -> None:
+        """Keeps in the store whether, and until when, a decision has paused a job."""
+        pause = self.books.pause_of(live)
+        if pause != live.pause:
+            live.pause = pause
+            self.remember(live)
+
+    def enqueue(self, live: LiveJob, *, is_new: bool = False) -> None:
+        """Lets a job wait for a place.
+
+        If the cluster can never hold it, a new job fails. Others had room once: they wait until the
+        cluster is another one, when the books are made anew.
+        """
         asked = live.num_gpus
         if not self.books.enqueue(live, self.clock()):
-            most = self.books.machines.shape.num_gpus
-            assert live.load is not None, f"job {live.id} must be validated before it waits"
-            if asked > most:
-                message = (
-                    f"job {live.name!r} must hold at most as many GPUs as the service has, {most}, "
-                    f"got {asked}: submit it with a smaller service.gpus, or serve more GPUs"
-                )
+            live.num_gpus, wanted = asked, live.num_gpus
+            if is_new:
+                self.fail(live, self._too_large(live))
             else:
-                message = (
-                    f"job {live.name!r} must fit into the memory of the service's GPUs, {most}, "
-                    f"got sequences of up to {live.load.lengths.longest} tokens: choose a smaller "
-                    "max_seq_len or lora.rank, or a base in fewer bytes"
+                self._say_once(
+                    live,
+                    f"job {live.name!r} waits until the service has {wanted} GPUs; it has "
+                    f"{self.books.machines.shape.num_gpus} now",
                 )
-            self.fail(live, message)
         self.wants_decision = True
+
+    def _too_large(self, live: LiveJob) -> str:
+        most = self.books.machines.shape.num_gpus
+        assert live.load is not None, f"job {live.id} must be validated before it waits"
+        if live.num_gpus > most:
+            return (
+                f"job {live.name!r} must hold at most as many GPUs as the service has, {most}, "
+                f"got {live.num_gpus}: submit it with a smaller service.gpus, or serve more GPUs"
+            )
+        return (
+            f"job {live.name!r} must fit into the memory of the service's GPUs, {most}, "
+            f"got sequences of up to {live.load.lengths.longest} tokens: choose a smaller "
+            "max_seq_len or lora.rank, or a base in fewer bytes"
+        )
+
+    def _say_once(self, live: LiveJob, message: str) -> None:
+        """Tells why a job waits, unless that was the last thing said of it."""
+        said = self.store.events.after(0, job=live.id, kinds=["said"])
+        if not said or said[-1].body["message"] != message:
+            self.say("waits", message, job=live.id)
 
     def fail(self, live: LiveJob, message: str) -> None:
         """Ends a job that cannot go on, with the sentence that says why."""
@@ -124,13 +164,14 @@ class Desk:
                 self.store.leases.release(live.id, lease=row.lease, why=why)
         else:
             self.change(live, JobState.QUEUED, release=why, why=why)
-            if not self.books.is_placed(live):
-                self.enqueue(live)
+            if not self.books.is_placed(live) and live.number not in self.books.queue:
+                self.enqueue(live)  # one that a decision has paused waits already
         self.wants_actions = True
 
     def place_anew(self, live: LiveJob, *, why: str) -> None:
         """Takes a job off the place that was decided for it, and lets it wait for another one."""
         self.books.withdraw(live, self.clock())
+        self.note_pause(live)
         if not live.state.is_live:
             if live.wish is None:
                 self.enqueue(live)
@@ -144,8 +185,9 @@ class Desk:
 
         Where a process ended the gang, its node and GPU are remembered: a GPU may be failing.
         """
-        ref = None if died_at is None else {"pool": gang.pool, "died_at": list(died_at)}
-        self.store.gangs.change(gang.name, gang.epoch, GangState.ENDED, why=why, engine_ref=ref)
+        if died_at is not None:
+            self.store.gangs.note(gang.name, gang.epoch, died_at=list(died_at))
+        self.store.gangs.change(gang.name, gang.epoch, GangState.ENDED, why=why)
         self.books.gangs.pop(gang.name, None)
         if not self.books.members(gang.name):
             self.books.one_by_one.discard(gang.name)

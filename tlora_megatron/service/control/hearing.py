@@ -22,13 +22,19 @@ class Hearing:
         self._desk = desk
         self._measuring = measuring
 
-    def hear(self, events: Sequence[GangEvent]) -> None:
-        """Applies events in one transaction."""
+    def hear(self, events: Sequence[GangEvent]) -> Mapping[str, str]:
+        """Applies events in one transaction.
+
+        Returns:
+            Gangs whose words have a gap, and what they told; nothing more is heard of them.
+        """
         if not events:
-            return
+            return {}
         with self._desk.store.transaction():
-            for event in self._desk.store.gangs.hear_all(events):
+            heard = self._desk.store.gangs.hear(events)
+            for event in heard.new:
                 self._hear(event)
+        return {gang: what for (gang, _), what in heard.missed.items()}
 
     def _hear(self, event: GangEvent) -> None:
         gang = self._desk.books.gangs.get(event.gang)
@@ -53,13 +59,22 @@ class Hearing:
         now_s = desk.clock()
         self._measuring.started(now_s - gang.since_s)
         gang.state, gang.since_s, gang.idle_since_s = "running", now_s, now_s
+        gang.is_fresh = True
         desk.wants_actions = True
 
     def _round(self, gang: LiveGang, event: GangEvent) -> None:
         if not gang.changed:
             gang.in_first_round.clear()
+        for job in gang.seats:
+            self._is_well(self._desk.books.jobs[job])
         self._measuring.round(gang, event)
         self._desk.wants_actions = True
+
+    def _is_well(self, live: LiveJob) -> None:
+        """Forgets the deaths of gangs that a job was in whose client may not step for long."""
+        if live.is_open and live.deaths:
+            live.deaths = 0
+            self._desk.remember(live)
 
     def _applied(self, gang: LiveGang, event: GangEvent) -> None:
         self._desk.store.commands.mark_applied(gang.name, gang.epoch, int(event.body["seq"]))
@@ -81,6 +96,7 @@ class Hearing:
         if seat.phase != "preparing":
             return
         seat.phase = "prepared"
+        gang.gather(self._desk.clock())
         live.num_steps = int(event.body.get("num_steps", live.num_steps))
         body = {"phase": "prepared", "epoch": gang.epoch, **event.body}
         self._desk.store.events.add("seat", job=live.id, gang=gang.name, body=body)
@@ -95,7 +111,9 @@ class Hearing:
         if seat.phase != "joining":
             return
         seat.phase = "training"
-        gang.in_first_round.add(live.id)
+        gang.joined()
+        if not live.is_open:  # its first round may be hours away
+            gang.in_first_round.add(live.id)
         gang.changed = True
         live.step = int(event.body.get("from_step", live.step))
         self._desk.change(live, JobState.RUNNING, body=dict(event.body))
@@ -105,14 +123,18 @@ class Hearing:
     def _stepped(self, gang: LiveGang, live: LiveJob, event: GangEvent) -> None:
         body = event.body
         live.step = int(body["step"])
-        live.deaths = 0
+        if live.deaths:
+            live.deaths = 0
+            self._desk.remember(live)
         gang.in_first_round.discard(live.id)
         self._measuring.touch(live)
         loss = body.get("loss")
+        if live.is_open:
+            live.tokens += float(body.get("tokens", 0))
         self._desk.progress[live.id] = Progress(
             job=live.id,
             step=live.step,
-            tokens=int(live.tokens * (1 - live.share_left)),
+            tokens=int(live.tokens if live.is_open else live.tokens * (1 - live.share_left)),
             loss=None if loss is None else float(loss),
             num_steps=live.num_steps,
         )
@@ -121,11 +143,14 @@ class Hearing:
         self._desk.store.events.add("evaluated", job=live.id, gang=gang.name, body=dict(event.body))
 
     def _saved(self, gang: LiveGang, live: LiveJob, event: GangEvent) -> None:
-        live.failed_saves = 0
+        if live.failed_saves:
+            live.failed_saves = 0
+            self._desk.remember(live)
 
     def _not_saved(self, gang: LiveGang, live: LiveJob, event: GangEvent) -> None:
         desk = self._desk
         live.failed_saves += 1
+        desk.remember(live)
         error = event.body.get("error", "the disk refused")
         message = f"job {live.name!r} could not be saved at step {event.body.get('step')}: {error}"
         if live.failed_saves < desk.settings.max_failed_saves or live.wish is not None:
@@ -141,6 +166,10 @@ class Hearing:
         self._leave(gang, live)
         lost = bool(event.body.get("lost"))
         live.step = int(event.body.get("step", live.step))
+        self._desk.progress.pop(live.id, None)
+        self._desk.store.jobs.update(live.id, step=live.step)
+        self._desk.books.saved(live)
+        self._desk.note_pause(live)
         self._desk.vacate(live, why="lost its lease" if lost else "left its gang")
 
     def _ended(self, gang: LiveGang, live: LiveJob, event: GangEvent) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tlora_megatron.service.control.books.live import LiveJob
@@ -111,6 +110,7 @@ class Intake:
         elif state.is_live:
             # The gang lets it go first: `next_actions` sees a seat that no target has.
             desk.books.withdraw(live, desk.clock())
+            desk.note_pause(live)
             desk.wants_actions = desk.wants_decision = True
             if not desk.books.is_seated(live):
                 desk.vacate(live, why=f"{live.wish} before a gang had it")
@@ -119,11 +119,14 @@ class Intake:
             desk.change(live, JobState.CANCELLED, why="cancelled")
         elif state is JobState.QUEUED:
             desk.books.withdraw(live, desk.clock())
+            desk.note_pause(live)
             desk.change(live, JobState.PAUSED, why="paused")
 
     def _resume(self, live: LiveJob) -> None:
         desk = self._desk
-        live.failed_saves = 0
+        if live.failed_saves:
+            live.failed_saves = 0
+            desk.remember(live)
         if live.state is JobState.PAUSED:
             desk.change(live, JobState.QUEUED, why="resumed")
             desk.enqueue(live)
@@ -176,9 +179,4 @@ class Intake:
         if paused:
             desk.change(live, JobState.PAUSED, why="paused")
         else:
-            desk.enqueue(live)
-
-
-def asked_of(submission: Submission) -> Mapping[str, Any]:
-    """What a submission asks of the scheduler, for the store's column `schedule`."""
-    return asdict(submission.job_spec().service)
+            desk.enqueue(live, is_new=True)

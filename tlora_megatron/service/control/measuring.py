@@ -1,4 +1,4 @@
-"""What gangs measure: speeds for the scheduler, pauses of regroupings, and gangs that slow down."""
+"""Takes in measurements of gangs: speeds for the scheduler, pauses of regroupings, slow-downs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tlora_megatron.service.control.desk import Desk
 from tlora_megatron.service.messages import GangEvent
 
 _WEIGHT = 0.2
-"""Of a new measurement in a running mean."""
+"""Weight of a new measurement in a running mean."""
 _REPORTS = 20
 """Reports of a gang's speed among which a slow one is told."""
 _SLOW = 0.5
@@ -27,11 +27,13 @@ class Measuring:
         """Takes up how long a gang took to start: what a resize costs beside saving."""
         cost = self._desk.cost
         self._desk.cost = replace(cost, replan_s=_mean(cost.replan_s, seconds))
+        self._desk.tallies["start"].add(seconds)
 
     def joined(self, stall_s: float) -> None:
         """Takes up how long the neighbours of a newcomer stood still."""
         cost = self._desk.cost
         self._desk.cost = replace(cost, admit_s=_mean(cost.admit_s, stall_s))
+        self._desk.tallies["join"].add(stall_s)
 
     def touch(self, live: LiveJob) -> None:
         """Notes that a job's work left is known anew."""
@@ -54,6 +56,9 @@ class Measuring:
         speed, total = float(event.body.get("tokens_per_s", 0.0)), int(event.body.get("rounds", 0))
         steady = not gang.changed and set(jobs) == _training(gang)
         rounds, gang.rounds, gang.changed = total - gang.rounds, total, False
+        gang.told, gang.told_steady = {job: float(rate) for job, rate in jobs.items()}, steady
+        known = self._desk.books.jobs
+        steady = steady and not any(known[job].is_open for job in jobs if job in known)
         if not steady or rounds <= 0 or speed <= 0 or not gang.gpus:
             gang.speeds.clear()
             return

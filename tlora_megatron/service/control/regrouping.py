@@ -1,7 +1,8 @@
 """Weighs decisions that move or resize running groups: what is gained must outweigh the pause.
 
 Jobs that start, or join a group where it is, always may. A group that was moved stays for a while,
-and the cluster makes few moves a minute. Bounds are the policy's; nothing here breaks one.
+and the cluster makes few moves a minute. Some policies have weighed the pause themselves. Bounds
+are the policy's; nothing here breaks one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.jobs import Group, Waiting
 from tlora_megatron.scheduler.policy import Decision, RegroupCost
 from tlora_megatron.scheduler.queue import WaitingQueue
+from tlora_megatron.scheduler.registry import WEIGH_MOVES
 from tlora_megatron.service.control.settings import Settings
 
 _MINUTE_S = 60.0
@@ -27,9 +29,12 @@ class Regrouping:
     def __init__(self, settings: Settings, speeds: Speeds) -> None:
         self._settings = settings
         self._speeds = speeds
+        self._is_weighed = settings.policy in WEIGH_MOVES
         self._moves: deque[float] = deque()
         self._moved_s: dict[tuple[int, ...], float] = {}
         """When a group was last moved to these GPUs."""
+        self.held_back: list[str] = []
+        """Why moves of the last decisions may not be carried out yet."""
 
     def admitted(
         self,
@@ -41,12 +46,21 @@ class Regrouping:
     ) -> list[Decision]:
         """The decisions that may be carried out now; others may be made again later."""
         passed = []
+        self.held_back = []
         for bundle in bundles(decisions, groups):
             if not any(_moves(decision, groups) for decision in bundle):
                 passed += bundle
-            elif self._is_due(bundle, groups, now_s) and self._pays(
-                bundle, groups, queue, cost, now_s
+                continue
+            why = self._too_early(bundle, groups, now_s)
+            if (
+                why is None
+                and not self._is_weighed
+                and not self._pays(bundle, groups, queue, cost, now_s)
             ):
+                why = f"a move brings less than {self._settings.gain_over_cost:g} times its pause"
+            if why is not None:
+                self.held_back.append(why)
+            else:
                 passed += bundle
                 self._moves.append(now_s)
                 self._forget(now_s)
@@ -58,16 +72,19 @@ class Regrouping:
         recent_s = now_s - self._settings.dwell_s
         self._moved_s = {gpus: at_s for gpus, at_s in self._moved_s.items() if at_s > recent_s}
 
-    def _is_due(
+    def _too_early(
         self, bundle: Sequence[Decision], groups: Mapping[int, Group], now_s: float
-    ) -> bool:
+    ) -> str | None:
+        """Why a move has to wait; None if it has not."""
         while self._moves and self._moves[0] <= now_s - _MINUTE_S:
             self._moves.popleft()
         if len(self._moves) >= self._settings.regroups_per_min:
-            return False
+            return f"the cluster has made {len(self._moves)} moves within a minute"
         old = [groups[number] for decision in bundle for number in decision.dissolve]
         since = [self._moved_s.get(group.gpus, float("-inf")) for group in old]
-        return all(now_s - moved_s >= self._settings.dwell_s for moved_s in since)
+        if all(now_s - moved_s >= self._settings.dwell_s for moved_s in since):
+            return None
+        return f"a group was moved less than {self._settings.dwell_s:g} s ago"
 
     def _pays(
         self,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tlora_megatron.scheduler.registry import DEFAULT_POLICY
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """How a controller schedules, and how long it waits for whom."""
 
-    policy: str = "tlora_best"
+    policy: str = DEFAULT_POLICY
     """Name in `scheduler.registry.POLICIES`."""
     hardware: str | None = None
     """Hardware profile, a name or a path; None: that of the GPU, else the rough one of CPUs."""
@@ -27,7 +29,7 @@ class Settings:
     tick_s: float = 10.0
     """A decision is made at least so often."""
     coalesce_s: float = 0.1
-    """What happens within so long after a change is decided about together."""
+    """Time after a change in which further ones are decided about together with it."""
     poll_s: float = 0.04
     """Time between two looks at engine and store."""
     look_s: float = 10.0

@@ -49,6 +49,7 @@ class FakeEngine:
             seed: of the noise.
         """
         self.machines = list(nodes)
+        self.shares_gpus = False
         self.times = times or FakeTimes()
         self.writes = writes
         self.lost: str | None = None

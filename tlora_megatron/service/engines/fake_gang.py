@@ -39,7 +39,7 @@ class FakeWork:
     """The work of a job, as far as a fake gang does it."""
 
     kind: int
-    """Of the engine's own `Speeds`."""
+    """The kind of a job in the engine's own `Speeds`."""
     tokens: float
     num_steps: int
 
@@ -76,7 +76,7 @@ class FakeJob:
 
 
 class World(Protocol):
-    """What a fake gang needs of its engine."""
+    """The part of its engine that a fake gang uses."""
 
     @property
     def times(self) -> FakeTimes:

@@ -1,4 +1,4 @@
-"""What starts and watches gangs: six calls that every engine answers."""
+"""Engines start and watch gangs: six calls that each of them answers."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ class NodeInfo:
 class GangEngine(Protocol):
     """Starts, addresses, watches and ends gangs. No call waits for a gang to do something."""
 
+    @property
+    def shares_gpus(self) -> bool:
+        """True if a gang may start on GPUs that another one still has."""
+
     def start(self, spec: GangSpec) -> None:
         """Begins to start a gang and returns; `started` or `died` follows as an event.
 
@@ -56,7 +60,7 @@ class GangEngine(Protocol):
         """Ends all processes by SIGKILL; returns True with proof that they are gone."""
 
     def gangs(self) -> Sequence[GangInfo]:
-        """What runs now, whoever started it: a new controller takes it up again."""
+        """The gangs that run now, whoever started them: a new controller takes them up again."""
 
     def nodes(self) -> Sequence[NodeInfo]:
         """The machines, in the order of their numbers."""

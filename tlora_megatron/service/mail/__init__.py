@@ -1,1 +1,1 @@
-"""How commands reach a gang and events leave it: append-only files, or this process's memory."""
+"""How commands reach a gang and events leave it: append-only files."""

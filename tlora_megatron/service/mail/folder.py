@@ -50,7 +50,7 @@ class GangFolder:
         return self.path / "events.jsonl"
 
     def log(self, rank: int) -> Path:
-        """What a rank writes to stdout and stderr."""
+        """The file that has a rank's stdout and stderr."""
         return self.path / f"rank_{rank}.log"
 
     def pid(self, rank: int) -> Path:
@@ -134,7 +134,7 @@ class EventReader:
             offset = offset_behind(self._folder.events, partial(_is_up_to, number))
             self._lines = LineReader(self._folder.events, offset)
         self._last = number
-        events = [GangEvent.from_json(line) for line in self._lines.read()]
+        events = [event for line in self._lines.read() if (event := _event(line))]
         if events:
             self._last = events[-1].number
         return [event for event in events if event.number > number]
@@ -142,8 +142,22 @@ class EventReader:
     def last(self) -> GangEvent | None:
         """The last event of all."""
         last = last_line(self._folder.events)
-        return GangEvent.from_json(last) if last else None
+        if last is None:
+            return None
+        if (event := _event(last)) is not None:
+            return event
+        events = self.after(0)
+        return events[-1] if events else None
+
+
+def _event(line: str) -> GangEvent | None:
+    """The event of a line; None for one that a fall of the machine has left damaged."""
+    try:
+        return GangEvent.from_json(line)
+    except ValueError:
+        return None
 
 
 def _is_up_to(number: int, line: str) -> bool:
-    return GangEvent.from_json(line).number <= number
+    event = _event(line)
+    return event is not None and event.number <= number

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Sequence
 from typing import Protocol
 
 from tlora_megatron.service.mail.folder import GangFolder
@@ -58,42 +56,3 @@ class FolderMailbox:
     def tell(self, event: GangEvent, *, durable: bool = False) -> None:
         """Appends an event to the folder's file."""
         self._events.append(event.to_json(), durable=durable)
-
-
-class MemoryMailbox:
-    """A mailbox of a process whose other threads post commands and read events."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._commands: list[Command] = []
-        self._seq = 0
-        self._events: list[GangEvent] = []
-
-    def post(self, command: Command) -> None:
-        """Adds a command unless it, or a later one, came before."""
-        with self._changed:
-            if command.seq > self._seq:
-                self._seq = command.seq
-                self._commands.append(command)
-                self._changed.notify_all()
-
-    def events(self, since: int) -> Sequence[GangEvent]:
-        """Events with a number above `since`, in order."""
-        with self._changed:
-            return tuple(self._events[since:])
-
-    def take(self) -> list[Command]:
-        """New commands, each once and in order; never waits."""
-        with self._changed:
-            new, self._commands = self._commands, []
-            return new
-
-    def wait(self, seconds: float) -> bool:
-        """Waits so long at most; returns True as soon as there is something to take."""
-        with self._changed:
-            return self._changed.wait_for(lambda: bool(self._commands), seconds)
-
-    def tell(self, event: GangEvent, *, durable: bool = False) -> None:
-        """Keeps an event for `events`, whose numbers have no gap."""
-        with self._changed:
-            self._events.append(event)

@@ -1,4 +1,4 @@
-"""What becomes of a submitted job before it may wait for GPUs: plain values that travel as JSON."""
+"""The outcome of a submitted job's validation: plain values that travel as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tlora_megatron.service.messages import Message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareRules(Message):
-    """What a service demands of jobs, and where it keeps their tokens."""
+    """The demands of a service on jobs, and the place where it keeps their tokens."""
 
     root: str
     """The service's folder."""
@@ -34,7 +34,7 @@ class Validated(Message):
     tokens: Mapping[str, str]
     """Keys of its files in the cache of tokens: `train`, and `eval` if it has one."""
     digest: str
-    """Of its training sequences, in order: what each rank must find."""
+    """Digest of its training sequences, in order: what each rank must find."""
     num_steps: int
     from_step: int
     """Steps that the checkpoint it starts from has done."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -130,14 +131,7 @@ class _Worker:
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         # Reading needs no GPU; a context on one would take its memory from gangs.
         own = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-        self._process = subprocess.Popen(
-            COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | own,
-            start_new_session=True,  # Ctrl-C is for the controller
-            bufsize=0,
-        )
+        self._process = self.open_process(os.environ | own)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._requests, self._answers = self._process.stdin, self._process.stdout
@@ -147,6 +141,18 @@ class _Worker:
         self.request: _Request | None = None
         self.is_over = False
         """True once it has closed its answers: it is dead, or as good as."""
+
+    @staticmethod
+    def open_process(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Starts the process; pipes are its stdin and stdout."""
+        return subprocess.Popen(
+            COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the controller
+            bufsize=0,
+        )
 
     def fileno(self) -> int:
         return self._answers.fileno()

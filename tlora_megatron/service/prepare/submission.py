@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlora_megatron.config.base_model import (
-    BaseModelSpec,
     ignored_base_settings,
     read_base_model,
 )
@@ -27,10 +26,12 @@ from tlora_megatron.config.jobs import (
     read_jobs,
 )
 from tlora_megatron.config.load import SECTIONS
-from tlora_megatron.config.reader import read_spec, unknown
+from tlora_megatron.config.reader import unknown
 from tlora_megatron.config.source import apply_override, read_document
 from tlora_megatron.service.messages import Message
 
+ASKED = "asked"
+"""Key of a row's document that holds what the door by which a job came wants to remember."""
 _IGNORED = {
     "parallel": "section parallel has no effect: the service chooses how GPUs share a model",
     "run": "section run has no effect: the service runs the jobs; one job's own keys are in `jobs`",
@@ -42,11 +43,18 @@ class Submission(Message):
     """One job as a user submits it, checked as far as its document alone goes."""
 
     name: str
-    """What the user calls it."""
+    """The user's name for it."""
     base_model: Mapping[str, Any]
     """The section `base_model`, with all defaults and absolute paths."""
     document: Mapping[str, Any]
     """An entry of `jobs`, with all defaults and absolute paths."""
+    tenant: str | None = None
+    """Set where somebody sent it over the network: its files then lie in the service's folder, and
+    its base is one that the service offers."""
+
+    def row(self) -> dict[str, Any]:
+        """Returns the part of it that a store's row keeps."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     def job_spec(self) -> JobSpec:
         """The job; its `service` says what it asks of the cluster.
@@ -56,17 +64,18 @@ class Submission(Message):
         """
         return read_job(dict(self.document), None, path=f"jobs.{self.name}")
 
-    def base_spec(self) -> BaseModelSpec:
-        """The base model; nothing looks whether its files are there."""
-        return read_spec(BaseModelSpec, dict(self.base_model), "base_model")
-
     @property
     def base_key(self) -> str:
         """Names the base; only jobs of equal keys may train in one gang."""
-        text = json.dumps(self.base_model, sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-        path = self.base_model.get("path") or Path(str(self.base_model.get("config"))).parent
-        return f"{Path(path).name}-{digest}"
+        return base_key(self.base_model)
+
+
+def base_key(base_model: Mapping[str, Any]) -> str:
+    """Names a base by its section; equal for equal ones."""
+    text = json.dumps(base_model, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    path = base_model.get("path") or Path(str(base_model.get("config"))).parent
+    return f"{Path(path).name}-{digest}"
 
 
 class Submitted(NamedTuple):

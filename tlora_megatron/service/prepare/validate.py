@@ -19,7 +19,7 @@ from tlora_megatron.config.jobs import job_to_dict
 from tlora_megatron.config.portions import portion_of
 from tlora_megatron.config.reader import must
 from tlora_megatron.config.rules import resolve_job_paths
-from tlora_megatron.planner.workload import LengthHistogram
+from tlora_megatron.planner.workload import LengthHistogram, guessed_lengths
 from tlora_megatron.service.below import UserFiles
 from tlora_megatron.service.home import JOB_NAME, Home, make_folder, write_json
 from tlora_megatron.service.prepare.outcome import Outcome, PrepareRules, Refused, Validated
@@ -58,7 +58,7 @@ def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Valid
     from tlora_megatron.training.run.job_reader import JobReader
 
     home = Home(Path(rules.root))
-    files = UserFiles(None if rules.data_root is None else Path(rules.data_root))
+    files = _files_of(submission, rules)
     job, base = submission.job_spec(), _read_base(submission, files)
     if files.root is None:
         job = resolve_job_paths(job, f"jobs.{job.name}", Path("/"))
@@ -78,17 +78,26 @@ def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Valid
         micro_batch_tokens=rules.micro_batch_tokens,
         budget=_BUDGET,
     )
-    found = _measure(job_id, job, reader.read(job), rules)
+    measure = _guess if job.driven else _measure
+    found = measure(job_id, job, reader.read(job), rules)
     # For people and scripts that look into the folder: the store is what counts.
     kept = {"name": job.name, "base_model": submission.base_model, "job": found.document}
     write_json(make_folder(home.job(job_id)) / JOB_NAME, kept)
     return found
 
 
+def _files_of(submission: Submission, rules: PrepareRules) -> UserFiles:
+    """The files that a job may read; one that came over the network: those in the service's folder
+    that it reaches without a link."""
+    if submission.tenant is not None:
+        return UserFiles(Path(rules.root))
+    return UserFiles(None if rules.data_root is None else Path(rules.data_root))
+
+
 def _read_base(submission: Submission, files: UserFiles) -> BaseModelSpec:
     """The base, whose folder must still be there and allowed."""
     base = read_base_model(dict(submission.base_model), Path("/"))
-    if files.root is not None:
+    if files.root is not None and submission.tenant is None:
         files.open_file(base.config_file, "base_model").close()
     return base
 
@@ -123,6 +132,32 @@ def _measure(job_id: str, job: JobSpec, read: ReadJob, rules: PrepareRules) -> V
         lengths=lengths.pairs,
         num_truncated=data.num_truncated,
         num_dropped=data.num_dropped,
+    )
+
+
+def _guess(job_id: str, job: JobSpec, read: ReadJob, rules: PrepareRules) -> Validated:
+    """Guesses the cost of a job of which nobody knows what its client will send."""
+    lengths = guessed_lengths(job.max_seq_len)
+    if job.portion_tokens is None:
+        portion = portion_of(lengths.pairs, job.batch_size, rules.micro_batch_tokens)
+        job = replace(job, portion_tokens=portion)
+    checkpoint = read.prepared.checkpoint
+    return Validated(
+        job=job_id,
+        document=job_to_dict(job),
+        tokens={},
+        digest=read.prepared.data.fingerprint,
+        num_steps=0,
+        from_step=0 if checkpoint is None else checkpoint.step,
+        sequences=0,
+        epoch_tokens=0,
+        train_tokens=0,
+        longest=job.max_seq_len,
+        longest_eval=0,
+        target_share=1.0,
+        lengths=lengths.pairs,
+        num_truncated=0,
+        num_dropped=0,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a service knows: jobs, gangs, commands, leases and events in SQLite or PostgreSQL."""
+"""The memory of a service: jobs, gangs, commands, leases and events in SQLite or PostgreSQL."""
 
 try:
     import sqlalchemy  # noqa: F401
@@ -8,7 +8,6 @@ except ImportError as error:
     ) from error
 
 from tlora_megatron.service.store.errors import (
-    EventGap,
     IllegalChange,
     KeyReused,
     LeaseHeld,
@@ -16,6 +15,8 @@ from tlora_megatron.service.store.errors import (
     LockLost,
     NameTaken,
     NotFound,
+    OverLimit,
+    Refusal,
     StoreBusy,
     StoreError,
     StoreFull,
@@ -31,7 +32,16 @@ from tlora_megatron.service.store.states import (
     Wish,
 )
 from tlora_megatron.service.store.store import Store, open_store
+from tlora_megatron.service.store.tenancy.values import (
+    LOCAL,
+    SCOPES,
+    NewUpload,
+    TenantLimits,
+    Token,
+    Upload,
+)
 from tlora_megatron.service.store.values import (
+    Board,
     Decision,
     Event,
     Gang,
@@ -41,16 +51,19 @@ from tlora_megatron.service.store.values import (
     NewJob,
     Progress,
     Snapshot,
+    Stay,
 )
 
 __all__ = [
     "GANG_CHANGES",
     "JOB_CHANGES",
     "LIVE",
+    "LOCAL",
     "OVER",
+    "SCOPES",
+    "Board",
     "Decision",
     "Event",
-    "EventGap",
     "Gang",
     "GangState",
     "IllegalChange",
@@ -64,14 +77,21 @@ __all__ = [
     "LockLost",
     "NameTaken",
     "NewJob",
+    "NewUpload",
     "NotFound",
+    "OverLimit",
     "Progress",
+    "Refusal",
     "Snapshot",
+    "Stay",
     "Store",
     "StoreBusy",
     "StoreError",
     "StoreFull",
     "StoreUnreachable",
+    "TenantLimits",
+    "Token",
+    "Upload",
     "Wish",
     "open_store",
 ]

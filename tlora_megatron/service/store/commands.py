@@ -79,13 +79,6 @@ class Commands:
             connection.execute(tables.command.insert().values(**row, written_at=now))
             return command
 
-    def unapplied(self, gang: str, epoch: int) -> list[Command]:
-        """Commands that a gang has not reported as applied, in order."""
-        query = UNAPPLIED.where(_COMMAND.gang == gang, _COMMAND.epoch == epoch)
-        with self._database.read() as connection:
-            rows = connection.execute(query.order_by(_COMMAND.seq)).mappings()
-            return [as_command(row) for row in rows]
-
     def mark_applied(self, gang: str, epoch: int, seq: int) -> bool:
         """Notes that a gang carried a command out; False if that was known.
 

@@ -1,4 +1,4 @@
-"""What a store refuses or cannot do, each by a sentence."""
+"""The errors of a store: changes that it refuses and things that it cannot do, each a sentence."""
 
 from __future__ import annotations
 
@@ -19,24 +19,28 @@ class StoreUnreachable(StoreError):
     """The store's file or server cannot be opened or does not answer."""
 
 
-class NotFound(StoreError):
-    """There is no such job, gang or command."""
+class Refusal(StoreError):
+    """The request cannot be granted: whoever asks must ask for something else."""
 
 
-class KeyReused(StoreError):
+class NotFound(Refusal):
+    """There is no such job, gang, command, token or file."""
+
+
+class KeyReused(Refusal):
     """An idempotency key came again with another job."""
 
 
-class NameTaken(StoreError):
+class NameTaken(Refusal):
     """An unfinished job of the tenant has the name already."""
 
 
-class IllegalChange(StoreError):
+class OverLimit(Refusal):
+    """A tenant has as much as it may have."""
+
+
+class IllegalChange(Refusal):
     """A job or gang must not change so from the state it is in."""
-
-
-class EventGap(StoreError):
-    """An event of a gang came before one that was told earlier."""
 
 
 class LeaseHeld(StoreError):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, bindparam, delete, desc, exists, func, select, update
 
 from tlora_megatron.service.messages import GangEvent, GangSpec
-from tlora_megatron.service.store.errors import EventGap, IllegalChange
+from tlora_megatron.service.store.errors import IllegalChange
 from tlora_megatron.service.store.events import record
 from tlora_megatron.service.store.lookups import as_gang, gang_row
 from tlora_megatron.service.store.sql import tables
@@ -19,6 +19,15 @@ from tlora_megatron.service.store.values import Gang
 _GANG = tables.gang.c
 _COMMANDS_KEPT_S = 86_400.0
 """Commands of gangs that ended before are removed: most of them only renew leases."""
+
+
+class Heard(NamedTuple):
+    """The new ones among events that were told."""
+
+    new: list[GangEvent]
+    """Those whose effects are not in the store yet, in order."""
+    missed: dict[tuple[str, int], str]
+    """Gangs, by name and epoch, that told an event before an earlier one, and which."""
 
 
 class Gangs:
@@ -75,7 +84,6 @@ class Gangs:
         to: GangState,
         *,
         why: str | None = None,
-        engine_ref: Mapping[str, Any] | None = None,
     ) -> Gang:
         """Changes a gang's state. `ended` is said with proof that its processes are gone.
 
@@ -96,8 +104,6 @@ class Gangs:
             values: dict[str, Any] = {"state": to.value}
             if to is GangState.ENDED:
                 values |= {"ended_at": now, "why": why}
-            if engine_ref is not None:
-                values["engine_ref"] = dict(engine_ref)
             _update(connection, name, epoch, values)
             body = {"epoch": epoch, "from": state.value, "to": to.value}
             if why is not None:
@@ -105,62 +111,31 @@ class Gangs:
             record(connection, now, "gang", gang=name, body=body)
             return as_gang(gang_row(connection, name, epoch))
 
-    def hear(self, event: GangEvent) -> bool:
-        """Notes that an event's effects are in the store; False if they were before.
-
-        Called in one transaction with what the event causes, it makes each event count once,
-        wherever a controller is killed.
-
-        Raises:
-            EventGap: if an event before this one was not heard.
-        """
-        this = (_GANG.name == event.gang, _GANG.epoch == event.epoch)
-        query = update(tables.gang).where(*this, _GANG.heard == event.number - 1)
+    def note(self, name: str, epoch: int, **values: Any) -> None:
+        """Adds to what is remembered of a gang, in `engine_ref`."""
         with self._database.write() as connection:
-            if connection.execute(query.values(heard=event.number)).rowcount:
-                return True
-            heard = gang_row(connection, event.gang, event.epoch)["heard"]
-            if event.number <= heard:
-                return False
-            raise EventGap(
-                f"gang {event.gang!r} of epoch {event.epoch} must tell event {heard + 1} next, "
-                f"got {event.number}"
-            )
+            ref = {**gang_row(connection, name, epoch)["engine_ref"], **values}
+            _update(connection, name, epoch, {"engine_ref": ref})
 
-    def hear_all(self, events: Sequence[GangEvent]) -> list[GangEvent]:
-        """Like `hear` for events of many gangs; returns those that were not heard before.
+    def hear(self, events: Sequence[GangEvent]) -> Heard:
+        """Notes that events' effects are in the store.
 
-        Gangs that have ended have nothing more to say.
-
-        Raises:
-            EventGap: as `hear`; then none of them is noted.
+        Called in one transaction with what the events cause, it makes each of them count once,
+        wherever a controller is killed. Gangs that have ended have nothing more to say.
         """
         with self._database.write() as connection:
-            heard = self.cursor()
-            before = dict(heard)
-            new = []
-            for event in events:
-                key = (event.gang, event.epoch)
-                last = heard.get(key)
-                if last is None or event.number <= last:
-                    continue
-                if event.number != last + 1:
-                    raise EventGap(
-                        f"gang {event.gang!r} of epoch {event.epoch} must tell event {last + 1} "
-                        f"next, got {event.number}"
-                    )
-                heard[key] = event.number
-                new.append(event)
+            before = self.cursor()
+            heard = _in_order(events, before)
+            last = {(event.gang, event.epoch): event.number for event in heard.new}
             rows = [
                 {"of": name, "of_epoch": epoch, "new": number}
-                for (name, epoch), number in heard.items()
-                if number != before[name, epoch]
+                for (name, epoch), number in last.items()
             ]
             if rows:
                 this = (_GANG.name == bindparam("of"), _GANG.epoch == bindparam("of_epoch"))
                 query = update(tables.gang).where(*this).values(heard=bindparam("new"))
                 connection.execute(query, rows)
-        return new
+        return heard
 
     def cursor(self) -> dict[tuple[str, int], int]:
         """Numbers of the last events heard of all gangs that have not ended."""
@@ -189,6 +164,28 @@ class Gangs:
         query = select(tables.gang).where(_GANG.ended_at > at).order_by(_GANG.ended_at, _GANG.name)
         with self._database.read() as connection:
             return [as_gang(row) for row in connection.execute(query).mappings()]
+
+    def since(self, at: float, *, limit: int = 2000) -> list[Gang]:
+        """The gangs that did not end before `at`, in the order of their starts."""
+        query = select(tables.gang).where(_GANG.ended_at.is_(None) | (_GANG.ended_at > at))
+        query = query.order_by(desc(_GANG.started_at), desc(_GANG.name)).limit(limit)
+        with self._database.read() as connection:
+            return [as_gang(row) for row in connection.execute(query).mappings()][::-1]
+
+
+def _in_order(events: Sequence[GangEvent], before: Mapping[tuple[str, int], int]) -> Heard:
+    """Events behind those heard before, up to the first gap of each gang."""
+    last, heard = dict(before), Heard([], {})
+    for event in events:
+        key = (event.gang, event.epoch)
+        if key not in last or key in heard.missed or event.number <= last[key]:
+            continue
+        if event.number > last[key] + 1:
+            heard.missed[key] = f"told event {event.number} before event {last[key] + 1}"
+            continue
+        last[key] = event.number
+        heard.new.append(event)
+    return heard
 
 
 def _update(connection: Connection, name: str, epoch: int, values: Mapping[str, Any]) -> None:

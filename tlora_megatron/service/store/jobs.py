@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
@@ -22,7 +22,7 @@ _JOB = tables.job.c
 
 
 class JobFields(TypedDict, total=False):
-    """What a change may set besides the state."""
+    """Fields of a job's row that a change may set besides the state."""
 
     document: Mapping[str, Any]
     schedule: Mapping[str, Any]
@@ -41,8 +41,19 @@ class Jobs:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def submit(self, new: Sequence[NewJob], *, tenant: str = "local") -> list[Job]:
+    def submit(
+        self,
+        new: Sequence[NewJob],
+        *,
+        tenant: str = "local",
+        most_unfinished: int | None = None,
+    ) -> list[Job]:
         """Accepts jobs, all or none; a job whose key came before is returned as it is now.
+
+        Args:
+            new: The jobs.
+            tenant: Whose they are.
+            most_unfinished: Jobs that the tenant may have at a time.
 
         Returns:
             The jobs in the order given; `is_new` is True of those that this call made.
@@ -50,17 +61,18 @@ class Jobs:
         Raises:
             KeyReused: if a key came before with another job.
             NameTaken: if an unfinished job of the tenant has the name.
+            OverLimit: if the tenant would have more jobs than it may.
             StoreFull: if the disk is full; nothing was accepted.
         """
         with self._database.write() as connection:
-            return insert_jobs(connection, new, tenant, self._database.clock())
+            now = self._database.clock()
+            return insert_jobs(connection, new, tenant, now, most_unfinished)
 
     def change(
         self,
         job: str,
         to: JobState,
         *,
-        expected: JobState | Iterable[JobState] | None = None,
         release: str | None = None,
         why: str | None = None,
         body: Mapping[str, Any] | None = None,
@@ -71,20 +83,19 @@ class Jobs:
         Args:
             job: Its id.
             to: The state it gets.
-            expected: The states it may be in; None: any from which the change is legal.
             release: Why its lease ends with this change; None: it keeps it.
             why: Goes into the event.
             body: Goes into the event.
             **fields: What else of the job changes.
 
         Raises:
-            IllegalChange: if the state is another, or no gang may hold a job in the new state and
-                one does, or one must and none does.
+            IllegalChange: if the new state may not follow, or no gang may hold a job in it and one
+                does, or one must and none does.
         """
         to = JobState(to)
         with self._database.write() as connection:
             found = job_of(connection, job)
-            _check_change(found, to, expected, released=release is not None)
+            _check_change(found, to, released=release is not None)
             now = self._database.clock()
             if release is not None:
                 end_lease(connection, found, now, release)
@@ -130,6 +141,8 @@ class Jobs:
     def wish(self, job: str, wish: Wish, *, by: str = "") -> Job:
         """Notes what a user wants of a job; a controller carries it out.
 
+        A job that is neither paused nor about to be cannot be resumed: it stays as it is.
+
         Raises:
             IllegalChange: if the job is over, or is to be cancelled already.
         """
@@ -140,7 +153,7 @@ class Jobs:
                     f"job {found.name!r} ({job}) must be unfinished to {wish}, got one that is "
                     f"{found.state}"
                 )
-            if found.wish == wish:
+            if found.wish == wish or (wish == "resume" and not _is_held(found)):
                 return found
             if found.wish == "cancel":
                 raise IllegalChange(
@@ -157,12 +170,6 @@ class Jobs:
         with self._database.write() as connection:
             return connection.execute(query).rowcount == 1
 
-    def wished(self) -> list[Job]:
-        """Jobs with a wish that is not fulfilled."""
-        query = select(*JOB_COLUMNS).where(_JOB.wish.is_not(None)).order_by(_JOB.number)
-        with self._database.read() as connection:
-            return [as_job(row) for row in connection.execute(query).mappings()]
-
     def get(self, job: str) -> Job:
         """The job of an id.
 
@@ -171,6 +178,15 @@ class Jobs:
         """
         with self._database.read() as connection:
             return job_of(connection, job)
+
+    def many(self, jobs: Sequence[str]) -> list[Job]:
+        """The jobs of some ids, in the order of their numbers; ids of none are passed over."""
+        found = []
+        with self._database.read() as connection:
+            for part in in_parts(jobs):
+                query = select(*JOB_COLUMNS).where(_JOB.id.in_(part))
+                found += [as_job(row) for row in connection.execute(query).mappings()]
+        return sorted(found, key=lambda job: job.number)
 
     def find(self, text: str, *, tenant: str = "local") -> Job:
         """The tenant's job of an id, or the unfinished one of a name, or else the newest of it.
@@ -191,6 +207,17 @@ class Jobs:
                 if row is not None:
                     return as_job(row)
         raise NotFound(f"a job's name or id must be one of the store's, got {text!r}")
+
+    def newest_of_key(self, prefix: str, *, tenant: str, within_s: float) -> Job | None:
+        """The tenant's newest job whose key begins so, if it was submitted so lately."""
+        query = select(*JOB_COLUMNS).where(
+            _JOB.tenant == tenant,
+            _JOB.key.startswith(prefix, autoescape=True),
+            _JOB.submitted_at >= self._database.clock() - within_s,
+        )
+        with self._database.read() as connection:
+            row = connection.execute(query.order_by(desc(_JOB.number)).limit(1)).mappings().first()
+        return None if row is None else as_job(row)
 
     def page(
         self,
@@ -221,6 +248,14 @@ class Jobs:
         with self._database.read() as connection:
             return {JobState(state): count for state, count in connection.execute(query)}
 
+    def unfinished(self) -> dict[tuple[str, JobState], int]:
+        """Number of jobs that are not over, by tenant and state."""
+        columns = (_JOB.tenant, _JOB.state, func.count())
+        query = select(*columns).where(_JOB.state.not_in(OVER)).group_by(_JOB.tenant, _JOB.state)
+        with self._database.read() as connection:
+            rows = connection.execute(query)
+            return {(tenant, JobState(state)): count for tenant, state, count in rows}
+
     def document(self, job: str) -> dict[str, Any]:
         """The job as an entry of `jobs` in a run's configuration."""
         found = self.documents([job])
@@ -238,17 +273,8 @@ class Jobs:
         return found
 
 
-def _check_change(
-    job: Job, to: JobState, expected: JobState | Iterable[JobState] | None, *, released: bool
-) -> None:
-    if expected is None:
-        allowed = set(JobState)
-    else:
-        allowed = {expected} if isinstance(expected, JobState) else set(expected)
+def _check_change(job: Job, to: JobState, *, released: bool) -> None:
     name = f"job {job.name!r} ({job.id})"
-    if job.state not in allowed:
-        states = " or ".join(sorted(allowed))
-        raise IllegalChange(f"{name} must be {states} to become {to}, got one that is {job.state}")
     if to not in JOB_CHANGES[job.state]:
         states = ", ".join(sorted(JOB_CHANGES[job.state])) or "nothing else"
         raise IllegalChange(f"{name} must go from {job.state} to {states}, got {to}")
@@ -259,6 +285,11 @@ def _check_change(
         )
     if to in (JobState.STARTING, JobState.RUNNING) and job.lease is None:
         raise IllegalChange(f"{name} must be leased to a gang to become {to}, got no lease")
+
+
+def _is_held(job: Job) -> bool:
+    """True of a job that a user, or its controller, has paused or wants to be paused or gone."""
+    return job.state is JobState.PAUSED or job.wish is not None
 
 
 def _answers(job: Job, to: JobState) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, RowMapping, func, select, update
+from sqlalchemy import Connection, RowMapping, desc, func, select, update
 
 from tlora_megatron.service.store.errors import IllegalChange, LeaseHeld
 from tlora_megatron.service.store.events import record
@@ -10,7 +10,7 @@ from tlora_megatron.service.store.lookups import gang_row, job_of
 from tlora_megatron.service.store.sql import tables
 from tlora_megatron.service.store.sql.database import Database
 from tlora_megatron.service.store.states import GangState
-from tlora_megatron.service.store.values import Job, Lease
+from tlora_megatron.service.store.values import Job, Lease, Stay
 
 MARGIN_S = 10.0
 """Waited past a gang's own deadline before its jobs are given away without proof of its death."""
@@ -25,15 +25,16 @@ class Leases:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def grant(self, job: str, gang: str, epoch: int, *, proof: str | None = None) -> Lease:
+    def grant(self, job: str, gang: str, epoch: int) -> Lease:
         """Gives a gang the right to write a job's folder.
+
+        A gang that has it must have given it back, have ended, or not have been told anything for
+        so long that it stopped.
 
         Args:
             job: Id of the job.
             gang: Name of the gang.
             epoch: Epoch of the gang.
-            proof: Why the gang that holds the lease cannot write any more; None: it must have given
-                it back, have ended, or not have been told anything for so long that it stopped.
 
         Raises:
             LeaseHeld: if another gang may still write.
@@ -45,7 +46,7 @@ class Leases:
             _check_parties(found, taker)
             present = _present(connection, job)
             if present is not None:
-                why = proof or _proof(connection, present, taker, found, now)
+                why = _proof(connection, present, taker, found, now)
                 end_lease(connection, found, now, why)
             query = select(func.max(_LEASE.epoch)).where(_LEASE.job == job)
             lease = Lease(
@@ -72,21 +73,26 @@ class Leases:
         with self._database.read() as connection:
             return _present(connection, job)
 
-    def held_by(self, gang: str, epoch: int) -> list[Lease]:
-        """Leases that a gang has not given back, in the order of their granting."""
-        query = select(*_SHOWN).where(
-            _LEASE.gang == gang, _LEASE.gang_epoch == epoch, _LEASE.ended_at.is_(None)
-        )
-        with self._database.read() as connection:
-            rows = connection.execute(query.order_by(_LEASE.granted_at, _LEASE.job))
-            return [Lease(**row) for row in rows.mappings()]
-
     def all(self) -> list[Lease]:
         """All leases that were not given back."""
         query = select(*_SHOWN).where(_LEASE.ended_at.is_(None))
         with self._database.read() as connection:
             rows = connection.execute(query.order_by(_LEASE.granted_at, _LEASE.job))
             return [Lease(**row) for row in rows.mappings()]
+
+    def stays_since(self, at: float, *, limit: int = 5000) -> list[Stay]:
+        """The times of jobs in gangs that did not end before `at`, in the order they began."""
+        columns = (
+            _LEASE.job,
+            _LEASE.gang,
+            _LEASE.gang_epoch,
+            _LEASE.granted_at.label("since"),
+            _LEASE.ended_at.label("until"),
+        )
+        query = select(*columns).where(_LEASE.ended_at.is_(None) | (_LEASE.ended_at > at))
+        query = query.order_by(desc(_LEASE.granted_at), _LEASE.job).limit(limit)
+        with self._database.read() as connection:
+            return [Stay(**row) for row in connection.execute(query).mappings()][::-1]
 
 
 def end_lease(connection: Connection, job: Job, now: float, why: str) -> None:
@@ -160,5 +166,5 @@ def _proof(connection: Connection, held: Lease, taker: RowMapping, job: Job, now
     raise LeaseHeld(
         f"job {job.name!r} ({job.id}) must be given back by gang {held.gang!r} of epoch "
         f"{held.gang_epoch} before gang {taker['name']!r} may have it, got a lease that stands "
-        f"for {left_s:.0f} s: wait for `left`, prove that the gang is gone, or let it run out"
+        f"for {left_s:.0f} s: wait for `left` or for the gang's end, or let it run out"
     )

@@ -102,7 +102,7 @@ def _is_gone(lock: Lock, now: float, stale_s: float) -> bool:
 
 
 def _host() -> dict[str, str]:
-    """What two processes share that can see each other by their numbers."""
+    """Returns an id that two processes share if they can see each other by their numbers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return {"boot": boot, "pids": os.readlink("/proc/self/ns/pid")}

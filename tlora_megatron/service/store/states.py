@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Literal
 
 Wish = Literal["cancel", "pause", "resume"]
-"""What a user wants of a job; a controller carries it out."""
+"""A user's wish for a job; a controller carries it out."""
 
 
 class JobState(StrEnum):

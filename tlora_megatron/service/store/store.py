@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Self
 from sqlalchemy import select
 
 from tlora_megatron.service.store.commands import UNAPPLIED, Commands, as_command
-from tlora_megatron.service.store.decisions import Decisions
+from tlora_megatron.service.store.decisions import Boards, Decisions
 from tlora_megatron.service.store.events import Events
 from tlora_megatron.service.store.gangs import Gangs
 from tlora_megatron.service.store.jobs import Jobs
@@ -24,6 +23,9 @@ from tlora_megatron.service.store.sql.database import Database
 from tlora_megatron.service.store.sql.opening import make_namespace, open_database
 from tlora_megatron.service.store.sql.schema import bring_up
 from tlora_megatron.service.store.states import OVER, GangState
+from tlora_megatron.service.store.tenancy.tenants import Tenants
+from tlora_megatron.service.store.tenancy.tokens import Tokens
+from tlora_megatron.service.store.tenancy.uploads import Uploads
 from tlora_megatron.service.store.values import Snapshot
 
 
@@ -32,14 +34,18 @@ class Store:
 
     def __init__(self, database: Database) -> None:
         self.database = database
-        """What all parts of the store read and write."""
+        """The database that all parts of the store read and write."""
         self.jobs = Jobs(database)
         self.gangs = Gangs(database)
         self.commands = Commands(database)
         self.leases = Leases(database)
         self.events = Events(database)
         self.decisions = Decisions(database)
+        self.boards = Boards(database)
         self.lock = ControllerLock(database)
+        self.tenants = Tenants(database)
+        self.tokens = Tokens(database)
+        self.uploads = Uploads(database)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -48,6 +54,12 @@ class Store:
         A call that refuses inside has changed nothing: if its error is caught, the others are kept.
         """
         with self.database.write():
+            yield
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Makes the calls inside it one part of a transaction: an error takes back these alone."""
+        with self.database.write() as connection, connection.begin_nested():
             yield
 
     def load(self) -> Snapshot:
@@ -84,12 +96,13 @@ class Store:
         self.close()
 
 
-def open_store(place: str | Path, *, clock: Callable[[], float] = time.time) -> Store:
+def open_store(place: str | Path, *, clock: Callable[[], float] | None = None) -> Store:
     """Opens a store and makes it if it is not there.
 
     Args:
         place: A file for SQLite on this host, or `postgresql+psycopg://user@host/database`.
-        clock: Gives the time that rows get, in Unix seconds.
+        clock: Gives the time that rows get, in Unix seconds; None: this host's, or that of
+            PostgreSQL's server, which all its hosts share.
 
     Raises:
         ValueError: if it is neither.

@@ -13,7 +13,8 @@ from typing import Any
 
 from sqlalchemy import Connection, func, select
 
-from tlora_megatron.service.store.errors import KeyReused, NameTaken
+from tlora_megatron.config.reader import must
+from tlora_megatron.service.store.errors import KeyReused, NameTaken, OverLimit
 from tlora_megatron.service.store.lookups import JOB_COLUMNS, as_job, in_parts
 from tlora_megatron.service.store.sql import tables
 from tlora_megatron.service.store.states import OVER, JobState
@@ -23,13 +24,20 @@ _JOB = tables.job.c
 _ID = re.compile(r"j\d+[a-z]{4}")
 
 
-def insert_jobs(connection: Connection, new: Sequence[NewJob], tenant: str, at: float) -> list[Job]:
+def insert_jobs(
+    connection: Connection,
+    new: Sequence[NewJob],
+    tenant: str,
+    at: float,
+    most_unfinished: int | None = None,
+) -> list[Job]:
     """Writes the jobs whose keys are new; returns the jobs of all keys in the order given.
 
     Raises:
+        OverLimit: if the tenant would have more unfinished jobs than it may.
         KeyReused: if a key came before, or twice, with another job.
         NameTaken: if an unfinished job has the name of a new one, or two new ones share it.
-        ValueError: if a name looks like a job's id.
+        ConfigError: if a name looks like a job's id.
     """
     digests = _digests(new)
     known = _known(connection, tenant, list(digests))
@@ -41,6 +49,8 @@ def insert_jobs(connection: Connection, new: Sequence[NewJob], tenant: str, at: 
             )
     first = {entry.key: entry for entry in reversed(new) if entry.key not in known}
     wanted = [entry for entry in new if first.get(entry.key) is entry]
+    if most_unfinished is not None and wanted:
+        _check_room(connection, tenant, len(wanted), most_unfinished)
     _check_names(connection, tenant, [entry.name for entry in wanted])
     made = _insert(connection, wanted, digests, tenant, at)
     return [made[e.key] if e.key in made else known[e.key][1] for e in new]
@@ -71,12 +81,23 @@ def _known(connection: Connection, tenant: str, keys: Sequence[str]) -> dict[str
     return known
 
 
+def _check_room(connection: Connection, tenant: str, num_new: int, most: int) -> None:
+    # In these words SQLite finds the index that holds unfinished jobs alone.
+    unfinished = select(func.count()).where(_JOB.tenant == tenant, tables.UNFINISHED)
+    held = connection.execute(unfinished).scalar() or 0
+    if held + num_new > most:
+        raise OverLimit(
+            f"a tenant must have at most {most:,} unfinished jobs, got {held:,} and {num_new:,} "
+            "more: wait until some end, or cancel some"
+        )
+
+
 def _check_names(connection: Connection, tenant: str, names: Sequence[str]) -> None:
     for name, times in Counter(names).items():
         if times > 1:
             raise NameTaken(f"the jobs of a submit must have unlike names, got {times} of {name!r}")
         if _ID.fullmatch(name):
-            raise ValueError(f"a job's name must not look like a job's id, got {name!r}")
+            raise must("a job's name", "not look like a job's id", name)
     for part in in_parts(names):
         query = select(_JOB.name, _JOB.id, _JOB.state).where(
             _JOB.tenant == tenant, _JOB.name.in_(part), _JOB.state.not_in(OVER)

@@ -24,7 +24,7 @@ class NewJob:
     key: str
     """Idempotency key: a second submit with the same key makes no second job."""
     schedule: Mapping[str, Any] = field(default_factory=dict)
-    """What the scheduler is told about it."""
+    """The facts about it that the scheduler is told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +94,7 @@ class Gang:
     spec: GangSpec
     state: GangState
     engine_ref: Mapping[str, Any]
-    """What an engine wants to remember to find it again."""
+    """A controller's notes on it: its pool, and how it was to end."""
     heard: int
     """Number of the last of its events whose effects are in the store."""
     lease_until: float
@@ -117,8 +117,30 @@ class Lease:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Stay:
+    """A job's time in a gang."""
+
+    job: str
+    gang: str
+    gang_epoch: int
+    since: float
+    until: float | None
+    """None while it is there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Board:
+    """One table that a controller shows of the present moment."""
+
+    name: str
+    at: float
+    """When it last changed."""
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What a controller decided, and on what it looked."""
+    """One decision of a controller, with what it looked at."""
 
     seq: int
     at: float

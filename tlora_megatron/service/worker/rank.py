@@ -27,7 +27,8 @@ from tlora_megatron.service.mail.folder import GangFolder
 from tlora_megatron.service.mail.mailbox import FolderMailbox, Mailbox
 from tlora_megatron.service.messages import EventKind, GangSpec
 from tlora_megatron.service.processes import identity_of
-from tlora_megatron.service.worker.meeting import leave_together, meet
+from tlora_megatron.service.worker.lifeline import lifeline
+from tlora_megatron.service.worker.meeting import leave_together, meet, own_address
 from tlora_megatron.service.worker.telling import Hearing, Teller
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class RankProcess:
         import_all()
         from tlora_megatron.runtime.backbone import Rendezvous
         from tlora_megatron.runtime.resident import open_resident
+        from tlora_megatron.service.worker.journals import Journals
         from tlora_megatron.service.worker.read_order import order_reader
 
         imported_s = time.monotonic()
@@ -105,13 +107,18 @@ class RankProcess:
         met_s = time.monotonic()
         place = Rendezvous(store, self._rank, self._spec.world_size)
         config = gang_config(self._spec)
-        with open_resident(
-            config,
-            tell=self.tell,
-            rendezvous=place,
-            read_order=order_reader(config, self._spec.root),
-            may_write=self._may_write,
-        ) as loop:
+        at = host or own_address(self._spec)
+        with (
+            lifeline(store, self._rank, self._spec.world_size, at, self._miss),
+            open_resident(
+                config,
+                tell=self.tell,
+                rendezvous=place,
+                read_order=order_reader(config, self._spec.root),
+                may_write=self._may_write,
+                clients=Journals(Path(self._spec.root), self._may_write),
+            ) as loop,
+        ):
             if mailbox is not None:
                 # Not before: a large base may take longer to load than the lease lasts.
                 self.hearing = Hearing(self._spec, mailbox)
@@ -141,6 +148,21 @@ class RankProcess:
             }
         )
         return OUT_OF_MEMORY if out_of_memory else FAILED
+
+    def _miss(self) -> NoReturn:
+        """Ends this process, whose threads may wait on a GPU for one that is gone."""
+        if not (self._folder.path / f"end_{self._rank}.json").exists():
+            reason = "another process of its gang has ended, and nobody has ended this one"
+            self._say(
+                {
+                    "reason": reason,
+                    "out_of_memory": False,
+                    "newcomers": [],
+                    "is_lost": True,
+                    "at": time.time(),
+                }
+            )
+        end(FAILED)
 
     def _say(self, ending: Mapping[str, Any]) -> None:
         try:
@@ -183,6 +205,7 @@ def import_all() -> None:
 
     quiet.install()
     import tlora_megatron.runtime.resident
+    import tlora_megatron.service.worker.journals
     import tlora_megatron.service.worker.read_order  # noqa: F401
     from tlora_megatron.runtime.backbone import import_backbone
 
@@ -217,6 +240,7 @@ def _set_up(spec: GangSpec, rank: int) -> None:
         "RANK": str(rank),
         "WORLD_SIZE": str(spec.world_size),
         "LOCAL_RANK": "0",  # it sees its own GPU only
+        "LOCAL_WORLD_SIZE": str(_ranks_beside(spec, rank)),
     }
     if len({node for node, _ in spec.gpus}) <= 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -226,6 +250,12 @@ def _set_up(spec: GangSpec, rank: int) -> None:
         stream=sys.stderr,
         force=True,
     )
+
+
+def _ranks_beside(spec: GangSpec, rank: int) -> int:
+    """Ranks of a gang on the node of one of them, itself among them: they share its cores."""
+    nodes = [node for node, _ in spec.gpus]
+    return nodes.count(nodes[rank])
 
 
 def end(code: int) -> NoReturn:

@@ -32,8 +32,18 @@ def main(argv: list[str]) -> int:
     if not forks:
         build_early()
     rank_process.import_all()
+    if not forks:
+        _know_compiler()
     serve_orders(forks=forks)
     return 0
+
+
+def _know_compiler() -> None:
+    """Has Triton hash itself, half a second that a process's first kernel would wait for."""
+    with suppress(ImportError, OSError):  # its place is Triton's own; without it a kernel does it
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 def serve_orders(*, forks: bool) -> None:

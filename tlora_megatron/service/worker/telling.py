@@ -1,4 +1,4 @@
-"""What rank 0 hears and tells: the resident loop's plain words as commands and events."""
+"""Rank 0's ears and mouth: the resident loop's plain words as commands and events."""
 
 from __future__ import annotations
 

@@ -5,20 +5,22 @@ Groups are what the policy decided; gangs are what runs. The books name the gang
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tlora_megatron.scheduler.fleet import Fleet
 from tlora_megatron.scheduler.formation import Parts, formed
 from tlora_megatron.scheduler.group_throughput import GroupRates
 from tlora_megatron.scheduler.invariants import InvariantError
-from tlora_megatron.scheduler.jobs import Group, Job, Waiting
+from tlora_megatron.scheduler.jobs import Group, Job, Member, Waiting
 from tlora_megatron.scheduler.policy import Decision, RegroupCost
 from tlora_megatron.scheduler.queue import WaitingQueue
 from tlora_megatron.service.control.actions import Target
 from tlora_megatron.service.control.books.live import LiveGang, LiveJob
 from tlora_megatron.service.control.books.machines import Machines
-from tlora_megatron.service.control.books.pricing import Pricing
+from tlora_megatron.service.control.books.pauses import pause_from_json, pause_to_json, with_left
+from tlora_megatron.service.control.books.pricing import MemoryShares, Pricing
 from tlora_megatron.service.control.books.set_aside import SetAside
 
 _FREE = RegroupCost(
@@ -27,10 +29,12 @@ _FREE = RegroupCost(
     state_bytes_per_s=float("inf"),
     weights_bytes_per_s=float("inf"),
 )
+_SHARED_MEMORY = 0.85
+"""Two gangs may have so much of a GPU's memory by the planner's estimates, which are for one."""
 
 
 class Books:
-    """What waits, what is decided, what runs."""
+    """A controller's knowledge of jobs that wait, of groups as decided, and of gangs that run."""
 
     def __init__(self, machines: Machines, pricing: Pricing, *, first_name: int) -> None:
         """Begins with an empty cluster; gangs get names with numbers above `first_name`."""
@@ -75,10 +79,33 @@ class Books:
         self.fleet.changes.arrived.add(live.number)
         return True
 
+    def pause_of(self, live: LiveJob) -> Mapping[str, Any] | None:
+        """Where a paused job comes back, as its row keeps it; None unless a decision paused it."""
+        pause = self.queue[live.number].pause if live.number in self.queue else None
+        return None if pause is None else pause_to_json(pause, self.machines)
+
+    def pause_again(self, live: LiveJob) -> None:
+        """Gives a waiting job back the GPUs that its row keeps for it, if they are there."""
+        pause = None if live.pause is None else pause_from_json(live.pause, self.machines)
+        if pause is None or live.number not in self.queue:
+            return
+        waiting = self.queue.remove(live.number)
+        self.fleet.charge(waiting.job)
+        self.queue.add(replace(waiting, pause=pause))
+
+    def saved(self, live: LiveJob) -> None:
+        """Counts what is left of a paused job from the step at which it was saved."""
+        if live.number in self.queue and self.queue[live.number].pause is not None:
+            waiting = self.queue.remove(live.number)
+            left = waiting.job.tokens * live.share_left
+            self.queue.add(with_left(waiting, left, self.pricing.speeds))
+
     def withdraw(self, live: LiveJob, now_s: float) -> None:
         """Takes a job out of the queue, or out of the group it was decided to be in."""
         if live.number in self.queue:
-            self.queue.remove(live.number)
+            waiting = self.queue.remove(live.number)
+            if waiting.pause is not None:
+                self.fleet.discharge(waiting.job)
             self.fleet.changes.arrived.discard(live.number)
             return
         group = self.fleet.group_of(live.number)
@@ -93,6 +120,24 @@ class Books:
         rest = self.fleet.group_of(others[0].job.index) if others else None
         if rest is not None:
             self.names[rest.number] = name
+
+    def end_late_pauses(self, now_s: float) -> bool:
+        """Lets jobs that can no longer come back within their bounds wait before all others.
+
+        Whoever trains on their GPUs is slower than it was thought to be. No plan holds such a
+        bound, so that nobody would ever get those GPUs; each has a new one from its next start on.
+
+        Returns:
+            True if there was one.
+        """
+        late = [w for w in self.queue.paused() if w.pause and w.pause.back_by_s < now_s]
+        for waiting in late:
+            self.queue.remove(waiting.job.index)
+            self.fleet.discharge(waiting.job)
+            job = replace(waiting.job, due_s=min(waiting.job.due_s, now_s))
+            self.queue.add(replace(waiting, job=job, queued_s=now_s, pause=None))
+            self.fleet.changes.arrived.add(job.index)
+        return bool(late)
 
     def is_placed(self, live: LiveJob) -> bool:
         """True if it was decided where the job trains."""
@@ -110,8 +155,12 @@ class Books:
         own = [groups[number] for number, name in self.names.items() if name == gang]
         return [self.numbers[m.job.index] for group in own for m in group.members]
 
-    def targets(self, now_s: float) -> list[Target]:
-        """The gangs as they are decided to be, in the order of their groups."""
+    def targets(self, now_s: float, *, shares: bool = False) -> list[Target]:
+        """The gangs as they are decided to be, in the order of their groups.
+
+        Args:
+            shares: the engine starts gangs on GPUs that others still have.
+        """
         targets = []
         for number, group in self.fleet.state.groups.items():
             name = self.names[number]
@@ -122,9 +171,48 @@ class Books:
                     members=tuple(self.numbers[m.job.index].id for m in group.members),
                     may_start=self.starts_from.get(name, 0.0) <= now_s,
                     one_by_one=name in self.one_by_one,
+                    beside=shares and name not in self.gangs and self._fits_beside(group),
                 )
             )
         return targets
+
+    def _fits_beside(self, group: Group) -> bool:
+        """True if a gang of the group has memory beside those that still have its GPUs.
+
+        It loads the base while they train, and trains while they have nothing but theirs.
+        """
+        loads = [self.numbers[m.job.index].load for m in group.members]
+        known = [load for load in loads if load]
+        plan = self.pricing.plan(group.base, known, len(group.gpus))
+        own = self.pricing.memory(group.base, known, plan)
+        there = [g for g in self.gangs.values() if not set(group.gpus).isdisjoint(g.gpus)]
+        others = [self._memory(gang) for gang in there]
+        if own is None or None in others:
+            return False
+        held = [other for other in others if other is not None]
+        while_loading = own.bare + sum(other.full for other in held)
+        while_training = own.full + sum(other.bare for other in held)
+        return max(while_loading, while_training) <= _SHARED_MEMORY
+
+    def _memory(self, gang: LiveGang) -> MemoryShares | None:
+        loads = [self.jobs[job].load for job in gang.seats if job in self.jobs]
+        return self.pricing.memory(gang.pool, [load for load in loads if load], gang.plan)
+
+    def can_form(self, decision: Decision) -> bool:
+        """True if a group can be formed as decided: one base, and memory for all."""
+        jobs = [self._known(index) for index in decision.members]
+        kinds = tuple(sorted(job.kind for job in jobs))
+        if len({job.base for job in jobs}) > 1:
+            return False
+        return self.pricing.speeds.rates(kinds, len(decision.gpus)) is not None
+
+    def _known(self, index: int) -> Job:
+        """A job that waits or is decided to run, as the books have it."""
+        if index in self.queue:
+            return self.queue[index].job
+        group = self.fleet.group_of(index)
+        assert group is not None, f"job {index} must wait or run"
+        return next(member.job for member in group.members if member.job.index == index)
 
     def carry_out(
         self, decisions: Sequence[Decision], now_s: float, cost: RegroupCost
@@ -207,11 +295,17 @@ class Books:
             cost=_FREE,
             number=self.fleet.next_number(),
         )
-        starts = {w.job.index: self.numbers[w.job.index].started_at for w in joining}
-        since = tuple(replace(m, started_s=starts[m.job.index] or now_s) for m in group.members)
-        group = replace(group, members=since, ready_s=now_s)
+        starts = {w.job.index: self.numbers[w.job.index].started_at or now_s for w in joining}
+        group = replace(group, members=tuple(self._since(group, starts)), ready_s=now_s)
         self.fleet.open(group)
         self.names[group.number] = gang.name
+
+    def _since(self, group: Group, started_s: Mapping[int, float]) -> Iterator[Member]:
+        """The members of a group with the times at which they have first trained."""
+        for member in group.members:
+            at_s = started_s.get(member.job.index, group.ready_s)
+            deadline_s = member.job.deadline_s(at_s, group.end_s(member))
+            yield replace(member, started_s=at_s, deadline_s=deadline_s)
 
     def _rates(self, parts: Parts, num_gpus: int) -> GroupRates:
         """Speeds of a group; those of each job alone where the model says it cannot be."""
@@ -230,12 +324,15 @@ class Books:
         for member in group.members:
             live = self.numbers[member.job.index]
             job = live.priced or member.job
+            rate = rates.by_kind.get(job.kind, member.tokens_per_s)
+            left = job.tokens * live.share_left
             members.append(
                 replace(
                     member,
                     job=job,
-                    tokens_per_s=rates.by_kind.get(job.kind, member.tokens_per_s),
-                    tokens_left=job.tokens * live.share_left,
+                    tokens_per_s=rate,
+                    tokens_left=left,
+                    deadline_s=job.deadline_s(member.started_s, now_s + left / rate),
                 )
             )
         self.fleet.state.groups[group.number] = replace(
@@ -249,8 +346,8 @@ class Books:
             self.queue.remove(entry.job.index)
             live = self.numbers[entry.job.index]
             live.priced = self._priced(live)
-            left = live.priced.tokens * live.share_left
-            self.queue.add(replace(entry, job=live.priced, tokens_left=left))
+            job = replace(live.priced, due_s=min(live.priced.due_s, entry.job.due_s))
+            self.queue.add(replace(entry, job=job, tokens_left=job.tokens * live.share_left))
         for group in list(self.fleet.state.groups.values()):
             for member in group.members:
                 live = self.numbers[member.job.index]

@@ -28,13 +28,18 @@ def pricing_of(nodes: Sequence[NodeInfo], settings: Settings) -> Pricing:
         ValueError: if the profile that was asked for does not exist.
     """
     shape = Machines.of(nodes).shape
-    profile = _profile(settings, shape.gpus_per_node)
-    profile = replace(
-        profile,
-        gpus_per_node=shape.gpus_per_node,
-        inter_node=profile.inter_node or _NETWORK,
-    )
+    profile = _profile(settings, shape.gpus_per_node).of_nodes(shape.gpus_per_node)
+    profile = replace(profile, inter_node=profile.inter_node or _NETWORK)
     return Pricing(partial(planned_base, hardware=profile))
+
+
+def check_hardware(settings: Settings) -> None:
+    """Refuses, before anything is started, a profile that does not exist.
+
+    Raises:
+        ValueError: as `pricing_of`.
+    """
+    _profile(settings, seats=1)
 
 
 def _profile(settings: Settings, seats: int) -> HardwareProfile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tlora_megatron.scheduler.cluster import ClusterShape
 from tlora_megatron.service.engines.protocol import NodeInfo
@@ -18,6 +18,8 @@ class Machines:
     """GPU numbers that no machine has, on nodes that are up."""
     down: tuple[int, ...]
     """Nodes that are not healthy, or that the engine has no machine for."""
+    hosts: tuple[str, ...] = field(compare=False)
+    """Address of each node, empty where there is no machine."""
 
     @classmethod
     def of(cls, nodes: Sequence[NodeInfo]) -> Machines:
@@ -36,7 +38,8 @@ class Machines:
         missing = [
             gpu for node in nodes if node.healthy for gpu in shape.gpus_of(node.node)[node.gpus :]
         ]
-        return cls(shape=shape, missing=tuple(missing), down=tuple(down))
+        hosts = tuple(known[i].address if i in known else "" for i in range(count))
+        return cls(shape=shape, missing=tuple(missing), down=tuple(down), hosts=hosts)
 
     def number(self, place: tuple[int, int]) -> int:
         """Cluster-wide number of a node's GPU."""

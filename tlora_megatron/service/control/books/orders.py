@@ -18,7 +18,7 @@ from tlora_megatron.scheduler.coarse_loads import coarse_load
 from tlora_megatron.service.control.books.live import LiveJob
 from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.messages import GangSpec, JobOrder
-from tlora_megatron.service.prepare.submission import Submission
+from tlora_megatron.service.prepare.submission import ASKED, Submission
 from tlora_megatron.service.store import Job
 
 ORDER = "order"
@@ -44,20 +44,31 @@ def live_job(row: Job) -> LiveJob:
         step=row.step,
         num_steps=row.num_steps or 0,
         alone=bool(asked.get("alone", False)),
+        deaths=int(asked.get("deaths", 0)),
+        failed_saves=int(asked.get("failed_saves", 0)),
+        pause=asked.get("pause"),
     )
     if row.stats:
         take_stats(live, row.stats)
+        if live.is_open:
+            live.tokens = float(row.tokens)
     return live
 
 
 def schedule_of(live: LiveJob) -> dict[str, Any]:
-    """What the store remembers of how a job is scheduled."""
-    found: dict[str, Any] = {
+    """Returns a job's scheduling wishes as the store keeps them."""
+    asked: dict[str, Any] = {
         "gpus": live.num_gpus,
         "max_slowdown": live.max_slowdown,
         "priority": live.priority,
     }
-    return {**found, "alone": True} if live.alone else found
+    found = {
+        "alone": live.alone,
+        "deaths": live.deaths,
+        "failed_saves": live.failed_saves,
+        "pause": live.pause,
+    }
+    return asked | {name: value for name, value in found.items() if value}
 
 
 def take_stats(live: LiveJob, stats: Mapping[str, Any]) -> None:
@@ -73,6 +84,7 @@ def take_stats(live: LiveJob, stats: Mapping[str, Any]) -> None:
         target_share=float(stats.get("target_share", 1.0)),
         longest_eval=int(stats.get("longest_eval", 0)),
         num_blocks=int(stats.get("num_blocks", 1)),
+        is_open=bool(stats.get("is_open", False)),
     )
     live.load = coarse_load(load)
     live.tokens = float(stats["tokens"])
@@ -80,7 +92,7 @@ def take_stats(live: LiveJob, stats: Mapping[str, Any]) -> None:
 
 
 def stats_of(load: JobLoad, *, tokens: float, num_steps: int) -> dict[str, Any]:
-    """What a row keeps of a validated job, for `take_stats`."""
+    """Returns a validated job's figures as its row keeps them, for `take_stats`."""
     return {
         "lengths": [list(pair) for pair in load.lengths.pairs],
         "rank": load.rank,
@@ -90,6 +102,7 @@ def stats_of(load: JobLoad, *, tokens: float, num_steps: int) -> dict[str, Any]:
         "target_share": load.target_share,
         "longest_eval": load.longest_eval,
         "num_blocks": load.num_blocks,
+        "is_open": load.is_open,
         "tokens": tokens,
         "num_steps": num_steps,
     }
@@ -101,7 +114,8 @@ def submission_of(document: Mapping[str, Any]) -> Submission:
     Raises:
         ValueError: if it holds something else.
     """
-    fields = {name: value for name, value in document.items() if name != ORDER}
+    beside = (ASKED, ORDER)
+    fields = {name: value for name, value in document.items() if name not in beside}
     return Submission.from_json(json.dumps(fields))
 
 
@@ -131,7 +145,7 @@ def gang_spec(
     root: Path,
     settings: Settings,
 ) -> GangSpec:
-    """What an engine needs to start a gang; without a plan all its processes are data-parallel."""
+    """Makes an engine's order to start a gang; without a plan all processes are data-parallel."""
     parallel: dict[str, Any] = {}
     run: dict[str, Any] = {"micro_batch_tokens": settings.micro_batch_tokens}
     if plan is not None:

@@ -1,4 +1,4 @@
-"""What jobs cost: speeds and plans of groups on the machine at hand, and jobs as policies see them.
+"""The prices of jobs: speeds and plans of groups on this machine, and jobs as policies see them.
 
 Base models are met while jobs arrive. A job that must train alone gets a pool of its own, which no
 other job shares; the model of its speed is that of its base.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tlora_megatron.config.base_model import BaseModelSpec
 from tlora_megatron.config.reader import read_spec
 from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad
@@ -24,10 +25,21 @@ from tlora_megatron.service.control.books.live import ALONE, LiveJob
 from tlora_megatron.sim.workload import Patience, state_bytes, weights_bytes
 
 _PATIENCE = Patience()
+_OPEN_S = 10 * 365 * 86_400.0
+"""A job that ends when its client says so is priced as one that trains so long."""
+
+
+class MemoryShares(NamedTuple):
+    """Shares of the memory of each of its GPUs that a gang takes."""
+
+    bare: float
+    """Without jobs."""
+    full: float
+    """At most."""
 
 
 class BaseCost(Protocol):
-    """What one base model costs: its throughput, and sizes of what is loaded and moved."""
+    """The costs of one base model: its throughput, and sizes of what is loaded and moved."""
 
     @property
     def model(self) -> GroupThroughput:
@@ -45,6 +57,9 @@ class BaseCost(Protocol):
 
     def holds(self, loads: Sequence[JobLoad], plan: Plan | None) -> bool:
         """True if a gang under this plan can take these jobs."""
+
+    def memory(self, loads: Sequence[JobLoad], plan: Plan | None) -> MemoryShares | None:
+        """Memory that a gang of these jobs takes under a plan; None where nobody knows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +87,15 @@ class PlannedBase:
     def holds(self, loads: Sequence[JobLoad], plan: Plan | None) -> bool:
         """True if the longest sequence fits the micro-batch, and all jobs the memory."""
         return plan is None or not loads or self.model.holds(_named(loads), plan)
+
+    def memory(self, loads: Sequence[JobLoad], plan: Plan | None) -> MemoryShares | None:
+        """Memory that a gang of these jobs takes under a plan; None without one."""
+        if plan is None:
+            return None
+        use = MemoryModel(self.model.spec, _named(loads), self.model.hardware).use(plan)
+        there = self.model.hardware.memory_bytes
+        bare = use.base_weights + use.collectives + use.reserved
+        return MemoryShares(bare / there, use.total_bytes / there)
 
 
 def planned_base(section: Mapping[str, Any], hardware: HardwareProfile) -> PlannedBase:
@@ -129,11 +153,14 @@ class Pricing:
         own = self._bases[live.base]
         self._models[live.pool] = own.model
         kind = self.speeds.kind(live.pool, live.load)
+        self.speeds.prepare(kind, most_gpus)
         while live.num_gpus <= most_gpus:
             rates = self.speeds.rates((kind,), live.num_gpus)
             if rates is not None:
-                isolated_s = live.tokens / rates.total
-                patience_s = _PATIENCE.base_s + _PATIENCE.factor * isolated_s
+                is_open = live.load.is_open
+                isolated_s = _OPEN_S if is_open else live.tokens / rates.total
+                patience_s = _PATIENCE.base_s
+                patience_s += 0.0 if is_open else _PATIENCE.factor * isolated_s
                 return Job(
                     index=live.number,
                     name=live.name,
@@ -147,6 +174,7 @@ class Pricing:
                     priority=live.priority,
                     tenant=live.tenant,
                     due_s=live.submitted_at + patience_s,
+                    is_open=is_open,
                     state_bytes=own.state_bytes(live.load),
                 )
             live.num_gpus *= 2
@@ -159,6 +187,10 @@ class Pricing:
     def holds(self, pool: str, loads: Sequence[JobLoad], plan: Plan | None) -> bool:
         """True if a gang under this plan can take these jobs."""
         return self._bases[_base_of(pool)].holds(loads, plan)
+
+    def memory(self, pool: str, loads: Sequence[JobLoad], plan: Plan | None) -> MemoryShares | None:
+        """Memory that a gang of these jobs takes on each of its GPUs; None where nobody knows."""
+        return self._bases[_base_of(pool)].memory(loads, plan)
 
 
 def _base_of(pool: str) -> str:

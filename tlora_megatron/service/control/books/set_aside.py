@@ -18,7 +18,8 @@ class SetAside:
     def __init__(self, free: FreeGpus) -> None:
         self._free = free
         self._deaths: dict[int, list[float]] = {}
-        self._until_s: dict[int, float] = {}
+        self.until_s: dict[int, float] = {}
+        """End of each GPU's time aside, also of those that a group still holds."""
         self._taken: set[int] = set()
 
     def died(self, gpu: int, at_s: float) -> bool:
@@ -29,22 +30,22 @@ class SetAside:
 
     def put(self, gpus: Collection[int], at_s: float) -> bool:
         """Sets GPUs aside for a day; False if these would be too many of the cluster's."""
-        new = set(gpus) - set(self._until_s)
-        if not new or _MOST_SHARE * len(new | set(self._until_s)) > self._free.shape.num_gpus:
+        new = set(gpus) - set(self.until_s)
+        if not new or _MOST_SHARE * len(new | set(self.until_s)) > self._free.shape.num_gpus:
             return False
-        self._until_s.update(dict.fromkeys(new, at_s + DAY_S))
+        self.until_s.update(dict.fromkeys(new, at_s + DAY_S))
         return True
 
     def sweep(self, now_s: float) -> bool:
         """Takes what became free, and returns True if it gave back what has waited for a day."""
         size = self._free.shape.gpus_per_node
-        over = {gpu for gpu, until_s in self._until_s.items() if until_s <= now_s}
+        over = {gpu for gpu, until_s in self.until_s.items() if until_s <= now_s}
         for gpu in over:
-            del self._until_s[gpu]
+            del self.until_s[gpu]
         back = sorted(self._taken & over)
         self._taken -= over
         self._free.give(back)
-        held = set(self._until_s) - self._taken
+        held = set(self.until_s) - self._taken
         found = {gpu for gpu in held if gpu in self._free.in_node(gpu // size)}
         self._free.take(sorted(found))
         self._taken |= found

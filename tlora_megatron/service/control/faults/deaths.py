@@ -1,4 +1,4 @@
-"""What follows when a gang dies: it starts again, without the job that made it run out of memory.
+"""Starts a gang again when it has died, without the job that made it run out of memory.
 
 No job is lost: whatever a gang held goes on from its last checkpoint.
 """
@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from tlora_megatron.service.control.books.live import LiveGang, LiveJob
-from tlora_megatron.service.control.books.orders import schedule_of
 from tlora_megatron.service.control.desk import Desk
 
 _LONGEST_WAIT_S = 60.0
@@ -97,7 +96,7 @@ def _blame(desk: Desk, gang: LiveGang, newcomers: list[LiveJob], num_held: int) 
 def _set_apart(desk: Desk, live: LiveJob, why: str) -> None:
     """Lets a job train in a gang of its own."""
     live.alone, live.deaths = True, 0
-    desk.store.jobs.update(live.id, schedule=schedule_of(live))
+    desk.remember(live)
     desk.say(
         "quarantined",
         f"job {live.name!r} {why}: it trains alone from now on, and the others go on without it",
@@ -120,7 +119,7 @@ def _needs_more(desk: Desk, live: LiveJob, gang: LiveGang) -> None:
         )
         return
     live.num_gpus, live.alone = wanted, True
-    desk.store.jobs.update(live.id, schedule=schedule_of(live))
+    desk.remember(live)
     desk.say(
         "quarantined",
         f"job {live.name!r} ran out of memory alone on {len(gang.gpus)} GPUs: it waits for "
@@ -134,6 +133,7 @@ def _count(desk: Desk, held: list[LiveJob], reason: str) -> None:
     """Parts jobs whose gangs die again and again, and fails the one that does so alone."""
     for live in held:
         live.deaths += 1
+        desk.remember(live)
         if live.deaths < desk.settings.max_deaths:
             continue
         if len(held) > 1:

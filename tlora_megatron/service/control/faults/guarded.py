@@ -22,6 +22,11 @@ class GuardedEngine:
     def __init__(self, engine: GangEngine) -> None:
         self._engine = engine
 
+    @property
+    def shares_gpus(self) -> bool:
+        """True if a gang may start on GPUs that another one still has."""
+        return self._engine.shares_gpus
+
     def start(self, spec: GangSpec) -> None:
         """Begins to start a gang."""
         _ask(self._engine.start, spec)
@@ -39,7 +44,7 @@ class GuardedEngine:
         return _ask(self._engine.kill, gang, epoch)
 
     def gangs(self) -> Sequence[GangInfo]:
-        """What runs now."""
+        """The gangs that run now."""
         return _ask(self._engine.gangs)
 
     def nodes(self) -> Sequence[NodeInfo]:

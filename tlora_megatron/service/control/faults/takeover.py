@@ -91,7 +91,10 @@ def _adopt(desk: Desk, row: Gang, snapshot: Snapshot) -> None:
         idle_since_s=now_s,
         lease_until_s=row.lease_until,
         heard=row.heard,
+        no_proof=row.engine_ref.get("no_proof"),
     )
+    if row.engine_ref.get("one_by_one"):
+        desk.books.one_by_one.add(gang.name)
     commands = [c for c in snapshot.commands if (c.gang, c.epoch) == (row.name, row.epoch)]
     for lease in snapshot.leases:
         if (lease.gang, lease.gang_epoch) == (row.name, row.epoch):
@@ -132,12 +135,22 @@ def _place(desk: Desk) -> None:
         if gang.state != "stopping" and gang.gpus:
             desk.books.adopt(gang, staying, desk.clock())
     for live in list(desk.books.jobs.values()):
+        if live.pause is not None:
+            _pause_again(desk, live)
         if live.id in seated:
             continue
         if live.state.is_live:
             desk.vacate(live, why="its gang was gone when a controller looked for it")
-        elif live.state is JobState.QUEUED:
+        elif live.state is JobState.QUEUED and live.number not in desk.books.queue:
             desk.enqueue(live)
+
+
+def _pause_again(desk: Desk, live: LiveJob) -> None:
+    """Lets a job wait, or still leave its gang, whom a decision has paused, as it did before."""
+    if live.intent == "move" and live.load is not None and not desk.books.is_placed(live):
+        desk.enqueue(live)
+        desk.books.pause_again(live)
+    desk.note_pause(live)
 
 
 def _post_again(desk: Desk, snapshot: Snapshot) -> None:

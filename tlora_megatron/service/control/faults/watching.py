@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from tlora_megatron.service.control.books.live import LiveGang
 from tlora_megatron.service.control.books.machines import Machines
 from tlora_megatron.service.control.carrying import Carrying
 from tlora_megatron.service.control.desk import Desk
 from tlora_megatron.service.control.faults.deaths import hung
 from tlora_megatron.service.store.leases import MARGIN_S
+
+_TIDY_S = 3600.0
 
 
 class Watching:
@@ -16,7 +20,7 @@ class Watching:
     def __init__(self, desk: Desk, carrying: Carrying) -> None:
         self._desk = desk
         self._carrying = carrying
-        self._last_s = float("-inf")
+        self._last_s = self._tidied_s = -math.inf
 
     def due_s(self) -> float:
         """When it looks next."""
@@ -33,6 +37,7 @@ class Watching:
             for gang in list(desk.books.gangs.values()):
                 self._check(gang, now_s)
         self._strangers()
+        self._tidy(now_s)
         self._carrying.renew()
         return self._machines()
 
@@ -51,9 +56,16 @@ class Watching:
         """When a gang that has something to say was last heard."""
         if gang.state == "starting" or gang.seats:
             return max(gang.heard_s, gang.since_s)
-        return float("inf")
+        return math.inf
 
-    def _kill(self, gang: LiveGang, why: str) -> None:
+    def end(self, name: str, why: str) -> None:
+        """Ends a gang whose words make no sense, and lets it start again."""
+        gang = self._desk.books.gangs.get(name)
+        if gang is not None and gang.no_proof is None:
+            with self._desk.store.transaction():
+                self._kill(gang, why, what="event_lost")
+
+    def _kill(self, gang: LiveGang, why: str, *, what: str = "hung") -> None:
         desk, was = self._desk, gang.state
         if was == "starting":
             held = desk.books.members(gang.name)
@@ -61,7 +73,7 @@ class Watching:
             held = [desk.books.jobs[job] for job in gang.seats if job in desk.books.jobs]
         proven = self._carrying.kill(gang, why)
         then = "it starts again" if proven else "its jobs wait until its lease has run out"
-        desk.say("hung", f"gang {gang.name} {why} and was killed: {then}", gang=gang.name)
+        desk.say(what, f"gang {gang.name} {why} and was killed: {then}", gang=gang.name)
         if proven and was != "stopping":
             hung(desk, gang, held, f"its gang {why}")
 
@@ -84,6 +96,12 @@ class Watching:
                 desk.engine.kill(info.gang, info.epoch)
                 message = f"gang {info.gang} of epoch {info.epoch} belongs to nobody: it was killed"
                 desk.say("stranger", message)
+
+    def _tidy(self, now_s: float) -> None:
+        """Has the store forget what is old, from time to time."""
+        if now_s >= self._tidied_s + _TIDY_S:
+            has_more = self._desk.store.events.forget_old()
+            self._tidied_s = -math.inf if has_more else now_s
 
     def _machines(self) -> bool:
         """Ends what ran on machines that are gone; True if the cluster is another than before."""

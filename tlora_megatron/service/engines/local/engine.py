@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +11,8 @@ from tlora_megatron.service.engines.local.gang import LocalGang, Member
 from tlora_megatron.service.engines.local.seats import Seats
 from tlora_megatron.service.engines.local.spares import COMMAND as SPARE_COMMAND
 from tlora_megatron.service.engines.local.spares import Spares
+from tlora_megatron.service.engines.past import PastGangs, gang_folders
+from tlora_megatron.service.engines.present import check_places, infos
 from tlora_megatron.service.engines.protocol import Cursor, GangInfo, NodeInfo
 from tlora_megatron.service.engines.rank_process import RANK_COMMAND, inherited_environment
 from tlora_megatron.service.home import Home
@@ -20,8 +20,6 @@ from tlora_megatron.service.mail.folder import EventReader, GangFolder
 from tlora_megatron.service.messages import Command, GangEvent, GangSpec
 from tlora_megatron.service.processes import Life
 
-_KEEP_S = 7 * 86400.0
-"""Logs and events of a gang that is over are kept so long."""
 _ASKED = "the service has ended it"
 _HALF_STARTED = "its start was broken off, since the service ended in the middle of it"
 
@@ -40,6 +38,8 @@ class LocalEngine:
             0 = none.
         rank_command, spare_command: for tests.
     """
+
+    shares_gpus = True
 
     def __init__(
         self,
@@ -60,19 +60,18 @@ class LocalEngine:
         )
         """The processes that wait to become ranks."""
         self._gangs: dict[tuple[str, int], LocalGang] = {}
-        self._told: set[tuple[str, int]] = set()
-        """Gangs that are over and were told of: they are read again only for a cursor."""
-        self._past: dict[tuple[str, int], EventReader] = {}
+        """Those that are not over, and those that are and were not told of since."""
+        self._past = PastGangs(self._home.root)
         self._adopt()
         self._replenish()
 
     def start(self, spec: GangSpec) -> None:
         """Starts the processes of a gang; a second call with the same epoch does nothing."""
         key = (spec.gang, spec.epoch)
-        if key in self._gangs:
-            return
-        self._check(spec)
         folder = GangFolder(self._home.root, spec.gang, spec.epoch)
+        if key in self._gangs or folder.has_spec:
+            return
+        check_places(spec, [self._seats.count])
         folder.create(spec)
         members: list[Member] = []
         error = self._seat_all(folder, spec, members)
@@ -92,14 +91,13 @@ class LocalEngine:
         Gangs that were over before this engine was made are read only if the cursor names them.
         """
         events: list[GangEvent] = []
-        for key, gang in self._gangs.items():
+        events += self._past.events(since, self._gangs)
+        for key, gang in list(self._gangs.items()):
             gang.look()
-            if key in since or key not in self._told:
-                events += gang.events(since.get(key, 0))
+            events += gang.events(since.get(key, 0))
             if gang.is_over:
-                self._told.add(key)
-        for key in set(since) - set(self._gangs):
-            events += self._past_events(key, since[key])
+                del self._gangs[key]
+        self._past.sweep(self._gangs)
         self._replenish()
         return events
 
@@ -115,11 +113,7 @@ class LocalEngine:
         """Gangs with processes, started here or taken up."""
         for gang in self._gangs.values():
             gang.look()
-        return tuple(
-            GangInfo(gang=name, epoch=epoch, alive=not gang.is_ending)
-            for (name, epoch), gang in self._gangs.items()
-            if not gang.is_over
-        )
+        return infos(self._gangs)
 
     def nodes(self) -> Sequence[NodeInfo]:
         """This host."""
@@ -131,19 +125,6 @@ class LocalEngine:
         for gang in self._gangs.values():
             gang.release()
         self._gangs.clear()
-
-    def _check(self, spec: GangSpec) -> None:
-        count = self._seats.count
-        places = [gpu for _, gpu in spec.gpus]
-        if (
-            any(node for node, _ in spec.gpus)
-            or len(set(places)) < len(places)
-            or not all(0 <= gpu < count for gpu in places)
-        ):
-            raise ValueError(
-                f"the places of gang {spec.gang} must be different ones of node 0 below {count}, "
-                f"got {spec.gpus}"
-            )
 
     def _seat_all(
         self, folder: GangFolder, spec: GangSpec, members: list[Member]
@@ -188,16 +169,15 @@ class LocalEngine:
 
     def _adopt(self) -> None:
         """Takes up the gangs of the folder that are not over."""
-        for path in sorted(self._home.gangs.iterdir()):
-            is_old = time.time() - path.stat().st_mtime > _KEEP_S
-            if not self._take_up(GangFolder.at(path)) and is_old:
-                shutil.rmtree(path)
+        for folder in gang_folders(self._home):
+            self._take_up(folder)
+        self._past.remove_old(self._gangs)
 
-    def _take_up(self, folder: GangFolder) -> bool:
-        """Takes a gang up; False if nothing is left of it and its last event is written."""
+    def _take_up(self, folder: GangFolder) -> None:
+        """Takes a gang up, unless nothing is left of it and its last event is written."""
         last = EventReader(folder).last()
         if not folder.has_spec or (last is not None and last.kind == "died"):
-            return False
+            return
         spec = folder.spec()
         members = [Member(rank=rank, life=_life(folder, rank)) for rank in range(spec.world_size)]
         gang = LocalGang(folder, spec, members)
@@ -206,14 +186,8 @@ class LocalEngine:
         if last is not None and last.kind == "stopped":
             gang.look()
             if gang.is_over:
-                return False
+                return
         self._gangs[spec.gang, spec.epoch] = gang
-        return True
-
-    def _past_events(self, key: tuple[str, int], number: int) -> list[GangEvent]:
-        if key not in self._past:
-            self._past[key] = EventReader(GangFolder(self._home.root, *key))
-        return self._past[key].after(number)
 
     def _replenish(self) -> None:
         """Starts spare processes while no gang is starting."""

@@ -64,7 +64,7 @@ class _Ending:
     to_blame: Sequence[Member] = ()
     """Who was missed first; of them `died` tells."""
     reason: str | None = None
-    """What `died` tells instead."""
+    """A sentence that `died` tells instead of naming a process."""
     word_at_s: float = -math.inf
     """Until then a parent's note of how they ended is waited for."""
 

@@ -11,15 +11,15 @@ from tlora_megatron.runtime.ranks import threads_per_rank
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DEVICE = re.compile(r"nvidia\d+")
-"""What the driver calls a GPU in /dev; a container sees those that it was given."""
+"""The driver's names of GPUs in /dev; a container sees those that it was given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seats:
-    """What this host offers to gangs."""
+    """The GPUs or cores of this host that gangs may use."""
 
     devices: tuple[str, ...]
-    """What CUDA_VISIBLE_DEVICES is to be for each GPU; empty on a host without any."""
+    """The value of CUDA_VISIBLE_DEVICES for each GPU; empty on a host without any."""
     count: int
     """GPUs, or seats."""
 
@@ -42,7 +42,7 @@ class Seats:
         return cls(devices=devices, count=len(devices) or seats or cores)
 
     def environment(self, seat: int) -> dict[str, str]:
-        """What a process at a seat has in its environment beside the service's own.
+        """Returns the variables of a process at a seat, beside those of the service.
 
         The number of threads depends on the host alone: sums of a CPU's threads depend on it.
         """

@@ -49,7 +49,7 @@ class Cluster:
 
     address: str
     environment: Mapping[str, str]
-    """What a program that connects needs in its environment."""
+    """Variables that a program needs in its environment to connect."""
     leader: Life | None = None
     """The process whose end is the cluster's, where it is this service's own."""
 

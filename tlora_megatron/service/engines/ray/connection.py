@@ -17,7 +17,7 @@ from tlora_megatron.service.engines.ray.cluster import Cluster, package_path
 _COMMAND = (sys.executable, "-m", "tlora_megatron.service.engines.ray.bridge")
 _CONNECT_S = 60.0
 _SILENCE_S = 30.0
-"""Of the bridge: it speaks every second, unless a call of Ray does not return."""
+"""Longest silence of the bridge: it speaks every second, unless a call of Ray does not return."""
 
 
 class Connection:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tlora_megatron.service.engines.local.seats import Seats
+from tlora_megatron.service.engines.past import PastGangs, gang_folders
+from tlora_megatron.service.engines.present import check_places, infos
 from tlora_megatron.service.engines.protocol import Cursor, GangInfo, NodeInfo
 from tlora_megatron.service.engines.rank_process import HOST_VARIABLE, RANK_COMMAND
 from tlora_megatron.service.engines.ray.cluster import (
@@ -59,6 +61,8 @@ class RayEngine:
         RuntimeError: if the cluster cannot be reached.
     """
 
+    shares_gpus = False  # the cluster gives a gang's GPUs out when it is gone
+
     def __init__(
         self,
         root: Path | str,
@@ -79,9 +83,8 @@ class RayEngine:
             (lambda: given_cluster(given)) if given else self._own_cluster(gpus, seats)
         )
         self._gangs: dict[tuple[str, int], RayGang] = {}
-        self._told: set[tuple[str, int]] = set()
-        """Gangs that are over and were told of: they are read again only for a cursor."""
-        self._past: dict[tuple[str, int], EventReader] = {}
+        """Those that may have processes, and those that are gone and were not told of since."""
+        self._past = PastGangs(self._home.root)
         self._since: dict[tuple[str, int], int] = {}
         self._nodes: tuple[NodeInfo, ...] = ()
         self._ids: list[str] = []
@@ -102,12 +105,12 @@ class RayEngine:
             RuntimeError: while Ray cannot be reached.
         """
         key = (spec.gang, spec.epoch)
-        if key in self._gangs:
+        folder = GangFolder(self._home.root, spec.gang, spec.epoch)
+        if key in self._gangs or folder.has_spec:
             return
-        self._check(spec)
+        check_places(spec, [node.gpus for node in self._nodes])
         if not self._connection.is_ready or self._connection.is_over:
             raise RuntimeError(f"Ray must be reachable to start gang {spec.gang}, got {self._why}")
-        folder = GangFolder(self._home.root, spec.gang, spec.epoch)
         folder.create(spec)
         gang = self._gangs[key] = RayGang(folder, spec)
         nodes = [self._nodes[node] for node, _ in spec.gpus]
@@ -135,16 +138,16 @@ class RayEngine:
 
     def poll(self, since: Cursor) -> Sequence[GangEvent]:
         """Events after the cursor; deaths are seen and acted on here, so call it often."""
-        self._since.update(since)
+        self._since = {key: since.get(key, self._since.get(key, 0)) for key in self._gangs}
         self._listen()
-        events: list[GangEvent] = []
-        for key, gang in self._gangs.items():
-            if key in since or key not in self._told:
-                events += gang.events(since.get(key, 0))
-            if gang.is_over:
-                self._told.add(key)
-        for key in set(since) - set(self._gangs):
-            events += self._past_events(key, since[key])
+        events = self._past.events(since, self._gangs)
+        for key, gang in list(self._gangs.items()):
+            if gang.is_over and gang.is_proved:
+                del self._gangs[key]
+            elif gang.is_over and key not in since:
+                continue
+            events += gang.events(since.get(key, 0))
+        self._past.sweep(self._gangs)
         return events
 
     def kill(self, gang: str, epoch: int) -> bool:
@@ -159,11 +162,7 @@ class RayEngine:
     def gangs(self) -> Sequence[GangInfo]:
         """Gangs with processes, started here or taken up."""
         self._listen()
-        return tuple(
-            GangInfo(gang=name, epoch=epoch, alive=not gang.is_ending)
-            for (name, epoch), gang in self._gangs.items()
-            if not gang.is_over
-        )
+        return infos(self._gangs)
 
     def nodes(self) -> Sequence[NodeInfo]:
         """The cluster's nodes, also those that it has lost."""
@@ -260,11 +259,11 @@ class RayEngine:
 
     def _find_gangs(self) -> None:
         """Looks for gangs in the folder that are not over."""
-        for path in sorted(self._home.gangs.iterdir()):
-            folder = GangFolder.at(path)
+        for folder in gang_folders(self._home):
             last = EventReader(folder).last()
             if folder.has_spec and (last is None or last.kind != "died"):
                 self._gangs[folder.gang, folder.epoch] = RayGang(folder, folder.spec())
+        self._past.remove_old(self._gangs)
 
     def _take_up(self, actors: frozenset[str]) -> None:
         """Tells a new bridge of the gangs; those whose actors are not all there are ended."""
@@ -323,22 +322,6 @@ class RayEngine:
             if cluster is not None:
                 self.cluster, self._is_lost, self._ids = cluster, False, []
                 self._connection = self._connect()
-
-    def _check(self, spec: GangSpec) -> None:
-        counts = [node.gpus for node in self._nodes]
-        places = set(spec.gpus)
-        if len(places) < len(spec.gpus) or not all(
-            0 <= node < len(counts) and 0 <= gpu < counts[node] for node, gpu in places
-        ):
-            raise ValueError(
-                f"the places of gang {spec.gang} must be different ones on nodes with {counts}, "
-                f"got {spec.gpus}"
-            )
-
-    def _past_events(self, key: tuple[str, int], number: int) -> list[GangEvent]:
-        if key not in self._past:
-            self._past[key] = EventReader(GangFolder(self._home.root, *key))
-        return self._past[key].after(number)
 
 
 class _Search:

@@ -103,5 +103,5 @@ class RayGang:
         self.is_over, self.is_proved = True, is_proved
 
     def forget_bridge(self) -> None:
-        """What the last bridge was told is not known to the next one."""
+        """Notes that a new bridge knows nothing of what the last one was told."""
         self._is_told = False

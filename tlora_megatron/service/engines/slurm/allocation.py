@@ -1,4 +1,4 @@
-"""What SLURM says of one allocation, and what is asked of it there, by SLURM's own programs."""
+"""One allocation of SLURM: asks about it, and gives orders in it, by SLURM's own programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ANSWER_S = 30.0
 _HEALTH_S = 10.0
 """Between two questions for the nodes' health."""
 _KEPT = ("SLURM_CONF", "SLURM_JWT")
-"""What SLURM's programs need to find the cluster; the rest would change what a step asks for."""
+"""Variables by which SLURM's programs find the cluster; others would change a step's wishes."""
 _SICK = re.compile(r"down|drain|drng|fail|boot|maint|unk|inval|\*")
 
 
@@ -125,7 +125,7 @@ class Allocation:
         return self.nodes
 
     def ask(self, *words: str) -> str:
-        """What one of SLURM's programs answers.
+        """Returns the answer of one of SLURM's programs.
 
         Raises:
             RuntimeError: if it does not, with its own words.

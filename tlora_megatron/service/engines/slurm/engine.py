@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tlora_megatron.service.engines.past import PastGangs, gang_folders
+from tlora_megatron.service.engines.present import check_places, infos
 from tlora_megatron.service.engines.protocol import Cursor, GangInfo, NodeInfo
 from tlora_megatron.service.engines.rank_process import HOST_VARIABLE, RANK_COMMAND
 from tlora_megatron.service.engines.slurm.allocation import TASK, Allocation
@@ -36,6 +38,8 @@ class SlurmEngine:
         rank_command: for tests.
     """
 
+    shares_gpus = False
+
     def __init__(
         self,
         root: Path | str,
@@ -49,18 +53,17 @@ class SlurmEngine:
         self.allocation = Allocation.open(gpus, seats)
         """The nodes, and what SLURM is asked about them."""
         self._gangs: dict[tuple[str, int], SlurmGang] = {}
-        self._told: set[tuple[str, int]] = set()
-        """Gangs that are over and were told of: they are read again only for a cursor."""
-        self._past: dict[tuple[str, int], EventReader] = {}
+        """Those that are not over, and those that are and were not told of since."""
+        self._past = PastGangs(self._home.root)
         self._adopt()
 
     def start(self, spec: GangSpec) -> None:
         """Starts the step of a gang; a second call with the same epoch does nothing."""
         key = (spec.gang, spec.epoch)
-        if key in self._gangs:
-            return
-        self._check(spec)
         folder = GangFolder(self._home.root, spec.gang, spec.epoch)
+        if key in self._gangs or folder.has_spec:
+            return
+        check_places(spec, [node.gpus for node in self.allocation.nodes])
         folder.create(spec)
         process = self._run(folder, spec)
         folder.write(SRUN_PID, f"{identity_of(process.pid)}")
@@ -81,13 +84,12 @@ class SlurmEngine:
         """
         events: list[GangEvent] = []
         self._look()
-        for key, gang in self._gangs.items():
-            if key in since or key not in self._told:
-                events += gang.events(since.get(key, 0))
+        events += self._past.events(since, self._gangs)
+        for key, gang in list(self._gangs.items()):
+            events += gang.events(since.get(key, 0))
             if gang.is_over:
-                self._told.add(key)
-        for key in set(since) - set(self._gangs):
-            events += self._past_events(key, since[key])
+                del self._gangs[key]
+        self._past.sweep(self._gangs)
         return events
 
     def kill(self, gang: str, epoch: int) -> bool:
@@ -98,11 +100,7 @@ class SlurmEngine:
     def gangs(self) -> Sequence[GangInfo]:
         """Gangs with processes, started here or taken up."""
         self._look()
-        return tuple(
-            GangInfo(gang=name, epoch=epoch, alive=not gang.is_ending)
-            for (name, epoch), gang in self._gangs.items()
-            if not gang.is_over
-        )
+        return infos(self._gangs)
 
     def nodes(self) -> Sequence[NodeInfo]:
         """The allocation's nodes."""
@@ -148,37 +146,20 @@ class SlurmEngine:
                 umask=0o077,
             )
 
-    def _check(self, spec: GangSpec) -> None:
-        nodes = self.allocation.nodes
-        for node, gpu in spec.gpus:
-            if not (0 <= node < len(nodes) and 0 <= gpu < nodes[node].gpus):
-                counts = [found.gpus for found in nodes]
-                raise ValueError(
-                    f"the places of gang {spec.gang} must be on nodes with {counts} places, got "
-                    f"{spec.gpus}"
-                )
-        if len(set(spec.gpus)) < len(spec.gpus):
-            raise ValueError(f"the places of gang {spec.gang} must be different, got {spec.gpus}")
-
     def _adopt(self) -> None:
         """Takes up the gangs of the folder that are not over."""
         steps = _Once(self.allocation)
-        for path in sorted(self._home.gangs.iterdir()):
-            folder = GangFolder.at(path)
+        for folder in gang_folders(self._home):
             last = EventReader(folder).last()
-            kind = last.kind if last else None
-            if folder.has_spec and kind != "died" and (kind != "stopped" or path.name in steps()):
+            kind, name = last.kind if last else None, folder.path.name
+            if folder.has_spec and kind != "died" and (kind != "stopped" or name in steps()):
                 srun = folder.path / SRUN_PID
                 life = Life.known_as(srun.read_text()) if srun.exists() else Life.over()
                 spec = folder.spec()
                 gang = SlurmGang(folder, spec, self.allocation, life)
                 gang.look(steps)
                 self._gangs[spec.gang, spec.epoch] = gang
-
-    def _past_events(self, key: tuple[str, int], number: int) -> list[GangEvent]:
-        if key not in self._past:
-            self._past[key] = EventReader(GangFolder(self._home.root, *key))
-        return self._past[key].after(number)
+        self._past.remove_old(self._gangs)
 
 
 class _Once:

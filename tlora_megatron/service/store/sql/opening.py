@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,19 +32,39 @@ _TURN = "SELECT pg_advisory_xact_lock(7814906253)"
 _SHARED_DISKS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs")
 
 
-def open_database(place: str | Path, clock: Callable[[], float]) -> Database:
+class ServerClock:
+    """The clock of a database's server: hosts whose own clocks disagree share it.
+
+    It is asked for the time once a connection; in between this host's clock goes on.
+    """
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self._ahead_s
+
+    def ask(self, cursor: Any) -> None:
+        """Sets the clock by the server of a connection."""
+        before_s = time.time()
+        cursor.execute("SELECT extract(epoch FROM clock_timestamp())::float8")
+        (server_s,) = cursor.fetchone()
+        self._ahead_s = server_s - (before_s + time.time()) / 2
+
+
+def open_database(place: str | Path, clock: Callable[[], float] | None = None) -> Database:
     """Opens the database that a path or URL names.
 
     Args:
         place: A file for SQLite, or `postgresql+psycopg://user@host/database`.
-        clock: Gives the time that rows get.
+        clock: Gives the time that rows get; None: this host's, or that of PostgreSQL's server.
 
     Raises:
         ValueError: if it is neither.
         StoreUnreachable: if the file cannot be used.
     """
     if "://" not in str(place):
-        return _sqlite(Path(place).expanduser().absolute(), clock)
+        return _sqlite(Path(place).expanduser().absolute(), clock or time.time)
     try:
         url = make_url(str(place))
     except (ArgumentError, ValueError):
@@ -134,7 +155,9 @@ def disk_kind(folder: Path, table: Path = Path("/proc/self/mountinfo")) -> str:
     return kind
 
 
-def _postgres(url: URL, clock: Callable[[], float]) -> Database:
+def _postgres(url: URL, given: Callable[[], float] | None) -> Database:
+    clock = ServerClock()
+
     def prepare(connection: Any, _: Any) -> None:
         with connection.cursor() as cursor:
             for setting in (
@@ -144,6 +167,7 @@ def _postgres(url: URL, clock: Callable[[], float]) -> Database:
                 f"idle_in_transaction_session_timeout TO '{IDLE_S}s'",
             ):
                 cursor.execute(f"SET {setting}")
+            clock.ask(cursor)
         connection.commit()
 
     try:
@@ -160,7 +184,8 @@ def _postgres(url: URL, clock: Callable[[], float]) -> Database:
     event.listen(writer, "connect", prepare)
     reader = writer.execution_options(isolation_level="REPEATABLE READ")
     shown = url.set(query={}).render_as_string(hide_password=True)
-    return Database(writer, reader, place=f"the store {shown}", clock=clock, statement=_TURN)
+    place = f"the store {shown}"
+    return Database(writer, reader, place=place, clock=given or clock, statement=_TURN)
 
 
 def make_namespace(connection: Connection) -> None:

@@ -12,7 +12,18 @@ from tlora_megatron.service.store.sql.database import Database
 
 Step = Callable[[Connection], None]
 
-STEPS: Sequence[Step] = ()
+
+def _add_board(connection: Connection) -> None:
+    tables.board.create(connection)
+    for table, name in ((tables.gang, "gang_by_end"), (tables.lease, "lease_by_end")):
+        next(index for index in table.indexes if index.name == name).create(connection)
+
+
+def _add_tenancy(connection: Connection) -> None:
+    tables.metadata.create_all(connection, tables=tables.TENANCY)
+
+
+STEPS: Sequence[Step] = (_add_board, _add_tenancy)
 """Step k brings version k + 1 to k + 2. Whoever changes `tables` adds the step that does the same
 to a store that exists."""
 

@@ -24,7 +24,7 @@ metadata = MetaData()
 _BIG = BigInteger().with_variant(Integer, "sqlite")
 """SQLite counts up by itself in a column of type INTEGER only, which holds 64 bits there."""
 _JSON = JSON(none_as_null=True)
-_UNFINISHED = text(f"state NOT IN ({', '.join(repr(s.value) for s in sorted(OVER))})")
+UNFINISHED = text(f"state NOT IN ({', '.join(repr(s.value) for s in sorted(OVER))})")
 
 schema_version = Table("schema_version", metadata, Column("version", Integer, nullable=False))
 
@@ -63,8 +63,8 @@ job = Table(
         "tenant",
         "name",
         unique=True,
-        sqlite_where=_UNFINISHED,
-        postgresql_where=_UNFINISHED,
+        sqlite_where=UNFINISHED,
+        postgresql_where=UNFINISHED,
     ),
     Index(
         "job_with_wish",
@@ -104,6 +104,7 @@ gang = Table(
         sqlite_where=text("state != 'ended'"),
         postgresql_where=text("state != 'ended'"),
     ),
+    Index("gang_by_end", "ended_at"),
 )
 
 command = Table(
@@ -147,6 +148,7 @@ lease = Table(
         sqlite_where=text("ended_at IS NULL"),
         postgresql_where=text("ended_at IS NULL"),
     ),
+    Index("lease_by_end", "ended_at"),
 )
 
 event = Table(
@@ -174,6 +176,15 @@ decision = Table(
     sqlite_autoincrement=True,
 )
 
+board = Table(
+    "board",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("at", Double, nullable=False),
+    Column("body", _JSON, nullable=False),
+)
+"""The present state that a controller shows; each row is written over."""
+
 controller = Table(
     "controller",
     metadata,
@@ -183,3 +194,43 @@ controller = Table(
     Column("beat_at", Double, nullable=False),
 )
 """At most one row, of id 1: who is, or was last, the controller."""
+
+tenant = Table(
+    "tenant",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("limits", _JSON, nullable=False),
+)
+"""Limits of tenants that have any of their own."""
+
+token = Table(
+    "token",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("digest", Text, nullable=False, unique=True),
+    Column("tenant", Text, nullable=False),
+    Column("scopes", _JSON, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("revoked_at", Double),
+    Index("token_by_tenant", "tenant", "created_at"),
+)
+
+upload = Table(
+    "upload",
+    metadata,
+    Column("number", _BIG, primary_key=True, autoincrement=True),
+    Column("id", Text, nullable=False, unique=True),
+    Column("tenant", Text, nullable=False),
+    Column("name", Text, nullable=False),
+    Column("purpose", Text, nullable=False),
+    Column("digest", Text, nullable=False),
+    Column("size", _BIG, nullable=False),
+    Column("facts", _JSON, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("deleted_at", Double),
+    Index("upload_by_tenant", "tenant", "number"),
+    sqlite_autoincrement=True,
+)
+
+TENANCY = (tenant, token, upload)
+"""The tables that version 3 brought."""

@@ -1,0 +1,81 @@
+"""`tlora serve --http`: the service's doors for other programs and for browsers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tlora_megatron.service.bases import check_bases, declare_bases
+from tlora_megatron.service.home import Home
+from tlora_megatron.service.sampling.arguments import add_sampler_arguments, sampler_words
+
+if TYPE_CHECKING:
+    from tlora_megatron.service.store import Store
+
+
+def add_http_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of HTTP to those of `tlora serve`."""
+    parser.add_argument(
+        "--http",
+        metavar="[HOST:]PORT",
+        help="listen for HTTP: a page, /v1/jobs, and the clients of OpenAI and Tinker; without "
+        "HOST for this host alone (127.0.0.1)",
+    )
+    parser.add_argument(
+        "--base",
+        action="append",
+        default=[],
+        dest="bases",
+        metavar="NAME=DIR",
+        help="let jobs that come by HTTP name this base; DIR, or a YAML file with the section "
+        "base_model; remembered in the service's folder (repeatable)",
+    )
+    add_sampler_arguments(parser)
+
+
+def check_http(args: argparse.Namespace) -> None:
+    """Refuses what is wrong before anything is made.
+
+    Raises:
+        ConfigError: for an address or a base that cannot be.
+    """
+    check_bases(args.bases)
+    if args.http is not None:
+        from tlora_megatron.service.front import Place
+
+        Place.read(args.http)
+
+
+@contextmanager
+def open_http(
+    args: argparse.Namespace, home: Home, store: Store, say: Callable[[str], None]
+) -> Iterator[None]:
+    """Serves HTTP meanwhile, where it was asked for.
+
+    Args:
+        args: of the command line.
+        home: of the service.
+        store: of the service.
+        say: prints a line.
+
+    Raises:
+        ConfigError: if the address cannot be used, or a base cannot be read.
+        ImportError: if the libraries are missing.
+    """
+    declare_bases(home, args.bases)
+    if args.http is None:
+        yield
+        return
+    import tlora_megatron.service.api  # noqa: F401  says what is missing
+    from tlora_megatron.service.front import Front, Place, listen, own_token
+
+    place = Place.read(args.http)
+    listener = listen(place)
+    place = place._replace(port=listener.getsockname()[1])
+    with Front(home, listener, words=sampler_words(args), say=say):
+        say(f"page: {place.url}/#token={own_token(home, store)}")
+        if not place.is_loopback:
+            say("other hosts can connect, and nothing is encrypted: put a proxy with TLS before it")
+        yield

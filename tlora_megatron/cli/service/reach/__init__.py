@@ -1,0 +1,1 @@
+"""How commands reach a service: through its folder, or over HTTP."""

@@ -1,0 +1,141 @@
+"""A service over HTTP; data files of this host are uploaded with the jobs that name them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tlora_megatron.cli.service.reach.documents import read_files
+from tlora_megatron.cli.service.reach.ports import Accepted, JobRow, Row, Wish
+from tlora_megatron.cli.service.reach.sentences import missing_job, warn
+from tlora_megatron.config.reader import ConfigError
+
+if TYPE_CHECKING:
+    from tlora_megatron.client import Client, Job
+
+_FEW = 4
+"""So many jobs are asked for one by one; more are looked for in lists."""
+_PASSES = (429, 500)
+"""Statuses from the second on, and the first, are no mistakes of whoever asks."""
+
+
+class HttpService:
+    """A service by its address."""
+
+    look_every_s = 0.5
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    @property
+    def place(self) -> str:
+        """Its address."""
+        return self._client.address
+
+    @property
+    def is_served(self) -> bool:
+        """True while a controller gives signs of life."""
+        return self._client.page(limit=1).served
+
+    @property
+    def how_to_serve(self) -> str:
+        """The command that starts a controller of it."""
+        return "tlora serve --http on its host"
+
+    def submit(self, files: Sequence[str], overrides: Sequence[str], key: str) -> Accepted:
+        """Uploads the data that the jobs name, and submits all of them or none."""
+        document = read_files(files, overrides, self._client.upload)
+        made = self._client.submit(document, key=key)
+        warn(made.warnings)
+        return Accepted(made.jobs, frozenset(job.id for job in made.jobs if made.is_new))
+
+    def find(self, name: str) -> JobRow:
+        """The job of an id or a name."""
+        from tlora_megatron.client import ServiceError
+
+        try:
+            return self._client.job(name)
+        except (ValueError, UnicodeEncodeError):
+            raise missing_job(name) from None
+        except ServiceError as error:
+            raise missing_job(name) if error.status == 404 else error from None
+
+    def get(self, jobs: Sequence[str]) -> list[JobRow]:
+        """The jobs of these ids, as they are now."""
+        if len(jobs) <= _FEW:
+            return [self._client.job(job) for job in jobs]
+        found = self._newest(set(jobs))
+        return [found[job] for job in jobs]
+
+    def all(self, states: Sequence[str] | None) -> Iterator[JobRow]:
+        """All jobs in these states (None: in any), the first submitted first."""
+        return self._client.jobs(states)
+
+    def counts(self) -> Mapping[Any, int]:
+        """Number of jobs in each state that has any."""
+        return self._client.page(limit=1).counts
+
+    def news(self) -> object:
+        """The jobs that are not over, and how many are in which state."""
+        unfinished = [(job.id, job.state) for job in self._client.jobs() if not job.state.is_over]
+        return unfinished, self.counts()
+
+    def wish(self, jobs: Sequence[JobRow], wish: Wish) -> list[JobRow]:
+        """Asks for each job in turn; for none if one of them is over."""
+        for job in jobs:
+            if job.state.is_over:
+                raise ConfigError(
+                    f"job {job.name!r} ({job.id}) must be unfinished to {wish}, got one that is "
+                    f"{job.state}"
+                )
+        ask = {
+            "cancel": self._client.cancel,
+            "pause": self._client.pause,
+            "resume": self._client.resume,
+        }[wish]
+        return [ask(job.id) for job in jobs]
+
+    def history(self, job: JobRow, *, follow: bool) -> Iterator[Row]:
+        """The events of a job and its steps."""
+        for event in self._client.events(job.id, follow=follow):
+            yield dict(event.row)
+
+    def fetch_adapter(self, job: JobRow, out: Path) -> None:
+        """Downloads the adapter of a finished job."""
+        self._client.adapter(job.id, out)
+
+    def _newest(self, wanted: set[str]) -> dict[str, Job]:
+        found: dict[str, Job] = {}
+        after: str | None = None
+        while len(found) < len(wanted):
+            page = self._client.page(after=after, limit=1000, newest_first=True)
+            found |= {job.id: job for job in page.jobs if job.id in wanted}
+            after = page.next
+            if after is None:
+                break
+        return found
+
+
+@contextmanager
+def open_address(address: str) -> Iterator[HttpService]:
+    """Opens the service of an address.
+
+    Raises:
+        ConfigError: for a mistake in the address, for want of a token, and inside the block if the
+            service refuses what is asked.
+    """
+    from tlora_megatron.client import Client, ServiceError
+
+    try:
+        opened = Client(address)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        with opened as client:
+            yield HttpService(client)
+    except ServiceError as error:
+        if error.status == _PASSES[0] or error.status >= _PASSES[1]:
+            raise
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,253 @@
+"""A client with plain calls."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import httpx
+
+from tlora_megatron.client import archive, calls
+from tlora_megatron.client.access import check_address, find_token
+from tlora_megatron.client.calls import Call
+from tlora_megatron.client.retrying import (
+    FAILURES,
+    given_up,
+    may_pass,
+    refusal,
+    tell_silence,
+    wait_s,
+    waits,
+)
+from tlora_megatron.client.sse import EventReader
+from tlora_megatron.client.values import Event, Job, Page, Submitted
+
+T = TypeVar("T")
+_PAGE = 1000
+_CONNECT_S = 10.0
+_ANSWER_S = 60.0
+_QUIET_S = 60.0
+"""A stream that says nothing for so long is opened anew; the service sends signs of life."""
+
+
+class Client:
+    """A service over HTTP. Any number of threads may use one.
+
+    Args:
+        address: `http://host:8017`.
+        token: None = from the variable TLORA_TOKEN or the file `~/.tlora/token`.
+        retries: How often a request that got no answer is sent again.
+        transport: For tests.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str | None = None,
+        *,
+        retries: int = 5,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self.address = check_address(address)
+        self._retries = retries
+        self._http = httpx.Client(
+            base_url=self.address,
+            headers={"Authorization": f"Bearer {token or find_token(self.address)}"},
+            timeout=httpx.Timeout(_ANSWER_S, connect=_CONNECT_S),
+            transport=transport,
+        )
+
+    def submit(self, document: Mapping[str, Any] | str, *, key: str | None = None) -> Submitted:
+        """Submits the jobs of a document, all or none.
+
+        Args:
+            document: What `tlora train` reads, as a mapping or as text in YAML; its base is one of
+                the service's by name, its data are ids of uploaded files.
+            key: The same key makes the same jobs once; None = one for this call and its retries.
+        """
+        return self._send(calls.submit(document, key))
+
+    def upload(self, path: str | Path) -> str:
+        """Sends a file of training data, unless the tenant has one like it; returns its id."""
+        source = Path(path)
+        digest = calls.digest_of(source)
+
+        def send() -> httpx.Response:
+            # Asked before each attempt: the one before may have arrived.
+            found = self._http.get("/v1/files", params={"sha256": digest})
+            if found.is_error or calls.file_id(found) is not None:
+                return found
+            with source.open("rb") as file:
+                return self._http.post(
+                    "/v1/files", data={"purpose": "fine-tune"}, files={"file": (source.name, file)}
+                )
+
+        return str(calls.file_id(self._answer(send)))
+
+    def jobs(self, states: Sequence[str] | None = None) -> Iterator[Job]:
+        """All jobs of the tenant in these states (None: in any), the first submitted first."""
+        after: str | None = None
+        while True:
+            page = self.page(states, after=after, limit=_PAGE)
+            yield from page.jobs
+            after = page.next
+            if after is None:
+                return
+
+    def page(
+        self,
+        states: Sequence[str] | None = None,
+        *,
+        after: str | None = None,
+        limit: int = 100,
+        newest_first: bool = False,
+    ) -> Page:
+        """A page of jobs, behind the one of id `after`."""
+        return self._send(calls.page(states, after, limit, newest_first=newest_first))
+
+    def job(self, name: str) -> Job:
+        """The job of an id or a name."""
+        return self._send(calls.job(name))
+
+    def cancel(self, name: str) -> Job:
+        """Asks to end a job before its time."""
+        return self._send(calls.wish(name, "cancel"))
+
+    def pause(self, name: str) -> Job:
+        """Asks to save a job and hold it."""
+        return self._send(calls.wish(name, "pause"))
+
+    def resume(self, name: str) -> Job:
+        """Asks to let a paused job go on."""
+        return self._send(calls.wish(name, "resume"))
+
+    def wait(self, name: str) -> Job:
+        """The job of an id or a name when it is over."""
+        for _ in self.events(name):
+            pass
+        return self.job(name)
+
+    def events(
+        self, name: str, *, after: str | None = None, follow: bool = True
+    ) -> Iterator[Event]:
+        """Tells what happened to a job and its steps, and what comes, until it is over.
+
+        Args:
+            name: Id or name.
+            after: `id` of the last event that is known.
+            follow: False = what there is now.
+        """
+        reader = EventReader(last=after)
+        job = self.job(name).id  # a name may come to mean another job
+        failures = 0
+        while True:
+            begin = reader.last
+            try:
+                yield from self._stream(job, reader, follow=follow)
+                if not follow or reader.is_over or self.job(job).state.is_over:
+                    return
+            except FAILURES as error:
+                reader.cut()
+                failures = 0 if reader.last != begin else failures + 1
+                if failures > self._retries or not may_pass(error):
+                    raise given_up(self.address, error) from error
+            time.sleep(next(waits(1)) * (1 + failures))
+
+    def metrics(self, name: str, *, tail: int = 10_000) -> list[dict[str, Any]]:
+        """The last steps and evaluations of a job."""
+        return self._send(calls.metrics(name, tail))
+
+    def adapter(self, name: str, out: str | Path) -> Path:
+        """Downloads the adapter of a finished job into a new folder, which PEFT and vLLM load."""
+        folder = Path(out)
+        archive.check_target(folder)
+        with tempfile.NamedTemporaryFile(dir=folder.absolute().parent, suffix=".zip") as file:
+
+            def send() -> httpx.Response:
+                file.seek(0)
+                file.truncate()
+                with self._open(calls.adapter(name)) as answer:
+                    for part in answer.iter_bytes():
+                        file.write(part)
+                    return answer
+
+            self._answer(send)
+            file.flush()
+            archive.unpack(Path(file.name), folder)
+        return folder
+
+    def cluster(self) -> dict[str, Any]:
+        """Machines and GPUs, and what holds them."""
+        return self._send(calls.view("cluster"))
+
+    def groups(self) -> dict[str, Any]:
+        """Who trains beside whom, and how fast."""
+        return self._send(calls.view("groups"))
+
+    def decisions(self, limit: int = 50) -> dict[str, Any]:
+        """The decisions of the scheduler and their reasons, the newest first."""
+        return self._send(calls.view("decisions", {"limit": limit}))
+
+    def close(self) -> None:
+        """Closes connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _stream(self, job: str, reader: EventReader, *, follow: bool) -> Iterator[Event]:
+        call = calls.events(job, reader.last, follow=follow)
+        with self._open(call, timeout=httpx.Timeout(_QUIET_S, connect=_CONNECT_S)) as answer:
+            for line in answer.iter_lines():
+                event = reader.feed(line)
+                if event is not None:
+                    yield event
+
+    @contextmanager
+    def _open(self, call: Call[Any], **options: Any) -> Iterator[httpx.Response]:
+        """An answer whose body comes in parts."""
+        with self._http.stream(
+            call.method, call.path, params=call.params, headers=call.headers, **options
+        ) as answer:
+            if answer.is_error:
+                answer.read()
+                raise refusal(answer)
+            yield answer
+
+    def _send(self, call: Call[T]) -> T:
+        def send() -> httpx.Response:
+            return self._http.request(
+                call.method,
+                call.path,
+                params=call.params,
+                headers=call.headers,
+                json=call.json,
+                content=call.content,
+            )
+
+        return call.read(self._answer(send))
+
+    def _answer(self, send: Callable[[], httpx.Response]) -> httpx.Response:
+        """The answer, after as many attempts as it takes."""
+        left, is_first = waits(self._retries), True
+        while True:
+            try:
+                answer = send()
+                if answer.is_error:
+                    raise refusal(answer)
+                return answer
+            except FAILURES as error:
+                planned = next(left, None)
+                if planned is None or not may_pass(error):
+                    raise given_up(self.address, error) from error
+                if is_first:
+                    tell_silence(self.address, error)
+                is_first = False
+                time.sleep(wait_s(planned, error))

@@ -1,0 +1,93 @@
+"""The answers of a service as values; times are Unix seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any, Self
+
+
+class JobState(StrEnum):
+    """Where a job stands."""
+
+    VALIDATING = "validating"
+    QUEUED = "queued"
+    STARTING = "starting"
+    RUNNING = "running"
+    SAVING = "saving"
+    MOVING = "moving"
+    PAUSED = "paused"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_over(self) -> bool:
+        """True of a job that will never train again."""
+        return self in (JobState.FINISHED, JobState.FAILED, JobState.CANCELLED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One job, as it was when it was asked for."""
+
+    id: str
+    name: str
+    state: JobState
+    wish: str | None
+    """The wish that is not carried out yet: cancel, pause or resume."""
+    step: int
+    num_steps: int | None
+    tokens: int
+    loss: float | None
+    error: str | None
+    """Why it failed."""
+    gang: str | None
+    """The super-model that trains it."""
+    gang_epoch: int | None
+    submitted_at: float
+    started_at: float | None
+    ended_at: float | None
+    tenant: str | None = None
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any]) -> Self:
+        """The job of an answer; keys that a newer service sends are passed over."""
+        known = {item.name: row[item.name] for item in fields(cls) if item.name in row}
+        return cls(**known | {"state": JobState(row["state"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submitted:
+    """The outcome of a submit."""
+
+    jobs: tuple[Job, ...]
+    is_new: bool
+    """False: the same key came before, and these are its jobs."""
+    warnings: tuple[str, ...]
+    """A sentence for each setting that has no effect."""
+    served: bool
+    """A controller runs; else the jobs wait for one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Page:
+    """A page of jobs."""
+
+    jobs: tuple[Job, ...]
+    next: str | None
+    """`after` of the next page; None behind the last one."""
+    counts: Mapping[str, int]
+    """Number of jobs in each state that has any."""
+    served: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened to a job: an event, a step or an evaluation."""
+
+    id: str
+    """From here on a reader goes on."""
+    row: Mapping[str, Any]
+    """The event in the form of a line of `tlora logs --json`."""

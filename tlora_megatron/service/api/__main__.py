@@ -1,0 +1,60 @@
+"""The process of HTTP of one service; `tlora serve --http` starts it, and again if it dies."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+
+from tlora_megatron.service.api.app import make_app
+from tlora_megatron.service.api.server import make_server, prepare_process
+from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.front import Place, listen
+from tlora_megatron.service.home import Home
+from tlora_megatron.service.place import store_place
+from tlora_megatron.service.sampling.arguments import add_sampler_arguments, open_sampler
+from tlora_megatron.service.store import open_store
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serves until a signal, or until the end of a parent that has asked to be watched."""
+    args = _parser().parse_args(argv)
+    os.umask(0o077)
+    logging.basicConfig(level=logging.WARNING, format="http: %(levelname)s: %(message)s")
+    home = Home.open(args.folder)
+    listener = listen(Place.read(args.http)) if args.fd is None else socket.socket(fileno=args.fd)
+    with open_store(store_place(home)) as store:
+        sampler = open_sampler(args, home)
+        service = Service.of(home, store, sampler=sampler)
+        if sampler is not None:
+            service.closers.append(sampler.close)
+        server = make_server(make_app(service))
+        prepare_process()
+
+        def end_with_parent() -> None:
+            sys.stdin.buffer.read()
+            server.should_exit = True
+
+        if args.watch_stdin:
+            threading.Thread(target=end_with_parent, daemon=True).start()
+        server.run(sockets=[listener])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tlora_megatron.service.api")
+    parser.add_argument("folder", help="of the service")
+    parser.add_argument("--http", default="8017", help="[HOST:]PORT")
+    parser.add_argument("--fd", type=int, help="socket that listens already, instead of --http")
+    parser.add_argument(
+        "--watch-stdin", action="store_true", help="end when the standard input ends"
+    )
+    add_sampler_arguments(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

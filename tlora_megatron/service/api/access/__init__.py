@@ -1,0 +1,1 @@
+"""Who calls, what that tenant may do, and how much of it."""

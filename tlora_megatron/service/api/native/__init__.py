@@ -1,0 +1,1 @@
+"""The service's own interface: `/v1/jobs` and what belongs to a job."""

@@ -1,0 +1,140 @@
+"""`/v1/jobs`: sends jobs, lists them, looks at one, and ends or holds it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi.responses import JSONResponse
+
+from tlora_megatron.service.api.access.gate import Caller, Reader, Submitter
+from tlora_megatron.service.api.errors import ApiError, missing
+from tlora_megatron.service.api.native.rows import shown_job, visible_job
+from tlora_megatron.service.api.native.wire import (
+    DOCUMENT,
+    JobAnswer,
+    JobsAnswer,
+    JobsPage,
+    answers,
+)
+from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.api.submitting.documents import read_body
+from tlora_megatron.service.api.submitting.submit import submit
+from tlora_megatron.service.store import Job, JobState, NotFound, Wish
+
+_MOST = 1000
+
+
+def router(service: Service) -> APIRouter:
+    """The routes of jobs."""
+    routes = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+    @routes.post("", status_code=201, response_model=JobsAnswer, **DOCUMENT)
+    async def create(
+        request: Request,
+        response: Response,
+        caller: Submitter,
+        idempotency_key: Annotated[str | None, Header()] = None,
+    ) -> dict[str, Any]:
+        """Submits the jobs of a document, all or none.
+
+        The body is what `tlora train` reads, in YAML or JSON: a file with `jobs`, or one job's
+        keys. `base_model` is the name of a base of the service. `data.train` is the id of an
+        uploaded file (`file-...`) or a path below the tenant's folder. With an `Idempotency-Key` a
+        client may repeat a request of which it does not know whether it arrived: it then gets
+        status 200 and the same jobs, or 409 if the body is another one.
+        """
+        body = await request.body()
+        content_type = request.headers.get("content-type", "")
+        document = await service.read(read_body, body, content_type)
+        accepted = await submit(service, caller, document, key=idempotency_key)
+        if not all(job.is_new for job in accepted.jobs):
+            response.status_code = 200
+        rows = [shown_job(service, job, caller) for job in accepted.jobs]
+        return {"jobs": rows, "warnings": accepted.notes, "served": service.is_served}
+
+    @routes.get("", response_model=JobsPage)
+    async def page(
+        caller: Reader,
+        state: Annotated[
+            list[JobState] | None, Query(description="of these states alone; repeat it")
+        ] = None,
+        name: Annotated[str | None, Query(description="the one job of a name or an id")] = None,
+        after: Annotated[str | None, Query(description="id of the last job of a page")] = None,
+        limit: Annotated[int, Query(ge=1, le=_MOST)] = 100,
+        newest_first: bool = False,
+        counts: Annotated[bool, Query(description="count the jobs of each state, too")] = False,
+        tenant: Annotated[
+            str | None, Query(description="another tenant, or `*`; for administrators")
+        ] = None,
+    ) -> Response:
+        """Lists the tenant's jobs in the order of their submits, a page at a time."""
+        of = _tenant(caller, tenant)
+
+        def read() -> dict[str, Any]:
+            if name is not None:
+                found = [visible_job(service, name, caller)]
+            else:
+                found = service.store.jobs.page(
+                    states=state,
+                    tenant=of,
+                    after=None if after is None else _number(service, after, of),
+                    limit=limit,
+                    newest_first=newest_first,
+                )
+            rows = [shown_job(service, job, caller) for job in found]
+            last = found[-1].id if len(found) == limit else None
+            told = service.store.jobs.counts(tenant=of) if counts else None
+            return {"jobs": rows, "next": last, "counts": told, "served": service.is_served}
+
+        # As it is: checking a hundred rows against their own shape costs more than reading them.
+        return JSONResponse(await service.read(read))
+
+    @routes.get("/{job}", response_model=JobAnswer, responses=answers(404))
+    async def get(job: str, caller: Reader) -> dict[str, Any]:
+        """One job, by its id or name; where several ended jobs had a name, the newest."""
+        found = await service.read(visible_job, service, job, caller)
+        return shown_job(service, found, caller)
+
+    @routes.delete("/{job}", response_model=JobAnswer, responses=answers(404, 409))
+    async def cancel(job: str, caller: Submitter) -> dict[str, Any]:
+        """Cancels a job: it leaves its super-model after the round under way. Its folder stays."""
+        return await _wish(service, job, "cancel", caller)
+
+    @routes.post("/{job}/pause", response_model=JobAnswer, responses=answers(404, 409))
+    async def pause(job: str, caller: Submitter) -> dict[str, Any]:
+        """Saves a job and takes it out of its super-model, or holds it back in the queue."""
+        return await _wish(service, job, "pause", caller)
+
+    @routes.post("/{job}/resume", response_model=JobAnswer, responses=answers(404, 409))
+    async def resume(job: str, caller: Submitter) -> dict[str, Any]:
+        """Puts a paused job back into the queue; it goes on at the step where it was saved."""
+        return await _wish(service, job, "resume", caller)
+
+    return routes
+
+
+async def _wish(service: Service, text: str, wish: Wish, caller: Caller) -> dict[str, Any]:
+    job = await service.read(visible_job, service, text, caller)
+    by = f"token {caller.token}"
+    asked: Job = await service.change(lambda: service.store.jobs.wish(job.id, wish, by=by))
+    return shown_job(service, asked, caller)
+
+
+def _tenant(caller: Caller, asked: str | None) -> str | None:
+    """Whose jobs are listed; None: everybody's."""
+    if asked is None or asked == caller.tenant:
+        return caller.tenant
+    if not caller.is_admin:
+        raise ApiError(403, "tenant must be your own unless a token has the scope admin")
+    return None if asked == "*" else asked
+
+
+def _number(service: Service, job: str, tenant: str | None) -> int:
+    try:
+        found = service.store.jobs.get(job)
+    except (NotFound, UnicodeEncodeError):
+        raise missing("after", job) from None
+    if tenant is not None and found.tenant != tenant:
+        raise missing("after", job)
+    return found.number

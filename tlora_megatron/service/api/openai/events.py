@@ -1,0 +1,122 @@
+"""The history of a job as events and checkpoints of the API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tlora_megatron.service.api.openai.names import checkpoint_name
+from tlora_megatron.service.history import Row, Told
+
+_STATES: Mapping[str, str] = {
+    "queued": "Files validated, the job waits for its turn",
+    "running": "Fine-tuning job started",
+    "paused": "Fine-tuning job paused",
+    "finished": "The job has successfully completed",
+    "cancelled": "Fine-tuning job cancelled",
+}
+_BACK = "The job waits for its turn, to go on where it was saved"
+
+
+def event_objects(told: Sequence[Told], job: str) -> list[dict[str, Any]]:
+    """Events in the order in which they happened.
+
+    Args:
+        told: The job's history, as its reader may see it.
+        job: Its id.
+    """
+    found = []
+    for place, row in told:
+        event = _event(row)
+        if event is not None:
+            found.append(
+                {
+                    "id": f"ftevent-{job}-{place}",
+                    "object": "fine_tuning.job.event",
+                    "created_at": int(row.get("at", 0)),
+                    "level": "info",
+                    "type": "message",
+                    "data": None,
+                    **event,
+                }
+            )
+    return _dated(found)
+
+
+def checkpoint_objects(told: Sequence[Told], job: str, model: str) -> list[dict[str, Any]]:
+    """Checkpoints in the order in which they were written, with what was measured at them."""
+    at_step: dict[int, dict[str, Any]] = {}
+    found: dict[int, dict[str, Any]] = {}
+    for _, row in told:
+        if row["kind"] == "step":
+            at_step.setdefault(row["step"], {})["train_loss"] = row.get("loss")
+        elif row["kind"] == "evaluation":
+            at_step.setdefault(row["step"], {})["full_valid_loss"] = row["eval_loss"]
+        elif row["event"] == "saved":
+            step = int(row["step"])
+            found[step] = {
+                "id": f"ftckpt-{job}-{step}",
+                "object": "fine_tuning.job.checkpoint",
+                "created_at": int(row["at"]),
+                "fine_tuned_model_checkpoint": checkpoint_name(model, step),
+                "fine_tuning_job_id": job,
+                "step_number": step,
+            }
+    return [
+        {**one, "metrics": {"step": step, **at_step.get(step, {})}} for step, one in found.items()
+    ]
+
+
+def _event(row: Row) -> dict[str, Any] | None:
+    """Message, level, type and data of a row; None: nothing that a client asks for."""
+    if row["kind"] == "step":
+        loss = row.get("loss")
+        shown = "none" if loss is None else f"{loss:.4f}"
+        message = f"Step {row['step']}: training loss={shown}"
+        names = {"loss": "train_loss", "lr": "learning_rate", "tokens": "tokens"}
+        return _metrics(message, row, names)
+    if row["kind"] == "evaluation":
+        message = f"Step {row['step']}: full validation loss={row['eval_loss']:.4f}"
+        names = {"eval_loss": "full_valid_loss", "eval_exact_match": "full_valid_exact_match"}
+        return _metrics(message, row, names)
+    words = _message(row)
+    return None if words is None else {"message": words, "level": _level(row)}
+
+
+def _metrics(message: str, row: Row, names: Mapping[str, str]) -> dict[str, Any]:
+    data = {"step": row["step"]}
+    data |= {to: row[name] for name, to in names.items() if row.get(name) is not None}
+    return {"message": message, "type": "metrics", "data": data}
+
+
+def _message(row: Row) -> str | None:
+    kind, to = row["event"], str(row.get("to", ""))
+    if kind == "submitted":
+        return "Created fine-tuning job"
+    if kind == "state" and to == "failed":
+        return f"The job failed: {row.get('why') or 'the service says no more'}"
+    if kind == "state" and to == "queued" and row.get("from") != "validating":
+        return _BACK
+    if kind == "state":
+        return _STATES.get(to)
+    if kind == "wished":
+        return f"Asked to {row['wish']}"
+    if kind == "saved":
+        return f"Checkpoint created at step {row['step']}"
+    if kind == "said" and row.get("what") == "note":
+        return str(row.get("message"))
+    return None
+
+
+def _level(row: Row) -> str:
+    if row["event"] == "state" and row.get("to") == "failed":
+        return "error"
+    return "warn" if row["event"] == "said" else "info"
+
+
+def _dated(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Gives steps, which carry no time, that of the event before them."""
+    at = 0
+    for event in events:
+        at = event["created_at"] = event["created_at"] or at
+    return events

@@ -1,0 +1,153 @@
+"""`/v1/files`: takes training files, lists them and gives them back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import FileResponse, Response
+
+from tlora_megatron.service.api.access.gate import Caller, Reader, Submitter
+from tlora_megatron.service.api.errors import ApiError, missing
+from tlora_megatron.service.api.native.rows import own_job
+from tlora_megatron.service.api.openai.names import job_of_results
+from tlora_megatron.service.api.openai.objects import file_object, page_object, results_object
+from tlora_megatron.service.api.openai.results import results_csv
+from tlora_megatron.service.api.openai.uploads import Arrival, receive
+from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.history import History
+from tlora_megatron.service.store import Job, NotFound
+from tlora_megatron.service.store.tenancy.values import Upload
+
+_PAGE = 1000
+AT_ONCE = 16
+"""Files of a tenant on their way: until they are there, none counts for the others' limit."""
+
+
+def router(service: Service) -> APIRouter:
+    """The routes of files."""
+    routes = APIRouter(prefix="/v1/files", tags=["openai"])
+    arriving: Counter[str] = Counter()
+
+    @routes.post("")
+    async def create(request: Request, caller: Submitter) -> dict[str, Any]:
+        """Takes a file of JSON lines, as `multipart/form-data` with `purpose=fine-tune`."""
+        if arriving[caller.tenant] >= AT_ONCE:
+            rule = f"send at most {AT_ONCE} files at a time, got one more: try again when some are"
+            raise ApiError(429, f"a tenant must {rule} there", headers={"Retry-After": "5"})
+        arriving[caller.tenant] += 1
+        try:
+            return file_object(await _receive(service, request, caller))
+        finally:
+            arriving[caller.tenant] -= 1
+
+    @routes.get("")
+    def page(
+        caller: Reader,
+        purpose: str | None = None,
+        after: str | None = None,
+        limit: int = Query(default=10_000, ge=1, le=10_000),
+        order: Literal["asc", "desc"] = "desc",
+        sha256: str | None = None,
+    ) -> dict[str, Any]:
+        """Lists the caller's files, without those of results; of one content with `sha256`."""
+        if sha256 is not None:
+            same = [file_object(upload) for upload in _same(service, sha256, caller)]
+            return page_object(same, has_more=False)
+        found = service.store.uploads.page(
+            tenant=caller.tenant,
+            purpose=purpose,
+            after=after,
+            limit=limit + 1,
+            newest_first=order == "desc",
+        )
+        rows = [file_object(upload) for upload in found[:limit]]
+        return page_object(rows, has_more=len(found) > limit)
+
+    @routes.get("/{file}")
+    def get(file: str, caller: Reader) -> dict[str, Any]:
+        """Looks at one file."""
+        job = job_of_results(file)
+        if job is not None:
+            return results_object(*_results(service, job, caller))
+        return file_object(_own(service, file, caller))
+
+    @routes.delete("/{file}")
+    def delete(file: str, caller: Submitter) -> dict[str, Any]:
+        """Deletes a file. Jobs that have read it train on."""
+        _own(service, file, caller)
+        service.store.uploads.delete(file, tenant=caller.tenant)
+        service.home.upload(caller.tenant, file).unlink(missing_ok=True)
+        return {"id": file, "object": "file", "deleted": True}
+
+    @routes.get("/{file}/content", response_class=Response)
+    def content(file: str, caller: Reader) -> Response:
+        """Gives the bytes of a file; of results as CSV."""
+        job = job_of_results(file)
+        if job is not None:
+            found = results_csv(_told(service, _own_ended(service, job, caller)))
+            return Response(found, media_type="text/csv")
+        upload = _own(service, file, caller)
+        path = service.home.upload(caller.tenant, upload.id)
+        return FileResponse(path, media_type="application/jsonl")
+
+    return routes
+
+
+async def _receive(service: Service, request: Request, caller: Caller) -> Upload:
+    """Streams a file to the disk and writes its row; keeps neither if one is refused."""
+    limit = caller.limits.upload_bytes
+    held = await service.read(service.store.uploads.bytes_of, caller.tenant)
+    content_type = request.headers.get("content-type", "")
+    try:
+        arrival = await service.read(
+            Arrival, service.home, caller.tenant, content_type, max(0, limit - held)
+        )
+    except ValueError as error:
+        raise ApiError(400, str(error), param="file") from error
+    new = await receive(arrival, request.stream())
+    add = service.store.uploads.add
+    try:
+        return await service.change(lambda: add(new, tenant=caller.tenant, most_bytes=limit))
+    except BaseException:
+        arrival.forget()
+        raise
+
+
+def _same(service: Service, digest: str, caller: Caller) -> list[Upload]:
+    """The caller's oldest file of a content, so that a client that asks again gets the same."""
+    after: str | None = None
+    while True:
+        found = service.store.uploads.page(
+            tenant=caller.tenant, after=after, limit=_PAGE, newest_first=False
+        )
+        for upload in found:
+            if upload.digest == digest:
+                return [upload]
+        if len(found) < _PAGE:
+            return []
+        after = found[-1].id
+
+
+def _own(service: Service, file: str, caller: Caller) -> Upload:
+    try:
+        return service.store.uploads.get(file, tenant=caller.tenant)
+    except (NotFound, UnicodeEncodeError):
+        raise missing("a file's id", file) from None
+
+
+def _own_ended(service: Service, job: str, caller: Caller) -> Job:
+    found = own_job(service, job, caller.tenant)
+    if not found.state.is_over:
+        raise missing("a file's id", f"{job} before its job has ended")
+    return found
+
+
+def _results(service: Service, job: str, caller: Caller) -> tuple[Job, int]:
+    found = _own_ended(service, job, caller)
+    return found, len(results_csv(_told(service, found)))
+
+
+def _told(service: Service, job: Job) -> Any:
+    return History(service.store, service.home, job.id).read()[0]

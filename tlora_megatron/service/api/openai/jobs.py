@@ -1,0 +1,199 @@
+"""`/v1/fine_tuning/jobs`: sends jobs, lists them, and tells what becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request
+
+from tlora_megatron.service.api.access.gate import Caller, Reader, Submitter
+from tlora_megatron.service.api.errors import ApiError, missing
+from tlora_megatron.service.api.native.rows import own_job, shown_event
+from tlora_megatron.service.api.openai.asking import Asked
+from tlora_megatron.service.api.openai.events import checkpoint_objects, event_objects
+from tlora_megatron.service.api.openai.objects import DOOR, job_object, model_of, page_object
+from tlora_megatron.service.api.openai.submitting import Submitting
+from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.history import History, Told
+from tlora_megatron.service.prepare.submission import ASKED
+from tlora_megatron.service.store import IllegalChange, Job, JobState, Wish
+
+_DONE_WITHIN_S = 5.0
+"""A wish is answered when it is fulfilled, or after so long with the job as it is."""
+_LOOK_EVERY_S = 0.05
+_PAGE = 200
+_FULFILLED: Mapping[Wish, frozenset[JobState]] = {
+    "cancel": frozenset(),
+    "pause": frozenset({JobState.PAUSED}),
+    "resume": frozenset(JobState) - {JobState.PAUSED},
+}
+"""States in which a wish is fulfilled, beside those of a job that is over."""
+
+Asking = tuple[Job, Mapping[str, Any]]
+"""A job, and what was remembered of its request."""
+
+
+def router(service: Service) -> APIRouter:
+    """The routes of fine-tuning."""
+    routes = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["openai"])
+    submitting = Submitting(service)
+
+    @routes.post("")
+    async def create(
+        asked: Asked,
+        caller: Submitter,
+        x_stainless_retry_count: Annotated[str | None, Header()] = None,
+    ) -> dict[str, Any]:
+        """Begins a job. A client's own retry makes no second one."""
+        is_retry = (x_stainless_retry_count or "0") != "0"
+        made = await submitting.submit(asked, caller, is_retry=is_retry)
+        return _object(service, *made)
+
+    @routes.get("")
+    def page(
+        request: Request,
+        caller: Reader,
+        after: str | None = None,
+        limit: int = Query(default=20, ge=1, le=100),
+    ) -> dict[str, Any]:
+        """Lists the caller's jobs that came by this interface, the newest first."""
+        wanted = {
+            key[9:-1]: value
+            for key, value in request.query_params.items()
+            if key.startswith("metadata[") and key.endswith("]")
+        }
+        found = _newest(service, caller, after, limit + 1, wanted)
+        return page_object(
+            [_object(service, *one) for one in found[:limit]], has_more=len(found) > limit
+        )
+
+    @routes.get("/{job}")
+    def get(job: str, caller: Reader) -> dict[str, Any]:
+        """Looks at one job."""
+        return _object(service, *_own(service, job, caller))
+
+    for wish in _FULFILLED:
+        routes.add_api_route(f"/{{job}}/{wish}", _wisher(service, wish), methods=["POST"])
+
+    @routes.get("/{job}/events")
+    def events(
+        job: str,
+        caller: Reader,
+        after: str | None = None,
+        limit: int = Query(default=20, ge=1, le=1000),
+    ) -> dict[str, Any]:
+        """Lists what happened to a job and its steps, the newest first."""
+        found, _ = _own(service, job, caller)
+        told = event_objects(_shown(service, found, caller), found.id)
+        return _newest_first(told, after, limit)
+
+    @routes.get("/{job}/checkpoints")
+    def checkpoints(
+        job: str,
+        caller: Reader,
+        after: str | None = None,
+        limit: int = Query(default=10, ge=1, le=1000),
+    ) -> dict[str, Any]:
+        """Lists the checkpoints that a job has written, the newest first."""
+        found, asked = _own(service, job, caller)
+        rows = checkpoint_objects(_told(service, found), found.id, model_of(found, asked))
+        return _newest_first(rows, after, limit)
+
+    return routes
+
+
+def asked_of(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The request that made a job, as remembered; None: it came by another door."""
+    asked: Mapping[str, Any] | None = document.get(ASKED)
+    return asked if asked is not None and asked.get("door") == DOOR else None
+
+
+def _wisher(service: Service, wish: Wish) -> Callable[..., Any]:
+    async def ask(job: str, caller: Submitter) -> dict[str, Any]:
+        found, asked = await service.read(_own, service, job, caller)
+        try:
+            await service.change(lambda: service.store.jobs.wish(found.id, wish, by=caller.token))
+        except IllegalChange as error:
+            # Not 409, which the client takes for something that another attempt mends.
+            raise ApiError(400, str(error)) from error
+        return _object(service, await _fulfilled(service, found.id, wish), asked)
+
+    ask.__doc__ = f"Asks to {wish} a job; answers when it is done, or soon after."
+    return ask
+
+
+async def _fulfilled(service: Service, job: str, wish: Wish) -> Job:
+    """The job when its wish is fulfilled; as it is, if that takes long or nobody serves."""
+    end_s = time.monotonic() + _DONE_WITHIN_S
+    while True:
+        found = await service.read(service.store.jobs.get, job)
+        is_done = found.state.is_over or found.state in _FULFILLED[wish]
+        if is_done or time.monotonic() > end_s or not await service.read(_is_served, service):
+            return found
+        await asyncio.sleep(_LOOK_EVERY_S)
+
+
+def _is_served(service: Service) -> bool:
+    return service.is_served
+
+
+def _own(service: Service, job: str, caller: Caller) -> Asking:
+    """The caller's job of an id or name, if it came by this interface."""
+    found = own_job(service, job, caller.tenant)
+    asked = asked_of(service.store.jobs.document(found.id))
+    if asked is None:
+        raise missing("a fine-tuning job", job)
+    return found, asked
+
+
+def _newest(
+    service: Service, caller: Caller, after: str | None, count: int, wanted: Mapping[str, str]
+) -> list[Asking]:
+    """The caller's newest jobs behind one, whose metadata hold what is wanted."""
+    number = None if after is None else own_job(service, after, caller.tenant).number
+    found: list[Asking] = []
+    while len(found) < count:
+        jobs = service.store.jobs.page(
+            tenant=caller.tenant, after=number, limit=_PAGE, newest_first=True
+        )
+        documents = service.store.jobs.documents([job.id for job in jobs])
+        for job in jobs:
+            asked = asked_of(documents[job.id])
+            if asked is not None and wanted.items() <= (asked["metadata"] or {}).items():
+                found.append((job, asked))
+        if len(jobs) < _PAGE:
+            break
+        number = jobs[-1].number
+    return found[:count]
+
+
+def _told(service: Service, job: Job) -> Sequence[Told]:
+    return History(service.store, service.home, job.id).read()[0]
+
+
+def _shown(service: Service, job: Job, caller: Caller) -> list[Told]:
+    """The history as the job's tenant may see it: why a gang died may be another one's doing."""
+    told = ((one.place, shown_event(service, one.row, caller)) for one in _told(service, job))
+    return [Told(place, row) for place, row in told if row is not None]
+
+
+def _newest_first(rows: list[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
+    """A page of a list that grows at its end."""
+    end = len(rows)
+    if after is not None:
+        places = [index for index, row in enumerate(rows) if row["id"] == after]
+        if not places:
+            raise missing("after", after)
+        end = places[0]
+    begin = max(0, end - limit)
+    return page_object(rows[begin:end][::-1], has_more=begin > 0)
+
+
+def _object(service: Service, job: Job, asked: Mapping[str, Any]) -> dict[str, Any]:
+    found = job_object(job, asked)
+    if found["error"] is not None:
+        found["error"]["message"] = service.outward(found["error"]["message"], job.tenant)
+    return found

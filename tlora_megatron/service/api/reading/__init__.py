@@ -1,0 +1,1 @@
+"""`/docs`: what the service understands, from its OpenAPI description, without foreign scripts."""

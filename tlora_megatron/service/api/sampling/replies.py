@@ -1,0 +1,176 @@
+"""The two forms of answers: a text's completion, and a turn of a chat; whole and in chunks."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, Protocol
+
+from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt
+from tlora_megatron.service.api.sampling.token_names import Scored, TokenNames
+
+
+class Form(Protocol):
+    """Makes bodies of what was sampled."""
+
+    async def whole(self, index: int, prompt: int, answer: Answer) -> dict[str, Any]:
+        """The choice of a sequence that has ended.
+
+        Args:
+            index: of the choice.
+            prompt: its number.
+            answer: with this sequence alone.
+        """
+        ...
+
+    async def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """The choice of a piece of a sequence."""
+        ...
+
+    def envelope(self, choices: Sequence[Mapping[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
+        """The body around choices."""
+        ...
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The choice of a first chunk without a text; None: there is none."""
+        ...
+
+
+class _Form:
+    """The common part of both forms."""
+
+    _prefix: str
+    _objects: tuple[str, str]
+    """whole and chunk"""
+
+    def __init__(self, model: str, names: TokenNames, wants_logprobs: bool) -> None:
+        self._model = model
+        self._names = names
+        self._wants_logprobs = wants_logprobs
+        self._id = f"{self._prefix}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+
+    def envelope(self, choices: Sequence[Mapping[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
+        """The body around choices."""
+        return {
+            "id": self._id,
+            "object": self._objects[is_chunk],
+            "created": self._created,
+            "model": self._model,
+            "choices": list(choices),
+        }
+
+
+class CompletionForm(_Form):
+    """`/v1/completions`.
+
+    Args:
+        prompts: with the tokens of the echoes.
+        echoes: texts of the prompts, repeated before completions; empty = they are not.
+    """
+
+    _prefix = "cmpl"
+    _objects = ("text_completion", "text_completion")
+
+    def __init__(
+        self,
+        model: str,
+        names: TokenNames,
+        wants_logprobs: bool,
+        prompts: Sequence[Prompt],
+        echoes: Sequence[str],
+    ) -> None:
+        super().__init__(model, names, wants_logprobs)
+        self._prompts = prompts
+        self._echoes = echoes
+        self._offsets: dict[int, int] = {}
+        """Characters of a choice that were sent."""
+
+    async def whole(self, index: int, prompt: int, answer: Answer) -> dict[str, Any]:
+        """The choice of a sequence that has ended."""
+        echo = self._echoes[prompt] if self._echoes else ""
+        sequence = answer.sequences[0] if answer.sequences else None
+        logprobs = None
+        if self._wants_logprobs:
+            logprobs = await self._names.for_completion(self._scored(prompt, answer), 0)
+        return {
+            "index": index,
+            "text": echo + (sequence.text if sequence is not None else ""),
+            "logprobs": logprobs,
+            "finish_reason": sequence.stop_reason if sequence is not None else "length",
+        }
+
+    def _scored(self, prompt: int, answer: Answer) -> Scored:
+        """The tokens of a choice's text: those of its prompt, too, where it is repeated."""
+        parts: list[Scored] = [(s.tokens, s.logprobs, s.top_logprobs) for s in answer.sequences]
+        if self._echoes:
+            scores, tops = answer.prompt_logprobs or (), answer.top_prompt_logprobs or ()
+            parts.insert(0, (self._prompts[prompt].tokens, scores, tops))
+        tokens, logprobs, tops_of_all = (
+            tuple(chain(*column)) for column in zip(*parts, strict=True)
+        )
+        return tokens, logprobs, tops_of_all
+
+    async def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """The choice of a piece of a sequence."""
+        logprobs = None
+        if self._wants_logprobs:
+            scored = (piece.tokens, piece.logprobs, piece.top_logprobs)
+            offset = self._offsets.get(index, 0)
+            logprobs = await self._names.for_completion(scored, offset)
+            self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
+        return {
+            "index": index,
+            "text": piece.text,
+            "logprobs": logprobs,
+            "finish_reason": piece.stop_reason,
+        }
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """There is none."""
+        return None
+
+
+class ChatForm(_Form):
+    """`/v1/chat/completions`."""
+
+    _prefix = "chatcmpl"
+    _objects = ("chat.completion", "chat.completion.chunk")
+
+    async def whole(self, index: int, prompt: int, answer: Answer) -> dict[str, Any]:
+        """The choice of a sequence that has ended."""
+        (sequence,) = answer.sequences
+        logprobs = None
+        if self._wants_logprobs:
+            scored = (sequence.tokens, sequence.logprobs, sequence.top_logprobs)
+            logprobs = await self._names.for_chat(scored)
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": sequence.text, "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": sequence.stop_reason,
+        }
+
+    async def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """The choice of a piece of a sequence."""
+        logprobs = None
+        if self._wants_logprobs:
+            scored = (piece.tokens, piece.logprobs, piece.top_logprobs)
+            logprobs = await self._names.for_chat(scored)
+        return {
+            "index": index,
+            "delta": {"content": piece.text},
+            "logprobs": logprobs,
+            "finish_reason": piece.stop_reason,
+        }
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The turn's role."""
+        return {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }

@@ -1,0 +1,218 @@
+"""`/v1/completions` and `/v1/chat/completions`, streaming and not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+
+from tlora_megatron.runtime.sampling.values import Piece, Prompt
+from tlora_megatron.service.api.access.gate import Submitter
+from tlora_megatron.service.api.errors import ApiError, native_format
+from tlora_megatron.service.api.sampling.models import Model, find_model
+from tlora_megatron.service.api.sampling.replies import ChatForm, CompletionForm, Form
+from tlora_megatron.service.api.sampling.token_names import TokenNames
+from tlora_megatron.service.api.sampling.wishes import ChatWish, CompletionWish, Wish
+from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.sampling.sampler import Sampler, SamplerUnavailable, SamplingRefused
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def router(service: Service) -> APIRouter:
+    """The routes of generation."""
+    routes = APIRouter(prefix="/v1", tags=["generation"])
+
+    @routes.post("/completions")
+    async def complete(wish: CompletionWish, caller: Submitter, request: Request) -> Any:
+        """Continues texts."""
+        wish.check_rest()
+        asked = _Asked(
+            _sampler(service), await service.read(find_model, service, caller, wish.model)
+        )
+        return await _unless_gone(request, asked.complete(wish))
+
+    @routes.post("/chat/completions")
+    async def chat(wish: ChatWish, caller: Submitter, request: Request) -> Any:
+        """Answers messages, by the chat template of the base's tokenizer."""
+        wish.check_rest()
+        asked = _Asked(
+            _sampler(service), await service.read(find_model, service, caller, wish.model)
+        )
+        return await _unless_gone(request, asked.chat(wish))
+
+    return routes
+
+
+def _sampler(service: Service) -> Sampler:
+    if service.sampler is None:
+        raise ApiError(404, "the service must be started with --sampler own or vllm to generate")
+    sampler: Sampler = service.sampler
+    return sampler
+
+
+class _Asked:
+    """One request."""
+
+    def __init__(self, sampler: Sampler, model: Model) -> None:
+        self._sampler = sampler
+        self._model = model
+        self._names = TokenNames(sampler, model.base)
+
+    async def complete(self, wish: CompletionWish) -> Any:
+        """Answers `/v1/completions`."""
+        with _Sentences(self._model):
+            if wish.echo and wish.stream:
+                raise ApiError(400, "echo must be false with stream, got true", param="echo")
+            encoded = [
+                await self._sampler.encode(self._model.base, prompt)
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in wish.prompts
+            ]
+            prompts = [self._prompt(wish, tokens, wish.chosen) for tokens in encoded]
+            echoes: list[str] = []
+            if wish.echo:
+                prompts = [_with_scores(prompt) for prompt in prompts]
+                echoes = [
+                    prompt
+                    if isinstance(prompt, str)
+                    else await self._sampler.decode(self._model.base, prompt)
+                    for prompt in wish.prompts
+                ]
+            wants = wish.logprobs is not None
+            form = CompletionForm(self._model.name, self._names, wants, prompts, echoes)
+            return await self._reply(wish, prompts, form)
+
+    async def chat(self, wish: ChatWish) -> Any:
+        """Answers `/v1/chat/completions`."""
+        with _Sentences(self._model):
+            tokens = await self._sampler.encode(self._model.base, wish.conversation)
+            prompts = [self._prompt(wish, tokens, wish.chosen)]
+            form = ChatForm(self._model.name, self._names, bool(wish.logprobs))
+            return await self._reply(wish, prompts, form)
+
+    def _prompt(self, wish: Wish, tokens: Sequence[int], params: Any) -> Prompt:
+        adapter = self._model.adapter
+        return Prompt(
+            tokens=tuple(tokens),
+            adapter=None if adapter is None else str(adapter),
+            params=params,
+            num_samples=wish.num_samples,
+        )
+
+    async def _reply(self, wish: Wish, prompts: Sequence[Prompt], form: Form) -> Any:
+        if not wish.stream:
+            return await self._whole(wish, prompts, form)
+        pieces = self._sampler.stream(self._model.base, prompts)
+        first = await anext(pieces, None)  # what is refused has a status of its own
+        lines = self._lines(wish, prompts, form, first, pieces)
+        return StreamingResponse(lines, media_type="text/event-stream")
+
+    async def _whole(self, wish: Wish, prompts: Sequence[Prompt], form: Form) -> dict[str, Any]:
+        answers = await self._sampler.generate(self._model.base, prompts)
+        choices: list[dict[str, Any]] = []
+        for number, answer in enumerate(answers):
+            for sequence in answer.sequences or (None,):
+                alone = replace(answer, sequences=() if sequence is None else (sequence,))
+                choices.append(await form.whole(len(choices), number, alone))
+        made = sum(len(one.tokens) for answer in answers for one in answer.sequences)
+        return {**form.envelope(choices, is_chunk=False), "usage": _usage(prompts, made)}
+
+    async def _lines(
+        self,
+        wish: Wish,
+        prompts: Sequence[Prompt],
+        form: Form,
+        first: Piece | None,
+        pieces: AsyncIterator[Piece],
+    ) -> AsyncIterator[str]:
+        """Yields the events of a stream."""
+        made = 0
+        opened: set[int] = set()
+        try:
+            async for piece in _chain(first, pieces):
+                if piece.scores is not None:
+                    continue
+                index = piece.prompt * wish.num_samples + piece.sample
+                opening = form.opening(index)
+                if opening is not None and index not in opened:
+                    opened.add(index)
+                    yield _event(form.envelope([opening], is_chunk=True))
+                made += len(piece.tokens)
+                choice = await form.chunk(index, piece)
+                yield _event(form.envelope([choice], is_chunk=True))
+            if wish.wants_usage:
+                end = form.envelope([], is_chunk=True)
+                yield _event({**end, "usage": _usage(prompts, made)})
+        except (SamplingRefused, SamplerUnavailable) as error:
+            yield _event(native_format(_as_api_error(error, self._model)))
+        yield "data: [DONE]\n\n"
+
+
+class _Sentences:
+    """Turns what a sampler raises into answers of HTTP."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def __enter__(self) -> None:
+        """Does nothing."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Raises an ApiError in the place of a sampler's."""
+        if isinstance(error, SamplerUnavailable | ValueError):
+            raise _as_api_error(error, self._model) from error
+
+
+def _as_api_error(error: Exception, model: Model) -> ApiError:
+    message = str(error)
+    if model.adapter is not None:  # paths of the service's host are nobody's business
+        message = message.replace(str(model.adapter), model.name)
+    if isinstance(error, SamplerUnavailable):
+        logger.error("%s", error)
+        return ApiError(503, "the sampler cannot be used now; the service's log says why")
+    return ApiError(400, message)
+
+
+def _with_scores(prompt: Prompt) -> Prompt:
+    top = prompt.params.top_logprobs
+    return replace(prompt, prompt_logprobs=True, top_prompt_logprobs=top)
+
+
+def _usage(prompts: Sequence[Prompt], made: int) -> dict[str, int]:
+    read = sum(len(prompt.tokens) for prompt in prompts)
+    return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+
+
+def _event(body: Any) -> str:
+    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
+
+
+async def _chain(first: Piece | None, rest: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    if first is not None:
+        yield first
+    async for piece in rest:
+        yield piece
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | Response:
+    """Returns what the work returns; cancels it when the client has gone."""
+    task = asyncio.create_task(work)
+    gone = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return Response(status_code=499)
+    finally:
+        task.cancel()
+        gone.cancel()

@@ -1,0 +1,158 @@
+"""Bodies of `/v1/completions` and `/v1/chat/completions`, and what of them is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tlora_megatron.runtime.sampling.values import SamplingParams
+from tlora_megatron.service.api.errors import ApiError, refused
+
+_COMPLETION_TOKENS = 16
+"""OpenAI's default of `/v1/completions`."""
+_PASSED_OVER = frozenset(
+    {"metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"}
+    | {"safety_identifier", "service_tier", "store", "user", "verbosity"}
+)
+"""Fields that change nothing of what is generated."""
+_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
+"""Fields that are not there, with the values that ask for nothing."""
+
+Text = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class StreamOptions(BaseModel):
+    """Settings of how a stream ends."""
+
+    include_usage: bool | None = None
+
+
+class Wish(BaseModel):
+    """The fields that both bodies have."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str = Field(max_length=1000)
+    max_tokens: int | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int | None = Field(None, ge=1, le=128)
+    seed: int | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=4)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Not OpenAI's, but vLLM's, by `extra_body`:
+    top_k: int | None = Field(None, ge=-1)
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=64)
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences of each prompt."""
+        return self.n or 1
+
+    @property
+    def wants_usage(self) -> bool:
+        """True if a stream is to end with the count of tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check_rest(self) -> None:
+        """Refuses fields that are not there.
+
+        Raises:
+            ApiError: naming the first one.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in _PASSED_OVER or value in _NOTHING.get(name, ()):
+                continue
+            rule = "be left out: this service has it not"
+            raise refused(name, rule, value)
+
+    def params(self, max_tokens: int | None, top_logprobs: int) -> SamplingParams:
+        """How tokens are chosen."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=self.top_k if self.top_k and self.top_k > 0 else None,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=self.seed,
+            stop=tuple(stop),
+            stop_tokens=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            top_logprobs=top_logprobs,
+        )
+
+
+Tokens = Annotated[list[int], Field(min_length=1)]
+
+
+class CompletionWish(Wish):
+    """The body of `/v1/completions`."""
+
+    prompt: str | Tokens | Annotated[list[str] | list[Tokens], Field(min_length=1, max_length=128)]
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+
+    @property
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """The prompts, one or several."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+    @property
+    def chosen(self) -> SamplingParams:
+        """How tokens are chosen."""
+        most = _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.params(most, self.logprobs or 0)
+
+
+class ChatWish(Wish):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def chosen(self) -> SamplingParams:
+        """How tokens are chosen."""
+        most = self.max_completion_tokens or self.max_tokens
+        return self.params(most, (self.top_logprobs or 0) if self.logprobs else 0)
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages with their contents as texts.
+
+        Raises:
+            ApiError: for parts of a content that are no text.
+        """
+        return [_with_text(index, message) for index, message in enumerate(self.messages)]
+
+
+def _with_text(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [part.get("text") for part in parts]
+    if len(parts) < len(content) or not all(isinstance(text, str) for text in texts):
+        name = f"messages[{index}].content"
+        raise ApiError(400, f"{name} must be a text or parts of type text", param=name)
+    return {**message, "content": "".join(map(str, texts))}

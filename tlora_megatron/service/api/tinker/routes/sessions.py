@@ -1,0 +1,125 @@
+"""How a client starts, stays and ends."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from tlora_megatron.service.api.access.gate import Reader, Submitter
+from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.api.tinker.desk import Desk
+from tlora_megatron.service.api.tinker.endings import end_session
+from tlora_megatron.service.api.tinker.errors import TinkerRoute
+from tlora_megatron.service.api.tinker.wire import bodies
+from tlora_megatron.service.api.tinker.wire.base_files import positions_of
+
+TESTED = ((0, 25), (0, 38))
+"""Versions of the SDK, the first and the last, whose tests are run."""
+_OF_PROXIES = frozenset({"x-forwarded-for", "x-forwarded-proto", "forwarded", "x-real-ip", "via"})
+DEVIATIONS = (
+    "This is tLoRA, not Tinker: the unembedding has no adapter (train_unembed has no effect); "
+    "alpha is 32 (user_metadata={'tlora.lora.alpha': '16'} changes it); kind='inflight' saves "
+    "snapshots. docs/tinker.md lists what else differs."
+)
+
+
+def router(service: Service) -> APIRouter:
+    """The routes of sessions."""
+    routes = APIRouter(route_class=TinkerRoute)
+
+    @routes.get("/healthz")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @routes.post("/client/config")
+    async def config(_: bodies.ClientConfig, caller: Reader, request: Request) -> dict[str, Any]:
+        # A network is slower than zstd, the loopback interface is not.
+        return {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": not is_local(request)}
+
+    @routes.post("/client/dynamic_config")
+    async def dynamic_config(_: bodies.ClientConfig, caller: Reader) -> dict[str, Any]:
+        return {"sample_cancel_enabled": True}
+
+    @routes.post("/create_session")
+    async def create(body: bodies.CreateSession, caller: Submitter) -> dict[str, Any]:
+        sessions = Desk.of(service, caller.tenant).sessions
+        metadata = {key: str(value) for key, value in (body.user_metadata or {}).items()}
+        session = await service.read(
+            sessions.create, body.sdk_version, body.display_name, metadata or None
+        )
+        return {
+            "type": "create_session",
+            "session_id": session.id,
+            "info_message": DEVIATIONS,
+            "warning_message": _warning(body.sdk_version),
+        }
+
+    @routes.post("/session_heartbeat")
+    async def heartbeat(body: bodies.OfSession, caller: Submitter) -> dict[str, str]:
+        desk = Desk.of(service, caller.tenant)
+        await service.read(desk.open_session, body.session_id)
+        await service.read(desk.sessions.beat, body.session_id)
+        return {"type": "session_heartbeat"}
+
+    @routes.post("/sessions/{session_id}/finish")
+    async def finish(session_id: str, caller: Submitter) -> None:
+        desk = Desk.of(service, caller.tenant)
+        await service.read(desk.sessions.get, session_id)
+        await service.read(end_session, desk, session_id, "its client has finished")
+
+    @routes.post("/telemetry")
+    async def telemetry(caller: Submitter) -> dict[str, str]:
+        return {"status": "accepted"}  # nobody reads it, and it is not kept
+
+    @routes.get("/get_server_capabilities")
+    async def capabilities(caller: Reader) -> dict[str, Any]:
+        return {"supported_models": await service.read(_models, service)}
+
+    @routes.get("/sessions")
+    async def listed(caller: Reader, limit: int = 20, offset: int = 0) -> dict[str, Any]:
+        found = await service.read(Desk.of(service, caller.tenant).sessions.all)
+        begin, end = max(0, offset), max(0, offset) + min(max(0, limit), 1000)
+        return {"sessions": [session.id for session in found[begin:end]]}
+
+    @routes.get("/sessions/{session_id}")
+    async def get(session_id: str, caller: Reader) -> dict[str, Any]:
+        sessions = Desk.of(service, caller.tenant).sessions
+        session = await service.read(sessions.get, session_id)
+        models = await service.read(sessions.models, session_id)
+        return {
+            "training_run_ids": [model.id for model in models],
+            "sampler_ids": await service.read(sessions.samplers, session_id),
+            "user_metadata": session.user_metadata,
+            "display_name": session.display_name,
+        }
+
+    return routes
+
+
+def is_local(request: Request) -> bool:
+    """True if the client is on the service's host, and no proxy is between."""
+    host = None if request.client is None else request.client.host
+    return host in ("127.0.0.1", "::1") and _OF_PROXIES.isdisjoint(request.headers.keys())
+
+
+def _warning(version: str) -> str | None:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    least, most = TESTED
+    if found is not None and least <= (int(found[1]), int(found[2])) <= most:
+        return None
+    spoken = " to ".join(".".join(map(str, end)) for end in TESTED)
+    return f"the tinker SDK must be of version {spoken} to be tested here, got {version}"
+
+
+def _models(service: Service) -> list[dict[str, Any]]:
+    return [
+        {
+            "model_name": name,
+            "max_context_length": positions_of(base),
+            "trainable": True,
+            "sampleable": service.sampler is not None,
+        }
+        for name, base in service.bases().items()
+    ]

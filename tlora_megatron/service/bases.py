@@ -1,0 +1,66 @@
+"""Base models that a service offers by name, so that nobody names a path over the network."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tlora_megatron.config.base_model import BaseModelSpec, read_base_model
+from tlora_megatron.config.jobs import plain
+from tlora_megatron.config.reader import must, read_spec
+from tlora_megatron.config.source import read_document
+from tlora_megatron.service.home import Home, read_json, write_json
+
+BASES_NAME = "bases.json"
+"""In the service's folder: name -> section `base_model` with absolute paths."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,95}")
+
+
+def read_bases(home: Home) -> dict[str, BaseModelSpec]:
+    """The bases that a service offers; nothing looks whether their files are there."""
+    found = read_json(home.root / BASES_NAME) or {}
+    return {name: read_spec(BaseModelSpec, section, name) for name, section in found.items()}
+
+
+def check_bases(words: Sequence[str]) -> None:
+    """Reads bases as `declare_bases` does, and adds none.
+
+    Raises:
+        ConfigError: for the first mistake.
+    """
+    for word in words:
+        _read_word(word)
+
+
+def declare_bases(home: Home, words: Sequence[str]) -> None:
+    """Adds bases to those that a service offers; a name that it has gets another base.
+
+    Args:
+        home: The service's folder.
+        words: `NAME=DIR`, or `NAME=FILE` with the section `base_model` in YAML or JSON.
+
+    Raises:
+        ConfigError: for the first mistake; nothing was added.
+    """
+    added = dict(_read_word(word) for word in words)
+    if added:
+        known = read_json(home.root / BASES_NAME) or {}
+        write_json(home.root / BASES_NAME, {**known, **added})
+
+
+def _read_word(word: str) -> tuple[str, Mapping[str, Any]]:
+    name, _, place = word.partition("=")
+    if not place or not _NAME.fullmatch(name):
+        rule = "be NAME=DIR or NAME=FILE.yaml, NAME of letters, digits and . _ / -"
+        raise must("--base", rule, word)
+    path = Path(place).expanduser()
+    if path.is_file():
+        document = read_document(path)
+        base = read_base_model(document.get("base_model", document), path.resolve().parent)
+    else:
+        base = read_base_model({"path": place}, Path.cwd())
+    section: dict[str, Any] = plain(asdict(base))
+    return name, section

@@ -1,0 +1,70 @@
+"""The words of the command line that choose a service's sampler."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from functools import partial
+
+from tlora_megatron.config.reader import must
+from tlora_megatron.service.home import Home
+from tlora_megatron.service.sampling.bases import base_section
+from tlora_megatron.service.sampling.own import OwnSampler, OwnSettings
+from tlora_megatron.service.sampling.sampler import Sampler
+
+KINDS = ("own", "vllm", "off")
+
+
+def add_sampler_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the words to `tlora serve`, and to the process of HTTP that it starts."""
+    parser.add_argument(
+        "--sampler",
+        choices=KINDS,
+        default="own",
+        help="what generates text over HTTP: own (a small exact generator), vllm, or off "
+        "(default: own)",
+    )
+    parser.add_argument(
+        "--sampler-gpu",
+        metavar="N",
+        help="number of the GPU that the sampler has to itself; leave it out of the service's "
+        "(default: own samples on the CPU)",
+    )
+    parser.add_argument(
+        "--sampler-address",
+        metavar="URL",
+        help="vLLM server that runs already and serves each base under its name; its key is read "
+        "from VLLM_API_KEY (default: vllm serve is started for each base)",
+    )
+
+
+def sampler_words(args: argparse.Namespace) -> list[str]:
+    """The same words again, for a process that is started."""
+    given = {"--sampler-gpu": args.sampler_gpu, "--sampler-address": args.sampler_address}
+    more = [word for name, value in given.items() if value is not None for word in (name, value)]
+    return ["--sampler", args.sampler, *more]
+
+
+def open_sampler(args: argparse.Namespace, home: Home) -> Sampler | None:
+    """The sampler that was chosen; nothing is started before somebody asks it.
+
+    Its `close` must be called at the end.
+
+    Raises:
+        ConfigError: for words that do not go together.
+    """
+    if args.sampler_address is not None and args.sampler != "vllm":
+        raise must("--sampler-address", "be given with --sampler vllm", args.sampler_address)
+    if args.sampler == "off":
+        return None
+    folder, base_of = home.root / "sampler", partial(base_section, home)
+    if args.sampler == "own":
+        return OwnSampler(folder, base_of, OwnSettings(gpu=args.sampler_gpu))
+    # Not at the top: our own sampler needs no httpx.
+    from tlora_megatron.service.sampling.vllm.sampler import VllmSampler
+    from tlora_megatron.service.sampling.vllm.server import Server, VllmSettings
+
+    running = None
+    if args.sampler_address is not None:
+        running = Server(args.sampler_address.rstrip("/"), os.environ.get("VLLM_API_KEY"))
+    return VllmSampler(folder, base_of, VllmSettings(gpu=args.sampler_gpu), running)

@@ -1,0 +1,253 @@
+"""Samples by processes of our own, one a base: started when first asked, ended when idle."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import secrets
+import sys
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tlora_megatron.runtime.sampling.limits import SamplerLimits
+from tlora_megatron.runtime.sampling.values import Piece, Prompt
+from tlora_megatron.service.engines.endings import last_words
+from tlora_megatron.service.home import make_folder
+from tlora_megatron.service.sampling.sampler import (
+    SamplerUnavailable,
+    SamplingRefused,
+    StreamingSampler,
+)
+from tlora_megatron.service.sampling.sockets import connect
+from tlora_megatron.service.sampling.wire import piece_from_json, prompt_to_json, to_line
+
+logger = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-W", "ignore", "-m", "tlora_megatron.service.sampling.process")
+READY = b"ready\n"
+_DYING_S = 0.2
+"""For somebody else's process, whose end cannot be waited for."""
+BaseOf = Callable[[str], Mapping[str, Any]]
+"""From a base's name to its section `base_model`, the path absolute; raises KeyError."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnSettings:
+    """How the processes are started."""
+
+    gpu: str | None = None
+    """as in CUDA_VISIBLE_DEVICES; None = the CPU"""
+    idle_s: float = 300.0
+    """without requests, after which a process ends and gives its memory back"""
+    limits: SamplerLimits = field(default_factory=SamplerLimits)
+    command: tuple[str, ...] = COMMAND
+
+
+async def _end(child: asyncio.subprocess.Process) -> None:
+    """Ends a process that holds nothing worth keeping, and sees it off."""
+    with suppress(ProcessLookupError):
+        child.kill()
+    await child.wait()
+
+
+async def _talk(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: Mapping[str, Any]
+) -> AsyncGenerator[Mapping[str, Any], None]:
+    """Yields the answers to a message.
+
+    Raises:
+        SamplingRefused: if it is refused.
+        ConnectionError: if the process ends before it has answered.
+    """
+    try:
+        writer.write(to_line(message))
+        await writer.drain()
+        while line := await reader.readline():
+            answer = json.loads(line)
+            if "error" in answer:
+                raise SamplingRefused(answer["error"])
+            yield answer
+            if "piece" not in answer:
+                return
+        raise ConnectionResetError("it ended without a word")
+    finally:
+        writer.close()
+
+
+class OwnSampler(StreamingSampler):
+    """A `Sampler` over processes that listen in a folder of the service.
+
+    Processes that another one of this kind has started are found by their sockets.
+
+    Args:
+        folder: made if it is missing.
+        base_of: finds a base by its name.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        base_of: BaseOf,
+        settings: OwnSettings = OwnSettings(),
+    ) -> None:
+        self._folder = make_folder(folder)
+        self._base_of = base_of
+        self._settings = settings
+        self._starting: dict[Path, asyncio.Task[None]] = {}
+        self._children: dict[Path, asyncio.subprocess.Process] = {}
+
+    async def stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
+        """Yields pieces as tokens come.
+
+        A process that dies on the way is started again, and asked the same once more. It gives the
+        same pieces, of which those that were yielded are passed over.
+        """
+        message = {
+            "op": "generate",
+            "prompts": [prompt_to_json(prompt) for prompt in prompts],
+            "seed": secrets.randbits(62),
+        }
+        told: Counter[tuple[int, int, bool]] = Counter()
+        again: Counter[tuple[int, int, bool]] = Counter()
+        async with aclosing(self._ask(base, message, again)) as answers:
+            async for answer in answers:
+                if "piece" not in answer:
+                    return
+                piece = piece_from_json(answer["piece"])
+                key = (piece.prompt, piece.sample, piece.scores is not None)
+                again[key] += 1
+                if again[key] > told[key]:
+                    told[key] += 1
+                    yield piece
+
+    async def encode(self, base: str, text: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        """Returns the tokens of a text, or of messages by the base's chat template."""
+        name = "text" if isinstance(text, str) else "messages"
+        return (await self._ask_one(base, {"op": "encode", name: text}))["tokens"]
+
+    async def decode(self, base: str, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens, special ones included."""
+        return (await self._ask_one(base, {"op": "decode", "tokens": list(tokens)}))["text"]
+
+    async def token_texts(self, base: str, tokens: Sequence[int]) -> list[str]:
+        """Returns the text of each token alone."""
+        message = {"op": "decode", "tokens": list(tokens), "each": True}
+        return (await self._ask_one(base, message))["texts"]
+
+    async def close(self) -> None:
+        """Ends the processes that were started here."""
+        for task in self._starting.values():
+            task.cancel()
+        await asyncio.gather(*self._starting.values(), return_exceptions=True)
+        for child in self._children.values():
+            await _end(child)
+        self._children.clear()
+
+    async def _ask_one(self, base: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        async with aclosing(self._ask(base, message, Counter())) as answers:
+            async for answer in answers:
+                return answer
+        raise AssertionError("an answer or an error comes")
+
+    async def _ask(
+        self, base: str, message: Mapping[str, Any], again: Counter[Any]
+    ) -> AsyncGenerator[Mapping[str, Any], None]:
+        """Yields the answers to a message, twice over if need be; `again` is emptied between."""
+        for is_last in (False, True):
+            again.clear()
+            reader, writer = await self._connect(base)
+            child = self._children.get(self._socket(base))
+            try:
+                async with aclosing(_talk(reader, writer, message)) as answers:
+                    async for answer in answers:
+                        yield answer
+                return
+            except ConnectionError as error:
+                # A process that dies may still take a call, as long as its socket is open.
+                await (asyncio.sleep(_DYING_S) if child is None else _end(child))
+                words = self._last_words(self._socket(base))
+                if is_last:
+                    raise SamplerUnavailable(f"the sampler of {base} has ended: {words}") from error
+                logger.warning("the sampler of %s has ended and is started again: %s", base, words)
+
+    async def _connect(self, base: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        socket = self._socket(base)
+        for _ in range(2):  # the process may end between its start and the call
+            try:
+                return await connect(socket)
+            except OSError:
+                await self._start_once(socket, base)
+        try:
+            return await connect(socket)
+        except OSError as error:
+            raise SamplerUnavailable(f"the sampler of {base} does not listen: {error}") from error
+
+    async def _start_once(self, socket: Path, base: str) -> None:
+        """Starts a base's process; all that ask at once wait for the same start."""
+        task = self._starting.get(socket)
+        if task is None:
+            task = asyncio.create_task(self._start(socket, base))
+            self._starting[socket] = task
+            task.add_done_callback(lambda _: self._starting.pop(socket, None))
+        await asyncio.shield(task)
+
+    async def _start(self, socket: Path, base: str) -> None:
+        settings = self._settings
+        order = {
+            "base": self._base(base),
+            "socket": str(socket),
+            "idle_s": settings.idle_s,
+            "limits": asdict(settings.limits),
+        }
+        with self._log(socket).open("wb") as log:
+            child = await asyncio.create_subprocess_exec(
+                *settings.command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": settings.gpu or ""},
+                start_new_session=True,
+            )
+        before = self._children.get(socket)
+        self._children[socket] = child
+        if before is not None:
+            await _end(before)
+        assert child.stdin is not None
+        assert child.stdout is not None
+        with suppress(ConnectionError):
+            child.stdin.write(to_line(order))
+            await child.stdin.drain()
+            child.stdin.close()
+        if await child.stdout.readline() != READY:
+            await child.wait()
+            raise SamplerUnavailable(
+                f"the sampler of {base} cannot be started: {self._last_words(socket)}"
+            )
+
+    def _socket(self, base: str) -> Path:
+        """The socket of a base, by what the base is and where it is sampled from."""
+        known = json.dumps([self._base(base), self._settings.gpu], sort_keys=True)
+        return self._folder / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.sock"
+
+    def _base(self, name: str) -> Mapping[str, Any]:
+        try:
+            section = dict(self._base_of(name))
+        except KeyError:
+            raise SamplingRefused(f"base must be one of the service's, got {name!r:.80}") from None
+        if self._settings.gpu is None:  # held in fp32 there, whatever it says: one process does
+            section["dtype"] = "float32"
+        return section
+
+    @staticmethod
+    def _log(socket: Path) -> Path:
+        return socket.with_suffix(".log")
+
+    def _last_words(self, socket: Path) -> str:
+        return last_words(self._log(socket))

@@ -1,0 +1,69 @@
+"""The sampler that the doors of a service ask; behind it is a process of ours, or vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from tlora_megatron.runtime.sampling.answers import gather
+from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt
+
+
+class SamplingRefused(ValueError):
+    """A request that cannot be met; the sentence is for the one who asked."""
+
+
+class SamplerUnavailable(RuntimeError):
+    """The sampler cannot be started, or has ended twice during a request."""
+
+
+class Sampler(Protocol):
+    """Samples from the bases of a service, with adapters.
+
+    Every call may raise `SamplingRefused` and `SamplerUnavailable`. A task that is cancelled takes
+    its request back.
+    """
+
+    def stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
+        """Yields pieces as tokens come.
+
+        Args:
+            base: its name in the service.
+            prompts: may have different adapters.
+        """
+        ...
+
+    async def generate(self, base: str, prompts: Sequence[Prompt]) -> list[Answer]:
+        """Returns one answer a prompt."""
+        ...
+
+    async def encode(self, base: str, text: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        """Returns the tokens of a text, or of messages by the base's chat template.
+
+        What they ask for comes next: an assistant's turn is begun.
+        """
+        ...
+
+    async def decode(self, base: str, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens, special ones included."""
+        ...
+
+    async def token_texts(self, base: str, tokens: Sequence[int]) -> list[str]:
+        """Returns the text of each token alone."""
+        ...
+
+    async def close(self) -> None:
+        """Ends what was started here."""
+        ...
+
+
+class StreamingSampler:
+    """Makes `generate` of `stream`."""
+
+    def stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
+        """Yields pieces as tokens come."""
+        raise NotImplementedError
+
+    async def generate(self, base: str, prompts: Sequence[Prompt]) -> list[Answer]:
+        """Returns one answer a prompt."""
+        return gather(prompts, [piece async for piece in self.stream(base, prompts)])

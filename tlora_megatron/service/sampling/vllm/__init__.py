@@ -1,0 +1,1 @@
+"""Samples by vLLM's own server, over its HTTP."""

@@ -1,0 +1,98 @@
+"""Requests to a sampling process and its answers, as lines of JSON on a Unix socket.
+
+A connection carries one request, `{"op": ..., ...}`, and is closed to take it back:
+
+| op | fields | answers |
+|---|---|---|
+| `generate` | `prompts`, `seed` | `{"piece": ...}` for each piece, then `{"done": true}` |
+| `encode` | `text` or `messages` | `{"tokens": [...]}` |
+| `decode` | `tokens`, `each` | `{"text": ...}`, or `{"texts": [...]}` with one a token |
+
+`{"error": SENTENCE}` takes the place of an answer: of what was asked, not of the process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields
+from typing import Any, TypeVar
+
+from tlora_megatron.runtime.sampling.values import (
+    Piece,
+    Prompt,
+    SamplingParams,
+    Scores,
+    TokenLogprob,
+    TopLogprobs,
+)
+
+LINE_BYTES = 64 << 20
+"""The longest line that is read."""
+
+T = TypeVar("T")
+
+
+def to_line(value: Mapping[str, Any]) -> bytes:
+    """One message."""
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
+    """A prompt without the fields that have their defaults."""
+    return _lean(prompt) | ({"params": _lean(prompt.params)})
+
+
+def prompt_from_json(value: Any) -> Prompt:
+    """Reads a prompt.
+
+    Raises:
+        ValueError: for what is none.
+    """
+    found = dict(_fields(Prompt, value, "prompt"))
+    params = dict(_fields(SamplingParams, found.pop("params", {}), "params"))
+    for name in ("stop", "stop_tokens"):
+        if name in params:
+            params[name] = tuple(params[name])
+    tokens = found.pop("tokens", ())
+    return Prompt(tokens=tuple(map(int, tokens)), params=SamplingParams(**params), **found)
+
+
+def piece_to_json(piece: Piece) -> dict[str, Any]:
+    """A piece without the fields that have their defaults."""
+    return _lean(piece)
+
+
+def piece_from_json(value: Mapping[str, Any]) -> Piece:
+    """Reads what `piece_to_json` wrote."""
+    found = dict(value)
+    for name in ("tokens", "logprobs"):
+        found[name] = tuple(found.get(name, ()))
+    found["top_logprobs"] = tuple(map(_top, found.get("top_logprobs", ())))
+    if scores := found.get("scores"):
+        top = tuple(None if one is None else _top(one) for one in scores.get("top", ()))
+        found["scores"] = Scores(logprobs=tuple(scores["logprobs"]), top=top)
+    return Piece(**found)
+
+
+def _top(pairs: Any) -> TopLogprobs:
+    return tuple(TokenLogprob(int(token), float(logprob)) for token, logprob in pairs)
+
+
+def _lean(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their defaults."""
+    defaults = {field.name: field.default for field in fields(value)}
+    return {
+        name: one
+        for name, one in asdict(value).items()
+        if defaults[name] is MISSING or getattr(value, name) != defaults[name]
+    }
+
+
+def _fields(kind: type[Any], value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what} must be an object, got {type(value).__name__}")
+    known = {field.name for field in fields(kind)}
+    if unknown := sorted(set(value) - known):
+        raise ValueError(f"{what} must have only {', '.join(sorted(known))}, got {unknown[0]}")
+    return value

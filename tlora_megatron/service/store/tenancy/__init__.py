@@ -1,0 +1,1 @@
+"""Tenants of a service: their tokens, their files and how much they may have."""

@@ -1,0 +1,176 @@
+"""Lets the ranks of a gang notice that one of them is gone, also while no controller watches.
+
+Neither NCCL nor a GPU that waits for a dead rank does: the others would hold their GPUs until
+somebody ends them. Every rank keeps a connection to rank 0 open, which the kernel closes with
+either process, whatever has started them and wherever they are.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import select
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+GRACE_S = 2.0
+"""From a death to the end of those who notice it by themselves: an engine that watches is quicker,
+and finds out who was first."""
+_BACKLOG = 1024
+_KEY = "lifeline"
+_GOODBYE = b"."
+_HELLO_S = 5.0
+_LOOK_S = 1.0
+_SILENT_NODE_S = 5
+"""Between two questions whether a silent node is there; it is gone after three without answer."""
+
+
+@contextmanager
+def lifeline(
+    store: Store, rank: int, world_size: int, host: str, on_lost: Callable[[], None]
+) -> Iterator[None]:
+    """Watches over the other ranks for the time of the block, which they leave together.
+
+    Args:
+        host: rank 0's address.
+        on_lost: called on a thread, some time after a rank has ended inside its block.
+    """
+    if world_size == 1:
+        yield
+        return
+    line = _Lifeline(on_lost)
+    if rank == 0:
+        line.open(store, host)
+    else:
+        line.connect(store)
+    line.watch()
+    yield  # who leaves by an exception says no goodbye: the others are to end
+    line.leave()
+
+
+class _Lifeline:
+    def __init__(self, on_lost: Callable[[], None]) -> None:
+        self._on_lost = on_lost
+        self._selector = selectors.DefaultSelector()
+        self._token = b""
+        self._turn = threading.Lock()
+        self._is_over = False
+
+    def open(self, store: Store, host: str) -> None:
+        """Listens at a port of the kernel's choice and says where."""
+        listener = socket.create_server((host, 0), backlog=_BACKLOG)
+        self._token = secrets.token_hex(16).encode()
+        place = [host, listener.getsockname()[1], self._token.decode()]
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        store.set(_KEY, json.dumps(place))
+
+    def connect(self, store: Store) -> None:
+        """Connects to rank 0."""
+        host, port, token = json.loads(store.get(_KEY))
+        connection = socket.create_connection((host, port))
+        connection.sendall(token.encode())
+        self._keep(connection)
+
+    def watch(self) -> None:
+        """Begins to watch."""
+        threading.Thread(target=self._watch, name="tlora-lifeline", daemon=True).start()
+
+    def leave(self) -> None:
+        """Says goodbye; nobody is missed from now on."""
+        with self._turn:
+            self._is_over = True
+            self._accept_waiting()
+            for connection in self._connections():
+                with suppress(OSError):
+                    connection.send(_GOODBYE)
+            self._close()
+
+    def _watch(self) -> None:
+        while not self._is_over:
+            ready = self._selector.select(_LOOK_S)
+            with self._turn:
+                if self._is_over:
+                    return
+                is_lost = any(key.data(key.fileobj) for key, _ in ready)
+                if is_lost:
+                    self._close()  # so that the others notice it now
+            if is_lost:
+                time.sleep(GRACE_S)
+                self._on_lost()
+                return
+
+    def _accept(self, listener: socket.socket) -> bool:
+        with suppress(OSError):
+            connection, _ = listener.accept()
+            connection.settimeout(_HELLO_S)
+            if secrets.compare_digest(_read(connection, len(self._token)), self._token):
+                self._keep(connection)
+            else:
+                connection.close()
+        return False
+
+    def _accept_waiting(self) -> None:
+        """Lets in who has connected already; without a goodbye it would take this for a death."""
+        for key in list(self._selector.get_map().values()):
+            if key.data != self._accept or not isinstance(key.fileobj, socket.socket):
+                continue
+            waiting = select.poll()
+            waiting.register(key.fileobj, select.POLLIN)
+            for _ in range(_BACKLOG):
+                if not waiting.poll(0):
+                    break
+                self._accept(key.fileobj)
+
+    def _keep(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        for option, value in (
+            (socket.SO_KEEPALIVE, 1),
+            (socket.TCP_KEEPIDLE, _SILENT_NODE_S),
+            (socket.TCP_KEEPINTVL, _SILENT_NODE_S),
+            (socket.TCP_KEEPCNT, 3),
+        ):
+            is_plain = option == socket.SO_KEEPALIVE
+            level = socket.SOL_SOCKET if is_plain else socket.IPPROTO_TCP
+            connection.setsockopt(level, option, value)
+        self._selector.register(connection, selectors.EVENT_READ, self._hear)
+
+    def _hear(self, connection: socket.socket) -> bool:
+        """Reads what came; True if a rank has ended without a goodbye."""
+        try:
+            word = connection.recv(len(_GOODBYE))
+        except BlockingIOError:
+            return False
+        except OSError:
+            word = b""
+        self._selector.unregister(connection)
+        connection.close()
+        return word != _GOODBYE
+
+    def _connections(self) -> list[socket.socket]:
+        return [
+            key.fileobj
+            for key in self._selector.get_map().values()
+            if key.data == self._hear and isinstance(key.fileobj, socket.socket)
+        ]
+
+    def _close(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                self._selector.unregister(key.fileobj)
+                key.fileobj.close()
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    """So many bytes, or those that came before the end."""
+    found = b""
+    while len(found) < count and (part := connection.recv(count - len(found))):
+        found += part
+    return found
