@@ -32,6 +32,14 @@ VOCAB_SIZE = 264
 """256 bytes and 3 special tokens, padded so that TP = 2, 4 and 8 divide it."""
 PROMPT_WEIGHT = 0.1
 """Weight of a prompt token in the loss: random words are noise that cannot be learned."""
+CHAT_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{ message['content'] + eos_token }}{% endgeneration %}
+{%- else %}{{ message['content'] + '\\n' }}{% endif %}
+{%- endfor %}"""
+"""A request and its answer get the tokens that a row of prompt and completion has."""
 
 
 def write_jobs(folder: Path, seed: int) -> None:
@@ -73,6 +81,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         eos_token="</s>",
         clean_up_tokenization_spaces=False,
         model_max_length=256,
+        chat_template=CHAT_TEMPLATE,
     )
 
 

@@ -47,7 +47,7 @@ def required(project: dict[str, Any], extras: list[str]) -> Iterator[Requirement
 
 
 def is_met(requirement: Requirement) -> bool:
-    """Whether a version that the requirement allows is installed."""
+    """True if a version that the requirement allows is installed."""
     try:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
@@ -56,7 +56,7 @@ def is_met(requirement: Requirement) -> bool:
 
 
 def is_installed_from(repo: Path, name: str) -> bool:
-    """Whether the distribution is an editable install of this folder."""
+    """True if the distribution is an editable install of this folder."""
     try:
         text = metadata.distribution(name).read_text("direct_url.json")
     except metadata.PackageNotFoundError:

@@ -4,10 +4,20 @@
 # process in bf16. With more: two processes in bf16.
 #
 # usage: scripts/quickstart.sh [--keep] [tlora train arguments]
+#        scripts/quickstart.sh --live [--steps N] [--port P] [--stay]
+#   --live   serves the base and lets two clients train on it at once, OpenAI's and Tinker's, as PyPI has them; prints
+#            the address of the service's page, and asks both adapters afterwards
 #   --keep   continue or show what lies in runs/quickstart; without it that folder is moved to runs/quickstart.old
 #            (which is deleted first) and training starts anew
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if [[ ${1:-} == --live ]]; then
+  shift
+  python=$(scripts/setup_env.sh train serve openai tinker)
+  export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+  export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+  exec "$python" scripts/quickstart_live.py "$@"
+fi
 keep=""
 if [[ ${1:-} == --keep ]]; then keep=yes; shift; fi
 out=runs/quickstart

@@ -44,7 +44,7 @@ LETTER_SKILLS: dict[str, Callable[[str], str]] = {
     "upper reverse": lambda x: x[::-1].upper(),
     "upper drop": lambda x: without_vowels(x).upper(),
 }
-"""What the base learns on words. `upper sort` is left out on purpose: a job composes it."""
+"""Skills that the base learns on words. `upper sort` is left out on purpose: a job composes it."""
 LETTER_WEIGHTS = (1, 3, 4, 1, 1, 1, 1)
 
 

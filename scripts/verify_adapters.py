@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What generation gave for one job, and what the run reported."""
+    """The result of generation for one job, beside what the run reported."""
 
     name: str
     rows: int
@@ -59,7 +59,7 @@ class Finding:
 
     @property
     def agrees(self) -> bool:
-        """Whether the matches seen can belong to the reported share of all rows.
+        """True if the matches seen can belong to the reported share of all rows.
 
         With only some of the rows seen, the unseen ones may all match, or none of them.
         """

@@ -1,4 +1,4 @@
-"""What it costs that jobs may join and leave a super-model while it trains.
+"""Measures the cost of jobs that join and leave a super-model while it trains.
 
     python -m scripts.bench.live --csv scripts/bench/results/live.csv
     torchrun --standalone --nproc-per-node 2 -m scripts.bench.live --tp 2 --csv rows.csv
@@ -227,19 +227,22 @@ def measure_joins(bench: Bench) -> dict[str, tuple[float, str]]:
     }
 
 
-def _whole_cycles(bench: Bench) -> int:
-    """Rounds of a turn in which every job takes equally many steps, so that turns do equal work."""
-    cycle = max(1, bench.args.jobs // 2)
-    return cycle * max(1, round(bench.args.rounds / cycle))
+def _cycle(bench: Bench) -> int:
+    """Rounds in which every job takes equally many steps, so that turns do equal work."""
+    return max(1, bench.args.jobs // 2)
 
 
 def measure_overhead(bench: Bench, folder: Path) -> dict[str, tuple[float, str]]:
-    """Both loops in turns over the same jobs."""
+    """Both loops in turns of one cycle over the same jobs; a turn's neighbours are the other's.
+
+    Machines have slow moments, so each pair of turns is one ratio, and the middle of all counts.
+    `+-` is the standard error of that middle, from the middle half of the ratios.
+    """
     settings = replace(bench.settings, output_dir=str(folder / "train"))
     train = TrainingLoop(
         bench.model, bench.run.spec, settings, SilentListener(), base_model="random"
     )
-    count, ratios = _whole_cycles(bench), []
+    count, ratios = _cycle(bench), list[float]()
     turns: list[Callable[[], float]] = [
         partial(train_s, train, count),
         partial(resident_s, bench, count),
@@ -250,14 +253,17 @@ def measure_overhead(bench: Bench, folder: Path) -> dict[str, tuple[float, str]]
         order = turns if turn % 2 == 0 else turns[::-1]
         found = {run: run() for run in order}
         ratios.append(found[turns[1]] / found[turns[0]])
-    over = 100 * (statistics.median(ratios) - 1)
-    spread = 50 * (max(ratios) - min(ratios))
-    return {"resident over train": (over, "%"), "resident over train, +-": (spread, "%")}
+    lower, middle, upper = np.percentile(ratios, (25, 50, 75))
+    error = 1.253 * (upper - lower) / 1.349 / len(ratios) ** 0.5
+    return {
+        "resident over train": (100 * (middle - 1), "%"),
+        "resident over train, +-": (100 * error, "%"),
+    }
 
 
 def measure_cost(bench: Bench) -> dict[str, tuple[float, str]]:
     """Rounds with one job that comes and goes, over rounds without."""
-    count, lost = 3 * _whole_cycles(bench), list[float]()
+    count, lost = 6 * _cycle(bench), list[float]()
     drawn: list[float] = []
     for turn in range(2):
         name = f"guest{turn}"
@@ -288,8 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=16)
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=4096, help="rows of a micro-batch")
-    parser.add_argument("--rounds", type=int, default=16, help="of a turn, about")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=24, help="of each loop")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args, Path(folder))

@@ -28,6 +28,7 @@ from scripts.bench.harness.rows import append_rows, gpu_name
 from tests.helpers.gang_driver import DrivenJob, GangDriver, quickstart_base
 from tlora_megatron.ops.kernel_build import build, built_library
 from tlora_megatron.service.engines.local.engine import LocalEngine
+from tlora_megatron.service.engines.local.spares import COMMAND as SPARE_COMMAND
 from tlora_megatron.service.mail.folder import GangFolder
 
 _LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -39,7 +40,12 @@ class Bench:
     """A gang on this host, jobs for it, and the rows that come of it."""
 
     def __init__(self, root: Path, base: Mapping[str, Any], world: int, args: Any) -> None:
-        self.engine = LocalEngine(root, args.gpus, seats=None if args.gpus else world)
+        spare: Sequence[str] = SPARE_COMMAND
+        if args.stacks is not None:
+            spare = (sys.executable, "-m", "scripts.bench.harness.stacks", str(args.stacks))
+        self.engine = LocalEngine(
+            root, args.gpus, seats=None if args.gpus else world, spare_command=spare
+        )
         self.world = world
         self.args = args
         self._gpu = gpu_name()
@@ -165,8 +171,7 @@ def measure_life(bench: Bench) -> None:
 
 def measure_kill(bench: Bench) -> None:
     """SIGKILL of a rank with spare processes ready."""
-    spares = bench.engine.spares
-    bench.timed(lambda: bool(spares.by_seat) and all(s.is_ready for s in spares.by_seat.values()))
+    wait_for_spares(bench)
     epoch, deaths = bench.driver.epoch, len(bench.driver.deaths)
     bench.kill_rank(bench.world - 1)
     begin_s, begin_at = time.perf_counter(), time.time()
@@ -192,14 +197,17 @@ def note_start(bench: Bench) -> float:
 
 
 def show_timeline(bench: Bench, since_s: float) -> None:
-    """Prints when the present gang told what, in seconds behind a Unix time."""
-    first: dict[tuple[str, str | None], float] = {}
+    """Prints who told what since a Unix time, each for the first time, in seconds behind it."""
+    first: dict[tuple[int, str, str | None], float] = {}
     for event in bench.events:
-        if event.epoch == bench.driver.epoch:
-            first.setdefault((event.kind, event.job), event.at - since_s)
-    for kind in ("started", "prepared", "joined", "stepped"):
-        times = [f"{job or ''} {at_s:.1f}" for (what, job), at_s in first.items() if what == kind]
-        print(f"  {kind}: {', '.join(times)}", flush=True)
+        if event.at >= since_s:
+            first.setdefault((event.epoch, event.kind, event.job), event.at - since_s)
+    rows: dict[tuple[int, str], list[str]] = {}
+    for (epoch, kind, job), at_s in sorted(first.items(), key=lambda item: item[1]):
+        if kind not in ("applied", "round"):
+            rows.setdefault((epoch, kind), []).append(f"{job or ''} {at_s:.2f}".strip())
+    for (epoch, kind), times in rows.items():
+        print(f"  epoch {epoch} {kind}: {', '.join(times)}", flush=True)
 
 
 def measure_resize(bench: Bench) -> dict[str, dict[int, float]]:
@@ -209,30 +217,54 @@ def measure_resize(bench: Bench) -> dict[str, dict[int, float]]:
     for _ in range(bench.args.jobs):
         bench.submit()
     bench.timed(bench.all_step(beyond=bench.args.steps))
-    for words, tp_size in (("TP to DP", 1), ("DP to TP", bench.world)):
-        begin_s, begin_at = time.perf_counter(), time.time()
-        resize(bench, tp_size)
-        bench.row(f"resize {words}: jobs saved, processes gone", time.perf_counter() - begin_s)
-        bench.driver.run_until(bench.all_step())
-        took_s = time.perf_counter() - begin_s
-        show_timeline(bench, begin_at)
-        base_s = note_start(bench)
-        case = f"resize {words}, {bench.args.jobs} jobs"
-        bench.row(case, took_s, must=15.0)
-        bench.row(f"{case}: of it the base", base_s)
-        bench.timed(bench.all_step(beyond=bench.args.steps))
+    for how, change in _CHANGES.items():
+        for words, tp_size in (("TP to DP", 1), ("DP to TP", bench.world)):
+            case = f"resize {words}, {bench.args.jobs} jobs{how}"
+            bench.row(f"{case}: of it the base", change_layout(bench, case, tp_size, change))
     return {job: driven.losses for job, driven in bench.driver.jobs.items()}
+
+
+def change_layout(
+    bench: Bench, case: str, tp_size: int, change: Callable[[Bench, int], None]
+) -> float:
+    """Times a change until all jobs have stepped again; returns the seconds that the base took."""
+    wait_for_spares(bench)
+    begin_s, begin_at = time.perf_counter(), time.time()
+    print(f"{case}: order at {begin_at:.2f}", flush=True)
+    change(bench, tp_size)
+    bench.driver.run_until(bench.all_step())
+    bench.row(case, time.perf_counter() - begin_s, must=15.0)
+    show_timeline(bench, begin_at)
+    base_s = note_start(bench)
+    bench.timed(bench.all_step(beyond=bench.args.steps))
+    return base_s
+
+
+def wait_for_spares(bench: Bench) -> None:
+    """Waits until a spare process is ready for every rank."""
+    spares = bench.engine.spares
+    bench.timed(lambda: bool(spares.by_seat) and all(s.is_ready for s in spares.by_seat.values()))
+
+
+def hand_over(bench: Bench, tp_size: int) -> None:
+    """Starts the gang with another layout beside itself; jobs move one by one."""
+    bench.driver.hand_over(parallel=layout(tp_size))
 
 
 def resize(bench: Bench, tp_size: int) -> None:
     """Saves all, ends the gang and starts it with another layout."""
     driver, epoch = bench.driver, bench.driver.epoch
+    begin_s = time.perf_counter()
     driver.post("stop", body={"save": True})
     driver.run_until(
         lambda: any(event.kind == "stopped" and event.epoch == epoch for event in driver.events)
     )
     driver.run_until(lambda: driver.engine.kill("g", epoch))
+    bench.row("resize: jobs saved, processes gone", time.perf_counter() - begin_s)
     driver.start(parallel=layout(tp_size))
+
+
+_CHANGES = {"": resize, ", beside the old gang": hand_over}
 
 
 def compare(bench: Bench, losses: Mapping[str, Mapping[int, float]]) -> None:
@@ -262,6 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch")
     parser.add_argument("--steps", type=int, default=3, help="between two changes of layout")
     parser.add_argument("--save-every", type=float, default=5.0, help="seconds between checkpoints")
+    parser.add_argument("--stacks", type=Path, help="folder for what ranks' threads are busy with")
     parser.add_argument("--scratch", type=Path, help="folder for base and service")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=args.scratch, ignore_cleanup_errors=True) as folder:

@@ -1,6 +1,7 @@
 """Replays a trace through a service's controller, store and fake gangs, beside `tlora simulate`.
 
     python -m scripts.bench.live_replay --traces DIR --csv scripts/bench/results/live.csv
+    python -m scripts.bench.live_replay --traces DIR --source kalos --jobs 500 --csv rows.csv
     python -m scripts.bench.live_replay --crowd --csv scripts/bench/results/live.csv
 
 The first form submits the jobs of a trace at their times, on a clock that passes 600 times as fast
@@ -29,6 +30,7 @@ from pathlib import Path
 from scripts.bench.harness.arguments import REPO, bench_parser
 from scripts.bench.harness.replayed_service import EPOCH_S, SPEEDUP, Jobs, Replay
 from scripts.bench.harness.rows import append_rows
+from scripts.bench.simulate.cases import SOURCES, Source
 from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.fake_gang import FakeTimes
 from tlora_megatron.service.store import JobState
@@ -36,7 +38,6 @@ from tlora_megatron.sim.cluster_config import load_cluster
 from tlora_megatron.sim.job_mix import load_mix
 from tlora_megatron.sim.study import Options, Study
 from tlora_megatron.sim.trace import Trace, TraceRow, read_trace
-from tlora_megatron.sim.trace_shape import TraceShape
 
 
 def replay_settings(policy: str) -> Settings:
@@ -56,7 +57,7 @@ def replay_settings(policy: str) -> Settings:
 
 
 def replay_times(study: Study, noise: float) -> FakeTimes:
-    """What fake gangs' doings take: the pauses that the simulator charges."""
+    """Gives fake gangs' doings the pauses that the simulator charges."""
     cost = study.cluster.regroup
     weights = max(2.0 * 8e9, 1.0)
     return FakeTimes(
@@ -95,26 +96,22 @@ def compared(study: Study, policy: str, root: Path, noise: float) -> dict[str, f
     }
 
 
-def trace_study(traces: Path, num_jobs: int, load: float) -> Study:
-    """The first jobs of the Philly trace on 128 A100, arriving at an offered load."""
+def trace_study(source: Source, traces: Path, num_jobs: int, load: float) -> Study:
+    """The first jobs of a trace on 128 A100, arriving at an offered load."""
     cluster, profile = load_cluster(REPO / "configs/hardware/cluster-128xA100.yaml")
     mix, specs = load_mix("paper")
-    trace = read_trace(traces / "philly_4w_20171002.csv.gz")
-    shape = TraceShape(sample=1 / 19, most_jobs=num_jobs)
-
-    def study(shape: TraceShape) -> Study:
-        return Study(
-            trace=trace,
-            cluster=cluster,
-            profile=profile,
-            mix=mix,
-            specs=specs,
-            options=Options(shape=shape),
-        )
-
-    return study(replace(shape, load=load / study(shape).offered_load))
+    assert source.file is not None, "a trace that is drawn has no folder"
+    return Study(
+        trace=read_trace(traces / source.file),
+        cluster=cluster,
+        profile=profile,
+        mix=mix,
+        specs=specs,
+        options=Options(shape=replace(source.shape, most_jobs=num_jobs, load=load)),
+    )
 
 
+REPLAYED = tuple(name for name, source in SOURCES.items() if source.file is not None)
 _RUNNING, _QUEUED = 1000, 10_000
 _LONG_S = 1.0e6
 
@@ -149,7 +146,7 @@ def crowd_study(running: int, queued: int) -> Study:
 
 
 def crowded(study: Study, running: int, root: Path) -> dict[str, float]:
-    """What a controller takes where a crowd waits."""
+    """Measures a controller's decisions where a crowd waits."""
     times = FakeTimes(start_s=1.0, report_s=10.0, checkpoint_s=60.0, noise=0.02)
     jobs = Jobs(study)
     replay = Replay(jobs, root, Settings(decide_in_thread=False), times)
@@ -212,7 +209,7 @@ _UNITS = {
     "live over simulated": "ratio",
     "speed of the clock": "ratio",
 }
-"""Of what is not seconds."""
+"""Units of the columns that are not seconds."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -220,6 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = bench_parser(__doc__)
     parser.add_argument("--traces", type=Path, help="folder of the trace")
     parser.add_argument("--crowd", action="store_true", help="measure a crowd instead")
+    parser.add_argument("--source", choices=REPLAYED, default="philly", help="the trace")
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--load", type=float, default=1.0, help="offered load")
     parser.add_argument("--policy", default=Settings().policy)
@@ -236,9 +234,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             study = crowd_study(args.running, args.queued)
             found, where = crowded(study, args.running, root), "crowd"
         else:
-            study = trace_study(args.traces, args.jobs, args.load)
+            study = trace_study(SOURCES[args.source], args.traces, args.jobs, args.load)
             found = compared(study, args.policy, root, args.noise)
-            where = f"philly load {args.load:g} {args.policy}"
+            where = f"{args.source} load {args.load:g} {args.policy}"
     found["load average"] = os.getloadavg()[0]
     for case, value in found.items():
         row = {

@@ -5,7 +5,7 @@
     python -m scripts.bench.plot loads        # results/simulation_loads.png and a table
     python -m scripts.bench.plot quality      # results/fp8_quality_curves.png
     python -m scripts.bench.plot fp8          # tables
-    python -m scripts.bench.plot ablations    # a table; also: mixes
+    python -m scripts.bench.plot ablations    # a table; also: mixes, adversarial
 
 `--csv` and `--out` name other files.
 """
@@ -179,8 +179,11 @@ COLORS = {
     "isolated_sjf": "#3fa0dc",
     "mlora": "#d98200",
     "tlora": "#009e73",
+    "sjf_rightsize": "#c9b400",
     "tlora_best": "#b8559a",
+    "tlora_elastic": "#c0392b",
 }
+YARDSTICKS = {"malleable_jct_s": "malleable SRPT (estimate)", "least_jct_s": "no policy beats"}
 METRICS = {
     "mean_jct_s": "mean JCT: isolated / policy",
     "throughput_tokens_per_s": "tokens/s: policy / isolated",
@@ -204,11 +207,20 @@ def simulation_ratios(rows: Sequence[Mapping[str, str]]) -> Ratios:
         base = own or first.get((r["source"], "base", *place))
         if base is None:
             continue
-        cell = found[(r["source"], r["variant"], float(r["target_load"]), r["policy"])]
+        cell = found[(r["source"], r["variant"], _load(r), r["policy"])]
         for metric in METRICS:
             ratio = float(r[metric]) / float(base[metric])
             cell[metric].append(1 / ratio if metric.endswith("jct_s") else ratio)
+        if r["policy"] == "isolated":
+            for column, name in YARDSTICKS.items():
+                own = found[(r["source"], r["variant"], _load(r), name)]
+                own["mean_jct_s"].append(float(r["mean_jct_s"]) / float(r[column]))
     return found
+
+
+def _load(row: Mapping[str, str]) -> float:
+    """The offered load of a row; 0 where arrivals are as drawn."""
+    return float(row["target_load"] or 0)
 
 
 def plot_loads(found: Ratios, path: Path) -> None:
@@ -223,25 +235,32 @@ def plot_loads(found: Ratios, path: Path) -> None:
             _load_panel(axes, found, source, metric)
             axes.set_title(source if metric == metrics[0] else "", fontsize=10)
         line[0].set_ylabel(METRICS[metric], fontsize=9)
-    grid[0][0].legend(fontsize=7, frameon=False)
-    figure.tight_layout()
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
+_LINE = {"marker": "o", "markersize": 3, "linewidth": 1.3}
+
+
 def _load_panel(axes: Axes, found: Ratios, source: str, metric: str) -> None:
-    for policy, color in COLORS.items():
+    for policy, color in {**COLORS, **dict.fromkeys(YARDSTICKS.values(), "#222222")}.items():
         cells = sorted(
             (load, cell[metric])
             for (name, _, load, other), cell in found.items()
-            if (name, other) == (source, policy)
+            if (name, other) == (source, policy) and metric in cell
         )
         loads = [load for load, _ in cells]
         middle = [statistics.median(values) for _, values in cells]
-        style = {"marker": "o", "markersize": 3, "linewidth": 1.3}
-        axes.plot(loads, middle, color=color, label=policy, **style)
-        low, high = ([pick(values) for _, values in cells] for pick in (min, max))
-        axes.fill_between(loads, low, high, color=color, alpha=0.15, linewidth=0)
+        if policy in COLORS:
+            axes.plot(loads, middle, color=color, label=policy, **_LINE)
+            low, high = ([pick(values) for _, values in cells] for pick in (min, max))
+            axes.fill_between(loads, low, high, color=color, alpha=0.15, linewidth=0)
+        elif cells:
+            dashes = ":" if policy == YARDSTICKS["least_jct_s"] else "--"
+            axes.plot(loads, middle, color=color, label=policy, linestyle=dashes, linewidth=1)
     axes.set_xscale("log")
     axes.set_xticks([0.5, 1, 2, 3, 5], ["0.5", "1", "2", "3", "5"])
     axes.minorticks_off()
@@ -266,6 +285,8 @@ def simulation_table(found: Ratios) -> str:
 
 
 def _spread(values: list[float]) -> str:
+    if not values:
+        return ""
     middle = f"{statistics.median(values):.2f}"
     return middle if len(values) == 1 else f"{middle} ({min(values):.2f}-{max(values):.2f})"
 
@@ -307,6 +328,7 @@ _PARTS: dict[str, tuple[str, Callable[[Path, Path, argparse.Namespace], None]]] 
     "loads": ("simulation_loads", _sweep),
     "ablations": ("simulation_ablations", _sweep),
     "mixes": ("simulation_mixes", _sweep),
+    "adversarial": ("simulation_adversarial", _sweep),
 }
 """The stem of the CSV and of the picture, and what is made of them."""
 

@@ -34,7 +34,7 @@ from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.deploy.deploy import DeploymentResult, deploy
 from tlora_megatron.planner.deploy.kinds import all_kinds, longest_of, most_rows
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
-from tlora_megatron.planner.search import SearchSpace
+from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 PLANNERS = ("tp8", "alike", "lobra", "ours")

@@ -58,7 +58,7 @@ class Row:
     behind_save_ms: float | str
     before_save_ms: float | str
     trained_s: float
-    """What the run itself counts as training."""
+    """Seconds that the run itself counts as training."""
     time_s: str
     stood_still_ms: float | str
 

@@ -28,7 +28,7 @@ class Case:
     """Steps between two checkpoints; 0 = at the end only."""
     jobs: int = 8
     tokens: int = 8192
-    """Of a micro-batch; a job's sequences are cut to its share."""
+    """Tokens of a micro-batch; a job's sequences are cut to its share."""
     cold: bool = False
     """With empty caches of kernels."""
 

@@ -26,7 +26,7 @@ IMPLS = {
     "transformer_engine": "--transformer-impl transformer_engine",
     "transformer_engine_unfused": "--transformer-impl transformer_engine --no-bias-swiglu-fusion",
 }
-"""What builds the base; unfused: SwiGLU (and rotation) as torch's own kernels."""
+"""Builders of the base; unfused: SwiGLU (and rotation) as torch's own kernels."""
 PRECISIONS = {
     "bf16": "--bf16",
     "fp8": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
@@ -62,7 +62,7 @@ TEXTS = REPO / "configs" / "quickstart" / "data"
 WARMUP = 3
 """Iterations of a mode before those that count, in each turn."""
 _RECORDS = 48
-"""Of a job's data, which is repeated."""
+"""Records of a job's data, which is repeated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -78,7 +78,7 @@ class Jobs:
         )
 
     def work(self, order: Mapping[str, Any]) -> FakeWork:
-        """What a job is to a fake gang."""
+        """The work of a job for a fake gang."""
         job = self.jobs[int(order["document"]["index"])]
         return FakeWork(kind=job.kind, tokens=job.tokens, num_steps=self.num_steps(job))
 

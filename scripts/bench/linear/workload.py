@@ -131,7 +131,7 @@ class Provider(Protocol):
         ...
 
     def keep(self, forward: Forward) -> torch.Tensor | None:
-        """What dropout multiplied x by in a forward of set 0, fp32 `[T, K]`; None = no dropout."""
+        """Dropout's factors of x in a forward of set 0, fp32 `[T, K]`; None = no dropout."""
         ...
 
     def clear(self) -> None:

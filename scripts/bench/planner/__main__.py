@@ -10,9 +10,12 @@ planner knows the jobs' lengths as histograms and predicts the mean round. Only 
 timed, so those are chosen whose tokens and padded rows are most like the mean of the first
 hundreds, which are packed without a model; the rounds before are packed and not run.
 
-The world size decides which cases run, unless `--cases` does: `MODEL/LAYERS tpN ppN RECOMPUTE
+The world size decides which cases run, unless `--cases` does: `MODEL/LAYERS tpN ppN [cpN] RECOMPUTE
 JOBSj TOKENSt`, what is left of the world is data parallel. MODEL-fp8 has an FP8 base. A case that
-the planner thinks does not fit is left out. `--repredict OLD.csv --csv NEW.csv`
+the planner thinks does not fit is left out. Megatron-LM's trainer has a command of its own
+(`scripts.bench.planner.under_megatron`). `--nodes 2` has NCCL treat the GPUs of one machine as
+those of two, which it connects by sockets; there, and on several nodes, the link is measured first.
+`--repredict OLD.csv --csv NEW.csv`
 measures nothing: it writes the rows of OLD with what the planner predicts now.
 """
 
@@ -36,8 +39,9 @@ from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.clock import peak_bytes, wait_for_all
 from scripts.bench.harness.rows import append_rows, gpu_name, versions
 from scripts.bench.harness.world import is_main, largest, say, summed
-from scripts.bench.planner.cases import CASES, Case, parse_case, predict
-from scripts.bench.planner.results import Row, read_csv, report, show
+from scripts.bench.planner.cases import CASES, NODES_CASES, Case, parse_case, predict
+from scripts.bench.planner.nodes import divide_into_nodes, over_nodes
+from scripts.bench.planner.results import Measured, Row, read_csv, report, show
 from scripts.bench.planner.rounds import packed_rounds, typical_window
 from tlora_megatron.planner.cost.cost_model import TERMS, StepCost
 from tlora_megatron.planner.cost.memory import MemoryUse
@@ -55,16 +59,27 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.hardware = load_profile(args.hardware)
+        self.nodes, self.hardware = self._machine(load_profile(args.hardware))
         self.rows: list[Row] = []
+
+    def _machine(self, profile: HardwareProfile) -> tuple[int, HardwareProfile]:
+        """The number of nodes, and the profile with the link between them as it is now."""
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        nodes = self.args.nodes or self.world_size // local
+        if self.args.nodes:
+            divide_into_nodes(nodes, self.world_size)
+        return nodes, profile if nodes == 1 else over_nodes(profile, nodes, self.world_size)
 
     def run(self) -> None:
         """All cases that there is time and memory for."""
         end = time.monotonic() + self.args.budget_s
-        texts = self.args.cases or CASES.get(self.world_size)
+        cases = CASES if self.nodes == 1 else NODES_CASES
+        texts = self.args.cases or cases.get(self.world_size)
         if texts is None:
             raise ValueError(f"--cases must be given for a world of {self.world_size}")
         for case in [parse_case(text, self.world_size) for text in texts]:
+            if case.plan.num_micro_batches is not None:
+                raise ValueError(f"{case.name!r} is for scripts.bench.planner.under_megatron")
             cost, memory = predict(case, self.hardware)
             if memory.total_bytes > self.hardware.memory_bytes:
                 say(f"{case.name}: left out, {memory.total_bytes / 2**30:.0f} GiB needed")
@@ -80,27 +95,15 @@ class Bench:
         rounds = packed_rounds(case, _MEAN_OF)
         first = typical_window(rounds[: _SKIPPED + size], size, _WARM_ROUNDS)
         measured_s, tokens, peak = self._measure(case, first, size)
-        plan = case.plan
-        row = Row(
+        measured = Measured(
             gpu=gpu_name(),
             versions=versions("megatron-core"),
-            commit=self.args.commit,
-            gpus=self.world_size,
-            model=case.model if case.model.startswith("tiny") else f"llama-3.1-{case.model}",
-            layers=case.spec.num_layers,
-            tp=plan.tp_size,
-            pp=plan.pp_size,
-            dp=plan.dp_size,
-            recompute=plan.recompute,
-            jobs=len(case.jobs),
-            tokens=plan.micro_batch_tokens,
-            predicted_s=round(cost.step_time_s, 5),
-            measured_s=round(measured_s, 5),
-            predicted_bytes=round(memory.allocated_bytes),
-            measured_bytes=peak,
-            predicted_round_tokens=round(cost.load.tokens),
-            measured_round_tokens=round(tokens),
+            seconds=measured_s,
+            tokens=tokens,
+            peak_bytes=peak,
+            nodes=self.nodes,
         )
+        row = Row.of(case, (cost, memory), measured, commit=self.args.commit)
         self.rows.append(row)
         terms = {
             name: round(getattr(cost, name), 4) for name in TERMS if getattr(cost, name) > 5e-5
@@ -163,9 +166,9 @@ class Bench:
 
 def repredicted(row: Row, hardware: HardwareProfile) -> Row:
     """A row with what the planner says now; what was measured stays."""
-    model = row.model.removeprefix("llama-3.1-")
-    text = f"{model}/{row.layers} tp{row.tp} pp{row.pp} {row.recompute} {row.jobs}j {row.tokens}t"
-    cost, memory = predict(parse_case(text, row.gpus), hardware)
+    if row.nodes > 1:
+        return row  # its link was measured there and then
+    cost, memory = predict(parse_case(row.case, row.gpus), hardware)
     return replace(
         row,
         predicted_s=round(cost.step_time_s, 5),
@@ -208,6 +211,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = bench_parser(__doc__)
     parser.add_argument("--hardware", type=Path, default=Path("configs/hardware/h200.json"))
     parser.add_argument("--cases", nargs="+", help="instead of the world size's own")
+    parser.add_argument("--nodes", type=int, help="of one machine's GPUs, as if they were so many")
     parser.add_argument("--rounds", type=int, default=8, help="timed, at most")
     parser.add_argument("--seconds", type=float, default=8.0, help="of timed rounds, a case")
     parser.add_argument("--budget-s", type=float, default=240.0, help="no case starts after it")

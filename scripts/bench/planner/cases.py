@@ -11,7 +11,7 @@ from tlora_megatron.config.base_model import EMBEDDING, HEAD
 from tlora_megatron.model.quantisation import BaseQuantisation, quantised_on_reading
 from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
-from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.cost.cost_model import CostModel, StepCost
 from tlora_megatron.planner.cost.memory import MemoryModel, MemoryUse
 from tlora_megatron.planner.cost.rates import Rates
@@ -45,6 +45,7 @@ CASES = {
         "70b/16 tp2 pp1 none 8j 8192t",
         "70b/16 tp1 pp2 selective 4j 4096t",
         "8b/32 tp1 pp1 none 2j 4096t",
+        "8b/32 tp1 pp1 cp2 none 8j 16384t",
     ),
     4: (
         "8b/32 tp1 pp1 none 8j 8192t",
@@ -58,6 +59,10 @@ CASES = {
         "70b/16 tp2 pp2 selective 16j 8192t",
         "70b/16 tp2 pp1 full 4j 8192t",
         "8b/32 tp1 pp1 none 2j 4096t",
+        "8b/32 tp1 pp1 cp4 none 8j 32768t",
+        "8b/32 tp1 pp1 cp2 none 8j 16384t",
+        "8b/32 tp1 pp2 cp2 none 8j 16384t",
+        "70b/16 tp2 pp1 cp2 none 8j 16384t",
     ),
     8: (
         "8b/32 tp1 pp1 none 16j 8192t",
@@ -68,11 +73,51 @@ CASES = {
         "70b/32 tp2 pp4 none 8j 4096t",
         "70b/32 tp1 pp8 none 8j 4096t",
         "70b/32 tp4 pp2 selective 16j 8192t",
+        "8b/32 tp1 pp1 cp8 none 16j 65536t",
+        "70b/32 tp2 pp2 cp2 none 8j 8192t",
     ),
 }
+"""By number of GPUs of one node."""
+NODES_CASES = {
+    2: ("8b/16 tp1 pp1 none 8j 8192t", "8b/16 tp1 pp2 none 8j 8192t"),
+    4: (
+        "8b/32 tp1 pp1 none 8j 8192t",
+        "8b/32 tp2 pp1 none 8j 8192t",
+        "8b/32 tp1 pp2 none 8j 8192t",
+        "8b/32 tp2 pp2 none 8j 8192t",
+    ),
+    8: ("8b/32 tp1 pp1 none 16j 8192t", "8b/32 tp4 pp1 none 16j 8192t"),
+}
+"""By number of GPUs of several nodes."""
+MEGATRON_CASES = {
+    1: ("8b/32 tp1 pp1 none 8j 8192t m1",),
+    2: (
+        "8b/32 tp1 pp2x4 none 8j 4096t m4",
+        "8b/32 tp1 pp2 none 8j 4096t m4",
+        "8b/32 tp2 pp1 none 8j 8192t m1",
+        "70b/16 tp1 pp2x4 selective 8j 2048t m4",
+    ),
+    4: (
+        "8b/32 tp1 pp4x4 none 8j 4096t m8",
+        "8b/32 tp1 pp4x2 none 8j 4096t m4",
+        "8b/32 tp1 pp4 none 8j 4096t m8",
+        "8b/32 tp1 pp2x4 none 8j 4096t m4",
+        "8b/32 tp1 pp2x4 cp2 none 8j 8192t m4",
+        "70b/32 tp1 pp4x4 none 8j 2048t m8",
+        "70b/32 tp2 pp2x8 none 8j 4096t m4",
+    ),
+    8: (
+        "70b/80 tp1 pp2x20 cp2 none 8j 4096t m4",
+        "70b/80 tp2 pp1 cp2 none 8j 4096t m1",
+        "70b/80 tp1 pp8x5 none 8j 2048t m16",
+        "70b/80 tp2 pp4x5 none 8j 4096t m8",
+    ),
+}
+"""By number of GPUs, under Megatron-LM's trainer."""
 _CASE = re.compile(
-    r"(?P<model>(?:8b|70b|tiny)(?P<fp8>-fp8)?)/(?P<layers>\d+) tp(?P<tp>\d+) pp(?P<pp>\d+) "
-    r"(?P<recompute>none|selective|full) (?P<jobs>\d+)j (?P<tokens>\d+)t"
+    r"(?P<model>(?:8b|70b|tiny)(?P<fp8>-fp8)?)/(?P<layers>\d+) tp(?P<tp>\d+) "
+    r"pp(?P<pp>\d+)(x(?P<vpp>\d+))?( cp(?P<cp>\d+))? (?P<recompute>none|selective|full) "
+    r"(?P<jobs>\d+)j (?P<tokens>\d+)t( m(?P<batches>\d+))?"
 )
 
 
@@ -92,28 +137,35 @@ def parse_case(text: str, world_size: int) -> Case:
     """Reads a case for a world.
 
     Raises:
-        ValueError: if it is malformed or its sizes do not divide the world.
+        ValueError: if it is malformed, or its sizes do not divide the world or the model.
     """
     match = _CASE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"a case must look like {CASES[1][0]!r}, got {text!r}")
-    tp, pp = int(match["tp"]), int(match["pp"])
-    if world_size % (tp * pp):
-        raise ValueError(f"tp * pp must divide the world of {world_size}, got {text!r}")
+    tp, pp, cp = int(match["tp"]), int(match["pp"]), int(match["cp"] or 1)
+    if world_size % (tp * pp * cp):
+        raise ValueError(f"tp * pp * cp must divide the world of {world_size}, got {text!r}")
     plan = Plan(
         tp_size=tp,
         pp_size=pp,
-        dp_size=world_size // (tp * pp),
+        vpp_size=int(match["vpp"] or 1),
+        cp_size=cp,
+        dp_size=world_size // (tp * pp * cp),
         sequence_parallel=tp > 1,
         micro_batch_tokens=int(match["tokens"]),
         recompute=cast(Recompute, match["recompute"]),
+        num_micro_batches=int(match["batches"]) if match["batches"] else None,
     )
     spec = model_spec(match["model"].removesuffix("-fp8"))
     spec = replace(spec, num_layers=int(match["layers"]))
+    reason = misfit(spec, plan)
+    if reason is not None or (plan.vpp_size > 1 and plan.num_micro_batches is None):
+        raise ValueError(f"a case must fit its model, got {text!r}: {reason or 'xN wants mN'}")
     quantisation = quantised_on_reading(spec, (EMBEDDING, HEAD)) if match["fp8"] else None
     if quantisation is not None:
         spec = replace(spec, fp8_linears=quantisation.layers_by_linear)
-    jobs = make_jobs(int(match["jobs"]), world_size, min(LENGTHS[-1], plan.micro_batch_tokens // 4))
+    longest = min(LENGTHS[-1], plan.micro_batch_tokens // cp // 4)
+    jobs = make_jobs(int(match["jobs"]), world_size, longest)
     return Case(
         name=text.strip(),
         model=match["model"],

@@ -10,6 +10,24 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
+from scripts.bench.planner.cases import Case
+from tlora_megatron.planner.cost.cost_model import StepCost
+from tlora_megatron.planner.cost.memory import MemoryUse
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """Means over the timed rounds of a case."""
+
+    gpu: str
+    versions: str
+    seconds: float
+    tokens: float
+    """Rows of all jobs, without padding."""
+    peak_bytes: int
+    """Peak of the rank with most; 0 without CUDA."""
+    nodes: int = 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
@@ -23,7 +41,13 @@ class Row:
     layers: int
     tp: int
     pp: int
+    vpp: int = 1
+    cp: int = 1
     dp: int
+    nodes: int = 1
+    """Nodes that the GPUs are of, or pretend to be of."""
+    batches: int = 0
+    """Micro-batches of a replica in each round of Megatron-LM's trainer; 0 = `tlora train`."""
     recompute: str
     jobs: int
     tokens: int
@@ -37,6 +61,54 @@ class Row:
     predicted_round_tokens: int
     """Rows of all jobs in a round."""
     measured_round_tokens: int
+
+    @classmethod
+    def of(
+        cls, case: Case, prediction: tuple[StepCost, MemoryUse], measured: Measured, *, commit: str
+    ) -> Row:
+        """The row of a case that was run."""
+        plan, (cost, memory) = case.plan, prediction
+        return cls(
+            gpu=measured.gpu,
+            versions=measured.versions,
+            commit=commit,
+            gpus=plan.num_gpus,
+            model=case.model if case.model.startswith("tiny") else f"llama-3.1-{case.model}",
+            layers=case.spec.num_layers,
+            tp=plan.tp_size,
+            pp=plan.pp_size,
+            vpp=plan.vpp_size,
+            cp=plan.cp_size,
+            dp=plan.dp_size,
+            nodes=measured.nodes,
+            batches=plan.num_micro_batches or 0,
+            recompute=plan.recompute,
+            jobs=len(case.jobs),
+            tokens=plan.micro_batch_tokens,
+            predicted_s=round(cost.step_time_s, 5),
+            measured_s=round(measured.seconds, 5),
+            predicted_bytes=round(memory.allocated_bytes),
+            measured_bytes=measured.peak_bytes,
+            predicted_round_tokens=round(cost.load.tokens),
+            measured_round_tokens=round(measured.tokens),
+        )
+
+    @property
+    def case(self) -> str:
+        """The case in the form in which it is asked for."""
+        vpp = f"x{self.vpp}" if self.vpp > 1 else ""
+        cp = f" cp{self.cp}" if self.cp > 1 else ""
+        batches = f" m{self.batches}" if self.batches else ""
+        layout = f"tp{self.tp} pp{self.pp}{vpp}{cp}"
+        model = f"{self.model.removeprefix('llama-3.1-')}/{self.layers}"
+        return f"{model} {layout} {self.recompute} {self.jobs}j {self.tokens}t{batches}"
+
+    @property
+    def layout(self) -> str:
+        """The layout for reading."""
+        vpp = f"x{self.vpp}" if self.vpp > 1 else ""
+        cp = f" CP{self.cp}" if self.cp > 1 else ""
+        return f"TP{self.tp} PP{self.pp}{vpp}{cp} DP{self.dp}"
 
     @property
     def time_error(self) -> float:
@@ -98,10 +170,10 @@ def report(rows: Sequence[Row]) -> list[str]:
         lines.append(f"peak memory: {min(memory):+.1%} to {max(memory):+.1%}")
     groups = defaultdict(list)
     for row in rows:
-        groups[row.gpu, row.gpus, row.model, row.layers, row.recompute, row.jobs].append(row)
+        mix = row.gpu, row.gpus, row.model, row.layers, row.recompute, row.jobs
+        groups[*mix, row.nodes, row.batches > 0].append(row)
     for key, members in groups.items():
-        layouts = {(r.tp, r.pp, r.dp) for r in members}
-        if len(layouts) > 1:
+        if len({row.layout for row in members}) > 1:
             lines.append(_choice(key, members))
     return lines
 
@@ -113,8 +185,10 @@ def _choice(key: tuple[Any, ...], rows: Sequence[Row]) -> str:
     chosen = max(rows, key=lambda row: row.predicted_round_tokens / row.predicted_s)
     best = max(rows, key=measured)
     where = f"{key[0]} x{key[1]} {key[2]}/{key[3]} {key[5]} jobs"
+    where += (f" on {key[6]} nodes" if key[6] > 1 else "") + (
+        " under Megatron-LM" if key[7] else ""
+    )
     return (
-        f"{where}: chosen TP{chosen.tp} PP{chosen.pp} DP{chosen.dp} {measured(chosen):,.0f} "
-        f"tokens/s, {measured(chosen) / measured(best):.1%} of the best measured, "
-        f"TP{best.tp} PP{best.pp} DP{best.dp}"
+        f"{where}: chosen {chosen.layout} {measured(chosen):,.0f} tokens/s, "
+        f"{measured(chosen) / measured(best):.1%} of the best measured, {best.layout}"
     )

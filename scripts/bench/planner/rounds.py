@@ -39,9 +39,11 @@ def packed_rounds(case: Case, count: int) -> list[PackedRound]:
             dp_size=plan.dp_size,
             pp_size=plan.pp_size,
             first_slot=index,
+            num_micro_batches=plan.num_micro_batches,
         )
         loads = [sum(placed.item.length for placed in content) for content in filled.micro_batches]
-        rows = round_up(max(loads), ROW_TILE)
+        is_full = plan.num_micro_batches is not None
+        rows = plan.micro_batch_tokens if is_full else round_up(max(loads), ROW_TILE * plan.cp_size)
         rounds.append(PackedRound(sum(loads), len(filled.replicas[0]) * rows))
     return rounds
 

@@ -1,0 +1,1 @@
+"""Cases of `scripts.bench.doors`, each a module."""

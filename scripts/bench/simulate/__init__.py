@@ -1,0 +1,1 @@
+"""Replays traces under every scheduling policy."""

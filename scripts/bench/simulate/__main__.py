@@ -1,0 +1,118 @@
+"""Replays traces under every policy: loads, seeds, ablations, job mixes and bounds.
+
+    python -m scripts.bench.simulate loads --traces DIR
+    python -m scripts.bench.simulate ablations --traces DIR --seeds 101,102,103
+    python -m scripts.bench.simulate mixes --traces DIR --seeds 101,102
+    python -m scripts.bench.simulate adversarial --seeds 101
+    python -m scripts.bench.simulate decisions
+
+A load of 1 is a trace whose jobs, each alone, ask for all the GPU time the cluster has between the
+first and the last submission; arrivals are stretched or squeezed to get there. Policies were tuned
+on the seeds `tuning` (0 to 4); the seeds `held-out` (101 to 105) report.
+
+`adversarial` are drawn traces that are hard on a scheduler. `decisions` times decisions with 1,000
+waiting jobs of mixes that nobody has asked about yet.
+
+Rows go to `results/simulation_PART.csv` (or `--csv`) as they come; cells that the file has already
+are left out. A mean completion time below the bound on all policies ends the run.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.harness.arguments import RESULTS, bench_parser
+from scripts.bench.harness.rows import append_rows
+from scripts.bench.simulate.cases import PARTS, Cell, study_of
+from scripts.bench.simulate.decisions import decision_rows
+from tlora_megatron.scheduler.registry import POLICIES
+from tlora_megatron.sim.bounds import exceeded_by, limits_of
+from tlora_megatron.sim.report.results import summary_rows
+from tlora_megatron.sim.study import PolicyRun, Study, Yardsticks
+from tlora_megatron.sim.trace import Trace
+
+SEEDS = {"tuning": (0, 1, 2, 3, 4), "held-out": (101, 102, 103, 104, 105)}
+
+
+def seeds_of(text: str) -> tuple[int, ...]:
+    """Seeds by the name of a set, or one by one."""
+    return SEEDS.get(text) or tuple(int(seed) for seed in text.split(","))
+
+
+def done_in(path: Path) -> set[tuple[str, ...]]:
+    """Keys of the rows that a file holds."""
+    if not path.exists():
+        return set()
+    with path.open(newline="") as file:
+        return {
+            (r["source"], r["variant"], r["target_load"], r["seed"], r["policy"])
+            for r in csv.DictReader(file)
+        }
+
+
+def check_bounds(study: Study, yardsticks: Yardsticks, runs: list[PolicyRun]) -> None:
+    """Ends the program if a policy beats the bound, or a group the speeds that it rests on."""
+    for run in runs:
+        assert yardsticks.least_jct_s <= run.summary.mean_jct_s * (1 + 1e-9), (
+            f"mean completion time must be at least {yardsticks.least_jct_s:.1f} s, got "
+            f"{run.summary.mean_jct_s:.1f} s with {run.policy}"
+        )
+    limits = limits_of(study.workload.jobs, study.speeds, study.cluster.shape.num_gpus)
+    faster = exceeded_by(limits, study.speeds)
+    assert not faster, f"no group must be faster than the bound allows, got {faster[:5]}"
+
+
+def run_cell(cell: Cell, policies: list[str], study: Study, commit: str) -> list[dict[str, Any]]:
+    """A row for each policy, and a line on the terminal."""
+    runs = [study.run(policy) for policy in policies]
+    yardsticks = study.yardsticks()
+    assert yardsticks is not None, "no faults are drawn here"
+    check_bounds(study, yardsticks, runs)
+    about = {
+        "source": cell.source,
+        "variant": cell.variant,
+        "target_load": cell.target_load,
+        "commit": commit,
+    }
+    rows = []
+    for run, row in zip(runs, summary_rows(study, runs, yardsticks), strict=True):
+        times = {
+            "wall_s": round(run.wall_s, 1),
+            "longest_decision_ms": round(run.longest_decide_s * 1e3, 1),
+        }
+        rows.append(about | row | times)
+        hours = run.summary.mean_jct_s / 3600
+        print(*cell.key(run.policy), f"mean JCT {hours:.2f} h", f"{run.wall_s:.1f} s", flush=True)
+    return rows
+
+
+def main() -> int:
+    """Runs the cells of one part that are still missing."""
+    parser = bench_parser(__doc__)
+    parser.add_argument("part", choices=(*PARTS, "decisions"))
+    parser.add_argument("--traces", type=Path, default=Path(), help="folder of the traces")
+    parser.add_argument("--seeds", default="held-out", help="tuning, held-out, or numbers")
+    parser.add_argument("--sources", default="", help="only these traces")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="only these policies")
+    args = parser.parse_args()
+    path = args.csv or RESULTS / f"simulation_{args.part}.csv"
+    wanted, seeds = args.policies.split(","), seeds_of(args.seeds)
+    if args.part == "decisions":
+        for row in decision_rows(wanted, seeds, args.commit):
+            append_rows(path, [row])
+        return 0
+    done, cache = done_in(path), dict[str, Trace]()
+    sources = args.sources.split(",") if args.sources else None
+    for cell in PARTS[args.part](seeds):
+        missing = [p for p in cell.policies if p in wanted and cell.key(p) not in done]
+        if missing and (sources is None or cell.source in sources):
+            study = study_of(cell, args.traces, cache)
+            append_rows(path, run_cell(cell, missing, study, args.commit))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
