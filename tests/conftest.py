@@ -16,14 +16,32 @@ import pytest
 from tests.helpers.session import ORACLE_CACHE
 from tests.helpers.standing_world import session_address
 
+# As `run.deterministic` sets it: MKL reads it once, and a world trains many runs in one process.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
 REPO = Path(__file__).resolve().parent.parent
 _LONG_FIRST = (
+    "distributed/test_driven.py",
     "unit/ops/lora/triton/",
+    "integration/test_slurm_scripts.py",
+    "integration/test_slurm_engine.py",
+    "integration/test_multinode.py",
+    "distributed/test_lossless.py",
+    "distributed/test_isolation.py",
+    "integration/test_killed_service.py",
+    "distributed/test_deepspeed_isolation.py",
     "unit/ops/test_extension.py",
+    "distributed/test_lora_sharding.py",
+    "distributed/test_overlap.py",
+    "distributed/test_deterministic.py",
+    "unit/sim/test_scale.py",
+    "integration/test_ray_engine.py",
+    "integration/test_tinker.py",
+    "unit/ops/test_interpreted_kernels.py",
     "distributed/",
     "integration/",
 )
-"""Files that the workers begin with; short files at the end even them out."""
+"""Files that workers begin with, longest first: a long one that begins last has a core alone."""
 
 
 @cache
@@ -52,6 +70,9 @@ def _reason_to_skip(mark: str) -> str | None:
         return f"needs four CPU cores, got {cores} (TLORA_ALL_TESTS=1 runs it all the same)"
     if mark == "megatron_lm" and not _megatron_lm().is_file():
         return "needs MEGATRON_LM_PATH to name a Megatron-LM checkout"
+    for name, variable in (("old_tinker", "TINKER_OLD_PYTHON"), ("cookbook", "COOKBOOK_PYTHON")):
+        if mark == name and not Path(os.environ.get(variable) or "nowhere").is_file():
+            return f"needs {variable} to name an interpreter of scripts/tinker_clients.sh"
     if mark == "shared" and not _shared_data().is_dir():
         return "needs TLORA_SHARED_DATA to name the shared data folder"
     return None

@@ -162,7 +162,7 @@ def _in_place(linear: str, target: str, delta: Tensor) -> Tensor:
 
 
 class Cut(NamedTuple):
-    """What of the whole tensors this rank holds."""
+    """The parts of the whole tensors that this rank holds."""
 
     x: tuple[Any, Any]
     y: tuple[Any, Any]
@@ -263,7 +263,7 @@ def relative(got: Tensor, expected: Tensor) -> float:
 
 
 def gathered_rank_errors(groups: ParallelGroups) -> dict[str, float]:
-    """What a column-parallel adapter's gradients are off by where dS is not summed.
+    """Errors of a column-parallel adapter's gradients where dS is not summed.
 
     A is cut over its rank and `x A^T` gathered by the mapping that splits backward, as in
     Megatron-Bridge's MultiLoRA (its main branch of July 2026): the forward and dB are right, and dS

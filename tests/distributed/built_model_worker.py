@@ -331,7 +331,7 @@ def check_against_modules(variant: str, own: Any, modules: Any) -> None:
 
 
 def check_gathered(bank: AdapterBank, groups: ParallelGroups, spec: ModelSpec) -> None:
-    """What a checkpoint gathers is what was loaded, however many layers each stage has."""
+    """A checkpoint gathers what was loaded, however many layers each stage has."""
     taker, whole = SnapshotTaker(spec, groups), {}
     for seed, adapter in enumerate(bank.adapters):
         room = torch.empty(taker.numel(adapter.lora, 1)) if groups.is_writer else None

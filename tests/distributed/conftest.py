@@ -1,4 +1,4 @@
-"""What several tests of whole runs are compared with."""
+"""References of several tests of whole runs."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tlora_megatron.training.packing.packing import Round
 MOST = (4, 2)
 """That each process has room for."""
 TIMES = ({1: 1.0, 2: 0.7, 3: 0.5, 4: 0.4}, {1: 0.9, 2: 0.8, 3: 0.5, 4: 0.4})
-"""Of a round in so many, in seconds."""
+"""Times of a round in so many nano-batches, in seconds."""
 
 
 class _Documents(Round):

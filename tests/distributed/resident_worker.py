@@ -110,7 +110,7 @@ def note_slabs() -> list[weakref.ref[AdapterSlab]]:
 
 
 def digest_with_rank(prepared: PreparedJob) -> str:
-    """As if the ranks had read unlike data, for jobs whose names ask for it."""
+    """A digest that says the ranks read unlike data, for jobs whose names ask for it."""
     rank = str(dist.get_rank()) if prepared.spec.name.startswith("unlike") else ""
     return (rank + _digest_of(prepared))[:32]
 

@@ -47,7 +47,7 @@ def test_models_in_two_processes(reference: Path) -> None:
 
 
 def test_the_gpu_check_runs_with_the_stand_in() -> None:
-    """What compares Transformer Engine with the local spec on GPUs, before it costs GPU time."""
+    """The check of Transformer Engine on GPUs runs here first, before it costs GPU time."""
     size = ("--hidden", 128, "--tokens", 256)
     modes = ("--modes", "local", "local-own", "te", "te-own", "te-fp8")
     assert "all modes passed" in world(GRADIENTS, 2, "--stand-in", *size, *modes)

@@ -30,6 +30,9 @@ MODELS: dict[str, dict[str, Any]] = {
     # 100 rows of the vocabulary are filled up to 128.
     "qwen2_tied": {"model_type": "qwen2", "tied": True, "vocab_size": 100},
     "qwen3": {"model_type": "qwen3", "vocab_size": 127},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_hidden_layers": 2},
+    "mixtral": {"model_type": "mixtral", "num_hidden_layers": 2},
+    "scores": {"model_type": "qwen3_moe", "num_hidden_layers": 2, "norm_topk_prob": False},
 }
 
 

@@ -35,7 +35,7 @@ Results = dict[str, tuple[Any, Any]]
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of every family its folder, section, description and oracle."""
+    """The folder, section, description and oracle of every family."""
     found = {}
     for family in FAMILIES:
         root = tmp_path_factory.mktemp(family)

@@ -53,7 +53,7 @@ JOBS: tuple[dict[str, Any], ...] = (
 )
 """None adapts the down projection."""
 WIDE = ("embed_tokens", "lm_head", "layers.0", "down_proj")
-"""What `partly` leaves as it is."""
+"""Linears that `partly` leaves as they are."""
 NAMES = tuple(job["name"] for job in JOBS)
 IN_BLOCKS: dict[str, int] = {
     "hidden_size": 256,

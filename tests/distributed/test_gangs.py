@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,11 @@ import yaml
 
 from tests.helpers.gang_driver import digest, quickstart_base
 from tests.helpers.gang_worker import LAYOUT, RUN, STEPS, documents
-from tests.helpers.standing_world import forked, world
+from tests.helpers.real_gang import drive
+from tests.helpers.standing_world import world
 
 ALL = os.environ.get("TLORA_ALL_TESTS") == "1"
 KILLS = 50 if ALL else 2
-
-
-def drive(case: str, root: Path, *args: object) -> dict[str, Any]:
-    output = forked("-m", "tests.helpers.gang_worker", case, root, *args)
-    (line,) = (line for line in output.splitlines() if line.startswith("RESULT "))
-    return dict(json.loads(line.removeprefix("RESULT ")))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +75,7 @@ def test_gang_that_wakes_up_past_its_lease_writes_nothing(tmp_path: Path) -> Non
     result = drive("zombie", tmp_path / "service")
     assert result["last"] == "died"
     assert "nothing was heard of a controller" in result["reason"]
-    assert not result["wrote"]
+    assert result["changed"] == []
 
 
 @pytest.mark.skipif(not ALL, reason="stands still for a minute; TLORA_ALL_TESTS=1 runs it")

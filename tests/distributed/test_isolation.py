@@ -21,6 +21,7 @@ from tests.helpers.isolation import (
     INCIDENTS_IN_TWO_PROCESSES,
     LAYOUTS,
     NAMES,
+    NANO_INCIDENT,
     NUM_STEPS,
     Incident,
     make_cases,
@@ -39,6 +40,8 @@ INCIDENT_RUNS = [
         for name in INCIDENTS_IN_TWO_PROCESSES
     ),
 ]
+
+IN_NANO_BATCHES = ("TP2", "TP2+SP")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,7 @@ def job_summary(output_dir: Path, name: str) -> dict[str, Any]:
 
 
 def told(output_dir: Path, name: str, key: str) -> list[dict[str, Any]]:
-    """What the listener was told of a job: its `step`s or its `event`s."""
+    """The `step`s or `event`s of a job that the listener was told."""
     entries = json.loads((output_dir / "told.json").read_text())
     return [entry for entry in entries if entry["name"] == name and key in entry]
 
@@ -80,6 +83,16 @@ def records(output_dir: Path, name: str) -> list[dict[str, Any]]:
     """A job's metrics, training and evaluation, without the times."""
     lines = read_metrics(output_dir / "jobs" / name / "metrics.jsonl")
     return [{key: value for key, value in line.items() if key != "time_s"} for line in lines]
+
+
+def assert_same_weights(run: Path, other: Path, name: str) -> None:
+    """A job's adapters of two runs are equal to the bit."""
+    mine, expected = (
+        load_file(out / "jobs" / name / "adapter" / "adapter_model.safetensors")
+        for out in (run, other)
+    )
+    assert mine.keys() == expected.keys()
+    assert all(torch.equal(mine[key], value) for key, value in expected.items()), name
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS)
@@ -120,12 +133,7 @@ def test_neighbours_of_an_incident_get_the_same_bits(
         assert len(losses(ill, neighbour)) == NUM_STEPS
         assert records(ill, neighbour) == records(healthy, neighbour), neighbour
         assert job_summary(ill, neighbour)["status"] == "finished"
-        weights = [
-            load_file(run / "jobs" / neighbour / "adapter" / "adapter_model.safetensors")
-            for run in (ill, healthy)
-        ]
-        assert weights[0].keys() == weights[1].keys()
-        assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0]), neighbour
+        assert_same_weights(ill, healthy, neighbour)
 
 
 @pytest.mark.parametrize(("world_size", "layout", "name"), INCIDENT_RUNS)
@@ -233,3 +241,40 @@ def test_bf16_follows_the_oracle_with_fp32_masters(
         values = torch.cat([factor.flatten() for factor in factors.values()])
         assert values.dtype == torch.float32
         assert (values != values.bfloat16().float()).float().mean() > 0.9, name
+
+
+def in_nano_batches(run: Path) -> dict[str, Any]:
+    """The summary's entry on nano-batches."""
+    told = json.loads((run / "summary.json").read_text())["run"]
+    return told["nano_batches"] | {"rounds": told["rounds"]}
+
+
+@pytest.mark.parametrize("layout", IN_NANO_BATCHES)
+def test_nano_batches_give_the_same_adapters(layout: str, root: Path, run_world: World) -> None:
+    whole, cut = (run_world(2) / f"{layout} together{count}" for count in ("", " in 3"))
+    one, three = in_nano_batches(whole), in_nano_batches(cut)
+    assert {k: v for k, v in one.items() if k not in ("ran", "rounds")} == {
+        "asked": 1, "count": 1, "controller": None, "time_over_one": None,
+    }  # fmt: skip
+    assert (three["asked"], three["count"], three["controller"]) == (3, 3, None)
+    assert one["ran"].keys() == {"1"}
+    assert three["ran"]["3"] > sum(three["ran"].values()) / 2
+    assert sum(three["ran"].values()) == one["ran"]["1"] >= one["rounds"]
+    for name in NAMES:
+        assert losses(cut, name) == pytest.approx(losses(whole, name), rel=1e-5), name
+        expected = exported(whole, name, root / "base")
+        for key, value in exported(cut, name, root / "base").items():
+            error = float((value - expected[key]).norm() / expected[key].norm())
+            assert error < 1e-4, f"{name} {key}"
+
+
+@pytest.mark.parametrize("layout", IN_NANO_BATCHES)
+def test_neighbours_of_an_incident_in_nano_batches_get_the_same_bits(
+    layout: str, run_world: World
+) -> None:
+    healthy, ill = (run_world(2) / f"{layout} {name} in 3" for name in ("together", NANO_INCIDENT))
+    job = INCIDENTS[NANO_INCIDENT].job
+    assert job_summary(ill, job)["status"] == "failed"
+    for neighbour in set(NAMES) - {job}:
+        assert losses(ill, neighbour) == losses(healthy, neighbour), neighbour
+        assert_same_weights(ill, healthy, neighbour)

@@ -39,7 +39,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
             "parallel.sequence_parallel=true",
             "run.recompute=full",
         ),
-        "PP2": ("parallel.pp_size=2",),
+        "PP2": ("parallel.pp_size=2", "parallel.lora_sharding=s_lora"),
+        "PP2 uneven": ("parallel.pp_size=2", "parallel.first_stage_layers=3"),
         "PP2 full recompute": ("parallel.pp_size=2", "run.recompute=full"),
         "PP2 selective recompute": ("parallel.pp_size=2", "run.recompute=selective"),
         "TP2+SP recompute by rows": (
@@ -130,6 +131,15 @@ def test_losses_and_weights_equal_the_oracle(
 ) -> None:
     output_dir = run_world(world_size) / layout
     assert_run_equals_oracle(output_dir, NAMES, oracle, scenario.parent / "base")
+
+
+@pytest.mark.parametrize("layout", ["TP2", "PP2"])
+def test_adapters_are_folded_where_nothing_else_was_asked_for_or_can_be(
+    layout: str, run_world: World
+) -> None:
+    """The rest is in test_lora_sharding."""
+    summary = json.loads((run_world(2) / layout / "summary.json").read_text())
+    assert summary["run"]["layout"]["lora_sharding"] == "fold"
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [c for c in CASES if "by rows" in c[1]])

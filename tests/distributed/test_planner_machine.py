@@ -1,4 +1,4 @@
-"""What measures a machine and what holds the planner against it, on two gloo processes."""
+"""Measuring a machine and holding the planner against it, on two gloo processes."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def run_world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def have_equal_bits(root: Path, name: str) -> bool:
-    """Whether the job's losses and weights are those it has alone."""
+    """True if the job's losses and weights are those it has alone."""
     runs = [root / f"{name} {company}" for company in ("together", "alone")]
     one, other = (
         load_file(run / "jobs" / JOB / "adapter" / "adapter_model.safetensors") for run in runs

@@ -22,7 +22,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"tp_size": 2},
     "TP2 SP": {"tp_size": 2, "sequence_parallel": True},
     "PP2": {"pp_size": 2},
-    "DP2": {},
+    "DP2 sharded optimizer": {"shard_optimizer": True},
 }
 NUM_STEPS = 6
 NUM_SCHEDULES = 100 if os.environ.get("TLORA_ALL_TESTS") else 2
@@ -30,7 +30,7 @@ _numbers = count()
 
 
 class Part(NamedTuple):
-    """What happens to one job of a schedule."""
+    """The part of one job in a schedule."""
 
     job: str
     joins_at: int

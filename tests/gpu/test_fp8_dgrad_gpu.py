@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.gpu
 
 ROUNDED = 3e-3
-"""Of one row's norm: bf16 rounds to 2^-9, 1.1e-3 on average; sums of FP8 products add 1e-4."""
+"""Share of a row's norm: bf16 rounds to 2^-9, 1.1e-3 on average; sums of FP8 products add 1e-4."""
 WITH_RANKS = 1.2e-2
 ONE = 0x38
 GUARD = 8

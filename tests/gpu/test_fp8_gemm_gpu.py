@@ -32,11 +32,11 @@ pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
 MOST = 2**-8 + 6e-4
-"""Of a row's norm: rounding to bf16 may change each value by 2^-8 of it (1.7e-3 of the norm where
+"""Share of a row's norm: bf16 rounding may change a value by 2^-8 of it (1.7e-3 of the norm where
 values lie anywhere between powers of 2, more in short rows), and 6e-4 is what sums of 128 products
 lose at worst, where all have one sign (measured at K = 14,336)."""
 WITH_RANKS = 1.2e-2
-"""As tests of the bf16 kernels: s and dS are rounded to bf16."""
+"""The bound of the bf16 kernels' tests: s and dS are rounded to bf16."""
 WHOLE = (OutputColumns(groups=1, stride=768, begin=0, width=768),)
 QKV = tuple(
     OutputColumns(groups=2, stride=768, begin=begin, width=width)

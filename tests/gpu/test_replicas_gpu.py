@@ -97,7 +97,7 @@ def trained(scenario: Path) -> Callable[[int, str], Path]:
 
 
 def overrides(size: int, name: str) -> tuple[str, ...]:
-    """What a deployment of a world size sets; nothing where replicas are alike."""
+    """The overrides of a deployment of a world size; none where replicas are alike."""
     if name in REPLICAS[size]:
         return (f"parallel.replicas={REPLICAS[size][name]}",)
     return TEAMS.get(size, {}).get(name, ())

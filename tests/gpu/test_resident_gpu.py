@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,15 +48,19 @@ def test_neighbours_keep_their_bits(tmp_path: Path) -> None:
         assert adapter(opened, "beside") == adapter(opened, "alone")
 
 
+def _fill(values: torch.Tensor, room: torch.Tensor) -> None:
+    room.copy_(values)
+
+
 def test_ring_brings_values_of_any_size_to_the_gpu() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     stream = torch.cuda.Stream(device)
     ring = LockedRing(stream, torch.full((2, 1000), torch.nan, pin_memory=True))
-    values = [torch.rand(shape) for shape in ((1, 7), (300, 41), (64, 999))]
+    values = [torch.rand(numel) for numel in (7, 12_300, 63_936)]
     targets = [torch.full_like(v, torch.nan, device=device) for v in values]
     stream.wait_stream(torch.cuda.current_stream(device))
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(ring.copy, targets, values))
+        list(pool.map(ring.copy, targets, [partial(_fill, value) for value in values]))
     stream.synchronize()
     for target, expected in zip(targets, values, strict=True):
         assert torch.equal(target.cpu(), expected)

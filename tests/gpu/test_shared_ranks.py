@@ -1,4 +1,4 @@
-"""What ranks that share adapters ask of the kernels, on one GPU: a rank after the other."""
+"""The kernels' calls of ranks that share adapters, on one GPU: a rank after the other."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ HYPERS = (
 )
 SIZES = (1, 5000, 2048, 777, 4097)
 RELATIVE, ABSOLUTE = 2e-6, 1e-7
-"""Of the largest weight or moment: some roundings of fp32 a step, over the steps of a test."""
+"""Share of the largest weight or moment: some roundings of fp32 a step, over a test's steps."""
 
 
 class AdamCase:
@@ -94,7 +94,7 @@ class AdamCase:
         return [self.master, self.exp_avg, self.exp_avg_sq]
 
     def state_equals(self, other: Sequence[torch.Tensor]) -> bool:
-        """Whether weights and moments have the same bits."""
+        """True if weights and moments have the same bits."""
         return all(torch.equal(a, b) for a, b in zip(self.state(), other, strict=True))
 
     def compare(self) -> None:

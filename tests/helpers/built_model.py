@@ -25,7 +25,7 @@ from tlora_megatron.integrations.megatron.built.own_compute import OwnCompute
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import whole_tensors
-from tlora_megatron.layers.slab_layout import slab_layout
+from tlora_megatron.layers.slab.layout import slab_layout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing.segments import (
     Document,
@@ -63,7 +63,7 @@ PACKINGS = (
 NUM_TOKENS = 32
 NANO_MULTIPLE = 4
 NANO_ROWS = 48
-"""Of a micro-batch in nano-batches, each padded to a multiple of `NANO_MULTIPLE`."""
+"""Rows of a micro-batch in nano-batches, each padded to a multiple of `NANO_MULTIPLE`."""
 
 
 class Batch(NamedTuple):

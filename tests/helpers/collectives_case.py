@@ -183,7 +183,7 @@ def halves() -> dist.ProcessGroup:
 
 
 def main() -> None:
-    """See the module."""
+    """Runs a case of collectives, by the words of the command line."""
     device_type, kind, *rest = sys.argv[1:]
     device = torch.device("cpu")
     if device_type == "cuda":

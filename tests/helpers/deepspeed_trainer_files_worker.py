@@ -20,6 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from tests.helpers.lean import compile_no_collective
 from tlora_megatron.deepspeed.trainer import MultiLoRATrainer
 
 
@@ -58,6 +59,7 @@ class Events(TrainerCallback):
 
 def main() -> None:
     """Every process runs it; the first writes what it saw."""
+    compile_no_collective()
     root = Path(sys.argv[1])
     seen = {"stage3": _whole(root), "stage2": _stopped(root)}
     if dist.get_rank() == 0:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
+from tests.helpers.lean import compile_no_collective
 from tlora_megatron.deepspeed.trainer import MultiLoRATrainer
 
 
@@ -34,6 +35,7 @@ class Recorder(TrainerCallback):
 
 def main() -> None:
     """Every process runs it; the first writes what the callbacks heard."""
+    compile_no_collective()
     config, out = Path(sys.argv[1]), Path(sys.argv[2])
     recorder = Recorder(int(sys.argv[3]) if len(sys.argv) > 3 else None)
     base = json.loads(config.read_text())["tlora"]["base_model"]["path"]

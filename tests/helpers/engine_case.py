@@ -1,4 +1,4 @@
-"""What every engine has to do, held against ranks that train nothing (`fake_rank`).
+"""Tests that every engine passes, with ranks that train nothing (`fake_rank`).
 
 A file of tests derives a class from `EngineCase` and gives it the fixture `open_engine`.
 """
@@ -55,6 +55,10 @@ class EngineCase:
         assert [event.body["seq"] for event in events if event.kind == "applied"] == [1, 2, 3, 4]
         assert not engine.gangs(), "it is told when no process is left"
         assert not engine.poll({("g", 1): len(events)})
+        assert engine.poll({("g", 1): len(events) - 1}) == events[-1:]
+        assert not engine._gangs, "nothing is kept of those that are over"  # type: ignore[attr-defined]
+        engine.start(spec(root))
+        assert not engine.gangs(), "its epoch is over"
         assert engine.kill("g", 1)
 
     @pytest.mark.parametrize("victim", [0, 1])
@@ -136,8 +140,9 @@ def poll_until(engine: GangEngine, kind: str, *, epoch: int = 1, count: int = 1)
     events: list[GangEvent] = []
 
     def is_there() -> bool:
-        cursor = {("g", epoch): events[-1].number if events else 0}
-        events.extend(event for event in engine.poll(cursor) if event.epoch == epoch)
+        key = ("g", epoch)
+        news = engine.poll({key: events[-1].number if events else 0})
+        events.extend(event for event in news if (event.gang, event.epoch) == key)
         assert kind == "died" or all(event.kind != "died" for event in events), events
         return sum(event.kind == kind for event in events) >= count
 

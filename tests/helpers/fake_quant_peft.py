@@ -114,7 +114,7 @@ class Weight(NamedTuple):
 
     dequantised_NK: Tensor
     fold_N: Tensor
-    """What gradients are multiplied with before they are rounded."""
+    """Factors of gradients before they are rounded."""
     for_dgrad_NK: Tensor
 
 

@@ -22,7 +22,7 @@ FREE = RegroupCost(
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a `GroupThroughput` answers."""
+    """The answer of a `GroupThroughput`."""
 
     fits: bool
     tokens_per_s: tuple[float, ...]
@@ -31,17 +31,18 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class FloorModel:
-    """A step takes a second, or longer where a GPU has more than 1,000 tokens to train in it.
+    """A step takes a second, or longer where a GPU has more than `gpu_tokens` to train in it.
 
     A job of batch 1 trains 100 tokens a step. `most_jobs` fit into the memory.
     """
 
     most_jobs: int = 8
+    gpu_tokens: int = 1000
 
     def estimate(self, jobs: Sequence[JobLoad], num_gpus: int) -> Estimate:
-        """See the class."""
+        """Speeds of a group by the rule of the class."""
         tokens = [job.batch_tokens for job in jobs]
-        step_s = max(1.0, sum(tokens) / (1000 * num_gpus))
+        step_s = max(1.0, sum(tokens) / (self.gpu_tokens * num_gpus))
         return Estimate(
             fits=len(jobs) <= self.most_jobs,
             tokens_per_s=tuple(t / step_s for t in tokens),
@@ -69,7 +70,13 @@ class World:
         **fields: Any,
     ) -> Job:
         """One more job; those that come later must be added later."""
-        load = JobLoad(name="job", rank=16, batch_size=batch, lengths=LengthHistogram.single(100))
+        load = JobLoad(
+            name="job",
+            rank=16,
+            batch_size=batch,
+            lengths=LengthHistogram.single(100),
+            is_open=bool(fields.get("is_open")),
+        )
         kind = self.speeds.kind(base, load)
         rates = self.speeds.rates((kind,), num_gpus)
         assert rates is not None

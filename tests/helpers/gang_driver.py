@@ -32,6 +32,17 @@ class DrivenJob:
     """When the last event of each kind was read, by `time.perf_counter`."""
 
 
+@dataclass(kw_only=True)
+class _Left:
+    """An epoch that another one takes over from."""
+
+    epoch: int
+    posted: int
+    seen: int
+    holds: set[str]
+    """Jobs that are still in it."""
+
+
 class GangDriver:
     """Starts a gang on an engine and drives jobs through it.
 
@@ -69,6 +80,7 @@ class GangDriver:
         on_first = [(0, seat) for seat in range(places)] if isinstance(places, int) else places
         self._places = tuple(on_first)
         self.heard_s: dict[str, float] = {}
+        self._left: _Left | None = None
 
     def start(self, **more: Any) -> GangSpec:
         """Starts the next epoch; all jobs that have not ended will join it."""
@@ -85,14 +97,29 @@ class GangDriver:
         self.engine.start(spec)
         return spec
 
+    def hand_over(self, **more: Any) -> None:
+        """Starts the next epoch beside the present one; each job moves to it once it is saved."""
+        holds = {name for name, job in self.jobs.items() if job.ended is None}
+        for job in self.jobs:
+            if job in holds:
+                self.post("leave", job, {"save": True, "why": "move"})
+        left = _Left(epoch=self.epoch, posted=self.posted, seen=self.seen, holds=holds)
+        self.start(**more)
+        self._left = left
+
     def submit(self, job: str, document: Mapping[str, Any], **more: Any) -> DrivenJob:
         """Adds a job; it is prepared as soon as the gang has started."""
         order = JobOrder(job=job, name=job, document=document, lease=0, **more)
         self.jobs[job] = DrivenJob(order=order)
         make_folder(self.home.job(job))
-        if any(event.kind == "started" for event in self.events if event.epoch == self.epoch):
+        if self._has_started:
             self._prepare(job)
         return self.jobs[job]
+
+    @property
+    def _has_started(self) -> bool:
+        """True once the present epoch has."""
+        return any(e.kind == "started" and e.epoch == self.epoch for e in self.events)
 
     def post(
         self, kind: str, job: str | None = None, body: Mapping[str, Any] | None = None
@@ -112,6 +139,8 @@ class GangDriver:
 
     def poll(self) -> list[GangEvent]:
         """Reads new events of the gang's present epoch and answers them."""
+        if self._left is not None:
+            self._poll_left(self._left)
         key = ("g", self.epoch)
         news = [
             event
@@ -125,6 +154,26 @@ class GangDriver:
             self.heard_s[event.kind] = time.perf_counter()
             self._answer(event)
         return news
+
+    def _poll_left(self, left: _Left) -> None:
+        """Reads what the epoch before tells of jobs that leave it; ends it behind the last one."""
+        for event in self.engine.poll({("g", left.epoch): left.seen}):
+            if event.epoch != left.epoch or event.number <= left.seen:
+                continue
+            left.seen = event.number
+            self.events.append(event)
+            assert event.kind != "died", event
+            if event.kind == "stepped" and event.job in self.jobs:
+                self._hear_of(self.jobs[event.job], event)
+            elif event.kind == "stopped":
+                self._left = None
+            elif event.kind == "left" and event.job is not None:
+                left.holds.remove(event.job)
+                if self._has_started:
+                    self._prepare(event.job)
+                if not left.holds:
+                    stop = Command(gang="g", epoch=left.epoch, seq=left.posted + 1, kind="stop")
+                    self.engine.post(stop)
 
     def run_until(self, is_reached: Callable[[], bool]) -> None:
         """Polls until something is true."""
@@ -152,8 +201,9 @@ class GangDriver:
 
     def _answer(self, event: GangEvent) -> None:
         if event.kind == "started" and event.number > self.answered:
+            held = self._left.holds if self._left is not None else set[str]()
             for job, driven in self.jobs.items():
-                if driven.ended is None:
+                if driven.ended is None and job not in held:
                     self._prepare(job)
         elif event.kind == "died":
             # A rank that misses the killed one may be the first whose end its engine hears of.

@@ -114,8 +114,9 @@ def zombie(root: Path) -> dict[str, Any]:
     signal_all(pids(driver), signal.SIGCONT)
     driver.run_until(lambda: not driver.engine.gangs())
     driver.poll()
+    after = contents(driver)
     return {
-        "wrote": contents(driver) != before,
+        "changed": sorted(k for k in before | after if before.get(k) != after.get(k)),
         "last": driver.events[-1].kind,
         "reason": driver.events[-1].body.get("reason", ""),
     }

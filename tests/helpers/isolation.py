@@ -31,7 +31,7 @@ class Incident(NamedTuple):
     steps: int
     """That the job takes; below `NUM_STEPS` it fails at the last of them."""
     bad_steps: int
-    """Of these, how many are not finite."""
+    """Number of these that are not finite."""
     run: Mapping[str, Any] = {}
 
     @property
@@ -82,6 +82,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2": {},
 }
 
+NANO_INCIDENT = "first poisoned, fail"
+"""Its job leaves in the first step; its sequences are placeholders from then on."""
+_IN_THREE: Mapping[str, Any] = {"nano_batches": 3}
+NANO_RUNS: dict[str, Case] = {
+    "together in 3": {"run": _IN_THREE},
+    f"{NANO_INCIDENT} in 3": {**INCIDENTS[NANO_INCIDENT].case(), "run": _IN_THREE},
+}
+"""Runs in nano-batches that the layouts with tensor parallelism have, too."""
+
 GROUPINGS: dict[str, Case] = {
     **{f"{name} alone": {"jobs": (name,)} for name in NAMES},
     "subset": {"jobs": ("mlp", "outputs")},
@@ -117,6 +126,7 @@ CASES: dict[int, dict[str, Case]] = {
         for name, case in {
             "together": {},
             **{name: INCIDENTS[name].case() for name in INCIDENTS_IN_TWO_PROCESSES},
+            **(NANO_RUNS if "tp_size" in parallel else {}),
         }.items()
     },
 }

@@ -248,7 +248,7 @@ class ItemMachine:
                     out[at] += delta[:rows, :columns] * keep[at]
 
     def _rank_tile(self, rank: RankPart, row_tile: int, column: int, width: int) -> Array:
-        """What the chunks add to a tile, `[256, width]`."""
+        """The sum of the chunks for a tile, `[256, width]`."""
         bounds = rank.tile_chunks.numpy().reshape(-1, rank.num_targets + 1)[row_tile]
         first, last = targets_of(rank, column, column + width)
         sums, target = np.zeros((TILE_ROWS, width)), 0

@@ -1,4 +1,4 @@
-"""What the CUDA kernels' blocks do one by one, for `item_machine`: copies, masks, places."""
+"""The steps of the CUDA kernels' blocks one by one, for `item_machine`: copies, masks, places."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def drop(values: Array, dropout: Dropout | None, first_row: int = 0) -> Array:
 
 
 def output_column(c: OutputColumns, place: int) -> int:
-    """As lora.cuh."""
+    """The same function as in lora.cuh."""
     return place // c.width * c.stride + c.begin + place % c.width
 
 
 def compact_column(c: OutputColumns, column: int) -> int:
-    """As lora.cuh."""
+    """The same function as in lora.cuh."""
     inside = column % c.stride - c.begin
     owned = 0 <= inside < c.width
     return column // c.stride * c.width + inside if owned else c.groups * c.width

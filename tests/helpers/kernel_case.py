@@ -240,7 +240,7 @@ def run_shared(
     rows: RowGroups,
     parts: int = 2,
 ) -> dict[str, torch.Tensor]:
-    """As `run`, of ranks that share `lora_a` as S-LoRA does, one after the other."""
+    """Like `run`, for ranks that share `lora_a` as S-LoRA does, one after the other."""
     window, weight_NK = (0, len(x_TK)), case.weight_NK
     none = tuple(tuple(None for _ in slot) for slot in case.layout.ranks)
     whole = ops.bind(replace(case.factors, grad_a=none), rows)

@@ -15,6 +15,13 @@ def draw_no_reports() -> None:
     sys.modules["matplotlib"] = None  # type: ignore[assignment]
 
 
+def compile_no_collective() -> None:
+    """Keeps DeepSpeed from compiling a minute's C++ for a collective that inference alone uses."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def keep_imports_from_collector() -> None:
     """Spares the next run's garbage collection all that is alive, most of it imported modules.
 

@@ -32,7 +32,7 @@ class Script(RunMailbox):
     """Requests that come in by the number of rounds."""
 
     requests: tuple[tuple[int, Mapping[str, Any]], ...] = ()
-    """Of the next run."""
+    """Requests of the next run."""
 
     def __init__(self, output_dir: Path) -> None:
         super().__init__(output_dir)

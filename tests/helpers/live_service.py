@@ -15,7 +15,7 @@ from tests.helpers.floor_model import FloorModel
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.service.control.books.pricing import Pricing
+from tlora_megatron.service.control.books.pricing import MemoryShares, Pricing
 from tlora_megatron.service.control.controller import Controller
 from tlora_megatron.service.control.settings import Settings
 from tlora_megatron.service.engines.fake import FakeEngine
@@ -31,10 +31,13 @@ TOKENS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class FloorCost:
-    """What a base of `FloorModel` costs: nothing to move, and any plan will do."""
+    """Costs of a base of `FloorModel`: nothing to move, and any plan will do."""
 
     model: FloorModel
     weights_bytes: float = 0.0
+    shares: MemoryShares | None = None
+    most_jobs: int | None = None
+    """That join a gang which runs; None = any number."""
 
     def state_bytes(self, load: JobLoad) -> float:
         """Bytes to move: none."""
@@ -45,8 +48,12 @@ class FloorCost:
         return None
 
     def holds(self, loads: Sequence[JobLoad], plan: Plan | None) -> bool:
-        """Everything fits."""
-        return True
+        """Everything fits, but too many jobs need a gang that starts with them."""
+        return self.most_jobs is None or len(loads) <= self.most_jobs
+
+    def memory(self, loads: Sequence[JobLoad], plan: Plan | None) -> MemoryShares | None:
+        """The same for every gang."""
+        return self.shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +76,7 @@ class Read:
         return self.num_steps * int(self.document["batch_size"]) * TOKENS
 
     def load(self) -> JobLoad:
-        """What the planner takes of it."""
+        """The job as the planner sees it."""
         return load_of(self.document)
 
 
@@ -125,9 +132,12 @@ class LiveService:
         gpus: int = 1,
         times: FakeTimes | None = None,
         writes: bool = True,
+        cost: FloorCost | None = None,
+        begin_s: float = 1_000_000.0,
         **settings: Any,
     ) -> None:
-        self.now_s = 1_000_000.0
+        self._cost = cost or FloorCost(model=FloorModel())
+        self.now_s = begin_s
         self.home = Home.open(root)
         self.settings = Settings(**{"decide_in_thread": False, "dwell_s": 0.0, **settings})
         self.said: list[str] = []
@@ -153,7 +163,7 @@ class LiveService:
             home=self.home,
             store=self.store,
             engine=self.engine,
-            pricing=Pricing(lambda section: FloorCost(model=FloorModel())),
+            pricing=Pricing(lambda section: self._cost),
             validator=InstantValidator(),
             settings=self.settings,
             clock=lambda: self.now_s,
@@ -166,7 +176,9 @@ class LiveService:
         kind = self._speeds.kind("base", read.load())
         return FakeWork(kind=kind, tokens=read.train_tokens, num_steps=read.num_steps)
 
-    def submit(self, name: str, *, steps: int, batch: int = 5, **schedule: Any) -> str:
+    def submit(
+        self, name: str, *, steps: int, batch: int = 5, tenant: str = "local", **schedule: Any
+    ) -> str:
         """Submits a job of steps that take a second alone; returns its id."""
         document = {"name": name, "batch_size": batch, "max_steps": steps}
         submission = Submission(name=name, base_model={"path": "base"}, document=document)
@@ -177,7 +189,7 @@ class LiveService:
             key=name,
             schedule={"max_slowdown": 2.0, **schedule},
         )
-        return self.store.jobs.submit([new])[0].id
+        return self.store.jobs.submit([new], tenant=tenant)[0].id
 
     def job(self, job: str) -> Job:
         """The row of a job."""
@@ -214,10 +226,10 @@ class LiveService:
         self.controller = self._controller()
 
     def adapter(self, job: str) -> str:
-        """What a job has learnt."""
+        """The adapter that a job has learnt."""
         return (self.home.job(job) / "adapter/adapter.txt").read_text()
 
     def sentences(self, what: str) -> list[str]:
-        """What the controller said of one thing."""
+        """The controller's sentences on one thing."""
         events = self.store.events.after(0, kinds=["said"])
         return [event.body["message"] for event in events if event.body["what"] == what]

@@ -20,7 +20,7 @@ from tests.helpers.scenario import load_scenario, make_scenario, oracle_results
 
 RUNNER = Path(__file__).with_name("megatron_lm_cpu.py")
 NUM_STEPS = 22
-"""Of every job."""
+"""Steps of every job."""
 SEED = 1
 """Megatron's `--seed`, which has to be positive and is added to every job's own."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def _check_with_core(root: Path, *, tp: int = 1, pp: int = 1) -> None:
     for directory in sorted(root.iterdir()):
         spec = read_model_spec(directory / "config.json")
         config = transformer_config(spec, layout, dtype=torch.float32, recompute="none")
+        config = _with_experts(config, spec)
         model = _build(config, spec)
         groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
         state, missing, unexpected = dist_checkpointing.load(
@@ -67,9 +69,23 @@ def _check_with_core(root: Path, *, tp: int = 1, pp: int = 1) -> None:
             strict="return_all",
         )
         assert not unexpected, unexpected
-        assert all(key.endswith("layernorm._extra_state") for key in missing), missing
+        # Transformer Engine's spec asks for them.
+        norms = ("layernorm._extra_state", "pre_mlp_layernorm.weight")
+        assert all(key.endswith(norms) for key in missing), missing
         model.load_state_dict(state["model"], strict=True)
         _check_logits(model, directory)
+
+
+def _with_experts(config: Any, spec: ModelSpec) -> Any:
+    if spec.experts is None:
+        return config
+    from megatron.core.transformer.moe import moe_utils
+
+    # Without Transformer Engine core 0.16.1 asks for a name that it did not import.
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)  # type: ignore[attr-defined]
+    named = megatron_arguments(spec)
+    values = {name: value for name, value in named.items() if name.startswith("moe_")}
+    return replace(config, num_moe_experts=spec.experts.num_experts, **values)
 
 
 def _check_with_trainer(directory: Path, arguments: list[str]) -> None:
@@ -107,7 +123,11 @@ def _build(config: Any, spec: ModelSpec) -> GPTModel:
     config.deallocate_pipeline_outputs = False
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm"),
+        get_gpt_layer_local_spec(
+            num_experts=None if spec.experts is None else spec.experts.num_experts,
+            qk_layernorm=spec.qk_norm,
+            normalization="RMSNorm",
+        ),
         vocab_size=arguments["padded_vocab_size"],
         max_sequence_length=spec.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),

@@ -86,7 +86,7 @@ class Agent:
     begin_s: float = field(default_factory=time.monotonic)
 
     def output(self) -> str:
-        """What the agent and its ranks have written so far."""
+        """The output of the agent and its ranks so far."""
         return self.log.read_text(errors="replace")
 
     def wait(self) -> int:

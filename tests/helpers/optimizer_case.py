@@ -71,7 +71,7 @@ def request(slot: int, updates: int, *, lr: float | None = None, loss: float = 2
 
 
 class TorchJob:
-    """What torch does with one job: a parameter a factor, `clip_grad_norm_`, AdamW."""
+    """Torch's own way with one job: a parameter a factor, `clip_grad_norm_`, AdamW."""
 
     def __init__(self, bank: AdapterBank, slot: int) -> None:
         self.layout = bank.adapters[slot].slab.layout
@@ -105,5 +105,5 @@ def state(bank: AdapterBank, slot: int) -> list[torch.Tensor]:
 
 
 def unmoved(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
-    """Whether every buffer holds the same bits."""
+    """True if every buffer holds the same bits."""
     return all(torch.equal(old, new) for old, new in zip(before, after, strict=True))

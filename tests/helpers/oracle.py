@@ -36,7 +36,7 @@ class Sequenced(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OracleResult:
-    """What the job got alone; one entry a step."""
+    """The results of the job alone; one entry a step."""
 
     losses: list[float]
     """Before that step's update: mean over all target tokens of its batch."""
@@ -153,7 +153,7 @@ def _peft_model(base_dir: Path, job: JobSpec, quantised: FakeQuant | None) -> Pe
 
 
 def _blocks(job: JobSpec) -> BdLoraConfig:
-    """As PEFT's documentation says: A of output and down projections, B of all others."""
+    """Block-diagonal factors by PEFT's documentation: A of output and down projections, else B."""
     outputs = {"o_proj", "down_proj"}
     return BdLoraConfig(
         target_modules_bd_a=sorted(outputs & set(job.lora.target_modules)),

@@ -30,6 +30,9 @@ SPEC = ModelSpec(
 )
 """q 100, k and v 20 rows: qkv 140 x 100, proj 100 x 100, fc1 400 x 100, fc2 100 x 200."""
 
+LARGE = replace(SPEC, hidden_size=4000, num_heads=40, num_kv_heads=8, head_dim=100, ffn_size=8000)
+"""Weights of 1.1 GB: beside them communicators do not count for everything."""
+
 FREE_LORA = LoraCost(
     forward_fixed_s=0.0,
     forward_input_s=0.0,

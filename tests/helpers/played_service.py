@@ -156,26 +156,27 @@ class Controller:
         for line in lines[gang.heard :]:
             event = GangEvent.from_json(line)
             with self.store.transaction():
-                if self.store.gangs.hear(event):
+                if self.store.gangs.hear([event]).new:
                     self.on(gang, event)
 
     def on(self, gang: Gang, event: GangEvent) -> None:
-        """What an event causes."""
+        """Carries out what an event causes."""
         jobs, job = self.store.jobs, event.job or ""
         if event.kind == "started":
             self.store.gangs.change(gang.name, gang.epoch, GangState.RUNNING)
         elif event.kind == "applied":
             self.store.commands.mark_applied(gang.name, gang.epoch, event.body["seq"])
         elif event.kind == "joined":
-            jobs.change(job, JobState.RUNNING, expected=JobState.STARTING)
+            jobs.change(job, JobState.RUNNING)
         elif event.kind == "left":
-            jobs.change(job, JobState.QUEUED, expected=JobState.MOVING, release="left")
+            jobs.change(job, JobState.QUEUED, release="left")
         elif event.kind == "ended":
             jobs.change(job, JobState.FINISHED, release="ended")
         elif event.kind == "died":
             self.store.gangs.change(gang.name, gang.epoch, GangState.ENDED, why="died")
-            for lease in self.store.leases.held_by(gang.name, gang.epoch):
-                jobs.change(lease.job, JobState.QUEUED, release="its gang died")
+            for lease in self.store.leases.all():
+                if (lease.gang, lease.gang_epoch) == (gang.name, gang.epoch):
+                    jobs.change(lease.job, JobState.QUEUED, release="its gang died")
 
     def decide(self) -> int:
         """Queues, places and moves jobs; returns how many are not over."""
@@ -184,7 +185,7 @@ class Controller:
         room.update({held: room[held] - 1 for held in map(_gang_of, unfinished) if held in room})
         for job in unfinished:
             if job.state is JobState.VALIDATING:
-                self.store.jobs.change(job.id, JobState.QUEUED, expected=JobState.VALIDATING)
+                self.store.jobs.change(job.id, JobState.QUEUED)
             elif job.state is JobState.QUEUED and (free := [g for g in room if room[g] > 0]):
                 chosen = self.rng.choice(free)
                 room[chosen] -= 1
@@ -197,14 +198,14 @@ class Controller:
         """Gives a job to a gang: lease, state and command are one change, the posting follows."""
         with self.store.transaction():
             self.store.leases.grant(job.id, gang, epoch)
-            self.store.jobs.change(job.id, JobState.STARTING, expected=JobState.QUEUED)
+            self.store.jobs.change(job.id, JobState.STARTING)
             command = self.store.commands.write(gang, epoch, "join", job=job.id)
         self.post(command)
 
     def leave(self, job: Job) -> None:
         """Takes a job out, to be queued again."""
         with self.store.transaction():
-            self.store.jobs.change(job.id, JobState.MOVING, expected=JobState.RUNNING)
+            self.store.jobs.change(job.id, JobState.MOVING)
             command = self.store.commands.write(*_gang_of(job), "leave", job=job.id)
         self.post(command)
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.helpers.gang_driver import GangDriver, quickstart_base
 from tests.helpers.gang_worker import LAYOUT, RUN, documents
+from tests.helpers.standing_world import forked
 from tlora_megatron.service.engines.protocol import GangEngine
 from tlora_megatron.service.mail.folder import GangFolder
+
+
+def drive(case: str, root: Path, *args: object) -> dict[str, Any]:
+    """Runs a case of `gang_worker` on the local engine, with forks as ranks; returns its result."""
+    output = forked("-m", "tests.helpers.gang_worker", case, root, *args)
+    (line,) = (line for line in output.splitlines() if line.startswith("RESULT "))
+    return dict(json.loads(line.removeprefix("RESULT ")))
 
 
 def digests(

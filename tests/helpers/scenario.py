@@ -13,7 +13,7 @@ import torch
 from tests.helpers.fake_quant_peft import FakeQuant
 from tests.helpers.oracle import OracleResult, assert_equals_alone
 from tests.helpers.oracle_cache import cached_train_alone
-from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.tiny_models import TinyModelType, make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.config.load import RunConfig, load_config
 from tlora_megatron.layers.slab import initial_factors
@@ -25,7 +25,7 @@ from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
 from tlora_megatron.training.formats.peft_format import load_adapter
 from tlora_megatron.training.metrics import read_metrics
 
-NUM_STEPS = 12
+NUM_STEPS = 10
 """Warm-up, the whole of every schedule, and more than an epoch of every job but one."""
 
 JOBS: tuple[dict[str, Any], ...] = (
@@ -70,6 +70,7 @@ def make_scenario(
     *,
     num_steps: int = NUM_STEPS,
     num_layers: int = 2,
+    model_type: TinyModelType = "llama",
     **base: Any,
 ) -> Path:
     """Writes the base model, the jobs' data and `config.json`; returns the config's path.
@@ -78,7 +79,7 @@ def make_scenario(
         **base: as `make_tiny_model` takes it.
     """
     make_tiny_model(
-        root / "base", "llama", vocab_size=VOCAB_SIZE, num_hidden_layers=num_layers, **base
+        root / "base", model_type, vocab_size=VOCAB_SIZE, num_hidden_layers=num_layers, **base
     )
     save_tiny_tokenizer(root / "base")
     jobs = []

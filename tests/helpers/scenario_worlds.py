@@ -18,7 +18,7 @@ from tests.helpers.standing_world import forked, world
 TRAINER = Path(__file__).with_name("train_worker.py")
 RESUMER = Path(__file__).with_name("interrupted_worker.py")
 World = Callable[[int], Path]
-"""Of a number of processes the folder of its runs' outputs."""
+"""A function from a number of processes to the folder of its runs' outputs."""
 Layouts = Mapping[int, Mapping[str, tuple[str, ...]]]
 """By number of processes and name, what a run sets."""
 

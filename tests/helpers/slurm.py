@@ -96,7 +96,7 @@ class Slurm:
         return str(self.fields(job)["JobState"])
 
     def fields(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says."""
+        """The fields that `scontrol show job` prints."""
         pairs = (word.partition("=") for word in self.call("scontrol", "show", "job", job).split())
         return {key: value for key, _, value in pairs}
 

@@ -63,10 +63,10 @@ _PRELOADED_WITH_DEEPSPEED = ("deepspeed", "tlora_megatron.deepspeed")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What a world runs."""
+    """A command for a world."""
 
     command: list[str]
-    """As behind `python`: a script, `-m MODULE` or `-c CODE`, and arguments."""
+    """Words as behind `python`: a script, `-m MODULE` or `-c CODE`, and arguments."""
     nproc: int | None
     """Ranks with torchrun's environment; None = one process without it."""
     environment: dict[str, str]

@@ -69,7 +69,7 @@ class Child:
                 self.heard += said
 
     def is_over(self) -> bool:
-        """Whether the process ended by itself."""
+        """True if the process ended by itself."""
         ended, status = os.waitpid(self.process, os.WNOHANG)
         assert status == 0, "a child failed by itself"
         return bool(ended)
@@ -172,7 +172,7 @@ def _submit_some(place: str, name: str, tell: Callable[[str], None]) -> None:
 
 
 def check(store: Store) -> dict[str, str]:
-    """What holds at every moment; returns the states of all jobs."""
+    """Checks what holds at every moment; returns the states of all jobs."""
     states: dict[str, str] = {}
     holder: dict[str, str | None] = {}
     epochs: Counter[str] = Counter()

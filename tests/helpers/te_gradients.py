@@ -156,7 +156,7 @@ def compare(
 
 
 def verdict(mode: str, errors: Errors, local: Errors | None) -> str:
-    """What is wrong with a mode's errors; empty if nothing is. A NaN is."""
+    """The complaint about a mode's errors; empty if there is none. A NaN is one."""
     for name, error in errors.items():
         if MODES[mode].fp8_recipe is not None:
             limit = FP8_FACTOR if name.startswith("factor") else FP8_WHOLE

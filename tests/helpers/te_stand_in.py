@@ -84,7 +84,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _TELinear(nn.Module):
-    """What the wrappers have in common."""
+    """The common part of the wrappers."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class _TELinear(nn.Module):
 
     @property
     def fp8(self) -> bool:
-        """Whether the caller is inside FP8 autocast; here: whether the configuration says FP8."""
+        """True if the caller is inside FP8 autocast; here: if the configuration says FP8."""
         return bool(getattr(self.config, "fp8", None))
 
     @property
@@ -135,7 +135,7 @@ class _TELinear(nn.Module):
         return x * 1
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As the wrappers: always two values."""
+        """Returns two values always, like the wrappers."""
         weight: Tensor = self.weight
         if self.fp8:
             if self.is_first_microbatch or self.workspace is None:

@@ -13,18 +13,21 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.slab import factor_shape
 from tlora_megatron.model.spec import ModelSpec
 
-TinyModelType = Literal["llama", "llama3", "qwen2", "qwen3", "mistral"]
+TinyModelType = Literal["llama", "llama3", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"]
 TINY_MODEL_TYPES: tuple[TinyModelType, ...] = ("llama", "llama3", "qwen2", "qwen3", "mistral")
+TINY_EXPERT_TYPES: tuple[TinyModelType, ...] = ("qwen3_moe", "mixtral")
 
 _WEIGHT_STD = 0.15
 """Logits of attention and output spread by about 1 at hidden size 64: no softmax is flat."""
@@ -98,7 +101,17 @@ def tiny_config(
         values["sliding_window"] = None
     if model_type == "llama3":
         values["rope_parameters"] = dict(_LLAMA3_ROPE)
-    classes = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig}
+    if model_type in TINY_EXPERT_TYPES:
+        values |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    if model_type == "qwen3_moe":
+        values |= {"head_dim": 16, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    classes = {
+        "qwen2": Qwen2Config,
+        "qwen3": Qwen3Config,
+        "mistral": MistralConfig,
+        "qwen3_moe": Qwen3MoeConfig,
+        "mixtral": MixtralConfig,
+    }
     return classes.get(model_type, LlamaConfig)(**(values | fields))
 
 

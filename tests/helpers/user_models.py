@@ -68,7 +68,7 @@ _NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-"""What Transformer Engine's spec calls a norm's weight -> what the local spec does."""
+"""Name of a norm's weight in Transformer Engine's spec -> in the local spec."""
 _CONFIG_FIELDS = ("rotary_interleaved", "add_qkv_bias")
 _YARN = {
     "yarn_rotary_scaling_factor": 4.0,

@@ -109,7 +109,7 @@ WRONG: dict[str, Wrong] = {
     "gate and up swapped": Wrong(weights=_swap_gate_and_up),
     "rows of q, k, v in another order": Wrong(weights=_plain_qkv),
 }
-"""What a wrong flag or checkpoint does to a model -> how it is made here."""
+"""Effect of a wrong flag or checkpoint on a model -> how it is made here."""
 
 
 def build(

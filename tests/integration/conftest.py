@@ -1,4 +1,4 @@
-"""What whole runs in this process do without."""
+"""Turns off what whole runs in this process do without."""
 
 from __future__ import annotations
 

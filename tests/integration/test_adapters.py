@@ -73,7 +73,7 @@ JOBS_AND_LAYOUTS = [(name, layout) for layout in LAYOUTS for name in TARGETS]
 
 
 class Score(NamedTuple):
-    """Of a model on some sequences."""
+    """The score of a model on some sequences."""
 
     loss: float
     """Mean over all target tokens."""
@@ -182,7 +182,7 @@ def data_of(config: Path, name: str) -> JobData:
 
 
 def peft_logits(model: PeftModel, sequence: TokenSequence) -> torch.Tensor:
-    """Of every token but the last, which is only predicted, fp32 `[n - 1, vocab]`."""
+    """Logits of every token but the last, which is only predicted, fp32 `[n - 1, vocab]`."""
     tokens = torch.as_tensor(sequence.tokens).long()
     with torch.no_grad():
         return model(input_ids=tokens[None], use_cache=False).logits[0, :-1]

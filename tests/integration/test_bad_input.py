@@ -28,7 +28,7 @@ ROW = json.dumps({"prompt": "ab", "completion": "cd"})
 
 
 class Outcome(NamedTuple):
-    """What a run came to."""
+    """The outcome of a run."""
 
     code: int
     err: str
@@ -364,7 +364,9 @@ class TestBase:
         (broken / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
         outcome = train(overrides=(f"base_model.path={broken}",))
         assert_refused(
-            outcome, "model_type must be one of llama, mistral, qwen2, qwen3, got 'gpt2'"
+            outcome,
+            "model_type must be one of llama, mistral, qwen2, qwen3, qwen3_moe, mixtral",
+            "got 'gpt2'",
         )
 
     def test_no_tokenizer(self, train: Train, tmp_path: Path) -> None:
@@ -430,11 +432,11 @@ class TestOnJobError:
         ("jobs[1]", "jobs[1].name must be at most 128 of A-Z a-z 0-9 . _ -"),
     )
 
-    @pytest.mark.parametrize(("bad", "reason"), zip(BAD, REASONS, strict=True))
+    @pytest.mark.parametrize(("bad", "reason"), list(zip(BAD, REASONS, strict=True)))
     def test_stop(self, bad: dict[str, Any], reason: tuple[str, str], train: Train) -> None:
         assert_refused(train({}, bad), reason[1])
 
-    @pytest.mark.parametrize(("bad", "reason"), zip(BAD, REASONS, strict=True))
+    @pytest.mark.parametrize(("bad", "reason"), list(zip(BAD, REASONS, strict=True)))
     def test_skip(self, bad: dict[str, Any], reason: tuple[str, str], train: Train) -> None:
         name, sentence = reason
         outcome = train({}, bad, {}, overrides=("run.on_job_error=skip",))

@@ -182,14 +182,15 @@ class TestKilled:
     LIVES_ROOMY = (("step", 17), ("flush", 3), ("remove", 2))
 
     @pytest.fixture(scope="class")
-    def killed(self, config: Path) -> Path:
+    @classmethod
+    def killed(cls, config: Path) -> Path:
         """Folder with the outputs `split` and `roomy`, each killed and restarted to its end."""
         root = config.parent / "killed"
         root.mkdir()
         cases = []
         for name, tokens, lives in (
-            ("split", SPLIT, self.LIVES),
-            ("roomy", ROOMY, self.LIVES_ROOMY),
+            ("split", SPLIT, cls.LIVES),
+            ("roomy", ROOMY, cls.LIVES_ROOMY),
         ):
             case = {"config": str(config), "output_dir": str(root / name), "set": [tokens]}
             cases += [{**case, "kill": kill} for kill in (*lives, None)]
@@ -291,7 +292,8 @@ class TestOtherLayouts:
     """One process saves, two go on and save, one goes on."""
 
     @pytest.fixture(scope="class")
-    def moved(self, config: Path, half: Path) -> Path:
+    @classmethod
+    def moved(cls, config: Path, half: Path) -> Path:
         """Folder with an output a layout, stopped again; `killed` under TP2; one changed twice."""
         root = config.parent / "moved"
         for name in (*LAYOUTS, "killed", "TP2+SP, PP2"):
@@ -402,7 +404,7 @@ class TestUnreadable:
 
 
 class TestRefusals:
-    """What does not fit is refused by name, and the run that is there stays as it was."""
+    """Checkpoints that do not fit are refused by name; the run that is there stays as it was."""
 
     CASES = (
         ("jobs.everything.lora.rank=9", "job 'everything': lora.rank must be 8 as in its check"),
@@ -432,7 +434,8 @@ class TestRefusals:
     )
 
     @pytest.fixture(scope="class", autouse=True)
-    def other_inputs(self, config: Path) -> None:
+    @classmethod
+    def other_inputs(cls, config: Path) -> None:
         shutil.copytree(config.parent / "base", config.parent / "other base")
         write_rows(config.parent / "shorter.jsonl", 17, seed=2)
         rows = (config.parent / "everything.jsonl").read_text()
@@ -505,7 +508,7 @@ class TestRefusals:
     def test_processes_that_read_other_checkpoints(
         self, config: Path, copy_of_half: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As on nodes without a common file system; the second process is made up."""
+        """The case of nodes without a common file system; the second process is made up."""
 
         def gather(everyone: list[Any], mine: list[tuple[str, int]]) -> None:
             everyone[:] = [mine, [(name, 0) for name, _ in mine]]

@@ -115,7 +115,7 @@ def trained_alone(service: Service, ids: dict[str, str], output: Path) -> None:
 
 
 def portion_of(service: Service, job_id: str) -> int:
-    """What the gang was told, which is what counts."""
+    """The portion that the gang was told, which is what counts."""
     lines = [
         line
         for path in service.home.gangs.glob("*/commands.jsonl")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +19,8 @@ from tests.helpers.engine_case import (
     wait_for_pids,
     wait_until,
 )
-from tests.helpers.real_gang import digests
+from tests.helpers.real_gang import digests, drive
 from tests.helpers.slurm import Slurm, slurm, why_no_slurm
-from tlora_megatron.service.engines.local.engine import LocalEngine
 from tlora_megatron.service.engines.slurm.engine import SlurmEngine
 from tlora_megatron.service.engines.slurm.gang import complaints
 from tlora_megatron.service.mail.folder import GangFolder
@@ -81,20 +79,17 @@ class TestSlurm(EngineCase):
         assert folder.read_json("spec.json")["gpus"] == [[1, 3], [0, 2], [0, 0]]
         assert engine.kill("g", 1)
 
-    def test_gang_outlives_its_srun(self, open_engine: OpenEngine, root: Path) -> None:
+    def test_gang_whose_srun_is_killed(self, open_engine: OpenEngine, root: Path) -> None:
+        """A process beside srun has SLURM end the step then, and the engine tells of it."""
         engine = open_engine()
         engine.start(spec(root))
         poll_until(engine, "started")
         ranks = wait_for_pids(root)
-        time.sleep(1)  # srun hears on what is launched; before that SLURM ends a step without it
         srun = int((GangFolder(root, "g", 1).path / "srun.pid").read_text().split()[0])
         os.kill(srun, signal.SIGKILL)
-        for _ in range(3):
-            engine.poll({})
-        assert [info.alive for info in engine.gangs()] == [True]
-        assert not any(is_gone(pid) for pid in ranks)
-        assert engine.kill("g", 1)
-        assert all(is_gone(pid) for pid in ranks)
+        assert "died" in [event.kind for event in poll_until(engine, "died")]
+        wait_until(lambda: all(is_gone(pid) for pid in ranks))
+        assert not any(info.alive for info in engine.gangs())
 
     def test_gang_that_ended_while_nobody_looked(self, open_engine: OpenEngine, root: Path) -> None:
         engine = open_engine()
@@ -121,8 +116,7 @@ class TestSlurm(EngineCase):
         engine = SlurmEngine(root)
         killed = digests(engine, root, ((0, 0), (1, 0)), kill=True)
         engine.close()
-        local = LocalEngine(tmp_path / "local", 0, seats=2, standby=0)
-        assert killed == digests(local, tmp_path / "local", ((0, 0), (0, 1)), kill=False)
+        assert killed == drive("plain", tmp_path / "local")["digests"]
 
     def test_outside_an_allocation(
         self, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch

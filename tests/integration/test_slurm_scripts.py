@@ -19,6 +19,7 @@ from tests.helpers.gang_driver import quickstart_base, quickstart_jobs
 from tests.helpers.launch import HANG_S, REPO, environment
 from tests.helpers.nodes import wait_until
 from tests.helpers.slurm import Slurm, slurm, why_no_slurm
+from tlora_megatron.cli.main import main
 from tlora_megatron.training.metrics import read_metrics
 
 pytestmark = pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm()))
@@ -115,6 +116,32 @@ def test_each_node_gets_its_gpus_and_its_part(
         place = f"--rdzv-endpoint 127.0.0.1:{20000 + int(job) % 10000} --rdzv-id {job} "
         assert place in lines[0]
         assert "--tensor-model-parallel-size 8" in lines[0]
+
+
+def test_the_script_of_a_plan_is_taken_with_the_users_options(
+    cluster: Slurm, settings: dict[str, str], tmp_path: Path
+) -> None:
+    script, log = tmp_path / "plan.sbatch", tmp_path / "slurm-mine-%j.log"
+    words = ["plan", str(REPO / "configs" / "quickstart.yaml"), "--gpus=16", "--lengths=64"]
+    words += ["--hardware=h100-infiniband", "--tp=2", "--cp=8", "--write", "slurm", str(script)]
+    words += ["--sbatch=time=8:00:00", "--sbatch=job-name=mine", f"--sbatch=output={log}"]
+    words += ["--sbatch=comment=a b", "--setup=export NCCL_SOCKET_IFNAME=ib0"]
+    assert main([*words, "--environment="]) == 0
+    given = settings | {"OMP_NUM_THREADS": ""}
+    job = cluster.call("sbatch", "--parsable", f"--chdir={tmp_path}", script, env=given).strip()
+    cluster.wait(job)
+    fields = cluster.fields(job)
+    assert (fields["TimeLimit"], fields["NumNodes"]) == ("08:00:00", "2")
+    assert fields["Comment"] == "a", "fields are cut at spaces"
+    assert (fields["StdOut"], fields["Requeue"]) == (f"{tmp_path}/slurm-mine-{job}.log", "1")
+    for node in range(2):
+        environment, line = seen(tmp_path, node)
+        assert environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+        assert environment["SLURM_CPUS_PER_TASK"] == "64"
+        assert (environment["OMP_NUM_THREADS"], environment["NCCL_SOCKET_IFNAME"]) == ("8", "ib0")
+        place = f"--rdzv-id {job} --rdzv-endpoint 127.0.0.1:{20000 + int(job) % 10000} "
+        assert f"--nnodes 2 --rdzv-backend c10d {place}--nproc-per-node 8 " in line
+        assert line.endswith(f"-m tlora_megatron.cli train {tmp_path}/plan.jobs.yaml")
 
 
 def test_a_node_that_fails_ends_the_run_everywhere(

@@ -10,7 +10,7 @@ from scripts.bench.harness.clock import Marks, Timing, Watch, timed, total
 
 @pytest.fixture
 def host_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What `time.perf_counter` says in the module under test: the last entry."""
+    """Readings of `time.perf_counter` in the module under test: the last entry."""
     now = [0.0]
     monkeypatch.setattr(clock.time, "perf_counter", lambda: now[-1])
     return now

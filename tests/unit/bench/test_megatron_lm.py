@@ -1,4 +1,4 @@
-"""What the benchmark of Megatron-LM's layouts calls a failure; tests/integration runs it."""
+"""Failures of the benchmark of Megatron-LM's layouts; tests/integration runs it."""
 
 from __future__ import annotations
 

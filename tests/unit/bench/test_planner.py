@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,16 +15,19 @@ from scripts import datasheet_profiles
 from scripts.bench import plot
 from scripts.bench.harness.rows import append_rows
 from scripts.bench.planner import __main__ as script
-from scripts.bench.planner import cases, results, rounds
+from scripts.bench.planner import cases, results, rounds, under_megatron
 from tlora_megatron.cli.profile import profile_json
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.rates import Rates
-from tlora_megatron.planner.hardware import load_profile
+from tlora_megatron.planner.hardware import Link, load_profile
+from tlora_megatron.profiling.synthetic_run import data_lengths
 
+DATA_SHEETS = ("a100-80g", "l40s", "b200", "gb200")
 _PACKED = 15_000
 """Sequences, about, of the rounds that stand for all."""
 _COLUMNS = (
-    "gpu,versions,commit,gpus,model,layers,tp,pp,dp,recompute,jobs,tokens,predicted_s,measured_s,"
+    "gpu,versions,commit,gpus,model,layers,tp,pp,vpp,cp,dp,nodes,batches,recompute,jobs,tokens,"
+    "predicted_s,measured_s,"
     "predicted_bytes,measured_bytes,predicted_round_tokens,measured_round_tokens"
 )
 
@@ -31,10 +36,11 @@ def _distinct_cases() -> list[Any]:
     """A case for every mix that is packed its own way; model and recompute do not matter."""
     found = {}
     for world in (1, 2, 4):
-        for text in cases.CASES[world]:
+        for text in (*cases.CASES[world], *(cases.MEGATRON_CASES[4] if world == 4 else ())):
             case = cases.parse_case(text, world)
             plan = case.plan
-            key = (world, len(case.jobs), plan.micro_batch_tokens, plan.dp_size, plan.pp_size)
+            key = (world, len(case.jobs), plan.micro_batch_tokens, plan.dp_size)
+            key += (plan.num_micro_batches or -plan.pp_size, plan.cp_size)
             found[key] = case
     return list(found.values())
 
@@ -42,7 +48,7 @@ def _distinct_cases() -> list[Any]:
 def test_the_planner_knows_the_mean_round_of_every_case(repo: Path) -> None:
     rates = Rates(load_profile(repo / "configs/hardware/h200.json"))
     distinct = _distinct_cases()
-    assert len(distinct) == 20
+    assert len(distinct) == 30
     errors = {}
     for case in distinct:
         load = CostModel(case.spec, case.jobs, rates).round_load(case.plan)
@@ -112,6 +118,46 @@ def test_rows_read_back_with_the_columns_they_should_have(tmp_path: Path, repo: 
     assert replace(again, **measured) == row
 
 
+def test_cases_are_told_as_they_are_asked_for() -> None:
+    texts = ("70b/80 tp1 pp2x20 cp2 none 8j 4096t m4", "8b/32 tp2 pp1 full 4j 8192t")
+    for text in texts:
+        case = cases.parse_case(text, 8)
+        measured = results.Measured(gpu="g", versions="", seconds=1.0, tokens=8.0, peak_bytes=1)
+        prediction: Any = (
+            SimpleNamespace(step_time_s=1.0, load=SimpleNamespace(tokens=9.0)),
+            SimpleNamespace(allocated_bytes=3.0),
+        )
+        row = results.Row.of(case, prediction, measured, commit="c")
+        assert row.case == text
+    assert row.layout == "TP2 PP1 DP4"
+    for text in ("8b/32 tp1 pp2x2 none 8j 4096t", "8b/32 tp1 pp2x3 none 8j 4096t m2"):
+        with pytest.raises(ValueError, match="must fit its model"):
+            cases.parse_case(text, 2)
+
+
+def test_a_case_under_megatron_lm_runs_the_script_that_the_planner_writes(
+    tmp_path: Path, repo: Path
+) -> None:
+    h200 = load_profile(repo / "configs/hardware/h200.json")
+    case = cases.parse_case("8b/32 tp1 pp2x4 cp2 selective 3j 8192t m4", 8)
+    script = under_megatron.write_case(case, cases.predict(case, h200), h200, tmp_path)
+    place = under_megatron.Place(checkout=Path("/checkout"), work=tmp_path, on_cpu=False)
+    words = under_megatron.command_of(script, case, place, iterations=7)
+    for flag, value in (
+        ("--nproc-per-node", "8"),
+        ("--num-layers-per-virtual-pipeline-stage", "4"),
+        ("--context-parallel-size", "2"),
+        ("--global-batch-size", "8"),
+        ("--seq-length", "8192"),
+        ("--train-iters", "7"),
+    ):
+        assert words[words.index(flag) + 1] == value
+    assert "/checkout/pretrain_gpt.py" in words
+    assert not {"--load", "--exit-on-missing-checkpoint", "$CHECKPOINT"} & set(words)
+    texts = [json.loads(line)["text"] for line in (tmp_path / "job1.jsonl").open()]
+    assert [len(text) for text in texts] == data_lengths(case.jobs[1])
+
+
 def test_the_report_says_errors_and_what_the_choice_is_worth() -> None:
 
     def row(tp: int, predicted_s: float, measured_s: float) -> Any:
@@ -129,18 +175,27 @@ def test_the_report_says_errors_and_what_the_choice_is_worth() -> None:
                               "TP2 PP1 DP1")  # fmt: skip
 
 
-def test_data_sheet_profiles_are_what_is_made_of_the_h200s(repo: Path, tmp_path: Path) -> None:
+def test_data_sheet_profiles_are_what_is_made_of_measured_ones(repo: Path, tmp_path: Path) -> None:
     folder = repo / "configs/hardware"
     base = load_profile(folder / "h200.json")
-    names = []
-    for sheet in datasheet_profiles.SHEETS:
-        shipped = load_profile(folder / f"{sheet.name}.json")
-        if shipped.source == "datasheet":
-            path = tmp_path / f"{sheet.name}.json"
-            path.write_text(profile_json(datasheet_profiles.scaled(base, sheet)))  # rounds
-            assert load_profile(path) == shipped
-            names.append(sheet.name)
-    assert names == ["h100-infiniband", "a100-80g", "l40s"]
+    for made in datasheet_profiles.all_profiles(base, folder):
+        path = tmp_path / f"{made.name}.json"
+        path.write_text(profile_json(made))  # rounds
+        shipped = load_profile(folder / f"{made.name}.json")
+        assert load_profile(path) == shipped
+        assert shipped.source == "datasheet"
+    made_of = {path.stem for path in tmp_path.iterdir()}
+    assert made_of == {*DATA_SHEETS, "h100-infiniband", "h200-infiniband"}
+
+
+def test_a_network_is_all_that_is_not_measured_of_a_measured_machine(repo: Path) -> None:
+    folder = repo / "configs/hardware"
+    alone, joined = (load_profile(folder / f"h200{n}.json") for n in ("", "-infiniband"))
+    assert joined.collectives == alone.collectives
+    assert joined.intra_node == alone.intra_node
+    assert joined.inter_node == Link(bytes_per_s=4e10, latency_s=3e-5)
+    assert joined.nics_per_node == 8
+    assert "all but the network is that of h200.json" in joined.notes
 
 
 def test_a_profile_of_one_gpu_gets_another_machines_links(repo: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +23,7 @@ from safetensors.numpy import save_file
 import tlora_megatron
 from tests.helpers.launch import HANG_S
 from tlora_megatron.cli import train
-from tlora_megatron.cli.main import main
+from tlora_megatron.cli.main import build_parser, main
 from tlora_megatron.cli.progress import RichProgress
 
 JOB_RESULT = {
@@ -54,6 +56,33 @@ RUN_RESULT = {
 def _outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("TLORA_DEBUG", raising=False)
+
+
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in dict.fromkeys(action.choices.values()):
+                yield from _parsers(inner)
+
+
+@pytest.mark.parametrize("parser", [*_parsers(build_parser())], ids=lambda parser: parser.prog)
+def test_help_has_sentences_above_phrases_and_an_example(parser: argparse.ArgumentParser) -> None:
+    groups = [group.description for group in parser._action_groups if group.description]
+    for sentence in (str(parser.description), *groups):
+        assert sentence[0].isupper(), sentence
+        assert sentence.endswith("."), sentence
+    assert re.search(rf"examples?:\n  {parser.prog}\b", str(parser.epilog))
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            phrases = [str(choice.help) for choice in action._choices_actions]
+        else:
+            phrases = [str(action.help)]
+        for phrase in phrases:
+            assert phrase != "None", action
+            assert not re.search(r"\w\.$", phrase), phrase
+            is_name = phrase.startswith(("Hugging Face", "PostgreSQL"))
+            assert is_name or not re.match("[A-Z][a-z ]", phrase), phrase
 
 
 @pytest.fixture
@@ -509,7 +538,7 @@ class TestLauncher:
             timeout=HANG_S,
         )
         assert result.returncode == 2
-        assert result.stderr.count("error: config must be a readable file, got nowhere.yaml") == 1
+        assert result.stderr.count("error: configuration file must be a readable file") == 1
         assert "Traceback" not in result.stderr
 
 
@@ -588,4 +617,4 @@ def test_error_of_one_rank_names_it(
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setattr("tlora_megatron.cli.main._OTHER_RANKS_WAIT_S", 0.0)
     assert main(["train", "nowhere.yaml"]) == 2
-    assert "error on rank 3: config must be a readable file" in capsys.readouterr().err
+    assert "error on rank 3: configuration file must be a readable file" in capsys.readouterr().err

@@ -110,6 +110,8 @@ def test_a_mistake_asks_the_run_nothing(
         (["--cancel", "a", "--cancel", "a"], "--add and --cancel must name job 'a' once, got it 2"),
         (["--cancel", "a", "--nproc", "2"], "--nproc must be left out with --add and --cancel"),
         (["--cancel", "a", "--plan", "auto"], "--plan must be left out with --add and --cancel"),
+        (["--cancel", "a", "--set", "run.output_dir=b"], "--set must be left out with --add"),
+        (["--cancel", "a", "--output-dir", "b"], "--output-dir must be left out here, got 'b'"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(

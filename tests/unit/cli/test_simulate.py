@@ -45,15 +45,38 @@ def test_json_is_the_agreed_schema(
 ) -> None:
     assert main([*arguments, "--json", "--load", "2", "--seed", "5"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert list(document) == ["trace", "cluster", "load", "seed", "policies"]
+    assert list(document) == ["trace", "cluster", "load", "seed", "policies", "yardsticks"]
     assert (document["trace"], document["load"], document["seed"]) == ("small", 2.0, 5)
     assert list(document["policies"]) == POLICIES.split(",")
     for numbers in document["policies"].values():
         assert list(numbers) == KEYS
         assert numbers["jobs_finished"] == 40
         assert 0 < numbers["gpu_utilisation"] < 1
+    assert list(document["yardsticks"]) == ["malleable_jct_s", "least_jct_s"]
+    least_s = document["yardsticks"]["least_jct_s"]
+    assert 0 < least_s <= min(n["mean_jct_s"] for n in document["policies"].values())
     assert document["policies"]["isolated"]["max_slowdown"] == pytest.approx(1)
     assert document["policies"]["tlora"]["max_slowdown"] <= 1.5 + 1e-6
+
+
+def test_load_is_the_offered_load(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The trace: ten times 1, 2, 8 and 128 GPUs for about 810 s, on 128 GPUs for 1,170 s."""
+    only = [*arguments, "--policy", "isolated"]
+    assert main([*only, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["load"] == pytest.approx(7.51, abs=0.01)
+    assert main([*only, "--load", "0.5"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "offered load 0.50" in shown
+    assert "no policy beats" in shown
+
+
+def test_no_yardsticks_where_jobs_fail(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which jobs finish depends on the policy then."""
+    only = [*arguments, "--policy", "isolated", "--job-failures", "0.1"]
+    assert main([*only, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["yardsticks"] is None
 
 
 def test_files_are_the_seeds_to_the_byte(
@@ -101,10 +124,17 @@ def test_the_report_is_one_page_that_loads_nothing(
         (["--mix", "nothing"], "--mix must be a file or one of"),
         (["--max-slowdown", "0.5"], "--max-slowdown must be at least 1, got 0.5"),
         (["--job-failures", "2"], "faults.job_failures must be at most 1, got 2"),
-        (["--csv", "/nowhere/x.csv"], "folder of /nowhere/x.csv must exist"),
+        (
+            ["--csv", "/nowhere/x.csv"],
+            "folder that exists, got '/nowhere/x.csv'; mkdir -p /nowhere",
+        ),
         (["--csv", "/"], "--csv must name a file, not a directory, got '/'"),
         (["--seed", "-1"], "--seed must be at least 0, got -1"),
-        (["--cluster", "nothing.yaml"], "nothing.yaml"),
+        (
+            ["--cluster", "nothing.yaml"],
+            "--cluster must be a readable file, got",
+        ),
+        (["--trace", "no.csv"], "--trace must be a readable text file, got 'no.csv'; No such"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -114,7 +144,9 @@ def test_bad_input_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([*arguments, *extra]) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1, "no hint at TLORA_DEBUG"
 
 
 @pytest.mark.parametrize("option", ["--csv", "--jobs-csv", "--html"])

@@ -17,7 +17,7 @@ from tlora_megatron.config.load import (
     load_config,
     read_config,
 )
-from tlora_megatron.config.replica_rules import refuse_replicas
+from tlora_megatron.config.parallel_rules.replicas import refuse_replicas
 from tlora_megatron.model.deployment import Deployment, lay_out_world
 from tlora_megatron.model.layout import ParallelLayout
 
@@ -128,6 +128,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "lora.parametrization of job one must be standard with replicas of unlike tp_size "
         "(1xTP2+SP@512/full + 2xTP1@128/none), got 'block_diagonal'",
     ),
+    "states in slices": (
+        "1xPP2 + 1xTP1",
+        {"parallel": {"shard_optimizer": True}},
+        "parallel.shard_optimizer must be false with unlike replicas",
+    ),
     "nano-batches": (
         UNLIKE_TP,
         {"run": {"nano_batches": "auto"}},
@@ -217,3 +222,18 @@ def test_other_trainers_refuse_it() -> None:
         refuse_replicas({"cp_by_micro_batch": True}, "DeepSpeed")
     with pytest.raises(ConfigError, match=r"parallel.replicas must be absent under DeepSpeed"):
         refuse_replicas({"replicas": "2xTP1"}, "DeepSpeed")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "parallel", "message"),
+    [
+        (None, {"last_stage_layers": 2}, "last_stage_layers must be absent where parallel.pp_size"),
+        ("1xPP2 + 1xTP2", {"first_stage_layers": 2}, "first_stage_layers must be absent beside"),
+    ],
+)
+def test_sizes_of_stages_need_one_pipeline(
+    load: Any, replicas: str | None, parallel: dict[str, Any], message: str
+) -> None:
+    load("2xPP2", parallel=parallel)
+    with pytest.raises(ConfigError, match=f"parallel.{message}"):
+        load(replicas, parallel=parallel)

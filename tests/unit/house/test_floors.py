@@ -23,13 +23,19 @@ PACKAGE = "tlora_megatron"
 GROUND = ("timeline", "config", "model", "page")
 CONTROL = ("planner", "scheduler", "sim")
 COMPUTE = ("ops", "parallel", "layers", "training", "integrations")
-ROOF = ("runtime", "profiling", "service", "cli", "deepspeed", "launch", "autohook")
+ROOF = ("client", "runtime", "profiling", "service", "cli", "deepspeed", "launch", "autohook")
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "megatron.training": (f"{PACKAGE}.integrations.megatron_lm",),
     "megatron": (f"{PACKAGE}.integrations.megatron", f"{PACKAGE}.integrations.megatron_lm"),
     "deepspeed": (f"{PACKAGE}.integrations.deepspeed",),
     "sqlalchemy": (f"{PACKAGE}.service.store",),
     "psycopg": (f"{PACKAGE}.service.store",),
+    "fastapi": (f"{PACKAGE}.service.api",),
+    "starlette": (f"{PACKAGE}.service.api",),
+    "uvicorn": (f"{PACKAGE}.service.api",),
+    "pydantic": (f"{PACKAGE}.service.api", f"{PACKAGE}.integrations.deepspeed"),
+    "tinker": (f"{PACKAGE}.service.api.tinker",),
+    "google.protobuf": (f"{PACKAGE}.service.api.tinker.wire",),
     "ray": (
         f"{PACKAGE}.service.engines.ray.bridge",
         f"{PACKAGE}.service.engines.ray.knock",
@@ -143,7 +149,7 @@ def _targets(
 
 
 def is_within(name: str, folder: str) -> bool:
-    """Whether a dotted name is the folder or lies in it."""
+    """True if a dotted name is the folder or lies in it."""
     return name == folder or name.startswith(folder + ".")
 
 
@@ -405,6 +411,7 @@ def test_command_line_and_config_import_without_torch(repo: Path) -> None:
         f"import {PACKAGE}.service.store, {PACKAGE}.service.engines.slurm.engine\n"
         f"import {PACKAGE}.service.engines.local.engine\n"
         f"import {PACKAGE}.service.engines.ray.engine, {PACKAGE}.service.engines.ray.agent\n"
+        f"import {PACKAGE}.service.sampling.own, {PACKAGE}.service.sampling.vllm.sampler\n"
         "print(*sorted({*heavy, 'psycopg', 'ray'} & set(sys.modules)))"
     )
     result = subprocess.run(

@@ -1,4 +1,4 @@
-"""What is installed and shipped: metadata, declared imports, contents of sdist and wheel."""
+"""Metadata, declared imports, and the contents of sdist and wheel."""
 
 from __future__ import annotations
 
@@ -75,8 +75,11 @@ def test_an_import_of_a_neighbour_is_not_a_third_party(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("tlora_megatron", ["train", "kernels", "deepspeed", "wandb", "serve", "ray"]),
-        ("scripts", ["train", "kernels", "verify", "deepspeed", "docs", "bench"]),
+        ("tlora_megatron", ["train", "kernels", "deepspeed", "wandb", "serve", "tinker", "ray"]),
+        (
+            "scripts",
+            [*["train", "kernels", "verify", "deepspeed", "docs", "bench", "openai", "tinker"]],
+        ),
         ("tests", ["test", "deepspeed", "wandb"]),
     ],
 )
@@ -87,6 +90,9 @@ def test_every_import_is_declared(
     declared = {r.name.lower() for r in requirements.required(project, extras)}
     # packaging and tokenizers come with transformers, pip's vendored copy with pip.
     declared |= {"packaging", "tokenizers", "tqdm", "huggingface-hub", "pip"}
+    # Scripts of tests/helpers/tinker run in interpreters of scripts/tinker_clients.sh.
+    declared |= {"tinker-cookbook", "chz"} if folder == "tests" else set()
+    declared |= {"starlette"} if "fastapi" in declared else set()
     distributions = packages_distributions()
     undeclared = {
         name: sorted(set(distributions.get(name, [name])))

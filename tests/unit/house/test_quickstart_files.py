@@ -1,4 +1,4 @@
-"""What the quickstart ships is small, whole and consistent."""
+"""The files of the quickstart are small, whole and consistent."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from tlora_megatron.config.job import HF_TARGETS
 from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.training.data.tokenize import Row, tokenize_rows
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 BASE = CONFIGS / "quickstart" / "base"
@@ -69,6 +70,16 @@ def test_tokenizer_gives_the_text_back(tokenizer, text):
     assert ids[0] == tokenizer.bos_token_id
     assert ids[1:] == [3 + byte for byte in text.encode()]
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_a_chat_has_the_tokens_of_a_prompt_and_its_completion(tokenizer):
+    row = rows_of("mirror", "train")[0]
+    asked = {"role": "user", "content": row["prompt"].removesuffix("\n")}
+    told = {"role": "assistant", "content": row["completion"]}
+    rows = [Row("completion", row, ""), Row("messages", {"messages": [asked, told]}, "")]
+    apart, chat = tokenize_rows(rows, tokenizer)
+    assert chat.tokens.tolist() == apart.tokens.tolist()
+    assert chat.is_target.tolist() == apart.is_target.tolist()
 
 
 def test_special_tokens_are_the_models(tokenizer):

@@ -1,4 +1,4 @@
-"""What a multi-adapter linear around a foreign base does besides its arithmetic."""
+"""A multi-adapter linear around a foreign base, besides its arithmetic."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from tlora_megatron.layers.attach import attach, check_blocks_fit
 from tlora_megatron.layers.linear_sites import rank_sites
 from tlora_megatron.layers.sites import make_site
 from tlora_megatron.layers.slab import AdapterSlab, factor_shape, initial_factor, whole_tensors
-from tlora_megatron.layers.slab_layout import slab_layout
+from tlora_megatron.layers.slab.layout import slab_layout
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec
 from tlora_megatron.model.block_sizes import check_block_sizes
 from tlora_megatron.model.layout import ParallelLayout
@@ -169,7 +169,7 @@ class TestSlab:
         assert reason == "num_blocks 4 of job a is no multiple of TP 8"
 
     def test_plain_linears_are_cut_as_fused_ones(self) -> None:
-        """What DeepSpeed's models hold of an adapter is what Megatron's do."""
+        """DeepSpeed's models hold the same parts of an adapter as Megatron's."""
         lora = blocks(8, 4)
         spec = LinearsSpec(
             num_layers=4,

@@ -34,7 +34,7 @@ from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.attach import attach
 from tlora_megatron.layers.sites import make_site, stage_sites
 from tlora_megatron.layers.slab import AdapterSlab, whole_tensors
-from tlora_megatron.layers.slab_layout import slab_layout
+from tlora_megatron.layers.slab.layout import slab_layout
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
 from tlora_megatron.ops.lora.linear_ops import LinearOps
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK
@@ -205,7 +205,7 @@ def all_ops() -> LinearOps:
     else list(itertools.product(CASES, LENGTHS, (1, 2, 4))),
 )
 def test_parts_that_ranks_compute_make_the_whole_s(linear: str, workload: str, parts: int) -> None:
-    """What each rank computes with its rows of A, put in place, is s; and dS comes apart again."""
+    """Parts that ranks compute with their rows of A, put in place, are s; dS comes apart again."""
     columns, ranks = CASES[linear]
     ops, rows = all_ops(), make_rows(LENGTHS[workload], padding=7)
     case = make_case(ranks, columns, 80, dtype=torch.float32)
@@ -330,7 +330,7 @@ def test_slow_collectives_favour_fold_and_many_replicas_s_lora() -> None:
 LAYERS, ROWS = PLANNED.num_layers, 128
 QKV_OUT, PROJ_OUT = 140 // 2, 100
 QKV_IN, PROJ_IN = 100, 100 // 2
-"""Of q_proj's and o_proj's linears on one rank of two."""
+"""Shapes of q_proj's and o_proj's linears on one rank of two."""
 
 
 def lora_s(sharding: LoraSharding, blocks: bool = False, **rates: float) -> float:
@@ -369,7 +369,7 @@ def test_s_lora_reads_its_slice_of_a_row_parallel_linear_s_gradient() -> None:
 
 
 def test_block_diagonal_jobs_beside_s_lora_are_calls_and_passes_of_their_own() -> None:
-    """Of rows in all, twice as many; the standard job exchanges those of its own alone."""
+    """There are twice as many rows in all; the standard job exchanges those of its own alone."""
     moved = 2 * ROWS * (2 * (QKV_OUT + PROJ_OUT) + 4 * (QKV_IN + PROJ_IN)) * 2 / 1e9
     assert lora_s("s_lora", blocks=True) == pytest.approx(moved + lora_s("s_lora"))
     for name, calls in (("fold", 2), ("rank_exchange", 2), ("s_lora", 4)):

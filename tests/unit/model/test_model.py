@@ -11,7 +11,12 @@ import pytest
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.config.job import DataSpec, JobSpec
-from tlora_megatron.model.spec import SUPPORTED_MODEL_TYPES, ModelSpec, read_model_spec
+from tlora_megatron.model.spec import (
+    DENSE_MODEL_TYPES,
+    SUPPORTED_MODEL_TYPES,
+    ModelSpec,
+    read_model_spec,
+)
 from tlora_megatron.training.data.job_data import load_tokenizer
 from tlora_megatron.training.preparation import prepare_job
 
@@ -86,8 +91,8 @@ def _check_against_transformers(tmp_path: Path, model_type: str, fields: dict[st
     assert spec.hidden_size == config.hidden_size
     assert spec.num_heads == config.num_attention_heads
     assert spec.num_kv_heads == config.num_key_value_heads
-    assert spec.head_dim == getattr(config, "head_dim", 320 // 32)
-    assert spec.ffn_size == config.intermediate_size
+    assert spec.head_dim == (getattr(config, "head_dim", None) or 320 // 32)
+    assert spec.ffn_size == getattr(config, "moe_intermediate_size", config.intermediate_size)
     assert spec.vocab_size == config.vocab_size
     assert spec.max_positions == config.max_position_embeddings
     assert spec.norm_eps == config.rms_norm_eps
@@ -105,7 +110,7 @@ def _window_of(config: Any) -> int | None:
     config.vocab_size, config.hidden_size, config.intermediate_size = 8, 32, 8
     config.num_attention_heads = config.num_key_value_heads = 1
     layers = AutoModel.from_config(config).layers
-    if config.model_type == "mistral":
+    if config.model_type in ("mistral", "mixtral", "qwen3_moe"):
         return config.sliding_window
     windows = {getattr(layer.self_attn, "sliding_window", None) for layer in layers}
     return next(iter(windows - {None}), None)
@@ -121,7 +126,8 @@ def test_families(tmp_path: Path, model_type: str) -> None:
     spec = read(tmp_path, model_type)
     assert spec.model_type == model_type
     assert spec.qkv_bias == (model_type == "qwen2")
-    assert spec.qk_norm == (model_type == "qwen3")
+    assert spec.qk_norm == (model_type in ("qwen3", "qwen3_moe"))
+    assert (spec.experts is None) == (model_type in DENSE_MODEL_TYPES)
 
 
 def test_target_shapes(tmp_path: Path) -> None:
@@ -136,7 +142,7 @@ def test_target_shapes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "fields", "message"),
     [
-        ("mixtral", {}, r"model_type must be one of llama, .*, got 'mixtral' in .*config\.json"),
+        ("gemma", {}, r"model_type must be one of llama, .*, got 'gemma' in .*config\.json"),
         (None, {}, r"model_type must be one of llama, .*, got None"),
         ("llama", {"hidden_act": "gelu"}, r"hidden_act must be silu, got 'gelu'"),
         ("llama", {"attention_bias": True}, r"attention_bias must be false, got True"),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -40,20 +41,47 @@ def fake_compiler(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("CUDA_HOME", str(folder / "cuda"))
 
 
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The libraries that the compiler has made of the sources, and its words on each unit."""
+
+    cache: Path
+    library: Path
+    said: Path
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Compiles the sources once, with reports on registers; these change no code."""
+    folder = tmp_path_factory.mktemp("built")
+    cache, said = folder / "cache", folder / "said"
+    cache.mkdir()
+    said.mkdir()
+    script = f"""\
+for out; do :; done
+words="{said}/$(basename "$out").txt"
+"{kernel_build.find_compiler()}" -Xptxas=-v "$@" 2>"$words" || {{ cat "$words" >&2; exit 1; }}"""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TLORA_CACHE_DIR", str(cache))
+        fake_compiler(folder, script, patch)
+        extension.load_extension.cache_clear()
+        library = extension.load_extension().path
+    return Built(cache, library, said)
+
+
 @pytest.mark.slow
 @needs_compiler
 def test_sources_compile_once_and_load(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TLORA_CACHE_DIR", str(built.cache))
+    fake_compiler(tmp_path, "exit 1", monkeypatch)
     library = extension.load_extension()
-    path = library.path
-    assert path.parent == cache
+    assert library.path == built.library
+    assert library.path.parent == built.cache
     for name, struct in STRUCTS.items():
         assert library.size(name) == ctypes.sizeof(struct), name
-    extension.load_extension.cache_clear()
-    fake_compiler(tmp_path, "exit 1", monkeypatch)
-    assert extension.load_extension().path == path
-    assert [p.name for p in cache.iterdir() if p.suffix == ".so"] == [path.name]
+    assert [p.name for p in built.cache.iterdir() if p.suffix == ".so"] == [built.library.name]
 
 
 def test_an_installation_without_sources_says_so(
@@ -178,14 +206,9 @@ def test_what_a_killed_build_left_is_removed(cache: Path) -> None:
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("unit", ["fp8_dgrad", "fp8_gemm_128", "fp8_gemm_192", "fp8_gemm_256"])
-def test_kernels_keep_their_sums_in_registers(unit: str, tmp_path: Path) -> None:
+def test_kernels_keep_their_sums_in_registers(unit: str, built: Built) -> None:
     """Nothing spills, and the compiler neither serialises tensor cores nor ignores `setmaxnreg`."""
-    compiler = kernel_build.find_compiler()
-    assert compiler is not None
-    source = kernel_build.SOURCES / f"{unit}.cu"
-    words = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-cubin")
-    command = [compiler, *words, str(source), "-o", str(tmp_path / "unit.cubin")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    said = (built.said / f"{unit}.o.txt").read_text()
     spills = [line for line in said.splitlines() if "spill" in line]
     assert spills, "the compiler must report on registers"
     assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills), said

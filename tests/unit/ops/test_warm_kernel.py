@@ -115,15 +115,15 @@ def test_the_interpreter_leaves_nothing_to_launch() -> None:
 
 
 INTEGERS = ("num_rows", "first_row", "end_row", "dropout_key", "first_column", "count")
-"""What kernels call their integers."""
+"""Names that kernels have for their integers."""
 
 
 @pytest.mark.parametrize(
     "module",
     [
-        "frozen.triton_rms_norm",
-        "frozen.triton_swiglu",
-        "frozen.triton_rotary",
+        "frozen.triton.rms_norm",
+        "frozen.triton.swiglu",
+        "frozen.triton.rotary",
         "lora.triton.up",
         "lora.triton.gather",
     ],

@@ -45,7 +45,7 @@ def test_slow_links_make_it_worth_most(l40s: HardwareProfile, repo: Path) -> Non
 def test_the_best_plan_with_a_gain_is_proposed(l40s: HardwareProfile) -> None:
     def printed(*plans: Plan) -> str:
         nothing: Any = None
-        result = SearchResult(tuple(RankedPlan(p, nothing, nothing) for p in plans), (), ())
+        result = SearchResult(tuple(RankedPlan(p, nothing, nothing) for p in plans), ())
         console = Console(width=200)
         with console.capture() as capture:
             print_teams(console, result, LLAMA_8B, JOBS, l40s, 10)

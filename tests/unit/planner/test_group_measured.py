@@ -1,4 +1,4 @@
-"""What schedulers believe of groups beside super-models that were run on H200s."""
+"""The schedulers' estimates of groups beside super-models that were run on H200s."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tlora_megatron.planner.hardware import HardwareProfile, load_profile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 _RATE_BOUND = 0.08
-"""Of tokens per second of a group; the worst is 6 % (two GPUs, eight jobs)."""
+"""Error of the tokens per second of a group; the worst is 6 % (two GPUs, eight jobs)."""
 _GAIN_BOUND = 0.15
-"""Of the gain of training together; the worst is 8 % (small batches)."""
+"""Error of the gain of training together; the worst is 8 % (small batches)."""
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,7 @@ def test_groups_on_one_to_four_gpus(h200: HardwareProfile, repo: Path) -> None:
     Groups are not planned with micro-batches under 8,192 tokens; runs with fewer are slower.
     """
     rows = read_csv(repo / "scripts/bench/results/plan_vs_measured.csv")
+    rows = [row for row in rows if row.nodes == row.cp == 1 and not row.batches]
     errors = {}
     for row in rows:
         size = row.model.removeprefix("llama-3.1-")

@@ -21,7 +21,7 @@ _DOCUMENT = 512
 """Rows of a document in `scripts/bench/sharding`."""
 _LAYERS = {"8b": 32, "70b": 80}
 _TERMS = ("gemm_s", "attention_s", "elementwise_s", "lora_s", "tp_comm_s", "gradient_sync_s")
-"""What a step of the bench consists of, as fields of `StepCost`."""
+"""The terms of a step of the bench, as fields of `StepCost`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,8 @@ from tlora_megatron.planner.cost.cost_model import step_cost
 from tlora_megatron.planner.cost.nano_parts import exposed_share, fastest_split
 from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile, HostCost, Link
-from tlora_megatron.planner.search import SearchSpace, search
+from tlora_megatron.planner.search import search
+from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import LengthHistogram
 from tlora_megatron.runtime.planning.plan_files import apply_plan, overrides_of
 

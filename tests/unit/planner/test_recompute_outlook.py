@@ -50,7 +50,7 @@ def test_plans_without_a_choice_have_no_outlook(plan: Plan, tight: HardwareProfi
 def test_the_best_plan_with_a_gain_is_proposed(tight: HardwareProfile) -> None:
     def printed(*plans: Plan) -> str:
         nothing: Any = None
-        result = SearchResult(tuple(RankedPlan(p, nothing, nothing) for p in plans), (), ())
+        result = SearchResult(tuple(RankedPlan(p, nothing, nothing) for p in plans), ())
         console = Console(width=200)
         with console.capture() as capture:
             print_recompute(console, result, LLAMA_8B, JOBS, tight, 10)

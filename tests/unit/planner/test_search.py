@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.planner_case import HARDWARE, SPEC, job
+from tests.helpers.planner_case import HARDWARE, LARGE, SPEC, job
+from tlora_megatron.config.job import HF_TARGETS
 from tlora_megatron.config.load import BaseModelSpec, ConfigError, ParallelSpec, RunConfig
 from tlora_megatron.config.run import RunSpec
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.planner.advice.advise import advise
 from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.cost.cost_model import CostModel, step_cost
 from tlora_megatron.planner.cost.memory import MemoryModel, memory_use
@@ -22,8 +24,8 @@ from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile, Link, load_profile
 from tlora_megatron.planner.lora_choice import handicap
-from tlora_megatron.planner.remedies import more_gpus
-from tlora_megatron.planner.search import SearchSpace, search
+from tlora_megatron.planner.search import search
+from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime.planning.plan_files import apply_plan
 
@@ -81,7 +83,7 @@ def plan_of(tp_size: int) -> Plan:
 def test_plans_of_a_deterministic_run_are_those_that_it_does_not_refuse(
     asked: LoraSharding | None,
 ) -> None:
-    free = SearchSpace(vpp_size=1, lora_sharding=asked)
+    free = SearchSpace(runs_in="train", lora_sharding=asked)
     space = replace(free, deterministic=True)
     plans, kept = (
         [
@@ -149,7 +151,8 @@ def test_virtual_stages_are_for_megatron_only() -> None:
     result = search(SPEC, jobs(4), HARDWARE, 2, SearchSpace(runs_in="train"))
     assert {p.plan.vpp_size for p in result.plans} == {1}
     assert Plan(pp_size=2, vpp_size=2).runs_in == ("megatron",)
-    assert Plan(dp_size=2).runs_in == ("train", "megatron", "deepspeed")
+    assert Plan(dp_size=2).runs_in == ("train", "deepspeed")
+    assert Plan(dp_size=2, num_micro_batches=1).runs_in == ("megatron",)
     deepspeed = search(SPEC, jobs(4), HARDWARE, 4, SearchSpace(runs_in="deepspeed"))
     assert {(p.plan.pp_size, p.plan.cp_size) for p in deepspeed.plans} == {(1, 1)}
     assert {p.plan.recompute for p in deepspeed.plans} == {"none", "full"}
@@ -166,34 +169,19 @@ def test_what_is_fixed_stays_fixed() -> None:
         assert plan.micro_batch_tokens == 1024
 
 
-LARGE = replace(SPEC, hidden_size=4000, num_heads=40, num_kv_heads=8, head_dim=100, ffn_size=8000)
-"""Weights of 1.1 GB: beside them communicators do not count for everything."""
-
-
-def test_nothing_fits_but_fewer_jobs_or_more_gpus_would() -> None:
-    heavy = [job(f"job{i}", rank=1024, batch_size=2) for i in range(3)]
-    plan = Plan(micro_batch_tokens=1024, recompute="full")
-    two = memory_use(LARGE, heavy[:2], plan, HARDWARE).total_bytes
-    small = replace(HARDWARE, memory_bytes=two)
-    result = search(LARGE, heavy, small, 1)
-    assert result.plans == ()
-    assert result.dropped[0].reason.startswith("memory: at least ")
-    assert result.remedies[0] == "run 2 of the 3 jobs, without job2"
-    assert search(LARGE, heavy[:2], small, 1).plans
-    assert result.remedies[-1] == "use 2 GPUs"
-    assert search(LARGE, heavy, small, 2).plans
-
-
-def test_shorter_sequences_or_recompute_may_be_what_helps() -> None:
-    long = [job(lengths=LengthHistogram.from_counts([(64, 9), (4096, 1)]))]
-    need = memory_use(SPEC, long, Plan(micro_batch_tokens=4096, recompute="full"), HARDWARE)
-    small = replace(HARDWARE, memory_bytes=0.9 * need.total_bytes)
-    result = search(SPEC, long, small, 1)
-    assert result.plans == ()
-    assert any(r.startswith("cut sequences to ") for r in result.remedies)
-    enough = replace(HARDWARE, memory_bytes=1.1 * need.total_bytes)
-    pinned = search(SPEC, long, enough, 1, SearchSpace(recompute="none"))
-    assert pinned.remedies[0].startswith("leave recompute")
+def test_states_of_many_jobs_fit_where_replicas_divide_them(repo: Path) -> None:
+    spec = read_model_spec(repo / "configs/models/llama-3.1-8b.json")
+    many = [job(f"job{i}", rank=32, targets=HF_TARGETS, batch_size=64) for i in range(64)]
+    hardware = load_profile(repo / "configs/hardware/a100-80g.json")
+    link = Link(bytes_per_s=1e10, latency_s=1e-5)
+    hardware = replace(hardware, inter_node=hardware.inter_node or link)
+    space = SearchSpace(tp_size=1, pp_size=1, cp_size=1, recompute="full", micro_batch_tokens=4096)
+    assert not search(spec, many, hardware, 64, space).plans
+    (found, *_) = search(spec, many, hardware, 64, replace(space, shard_optimizer=True)).plans
+    assert found.plan.shard_optimizer
+    assert "sharded optimizer" in found.plan.label
+    zero = replace(space, runs_in="deepspeed")
+    assert [p.plan for p in search(spec, many, hardware, 64, zero).plans] == [found.plan]
 
 
 def test_a_micro_batch_holds_what_is_evaluated_too() -> None:
@@ -202,24 +190,9 @@ def test_a_micro_batch_holds_what_is_evaluated_too() -> None:
 
 
 def test_several_nodes_need_a_link_and_a_result_says_so() -> None:
-    alone = replace(HARDWARE, inter_node=None, gpus_per_node=2)
-    result = search(SPEC, jobs(4), alone, 4)
+    result = search(SPEC, jobs(4), replace(HARDWARE, inter_node=None, gpus_per_node=2), 4)
     assert result.plans == ()
     assert "4 GPUs are more than the 2 of a node" in result.dropped[0].reason
-    assert result.remedies == ("use the 2 GPUs of a node, or a profile with an inter_node link",)
-
-
-def test_more_gpus_are_the_next_number_that_has_a_layout() -> None:
-    # On three GPUs ten heads cannot be cut; on four they can, by two.
-    need = memory_use(LARGE, jobs(1), Plan(tp_size=2, dp_size=2, micro_batch_tokens=1024), HARDWARE)
-    small = replace(HARDWARE, memory_bytes=need.total_bytes, gpus_per_node=8)
-    result = search(LARGE, jobs(1), small, 3)
-    assert result.plans == ()
-    assert result.remedies[-1] == "use 4 GPUs"
-    assert [*more_gpus(5, replace(small, inter_node=None))] == [6, 7, 8]
-    across = replace(small, inter_node=small.intra_node)
-    assert [*more_gpus(5, across)][:8] == [6, 7, 8, 16, 24, 32, 48, 64]
-    assert [*more_gpus(3000, across)] == [3072, 4096]
 
 
 def test_sequences_are_split_among_any_number_of_gpus() -> None:
@@ -245,10 +218,13 @@ def test_that_nothing_fits_is_known_soon(repo: Path, monkeypatch: pytest.MonkeyP
     spec = replace(read_model_spec(repo / "configs/models/llama-3.1-8b.json"), num_layers=80)
     tiny = replace(load_profile(repo / "configs/hardware/h100-infiniband.json"), memory_bytes=1e9)
     counted = _counted(monkeypatch, MemoryModel, "use")
-    result = search(spec, jobs(8), tiny, 1024)
-    # 42,000 for the plans, and few for the remedies.
-    assert next(counted) < 60_000
-    assert result.plans == result.remedies == ()
+    assert search(spec, jobs(8), tiny, 1024).plans == ()
+    assert next(counted) < 45_000
+    advice = advise(spec, jobs(8), tiny, 1024)
+    assert next(counted) < 110_000
+    assert not advice.remedies
+    assert "up to 4,096 GPUs" in advice.why_none
+    assert "GiB of 0.9 GiB" in advice.why_none
 
 
 @pytest.mark.parametrize(
@@ -340,7 +316,8 @@ def test_a_thousand_gpus_and_eighty_layers_price_each_plan_once(
         for i in range(16)
     ]
     priced = _counted(monkeypatch, CostModel, "step_cost")
-    result = search(spec, mix, hardware, 1024)
+    space = SearchSpace(runs_in="megatron", recompute="none")
+    result = search(spec, mix, hardware, 1024, space)
     assert next(priced) == len(result.plans)
     assert len(result.plans) > 1000
 
@@ -363,19 +340,7 @@ class TestGroupModel:
         one = model.estimate([small, large], 1)
         other = model.estimate([replace(large, name="x"), replace(small, name="y")], 1)
         assert one.tokens_per_s == other.tokens_per_s[::-1]
-        assert one.slowdown == other.slowdown[::-1]
         assert one.tokens_per_s[1] > one.tokens_per_s[0]
-
-    def test_slowdown_is_against_the_job_alone(self) -> None:
-        model = GroupModel(SPEC, HARDWARE)
-        mix = [job("a", batch_size=2), job("b", batch_size=2)]
-        alone = model.estimate(mix[:1], 1)
-        together = model.estimate(mix, 1)
-        assert alone.slowdown == (1.0,)
-        assert together.slowdown[0] == pytest.approx(
-            alone.tokens_per_s[0] / together.tokens_per_s[0]
-        )
-        assert together.slowdown[0] > 1.5
 
     def test_small_jobs_together_beat_each_alone_where_the_host_is_slow(self, repo: Path) -> None:
         spec = read_model_spec(repo / "configs/models/llama-3.1-8b.json")
@@ -385,8 +350,9 @@ class TestGroupModel:
             for i in range(8)
         ]
         together = model.estimate(mix, 1)
-        assert sum(together.tokens_per_s) > 2 * model.estimate(mix[:1], 1).tokens_per_s[0]
-        assert max(together.slowdown) < 4
+        alone = model.estimate(mix[:1], 1).tokens_per_s[0]
+        assert sum(together.tokens_per_s) > 2 * alone
+        assert min(together.tokens_per_s) > alone / 4
 
     def test_what_does_not_fit_says_so(self) -> None:
         estimate = GroupModel(SPEC, replace(HARDWARE, memory_bytes=1e5)).estimate(jobs(2), 1)

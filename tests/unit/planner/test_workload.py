@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from tests.helpers.planner_case import job
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.model.replica_rate import ReplicaRate
-from tlora_megatron.planner import rounds
-from tlora_megatron.planner.replica_spread import Part, spread_of
-from tlora_megatron.planner.rounds import ExpectedRounds, RoundModel, num_micro_batches
-from tlora_megatron.planner.timed_rounds import timed_load
+from tlora_megatron.planner.rounds.load import ExpectedRounds
+from tlora_megatron.planner.rounds.model import RoundModel
+from tlora_megatron.planner.rounds.packer import Packer, num_micro_batches
+from tlora_megatron.planner.rounds.spread import Part, spread_of
+from tlora_megatron.planner.rounds.timed import timed_load
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs
 from tlora_megatron.training.data.job_data import TokenSequence
 from tlora_megatron.training.packing.packing import (
@@ -184,10 +185,8 @@ def test_a_pipeline_gets_as_many_micro_batches_as_the_jobs_fill() -> None:
 
 def test_rounds_with_room_for_all_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = []
-    run_round = rounds._Packer.run_round
-    monkeypatch.setattr(
-        rounds._Packer, "run_round", lambda *args: packed.append(args) or run_round(*args)
-    )
+    run_round = Packer.run_round
+    monkeypatch.setattr(Packer, "run_round", lambda *args: packed.append(args) or run_round(*args))
     model = RoundModel(
         [job(batch_size=8, lengths=LengthHistogram.from_counts([(64, 3), (512, 1)]))]
     )
@@ -283,7 +282,7 @@ def _packed(
         for slot, load in enumerate(jobs):
             if not queues[slot]:
                 lengths = itertools.islice(streams[slot], load.batch_size)
-                queues[slot] = batch_items([_sequence(n) for n in lengths])
+                queues[slot] = batch_items([sequence_of(n) for n in lengths])
         filled, queues = fill_bins(
             queues, capacity=capacity, dp_size=dp_size, pp_size=pp_size, first_slot=index
         )
@@ -300,7 +299,7 @@ def _packed(
     return tokens, fullest, tuple(bins)
 
 
-def _sequence(rows: int) -> TokenSequence:
+def sequence_of(rows: int) -> TokenSequence:
     is_target = np.ones(rows + 1, dtype=bool)
     is_target[0] = False
     return TokenSequence(np.zeros(rows + 1, dtype=np.int32), is_target)
@@ -322,7 +321,7 @@ def test_deep_rounds_are_those_of_the_dispatcher() -> None:
         for slot, own in enumerate(jobs):
             if not queues[slot]:
                 drawn = itertools.islice(streams[slot], own.batch_size)
-                queues[slot] = batch_items([_sequence(n) for n in drawn])
+                queues[slot] = batch_items([sequence_of(n) for n in drawn])
         filled, queues = fill_by_time(queues, rule, first_slot=index)
         ends = round_ends_ps(filled, rates)
         tokens += filled.num_tokens

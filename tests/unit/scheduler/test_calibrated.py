@@ -44,7 +44,11 @@ def test_a_mix_is_corrected_by_its_own_median_and_others_by_the_bases() -> None:
         speeds.measured((one,), 1, measured, rounds=10)
     assert _total(speeds, (one,)) == pytest.approx(350.0)
     assert _total(speeds, (two,)) == pytest.approx(700.0)
-    assert _total(speeds, (one,), num_gpus=2) == 500.0
+    assert _total(speeds, (one,), num_gpus=2) == pytest.approx(350.0), "the same machine"
+    for measured in (250.0, 200.0, 300.0, 250.0, 250.0):
+        speeds.measured((one,), 4, measured, rounds=10)
+    assert _total(speeds, (one,), num_gpus=2) == pytest.approx(350.0)
+    assert _total(speeds, (one,), num_gpus=8) == pytest.approx(250.0)
 
 
 def test_only_a_drift_makes_a_new_version() -> None:

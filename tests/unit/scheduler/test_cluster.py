@@ -30,7 +30,7 @@ def waiting(index: int, **fields: float) -> Waiting:
 
 def group(gpus: tuple[int, ...], end_s: float, number: int = 1) -> Group:
     job = waiting(number, isolated_s=end_s).job
-    member = Member(job=job, tokens_per_s=1.0, tokens_left=end_s, started_s=0.0)
+    member = Member(job=job, tokens_per_s=1.0, tokens_left=end_s, started_s=0.0, deadline_s=1e9)
     return Group(number=number, members=(member,), gpus=gpus, formed_s=0.0, ready_s=0.0)
 
 

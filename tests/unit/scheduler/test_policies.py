@@ -166,7 +166,15 @@ def test_a_move_that_costs_more_than_it_brings_is_left() -> None:
 
 
 def test_names() -> None:
-    assert list(POLICIES) == ["isolated", "isolated_sjf", "mlora", "tlora", "tlora_best"]
+    assert list(POLICIES) == [
+        "isolated",
+        "isolated_sjf",
+        "sjf_rightsize",
+        "mlora",
+        "tlora",
+        "tlora_best",
+        "tlora_elastic",
+    ]
     with pytest.raises(ValueError, match=r"policy must be one of isolated, .*, got 'fifo'"):
         make_policy("fifo", Speeds({}), Rules())
 
@@ -185,3 +193,37 @@ def test_short_jobs_use_the_gap_before_a_job_that_is_due(policy: str) -> None:
     world.add(2, 40, batch=10, max_slowdown=1.0)
     world.add(3, 200, batch=10, max_slowdown=1.0)  # would be in the way until 203
     assert world.ends(policy) == [100, 150, 42, 350]
+
+
+@pytest.mark.parametrize("policy", FUSING)
+def test_a_driven_job_keeps_nobody_waiting_and_slows_nobody(policy: str) -> None:
+    world = World()
+    world.add(0, 10_000, batch=20, is_open=True)
+    world.add(10, 100, batch=10, max_slowdown=1.1)
+    world.add(20, 100, batch=10, max_slowdown=1.1, base="other")
+    assert world.ends(policy)[1] == 110
+
+
+@pytest.mark.parametrize("policy", FUSING)
+def test_a_driven_job_starts_beside_others_at_once(policy: str) -> None:
+    world = World()
+    world.add(0, 500, batch=10, max_slowdown=1.1)
+    world.add(10, 1_000, batch=20, is_open=True)
+    world.add(20, 1_000, batch=20, is_open=True)
+    assert world.ends(policy) == [500, 1_010, 1_020]
+
+
+def test_a_driven_job_needs_the_memory_of_any_other() -> None:
+    world = World(most_jobs=1)
+    world.add(0, 100, batch=10)
+    world.add(10, 50, is_open=True)
+    assert world.ends("tlora_best") == [100, 150]
+
+
+def test_tlora_groups_give_back_gpus_of_a_member_that_has_ended_to_an_overdue_job() -> None:
+    world = World(gpus_per_node=4)
+    world.add(0, 100, batch=5, num_gpus=4)
+    world.add(10, 1000, batch=5)
+    world.add(20, 50, batch=30, num_gpus=3, base="other", due_s=90.0)
+    # The second joined the first, and would keep its four GPUs until 1,010.
+    assert world.ends("tlora") == [100, 1010, 150]

@@ -100,7 +100,7 @@ def study(repo: Path) -> Study:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_so_it_does_with_the_planners_speeds_once_they_are_known(study: Study, policy: str) -> None:
-    """What a mix costs the model the first time is not in it: milliseconds each."""
+    """The model's first time with a mix is not in it: milliseconds each."""
     queue, state = _crowd(study.workload.jobs, study.speeds)
     made = make_policy(policy, study.speeds, Rules())
     for now_s in (_MOMENTS_S[0], max(job.due_s for job in study.workload.jobs[:500])):

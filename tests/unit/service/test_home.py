@@ -57,8 +57,6 @@ def test_only_ids_of_the_store_name_folders(name: str) -> None:
     assert home.gang("g-1", 3) == Path("/r/gangs/g-1-3")
     with pytest.raises(ValueError, match="must match"):
         home.job(name)
-    with pytest.raises(ValueError, match="must match"):
-        home.token_entry(name)
 
 
 def test_a_write_that_fails_leaves_the_old_file(

@@ -12,7 +12,7 @@ import pytest
 from tlora_megatron.service.home import Lease, make_folder, write_lease
 from tlora_megatron.service.mail.folder import EventReader, GangFolder, Outbox
 from tlora_megatron.service.mail.lines import LineReader, LineWriter
-from tlora_megatron.service.mail.mailbox import FolderMailbox, Mailbox, MemoryMailbox
+from tlora_megatron.service.mail.mailbox import FolderMailbox
 from tlora_megatron.service.messages import Command, GangEvent, GangSpec
 from tlora_megatron.service.worker import deadline
 from tlora_megatron.service.worker.telling import Hearing, Teller
@@ -74,14 +74,8 @@ def test_folder_knows_its_own_path_and_spec(folder: GangFolder, spec: GangSpec) 
         GangFolder.at(folder.path.parent)
 
 
-@pytest.mark.parametrize("kind", ["folder", "memory"])
-def test_mailbox_gives_each_command_once(folder: GangFolder, kind: str) -> None:
-    box: Mailbox
-    if kind == "memory":
-        box = memory = MemoryMailbox()
-        post = memory.post
-    else:
-        box, post = FolderMailbox(folder), Outbox(folder).post
+def test_mailbox_gives_each_command_once(folder: GangFolder) -> None:
+    box, post = FolderMailbox(folder), Outbox(folder).post
     assert not box.wait(0.0)
     threading.Timer(0.05, lambda: [post(command(seq)) for seq in (1, 2, 2, 1, 3)]).start()
     assert box.wait(60.0)
@@ -134,9 +128,11 @@ def test_events_of_a_long_life_are_found_from_any_number(
     assert folder.events.read_text().count("torn") == 0
 
 
-def test_stopped_process_is_not_renewed_by_old_mail(spec: GangSpec, now_s: list[float]) -> None:
-    box = MemoryMailbox()
-    hearing = Hearing(spec, box)
+def test_stopped_process_is_not_renewed_by_old_mail(
+    folder: GangFolder, spec: GangSpec, now_s: list[float]
+) -> None:
+    box = Outbox(folder)
+    hearing = Hearing(spec, FolderMailbox(folder))
     now_s[0] += 9.0
     assert hearing.take() == []
     box.post(command(1))
@@ -151,9 +147,11 @@ def test_stopped_process_is_not_renewed_by_old_mail(spec: GangSpec, now_s: list[
     assert hearing.take()[0]["kind"] == "stop"
 
 
-def test_job_is_written_only_under_its_lease(spec: GangSpec, now_s: list[float]) -> None:
-    box = MemoryMailbox()
-    hearing = Hearing(spec, box)
+def test_job_is_written_only_under_its_lease(
+    folder: GangFolder, spec: GangSpec, now_s: list[float]
+) -> None:
+    box = Outbox(folder)
+    hearing = Hearing(spec, FolderMailbox(folder))
     job = make_folder(Path(spec.root) / "jobs" / "j1")
     write_lease(job, Lease(gang="g", epoch=1, lease=3))
     assert not hearing.may_write("j1")
@@ -187,3 +185,18 @@ def test_events_that_the_disk_refuses_come_before_the_next_one(
     teller.tell("stepped", "j1", {})
     events = [(event.number, event.kind) for event in reader.after(1)]
     assert events == [(2, "saved"), (3, "stepped"), (4, "stepped")]
+
+
+def test_damaged_line_is_a_gap_in_the_numbers(folder: GangFolder) -> None:
+    writer, reader = LineWriter(folder.events), EventReader(folder)
+    events = [
+        GangEvent(gang="g", epoch=1, number=number, at=0.0, kind="note") for number in (1, 2, 3)
+    ]
+    for event in events:
+        line = "\0" * 40 if event.number == 2 else event.to_json()
+        writer.append(line, durable=False)
+    assert reader.after(0) == [events[0], events[2]]
+    assert EventReader(folder).after(1) == [events[2]]
+    writer.append("\0" * 40, durable=False)
+    assert reader.last() == events[2]
+    writer.close()

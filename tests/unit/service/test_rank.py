@@ -1,15 +1,17 @@
-"""What a rank says when it ends."""
+"""The last words of a rank."""
 
 from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.launch import HANG_S
+from tlora_megatron.parallel.host_threads import host_threads
 from tlora_megatron.service.mail.folder import EventReader, GangFolder
 from tlora_megatron.service.mail.mailbox import FolderMailbox
 from tlora_megatron.service.messages import GangSpec
@@ -76,6 +78,20 @@ def test_stop_past_the_lease_is_not_told_as_one(folder: GangFolder) -> None:
     assert LEASE_OVER not in (0, FAILED, OUT_OF_MEMORY)
 
 
+def test_rank_that_misses_another_one_ends_and_blames_nobody(
+    folder: GangFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(rank_module, "end", codes.append)
+    RankProcess(folder.spec(), 0, folder)._miss()
+    assert ending(folder, 0)["is_lost"]
+    process = RankProcess(folder.spec(), 1, folder)
+    process.fail(OutOfMemoryError("20 GiB of 1 GiB"))
+    process._miss()
+    assert ending(folder, 1)["out_of_memory"], "its own reason stays"
+    assert codes == [FAILED, FAILED]
+
+
 def test_ranks_leave_together() -> None:
     from torch.distributed import HashStore
 
@@ -96,8 +112,23 @@ def test_rank_that_cannot_begin_says_why(
         raise ImportError("pip install triton")
 
     monkeypatch.setattr(rank_module, "import_all", refuse)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setattr(rank_module.logging, "basicConfig", lambda **_: None)
+    keep_surroundings(monkeypatch)
     assert run_rank(folder.spec(), 1, folder=folder) == FAILED
     assert ending(folder, 1)["reason"] == "pip install triton"
+
+
+def keep_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts back what a rank sets of its process when the test is over."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(rank_module.logging, "basicConfig", lambda **_: None)
+
+
+def test_ranks_of_a_node_share_its_cores(
+    folder: GangFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setattr(RankProcess, "serve", lambda *_: host_threads(64))
+    keep_surroundings(monkeypatch)
+    spec = replace(folder.spec(), gpus=((0, 0), (0, 1), (0, 2), (1, 0)))
+    assert [run_rank(spec, rank, folder=folder) for rank in (1, 3)] == [4, 12]

@@ -42,6 +42,6 @@ def test_an_order_is_the_job_as_it_was_accepted(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"portion_tokens of job 'attention' must be set"):
         read(asdict(replace(order, document={**found.document, "portion_tokens": None})))
     for key in found.tokens.values():
-        (home.token_entry(key) / "tokens.safetensors").unlink()
+        (home.tokens / key / "tokens.safetensors").unlink()
     with pytest.raises(ValueError, match=r"data\.train of job 'attention' must be a file"):
         read(asdict(order))

@@ -1,4 +1,4 @@
-"""What a process at a seat of this host has in its environment."""
+"""The environment of a process at a seat of this host."""
 
 from __future__ import annotations
 

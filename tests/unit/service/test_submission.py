@@ -46,7 +46,7 @@ def test_every_job_of_a_file_is_a_submission_that_travels(folder: Path) -> None:
     (one, two), notes = read_submissions(folder / "run.json", ["jobs.a.lora.rank=4"])
     assert (one.name, one.job_spec().lora.rank, one.job_spec().batch_size) == ("a", 4, 3)
     assert one.document["data"]["train"] == str(folder / "a.jsonl")
-    assert one.base_spec().path == str(folder / "base")
+    assert one.base_model["path"] == str(folder / "base")
     assert two.job_spec().service == ServiceSpec(gpus=2, max_slowdown=2.0, priority=-1)
     assert Submission.from_json(two.to_json()) == two
     assert [note.split(" ")[1] for note in notes] == ["parallel", "run", "of"]
@@ -90,7 +90,8 @@ def test_the_service_without_its_worker_imports_no_torch(repo: Path) -> None:
     names = [name for name in modules_of(repo) if is_within(name, f"{PACKAGE}.service")]
     names = [name for name in names if not is_within(name, f"{PACKAGE}.service.worker")]
     own_process = {f"{PACKAGE}.service.engines.ray.{name}" for name in ("bridge", "knock")}
-    names = [name for name in names if name not in own_process]  # they import Ray
+    own_process.add(f"{PACKAGE}.service.sampling.process")
+    names = [name for name in names if name not in own_process]  # they import Ray, or torch
     code = (
         f"import sys, importlib\n"
         f"for name in {names}: importlib.import_module(name)\n"

@@ -63,7 +63,7 @@ def test_a_job_is_measured_and_its_tokens_kept(scenario: Path, rules: PrepareRul
     assert (found.num_truncated, found.num_dropped) == (data.num_truncated, data.num_dropped)
     assert "cut to max_seq_len" in found.notes[0]
     for key in found.tokens.values():
-        assert (Home(Path(rules.root)).token_entry(key) / ENTRY_NAME).is_file()
+        assert (Home(Path(rules.root)).tokens / key / ENTRY_NAME).is_file()
     accepted = read_job(dict(found.document), None)
     assert accepted == replace(job, portion_tokens=accepted.portion_tokens)
     assert accepted.portion_tokens == 128  # half a micro-batch
@@ -165,3 +165,20 @@ def test_a_workers_answers_are_lines_even_for_nonsense(
     first, second = (json.loads(line) for line in answers.getvalue().splitlines())
     assert first["validated"]["job"] == "j1"
     assert second["refused"]["error"].startswith("job 'a' could not be checked: TypeError")
+
+
+def test_a_driven_job_has_no_data_and_a_guessed_load(scenario: Path, rules: PrepareRules) -> None:
+    first = read_submissions(scenario).submissions[0]
+    document = {"name": "t", "driven": True, "lora": {"rank": 4}, "max_seq_len": 200}
+    submission = replace(first, name="t", document=document)
+    found = _valid(validate("j1", submission, rules))
+    assert (found.num_steps, found.tokens, found.longest) == (0, {}, 200)
+    load = found.load()
+    assert load.is_open
+    assert load.lengths.pairs == ((50, 0.9), (200, 0.1))
+    accepted = read_job(dict(found.document), None)
+    assert accepted.driven
+    assert accepted.portion_tokens == 128
+    longer = validate("j1", _changed(submission, max_seq_len=300), rules)
+    assert isinstance(longer, Refused)
+    assert "micro_batch_tokens must be at least 300" in longer.error

@@ -1,4 +1,4 @@
-"""A real cluster's jobs: four weeks under one policy, a week under each of the others."""
+"""A real cluster's jobs under every policy: a part of a week's, and those of a crowded day."""
 
 from __future__ import annotations
 
@@ -14,27 +14,36 @@ from tlora_megatron.sim.cluster_config import load_cluster
 from tlora_megatron.sim.job_mix import load_mix
 from tlora_megatron.sim.study import Options, Study
 from tlora_megatron.sim.trace import read_trace
+from tlora_megatron.sim.trace_shape import TraceShape
 
-WEEK_S = 7 * 24 * 3600.0
+DAY_S = 24 * 3600.0
+PARTS = {
+    # Fewer jobs meet as many moments of quiet and of crowds as all 13,380 of the week.
+    "a fifth of a week": (0, 7, TraceShape(sample=0.2)),
+    "a crowded day": (2, 3, TraceShape(most_jobs=1500)),
+}
+"""First day, day behind the last, and which of their jobs; the second part asks for ten times the
+GPUs that there are."""
 
 
 @pytest.fixture(scope="module")
-def study_of(repo: Path, shared_data: Path) -> Callable[[int], Study]:
-    """The jobs of the first weeks of the trace, ready to run."""
+def study_of(repo: Path, shared_data: Path) -> Callable[[str], Study]:
+    """The jobs of a part of the trace, ready to run."""
     cluster, profile = load_cluster(repo / "configs" / "hardware" / "cluster-128xA100.yaml")
     mix, specs = load_mix("paper")
     whole = read_trace(shared_data / "traces" / "philly_4w_20171002.csv.gz")
 
     @functools.cache
-    def make(weeks: int) -> Study:
-        rows = tuple(row for row in whole.rows if row.submit_s < weeks * WEEK_S)
+    def make(part: str) -> Study:
+        first, end, shape = PARTS[part]
+        rows = tuple(row for row in whole.rows if first * DAY_S <= row.submit_s < end * DAY_S)
         return Study(
             trace=replace(whole, rows=rows),
             cluster=cluster,
             profile=profile,
             mix=mix,
             specs=specs,
-            options=Options(),
+            options=Options(shape=shape),
         )
 
     return make
@@ -42,10 +51,12 @@ def study_of(repo: Path, shared_data: Path) -> Callable[[int], Study]:
 
 @pytest.mark.slow
 @pytest.mark.shared
+@pytest.mark.parametrize(("part", "jobs"), list(zip(PARTS, (2667, 1500), strict=True)))
 @pytest.mark.parametrize("policy", POLICIES)
-def test_philly_runs_to_its_end(study_of: Callable[[int], Study], policy: str) -> None:
-    weeks, jobs = (4, 56_848) if policy == "tlora" else (1, 13_380)
-    study = study_of(weeks)
+def test_philly_runs_to_its_end(
+    study_of: Callable[[str], Study], policy: str, part: str, jobs: int
+) -> None:
+    study = study_of(part)
     run = study.run(policy)
     assert run.summary.jobs_finished == len(study.workload.jobs) == jobs
 

@@ -77,7 +77,7 @@ def test_philly_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,b\n1,2\n", "trace must have a column submit_time or submit_s .*, got a, b"),
+        ("a,b\n1,2\n", "trace must have a column submit_time or submit_s .*, got 'a, b in"),
         ("submit_s,duration_s,num_gpus\n", "trace must hold at least one job"),
         ("submit_s,duration_s,num_gpus\n0,x,1\n", "row 1 of .* must hold numbers, got .*'x'"),
         ("submit_s,duration_s,num_gpus\nnan,1,1\n", "row 1 of .* must hold numbers"),
@@ -106,12 +106,25 @@ def rows(*num_gpus: int) -> Trace:
 def test_cutting_to_a_cluster() -> None:
     trace = rows(8, 64, 1, 2)
     assert offered_gpus(trace.rows) == 75 * 100 / 30
-    cut = shaped(trace, TraceShape(gpu_divisor=4, load=2.0), 8, seed=0)
-    assert [(row.num_gpus, row.submit_s) for row in cut.rows] == [(2, 0), (1, 10), (1, 15)]
+    cut = shaped(trace, TraceShape(gpu_divisor=4), 8, seed=0)
+    assert [(row.num_gpus, row.submit_s) for row in cut.rows] == [(2, 0), (1, 20), (1, 30)]
     assert cut.dropped == {"more GPUs than the cluster has": 1}
     clamped = shaped(trace, TraceShape(oversize="clamp", most_jobs=2), 8, seed=0)
     assert [row.num_gpus for row in clamped.rows] == [8, 8]
     assert clamped.dropped == {"after the first so many": 2}
+
+
+def test_a_load_is_what_jobs_ask_for_of_the_gpus_time() -> None:
+    cut = shaped(rows(8, 64, 1, 2), TraceShape(gpu_divisor=4, load=2.0), 8, seed=0)
+    # 2 + 1 + 1 GPUs for 100 s each, of 8 GPUs: half of what there is in 100 s, twice that of 25 s.
+    assert [(row.num_gpus, row.submit_s) for row in cut.rows] == [
+        (2, 0),
+        (1, pytest.approx(25 * 2 / 3)),
+        (1, pytest.approx(25)),
+    ]
+    assert offered_gpus(cut.rows) == pytest.approx(2 * 8)
+    with pytest.raises(ValueError, match=r"--load must be left out .* come at once, got 2\.0"):
+        shaped(rows(1), TraceShape(load=2.0), 8, seed=0)
 
 
 def test_only_completed(tmp_path: Path) -> None:
@@ -136,7 +149,7 @@ def test_samples_are_the_seeds() -> None:
         ({"load": 0.0}, "load must be positive and finite, got 0.0"),
         ({"load": float("nan")}, "load must be positive"),
         ({"sample": 1.5}, r"sample must be in \(0, 1\], got 1.5"),
-        ({"gpu_divisor": 0.5}, "gpu_divisor must be at least 1, got 0.5"),
+        ({"gpu_divisor": 0.5}, "--gpu-divisor must be at least 1, got 0.5"),
         ({"most_jobs": 0}, "jobs must be at least 1, got 0"),
     ],
 )

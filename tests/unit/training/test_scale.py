@@ -1,4 +1,4 @@
-"""What must not grow or break with many jobs, large slabs, large seeds and several nodes."""
+"""Limits with many jobs, large slabs, large seeds and several nodes."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _prepared(path: str, last_token: int) -> PreparedJob:
 def test_processes_must_read_the_same_configuration_and_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on nodes with copies of their own, at paths of their own; the second one is made up."""
+    """Nodes with copies of their own, at paths of their own; the second one is made up."""
     mine = agreement.content_digest(_run_config(tmp_path), [_prepared("a.jsonl", 3)])
     copied = agreement.content_digest(_run_config(tmp_path / "b"), [_prepared("b.jsonl", 3)])
     other_data = agreement.content_digest(_run_config(tmp_path), [_prepared("a.jsonl", 4)])

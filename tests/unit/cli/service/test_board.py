@@ -1,4 +1,4 @@
-"""What `tlora serve` shows of its store."""
+"""The board of `tlora serve` shows its store."""
 
 from __future__ import annotations
 

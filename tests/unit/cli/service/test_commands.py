@@ -13,9 +13,9 @@ import pytest
 from tests.helpers.launch import HANG_S
 from tests.helpers.stored_jobs import finish, printed, serve_gang, start, submit
 from tlora_megatron.cli.main import main
-from tlora_megatron.cli.service.opening import remember_store, store_place
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.service.home import Home, make_folder
+from tlora_megatron.service.place import remember_store, store_place
 from tlora_megatron.service.store import JobState, Store
 
 ON_SERVICES = [
@@ -205,7 +205,53 @@ class TestJobs:
         assert capsys.readouterr().out.startswith("no jobs\n")
 
 
+class TestExitCodes:
+    def test_trouble_of_the_store_is_no_mistake_of_the_command(
+        self, home: Home, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        home.store.write_bytes(b"no database" * 1000)
+        for argv in (["jobs"], ["cancel", "one"], ["logs", "one"]):
+            assert main(argv) == 1
+            assert "must be a whole SQLite database" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("style", [["--json"], []])
+    def test_a_reader_that_goes_away_is_told_nothing(
+        self, style: list[str], store: Store, run_file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        submit(run_file, capsys)
+        command = [sys.executable, "-m", "tlora_megatron.cli", "logs", "one", *style]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
+            process.stdout.close()
+            told = process.stderr.read()
+            assert process.wait(HANG_S) == 1
+        assert told == b""
+
+    def test_a_profile_that_is_none_is_refused_before_anything_starts(
+        self, home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr("tlora_megatron.cli.service.serve._make_engine", None)
+        assert main(["serve", "--hardware", "nonsense"]) == 2
+        assert "nonsense" in capsys.readouterr().err
+        assert not home.store.exists()
+
+
 class TestWishes:
+    def test_nothing_happens_to_a_job_that_is_not_paused(
+        self, store: Store, home: Home, run_file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        one, _ = submit(run_file, capsys)
+        serve_gang(store, home)
+        start(store, one["id"])
+        before = store.events.last()
+        assert main(["resume", "one"]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"one ({one['id']}): nothing to resume: it is running\n")
+        assert store.events.last() == before
+        store.jobs.wish(one["id"], "pause")
+        assert main(["resume", "one"]) == 0
+        assert "resume asked; it is running" in capsys.readouterr().out
+
     @pytest.mark.parametrize("wish", ["cancel", "pause"])
     def test_all_or_none(
         self, wish: str, store: Store, run_file: Path, capsys: pytest.CaptureFixture[str]
@@ -214,11 +260,11 @@ class TestWishes:
         store.jobs.change(two["id"], JobState.FAILED, error="no data")
         assert main([wish, "one", "two"]) == 2
         assert "must be unfinished" in capsys.readouterr().err
-        assert store.jobs.wished() == []
+        assert store.jobs.get(one["id"]).wish is None
         assert main([wish, "one", one["id"]]) == 0
         out = capsys.readouterr().out
         assert out.startswith(f"one ({one['id']}): {wish} asked; it is validating\n")
-        assert [(job.name, job.wish) for job in store.jobs.wished()] == [("one", wish)]
+        assert [store.jobs.get(job["id"]).wish for job in (one, two)] == [wish, None]
 
     @pytest.mark.parametrize("name", ["nobody", "", "\udcff", "../one"])
     def test_an_unknown_name(

@@ -1,4 +1,4 @@
-"""What the tests of DeepSpeed's configuration share."""
+"""Fixtures of the tests of DeepSpeed's configuration."""
 
 from __future__ import annotations
 

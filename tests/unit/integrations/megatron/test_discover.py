@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the 
 
 
 class Wrapped(nn.Module):
-    """As Float16Module and DistributedDataParallel hold their model."""
+    """Holds a model as Float16Module and DistributedDataParallel do."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is recomputed sees the micro-batch it was first computed with."""
+"""Recomputed layers see the micro-batch that they were first computed with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Megatron-LM's arguments decide, and files that contradict them."""
+"""Decisions of Megatron-LM's arguments, and files that contradict them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ TRAINER = {
     "context_parallel_size": 1,
     "data_parallel_size": 4,
     "sequence_parallel": True,
+    "use_distributed_optimizer": False,
     "params_dtype": torch.bfloat16,
     "save": "out",
     "seq_length": 512,
@@ -126,6 +127,10 @@ def test_settings_join_file_and_arguments(tmp_path: Path, spec: ModelSpec) -> No
     assert (run.checkpoint_every_steps, run.on_job_error, run.tensorboard) == (0, "skip", False)
     parallel, layout = settings.config.parallel, settings.layout
     assert (parallel.tp_size, parallel.sequence_parallel, layout.dp_size) == (2, True, 4)
+    assert not parallel.shard_optimizer
+    args.use_distributed_optimizer = True
+    sharded = launch_settings(args, tokenizer_size=100).config.parallel
+    assert sharded == replace(parallel, shard_optimizer=True)
     assert settings.config.base_model.dtype == "bfloat16"
     assert settings.spec == spec
     assert settings.tokenizer_dir == tmp_path / "base"
@@ -164,6 +169,7 @@ def test_arguments_alone_describe_a_base_without_a_file(
     [
         ({"parallel": {"tp_size": 1}}, "parallel.tp_size must agree with --tensor-model-parallel"),
         ({"parallel": {"sequence_parallel": False}}, "agree with --sequence-parallel"),
+        ({"parallel": {"shard_optimizer": True}}, "agree with --use-distributed-optimizer"),
         ({"run": {"output_dir": "elsewhere"}}, "run.output_dir must agree with --save"),
         ({"run": {"micro_batch_tokens": 4096}}, "agree with --seq-length, which makes it 512"),
         ({"run": {"recompute": "full"}}, "agree with --recompute-granularity"),

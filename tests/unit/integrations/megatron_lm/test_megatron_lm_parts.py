@@ -1,4 +1,4 @@
-"""What stands in the trainer's places: its iterators, its optimizer and the losses of its log."""
+"""Stand-ins in the trainer's places: its iterators, its optimizer and the losses of its log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Outcome(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What of a `StepReport` is read."""
+    """The fields of a `StepReport` that are read."""
 
     job: _Named
     outcome: _Outcome

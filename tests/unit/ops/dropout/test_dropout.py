@@ -159,7 +159,7 @@ def test_corners_of_rectangles_are_independent(row: int, column: int) -> None:
 
 
 def test_a_comparison_of_half_floats_is_the_definition() -> None:
-    """As the CUDA kernels decide, for all bits and up to 30720 dropped places of 65536."""
+    """The CUDA kernels' decision, for all bits and up to 30720 dropped places of 65536."""
     bits = torch.arange(65536, dtype=torch.int32)
     halves = bits.to(torch.int16).view(torch.float16)
     for dropped_of in (0, 1, 2, 655, 6554, 13107, 30719, 30720):

@@ -394,7 +394,7 @@ def test_compiles_for_hopper(
     compiler = pytest.importorskip("triton.compiler")
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     function = getattr(
-        importlib.import_module(f"tlora_megatron.ops.frozen.triton_{module}"), kernel
+        importlib.import_module(f"tlora_megatron.ops.frozen.triton.{module}"), kernel
     )
     names = function.arg_names
     source = compiler.ASTSource(

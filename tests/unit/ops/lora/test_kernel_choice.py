@@ -21,12 +21,12 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class ExtensionUnavailable(RuntimeError):
-    """As in `ops.extension`."""
+    """The same as in `ops.extension`."""
 
 
 @dataclass
 class Machine:
-    """What the modules that cannot be had here would say."""
+    """The answers of modules that cannot be had here."""
 
     monkeypatch: pytest.MonkeyPatch
     loads: int = 0

@@ -1,4 +1,4 @@
-"""What the host does for a copy-engine collective, without a GPU: one call, told of once."""
+"""The host's part in a copy-engine collective, without a GPU: one call, told of once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is chosen where, and the collectives of one process."""
+"""The choice of collectives by place, and those of one process."""
 
 from __future__ import annotations
 

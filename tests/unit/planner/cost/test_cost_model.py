@@ -17,6 +17,7 @@ from tlora_megatron.planner.cost.cost_model import (
     step_cost,
 )
 from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.cost.spans import Span
 from tlora_megatron.planner.hardware import (
     AttentionPoint,
     CollectivePoint,
@@ -25,7 +26,7 @@ from tlora_megatron.planner.hardware import (
     HostCost,
     Link,
 )
-from tlora_megatron.planner.rounds import RoundLoad
+from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 LAYERS, ROWS = 4, 128
@@ -259,6 +260,19 @@ def test_replicas_sum_gradients_over_the_link_between_them() -> None:
     assert far.gradient_sync_s == pytest.approx(2 * 15 / 16 * gradient / 1e8)
 
 
+def test_sharded_states_gather_compute_copies_and_update_less_on_each_replica() -> None:
+    hardware = replace(HARDWARE, copy_bytes_per_s=1e9)
+    plan, elements = Plan(dp_size=2, micro_batch_tokens=128), LAYERS * 16 * 200
+    model = CostModel(SPEC, [job(batch_size=2)], Rates(hardware))
+    whole, sharded = (
+        model.step_cost(replace(plan, shard_optimizer=shards)) for shards in (False, True)
+    )
+    gathered_s = 0.5 * elements * 2 / 1e9
+    assert sharded.gradient_sync_s - whole.gradient_sync_s == pytest.approx(gathered_s)
+    assert whole.optimizer_s == pytest.approx(elements * OPTIMIZER_BYTES / 1e9)
+    assert sharded.optimizer_s == pytest.approx(elements * (OPTIMIZER_BYTES - 19 + 8) / 1e9)
+
+
 def test_a_job_that_steps_every_third_round_pays_a_third() -> None:
     hardware = replace(
         HARDWARE, copy_bytes_per_s=1e9, host=HostCost(layer_s=0, round_s=0.5, job_step_s=3)
@@ -354,7 +368,7 @@ def test_a_measured_collective_is_interpolated_and_extended() -> None:
     rates = Rates(replace(HARDWARE, collectives=points))
     times = [rates.collective_s("all_reduce", 2, b) for b in (10, 150, 400)]
     assert times == pytest.approx([1.0, 1.5, 4.0])
-    assert rates.collective_s("all_reduce", 2, 1e6, spans_nodes=True) == pytest.approx(1e6 / 1e8)
+    assert rates.collective_s("all_reduce", 2, 1e6, over=Span(2, 2, 1)) == pytest.approx(1e6 / 1e8)
 
 
 def test_a_plan_over_nodes_needs_a_link_between_them() -> None:

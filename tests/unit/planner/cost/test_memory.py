@@ -118,6 +118,22 @@ def test_a_pipeline_is_as_full_as_its_fullest_stage() -> None:
     assert use.activations == 2 * (128 * 2 * 1992 + boundary)
 
 
+@pytest.mark.parametrize("sizes", [{"dp_size": 4}, {"dp_size": 2, "cp_size": 2}])
+def test_replicas_divide_states_and_gather_one_adapter(sizes: dict[str, int]) -> None:
+    jobs = [job("small"), job("large", rank=32)]
+    whole = Plan(micro_batch_tokens=128, pp_size=2, **sizes)
+    before = memory_use(SPEC, jobs, whole, HARDWARE)
+    use = memory_use(SPEC, jobs, replace(whole, shard_optimizer=True), HARDWARE)
+    assert use.adapter_states == before.adapter_states / 4
+    assert use.collectives == before.collectives + 4 * 2 * 32 * 200
+    assert use.adapter_gradients == before.adapter_gradients
+    assert use.adapter_weights == before.adapter_weights
+    alone = Plan(micro_batch_tokens=128, shard_optimizer=True)
+    assert memory_use(SPEC, jobs, alone, HARDWARE) == memory_use(
+        SPEC, jobs, replace(alone, shard_optimizer=False), HARDWARE
+    )
+
+
 def test_rows_are_never_more_than_all_batches() -> None:
     assert most_rows(longest_batches([job(batch_size=3)]), Plan(micro_batch_tokens=8192)) == 384
     assert most_rows(longest_batches([job(batch_size=300)]), Plan(micro_batch_tokens=8192)) == 8192

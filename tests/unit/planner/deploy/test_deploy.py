@@ -22,8 +22,8 @@ from tlora_megatron.planner.deploy.kinds import (
     undominated,
 )
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
-from tlora_megatron.planner.rounds import RoundLoad
-from tlora_megatron.planner.search import SearchSpace
+from tlora_megatron.planner.rounds.load import RoundLoad
+from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 LENGTHS = LengthHistogram.from_counts(

@@ -19,7 +19,7 @@ from tlora_megatron.model.deployment import Deployment, ReplicaLayout
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.deploy.deploy import DeploymentResult, RankedDeployment, deploy
 from tlora_megatron.planner.deploy.sampled import Replicas
-from tlora_megatron.planner.search import SearchSpace
+from tlora_megatron.planner.space import SearchSpace
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.runtime.planning import deployments
 from tlora_megatron.runtime.planning.deployments import check_deployable, deployment_overrides
@@ -151,6 +151,7 @@ def test_nothing_fits_a_machine_without_memory(
     ("override", "match"),
     [
         ("run.deterministic=true", "run.deterministic must be false with --replicas any"),
+        ("parallel.shard_optimizer=true", "parallel.shard_optimizer must be false with --replicas"),
         ("parallel.lora_sharding=s_lora", "lora_sharding must be auto or fold with --replicas any"),
         ("jobs[0].portion_tokens=64", "portion_tokens of job mirror must be null with --replicas"),
     ],

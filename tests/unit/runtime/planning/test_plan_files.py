@@ -30,7 +30,7 @@ from tlora_megatron.planner.cost.memory import memory_use
 from tlora_megatron.planner.hardware import LoraCost, load_profile, profile_document
 from tlora_megatron.profiling.fit import fit_lora, non_negative_fit
 from tlora_megatron.profiling.ops import LoraSample
-from tlora_megatron.runtime.planning.plan_files import overrides_of
+from tlora_megatron.runtime.planning.plan_files import apply_plan, overrides_of, start_command
 from tlora_megatron.runtime.planning.plan_inputs import (
     parse_lengths,
     plan_hardware,
@@ -40,7 +40,9 @@ from tlora_megatron.runtime.planning.plan_inputs import (
     run_hardware,
 )
 
-SHIPPED = ("h200", "h100", "h100-infiniband", "a100-80g", "l40s")
+SHIPPED = (
+    "h200", "h200-infiniband", "h100", "h100-infiniband", "a100-80g", "l40s", "b200", "gb200",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -78,6 +80,12 @@ def test_shipped_profiles_are_whole_and_say_where_they_are_from(name: str) -> No
     assert profile.source == "datasheet" or profile.versions
 
 
+def test_a_rack_of_one_nvlink_is_started_on_each_of_its_hosts(tmp_path: Path) -> None:
+    line = start_command(tmp_path / "run.yaml", 72, plan_hardware("gb200"))
+    assert "--nnodes 18 " in line
+    assert "--nproc-per-node 4 " in line
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -89,6 +97,15 @@ def test_shipped_profiles_are_whole_and_say_where_they_are_from(name: str) -> No
         (lambda d: d.update(dat="x"), "hardware.dat is not a known key; did you mean date"),
         (lambda d: d.update(date="yesterday"), "hardware.date must be a day"),
         (lambda d: d.update(source="guess"), "source must be one of measured, datasheet"),
+        (lambda d: d.update(nics_per_node=0), "hardware.nics_per_node must be at least 1, got 0"),
+        (
+            lambda d: d.update(nics_per_node=8, inter_node=None),
+            "hardware.nics_per_node must be given with inter_node, the link of each card, got 8",
+        ),
+        (
+            lambda d: d.update(gpus_per_host=3),
+            "hardware.gpus_per_host must divide gpus_per_node = 8, got 3",
+        ),
     ],
 )
 def test_a_bad_profile_is_refused_by_name(tmp_path: Path, change: Any, match: str) -> None:
@@ -98,9 +115,9 @@ def test_a_bad_profile_is_refused_by_name(tmp_path: Path, change: Any, match: st
 
 def test_an_unknown_profile_names_those_there_are() -> None:
     with pytest.raises(
-        ConfigError, match=r"--hardware must be a file or one of .*h200.*got 'b200'"
+        ConfigError, match=r"--hardware must be a file or one of .*h200.*got 'b300'"
     ):
-        plan_hardware("b200")
+        plan_hardware("b300")
 
 
 def test_a_profile_of_the_working_folder_is_found_by_name(
@@ -112,7 +129,7 @@ def test_a_profile_of_the_working_folder_is_found_by_name(
     monkeypatch.chdir(tmp_path)
     assert plan_hardware("mine").name == "mine"
     assert plan_hardware("h200").name == "h200"
-    with pytest.raises(ConfigError, match=r"one of .*h200, l40s, mine, got 'theirs'"):
+    with pytest.raises(ConfigError, match=r"one of .*h200-infiniband, l40s, mine, got 'theirs'"):
         plan_hardware("theirs")
 
 
@@ -192,6 +209,51 @@ def test_lengths_come_from_the_jobs_data_and_are_kept(
     assert all(0 < job.target_share < 1 for job in first)
     option = plan_jobs(config, spec, parse_lengths("40:1,5000:1"))
     assert option[0].lengths.longest == config.jobs[0].max_seq_len - 1
+
+
+def test_what_max_seq_len_cuts_off_given_lengths_is_told(
+    quickstart: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(quickstart, ["jobs.mirror.max_seq_len=100"])
+    limits = sorted({job.max_seq_len for job in config.jobs})
+    spec = plan_model(config)
+    plan_jobs(config, spec, parse_lengths(str(limits[0])))
+    assert not caplog.text
+    plan_jobs(config, spec, parse_lengths("50:3,200:1"))
+    said = [record.message for record in caplog.records]
+    assert len(said) == len([limit for limit in limits if limit < 200])
+    (mirror,) = (line for line in said if "max_seq_len 100 of job mirror cuts" in line)
+    # 100 of the 350 tokens of four sequences
+    assert "cuts 25.00% of the sequences and loses 28.57% of all tokens, as training will" in mirror
+    assert "Raise max_seq_len to 200, or" in mirror
+    refuses = load_config(quickstart, ["jobs.mirror.data.overlong=error"])
+    with pytest.raises(ConfigError, match=r"max_seq_len 64 of job 'mirror', .* got 200; raise"):
+        plan_jobs(refuses, spec, parse_lengths("200"))
+
+
+def test_what_is_cut_is_told_from_kept_lengths_too(
+    quickstart: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(quickstart, ["jobs.mirror.max_seq_len=40"])
+    spec = plan_model(config)
+    for _ in range(2):
+        caplog.clear()
+        plan_jobs(config, spec, None)
+        assert "sequences cut to max_seq_len 40" in caplog.text
+
+
+def test_a_plan_from_lengths_needs_no_data(
+    quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "run.yaml"
+    argv = ["plan", quickstart, "--gpus", "1", "--set", "jobs.mirror.data.train=/far/away.jsonl"]
+    assert main([*argv, "--lengths", "64", "--write", "train", str(written)]) == 0
+    assert "/far/away.jsonl must lie where the run starts" in capsys.readouterr().out
+    assert yaml.safe_load(written.read_text())["jobs"][0]["data"]["train"] == "/far/away.jsonl"
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert "data.train of job 'mirror' must be an existing file, got '/far/away.jsonl'" in said
+    assert "--lengths plans without the data" in said
 
 
 def test_plan_prints_ranked_plans_and_bars(
@@ -301,12 +363,19 @@ def test_plan_where_nothing_fits_says_what_would_and_returns_1(
         ),
         (["--gpus", "1", "--lengths", ""], "--lengths must be like 512"),
         (["--gpus", "1", "--write", "train", "/dev/null/x"], "--write must name a file that can"),
+        (["--gpus", "1", "--setup", "x"], "--setup must come with --write slurm, got"),
         (["--gpus", "1", "--write", "k8s", "x"], "--write must name one of train, megatron"),
         (["--gpus", "1", "--write", "train", "/"], "--write must name a file, not a directory"),
         (["--gpus", "1", "--explain", "0", "--lengths", "64"], "--explain must be in [1, "),
         (["--gpus", "1", "--explain", "999", "--lengths", "64"], "--explain must be in [1, "),
         (["--gpus", "1", "--top", "0"], "--top must be at least 1"),
+        (["--gpus", "2", "--vpp", "2", "--runs-in", "train"], "--vpp must be 1 for train, got 2; "),
+        (["--gpus", "2", "--vpp", "2", "--write", "slurm", "x"], "--vpp must be 1 for train"),
         (["--gpus", "1", "--tp", "0", "--lengths", "64"], "tp_size must be at least 1"),
+        (
+            ["--gpus", "1", "--replicas", "any", "--runs-in", "megatron"],
+            "--runs-in must be train with --replicas any, got 'megatron'",
+        ),
     ],
 )
 def test_bad_questions_are_told_and_return_2(
@@ -344,10 +413,86 @@ def test_a_plan_for_megatron_is_a_script_with_its_flags(quickstart: str, tmp_pat
     ):
         assert words[words.index(flag) + 1] == value
     batch, seq = (words[words.index(f) + 1] for f in ("--global-batch-size", "--seq-length"))
-    assert int(batch) % 2 == 0
+    assert int(batch) % (2 * 2) == 0  # two replicas, groups of two
     assert int(seq) >= 63
     jobs = yaml.safe_load((tmp_path / "run.jobs.yaml").read_text())
     assert [j["name"] for j in jobs["jobs"]] == ["mirror", "ordered", "sums", "records"]
+
+
+def test_files_have_the_uneven_stages_of_a_plan(quickstart: str, tmp_path: Path) -> None:
+    """Three stages of the quickstart's four layers: one, two and one."""
+    argv = ["plan", quickstart, "--gpus", "3", "--pp", "3", "--lengths", "64", "--write"]
+    assert main([*argv, "train", str(tmp_path / "run.yaml")]) == 0
+    parallel = load_config(tmp_path / "run.yaml").parallel
+    assert (parallel.pp_size, parallel.first_stage_layers, parallel.last_stage_layers) == (3, 1, 1)
+    assert main([*argv, "megatron", str(tmp_path / "run.sh")]) == 0
+    words = shlex.split((tmp_path / "run.sh").read_text(), comments=True)
+    for end in ("first", "last"):
+        assert words[words.index(f"--decoder-{end}-pipeline-num-layers") + 1] == "1"
+    config = load_config(quickstart)
+    plan = Plan(pp_size=3, first_stage_layers=1, last_stage_layers=1)
+    uneven = ["parallel.first_stage_layers=1", "parallel.last_stage_layers=1"]
+    assert overrides_of(config, plan)[:2] == uneven
+    even = [f"{override.split('=')[0]}=null" for override in uneven]
+    assert overrides_of(apply_plan(config, plan), Plan())[:2] == even
+
+
+def test_a_plan_on_fewer_gpus_starts_on_these(
+    quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    argv = ["plan", quickstart, "--gpus", "5", "--tp", "2", "--lengths", "64"]
+    assert main([*argv, "--write", "train", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert "plan 1 uses 4 of 5 GPUs and leaves 1 idle" in told
+    assert "--nproc-per-node 4 " in told
+    assert main([*argv, "--json"]) == 0
+    (first, *_) = json.loads(capsys.readouterr().out)["plans"]
+    assert (first["num_gpus"], first["idle_gpus"]) == (4, 1)
+
+
+def test_files_have_the_sharded_optimizer_that_was_asked_for(
+    quickstart: str, tmp_path: Path
+) -> None:
+    asked = ("--set", "parallel.shard_optimizer=true", "--tp", "2", "--cp", "1")
+    _write(quickstart, "train", tmp_path / "run.yaml", *asked, "--pp", "1")
+    assert load_config(tmp_path / "run.yaml").parallel.shard_optimizer
+    for pp_size in (1, 2):  # of four GPUs: two replicas, and one that has nothing to divide
+        _write(quickstart, "megatron", tmp_path / "run.sh", *asked, "--pp", str(pp_size))
+        script = (tmp_path / "run.sh").read_text()
+        assert ("--use-distributed-optimizer" in script) == (pp_size == 1)
+    sharded = Plan(dp_size=2, shard_optimizer=True)
+    assert "parallel.shard_optimizer=true" in overrides_of(load_config(quickstart), sharded)
+
+
+def test_a_megatron_script_has_the_rounds_that_were_ranked(
+    quickstart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each program's plans come with its own times; a file is of a plan that its program runs."""
+    argv = ["plan", quickstart, "--gpus", "4", "--lengths", "64", "--json"]
+
+    def first(*more: str) -> dict[str, Any]:
+        assert main([*argv, *more]) == 0
+        return dict(json.loads(capsys.readouterr().out)["plans"][0])
+
+    path = tmp_path / "run.sh"
+    found = first("--write", "megatron", str(path))
+    assert found["runs_in"] == ["megatron"]
+    words = shlex.split(path.read_text(), comments=True)
+    flags = {f: int(words[words.index(f) + 1]) for f in ("--global-batch-size", "--seq-length")}
+    assert flags == {
+        "--global-batch-size": found["num_micro_batches"] * found["dp_size"],
+        "--seq-length": found["micro_batch_tokens"],
+    }
+    assert (first()["num_micro_batches"], "train" in first()["runs_in"]) == (None, True)
+    assert first("--pp", "2", "--vpp", "2")["num_micro_batches"] % 2 == 0
+    assert main([*argv, "--runs-in", "any", "--top", "9999"]) == 0
+    every = [plan["runs_in"] for plan in json.loads(capsys.readouterr().out)["plans"]]
+    assert {*map(tuple, every)} == {("train",), ("train", "deepspeed"), ("megatron",)}
+    for asked, kind in (("train", "megatron"), ("megatron", "train")):
+        assert main([*argv, "--runs-in", asked, "--write", kind, str(path)]) == 2
+        refused = f"--runs-in must be absent or any with --write {kind}, got '{asked}'"
+        assert refused in capsys.readouterr().err
 
 
 def test_a_megatron_script_has_what_every_run_needs_and_starts_anywhere(
@@ -418,11 +563,13 @@ def test_a_plan_for_deepspeed_is_a_json_that_its_reader_takes(
 def test_a_plan_for_slurm_asks_for_its_gpus(quickstart: str, tmp_path: Path) -> None:
     path = tmp_path / "run.sbatch"
     argv = ["plan", quickstart, "--gpus", "16", "--hardware", "h100-infiniband"]
-    assert main([*argv, "--lengths", "64", "--write", "slurm", str(path)]) == 0
+    layout = ["--tp", "2", "--pp", "4", "--cp", "2"]  # all 16: the jobs alone would use one
+    assert main([*argv, *layout, "--lengths", "64", "--write", "slurm", str(path)]) == 0
     subprocess.run(["bash", "-n", str(path)], check=True)
     text = path.read_text()
-    assert "#SBATCH --nodes=2" in text
-    assert "#SBATCH --gpus-per-node=8" in text
+    assert "#SBATCH --nodes=2\n" in text
+    assert "#SBATCH --gpus-per-node=8\n" in text
+    assert "tokens/s predicted" in text
     assert load_config(tmp_path / "run.jobs.yaml").jobs
 
 

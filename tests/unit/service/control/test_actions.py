@@ -1,4 +1,4 @@
-"""What is done next, by what is decided and what runs now."""
+"""The next action, by what is decided and what runs now."""
 
 from __future__ import annotations
 
@@ -47,6 +47,21 @@ CASES: dict[str, tuple[list[Target], list[GangNow], list[str]]] = {
         [_gang("g1", seats=_seats(a="prepared", b="preparing"))],
         ["join g1 a"],
     ),
+    "a fresh gang's first jobs join together": (
+        [_target("g1", "a", "b", "c")],
+        [_gang("g1", seats=_seats(a="prepared", b="preparing", c="prepared"), gathers=True)],
+        [],
+    ),
+    "they join as soon as all are prepared": (
+        [_target("g1", "a", "b")],
+        [_gang("g1", seats=_seats(a="prepared", b="prepared"), gathers=True)],
+        ["join g1 a", "join g1 b"],
+    ),
+    "who joins alone waits for nobody": (
+        [_target("g1", "a", "b", one_by_one=True)],
+        [_gang("g1", seats=_seats(a="prepared", b="preparing"), gathers=True)],
+        ["join g1 a"],
+    ),
     "no second change while a join is on its way": (
         [_target("g1", "a", "b")],
         [_gang("g1", seats=_seats(a="joining", b="prepared"))],
@@ -84,6 +99,31 @@ CASES: dict[str, tuple[list[Target], list[GangNow], list[str]]] = {
         [_target("g2", "a", gpus=(0, 1))],
         [_gang("g1", state="stopping", seats=_seats(a="leaving"))],
         [],
+    ),
+    "with memory for both, the new gang starts while jobs leave one by one": (
+        [_target("g2", "a", gpus=(0, 1), beside=True)],
+        [_gang("g1", seats=_seats(a="training", b="leaving"))],
+        ["leave g1 a", "start g2"],
+    ),
+    "who has left goes on beside those who still leave": (
+        [_target("g2", "a", "b", gpus=(0, 1))],
+        [_gang("g1", seats=_seats(b="leaving")), _gang("g2", gpus=(0, 1))],
+        ["prepare g2 a"],
+    ),
+    "the old gang ends behind the last one": (
+        [_target("g2", "a", gpus=(0, 1))],
+        [_gang("g1"), _gang("g2", gpus=(0, 1), seats=_seats(a="preparing"))],
+        ["stop g1"],
+    ),
+    "nobody starts beside a gang that somebody still joins": (
+        [_target("g2", "a", gpus=(0, 1), beside=True)],
+        [_gang("g1", seats=_seats(a="joining", b="leaving"))],
+        [],
+    ),
+    "nor beside one that another target without room wants": (
+        [_target("g2", "a", beside=True), _target("g3", "b", gpus=(1,))],
+        [_gang("g1", gpus=(0, 1), seats=_seats(a="training"))],
+        ["stop g1"],
     ),
     "jobs leave a gang whose GPUs nobody wants": (
         [],

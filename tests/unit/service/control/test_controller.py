@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.live_service import LiveService, folder_in_memory
-from tlora_megatron.service.engines.fake_gang import FakeTimes
+from tests.helpers.floor_model import FloorModel
+from tests.helpers.live_service import FloorCost, LiveService, folder_in_memory
+from tlora_megatron.service.control.books.pricing import MemoryShares
+from tlora_megatron.service.engines.fake_gang import FakeGang, FakeTimes
 from tlora_megatron.service.engines.protocol import NodeInfo
 
 _EVERY_S = [0.07, 0.31, 1.3, 4.1] if os.environ.get("TLORA_ALL_TESTS") else [1.3]
@@ -43,6 +45,48 @@ def test_a_job_joins_the_gang_that_runs(root: Path) -> None:
     assert service.job(first).gang == service.job(second).gang
     service.run()
     assert len(service.engine.all_gangs) == 1
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_gang_starts_beside_the_one_that_it_takes_over_from(root: Path, is_killed: bool) -> None:
+    """No job is lost or trained twice, also if controllers are killed again and again meanwhile."""
+    cost = FloorCost(model=FloorModel(), shares=MemoryShares(0.2, 0.5), most_jobs=1)
+    service = LiveService(root, cost=cost)
+    service.engine.shares_gpus = True
+    jobs = [service.submit("one", steps=50)]
+    service.run(10)
+    jobs.append(service.submit("two", steps=20))
+    service.run(until=lambda: len(service.engine.all_gangs) == 2)
+    for _ in range(50 if is_killed else 0):
+        service.restart()
+        service.run(0.1)
+    service.run()
+    if not is_killed:
+        assert _starts_before_it_ends(service)
+    assert not service.engine.doubled
+    quiet = LiveService(root / "quiet")
+    same = [quiet.submit("one", steps=50), quiet.submit("two", steps=20)]
+    quiet.run()
+    assert [service.adapter(job) for job in jobs] == [quiet.adapter(job) for job in same]
+
+
+def _starts_before_it_ends(service: LiveService) -> bool:
+    """True if the second gang starts while the first one is still there."""
+    old, new = sorted(gang.spec.gang for gang in service.engine.all_gangs.values())
+    ended = {row.name: row.ended_at for row in service.store.gangs.ended_since(0)}
+    started = service.store.events.after(0, gang=new, kinds=["gang"])[0].at
+    return started < (ended[old] or 0)
+
+
+def test_without_memory_for_both_it_starts_behind_it(root: Path) -> None:
+    cost = FloorCost(model=FloorModel(), shares=MemoryShares(0.3, 0.6), most_jobs=1)
+    service = LiveService(root, cost=cost)
+    service.engine.shares_gpus = True
+    service.submit("one", steps=50)
+    service.run(10)
+    service.submit("two", steps=20)
+    service.run()
+    assert not _starts_before_it_ends(service)
 
 
 def test_an_idle_gang_is_kept_warm_and_taken_again(root: Path) -> None:
@@ -134,7 +178,7 @@ def test_a_gang_that_dies_starts_again_from_checkpoints(root: Path) -> None:
 
 
 def test_a_newcomer_that_takes_all_memory_trains_alone(root: Path) -> None:
-    service = LiveService(root)
+    service = LiveService(root, policy="tlora_best")
     first = service.submit("first", steps=60)
     service.run(10)
     hungry = service.submit("hungry", steps=10)
@@ -280,15 +324,15 @@ def test_a_store_that_refuses_to_write_stops_only_what_is_new(
     service = LiveService(root)
     service.submit("one", steps=30)
     service.run(10)
-    hear = service.store.gangs.hear_all
+    hear = service.store.gangs.hear
 
     def full(events: object) -> list[object]:
         raise StoreFull("database or disk is full")
 
-    monkeypatch.setattr(service.store.gangs, "hear_all", full)
+    monkeypatch.setattr(service.store.gangs, "hear", full)
     service.run(10)
     assert "the store refuses to write" in service.said[-1]
-    monkeypatch.setattr(service.store.gangs, "hear_all", hear)
+    monkeypatch.setattr(service.store.gangs, "hear", hear)
     service.run()
     assert service.states() == {"one": "finished"}
 
@@ -310,3 +354,30 @@ def test_controllers_that_are_killed_again_and_again(root: Path, every_s: float)
     same = [quiet.submit(name, steps=12 + 5 * i, batch=6) for i, name in enumerate(names)]
     quiet.run()
     assert [service.adapter(job) for job in jobs] == [quiet.adapter(job) for job in same]
+
+
+def test_first_jobs_of_a_gang_join_together_but_wait_for_no_late_one(root: Path) -> None:
+    service = LiveService(root, times=FakeTimes(prepare_s=0.2))
+    later, took = service.engine.later, iter([0.1, 0.5, 8.0])
+
+    def uneven(seconds: float, gang: FakeGang, what: Callable[[], None]) -> None:
+        later(next(took) if seconds == 0.2 else seconds, gang, what)
+
+    service.engine.later = uneven  # type: ignore[method-assign]
+    jobs = [service.submit(name, steps=60, batch=2) for name in ("one", "two", "late")]
+    service.run(30)
+    one, two, late = (service.job(job).started_at or 0.0 for job in jobs)
+    prepared = service.store.events.after(0, job=jobs[1], kinds=["seat"])[0]
+    assert one == two == pytest.approx(prepared.at + 0.5, abs=0.1)
+    assert late > one + 6
+
+
+def test_a_gang_that_waits_to_start_again_starts_on_time(root: Path) -> None:
+    service = LiveService(root, look_s=1000.0, tick_s=1000.0)
+    service.submit("one", steps=5)
+    for _ in range(2):
+        service.run(until=lambda: any(gang.alive for gang in service.engine.all_gangs.values()))
+        next(gang for gang in service.engine.all_gangs.values() if gang.alive).die("no reason")
+        died_s = service.now_s
+    service.run()
+    assert service.now_s < died_s + 20

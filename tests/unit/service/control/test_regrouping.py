@@ -33,7 +33,7 @@ class Scene:
         group = formed(parts, gpus=(0,), rates=rates, now_s=0.0, cost=FREE, number=1)
         self.groups: dict[int, Group] = {1: group}
         self.queue = WaitingQueue(waiting[2:])
-        self.regrouping = Regrouping(settings or Settings(), world.speeds)
+        self.regrouping = Regrouping(settings or Settings(policy="tlora_best"), world.speeds)
 
     def admitted(
         self, decisions: list[Decision], cost: RegroupCost = CHEAP, now_s: float = 0.0
@@ -74,7 +74,7 @@ def test_a_group_that_was_moved_stays_for_a_while() -> None:
 
 
 def test_the_cluster_makes_few_moves_a_minute() -> None:
-    scene = Scene(Settings(dwell_s=0.0))
+    scene = Scene(Settings(policy="tlora_best", dwell_s=0.0))
     passed = [bool(scene.admitted(SPLIT, now_s=float(second))) for second in range(6)]
     assert passed == [True] * 4 + [False] * 2
     assert scene.admitted(SPLIT, now_s=61.0) == SPLIT

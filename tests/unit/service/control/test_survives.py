@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def root() -> Iterator[Path]:
 
 
 def _two_gangs(root: Path) -> LiveService:
-    service = LiveService(root, nodes=2)
+    service = LiveService(root, nodes=2, policy="isolated")
     for name in ("one", "two"):
         service.submit(name, steps=30, batch=10, max_slowdown=1.0)
     service.run(10)
@@ -42,6 +43,33 @@ def test_a_machine_is_lost_while_nobody_controls(root: Path, listed: bool) -> No
     service.run()
     assert set(service.states().values()) == {"finished"}
     assert not service.engine.doubled
+
+
+def test_a_job_outlives_a_service_of_fewer_gpus(root: Path) -> None:
+    service = LiveService(root, nodes=2)
+    service.submit("small", steps=5)
+    wide = service.submit("wide", steps=30, gpus=2, max_slowdown=1.0)
+    service.run(10)
+    both, service.engine.machines = service.engine.machines, service.engine.machines[:1]
+    for _ in range(2):
+        service.restart()
+        service.run(20)
+    assert service.states() == {"small": "finished", "wide": "queued"}
+    assert service.sentences("waits") == [
+        "job 'wide' waits until the service has 2 GPUs; it has 1 now"
+    ]
+    service.engine.machines = both
+    service.run()
+    assert service.job(wide).state == "finished"
+
+
+def test_a_new_job_that_is_too_large_fails(root: Path) -> None:
+    service = LiveService(root)
+    job = service.submit("wide", steps=5, gpus=2)
+    service.run()
+    assert "must hold at most as many GPUs as the service has, 1, got 2" in str(
+        service.job(job).error
+    )
 
 
 def test_the_last_machine_leaves_the_engines_list(root: Path) -> None:
@@ -139,3 +167,85 @@ def test_time_goes_on_where_the_hosts_clock_is_set_back(monkeypatch: pytest.Monk
     before = clock()
     monkeypatch.setattr("time.time", lambda: 0.0)
     assert clock() >= before
+
+
+def test_a_lost_event_ends_its_gang_alone(root: Path) -> None:
+    service = _two_gangs(root)
+    (lost, whole) = service.engine.all_gangs.values()
+    number = len(lost.events)
+    lost.events.append(replace(lost.events[-1], number=number + 2))
+    service.run(3)
+    said = service.sentences("event_lost")
+    assert said == [
+        f"gang {lost.spec.gang} told event {number + 2} before event {number + 1} and was killed: "
+        "it starts again"
+    ]
+    assert whole.alive
+    service.run()
+    assert set(service.states().values()) == {"finished"}
+    assert len(service.engine.all_gangs) == 3
+    assert not service.engine.doubled
+
+
+def test_deaths_are_counted_across_controllers(root: Path) -> None:
+    service = LiveService(root)
+    job = service.submit("one", steps=60)
+
+    def die() -> bool:
+        gang = next((gang for gang in service.engine.all_gangs.values() if gang.alive), None)
+        if gang is None:
+            return False
+        gang.die("illegal memory access")
+        return True
+
+    for _ in range(service.settings.max_deaths):
+        service.run(until=die)
+        service.run(0.1)
+        service.restart()
+    assert "got 3 deaths before it made a step" in str(service.job(job).error)
+
+
+def test_failed_saves_are_counted_across_controllers(root: Path) -> None:
+    service = LiveService(root)
+    job = service.submit("one", steps=60)
+    service.run(10)
+    gang = next(iter(service.engine.all_gangs.values()))
+    for step in (4, 5):
+        gang.tell("not_saved", job, step=step, error="no space left on device")
+        service.run(1)
+        service.restart()
+    service.run(5)
+    assert service.states() == {"one": "paused"}
+
+
+def test_a_killed_gang_without_proof_is_asked_after_by_the_next_controller(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = LiveService(root, hang_s=30.0)
+    service.submit("one", steps=60)
+    service.run(10)
+    gang = next(iter(service.engine.all_gangs.values()))
+    gang.hangs = True
+    with monkeypatch.context() as patch:
+        patch.setattr(service.engine, "kill", lambda *_: False)
+        service.run(60)
+        assert "its jobs wait until its lease has run out" in service.sentences("hung")[-1]
+        service.restart()
+    service.run(15)
+    assert service.store.gangs.get(gang.spec.gang, 1).state == "ended"
+    service.run()
+    assert service.states() == {"one": "finished"}
+
+
+def test_suspects_go_on_joining_one_by_one_under_the_next_controller(root: Path) -> None:
+    service = LiveService(root)
+    jobs = [service.submit(name, steps=30, batch=2) for name in ("one", "two", "three")]
+    service.engine.hungry.add(jobs[1])
+    service.run(until=lambda: len(service.engine.all_gangs) == 2)
+    service.restart()
+    service.run()
+    assert set(service.states().values()) == {"finished"}
+    assert [said.partition(":")[2] for said in service.sentences("quarantined")] == [
+        " they join one by one, to find the one at fault",
+        " it trains alone from now on, and the others go on without it",
+    ]

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -102,13 +103,35 @@ def test_a_newer_store_is_refused_and_an_older_one_brought_up(
         submitted(store)
     add = "ALTER TABLE decision ADD COLUMN cost INTEGER"
     with monkeypatch.context() as newer:
-        newer.setattr(schema, "STEPS", [lambda connection: connection.exec_driver_sql(add)])
+        steps = [*schema.STEPS, lambda connection: connection.exec_driver_sql(add)]
+        newer.setattr(schema, "STEPS", steps)
         for _ in range(2):
             with open_store(place) as store, store.database.read() as connection:
                 connection.exec_driver_sql("SELECT cost FROM decision")
                 assert store.jobs.find("a").number == 1
-    with pytest.raises(StoreError, match="must have tables of version 1 or older, got 2: a newer"):
+    now = schema.newest()
+    match = f"must have tables of version {now} or older, got {now + 1}: a newer"
+    with pytest.raises(StoreError, match=match):
         open_store(place)
+
+
+def test_a_store_of_the_first_version_is_brought_up(place: str) -> None:
+    with open_store(place) as store:
+        submitted(store)
+        with store.database.write() as connection:
+            for index in ("gang_by_end", "lease_by_end"):
+                connection.exec_driver_sql(f"DROP INDEX {index}")
+            for table in ("board", "tenant", "token", "upload"):
+                connection.exec_driver_sql(f"DROP TABLE {table}")
+            connection.exec_driver_sql("UPDATE schema_version SET version = 1")
+    with open_store(place) as store:
+        store.boards.write("cluster", {"nodes": []})
+        secret = store.tokens.make("ann").secret
+        assert store.jobs.find("a").number == 1
+    with open_store(place) as store:
+        assert store.boards.read()["cluster"].body == {"nodes": []}
+        assert store.tokens.find(secret) is not None
+        assert store.uploads.page(tenant="ann") == []
 
 
 def test_a_full_disk_refuses_a_submit_and_keeps_all_before_it(tmp_path: Path) -> None:
@@ -287,3 +310,16 @@ def test_a_store_with_damaged_pages(tmp_path: Path) -> None:
     (tmp_path / "s").write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))
     with pytest.raises(StoreUnreachable, match="must be a whole SQLite database, got 'database"):
         open_store(tmp_path / "s")
+
+
+def test_hosts_whose_clocks_disagree_share_the_server_s(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = time.time
+    with open_store(server) as here:
+        here.events.add("here")
+        monkeypatch.setattr(time, "time", lambda: real() - 7200.0)
+        with open_store(server) as elsewhere:
+            elsewhere.events.add("elsewhere")
+            first, second = elsewhere.events.after(here.events.last() - 2)
+    assert abs(second.at - first.at) < 1800.0

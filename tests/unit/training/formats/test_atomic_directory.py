@@ -19,7 +19,7 @@ from tlora_megatron.training.formats.atomic_directory import (
 
 STEPS = ("fsync", "rename", "mkdir", "rmdir", "unlink")
 NAMES = ("first", "second")
-"""What is ours; the second is the mark without which nobody reads the directory."""
+"""Names of ours; the second is the mark without which nobody reads the directory."""
 
 
 def write(directory: Path, text: str, names: tuple[str, ...] = ()) -> None:

@@ -55,9 +55,9 @@ def test_the_disk_begins_before_the_end(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(safetensors_file, "_AHEAD_BYTES", 300)
     monkeypatch.setattr(safetensors_file, "_begin_writing", lambda _, *part: begun.append(part))
     size = write_tensors(tmp_path / "file", pending(tensors()))
+    begun.sort()  # by several threads
     assert len(begun) > 1
-    assert begun[0][0] == 0
-    assert begun[-1][1] <= size
+    assert begun[-1][1] == size
     assert all(first[1] == second[0] for first, second in itertools.pairwise(begun))
 
 

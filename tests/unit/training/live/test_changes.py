@@ -1,4 +1,4 @@
-"""What was changed of a run while it trained is there when it is started again."""
+"""Changes of a run while it trained are there when it is started again."""
 
 from __future__ import annotations
 

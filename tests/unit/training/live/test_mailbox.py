@@ -24,7 +24,8 @@ def test_a_request_is_answered_and_the_folder_is_the_users_alone(tmp_path: Path)
         )
         asking.start()
         while not mailbox.has_mail:
-            pass
+            asking.join(0.005)
+            assert asking.is_alive(), "it must wait for an answer"
         (request,) = mailbox.take()
         assert request.body == {"kind": "cancel", "job": "a"}
         assert (mailbox.has_mail, mailbox.take()) == (False, [])

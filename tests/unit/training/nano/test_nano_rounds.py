@@ -166,7 +166,7 @@ def test_a_job_that_was_taken_out_takes_no_lines_along(tmp_path: Path, step: int
 
 
 def test_one_number_of_steps_is_of_all_jobs_together(tmp_path: Path) -> None:
-    """As earlier versions wrote it."""
+    """The form that earlier versions wrote."""
     Run(tmp_path).train(60)
     old = [r | {"job_steps": sum(r["job_steps"].values())} for r in records(tmp_path)]
     (tmp_path / TRACE_FILE).write_text("".join(json.dumps(record) + "\n" for record in old))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,9 +35,13 @@ class LateTarget(torch.Tensor):
         return self
 
 
-@pytest.mark.parametrize(("shape", "begin"), [((3, 9), 0), ((40, 4), 0), ((9, 6), 2)])
+def _fill(value: torch.Tensor, room: torch.Tensor) -> None:
+    room.copy_(value)
+
+
+@pytest.mark.parametrize("parts", [(3, 9), (16, 16, 1, 2, 7), (160,), (17, 16, 54)])
 def test_buffers_are_not_filled_again_before_they_are_copied(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], begin: int
+    monkeypatch: pytest.MonkeyPatch, parts: tuple[int, ...]
 ) -> None:
     stream: Any = LateStream()
 
@@ -55,10 +60,10 @@ def test_buffers_are_not_filled_again_before_they_are_copied(
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(LateTarget, "stream", stream, raising=False)
     ring = LockedRing(stream, torch.full((3, 16), torch.nan))
-    values = torch.rand(shape)[:, begin:]  # a shard of columns does not lie in one piece
-    target = torch.full(values.shape, torch.nan)
-    ring.copy(target.as_subclass(LateTarget), values)
-    expected = values.clone()
-    values.fill_(torch.nan)
+    values = [torch.rand(part) for part in parts]
+    targets = [torch.full_like(value, torch.nan) for value in values]
+    for target, value in zip(targets, values, strict=True):
+        ring.copy(target.as_subclass(LateTarget), partial(_fill, value))
     stream.finish()
-    assert torch.equal(target, expected)
+    for target, value in zip(targets, values, strict=True):
+        assert torch.equal(target, value)

@@ -47,6 +47,9 @@ class Live:
     def save_active(self) -> None:
         self.calls.append("save")
 
+    def wait_to_save(self, name: str) -> None:
+        self.calls.append(f"room for {name}")
+
     def run_round(self) -> None:
         self.rounds += 1
         self.calls.append(tuple(self.jobs))
@@ -159,6 +162,19 @@ def test_an_early_join_waits_until_the_job_is_prepared() -> None:
     events = serve(live, stager, script)
     assert [kind for kind, *_ in events] == ["prepared", "joined", "stopped"]
     assert script.waits[0] > 100 * script.waits[1], "looks often while a job is prepared"
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_joins_of_one_moment_share_the_first_round(
+    comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, stager = Live(), Stager(a=staged("a"), b=staged("b"))
+    prepare = [{"kind": "prepare", "job": name} for name in "ab"]
+    first = {"kind": "join", "job": "a", "body": {"more": True}}
+    monkeypatch.setattr(Script, "wait", lambda *_: comes)
+    serve(live, stager, Script(prepare, [first], [{"kind": "join", "job": "b", "body": {}}], []))
+    rounds = [call for call in live.calls if isinstance(call, tuple)]
+    assert rounds[0] == (("a", "b") if comes else ("a",))
 
 
 def test_what_cannot_join_is_refused_with_its_reason() -> None:

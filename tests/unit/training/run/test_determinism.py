@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 from scripts.bench.determinism.cases import SIZES
+from tests.helpers.launch import HANG_S
 from tlora_megatron.config.job import DataSpec, JobSpec
 from tlora_megatron.config.load import BaseModelSpec, ParallelSpec, RunConfig
 from tlora_megatron.config.run import RunSpec
@@ -80,10 +83,31 @@ def test_a_variable_of_the_allocator_is_the_users(monkeypatch: pytest.MonkeyPatc
 def test_linears_of_others_are_refused() -> None:
     foreign = type("TELinear", (nn.Module,), {"__module__": "transformer_engine.pytorch.module"})
     host = type("MultiLoRATELinear", (foreign,), {})
-    site: Any = None
+    site: Any = SimpleNamespace(in_size=2, out_size=2)
     check_deterministic(CPU, torch.bfloat16, [(site, nn.Linear(2, 2))])
     with pytest.raises(NotImplementedError, match="got Transformer Engine's MultiLoRATELinear"):
         check_deterministic(CPU, torch.bfloat16, [(site, nn.Linear(2, 2)), (site, host())])
+
+
+def test_on_cpus_a_library_that_looks_at_the_number_of_rows_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    site: Any = SimpleNamespace(in_size=4, out_size=2)
+    multiply = torch.Tensor.__matmul__
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda x, w: multiply(x, w) + (len(x) == 3))
+    with pytest.raises(NotImplementedError, match=r"sums over 4 elements: take float32, and expor"):
+        check_deterministic(CPU, torch.float32, [(site, nn.Linear(4, 2))])
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="another library multiplies")
+def test_rows_of_wide_products_do_not_depend_on_their_number() -> None:
+    """In a process of its own: MKL reads its environment once."""
+    lines = (
+        "from tlora_megatron.training.run import determinism, environment",
+        "environment.set_environment(True)",
+        "determinism._check_rows([(256, 700), (1024, 64), (2048, 256)], determinism.torch.float32)",
+    )
+    subprocess.run([sys.executable, "-c", "; ".join(lines)], check=True, timeout=HANG_S)
 
 
 def test_on_gpus_only_our_cuda_kernels_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ CALLS = Counter(
         "row": 2 * NUM_LAYERS,
     }
 )
-"""Of a decoder's modules by class, of linears by kind, for a micro-batch."""
+"""Calls of a decoder's modules by class, of linears by kind, for a micro-batch."""
 ON_ALL: dict[str, Callable[[Any], Any]] = {
     "forward": registry.register_module_forward_hook,
     "forward_pre": registry.register_module_forward_pre_hook,
@@ -134,7 +134,7 @@ def test_a_compiled_module_is_called(
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_saved_tensors_go_through_hooks(num_parts: int) -> None:
-    """What a layer saves is large, and so worth being moved: the MLP's product, say."""
+    """A layer saves large tensors that are worth being moved: the MLP's product, say."""
     case, packed, unpacked = Case(), Counter[torch.Size](), Counter[torch.Size]()
     view = micro_batch(case, num_parts)
 

@@ -1,4 +1,4 @@
-"""What launches pack is what the kernels' structs hold, field by field."""
+"""Launches pack what the kernels' structs hold, field by field."""
 
 from __future__ import annotations
 

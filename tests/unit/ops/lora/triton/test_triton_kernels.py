@@ -268,7 +268,7 @@ def test_ranks_that_share_make_the_definition(is_fallback: bool) -> None:
 
 
 def shifted_gradients(factors: SiteFactors) -> SiteFactors:
-    """As of a slab in which another linear has an odd size: A's lie at 16 bytes, B's do not."""
+    """Gradients of a slab in which another linear has an odd size: only A's lie at 16 bytes."""
     shifted = tuple(
         tuple(None if g is None else torch.zeros(g.numel() + 1)[1:].view_as(g) for g in slot)
         for slot in factors.grad_b

@@ -15,11 +15,11 @@ import torch
 from tests.helpers.launch import HANG_S
 from tests.helpers.layout_sites import SPEC
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.layers import slab_cells
 from tlora_megatron.layers.sites import stage_sites
+from tlora_megatron.layers.slab import cells as slab_cells
 from tlora_megatron.layers.slab import factor_names, factor_shape
-from tlora_megatron.layers.slab_cells import SlabCells
-from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
+from tlora_megatron.layers.slab.cells import SlabCells
+from tlora_megatron.layers.slab.layout import SlabLayout, slab_layout
 from tlora_megatron.model.deployment import Deployment, ReplicaLayout
 from tlora_megatron.parallel.cells import HeldCell, ReplicaCells, all_cells
 from tlora_megatron.parallel.collectives import Pending
@@ -65,7 +65,7 @@ class Exchange:
 
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
-    """The collectives of `slab_cells`."""
+    """The collectives of `slab.cells`."""
     made = Exchange()
     monkeypatch.setattr(slab_cells.dist, "all_reduce", made.all_reduce)
     monkeypatch.setattr(slab_cells, "reduce_scatter_rows", made.reduce_scatter_rows)

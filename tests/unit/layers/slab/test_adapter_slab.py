@@ -16,13 +16,14 @@ from tlora_megatron.layers.sites import LINEAR_TARGETS, make_site
 from tlora_megatron.layers.slab import (
     AdapterSlab,
     Copier,
+    Fill,
     factor_names,
     factor_shape,
     initial_factor,
     initial_factors,
     whole_tensors,
 )
-from tlora_megatron.layers.slab_layout import slab_layout
+from tlora_megatron.layers.slab.layout import slab_layout
 
 CPU = torch.device("cpu")
 TARGETS = {
@@ -63,7 +64,9 @@ def test_parts_that_are_copied_one_by_one_make_the_same_buffer() -> None:
     lora = LoraSpec(rank=5, target_modules=TARGETS["mixed"])
     factors, copied = random_factors(SPEC, lora), list[int]()
 
-    def copy(target: torch.Tensor, values: torch.Tensor) -> None:
+    def copy(target: torch.Tensor, fill: Fill) -> None:
+        values = torch.full_like(target, torch.nan)
+        fill(values)
         target.copy_(values)
         copied.append(values.numel())
 
@@ -72,9 +75,11 @@ def test_parts_that_are_copied_one_by_one_make_the_same_buffer() -> None:
         loaded_slabs(lora, factors, 2, 1),
         strict=True,
     ):
-        slab.load(factors.__getitem__, "exp_avg", Copier(copy, threads=2))
+        slab.load(factors.__getitem__, "exp_avg", Copier(copy, threads=2, numel=400))
         assert torch.equal(slab.exp_avg, expected.master)
     assert sum(copied) == 2 * expected.layout.numel
+    assert max(copied) <= 400, "several factors share a copy"
+    assert len(copied) < 2 * len(expected.layout.factors)
 
 
 @pytest.mark.parametrize("tp_size", SIZES)

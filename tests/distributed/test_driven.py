@@ -1,0 +1,154 @@
+"""Jobs that clients drive, in gangs of real ranks: PEFT's losses, and bits that nobody disturbs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.driven_client import batch
+from tests.helpers.driven_worker import ADAM, BETA, CLIP, LOSSES, sampled
+from tests.helpers.gang_driver import quickstart_base
+from tests.helpers.standing_world import forked
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "TP2": (2, {"tp_size": 2}),
+    "DP2 sharded optimizer": (2, {"shard_optimizer": True}),
+}
+if os.environ.get("TLORA_ALL_TESTS") == "1":
+    LAYOUTS["PP2"] = (2, {"pp_size": 2})
+    LAYOUTS["TP2 SP"] = (2, {"tp_size": 2, "sequence_parallel": True})
+
+
+def drive(case: str, root: Path, *args: object) -> dict[str, Any]:
+    try:
+        output = forked("-m", "tests.helpers.driven_worker", case, root, *args)
+    except AssertionError as error:
+        logs = [path.read_text()[-3000:] for path in root.glob("gangs/*/rank_*.log")]
+        raise AssertionError("\n".join([str(error), *logs])) from None
+    (line,) = (line for line in output.splitlines() if line.startswith("RESULT "))
+    return dict(json.loads(line.removeprefix("RESULT ")))
+
+
+def peft_rows(adapter: Path, steps: int) -> list[list[float]]:
+    """The same loop with PEFT and torch's AdamW alone."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(quickstart_base()["path"], dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        weights,
+        lr=ADAM["learning_rate"],
+        betas=(0.9, ADAM["beta2"]),
+        eps=ADAM["eps"],
+        weight_decay=ADAM["weight_decay"],
+    )
+    rows = []
+    for number in range(steps):
+        loss = LOSSES[number % len(LOSSES)]
+        halves = [_row(model, batch(number), "cross_entropy")]
+        halves.append(_row(model, sampled(number, loss), loss))
+        norm = float(torch.nn.utils.clip_grad_norm_(weights, CLIP))
+        rows.append([norm, *halves[0], *halves[1]])
+        optimizer.step()
+        optimizer.zero_grad()
+    return rows
+
+
+def _row(model: Any, arrays: dict[str, np.ndarray], loss: str) -> list[float]:
+    """Loss and log-probabilities of a batch, whose gradient is added to the model's."""
+    found = []
+    for begin, length in zip(_begins(arrays["lengths"]), arrays["lengths"].tolist(), strict=True):
+        rows = slice(begin, begin + length)
+        tokens = torch.from_numpy(arrays["tokens"][rows]).long()[None]
+        targets = torch.from_numpy(arrays["targets"][rows])
+        logprobs = model(input_ids=tokens).logits[0].log_softmax(dim=-1)
+        found.append(logprobs.gather(1, targets[:, None])[:, 0])
+    own = torch.cat(found)
+    given = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    total = _documented(loss, own, given)
+    total.backward()
+    return [float(total.detach()), *own.tolist()]
+
+
+def _begins(lengths: np.ndarray) -> list[int]:
+    return [0, *np.cumsum(lengths)[:-1].tolist()]
+
+
+def _documented(loss: str, p: torch.Tensor, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The losses as Tinker documents them."""
+    if loss == "cross_entropy":
+        return -(p * given["weights"]).sum()
+    a, away = given["advantages"], p - given["logprobs"]
+    if loss == "importance_sampling":
+        return -(away.exp() * a).sum()
+    if loss == "ppo":
+        return -torch.min(away.exp() * a, away.exp().clamp(0.8, 1.2) * a).sum()
+    if loss == "cispo":
+        return -(away.exp().clamp(0.0, 4.0).detach() * p * a).sum()
+    return -(p * a - 0.5 * BETA * away**2).sum()
+
+
+def test_loop_has_the_losses_of_peft(tmp_path: Path) -> None:
+    steps = 4
+    found = drive("oracle", tmp_path / "service", steps)
+    expected = peft_rows(tmp_path / "service" / "jobs" / "j1" / "sampler" / "first", steps)
+    for row, own in zip(found["rows"], expected, strict=True):
+        np.testing.assert_allclose(row, own, rtol=1e-5, atol=1e-5)
+    assert found["ended"] == {"status": "finished", "reason": None, "step": steps}
+
+
+Runs = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs a layout once."""
+
+    @functools.cache
+    def found(layout: str) -> dict[str, Any]:
+        ranks, parallel = LAYOUTS[layout]
+        root = tmp_path_factory.mktemp("layout") / "service"
+        return drive("layout", root, ranks, json.dumps(parallel))
+
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_neighbours_and_errors_change_no_bit(layout: str, run: Runs) -> None:
+    found = run(layout)
+    assert found["beside"] == found["alone"]
+    assert found["reloaded"] == found["later"]
+    # The next step's first request, without gradients.
+    assert found["forward"] == found["later"][1 : 1 + len(found["forward"])]
+    assert "rank must be 4" in found["load_refused"]
+    huge, *good = found["overflows"][1:]
+    assert "gradient must be finite" in huge
+    assert good == [None, None]
+    assert found["ordinary_beside"] == found["ordinary_alone"]
+    assert found["digests"]["j2"] == found["digests"]["j5"]
+
+
+def test_layouts_agree(run: Runs) -> None:
+    first, *others = (run(layout)["alone"] for layout in LAYOUTS)
+    for other in others:
+        for row, own in zip(other, first, strict=True):
+            np.testing.assert_allclose(row, own, rtol=1e-4, atol=1e-4)
+
+
+def test_killed_ranks_change_no_bit(tmp_path: Path) -> None:
+    quiet = drive("killed", tmp_path / "quiet", "[]")
+    found = drive("killed", tmp_path / "killed", "[3, -4]")
+    assert found["deaths"] == 2
+    assert found["rows"] == quiet["rows"]
+    assert found["digests"] == quiet["digests"]
+    assert found["kept"] == quiet["kept"] == []

@@ -1,0 +1,96 @@
+"""Bases with routed experts: in every layout a job gets what PEFT gives it alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.oracle import OracleResult
+from tests.helpers.scenario import (
+    JOBS,
+    assert_run_equals_oracle,
+    load_scenario,
+    make_scenario,
+    oracle_results,
+    take_fingerprint,
+)
+from tests.helpers.scenario_worlds import Case, World, layout_params, worlds
+
+TARGETS = {
+    "attention": ["q_proj", "v_proj"],
+    "everything": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "outputs": ["k_proj", "o_proj"],
+}
+_TP = ("parallel.tp_size=2",)
+_SP = (*_TP, "parallel.sequence_parallel=true")
+_EP = ("parallel.ep_size=2",)
+LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
+    1: {
+        "one process": (),
+        "full recompute": ("run.recompute=full",),
+        "selective recompute": ("run.recompute=selective", "run.micro_batch_tokens=104"),
+    },
+    2: {
+        "EP2": _EP,
+        "EP2 full recompute": (*_EP, "run.recompute=full"),
+        "EP2 selective recompute": (*_EP, "run.recompute=selective"),
+        "CP2xEP2": (*_EP, "parallel.cp_size=2"),
+        "TP2": _TP,
+        "TP2+SP": (*_SP, "run.recompute=selective"),
+        "TP2+SPxEP2": (*_SP, *_EP, "parallel.expert_tp_size=1"),
+        "PP2": ("parallel.pp_size=2", "run.recompute=full"),
+        "DP2": (),
+    },
+    4: {"TP2+SPxEP2": (*_SP, *_EP), "PP2xEP2": (*_EP, "parallel.pp_size=2")},
+}
+
+
+def _jobs() -> list[dict[str, Any]]:
+    jobs = [dict(job) for job in JOBS if job["name"] in TARGETS]
+    for job in jobs:
+        job["lora"] = {**job["lora"], "target_modules": TARGETS[job["name"]]}
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config file of the scenario over Qwen3-MoE."""
+    path = make_scenario(tmp_path_factory.mktemp("experts"), _jobs(), model_type="qwen3_moe")
+    take_fingerprint(path.parent / "base")  # every layout is held to it
+    return path
+
+
+@pytest.fixture(scope="module")
+def run_world(scenario: Path) -> World:
+    """Trains all layouts of a world size, once; returns the folder of their outputs."""
+    return worlds(
+        scenario.parent,
+        lambda size: {name: Case(scenario, sets) for name, sets in LAYOUTS[size].items()},
+    )
+
+
+@pytest.mark.parametrize(("world_size", "layout"), layout_params(LAYOUTS))
+def test_losses_and_weights_equal_the_oracle(
+    world_size: int,
+    layout: str,
+    run_world: World,
+    oracle: dict[str, OracleResult],
+    scenario: Path,
+) -> None:
+    output_dir = run_world(world_size) / layout
+    assert_run_equals_oracle(output_dir, TARGETS, oracle, scenario.parent / "base")
+
+
+def test_mixtral_and_scores_that_are_not_normalised(tmp_path: Path) -> None:
+    jobs = _jobs()[:1]
+    bases: dict[str, dict[str, Any]] = {
+        "mixtral": {"model_type": "mixtral"},
+        "qwen": {"model_type": "qwen3_moe", "norm_topk_prob": False},
+    }
+    configs = {name: make_scenario(tmp_path / name, jobs, **base) for name, base in bases.items()}
+    out = worlds(tmp_path, lambda _: {name: Case(path) for name, path in configs.items()})(1)
+    for name, path in configs.items():
+        expected = oracle_results(load_scenario(path, output_dir=tmp_path / "unused"))
+        assert_run_equals_oracle(out / name, ["attention"], expected, path.parent / "base")

@@ -1,0 +1,58 @@
+"""Clients of driven jobs, as a door would speak for them: requests and answers through journals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.helpers.gang_driver import GangDriver
+from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.training.driven.requests import Answer, Request
+
+VOCABULARY = 100
+"""Tokens below which the quickstart's base has all."""
+
+
+class Client:
+    """Asks for one job; `driver` keeps its gang alive meanwhile."""
+
+    def __init__(self, driver: GangDriver, job: str) -> None:
+        self.driver, self.job = driver, job
+        self.journal = Journal(driver.home.job(job))
+        self.number = 0
+
+    def ask(self, op: str, arrays: dict[str, np.ndarray] | None = None, **params: Any) -> int:
+        """Leaves the next request; returns its number."""
+        self.number += 1
+        request = Request(op=op, params=params, arrays=arrays or {})  # type: ignore[arg-type]
+        assert self.journal.write_request(self.number, request)
+        return self.number
+
+    def answer(self, number: int) -> Answer:
+        """Waits for an answer."""
+        self.driver.run_until(lambda: self.journal.has_answer(number))
+        found = self.journal.read_answer(number)
+        assert found is not None
+        return found
+
+    def good(self, number: int) -> Answer:
+        """Waits for an answer that is no error."""
+        found = self.answer(number)
+        assert found.error is None, found.error
+        return found
+
+
+def batch(seed: int, lengths: tuple[int, ...] = (7, 23, 12), **arrays: Any) -> dict[str, Any]:
+    """Random tokens, targets that are the input shifted, and weights, some of them 0."""
+    generator = np.random.default_rng(seed)
+    total = sum(lengths)
+    rows = [generator.integers(0, VOCABULARY, n + 1).astype(np.int32) for n in lengths]
+    weights = (generator.random(total) < 0.7).astype(np.float32) / total
+    found = {
+        "lengths": np.array(lengths, np.int32),
+        "tokens": np.concatenate([row[:-1] for row in rows]),
+        "targets": np.concatenate([row[1:] for row in rows]).astype(np.int64),
+        "weights": weights,
+    }
+    return found | arrays

@@ -1,0 +1,257 @@
+"""Real gangs of the local engine whose jobs are driven, from a process that has all imported.
+
+forked("-m", "tests.helpers.driven_worker", CASE, ROOT, ...)    prints a line of JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.helpers import forked_spare
+from tests.helpers.driven_client import Client, batch
+from tests.helpers.gang_driver import GangDriver, quickstart_base, quickstart_jobs
+from tests.helpers.gang_worker import pids
+from tlora_megatron.service.engines.local.engine import LocalEngine
+
+RUN = {"micro_batch_tokens": 512}
+LORA = {"rank": 4, "alpha": 8.0}
+ADAM = {"learning_rate": 5e-3, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+CLIP, BETA = 0.5, 0.1
+LOSSES = ("importance_sampling", "ppo", "cispo", "dro")
+STEPS = 4
+
+
+def document(rank: int = 4, **more: Any) -> dict[str, Any]:
+    """A driven job."""
+    lora = LORA | {"rank": rank} | more.pop("lora", {})
+    own = {"name": "t", "driven": True, "lora": lora, "max_seq_len": 256, "portion_tokens": 64}
+    return own | more
+
+
+def make_driver(root: Path, ranks: int, parallel: dict[str, Any], **more: Any) -> GangDriver:
+    """A gang without jobs."""
+    on_gpu = torch.cuda.is_available()
+    # On CPUs the spare is a fork, and so are the ranks.
+    engine = LocalEngine(root, ranks if on_gpu else 0, seats=ranks, standby=0 if on_gpu else 1)
+    base = quickstart_base() | {"dtype": "float32"}
+    return GangDriver(
+        engine,
+        root,
+        ranks,
+        **{"base_model": base, "parallel": parallel, "run": RUN, "lease_s": 120, **more},
+    )
+
+
+def sampled(seed: int, loss: str) -> dict[str, Any]:
+    """A batch of reinforcement learning."""
+    arrays = batch(seed)
+    del arrays["weights"]
+    generator = np.random.default_rng(seed)
+    count = len(arrays["tokens"])
+    return arrays | {
+        "logprobs": -20 * generator.random(count).astype(np.float32),
+        "advantages": generator.standard_normal(count).astype(np.float32) * 1e-3,
+    }
+
+
+def step(
+    client: Client, number: int, *, disturbed: bool = False, moves: bool = False
+) -> list[float]:
+    """Two requests and a step; returns the norm, and losses and log-probabilities of both.
+
+    Args:
+        disturbed: between them comes a request that must fail and change nothing.
+        moves: between them the job leaves its gang and comes back.
+    """
+    loss = LOSSES[number % len(LOSSES)]
+    config = {"beta": BETA} if loss == "dro" else {}
+    first = client.ask("forward_backward", batch(number))
+    if moves:
+        client.good(first)
+        move(client.driver, client.job)
+    failing = wrong(client, number) if disturbed else None
+    second = client.ask(
+        "forward_backward", sampled(number, loss), loss_fn=loss, loss_fn_config=config
+    )
+    moved = client.ask("optim_step", grad_clip_norm=CLIP, **ADAM)
+    row = [client.good(moved).metrics["grad_norm"], *values(client, first)]
+    if failing is not None:
+        error = client.answer(failing[0])
+        assert failing[1] in (error.error or ""), error
+        assert error.category == "user"
+    return row + values(client, second)
+
+
+def move(driver: GangDriver, job: str) -> None:
+    """Lets a job leave its gang, and join it again from what it has saved."""
+    before = len(driver.events)
+    driver.post("leave", job, {"save": True})
+    driver.run_until(lambda: any((e.kind, e.job) == ("left", job) for e in driver.events[before:]))
+    driver.submit(job, driver.jobs[job].order.document)
+
+
+def wrong(client: Client, number: int) -> tuple[int, str]:
+    """Asks for what cannot be done; returns the number, and what the sentence must say."""
+    good, too_far = batch(number), sampled(number, "importance_sampling")
+    too_far["logprobs"][5] = -1e4
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        (too_far, "importance_sampling", "the loss must be finite, got"),
+        (good | {"tokens": good["tokens"] + 10**6}, "cross_entropy", "the vocabulary"),
+        (batch(1, (300,)), "cross_entropy", "at most 256 tokens"),
+    ]
+    arrays, loss, sentence = cases[number % len(cases)]
+    return client.ask("forward_backward", arrays, loss_fn=loss), sentence
+
+
+def values(client: Client, number: int) -> list[float]:
+    """Loss and log-probabilities of a request."""
+    answer = client.good(number)
+    assert answer.logprobs is not None
+    return [answer.metrics["loss:sum"], *answer.logprobs.tolist()]
+
+
+def oracle(root: Path, steps: str) -> dict[str, Any]:
+    """A loop alone, and the adapter that it begins with."""
+    driver = make_driver(root, 1, {})
+    driver.submit("j1", document())
+    driver.start()
+    client = Client(driver, "j1")
+    client.good(client.ask("save_for_sampler", name="first"))
+    rows = [step(client, number) for number in range(int(steps))]
+    client.good(client.ask("leave"))
+    driver.run_to_end()
+    driver.stop()
+    return {"rows": rows, "ended": driver.jobs["j1"].ended}
+
+
+def layout(root: Path, ranks: str, parallel: str, more: str = "{}") -> dict[str, Any]:
+    """Loops in one layout: alone, beside neighbours, with errors, and from a saved state.
+
+    Args:
+        more: further fields of the gang's spec; with another base there is no job with own data.
+    """
+    fields = json.loads(more)
+    driver = make_driver(root, int(ranks), json.loads(parallel), **fields)
+    driver.submit("j1", document())
+    driver.start()
+    alone = Client(driver, "j1")
+    found: dict[str, Any] = {"alone": [step(alone, n) for n in range(STEPS)]}
+    found["state"] = alone.good(alone.ask("save_state", name="four")).values["path"]
+    found["later"] = step(alone, STEPS)
+    alone.good(alone.ask("leave"))
+    if "base_model" not in fields:
+        found["ordinary_alone"] = ordinary(driver, "j2")
+    driver.submit("j3", document(name="again"))
+    driver.submit("j4", document(16, name="other", lora={"target_modules": ["q_proj", "up_proj"]}))
+    neighbour = None if "base_model" in fields else ordinary_job(driver, "j5")
+    again, other = Client(driver, "j3"), Client(driver, "j4")
+    found["beside"] = []
+    for n in range(STEPS):
+        ahead = other.ask("forward_backward", batch(90 + n, (200, 3, 60, 17)))
+        found["beside"].append(step(again, n, disturbed=True, moves=n == 2))
+        other.good(ahead)
+        other.good(other.ask("optim_step", learning_rate=1e-2))
+    found["forward"] = values(again, again.ask("forward", batch(STEPS)))
+    loaded = other.answer(other.ask("load_state", path=found["state"]))
+    found["load_refused"] = loaded.error
+    found["overflows"] = overflows(other)
+    again.good(again.ask("optim_step", learning_rate=1.0))
+    again.good(again.ask("load_state", path=found["state"]))
+    found["reloaded"] = step(again, STEPS)
+    for client in (again, other):
+        client.good(client.ask("leave"))
+    driver.run_to_end()
+    if neighbour is not None:
+        found["ordinary_beside"] = sorted(neighbour.losses.items())
+    found["digests"] = driver.adapter_digests()
+    driver.stop()
+    return found
+
+
+def ordinary_job(driver: GangDriver, job: str) -> Any:
+    """Submits a job of the quickstart."""
+    (own,) = quickstart_jobs(["mirror"], portion_tokens=256, max_steps=8, schedule={}).values()
+    del own["data"]["eval"]
+    own.pop("eval_every_steps", None)
+    return driver.submit(job, own)
+
+
+def ordinary(driver: GangDriver, job: str) -> list[tuple[int, float]]:
+    """The losses of a job of the quickstart, trained to its end."""
+    own = ordinary_job(driver, job)
+    driver.run_until(lambda: own.ended is not None)
+    assert own.ended is not None
+    assert own.ended.get("status") == "finished", own.ended
+    return sorted(own.losses.items())
+
+
+def overflows(client: Client) -> list[str | None]:
+    """A gradient that is not finite: its step says so, and the next one is as good as any."""
+    huge = batch(1) | {"weights": np.full(42, 1e37, np.float32)}
+    asked = [client.ask("forward_backward", huge), client.ask("optim_step")]
+    asked += [client.ask("forward_backward", batch(2)), client.ask("optim_step")]
+    return [client.answer(number).error for number in asked]
+
+
+def killed(root: Path, kills: str) -> dict[str, Any]:
+    """Loops of two clients; a rank is SIGKILLed with requests under way, and when all is quiet."""
+    driver = make_driver(root, 2, {"tp_size": 2})
+    for job, rank in (("j1", 4), ("j2", 8)):
+        driver.submit(job, document(rank), checkpoint_every_steps=2)
+    driver.start()
+    clients = [Client(driver, job) for job in ("j1", "j2")]
+    rows, moments = [], json.loads(kills)
+    for number in range(6):
+        if number in moments:
+            clients[1].ask("forward", batch(3, (250, 250, 250)))
+            clients[0].ask("forward", batch(3))
+            os.kill(pids(driver)[number % 2], signal.SIGKILL)
+        else:
+            for client in clients:
+                client.good(client.ask("forward", batch(3)))
+        rows.append([step(client, number) for client in clients])
+        if -number in moments:
+            os.kill(pids(driver)[1], signal.SIGKILL)
+    for client in clients:
+        client.good(client.ask("leave"))
+    driver.run_to_end()
+    driver.stop()
+    kept = sorted(path.name for path in (driver.home.job("j1") / "requests").glob("*.safetensors"))
+    return {
+        "rows": rows,
+        "deaths": len(driver.deaths),
+        "digests": driver.adapter_digests(),
+        "kept": kept,
+    }
+
+
+CASES: dict[str, Callable[..., dict[str, Any]]] = {
+    "oracle": oracle,
+    "layout": layout,
+    "killed": killed,
+}
+
+
+def main(case: str, root: Path, *args: str) -> None:
+    """Runs a case; leaves no process behind."""
+    if not torch.cuda.is_available():
+        forked_spare.install()
+    try:
+        print("RESULT " + json.dumps(CASES[case](root, *args)))
+    finally:
+        engine = LocalEngine(root, 0, seats=4, standby=0)
+        for info in engine.gangs():
+            engine.kill(info.gang, info.epoch)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,95 @@
+"""Plays the gang of driven jobs: takes the requests of their journals, answers without a model."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from sqlalchemy import update
+
+from tlora_megatron.service.home import Home
+from tlora_megatron.service.journal.files import Journal
+from tlora_megatron.service.store import JobState, Store
+from tlora_megatron.service.store.sql import tables
+from tlora_megatron.training.driven.requests import Answer, Request
+
+
+def set_state(store: Store, job: str, state: JobState, error: str | None = None) -> None:
+    """Puts a job into a state, with no gang."""
+    values = {"state": state.value, "error": error}
+    if state is JobState.RUNNING:
+        values["started_at"] = 1.0
+    with store.database.write() as connection:
+        connection.execute(update(tables.job).where(tables.job.c.id == job).values(**values))
+
+
+class PlayedModels:
+    """Driven jobs that learn nothing: a log-probability is minus a tenth of its token's target."""
+
+    def __init__(self, home: Home, store: Store) -> None:
+        self._home = home
+        self._store = store
+        self.done: list[tuple[str, Request]] = []
+        """Requests that were carried out, by the jobs' ids, in order."""
+
+    def step(self) -> None:
+        """Lets all jobs start, and carries out what their journals hold."""
+        for job in self._store.jobs.page(limit=1000):
+            if job.state is JobState.VALIDATING:
+                set_state(self._store, job.id, JobState.RUNNING)
+            journal = Journal(self._home.job(job.id))
+            number = 1
+            while journal.state(number) in ("answered", "gone"):
+                number += 1
+            while journal.state(number) == "waiting":
+                request = journal.read_request(number)
+                answer = self._answer(job.id, request)
+                self.done.append((job.id, request))  # before a client can know
+                journal.write_answer(number, answer)
+                number += 1
+
+    def ops(self) -> list[str]:
+        """Names of what was carried out."""
+        return [request.op for _, request in self.done]
+
+    def _answer(self, job: str, request: Request) -> Answer:
+        if request.has_sequences:
+            logprobs = -0.1 * request.arrays["targets"].astype(np.float32)
+            return Answer(logprobs=logprobs, metrics={"loss:sum": float(-logprobs.sum())})
+        if request.op == "optim_step":
+            return Answer(metrics={"grad_norm": 0.5}, values={"step": 1})
+        if request.op in ("save_state", "save_for_sampler"):
+            kind = "states" if request.op == "save_state" else "sampler"
+            return self._save(job, f"jobs/{job}/{kind}/{request.params['name']}")
+        if request.op == "leave":
+            set_state(self._store, job, JobState.FINISHED)
+        return Answer(values={"step": 1})
+
+    def _save(self, job: str, place: str) -> Answer:
+        document: Mapping[str, object] = self._store.jobs.document(job)["document"]
+        folder = Path(self._home.root, place)
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"job": document}))
+        return Answer(values={"path": place})
+
+
+@contextmanager
+def playing(home: Home, store: Store) -> Iterator[PlayedModels]:
+    """Plays in a thread of its own."""
+    models, ended = PlayedModels(home, store), threading.Event()
+
+    def run() -> None:
+        while not ended.wait(0.005):
+            models.step()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield models
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,177 @@
+"""The unmodified `openai` client fine-tunes on the CPU, by `tlora serve --http`; and our client."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.helpers.launch import REPO
+from tests.helpers.served_http import ServedHttp, serving_http
+from tlora_megatron.client import Client
+from tlora_megatron.config.load import read_config
+from tlora_megatron.runtime import controller
+from tlora_megatron.service.store import open_store
+from tlora_megatron.training.listener import SilentListener
+
+QUICKSTART = REPO / "configs" / "quickstart"
+BASE = {"path": str(QUICKSTART / "base"), "dtype": "float32"}
+STEPS = 6
+METADATA = {
+    "tlora.lora.rank": "4",
+    "tlora.lora.alpha": "16",
+    "tlora.lora.target_modules": "q_proj,v_proj",
+    "tlora.max_seq_len": "64",
+    "tlora.max_steps": str(STEPS),
+    "tlora.optimizer.lr": "1e-3",
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedHttp]:
+    root = tmp_path_factory.mktemp("openai")
+    base = root / "base.json"
+    base.write_text(json.dumps({"base_model": BASE}))
+    with serving_http(root / "service", root / "serve.log", f"--base=quick={base}") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(served: ServedHttp) -> Iterator[openai.OpenAI]:
+    options: dict[str, Any] = {"api_key": served.token("ann"), "max_retries": 0}
+    with openai.OpenAI(base_url=f"{served.address}/v1", **options) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Rows of the quickstart as chats, for training and validation."""
+    folder = tmp_path_factory.mktemp("chats")
+    found = {}
+    for part in ("train", "eval"):
+        rows = (QUICKSTART / "data" / f"mirror_{part}.jsonl").read_text().splitlines()[:48]
+        found[part] = folder / f"{part}.jsonl"
+        found[part].write_text("".join(json.dumps(_chat(json.loads(row))) + "\n" for row in rows))
+    return found
+
+
+def _chat(row: dict[str, str]) -> dict[str, Any]:
+    asked = {"role": "user", "content": row["prompt"].removesuffix("\n")}
+    return {"messages": [asked, {"role": "assistant", "content": row["completion"]}]}
+
+
+def _upload(client: openai.OpenAI, path: Path) -> str:
+    with path.open("rb") as file:
+        return client.files.create(file=file, purpose="fine-tune").id
+
+
+def _trained_by_a_file(served: ServedHttp, job: str, chats: dict[str, Path], output: Path) -> Path:
+    """Trains the same values with `tlora train`; returns the adapter."""
+    with open_store(served.home.store) as store:
+        order = store.jobs.document(job)["order"]["document"]
+    entry = {
+        "name": "same",
+        "data": {name: str(path) for name, path in chats.items()},
+        "lora": {"rank": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj"]},
+        "batch_size": 4,
+        "max_seq_len": 64,
+        "max_steps": STEPS,
+        "optimizer": {"lr": 2.0e-3},
+        "seed": 7,
+        # What the service chose when it read the data.
+        "portion_tokens": order["portion_tokens"],
+    }
+    run = {"output_dir": str(output), "tensorboard": False}
+    document = {"base_model": BASE, "jobs": [entry], "run": run}
+    controller.train_run(read_config(document, output), SilentListener())
+    return output / "jobs" / "same" / "adapter"
+
+
+def _sha256(adapter: Path) -> str:
+    return hashlib.sha256((adapter / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+
+def _until(served: ServedHttp, look: Callable[[], Any], *states: str) -> Any:
+    served.wait_until(lambda: look().status in states, f"state {states}")
+    return look()
+
+
+@pytest.mark.slow
+def test_a_job_is_what_tlora_train_trains(
+    served: ServedHttp, client: openai.OpenAI, chats: dict[str, Path], tmp_path: Path
+) -> None:
+    own = Client(served.address, served.token("bob"))
+    beside = own.submit(
+        {
+            "base_model": "quick",
+            "name": "beside",
+            "data": {"train": own.upload(QUICKSTART / "data" / "ordered_train.jsonl")},
+            "lora": {"rank": 8},
+            "max_seq_len": 64,
+            "max_steps": 2 * STEPS,
+        }
+    )
+    numbers = {"batch_size": 4, "learning_rate_multiplier": 2.0}
+    job = client.fine_tuning.jobs.create(
+        model="quick",
+        training_file=_upload(client, chats["train"]),
+        validation_file=_upload(client, chats["eval"]),
+        suffix="mirror",
+        seed=7,
+        method={"type": "supervised", "supervised": {"hyperparameters": numbers}},
+        metadata=METADATA,
+    )
+    jobs = client.fine_tuning.jobs
+    ended = _until(served, lambda: jobs.retrieve(job.id), "succeeded", "failed", "cancelled")
+    assert ended.status == "succeeded", ended.error
+    assert ended.trained_tokens > 0
+    assert [model.id for model in client.models.list()] == ["quick", ended.fine_tuned_model]
+
+    metrics = [event for event in jobs.list_events(job.id, limit=100) if event.type == "metrics"]
+    losses = [event.data["train_loss"] for event in metrics[::-1] if "train_loss" in event.data]
+    assert len(losses) == STEPS
+    content = client.files.content(ended.result_files[0]).text
+    rows = list(csv.DictReader(content.splitlines()))
+    assert [float(row["train_loss"]) for row in rows if row["train_loss"]] == losses
+    assert rows[0]["valid_loss"]
+    assert rows[-1]["valid_loss"]
+
+    with Client(served.address, served.token("ann")) as mine:
+        adapter = mine.adapter(job.id, tmp_path / "adapter")
+    expected = _trained_by_a_file(served, job.id, chats, tmp_path / "run")
+    assert _sha256(adapter) == _sha256(expected)
+
+    with own:
+        steps = [event.row for event in own.events("beside") if event.row["kind"] == "step"]
+        assert [row["step"] for row in steps] == list(range(1, 2 * STEPS + 1))
+        assert own.metrics("beside")[-1]["step"] == 2 * STEPS
+        assert own.job(beside.jobs[0].id).state == "finished"
+        assert own.groups()["at"]
+        assert own.cluster()["at"]
+        assert own.decisions(limit=1)
+
+
+@pytest.mark.slow
+def test_a_job_is_held_goes_on_and_is_cancelled(
+    served: ServedHttp, client: openai.OpenAI, chats: dict[str, Path]
+) -> None:
+    jobs = client.fine_tuning.jobs
+    long = {**METADATA, "tlora.max_steps": "100000"}
+    file = _upload(client, chats["train"])
+    job = jobs.create(model="quick", training_file=file, metadata=long)
+    _until(served, lambda: jobs.retrieve(job.id), "running")
+    jobs.pause(job.id)
+    _until(served, lambda: jobs.retrieve(job.id), "paused")
+    assert jobs.resume(job.id).status in ("queued", "running", "paused")
+    _until(served, lambda: jobs.retrieve(job.id), "running")
+    served.kill_http()
+    with client.with_options(max_retries=8) as patient:
+        patient.fine_tuning.jobs.cancel(job.id)
+        last = _until(served, lambda: patient.fine_tuning.jobs.retrieve(job.id), "cancelled")
+    assert last.fine_tuned_model is None

@@ -1,0 +1,220 @@
+"""OpenAI's own client asks a service on the CPU: bases, an adapter that was trained, errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import openai
+import pytest
+
+from tests.helpers.http_service import BASE, Door, listening
+from tests.helpers.interrupted_worker import train_until
+from tests.helpers.sampling_case import write_adapters
+from tests.helpers.sampling_door import add_job, open_sampling_door
+
+QUESTION = 'What is "planet" from back to front?'
+
+
+class Served(NamedTuple):
+    """A service with two tenants."""
+
+    door: Door
+    address: str
+    mirror: str
+    """Id of ann's job."""
+    running: str
+    """Id of one that has the same checkpoints and has not ended."""
+    exact_match: float
+    """The result of the evaluation of ann's job."""
+    evaluation: list[dict[str, str]]
+
+    def client(self, tenant: str = "ann") -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.address}/v1", api_key=self.door.token(tenant), max_retries=0
+        )
+
+
+@pytest.fixture(scope="module")
+def served(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    root = tmp_path_factory.mktemp("sampling")
+    out = root / "out"
+    summary = train_until(_mirror_alone(repo, root), out)
+    job = summary["jobs"]["mirror"]
+    rows = (repo / "configs/quickstart/data/mirror_eval.jsonl").read_text().splitlines()
+    random = write_adapters(repo / "configs/quickstart/base", root / "random")
+    with open_sampling_door(root / "service") as door, listening(door.app) as address:
+        mirror = add_job(door, "ann", "mirror", out / "jobs/mirror/adapter")
+        running = add_job(door, "ann", "running", None)
+        checkpoints = door.home.job(running) / "checkpoints"
+        shutil.copytree(out / "jobs/mirror/checkpoints", checkpoints)
+        add_job(door, "bob", "secret", Path(random["everything"]))
+        exact_match = job["exact_match_after"]
+        yield Served(door, address, mirror, running, exact_match, [json.loads(row) for row in rows])
+
+
+def _mirror_alone(repo: Path, root: Path) -> Path:
+    """The quickstart's first job, in one process and for fewer steps."""
+    import yaml
+
+    document = yaml.safe_load((repo / "configs/quickstart.yaml").read_text())
+    folder = repo / "configs/quickstart"
+    (job,) = [job for job in document["jobs"] if job["name"] == "mirror"]
+    data = {key: str(folder / "data" / Path(path).name) for key, path in job["data"].items()}
+    document |= {
+        "base_model": {"path": str(folder / "base"), "dtype": "float32"},
+        "parallel": {},
+        "run": {**document["run"], "checkpoint_every_steps": 30},
+        "jobs": [{**job, "data": data, "max_steps": 60, "eval_every_steps": 60}],
+    }
+    path = root / "mirror.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_adapter_answers_as_its_evaluation_says(served: Served) -> None:
+    client = served.client()
+    right = 0
+    rows = served.evaluation
+    answer = client.completions.create(
+        model="mirror", prompt=[row["prompt"] for row in rows], max_tokens=40, temperature=0
+    )
+    right = sum(
+        choice.text == row["completion"] and choice.finish_reason == "stop"
+        for choice, row in zip(answer.choices, rows, strict=True)
+    )
+    assert 0 < right < len(rows), "neither shows that the two agree"
+    assert right / len(rows) == pytest.approx(served.exact_match)
+    before = client.completions.create(model=BASE, prompt=rows[0]["prompt"], temperature=0)
+    assert before.choices[0].text == "?"
+
+
+def test_checkpoint_answers_while_its_job_trains(served: Served) -> None:
+    client, prompts = served.client(), [row["prompt"] for row in served.evaluation]
+
+    def answers(model: str) -> list[str]:
+        asked = client.completions.create(model=model, prompt=prompts, temperature=0)
+        return [choice.text for choice in asked.choices]
+
+    name = f"ft:{BASE}:ann::{served.running}:ckpt-step-"
+    assert answers(f"{name}60") == answers("mirror")
+    assert answers(f"{name}30") != answers("mirror")
+
+
+@pytest.mark.parametrize("name", ["mirror", "{id}", "ft:quickstart:ann:x:{id}"])
+def test_chat_is_the_completion_of_the_template(served: Served, name: str) -> None:
+    client, model = served.client(), name.format(id=served.mirror)
+    chat = client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": QUESTION}], temperature=0
+    )
+    text = client.completions.create(model=model, prompt=f"{QUESTION}\n", temperature=0)
+    assert chat.choices[0].message.content == text.choices[0].text
+    assert chat.choices[0].message.role == "assistant"
+    assert chat.model == model
+    assert chat.usage == text.usage
+    assert chat.usage is not None
+    assert chat.usage.prompt_tokens == len(QUESTION) + 2
+
+
+def test_stream_is_the_whole_in_pieces(served: Served) -> None:
+    client = served.client()
+    asked = {
+        "model": "mirror",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "n": 2,
+        "seed": 5,
+        "temperature": 1.5,
+        "max_completion_tokens": 12,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = client.chat.completions.create(**asked)  # type: ignore[call-overload]
+    stream = client.chat.completions.create(  # type: ignore[call-overload]
+        **asked, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert chunks[-1].usage == whole.usage
+    for choice in whole.choices:
+        parts = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert parts[0].delta.role == "assistant"
+        assert "".join(part.delta.content or "" for part in parts) == choice.message.content
+        assert [p.finish_reason for p in parts if p.finish_reason] == [choice.finish_reason]
+        scored = [e for part in parts if part.logprobs for e in part.logprobs.content]
+        assert scored == choice.logprobs.content
+        assert all(len(entry.top_logprobs) == 2 for entry in scored)
+
+
+def test_scores_of_a_text(served: Served) -> None:
+    answer = served.client().completions.create(
+        model=BASE, prompt=["abc", "de"], max_tokens=0, echo=True, logprobs=1
+    )
+    first, second = answer.choices
+    assert (first.text, first.finish_reason) == ("abc", "length")
+    assert first.logprobs is not None
+    assert second.logprobs is not None
+    assert first.logprobs.token_logprobs is not None
+    assert first.logprobs.token_logprobs[0] is None
+    assert all(value < 0 for value in first.logprobs.token_logprobs[1:])
+    assert first.logprobs.tokens is not None
+    assert first.logprobs.tokens[1:] == ["a", "b", "c"]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+
+
+def test_stop_texts_end_a_stream(served: Served) -> None:
+    client = served.client()
+    asked = {"model": BASE, "prompt": "ab", "seed": 1, "max_tokens": 30}
+    whole = client.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0].text  # type: ignore[call-overload]
+    stop = whole[3:5]
+    stream = client.completions.create(  # type: ignore[call-overload]
+        **asked, stop=[stop, "never"], stream=True, extra_body={"ignore_eos": True}
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole[: whole.index(stop)]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "message"),
+    [
+        ({"model": "secret"}, 404, "model must be one of yours"),
+        ({"model": "nothing"}, 404, "model must be one of yours"),
+        ({"model": "running"}, 400, "of a job that has finished, got 'running'"),
+        ({"model": "ft:q:ann::{id}:ckpt-step-3"}, 404, "that is there .*, got 'step 3 of mirror'"),
+        ({"temperature": 3}, 400, "temperature is refused"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty must be left out"),
+        ({"prompt": [[1, 9999]]}, 400, "tokens must be between 0 and 263, got 9999"),
+        ({"prompt": "a" * 300}, 400, "shorter than the base's 256 positions, got 301"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"stop": ""}, 400, "stop"),
+        ({"echo": True, "stream": True}, 400, "echo must be false"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_wrong_wishes_are_answered_in_openai_s_format(
+    served: Served, changes: dict[str, object], status: int, message: str
+) -> None:
+    wish = {"model": BASE, "prompt": "a", **changes}
+    wish["model"] = str(wish["model"]).format(id=served.mirror)
+    with pytest.raises(openai.APIStatusError) as caught:
+        served.client().completions.create(**wish)  # type: ignore[call-overload]
+    assert caught.value.status_code == status
+    assert re.search(message, caught.value.message)
+    assert str(served.door.home.root) not in caught.value.message
+
+
+def test_messages_that_the_template_refuses(served: Served) -> None:
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content must be a text"):
+        served.client().chat.completions.create(model=BASE, messages=messages)  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError, match="max_tokens is refused"):
+        served.client().chat.completions.create(model=BASE, messages=messages, max_tokens=0)  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\].role must be one of"):
+        served.client().chat.completions.create(
+            model=BASE,
+            messages=[{"role": "nobody", "content": "x"}],  # type: ignore[arg-type]
+        )

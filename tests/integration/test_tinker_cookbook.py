@@ -1,0 +1,127 @@
+"""tinker-cookbook's loops, unpatched, on the quickstart's base by `tlora serve --http`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.launch import HANG_S, REPO
+from tests.helpers.scenario import losses
+from tests.helpers.served_http import ServedHttp, serving_http
+from tlora_megatron.config.load import read_config
+from tlora_megatron.runtime import controller
+from tlora_megatron.training.listener import SilentListener
+
+QUICKSTART = REPO / "configs" / "quickstart"
+SCRIPTS = REPO / "tests" / "helpers" / "tinker"
+STEPS = 5
+ROLE_COLON = """{{- bos_token }}{%- for message in messages %}
+{%- if message['role'] == 'assistant' -%}
+Assistant:{% generation %}{{ ' ' + message['content'] + '\\n\\nUser:' }}{% endgeneration %}
+{%- else -%}
+{{ 'User: ' + message['content'] + '\\n\\n' }}
+{%- endif %}
+{%- endfor %}"""
+"""The cookbook's renderer role_colon as a chat template."""
+
+pytestmark = pytest.mark.cookbook
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedHttp]:
+    """A service that offers the quickstart's base in float32, and samples."""
+    root = tmp_path_factory.mktemp("cookbook")
+    base = root / "base.json"
+    section = {"path": str(QUICKSTART / "base"), "dtype": "float32"}
+    base.write_text(json.dumps({"base_model": section}))
+    words = (f"--base=base={base}", "--sampler=own")
+    with serving_http(root / "service", root / "serve.log", *words) as found:
+        yield found
+
+
+def run(served: ServedHttp, script: str, *words: object) -> None:
+    """Runs a script of the cookbook where the name of the base leads to its tokenizer, too."""
+    env = {**os.environ, "TINKER_BASE_URL": served.address, "TINKER_API_KEY": served.token("ann")}
+    env.update(TINKER_TELEMETRY="0", HF_HUB_OFFLINE="1")
+    env.pop("PYTHONPATH", None)
+    command = [os.environ["COOKBOOK_PYTHON"], str(SCRIPTS / script), *map(str, words)]
+    result = subprocess.run(
+        command, cwd=QUICKSTART, env=env, capture_output=True, text=True, timeout=HANG_S
+    )
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    """The values that the cookbook logged, one a step."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def conversations(path: Path) -> None:
+    """Writes sixteen conversations; answers of one length, since the cookbook weighs each alike."""
+    lines = (QUICKSTART / "data" / "mirror_train.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if len(row["completion"]) == 5][:16]
+    chats = [
+        [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["completion"]},
+        ]
+        for row in rows
+    ]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+
+
+def trained_here(served: ServedHttp, rows: Path, folder: Path) -> list[float]:
+    """Losses of the same recipe by `tlora train`, with the seed that the service chose."""
+    base = folder / "base"
+    shutil.copytree(QUICKSTART / "base", base)
+    (base / "chat_template.jinja").write_text(ROLE_COLON)
+    (job,) = served.home.jobs.glob("*/job.json")
+    document = {
+        "base_model": {"path": str(base), "dtype": "float32"},
+        "run": {"output_dir": str(folder / "out")},
+        "jobs": [
+            {
+                "name": "same",
+                "data": {"train": str(rows)},
+                "lora": {"rank": 8, "alpha": 32},
+                "batch_size": 16,
+                "max_seq_len": 256,
+                "max_steps": STEPS,
+                "seed": json.loads(job.read_text())["job"]["seed"],
+                "optimizer": {
+                    "lr": 1e-3,
+                    "betas": [0.9, 0.95],
+                    "eps": 1e-30,
+                    "max_grad_norm": 0,
+                },
+                "schedule": {"name": "constant", "warmup_steps": 0},
+            }
+        ],
+    }
+    controller.train_run(read_config(document, folder), SilentListener())
+    return losses(folder / "out", "same")
+
+
+def test_supervised_loop_has_the_losses_of_tlora_train(served: ServedHttp, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    conversations(rows)
+    run(served, "cookbook_supervised.py", rows, tmp_path / "log", STEPS)
+    found = [step["train_mean_nll"] for step in logged(tmp_path / "log")]
+    assert found == pytest.approx(trained_here(served, rows, tmp_path), rel=1e-5)
+    (saved,) = map(json.loads, (tmp_path / "log/checkpoints.jsonl").read_text().splitlines())
+    assert saved["state_path"].startswith("tinker://")
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
+def test_reinforcement_loop_learns(served: ServedHttp, tmp_path: Path, loss: str) -> None:
+    run(served, "cookbook_rl.py", tmp_path / "log", 12, loss)
+    rewards = [step["env/all/reward/total"] for step in logged(tmp_path / "log")]
+    assert len(rewards) == 12
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.5

@@ -1,0 +1,238 @@
+"""The commands over HTTP print and do what they print and do over the service's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helpers.http_service import BASE, Door, listening, open_door
+from tests.helpers.stored_jobs import finish, printed, serve_gang, start
+from tlora_megatron.cli.main import main
+from tlora_megatron.service.home import VARIABLE, make_folder
+from tlora_megatron.service.store import JobState
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[Door]:
+    with open_door(tmp_path / "service") as opened:
+        yield opened
+
+
+@pytest.fixture
+def address(door: Door, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Commands reach the service by its address, as tenant `local`, whose jobs the folder shows."""
+    with listening(door.app) as found:
+        monkeypatch.setenv(VARIABLE, found)
+        monkeypatch.setenv("TLORA_TOKEN", door.token("local"))
+        monkeypatch.delenv("TLORA_DEBUG", raising=False)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def still_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Door, str]]:
+    root = tmp_path_factory.mktemp("still") / "service"
+    with open_door(root) as opened, listening(opened.app) as found:
+        yield opened, found
+
+
+@pytest.fixture
+def still(still_served: tuple[Door, str], monkeypatch: pytest.MonkeyPatch) -> Door:
+    """A service that keeps nothing of what commands send it: they are refused."""
+    monkeypatch.setenv(VARIABLE, still_served[1])
+    monkeypatch.setenv("TLORA_TOKEN", still_served[0].token("local"))
+    return still_served[0]
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """A run of the jobs `one` and `two`, whose data lie beside it."""
+    (tmp_path / "data.jsonl").write_text('{"text": "x"}\n')
+    (tmp_path / "eval.jsonl").write_text('{"text": "y"}\n')
+    data = {"train": "data.jsonl"}
+    jobs: list[dict[str, Any]] = [
+        {"name": "one", "data": {**data, "eval": "eval.jsonl"}},
+        {"name": "two", "data": data},
+    ]
+    path = tmp_path / "run.yaml"
+    document = {"base_model": BASE, "defaults": {"max_steps": 5}, "jobs": jobs}
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def submit(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[Any]:
+    assert main(["submit", str(path), "--json", *options]) == 0
+    return list(printed(capsys))
+
+
+def told(argv: list[str], capsys: pytest.CaptureFixture[str], door: Door) -> str:
+    """The output of a command, which is the same over the folder."""
+    assert main(argv) == 0
+    over_http = capsys.readouterr().out
+    assert main([*argv, "--service", str(door.home.root)]) == 0
+    in_folder = capsys.readouterr().out
+    serve = f"tlora serve --service {door.home.root}"
+    assert over_http.replace("tlora serve --http on its host", serve) == in_folder
+    return over_http
+
+
+def test_data_of_this_host_are_uploaded_once(
+    address: str, door: Door, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = submit(run_file, capsys, "--set", "jobs.two.lora.rank=7")
+    documents = [door.store.jobs.document(job["id"])["document"] for job in (one, two)]
+    files = [file.name for file in door.store.uploads.page(tenant="local")]
+    assert sorted(files) == ["data.jsonl", "eval.jsonl"]
+    assert documents[0]["data"]["train"] == documents[1]["data"]["train"]
+    assert Path(documents[0]["data"]["eval"]).read_text() == '{"text": "y"}\n'
+    assert (documents[1]["lora"]["rank"], documents[1]["max_steps"]) == (7, 5)
+
+
+def test_the_same_key_is_the_same_submission(
+    address: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = submit(run_file, capsys, "--idempotency-key", "k")
+    assert submit(run_file, capsys, "--idempotency-key", "k") == first
+    assert main(["submit", str(run_file), "--idempotency-key", "k"]) == 0
+    assert "submitted before, with the same key" in capsys.readouterr().out
+    assert main(["submit", str(run_file), "--idempotency-key=k", "--set=jobs.one.seed=3"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--set", "jobs.one.max_step=3"], "jobs[0].max_step is not a known key"),
+        (["--set", "base_model={path: none}"], "base_model must name a base of the service"),
+        (["--set", "jobs[1].name=one"], "FILE... must name job 'one' once"),
+        (["--set", "jobs.one.data.train=no.jsonl"], "must be there, in your folder"),
+        (["--set", "jobs.one.data.train=/etc/hostnam"], "must be the id of a file, or a path"),
+        (["{file}"], "FILE... must name job 'one' once, got it 2 times"),
+        (["--set", "rum.x=1"], "rum is not a known key"),
+    ],
+)
+def test_refusals(
+    still: Door,
+    run_file: Path,
+    argv: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        main(["submit", str(run_file), *[word.replace("{file}", str(run_file)) for word in argv]])
+        == 2
+    )
+    assert sentence in capsys.readouterr().err
+    assert still.store.jobs.page() == []
+
+
+def test_files_of_several_bases_go_one_by_one(
+    address: str, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(run_file.read_text().replace(BASE, "other"))
+    assert main(["submit", str(run_file), str(other)]) == 2
+    assert "FILE... must be of one base" in capsys.readouterr().err
+
+
+def test_lists_and_wishes_print_the_same(
+    address: str, door: Door, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = submit(run_file, capsys)
+    serve_gang(door.store, door.home)
+    start(door.store, one["id"])
+    assert "1 validating, 1 running" in told(["jobs"], capsys, door)
+    told(["jobs", "--all", "--state", "running"], capsys, door)
+    assert main(["jobs", "--json"]) == 0
+    listed = printed(capsys)
+    assert (listed["service"], listed["served"]) == (address, False)
+    assert listed["counts"] == {"running": 1, "validating": 1}
+    assert [job["name"] for job in listed["jobs"]] == ["one", "two"]
+    assert f"one ({one['id']}): pause asked; it is running" in told(["pause", "one"], capsys, door)
+    assert "cancel asked" in told(["cancel", two["id"], "one"], capsys, door)
+    door.store.jobs.change(two["id"], JobState.CANCELLED)
+    for argv in (["pause", "two"], ["cancel", "none"], ["logs", ".."]):
+        assert main(argv) == 2
+        error = capsys.readouterr().err
+        assert main([*argv, "--service", str(door.home.root)]) == 2
+        assert capsys.readouterr().err == error
+
+
+STEPS = [
+    {"step": 1, "loss": 2.0, "lr": 0.1, "tokens": 1200},
+    {"step": 1, "eval_loss": 1.5, "eval_exact_match": None},
+]
+
+
+def test_logs_and_adapters_are_the_same(
+    address: str,
+    door: Door,
+    run_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = submit(run_file, capsys)[0]["id"]
+    serve_gang(door.store, door.home)
+    start(door.store, one)
+    folder = make_folder(door.home.job(one))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in STEPS))
+    door.store.events.add("saved", job=one, body={"step": 1})
+    assert "step 1  eval_loss 1.5" in told(["logs", "one"], capsys, door)
+    assert main(["adapters", "one", "--out", str(tmp_path / "out")]) == 2
+    assert "job one must be finished, got 'running at step 3'" in capsys.readouterr().err
+    adapter = make_folder(folder / "adapter")
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    finish(door.store, one)
+    assert "-> finished" in told(["logs", "-f", "one"], capsys, door)
+    assert main(["logs", "-f", "one", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["kind"] for row in rows if row["kind"] != "event"] == ["step", "evaluation"]
+    assert main(["adapters", "one", "--out", str(tmp_path / "out")]) == 0
+    assert f"adapter of one ({one}): {tmp_path}/out" in capsys.readouterr().out
+    assert (tmp_path / "out/adapter_model.safetensors").read_bytes() == b"weights"
+
+
+def test_waiting_for_jobs(
+    address: str,
+    door: Door,
+    run_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def sleep(_: float) -> None:
+        for job in door.store.jobs.page():
+            door.store.jobs.change(job.id, JobState.FAILED, why="no", error="no")
+
+    monkeypatch.setattr("tlora_megatron.cli.service.waiting.time.sleep", sleep)
+    assert main(["submit", str(run_file), "--wait"]) == 1
+    assert "one: failed: no" in capsys.readouterr().out
+
+
+def test_without_a_token_or_a_service(
+    address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setenv("TLORA_TOKEN", "tml-wrong")
+    assert main(["jobs"]) == 2
+    assert "a token must be one of the service's" in capsys.readouterr().err
+    monkeypatch.delenv("TLORA_TOKEN")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["jobs"]) == 2
+    assert "a token for http://127.0.0.1" in capsys.readouterr().err
+    monkeypatch.setenv("TLORA_TOKEN", "x")
+    assert main(["jobs", "--service", "http://"]) == 2
+    assert main(["serve", "--gpus", "1"]) == 2
+    assert "--service must be a folder of this host for this command" in capsys.readouterr().err
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    assert main(["jobs", "--service", "http://127.0.0.1:9"]) == 1
+    first, last, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith(
+        "WARNING: nothing answers at http://127.0.0.1:9 ([Errno 111] Connection"
+    )
+    assert "the service must answer at http://127.0.0.1:9, got" in last
+    assert "check the address" in last
+    assert main(["jobs", "--service", "host:8017"]) == 2
+    assert "an address begins with http://, as in http://host:8017" in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""Experts of a `config.json`: sizes, two spellings of their number, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlora_megatron.model.experts import ExpertsSpec, refuse_experts
+from tlora_megatron.model.spec import ModelSpec, read_model_spec
+
+QWEN3_30B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+}
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "intermediate_size": 14336,
+    "vocab_size": 32000,
+}
+
+
+def read(tmp_path: Path, base: dict[str, Any], **fields: Any) -> ModelSpec:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(base | fields))
+    return read_model_spec(path)
+
+
+def test_qwen(tmp_path: Path) -> None:
+    spec = read(tmp_path, QWEN3_30B)
+    assert spec.experts == ExpertsSpec(num_experts=128, top_k=8, ffn_size=768, normalizes=True)
+    assert spec.ffn_size == 768
+    embeddings = 2 * spec.vocab_size * spec.hidden_size
+    assert (spec.num_layers * spec.layer_weights + embeddings) / 1e9 == pytest.approx(30.5, abs=0.1)
+    assert (spec.num_layers * spec.row_weights + embeddings) / 1e9 == pytest.approx(3.3, abs=0.1)
+    assert spec.experts.stored(7, "up_proj") == "mlp.experts.7.up_proj.weight"
+    assert spec.peft_targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def test_mixtral(tmp_path: Path) -> None:
+    spec = read(tmp_path, MIXTRAL)
+    assert spec.experts is not None
+    assert (spec.experts.num_experts, spec.experts.top_k, spec.ffn_size) == (8, 2, 14336)
+    assert (spec.norm_eps, spec.rope_theta) == (1e-5, 1e6)
+    assert spec.experts.stored(3, "down_proj") == "block_sparse_moe.experts.3.w2.weight"
+    assert spec.experts.stored_router == "block_sparse_moe.gate.weight"
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_the_number_has_two_names(tmp_path: Path, name: str) -> None:
+    base = {key: value for key, value in QWEN3_30B.items() if key != "num_experts"}
+    spec = read(tmp_path, base, **{name: 64})
+    assert spec.experts is not None
+    assert spec.experts.num_experts == 64
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_local_experts": 4}, "num_local_experts and num_experts must be the same, got 4 and"),
+        ({"decoder_sparse_step": 2}, r"decoder_sparse_step must be 1 \(a base has experts in ever"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers must be \[\] .*got \[0\] in .*config.json"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok must be at most 128, got 129"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size must be an integer of at least 1"),
+        ({"num_experts": 2.5}, "num_experts must be an integer of at least 1, got 2.5"),
+        ({"model_type": "deepseek_v3"}, "model_type must be one of llama.*, got 'deepseek_v3'"),
+        ({"model_type": "qwen2_moe"}, "model_type must be one of llama.*, got 'qwen2_moe'"),
+    ],
+)
+def test_refusals(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, QWEN3_30B, **fields)
+
+
+def test_noise_on_the_router_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"router_jitter_noise must be 0 .*, got 0.1"):
+        read(tmp_path, MIXTRAL, router_jitter_noise=0.1)
+
+
+@pytest.mark.parametrize("target", ["gate_proj", "down_proj", "linear_fc1"])
+def test_routed_experts_carry_no_adapters(tmp_path: Path, target: str) -> None:
+    spec = read(tmp_path, QWEN3_30B)
+    with pytest.raises(ValueError, match=r"must be among q_proj, .*carry no adapters yet, got"):
+        spec.target_shape(target)
+
+
+def test_where_only_dense_bases_are_known(tmp_path: Path) -> None:
+    refuse_experts(None, "the base of a plan")
+    with pytest.raises(ValueError, match="the base of a plan must have no routed experts yet, got"):
+        refuse_experts(read(tmp_path, QWEN3_30B).experts, "the base of a plan")

@@ -1,0 +1,293 @@
+"""Plans for Megatron-LM's trainer: full micro-batches, a fixed number of them, virtual stages."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scripts.bench.planner.cases import ATTENTION, RANKS
+from tests.helpers.pipeline_schedule import makespan
+from tests.helpers.planner_case import HARDWARE, SPEC, job
+from tests.unit.planner.test_workload import sequence_of
+from tlora_megatron.config.job import MEGATRON_TARGETS
+from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.planner.candidate import Plan, misfit
+from tlora_megatron.planner.cost.cost_model import CostModel, StepCost, step_cost
+from tlora_megatron.planner.cost.memory import MemoryModel
+from tlora_megatron.planner.cost.nano_parts import full_capacity
+from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.fit import budgets
+from tlora_megatron.planner.hardware import load_profile
+from tlora_megatron.planner.rounds.full import full_sizes
+from tlora_megatron.planner.rounds.load import RoundLoad
+from tlora_megatron.planner.rounds.model import RoundModel
+from tlora_megatron.planner.search import search
+from tlora_megatron.planner.space import SearchSpace
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram
+from tlora_megatron.training.packing.packing import batch_items, fill_bins
+
+MIXED = LengthHistogram.from_counts([(256, 5), (512, 3), (1024, 1), (2048, 1)])
+MEGATRON = SearchSpace(runs_in="megatron")
+
+
+def packed_tokens(
+    jobs: list[JobLoad], capacity: int, dp_size: int, count: int, rounds: int
+) -> tuple[float, float]:
+    """Rows of the mean round that the real packer fills, and mean of the largest sum of squares."""
+    streams = [j.lengths.shuffled(slot, j.batch_size) for slot, j in enumerate(jobs)]
+    queues: list[list] = [[] for _ in jobs]
+    tokens, most = 0, 0
+    for index in range(rounds):
+        for slot, load in enumerate(jobs):
+            if not queues[slot]:
+                lengths = itertools.islice(streams[slot], load.batch_size)
+                queues[slot] = batch_items([sequence_of(n) for n in lengths])
+        filled, queues = fill_bins(
+            queues,
+            capacity=capacity,
+            dp_size=dp_size,
+            pp_size=1,
+            first_slot=index,
+            num_micro_batches=count,
+        )
+        tokens += filled.num_tokens
+        squares = [
+            sum(p.item.length**2 for own in replica for p in own) for replica in filled.replicas
+        ]
+        most += max(squares)
+    return tokens / rounds, most / rounds
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    batches=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    dp_size=st.sampled_from((1, 2)),
+    count=st.integers(1, 5),
+)
+def test_full_rounds_hold_what_the_real_packer_puts_into_them(
+    batches: list[int], dp_size: int, count: int
+) -> None:
+    lengths = LengthHistogram.from_counts([(40, 3), (200, 1)])
+    jobs = [job(f"job{i}", batch_size=n, lengths=lengths) for i, n in enumerate(batches)]
+    load = RoundModel(jobs).full_load(
+        capacity=480, rows=512, dp_size=dp_size, num_micro_batches=count
+    )
+    assert (load.micro_batches, load.rows) == (count, 512)
+    assert load.filled == pytest.approx(load.tokens / count / dp_size)
+    tokens, squares = packed_tokens(jobs, 480, dp_size, count, rounds=200)
+    assert load.tokens == pytest.approx(tokens, rel=0.06)
+    if dp_size == 1:
+        assert load.spread is None
+        return
+    assert load.spread is not None
+    # Replicas compute equally many rows; the one with the largest squares is waited for.
+    assert load.spread.slowest_rows(0.0) == load.spread.charged_rows(0.0) == 512 * count
+    waited = load.spread.slowest_rows(1.0) - 512 * count
+    assert waited == pytest.approx(squares, rel=0.15)
+
+
+def test_padding_is_computed_like_rows_of_one_more_sequence() -> None:
+    """One sequence of 128 in 512 rows: GEMMs of 512, attention of 128 and of 384, LoRA of 128."""
+    paid = replace(HARDWARE, lora=replace(HARDWARE.lora, forward_rank_s=1e-9))
+    plan = Plan(micro_batch_tokens=512, num_micro_batches=1)
+    full, exact = (step_cost(SPEC, [job()], p, paid) for p in (plan, Plan(micro_batch_tokens=512)))
+    assert exact.load.rows == full.load.tokens == 128
+    assert full.load.filled_share == 0.25
+    assert full.gemm_s == pytest.approx(4 * exact.gemm_s)
+    assert full.lora_s == pytest.approx(exact.lora_s)
+    pairs = 128 * 129 / 2
+    assert full.attention_s == pytest.approx(exact.attention_s * (1 + 384 * 385 / 2 / pairs))
+    memory = MemoryModel(SPEC, [job()], HARDWARE)
+    ratio = memory.use(plan).activations / memory.use(Plan(micro_batch_tokens=512)).activations
+    assert ratio == pytest.approx(4)
+
+
+def test_nano_batches_keep_rows_of_a_full_micro_batch_for_their_padding() -> None:
+    plan = Plan(tp_size=2, micro_batch_tokens=8192, num_micro_batches=1)
+    assert full_capacity(plan, 100) == 8192
+    assert full_capacity(replace(plan, num_nano_batches=2), 100) == 8192 - 2 * 127
+    assert full_capacity(replace(plan, num_nano_batches=2), 8000) == 8192
+    small = replace(plan, num_nano_batches=4, micro_batch_tokens=1024)
+    assert full_capacity(small, 100) == 1024 - 128
+
+
+class TestPipelines:
+    def test_the_reference_has_the_bubbles_that_are_counted_by_hand(self) -> None:
+        """Stages of 1 s forward and 2 s backward; 2 stages wait 3 s, in halves 1.5 s."""
+
+        def played(stages: int, chunks: int, count: int, last: float = 0.0) -> float:
+            forward, backward = ([[t / chunks] * chunks for _ in range(stages)] for t in (1.0, 2.0))
+            forward[-1][-1] += last
+            return makespan(forward, backward, count)
+
+        assert played(2, 1, 4) == 4 * 3 + 3
+        assert played(2, 2, 4) == 4 * 3 + 1.5
+        assert played(4, 2, 4) == pytest.approx(4 * 3 + 3 * 3 / 2)
+        assert played(4, 1, 2) == 2 * 3 + 3 * 3  # fewer than stages
+        assert played(2, 1, 4, last=1.0) == 4 * 4 + 3
+
+    @pytest.mark.parametrize(
+        ("pp_size", "vpp_size", "count"),
+        [(2, 1, 4), (4, 1, 3), (2, 2, 2), (2, 2, 8), (2, 5, 4), (4, 2, 4), (4, 5, 16)],
+    )
+    def test_times_are_those_of_the_schedule_played_through(
+        self, pp_size: int, vpp_size: int, count: int
+    ) -> None:
+        """The last stage has the head; it takes a fifth of a stage."""
+        spec = replace(SPEC, num_layers=20, vocab_size=1600)
+        plan = Plan(
+            pp_size=pp_size, vpp_size=vpp_size, micro_batch_tokens=256, num_micro_batches=count
+        )
+        mix = [job(batch_size=2 * count)]
+        fast = replace(
+            HARDWARE,
+            intra_node=replace(HARDWARE.intra_node, bytes_per_s=1e18),
+            stream_bytes_per_s=1e18,
+        )
+        cost = step_cost(spec, mix, plan, fast)
+        whole = step_cost(spec, mix, replace(plan, pp_size=1, vpp_size=1), fast)
+        layers = (whole.gemm_s + whole.attention_s) / count / pp_size
+        chunk = [layers / vpp_size] * vpp_size
+        forward, backward = (
+            [[share * own for own in chunk] for _ in range(pp_size)] for share in (1 / 3, 2 / 3)
+        )
+        head = whole.head_s / count
+        assert 0.05 < head / layers < 0.9
+        forward[-1][-1] += head / 3
+        backward[-1][-1] += head * 2 / 3
+        expected = makespan(forward, backward, count)
+        assert cost.step_time_s == pytest.approx(expected, rel=0.01 if vpp_size > 1 else 1e-6)
+
+    def test_virtual_stages_halve_the_bubble_and_want_whole_groups(self) -> None:
+        mix = [job(batch_size=8)]
+
+        def cost(vpp_size: int) -> StepCost:
+            plan = Plan(pp_size=2, vpp_size=vpp_size, micro_batch_tokens=256, num_micro_batches=4)
+            return step_cost(SPEC, mix, plan, HARDWARE)
+
+        plain, virtual = cost(1), cost(2)
+        hops = virtual.pp_comm_s - plain.pp_comm_s
+        assert hops == pytest.approx(plain.pp_comm_s)
+        assert virtual.bubble_s == pytest.approx((plain.bubble_s + hops / 4) / 2)
+        odd = Plan(pp_size=2, vpp_size=2, micro_batch_tokens=256, num_micro_batches=3)
+        assert misfit(SPEC, odd) == "3 micro-batches are no multiple of PP 2"
+        assert misfit(SPEC, replace(odd, vpp_size=1)) is None
+
+
+class TestSizes:
+    def test_rounds_are_of_a_size_that_all_batches_fill(self) -> None:
+        """Batches of 65,536 rows; virtual stages take groups of 4 micro-batches."""
+        jobs = [job(batch_size=128, lengths=LengthHistogram.single(512))]
+        layout = Plan(pp_size=4, dp_size=2)
+        tried = [2048, 3072, 8192, 16384]
+        plain, virtual = (
+            {(n, m) for n, m in full_sizes(RoundModel(jobs), jobs, own, tried)}
+            for own in (layout, replace(layout, vpp_size=2))
+        )
+        assert {(2048, 16), (3072, 10), (3072, 11), (8192, 4), (16384, 2)} <= plain
+        assert {(2048, 16), (3072, 8), (3072, 12), (8192, 4)} <= virtual
+        assert all(m % 4 == 0 for _, m in virtual)
+        assert all(n * m * 2 <= 1.5 * 128 * 512 for n, m in plain | virtual)
+        # What just holds all: 128 sequences in 8 or 16 micro-batches, whole ones.
+        assert (8192, 4) in virtual
+        assert (4096, 8) in virtual
+        assert full_sizes_of(jobs, layout, [3072]) == {(3072, 10), (3072, 11)}
+
+    def test_without_a_pipeline_one_micro_batch_is_enough_for_a_replica(self) -> None:
+        jobs = [job(batch_size=128, lengths=LengthHistogram.single(512))]
+        assert {m for _, m in full_sizes_of(jobs, Plan(), [2048, 3072])} == {1}
+
+
+def full_sizes_of(jobs: list[JobLoad], layout: Plan, tried: list[int]) -> set[tuple[int, int]]:
+    return {(size, count) for size, count in full_sizes(RoundModel(jobs), jobs, layout, tried)}
+
+
+def test_each_program_is_offered_what_it_runs_in_its_own_time() -> None:
+    jobs = [job(f"job{i}", batch_size=8, lengths=MIXED) for i in range(3)]
+    every = search(SPEC, jobs, HARDWARE, 4).plans
+    ours = search(SPEC, jobs, HARDWARE, 4, SearchSpace(runs_in="train")).plans
+    theirs = search(SPEC, jobs, HARDWARE, 4, MEGATRON).plans
+    assert {p.plan for p in every} == {p.plan for p in (*ours, *theirs)}
+    assert all(p.plan.num_micro_batches is None and p.plan.vpp_size == 1 for p in ours)
+    assert {p.plan.runs_in for p in theirs} == {("megatron",)}
+    assert {p.plan.vpp_size for p in theirs} == {1, 2}
+    for found in theirs:
+        plan, load = found.plan, found.cost.load
+        assert load.rows == plan.micro_batch_tokens
+        assert load.micro_batches == plan.num_micro_batches
+        assert plan.vpp_size == 1 or plan.num_micro_batches % plan.pp_size == 0
+
+
+def test_the_first_choice_for_70b_on_8_h200_is_the_best_as_megatron_lm_runs_it(repo: Path) -> None:
+    """It used to be one whose rounds `tlora train` would have cut to what there is."""
+    base = read_model_spec(repo / "configs/models/llama-3.1-8b.json")
+    spec = replace(base, num_layers=80, hidden_size=8192, num_heads=64, ffn_size=28672)
+    h200 = load_profile(repo / "configs/hardware/h200.json")
+    jobs = [JobLoad(name=f"job{i}", rank=16, batch_size=8, lengths=MIXED) for i in range(4)]
+    best, *others = search(spec, jobs, h200, 8, MEGATRON).plans
+    assert all(p.cost.tokens_per_s < 1.03 * best.cost.tokens_per_s for p in others)
+    model = CostModel(spec, jobs, Rates(h200))
+    cut = Plan(pp_size=2, vpp_size=20, cp_size=2, dp_size=2, micro_batch_tokens=4096)
+    loads = model.round_load(cut)
+    written = replace(cut, num_micro_batches=2 * math.ceil(loads.micro_batches / 2))
+    rates = [model.step_cost(p).tokens_per_s for p in (cut, written)]
+    assert rates[0] > 1.1 * best.cost.tokens_per_s  # as it was ranked
+    assert rates[1] < 0.7 * best.cost.tokens_per_s  # as it would have run
+    tokens, _ = packed_tokens(
+        jobs, best.plan.micro_batch_tokens, best.plan.dp_size, best.plan.num_micro_batches or 0, 100
+    )
+    room = best.plan.micro_batch_tokens * best.plan.dp_size * (best.plan.num_micro_batches or 0)
+    assert tokens / room == pytest.approx(best.cost.load.filled_share, rel=0.03)
+    assert tokens / room > 0.9
+    assert best.plan.micro_batch_tokens >= budgets(jobs, best.plan, MEGATRON)[0]
+
+
+def test_iterations_of_megatron_lms_trainer_that_are_measured_take_what_is_predicted(
+    repo: Path,
+) -> None:
+    """8B on 1 and 2 H200s, 8,192 rows, eight jobs on texts of 256 to 1,024 tokens."""
+    h200 = load_profile(repo / "configs/hardware/h200.json")
+    lengths = LengthHistogram.from_counts((n, 1) for n in range(256, 1024, 32))
+    jobs = [
+        JobLoad(
+            name=f"job{i}",
+            rank=rank,
+            batch_size=16,
+            lengths=lengths,
+            target_share=0.5,
+            targets=ATTENTION if i % 3 == 2 else MEGATRON_TARGETS,
+        )
+        for i, rank in enumerate(RANKS)
+    ]
+    model = CostModel(read_model_spec(repo / "configs/models/llama-3.1-8b.json"), jobs, Rates(h200))
+    with (repo / "scripts/bench/results/flag_speed.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["mode"] == "flag"]
+    rows = [row for row in rows if (row["impl"], row["precision"]) == ("local", "bf16")]
+    assert {row["layout"] for row in rows} == {"TP1", "TP2+SP", "TP2 nano 2"}
+    for row in rows:
+        own = float(row["tokens"]) / len(jobs)
+        sequences = own / lengths.mean
+        load = RoundLoad(
+            micro_batches=1,
+            rows=int(row["rows"]),
+            job_tokens=(own,) * len(jobs),
+            job_sequences=(sequences,) * len(jobs),
+            steps=(sequences / 16,) * len(jobs),
+            filled=float(row["tokens"]),
+        )
+        plan = Plan(
+            tp_size=int(row["world"]),
+            sequence_parallel="SP" in row["layout"],
+            micro_batch_tokens=int(row["rows"]),
+            num_micro_batches=1,
+            num_nano_batches=1 + ("nano" in row["layout"]),
+        )
+        error = 1e3 * model.step_cost(plan, load).step_time_s / float(row["step_ms"]) - 1
+        assert -0.07 < error < 0.02, row["layout"]

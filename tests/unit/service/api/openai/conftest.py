@@ -1,0 +1,72 @@
+"""The unmodified `openai` client before a service that nobody serves: tests move its jobs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from openai import OpenAI
+
+from tests.helpers.http_service import Door, listening, open_door
+
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+CHATS = "".join(json.dumps(CHAT) + "\n" for _ in range(3)).encode()
+
+
+@pytest.fixture
+def address(door: Door) -> Iterator[str]:
+    with listening(door.app) as found:
+        yield found
+
+
+@pytest.fixture
+def client_of(door: Door, address: str) -> Iterator[Callable[..., OpenAI]]:
+    """Makes clients of tenants, which retry nothing unless told."""
+    made: list[OpenAI] = []
+
+    def make(tenant: str = "ann", **options: Any) -> OpenAI:
+        options = {"max_retries": 0, **options}
+        made.append(OpenAI(base_url=f"{address}/v1", api_key=door.token(tenant), **options))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
+
+
+@pytest.fixture
+def client(client_of: Callable[..., OpenAI]) -> OpenAI:
+    return client_of()
+
+
+@pytest.fixture
+def file(client: OpenAI) -> str:
+    """Id of an uploaded file of three chats."""
+    return client.files.create(file=("chats.jsonl", CHATS), purpose="fine-tune").id
+
+
+class Still(NamedTuple):
+    """A service that keeps nothing of what a module's tests send: they are refused."""
+
+    door: Door
+    client: OpenAI
+    file: str
+
+    @property
+    def files(self) -> list[Path]:
+        """Files in the tenant's folder beside the one file."""
+        folder = self.door.home.tenant("ann") / "files"
+        return [path for path in folder.iterdir() if path.name != self.file]
+
+
+@pytest.fixture(scope="module")
+def still(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Still]:
+    root = tmp_path_factory.mktemp("still") / "service"
+    with open_door(root) as door, listening(door.app) as address:
+        options = {"base_url": f"{address}/v1", "max_retries": 0}
+        with OpenAI(api_key=door.token(), **options) as client:
+            file = client.files.create(file=("chats.jsonl", CHATS), purpose="fine-tune").id
+            yield Still(door, client, file)

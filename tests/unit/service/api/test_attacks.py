@@ -1,0 +1,345 @@
+"""Attacks of strangers and neighbours, each refused with a sentence; docs/http.md has a table.
+
+Protobuf and its compression are in the tests of the tinker client's door.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import io
+import json
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.helpers.http_service import Door, listening, open_door
+from tests.helpers.launch import HANG_S
+from tests.helpers.live_service import folder_in_memory
+from tests.unit.service.api.test_jobs import job, put_file
+from tlora_megatron.service.api import limits
+from tlora_megatron.service.home import make_folder
+from tlora_megatron.service.prepare.outcome import PrepareRules, Refused
+from tlora_megatron.service.prepare.submission import Submission
+from tlora_megatron.service.prepare.validate import validate
+from tlora_megatron.service.store import NewUpload, TenantLimits
+
+PUBLIC = {"/", "/docs", "/openapi.json", "/api/v1/healthz"}
+"""Paths that tell nothing of any tenant."""
+FILE = "file-0123456789abcdef01234567"
+
+
+def _routes(door: Door) -> list[tuple[str, str]]:
+    paths = door.app.openapi()["paths"]
+    return [(method, path) for path, methods in paths.items() for method in methods]
+
+
+def _filled(path: str, **names: str) -> str:
+    return re.sub(r"\{(\w+)(?::\w+)?\}", lambda match: names.get(match[1], "1"), path)
+
+
+def _sentence(answer: httpx.Response) -> str:
+    error = answer.json()["error"]
+    return str(error["message"] if isinstance(error, dict) else error)
+
+
+def test_without_a_token_no_route_does_anything(door: Door) -> None:
+    client = door.client(None)
+    routes = [route for route in _routes(door) if route[1] not in PUBLIC]
+    assert len(routes) > 30
+    for method, path in routes:
+        answer = client.request(method, _filled(path))
+        assert answer.status_code == 401, (method, path, answer.text)
+        assert "token" in answer.text
+
+
+def test_another_tenant_s_ids_lead_nowhere(door: Door) -> None:
+    put_file(door)
+    made = door.client().post("/v1/jobs", json=job("secret")).json()["jobs"][0]["id"]
+    row = {"id": FILE, "name": "secret.jsonl", "purpose": "fine-tune", "digest": "", "size": 1}
+    door.store.uploads.add(NewUpload(**row, facts={}), tenant="ann")
+    bob = door.client("bob")
+    for method, path in _routes(door):
+        if not {"job", "file", "model_id"} & set(re.findall(r"\{(\w+)", path)):
+            continue
+        names = {"job": made, "file": FILE, "model_id": made, "fine_tuning_job_id": made}
+        answer = bob.request(method, _filled(path, **names), json={})
+        assert answer.status_code in (400, 403, 404), (method, path, answer.text)
+        assert "secret" not in answer.text
+    found = door.store.jobs.get(made)
+    assert (found.wish, found.state) == (None, "validating")
+
+
+PATHS = [
+    "../bob/rows.jsonl",
+    "a/../../bob/rows.jsonl",
+    "./../bob/rows.jsonl",
+    "..%2fbob%2frows.jsonl",
+    "%2e%2e/bob/rows.jsonl",
+    "..\\bob\\rows.jsonl",
+    "....//bob/rows.jsonl",
+    "\uff0e\uff0e/bob/rows.jsonl",
+    "/etc/passwd",
+    "//etc/passwd",
+    "~/rows.jsonl",
+    "~root/rows.jsonl",
+    "rows.jsonl\0.txt",
+    "rows.jsonl\n",
+    ".",
+    "",
+    "a" * 5000,
+    FILE,
+    "file-../../bob/rows.jsonl",
+    "$HOME/rows.jsonl",
+    "http://169.254.169.254/latest/meta-data",
+    "https://localhost:8017/v1/jobs",
+    "file:///etc/passwd",
+    "FILE:/etc/passwd",
+    "s3://bucket/rows.jsonl",
+    "gopher://127.0.0.1:6379/_",
+    "hf://datasets/a/b",
+    "link.jsonl",
+    "linked/rows.jsonl",
+    "pipe",
+    "folder",
+]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Door]:
+    """A door that refuses all that its tests try."""
+    with folder_in_memory() as folder, open_door(folder / "service") as door:
+        door.store.tenants.set_limits("ann", TenantLimits(requests_per_s=1000.0))
+        put_file(door)
+        yield door
+
+
+@pytest.fixture(scope="module")
+def neighbours(shared: Door) -> Door:
+    """The same with files of two tenants, and with links and a pipe that an operator forgot."""
+    door = shared
+    for tenant in ("ann", "bob"):
+        put_file(door, tenant)
+    folder = door.home.tenant("ann")
+    (folder / "link.jsonl").symlink_to(door.home.tenant("bob") / "rows.jsonl")
+    (folder / "linked").symlink_to(door.home.tenant("bob"))
+    make_folder(folder / "folder")
+    os.mkfifo(folder / "pipe")
+    return door
+
+
+@pytest.mark.parametrize("path", PATHS, ids=range(len(PATHS)))
+def test_no_spelling_of_a_path_leaves_the_tenant_s_folder(neighbours: Door, path: str) -> None:
+    client = neighbours.client()
+    fields: list[dict[str, Any]] = [
+        {"data": {"train": path}},
+        {"data": {"train": "rows.jsonl", "eval": path}},
+    ]
+    if path != "folder":
+        fields += [{"init_from": path}, {"resume_from": path}, {"base_model": path}]
+    for field in fields:
+        answer = client.post("/v1/jobs", json=job(**field))
+        assert answer.status_code == 400, (field, answer.text)
+        assert " must " in _sentence(answer)
+        assert "root:" not in answer.text
+        assert str(neighbours.home.root) not in answer.text
+    assert neighbours.store.jobs.page(tenant="ann") == []
+
+
+@pytest.mark.parametrize(
+    "path", ["jobs/{job}", "jobs/{job}/adapter", "jobs/{job}/../{job}", "jobs/x", "jobs/{job}//a"]
+)
+def test_another_tenant_s_job_is_no_start(neighbours: Door, path: str) -> None:
+    headers = {"Idempotency-Key": "theirs"}
+    bob = neighbours.client("bob")
+    theirs = bob.post("/v1/jobs", json=job(), headers=headers).json()["jobs"][0]["id"]
+    make_folder(neighbours.home.job(theirs) / "adapter")
+    for key in ("init_from", "resume_from"):
+        answer = neighbours.client().post("/v1/jobs", json=job(**{key: path.format(job=theirs)}))
+        assert answer.status_code == 400
+    own = job("own", init_from=f"jobs/{theirs}/adapter")
+    answer = bob.post("/v1/jobs", json=own, headers={"Idempotency-Key": "own"})
+    assert answer.status_code in (200, 201), answer.text
+
+
+def test_a_link_that_comes_after_the_check_is_not_followed_either(door: Door) -> None:
+    for tenant in ("ann", "bob"):
+        put_file(door, tenant)
+    made = door.client().post("/v1/jobs", json=job()).json()["jobs"][0]["id"]
+    document = door.store.jobs.document(made)
+    fields = {key: document[key] for key in ("name", "base_model", "document", "tenant")}
+    path = door.home.tenant("ann") / "rows.jsonl"
+    path.unlink()
+    path.symlink_to(door.home.tenant("bob") / "rows.jsonl")
+    rules = PrepareRules(root=str(door.home.root), data_root=None)
+    outcome = validate(made, Submission(**fields), rules)
+    assert isinstance(outcome, Refused)
+    assert "links are not followed" in outcome.error
+
+
+IDS = ["..%2f..%2fetc", "%2e%2e", "a%00b", "%ff", "' OR 1=1 --", "*", "j1abcd%0d%0aX: y", "\u202e"]
+
+
+@pytest.mark.parametrize("text", IDS, ids=range(len(IDS)))
+def test_ids_are_only_looked_up(shared: Door, text: str) -> None:
+    for path in ("jobs/{}", "jobs/{}/events", "jobs/{}/adapter.zip", "files/{}", "models/{}"):
+        answer = shared.client().get(f"/v1/{path.format(text)}")
+        assert answer.status_code in (400, 404), answer.text
+        assert _sentence(answer)
+
+
+def _zipped() -> bytes:
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("job.yaml", b"0" * 10_000_000)
+    return target.getvalue()
+
+
+_LAUGHS = "a: &a [x, x]\n" + "".join(
+    f"{name}: &{name} [*{before}, *{before}]\n" for before, name in pairwise("abcdefghi")
+)
+BODIES = {
+    "pickle": (pickle.dumps({"name": "a"}), "application/octet-stream"),
+    "zip bomb": (_zipped(), "application/zip"),
+    "gzip bomb": (gzip.compress(b"0" * 10_000_000), "application/json"),
+    "laughs": (_LAUGHS.encode(), "application/yaml"),
+    "merges": (b"a: &a {x: 1}\nb: {<<: *a}", "application/yaml"),
+    "deep YAML": (b"a: " + b"[" * 5000 + b"]" * 5000, "application/yaml"),
+    "deep JSON": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "application/json"),
+    "shallow enough for a parser": (b'{"a":' + b"[" * 40 + b"]" * 40 + b"}", "application/json"),
+    "Python's tags": (b"a: !!python/object/apply:os.system [id]", "application/yaml"),
+    "long YAML": (b"a: " + b"x" * 300_000, "application/yaml"),
+    "long JSON": (b'{"a": "' + b"x" * 5_000_000 + b'"}', "application/json"),
+    "digits": (b'{"name": ' + b"9" * 5000 + b"}", "application/json"),
+    "half a character": (b'{"base_model": "quickstart", "name": "\\ud800"}', "application/json"),
+    "NaN": (json.dumps(job(lora={"alpha": float("nan")})).encode(), "application/json"),
+    "twice": (b'{"name": "a", "name": "b"}', "application/json"),
+    "a list": (b"[]", "application/json"),
+    "nothing": (b"", "application/yaml"),
+    "no text": (b"\xff\xfe\x00", "application/yaml"),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_evil_bodies(shared: Door, name: str) -> None:
+    content, content_type = BODIES[name]
+    headers = {"Content-Type": content_type}
+    if name.startswith("gzip"):
+        headers["Content-Encoding"] = "gzip"
+    answer = shared.client().post("/v1/jobs", content=content, headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert " must " in _sentence(answer), answer.text
+    assert len(answer.text) < 2000
+    assert shared.store.jobs.page(tenant="ann") == []
+
+
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/files", "/v1/chat/completions"])
+def test_two_gigabytes_are_refused_before_they_come(door: Door, path: str) -> None:
+    answer = door.client().post(path, content=b"{", headers={"Content-Length": str(2 << 30)})
+    assert answer.status_code == 413
+    assert "the body must have at most" in _sentence(answer)
+
+
+def test_a_body_that_does_not_say_its_length_is_cut(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MOST_BYTES", 1000)
+
+    async def send() -> httpx.Response:
+        async def endless() -> AsyncIterator[bytes]:
+            while True:
+                yield b"x" * 100
+
+        async with door.async_client() as client:
+            return await client.post("/v1/jobs", content=endless())
+
+    answer = asyncio.run(send())
+    assert answer.status_code == 413
+    assert _sentence(answer) == "the body must have at most 1,000 bytes, got more"
+
+
+@pytest.mark.parametrize("path", ["/v1/fine_tuning/jobs", "/v1/completions", "/api/v1/asample"])
+def test_a_stranger_s_body_is_given_up_at_once(door: Door, path: str) -> None:
+    parts = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal parts
+        while parts < 50:
+            parts += 1
+            yield b" " * 1000
+
+    async def send() -> httpx.Response:
+        async with door.async_client() as client:
+            client.headers["Authorization"] = "Bearer tml-tlora-of-nobody"
+            return await client.post(path, content=body(), headers={"Content-Type": "text/json"})
+
+    answer = asyncio.run(send())
+    assert (answer.status_code, parts) == (401, 1)
+    assert "token" in _sentence(answer)
+
+
+async def _talk(port: int, *parts: bytes) -> bytes:
+    """Sends parts and reads until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for part in parts:
+        writer.write(part)
+        await writer.drain()
+    answer = await asyncio.wait_for(reader.read(), HANG_S)
+    writer.close()
+    return answer
+
+
+def test_clients_that_are_slow_or_talk_too_much_are_hung_up_on(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "PAUSE_S", 0.2)
+    monkeypatch.setattr(limits, "HEADERS_S", 0.2)
+    token = door.token("ann").encode()
+    head = b"POST /v1/jobs HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer " + token + b"\r\n"
+    with listening(door.app) as address:
+        port = int(address.rpartition(":")[2])
+        assert asyncio.run(_talk(port)) == b"", "it never says a word"
+        assert asyncio.run(_talk(port, b"GET / HT")) == b"", "it never ends its headers"
+        answer = asyncio.run(_talk(port, head + b"Content-Length: 100\r\n\r\nname: "))
+        assert b" 408 " in answer
+        assert b"the body must come faster" in answer
+        answer = asyncio.run(_talk(port, head + b"X: " + b"x" * 100_000))
+        assert b" 400 " in answer
+        assert b"at most 32,768 bytes of headers" in answer
+        answer = asyncio.run(
+            _talk(port, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 TLS\r\n\r\n")
+        )
+        assert b"a request must be HTTP/1.1" in answer
+
+
+def test_a_body_that_drips_is_given_up(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_PATIENCE_S", -1.0)
+    answer = door.client().post("/v1/jobs", content=b"name: a")
+    assert answer.status_code == 408
+
+
+def test_nothing_of_the_host_is_in_an_answer(door: Door) -> None:
+    put_file(door)
+    client = door.client()
+    made = client.post("/v1/jobs", json=job()).json()["jobs"][0]["id"]
+    for path in (f"/v1/jobs/{made}", "/v1/jobs", f"/v1/jobs/{made}/events?follow=false"):
+        assert str(door.home.root) not in client.get(path).text
+
+
+def test_the_page_for_people_is_whole_and_loads_nothing_from_elsewhere(door: Door) -> None:
+    answer = door.client(None).get("/docs")
+    assert answer.status_code == 200
+    assert not re.search(r"(src|href)=\"(https?:)?//", answer.text)
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert policy.count("'sha256-") == 2
+    described = door.client(None).get("/openapi.json").json()
+    assert described["paths"]["/v1/jobs"]["post"]["requestBody"]["content"]["application/yaml"]
+    assert described["tags"][0]["name"] == "jobs"

@@ -1,0 +1,177 @@
+"""Routes of generation over samplers that fail, wait, or are not there."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.helpers.http_service import BASE, Door, bearer, listening, open_door
+from tlora_megatron.config.reader import ConfigError
+from tlora_megatron.runtime.sampling.values import Piece, Prompt
+from tlora_megatron.service.home import Home
+from tlora_megatron.service.sampling.arguments import (
+    add_sampler_arguments,
+    open_sampler,
+    sampler_words,
+)
+from tlora_megatron.service.sampling.own import OwnSampler
+from tlora_megatron.service.sampling.sampler import (
+    SamplerUnavailable,
+    SamplingRefused,
+    StreamingSampler,
+)
+from tlora_megatron.service.sampling.vllm.sampler import VllmSampler
+
+
+class Scripted(StreamingSampler):
+    """Does what the first token of a prompt says."""
+
+    def __init__(self) -> None:
+        self.asked: list[Prompt] = []
+        self.began, self.left = asyncio.Event(), asyncio.Event()
+
+    async def stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
+        self.asked += prompts
+        word = prompts[0].tokens[0]
+        if word == 1:
+            raise SamplerUnavailable("the sampler in /home/somebody has ended")
+        if word == 2:
+            raise SamplingRefused("prompt must be nicer, got 2")
+        yield Piece(prompt=0, tokens=(65,), logprobs=(-1.0,), text="A")
+        if word == 3:
+            raise SamplerUnavailable("gone")
+        if word == 4:
+            self.began.set()
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                self.left.set()
+        yield Piece(prompt=0, tokens=(66,), logprobs=(-1.0,), text="B", stop_reason="length")
+
+    async def encode(self, base: str, text: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        return list(str(text).encode())
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture
+def sampler() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def door(tmp_path: Path, sampler: Scripted) -> Iterator[Door]:
+    with open_door(tmp_path / "service", sampler=sampler) as opened:
+        yield opened
+
+
+def wish(*prompt: int, **fields: Any) -> dict[str, Any]:
+    return {"model": BASE, "prompt": list(prompt), **fields}
+
+
+def test_harmless_fields_are_passed_over(door: Door, sampler: Scripted) -> None:
+    fields = {
+        "user": "x",
+        "store": False,
+        "metadata": {"a": "b"},
+        "presence_penalty": 0,
+        "tools": [],
+        "best_of": 1,
+        "logit_bias": None,
+        "top_k": -1,
+    }
+    answer = door.client().post("/v1/completions", json=wish(9, **fields))
+    assert answer.json()["choices"][0]["text"] == "AB"
+    assert answer.json()["usage"]["completion_tokens"] == 2
+    (prompt,) = sampler.asked
+    assert (prompt.params.max_tokens, prompt.params.top_k, prompt.adapter) == (16, None, None)
+
+
+@pytest.mark.parametrize(
+    "field", [{"tools": [{}]}, {"best_of": 2}, {"presence_penalty": 1}, {"nonsense": 1}]
+)
+def test_what_is_not_there_is_refused_by_name(door: Door, field: dict[str, Any]) -> None:
+    answer = door.client().post("/v1/completions", json=wish(9, **field))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == next(iter(field))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_failures_have_a_status_of_their_own_and_name_no_path(door: Door, stream: bool) -> None:
+    client = door.client()
+    broken = client.post("/v1/completions", json=wish(1, stream=stream))
+    assert broken.status_code == 503
+    assert "somebody" not in broken.text
+    refused = client.post("/v1/completions", json=wish(2, stream=stream))
+    assert (refused.status_code, refused.json()["error"]["message"]) == (
+        400, "prompt must be nicer, got 2",
+    )  # fmt: skip
+
+
+def test_stream_that_breaks_off_says_so(door: Door) -> None:
+    answer = door.client().post("/v1/completions", json=wish(3, stream=True))
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert json.loads(events[0])["choices"][0]["text"] == "A"
+    assert json.loads(events[1])["error"]["type"] == "server_error"
+    assert events[2:] == ["[DONE]"]
+
+
+def test_service_without_a_sampler_and_caller_without_the_scope(door: Door) -> None:
+    reader = door.client("ann", ("read",))
+    assert reader.post("/v1/completions", json=wish(9)).status_code == 403
+    door.service.sampler = None
+    answer = door.client().post("/v1/completions", json=wish(9))
+    assert answer.status_code == 404
+    assert "--sampler own or vllm" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_hangs_up_takes_its_request_back(
+    door: Door, sampler: Scripted, stream: bool
+) -> None:
+    async def ask(address: str) -> None:
+        body = wish(4, stream=stream)
+        async with httpx.AsyncClient(headers=bearer(door.token()), timeout=None) as client:
+            task = asyncio.create_task(client.post(f"{address}/v1/completions", json=body))
+            while not sampler.began.is_set():  # set on the server's loop
+                await asyncio.sleep(0.005)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        while not sampler.left.is_set():
+            await asyncio.sleep(0.005)
+
+    with listening(door.app) as address:
+        asyncio.run(ask(address))
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ([], OwnSampler),
+        (["--sampler", "own", "--sampler-gpu", "3"], OwnSampler),
+        (["--sampler", "vllm", "--sampler-address", "http://127.0.0.1:1/"], VllmSampler),
+        (["--sampler", "off"], None),
+    ],
+)
+def test_words_choose_a_sampler(tmp_path: Path, words: list[str], kind: type[Any] | None) -> None:
+    parser = argparse.ArgumentParser()
+    add_sampler_arguments(parser)
+    args = parser.parse_args(sampler_words(parser.parse_args(words)))
+    assert args == parser.parse_args(words)
+    found = open_sampler(args, Home.open(tmp_path))
+    assert found is None if kind is None else isinstance(found, kind)
+
+
+def test_address_is_vllm_s(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_sampler_arguments(parser)
+    args = parser.parse_args(["--sampler-address", "http://x"])
+    with pytest.raises(ConfigError, match="--sampler-address must be given with --sampler vllm"):
+        open_sampler(args, Home.open(tmp_path))

@@ -1,0 +1,233 @@
+"""The views of tenants and admins: machines, groups, jobs, the past and decisions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.helpers.http_service import Door, bearer, listening
+from tests.helpers.launch import HANG_S
+from tests.helpers.live_service import folder_in_memory
+from tests.helpers.shown_service import ShownService, shown_service
+from tlora_megatron.service.api.page import views, watching
+from tlora_megatron.service.api.page.facts import read_facts
+from tlora_megatron.service.api.page.viewer import Viewer
+from tlora_megatron.service.store import JobState, NewJob
+
+ADMIN = ("submit", "read", "admin")
+VIEWS = ("cluster", "groups", "timeline", "decisions")
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[tuple[ShownService, Door]]:
+    """A busy service."""
+    with folder_in_memory() as folder, shown_service(folder / "service", num_jobs=9) as found:
+        yield found
+
+
+@pytest.fixture
+def shown(both: tuple[ShownService, Door]) -> ShownService:
+    return both[0]
+
+
+@pytest.fixture
+def busy(both: tuple[ShownService, Door]) -> Door:
+    return both[1]
+
+
+def ask(door: Door, path: str, tenant: str = "ann", scopes: tuple[str, ...] = ("read",)) -> Any:
+    answer = door.client(tenant, scopes).get(path)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@contextmanager
+def stream(address: str, secret: str) -> Iterator[httpx.Response]:
+    """The page's events as they come."""
+    path = f"{address}/v1/stream"
+    with httpx.stream("GET", path, headers=bearer(secret), timeout=HANG_S) as answer:
+        yield answer
+
+
+def test_machines_and_who_holds_them(busy: Door) -> None:
+    found = ask(busy, "/v1/cluster", scopes=ADMIN)
+    assert found["served"]
+    assert found["gpus"]["all"] == 4
+    assert found["gpus"]["held"] >= found["gpus"]["used"] >= 1
+    assert [node["healthy"] for node in found["nodes"]] == [True, True]
+    assert found["nodes"][1]["gpus"][1]["set_aside_until"] is not None
+    assert found["nodes"][0]["gpus"][0]["gang"] == "g1"
+    assert "host" in found["nodes"][0]
+    assert "host" not in ask(busy, "/v1/cluster")["nodes"][0]
+
+
+def test_an_admin_sees_who_trains_beside_whom(busy: Door, shown: ShownService) -> None:
+    found = ask(busy, "/v1/groups", scopes=ADMIN)["groups"]
+    (group,) = (g for g in found if any(m["name"] == "support-tone" for m in g["members"]))
+    assert group["base"] == "base"
+    assert group["measured_tokens_per_s"] > 0
+    for member in group["members"]:
+        assert member["own"]
+        assert member["tenant"] in ("ann", "bob", "cyd")
+        assert member["slowdown"] <= member["bound"]
+        assert member["loss"] < 4
+
+
+def test_a_tenant_knows_others_only_as_strangers(busy: Door, shown: ShownService) -> None:
+    told = {path: json.dumps(ask(busy, f"/v1/{path}")) for path in VIEWS}
+    others = ("sql-dialect", "math-steps", "radiology", "tickets-v2", "router-small", "bob", "cyd")
+    for path, text in told.items():
+        for word in (*others, *(shown.ids[name] for name in others[:4])):
+            assert f'"{word}"' not in text, (path, word)
+    groups = ask(busy, "/v1/groups")["groups"]
+    members = [member for group in groups for member in group["members"]]
+    strangers = [member for member in members if not member["own"]]
+    assert {"support-tone", "contracts-de"} <= {m["name"] for m in members if m["own"]}
+    assert strangers
+    assert all(set(member) == {"id", "own", "phase"} for member in strangers)
+    assert all(member["id"].startswith("~") for member in strangers)
+    assert all("base" not in group for group in ask(busy, "/v1/groups", "dan")["groups"])
+
+
+def test_another_tenant_has_other_names_for_the_same_strangers(busy: Door) -> None:
+    def strangers(tenant: str) -> set[str]:
+        groups = ask(busy, "/v1/groups", tenant)["groups"]
+        return {m["id"] for group in groups for m in group["members"] if not m["own"]}
+
+    assert strangers("bob").isdisjoint(strangers("cyd"))
+
+
+def test_an_admin_may_look_as_a_tenant(busy: Door) -> None:
+    mine = ask(busy, "/v1/groups?mine=true", scopes=ADMIN)
+    assert mine["groups"] == ask(busy, "/v1/groups")["groups"]
+
+
+def test_decisions_by_pages(busy: Door) -> None:
+    whole = ask(busy, "/v1/decisions", scopes=ADMIN)
+    assert whole["next"] is None
+    first = ask(busy, "/v1/decisions?limit=3", scopes=ADMIN)
+    rest = ask(busy, f"/v1/decisions?before={first['next']}", scopes=ADMIN)
+    assert first["decisions"] + rest["decisions"] == whole["decisions"]
+    oldest = whole["decisions"][-1]["actions"][0]
+    assert (oldest["kind"], oldest["gang"]) == ("start", "g1")
+    assert oldest["why"].startswith("1 job starts on 1 GPU: alone")
+    assert [job["name"] for job in oldest["jobs"]] == ["support-tone"]
+    own = ask(busy, "/v1/decisions")["decisions"]
+    assert 0 < len(own) < len(whole["decisions"])
+    assert all(any(j["own"] for j in a["jobs"]) for d in own for a in d["actions"])
+    answer = busy.client().get("/v1/decisions?limit=0")
+    assert answer.status_code == 400
+
+
+def test_a_curve_is_thinned_and_its_owners(busy: Door, shown: ShownService) -> None:
+    job = shown.ids["support-tone"]
+    points = ask(busy, f"/v1/curves/{job}?points=50")["points"]
+    assert 25 <= len(points) <= 50
+    assert points[0][1] > points[-1][1]
+    assert points[-1][0] == max(step for step, _ in points)
+    assert ask(busy, f"/v1/curves/{job}", scopes=ADMIN)["job"] == job
+    for name in (shown.ids["sql-dialect"], "nothing", "..%2F..%2Fstore.sqlite"):
+        answer = busy.client().get(f"/v1/curves/{name}")
+        assert answer.status_code == 404
+
+
+def test_the_stream_tells_everything_and_then_what_changes(busy: Door, shown: ShownService) -> None:
+    names = []
+    with listening(busy.app) as address, stream(address, busy.token("bob")) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        for line in answer.iter_lines():
+            if line.startswith("event: "):
+                names.append(line.removeprefix("event: "))
+            if line.startswith("data: ") and names[-1] == "jobs":
+                if "late" in line:
+                    break
+                if names.count("jobs") == 1:
+                    shown.live.submit("late", tenant="bob", steps=5)
+    assert set(names[:6]) == {"cluster", "groups", "jobs", "timeline", "figures", "decisions"}
+
+
+def test_a_stream_ends_when_its_token_is_revoked(busy: Door) -> None:
+    made = busy.store.tokens.make("dan", ("read",))
+    with listening(busy.app) as address, stream(address, made.secret) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        busy.store.tokens.revoke(made.token.id)
+        assert "event: revoked" in list(lines)
+
+
+def test_a_tenant_may_not_open_streams_without_end(
+    busy: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "MOST_STREAMS", 1)
+    with listening(busy.app) as address, stream(address, busy.token("eve")) as first:
+        lines = first.iter_lines()
+        next(lines)
+        with stream(address, busy.token("eve")) as second:
+            assert second.status_code == 429
+        with stream(address, busy.token("bob")) as other:
+            assert other.status_code == 200
+
+
+def test_prometheus_is_told_all_figures(busy: Door) -> None:
+    client = busy.client("prom", ("scrape",))
+    ask(busy, "/v1/cluster")
+    busy.client().get("/v1/curves/nobody")
+    busy.client().get("/nothing/here")
+    answer = client.get("/metrics")
+    assert answer.status_code == 200
+    for line in (
+        "tlora_served 1.0",
+        'tlora_gpus{state="all"} 4.0',
+        'tlora_gpus{state="set_aside"} 1.0',
+        'tlora_groups{state="running"}',
+        'tlora_jobs{state="running",tenant="ann"}',
+        'tlora_group_tokens_per_second{gang="g1",kind="measured"}',
+        'tlora_group_predicted_over_measured{gang="g1"}',
+        "tlora_decide_seconds_count",
+        "tlora_join_seconds_sum",
+        'tlora_http_request_seconds_bucket{le="0.1",method="GET",route="/v1/cluster",status="2xx"}',
+        'tlora_http_request_seconds_count{method="GET",route="/v1/curves/{job}",status="4xx"}',
+        'tlora_http_request_seconds_count{method="GET",route="none",status="4xx"}',
+    ):
+        assert line in answer.text, line
+    refused = busy.client("ann").get("/metrics")
+    assert refused.status_code == 403
+    assert "must have the scope scrape" in refused.json()["error"]["message"]
+    assert client.get("/v1/cluster").status_code == 403, "a scraper sees no jobs"
+
+
+def test_a_service_that_nobody_serves(door: Door) -> None:
+    found = ask(door, "/v1/cluster")
+    assert (found["served"], found["nodes"]) == (False, [])
+    assert ask(door, "/v1/groups")["groups"] == []
+    assert ask(door, "/v1/decisions") == {"decisions": [], "next": None}
+    scraped = door.client("prom", ("scrape",)).get("/metrics").text
+    assert "tlora_served 0.0" in scraped
+
+
+def test_a_tenant_reads_no_path_of_the_host_in_errors(door: Door) -> None:
+    new = NewJob(name="bad", document={}, base="quickstart-12345678", key="bad")
+    (job,) = door.store.jobs.submit([new], tenant="ann")
+    error = f"{door.home.tenant('ann')}/files/file-1: line 3 must be JSON"
+    door.store.jobs.change(job.id, JobState.FAILED, error=error)
+    facts = read_facts(door.service, frozenset({"ann", None}))
+    own = views.jobs(facts, Viewer(tenant="ann"))["ended"][0]
+    assert (own["error"], own["base"]) == ("file-1: line 3 must be JSON", "quickstart")
+    assert views.jobs(facts, Viewer(tenant="bob", sees_all=True))["ended"][0]["error"] == error
+
+
+def test_the_page_loads_nothing_and_may_do_little(door: Door) -> None:
+    answer = door.client(None).get("/")
+    assert answer.status_code == 200
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
+    for word in ("src=", "http://", "https://www", "@import", "innerHTML", 'style="'):
+        assert word not in answer.text.replace("http://www.w3.org/2000/svg", ""), word
+    for path in ("/v1/cluster", "/v1/stream", "/v1/groups", "/v1/decisions", "/metrics"):
+        assert door.client(None).get(path).status_code == 401

@@ -1,0 +1,365 @@
+"""Refusals below `/api/v1`, with their status and sentence; and what silence ends."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.helpers.http_service import BASE, Door, bearer
+from tests.helpers.played_models import PlayedModels
+from tests.unit.service.api.tinker.test_wire import datum, message
+from tlora_megatron.service.api.app import make_app
+from tlora_megatron.service.api.tinker.reaper import Reaper
+from tlora_megatron.service.api.tinker.refusals import NotSigned
+from tlora_megatron.service.api.tinker.state.sessions import SILENCE_S, Sessions
+from tlora_megatron.service.api.tinker.state.signing import Signer
+
+PROTO = {"Content-Type": "application/x-protobuf"}
+
+
+def post(client: TestClient, route: str, /, **body: Any) -> Any:
+    return client.post(f"/api/v1/{route}", json=body)
+
+
+def session(client: TestClient) -> str:
+    found: str = post(client, "create_session", sdk_version="0.38.0", tags=[]).json()["session_id"]
+    return found
+
+
+def model(client: TestClient, session_id: str, number: int = 0, **lora: Any) -> str:
+    body = {"session_id": session_id, "model_seq_id": number, "base_model": BASE}
+    found = post(client, "create_model", **body, lora_config={"rank": 4, **lora})
+    assert found.status_code == 200, found.text
+    return str(found.json()["model_id"])
+
+
+def test_without_the_extra_the_answer_says_what_to_install(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tlora_megatron.service.api.tinker.router.is_installed", lambda: False)
+    with TestClient(make_app(door.service)) as client:
+        found = client.post("/api/v1/client/config", json={}, headers=bearer(door.token()))
+    assert found.status_code == 501
+    assert found.json()["error"].endswith("pip install 'tlora-megatron[tinker]'")
+
+
+def test_another_tenant_finds_nothing(door: Door) -> None:
+    ann, bob = door.client("ann"), door.client("bob")
+    session_id = session(ann)
+    model_id = model(ann, session_id)
+    post(ann, "save_weights", model_id=model_id, seq_id=1, path="mine")
+    PlayedModels(door.home, door.store).step()
+    path = f"tinker://{model_id}/weights/mine"
+    future = f"{model_id}:1:save_weights"
+    assert post(ann, "retrieve_future", request_id=future).json()["path"] == path
+    theirs = session(bob)
+    refused = [
+        post(bob, "session_heartbeat", session_id=session_id),
+        post(bob, "create_model", session_id=session_id, model_seq_id=1, base_model=BASE),
+        post(bob, "get_info", model_id=model_id),
+        post(bob, "unload_model", model_id=model_id),
+        post(bob, "optim_step", model_id=model_id, seq_id=2, adam_params={}),
+        post(bob, "retrieve_future", request_id=future),
+        post(bob, "weights_info", tinker_path=path),
+        post(
+            bob,
+            "load_weights",
+            session_id=theirs,
+            model_seq_id=0,
+            path=path,
+            optimizer=False,
+        ),
+        bob.get(f"/api/v1/sessions/{session_id}"),
+        bob.get(f"/api/v1/training_runs/{model_id}"),
+        bob.get(f"/api/v1/training_runs/{model_id}/checkpoints"),
+        bob.delete(f"/api/v1/training_runs/{model_id}/checkpoints/weights/mine"),
+        bob.post(f"/api/v1/sessions/{session_id}/finish", json={}),
+    ]
+    assert [found.status_code for found in refused] == [404] * len(refused)
+    body = message(datum(1))
+    body.model_id = model_id
+    sent = bob.post("/api/v1/forward_backward", content=body.SerializeToString(), headers=PROTO)
+    assert sent.status_code == 404
+    assert bob.get("/api/v1/training_runs").json()["training_runs"] == []
+    assert bob.get("/api/v1/checkpoints").json()["checkpoints"] == []
+    assert bob.get("/api/v1/sessions").json()["sessions"] == [theirs]
+    assert ann.get("/api/v1/training_runs").json()["cursor"]["total_count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "sentence"),
+    [
+        ("get_info", {"model_id": "../../x"}, 404, "model_id must be one that create_model gave"),
+        ("get_info", {}, 400, "model_id must be given"),
+        ("session_heartbeat", {"session_id": "s/.."}, 404, "session_id must be one that"),
+        ("retrieve_future", {"request_id": "x"}, 404, "request_id must be one that this service"),
+        ("weights_info", {"tinker_path": "tinker://a/weights/.."}, 404, "a path must be tinker://"),
+        ("weights_info", {"tinker_path": "file:///etc/passwd"}, 404, "a path must be tinker://"),
+    ],
+)
+def test_ids_that_nobody_gave_are_refused(
+    door: Door, path: str, body: dict[str, Any], status: int, sentence: str
+) -> None:
+    found = post(door.client(), path, **body)
+    assert found.status_code == status
+    assert found.json()["error"].startswith(sentence)
+    assert found.json()["category"] == "user"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"base_model": "/etc"}, "base_model must be one that this service offers (quickstart)"),
+        ({"optimizer_config": {"type": "dimuon"}}, "optimizer_config.type must be adamw here, got"),
+        (
+            {"lora_config": {"rank": 4, "train_mlp": False, "train_attn": False}},
+            "train_attn or train_mlp must be true",
+        ),
+        ({"user_metadata": {"tlora.data": "x"}}, "user_metadata must set tlora.lora.alpha"),
+    ],
+)
+def test_models_that_cannot_be_are_refused(
+    door: Door, changes: dict[str, Any], sentence: str
+) -> None:
+    client = door.client()
+    body = {"session_id": session(client), "model_seq_id": 0, "base_model": BASE, **changes}
+    found = post(client, "create_model", **body)
+    assert (found.status_code, door.store.jobs.page()) == (422, [])
+    assert found.json()["error"].startswith(sentence)
+
+
+def test_requests_that_cannot_be_are_refused_and_leave_no_trace(door: Door) -> None:
+    client = door.client()
+    model_id = model(client, session(client))
+
+    def passed(loss: str = "cross_entropy", **inputs: Any) -> Any:
+        body = message(datum(1, 2, **inputs), loss=loss)
+        body.model_id = model_id
+        content = body.SerializeToString()
+        return client.post("/api/v1/forward_backward", content=content, headers=PROTO)
+
+    garbage = client.post("/api/v1/forward_backward", content=b"\xff" * 99, headers=PROTO)
+    assert garbage.status_code == 400
+    assert "in protobuf, got 99 bytes that are none" in garbage.json()["error"]
+    refused = {
+        "loss_fn must be among": passed("gspo"),
+        "weights must be finite": passed(weights=[1.0, float("nan")]),
+        "importance_sampling must have logprobs": passed("importance_sampling"),
+        "cross_entropy must take": passed(advantages=[1.0, 1.0]),
+        "optim_params must be AdamParams here, got those of 'dimuon'": post(
+            client,
+            "optim_step",
+            model_id=model_id,
+            seq_id=1,
+            optimizer_params={"type": "dimuon", "learning_rate": 1.0},
+        ),
+        "beta1 must be in [0, 1)": post(
+            client, "optim_step", model_id=model_id, seq_id=1, adam_params={"beta1": 1.5}
+        ),
+        "name must be letters": post(
+            client, "save_weights", model_id=model_id, seq_id=1, path="../../x"
+        ),
+        "this service must generate": post(
+            client,
+            "create_sampling_session",
+            session_id=model_id.split(":")[0],
+            sampling_session_seq_id=0,
+            base_model=BASE,
+        ),
+    }
+    for sentence, found in refused.items():
+        assert (found.status_code, sentence in found.json()["error"]) == (422, True), found.text
+    (job,) = door.store.jobs.page()
+    assert not (door.home.job(job.id) / "requests").exists()
+
+
+def test_a_retry_changes_nothing_and_late_ones_wait(door: Door) -> None:
+    client, models = door.client(), PlayedModels(door.home, door.store)
+    session_id = session(client)
+    model_id = model(client, session_id)
+    assert model(client, session_id) == model_id
+    assert len(door.store.jobs.page()) == 1
+    second = post(client, "optim_step", model_id=model_id, seq_id=2, adam_params={})
+    models.step()
+    assert models.done == []
+    body = message(datum(1))
+    body.model_id, body.seq_id = model_id, 1
+    sent = [
+        client.post("/api/v1/forward_backward", content=body.SerializeToString(), headers=PROTO)
+        for _ in range(2)
+    ]
+    assert sent[0].json() == sent[1].json()
+    models.step()
+    assert models.ops() == ["forward_backward", "optim_step"]
+    again = post(client, "optim_step", model_id=model_id, seq_id=2, adam_params={})
+    assert again.json() == second.json()
+    models.step()
+    assert len(models.done) == 2
+    future = {"request_id": second.json()["request_id"]}
+    for _ in range(2):
+        assert post(client, "retrieve_future", **future).json()["metrics"] == {"grad_norm": 0.5}
+    never = post(client, "retrieve_future", request_id=f"{model_id}:9:optim_step")
+    assert never.status_code == 404
+    assert "of a request that was made" in never.json()["error"]
+
+
+def test_an_answer_that_is_not_kept_is_gone(door: Door) -> None:
+    from tlora_megatron.service.journal.files import Journal
+
+    client, models = door.client(), PlayedModels(door.home, door.store)
+    model_id = model(client, session(client))
+    sent = post(client, "optim_step", model_id=model_id, seq_id=1, adam_params={}).json()
+    models.step()
+    (job,) = door.store.jobs.page()
+    journal = Journal(door.home.job(job.id))
+    journal.prune(1)
+    journal.drop_answer(1)
+    assert post(client, "retrieve_future", request_id=sent["request_id"]).status_code == 410
+
+
+def test_an_address_is_good_for_an_hour(door: Door) -> None:
+    now_s = 1e9
+    signer = Signer(door.home, clock=lambda: now_s)
+    grant = signer.grant("ann", "tinker://x/weights/y", "state.json")
+    word = signer.sign(grant)
+    assert Signer(door.home, clock=lambda: now_s + 3599).read(word) == grant
+    now_s += 3601
+    with pytest.raises(NotSigned, match="must be fetched within an hour"):
+        signer.read(word)
+    for spoilt in (f"x{word}", word[:-1], "", "a.b", "é.é"):
+        with pytest.raises(NotSigned, match="must hold a token"):
+            signer.read(spoilt)
+
+
+def test_too_many_requests_ahead_are_held_back(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlora_megatron.service.api.tinker.routes.training.MOST_AHEAD", 3)
+    client = door.client()
+    model_id = model(client, session(client))
+    sent = [
+        post(client, "optim_step", model_id=model_id, seq_id=number, adam_params={})
+        for number in range(1, 5)
+    ]
+    assert [found.status_code for found in sent] == [200, 200, 200, 429]
+
+
+def test_a_client_that_is_silent_leaves_its_model_saved(door: Door) -> None:
+    client, models = door.client(), PlayedModels(door.home, door.store)
+    sessions, reaper = Sessions(door.home.tenant("ann")), Reaper(door.service)
+    session_id = session(client)
+    model_id = model(client, session_id)
+    post(client, "optim_step", model_id=model_id, seq_id=1, adam_params={})
+    reaper._since = 0.0
+    beat = door.home.tenant("ann") / "tinker" / session_id / "beat"
+    long_ago = time.time() - SILENCE_S - 1
+    os.utime(beat, (long_ago, long_ago))
+    assert post(client, "session_heartbeat", session_id=session_id).status_code == 200
+    reaper.look()
+    assert sessions.get(session_id).ended is None
+    os.utime(beat, (long_ago, long_ago))
+    for _ in range(2):
+        reaper.look()
+        models.step()
+    assert models.ops() == ["optim_step", "save_state", "leave"]
+    for path, body in {
+        "session_heartbeat": {"session_id": session_id},
+        "optim_step": {"model_id": model_id, "seq_id": 4, "adam_params": {}},
+    }.items():
+        found = post(client, path, **body)
+        assert found.status_code == 410
+        assert "its client was not heard of for 300 s" in found.json()["error"]
+    body = {"session_id": session(client), "model_seq_id": 0, "optimizer": True}
+    again = post(client, "load_weights", **body, path=f"tinker://{model_id}/weights/left-2")
+    assert again.status_code == 200
+    models.step()
+    told = post(client, "retrieve_future", request_id=again.json()["request_id"]).json()
+    assert told["model_id"] == again.json()["model_id"]
+
+
+def test_a_model_that_is_unloaded_takes_nothing_more(door: Door) -> None:
+    client, models = door.client(), PlayedModels(door.home, door.store)
+    model_id = model(client, session(client))
+    sent = [post(client, "unload_model", model_id=model_id) for _ in range(2)]
+    assert sent[0].json() == sent[1].json()
+    models.step()
+    future = post(client, "retrieve_future", request_id=sent[0].json()["request_id"])
+    assert future.json() == {"type": "unload_model", "model_id": model_id}
+    late = post(client, "optim_step", model_id=model_id, seq_id=2, adam_params={})
+    assert (late.status_code, "that was unloaded" in late.json()["error"]) == (410, True)
+
+
+def test_a_model_that_waited_in_vain_is_cancelled(door: Door) -> None:
+    client = door.client()
+    session_id = session(client)
+    model(client, session_id)
+    client.post(f"/api/v1/sessions/{session_id}/finish", json={})
+    (job,) = door.store.jobs.page()
+    assert job.wish == "cancel"
+    assert not (door.home.job(job.id) / "requests").exists()
+
+
+def test_a_model_whose_making_was_cut_short_is_made_by_the_retry_or_ended(door: Door) -> None:
+    from dataclasses import replace
+
+    client, sessions = door.client(), Sessions(door.home.tenant("ann"))
+    session_id = session(client)
+    model_id = model(client, session_id)
+    made = sessions.model(model_id)
+    sessions.add_model(replace(made, job=""))
+    assert model(client, session_id) == model_id
+    assert sessions.model(model_id).job == made.job
+    sessions.add_model(replace(made, job=""))
+    assert client.post(f"/api/v1/sessions/{session_id}/finish", json={}).status_code == 200
+    assert door.store.jobs.get(made.job).wish == "cancel"
+
+
+def test_settings_in_metadata_do_not_unfold(door: Door) -> None:
+    client = door.client()
+    session_id = session(client)
+    for value, sentence in {
+        "[&a [q_proj], *a]": "must have no YAML aliases",
+        "[" * 40 + "]" * 40: "must be nested at most 32 deep",
+        "q" * 600: "must have at most 512 characters",
+        "2026-99-99": "must be a value",
+    }.items():
+        body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE}
+        metadata = {"tlora.lora.target_modules": value}
+        found = post(client, "create_model", **body, user_metadata=metadata)
+        assert found.status_code in (400, 422), found.text
+        assert sentence in found.json()["error"]
+
+
+def test_models_of_a_session_whose_end_was_cut_off_leave_all_the_same(door: Door) -> None:
+    client, models = door.client(), PlayedModels(door.home, door.store)
+    session_id = session(client)
+    model_id = model(client, session_id)
+    post(client, "optim_step", model_id=model_id, seq_id=1, adam_params={})
+    Sessions(door.home.tenant("ann")).end(session_id, "and the process was killed")
+    for _ in range(2):
+        Reaper(door.service).look()
+        models.step()
+    assert models.ops() == ["optim_step", "save_state", "leave"]
+
+
+def test_a_model_that_was_refused_has_no_checkpoints(door: Door) -> None:
+    client = door.client()
+    session_id = session(client)
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE}
+    metadata = {"tlora.lora.alpha": "-1"}
+    assert post(client, "create_model", **body, user_metadata=metadata).status_code == 400
+    path = f"training_runs/{session_id}:train:0/checkpoints/weights/a/archive"
+    assert client.get(f"/api/v1/{path}").status_code == 404
+
+
+def test_a_damaged_session_does_not_keep_the_others_alive(door: Door) -> None:
+    client, reaper = door.client(), Reaper(door.service)
+    damaged, silent = session(client), session(door.client("bob"))
+    door.home.tenant("ann").joinpath("tinker", damaged, "models").mkdir()
+    door.home.tenant("ann").joinpath("tinker", damaged, "models", "0.json").write_text("{")
+    long_ago, reaper._since = time.time() - SILENCE_S - 1, 0.0
+    os.utime(door.home.tenant("bob") / "tinker" / silent / "beat", (long_ago, long_ago))
+    reaper.look()
+    assert Sessions(door.home.tenant("bob")).get(silent).ended is not None

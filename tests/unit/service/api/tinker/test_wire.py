@@ -1,0 +1,219 @@
+"""Tinker's protobuf, written by the SDK itself and read here, and the other way round."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.proto.response_conv import deserialize_proto_response
+
+from tests.helpers.launch import HANG_S
+from tlora_megatron.runtime.sampling.values import Answer, Sampled, TokenLogprob
+from tlora_megatron.service.api.tinker.refusals import Refused, WireError
+from tlora_megatron.service.api.tinker.wire.decoding import MOST_BYTES, decode_pass
+from tlora_megatron.service.api.tinker.wire.encoding import encode_pass, encode_sample
+from tlora_megatron.training.driven.requests import RequestError, check_request
+
+MODEL = "s000000000000000000000000:train:0"
+
+
+def datum(*tokens: int, **inputs: Any) -> types.Datum:
+    given = {"target_tokens": [token + 1 for token in tokens], **inputs}
+    return types.Datum(model_input=types.ModelInput.from_ints(list(tokens)), loss_fn_inputs=given)
+
+
+def message(*data: types.Datum, loss: str = "cross_entropy", config: Any = None) -> Any:
+    wanted = types.ForwardBackwardInput(data=list(data), loss_fn=loss, loss_fn_config=config)
+    request = types.ForwardBackwardRequest(forward_backward_input=wanted, model_id=MODEL, seq_id=7)
+    return forward_backward_request_to_proto(request)
+
+
+def test_a_pass_is_read_as_the_sdk_wrote_it() -> None:
+    data = [datum(1, 2, 3, weights=[0.0, 1.0, 0.5]), datum(9, weights=[1.0])]
+    found = decode_pass(message(*data).SerializeToString())
+    assert (found.model_id, found.seq_id, found.request.op) == (MODEL, 7, "forward_backward")
+    assert found.request.params == {"loss_fn": "cross_entropy", "loss_fn_config": {}}
+    arrays = {name: array.tolist() for name, array in found.request.arrays.items()}
+    assert arrays == {
+        "lengths": [3, 1],
+        "tokens": [1, 2, 3, 9],
+        "targets": [2, 3, 4, 10],
+        "weights": [0.0, 1.0, 0.5, 1.0],
+    }
+    check_request(found.request)
+
+
+@pytest.mark.parametrize(
+    ("loss", "config"),
+    [
+        ("importance_sampling", None),
+        ("ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
+        ("cispo", {"clip_low_threshold": 0.0}),
+        ("dro", {"beta": 0.05}),
+    ],
+)
+def test_losses_of_reinforcement_bring_their_arrays_and_settings(loss: str, config: Any) -> None:
+    inputs = {"logprobs": [-1.0, -2.0], "advantages": [1.0, -1.0]}
+    found = decode_pass(
+        message(datum(1, 2, **inputs), loss=loss, config=config).SerializeToString()
+    )
+    assert found.request.params == {"loss_fn": loss, "loss_fn_config": config or {}}
+    check_request(found.request)
+
+
+def test_a_forward_pass_and_a_config_of_an_older_sdk_are_read() -> None:
+    written = message(datum(1), loss="dro", config={"beta": 0.1})
+    written.forward_only = True
+    written.ClearField("loss_fn_config_v2")
+    found = decode_pass(written.SerializeToString())
+    assert found.request.op == "forward"
+    assert found.request.params["loss_fn_config"] == {"beta": 0.1}
+
+
+def test_a_packed_body_is_unpacked_but_no_bomb() -> None:
+    body = message(datum(1, 2)).SerializeToString()
+    packed = zstandard.ZstdCompressor().compress(body)
+    assert decode_pass(packed, "zstd").request.arrays["tokens"].tolist() == [1, 2]
+    bomb = zstandard.ZstdCompressor().compress(bytes(MOST_BYTES + 1))
+    with pytest.raises(WireError, match="must unpack to at most"):
+        decode_pass(bomb, "zstd")
+    with pytest.raises(WireError, match="must be packed by zstd, got"):
+        decode_pass(body, "zstd")
+    with pytest.raises(WireError, match="Content-Encoding must be zstd or identity, got 'gzip'"):
+        decode_pass(body, "gzip")
+
+
+@pytest.mark.parametrize("body", [b"\xff" * 40, b"\x1a\xff\xff\xff\xff\x0f"])
+def test_garbage_is_refused(body: bytes) -> None:
+    with pytest.raises(WireError, match="must be a ForwardBackwardRequest in protobuf, got"):
+        decode_pass(body)
+
+
+def _sparse(written: Any) -> None:
+    written.data[0].loss_fn_inputs["weights"].sparse_csr.values = b"abcd"
+
+
+def _two_dimensions(written: Any) -> None:
+    written.data[0].loss_fn_inputs["target_tokens"].shape[:] = [2, 1]
+
+
+def _image(written: Any) -> None:
+    written.data[0].model_input.add().image.data = b"png"
+
+
+def _wrong_type(written: Any) -> None:
+    written.data[0].loss_fn_inputs["target_tokens"].dtype = pb.DTYPE_FLOAT32
+
+
+def _wrong_float(written: Any) -> None:
+    written.data[0].loss_fn_inputs["weights"].dtype = pb.DTYPE_INT64
+
+
+def _unknown_type(written: Any) -> None:
+    written.data[0].loss_fn_inputs["weights"].dtype = 99
+
+
+def _cut(written: Any) -> None:
+    written.data[0].loss_fn_inputs["weights"].dense = b"abc"
+
+
+def _short(written: Any) -> None:
+    del written.data[0].loss_fn_inputs["weights"].shape[:]
+    written.data[0].loss_fn_inputs["weights"].dense = b"abcd"
+
+
+def _no_target(written: Any) -> None:
+    del written.data[0].loss_fn_inputs["target_tokens"]
+
+
+def _unlike(written: Any) -> None:
+    written.data.add().CopyFrom(written.data[0])
+    del written.data[1].loss_fn_inputs["weights"]
+
+
+def _no_tokens(written: Any) -> None:
+    del written.data[0].model_input[:]
+
+
+def _no_data(written: Any) -> None:
+    del written.data[:]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (_sparse, r"data\[0\].loss_fn_inputs\['weights'\] must be dense, got a sparse tensor"),
+        (_two_dimensions, r"must have a value a token, \[2\], got \[2, 1\]"),
+        (_image, r"data\[0\].model_input must be tokens of text, got image"),
+        (_wrong_type, "must be DTYPE_INT64 or DTYPE_INT32, got DTYPE_FLOAT32"),
+        (_wrong_float, "must be DTYPE_FLOAT32, got DTYPE_INT64"),
+        (_unknown_type, "must be DTYPE_FLOAT32, got 99"),
+        (_cut, "must be whole values of 4 bytes, got 3 bytes"),
+        (_short, "must have a value a token, 2, got 1"),
+        (_no_target, "must hold target_tokens, got 'weights'"),
+        (_unlike, r"data\[1\].loss_fn_inputs must hold the names of data\[0\]"),
+        (_no_tokens, "must hold at least one token, got none"),
+        (_no_data, "data must hold at least one datum, got none"),
+    ],
+)
+def test_a_wrong_datum_is_refused_by_its_place(spoil: Any, sentence: str) -> None:
+    written = message(datum(1, 2, weights=[1.0, 1.0]))
+    spoil(written)
+    with pytest.raises(Refused, match=sentence):
+        decode_pass(written.SerializeToString())
+
+
+def test_an_unknown_loss_is_refused_by_name() -> None:
+    found = decode_pass(message(datum(1), loss="gspo").SerializeToString())
+    with pytest.raises(RequestError, match=r"loss_fn must be among cross_entropy, .*, got .gspo."):
+        check_request(found.request)
+
+
+def test_the_sdk_reads_a_pass() -> None:
+    logprobs = np.array([-0.5, -1.5, -2.5], np.float32)
+    content = encode_pass(logprobs, [1, 2], {"loss:sum": 4.5})
+    found: Any = deserialize_proto_response(content, types.ForwardBackwardOutput)
+    assert found.metrics == {"loss:sum": 4.5}
+    rows = [output["logprobs"].to_numpy().tolist() for output in found.loss_fn_outputs]
+    assert rows == [[-0.5], [-1.5, -2.5]]
+
+
+def test_the_sdk_reads_samples() -> None:
+    sampled = Sampled(
+        tokens=(5, 2),
+        logprobs=(-0.25, -0.5),
+        stop_reason="stop",
+        text="x",
+        stopped_by=2,
+        top_logprobs=((TokenLogprob(5, -0.25), TokenLogprob(7, -3.0)), (TokenLogprob(2, -0.5),)),
+    )
+    answer = Answer(
+        sequences=(sampled,), prompt_logprobs=(None, -1.0, -2.0), top_prompt_logprobs=None
+    )
+    found: Any = deserialize_proto_response(encode_sample(answer, last_n=1), types.SampleResponse)
+    (sequence,) = found.sequences
+    assert (sequence.stop_reason, sequence.tokens) == ("stop", [5, 2])
+    assert sequence.logprobs == [-0.25, -0.5]
+    assert sequence.topk_logprobs_np.token_ids.tolist() == [[5, 7], [2, 0]]
+    assert found.prompt_logprobs == [None, None, -2.0]
+
+
+def test_the_messages_are_read_without_the_sdk_and_torch() -> None:
+    code = (
+        "import sys\n"
+        "import tlora_megatron.service.api.app\n"
+        "from tlora_megatron.service.api.tinker.wire.proto import messages\n"
+        "messages().ForwardBackwardRequest()\n"
+        "print(*sorted({'torch', 'tinker', 'transformers'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S
+    )
+    assert (result.returncode, result.stdout.strip()) == (0, ""), result.stderr
