@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import random
+import secrets
 import signal
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -13,7 +16,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.helpers.session import ORACLE_CACHE
+from tests.helpers.session import ORACLE_CACHE, SEED
 from tests.helpers.standing_world import session_address
 
 # As `run.deterministic` sets it: MKL reads it once, and a world trains many runs in one process.
@@ -83,12 +86,33 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts background commands so, and what the tests start would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if os.environ.setdefault(SEED, "0") == "fresh":
+        os.environ[SEED] = str(secrets.randbelow(1 << 31))
     # An example takes as long as the machine needs.
-    hypothesis.settings.register_profile("patient", deadline=None)
+    hypothesis.settings.register_profile(
+        "patient", deadline=None, derandomize=os.environ[SEED] == "0"
+    )
     hypothesis.settings.load_profile("patient")
     session_address()
     if cache := getattr(config, "cache", None):
         os.environ.setdefault(ORACLE_CACHE, str(cache.mkdir("oracle")))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says by which seed a run that drew its inputs anew is repeated."""
+    if os.environ[SEED] != "0":
+        terminalreporter.write_line(f"{SEED}={os.environ[SEED]} draws the same inputs again")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seeds what the test and its fixtures draw: a failure comes again when it is run again."""
+    seed = zlib.crc32(f"{os.environ[SEED]} {item.nodeid}".encode())
+    random.seed(seed)
+    if "torch" in sys.modules:
+        import torch
+
+        torch.manual_seed(seed)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

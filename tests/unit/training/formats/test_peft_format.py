@@ -54,8 +54,8 @@ def export(
 def merged_logits(
     base_dir: Path, lora: LoraSpec, factors: Mapping[str, Tensor], tokens: Tensor
 ) -> Tensor:
-    """Logits with `W + scaling * B A` written into the base, fused rows cut by hand."""
-    base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
+    """fp64 logits with `W + scaling * B A` written into the base, fused rows cut by hand."""
+    base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float64)
     places = {
         "linear_qkv": {"self_attn.q_proj": (0, 64), "self_attn.k_proj": (64, 96)}
         | {"self_attn.v_proj": (96, 128)},
@@ -69,7 +69,7 @@ def merged_logits(
             _, layer, target, side = name.split(".")
             if side == "lora_b":
                 continue
-            delta = scaling * factors[name[:-1] + "b"] @ factors[name]
+            delta = scaling * factors[name[:-1] + "b"].double() @ factors[name].double()
             block = "mlp" if target in ("gate_proj", "up_proj", "down_proj") else "self_attn"
             whole = {f"{block}.{target}": (0, len(delta))}
             for module, (begin, end) in places.get(target, whole).items():
@@ -79,13 +79,13 @@ def merged_logits(
 
 
 def peft_logits(base_dir: Path, directory: Path, tokens: Tensor) -> Tensor:
-    """Logits of the base under the adapter as PEFT loads it; a warning of PEFT is an error."""
+    """fp64 logits of the base under the adapter as PEFT loads it; a warning of PEFT is an error."""
     base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         loaded = PeftModel.from_pretrained(base, str(directory))
     with torch.no_grad():
-        return loaded(tokens).logits
+        return loaded.double()(tokens).logits
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_peft_computes_what_we_trained(
     tokens = torch.arange(3, 27).reshape(2, 12)
     ours = merged_logits(base_dir, lora, factors, tokens)
     torch.testing.assert_close(
-        peft_logits(base_dir, tmp_path / "adapter", tokens), ours, rtol=1e-5, atol=1e-5
+        peft_logits(base_dir, tmp_path / "adapter", tokens), ours, rtol=1e-6, atol=1e-6
     )
-    base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float64)
     assert (base(tokens).logits - ours).abs().max() > 0.1
 
 
@@ -176,9 +176,9 @@ def test_reads_what_peft_saves(
     assert read.lora == LoraSpec(rank=4, alpha=12.0, target_modules=expected)
     tokens = torch.arange(3, 15)[None]
     with torch.no_grad():
-        theirs = trained.eval()(tokens).logits
+        theirs = trained.double().eval()(tokens).logits
     ours = merged_logits(base_dir, read.lora, read.factors, tokens)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", "(q|down)_proj", None])
