@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from tlora_megatron.model.recompute import RECOMPUTES
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, job_misfit, misfit
-from tlora_megatron.planner.cost.cost_model import CostModel, StepCost
+from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import MemoryModel, MemoryUse
 from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.cost.step_terms import StepCost
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs
 

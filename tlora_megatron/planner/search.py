@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, replace
 
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import DEPTHS, Plan
-from tlora_megatron.planner.cost.cost_model import CostModel, StepCost
+from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import MemoryUse
 from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.cost.step_terms import StepCost
 from tlora_megatron.planner.drops import Dropped, Drops
 from tlora_megatron.planner.fit import Fit
 from tlora_megatron.planner.hardware import HardwareProfile

@@ -43,8 +43,8 @@ from scripts.bench.planner.cases import CASES, NODES_CASES, Case, parse_case, pr
 from scripts.bench.planner.nodes import divide_into_nodes, over_nodes
 from scripts.bench.planner.results import Measured, Row, read_csv, report, show
 from scripts.bench.planner.rounds import packed_rounds, typical_window
-from tlora_megatron.planner.cost.cost_model import TERMS, StepCost
 from tlora_megatron.planner.cost.memory import MemoryUse
+from tlora_megatron.planner.cost.step_terms import TERMS, StepCost
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 

@@ -12,9 +12,10 @@ from tlora_megatron.model.quantisation import BaseQuantisation, quantised_on_rea
 from tlora_megatron.model.recompute import Recompute
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
 from tlora_megatron.planner.candidate import Plan, misfit
-from tlora_megatron.planner.cost.cost_model import CostModel, StepCost
+from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import MemoryModel, MemoryUse
 from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.cost.step_terms import StepCost
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from scripts.bench.planner.cases import Case
-from tlora_megatron.planner.cost.cost_model import StepCost
 from tlora_megatron.planner.cost.memory import MemoryUse
+from tlora_megatron.planner.cost.step_terms import StepCost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,8 +34,8 @@ from scripts.bench.planner.cases import MEGATRON_CASES, Case, parse_case, predic
 from scripts.bench.planner.results import Measured, Row, report, show
 from scripts.bench.planner.rounds import packed_rounds, typical_window
 from tlora_megatron.config.load import load_config
-from tlora_megatron.planner.cost.cost_model import StepCost
 from tlora_megatron.planner.cost.memory import MemoryUse
+from tlora_megatron.planner.cost.step_terms import StepCost
 from tlora_megatron.planner.hardware import HardwareProfile, load_profile
 from tlora_megatron.planner.search import RankedPlan
 from tlora_megatron.planner.workload import JobLoad

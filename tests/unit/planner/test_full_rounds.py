@@ -19,10 +19,11 @@ from tests.unit.planner.test_workload import sequence_of
 from tlora_megatron.config.job import MEGATRON_TARGETS
 from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.planner.candidate import Plan, misfit
-from tlora_megatron.planner.cost.cost_model import CostModel, StepCost, step_cost
+from tlora_megatron.planner.cost.cost_model import CostModel, step_cost
 from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.cost.nano_parts import full_capacity
 from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.cost.step_terms import StepCost
 from tlora_megatron.planner.fit import budgets
 from tlora_megatron.planner.hardware import load_profile
 from tlora_megatron.planner.rounds.full import full_sizes

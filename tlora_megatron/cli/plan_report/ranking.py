@@ -15,7 +15,7 @@ from tlora_megatron.cli.plan_report.gpus import pipeline_cell, print_idle
 from tlora_megatron.config.load import RunConfig
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import runners
-from tlora_megatron.planner.cost import cost_model, memory
+from tlora_megatron.planner.cost import memory, step_terms
 from tlora_megatron.planner.cp_teams import outlook_of_teams
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.recompute_outlook import saved_by_rows
@@ -207,14 +207,14 @@ def _print_plans(
     console.print(table, soft_wrap=False)
 
 
-def _filled(cost: cost_model.StepCost) -> str:
+def _filled(cost: step_terms.StepCost) -> str:
     """Share of the rows that jobs fill, if rounds have a fixed size."""
     return "-" if cost.load.filled is None else f"{cost.load.filled_share:.0%}"
 
 
-def _second_term(cost: cost_model.StepCost) -> str:
+def _second_term(cost: step_terms.StepCost) -> str:
     """The largest term after the GEMMs, which almost always lead, with its share."""
-    rest = [name for name in cost_model.TERMS if name != "gemm_s"]
+    rest = [name for name in step_terms.TERMS if name != "gemm_s"]
     name = max(rest, key=lambda term: getattr(cost, term))
     share = getattr(cost, name) / cost.step_time_s
     return f"GEMM {cost.gemm_s / cost.step_time_s:.0%}, {_words(name)} {share:.0%}"
@@ -242,7 +242,7 @@ def print_explanation(
         f"a round: {load.tokens:,.0f} tokens in {load.micro_batches:.3g} micro-batches a rank of "
         f"{each}{load.rows:,.0f} rows{filled}, {cost.step_time_s * 1e3:,.1f} ms"
     )
-    times = {name: getattr(cost, name) for name in cost_model.TERMS}
+    times = {name: getattr(cost, name) for name in step_terms.TERMS}
     _print_bars(console, times, cost.step_time_s, 1e3, "ms")
     console.print(
         f"\nmemory of stage {use.stage}: {use.total_bytes / _GIB:.1f} of "
@@ -265,7 +265,7 @@ def _print_bars(
             )
 
 
-def _print_jobs(console: Console, cost: cost_model.StepCost, jobs: Sequence[JobLoad]) -> None:
+def _print_jobs(console: Console, cost: step_terms.StepCost, jobs: Sequence[JobLoad]) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("job")
     for name in ("rank", "batch", "mean tokens", "tokens/s", "s a step"):
@@ -339,7 +339,7 @@ def _plan_document(
         "binding_time": cost.binding,
         "busy_share": cost.busy_share,
         "filled_share": cost.load.filled_share,
-        "time_s": {name: getattr(cost, name) for name in cost_model.TERMS},
+        "time_s": {name: getattr(cost, name) for name in step_terms.TERMS},
         "memory_bytes": use.total_bytes,
         "binding_memory": use.binding,
         "memory": {name: getattr(use, name) for name in memory.TERMS},

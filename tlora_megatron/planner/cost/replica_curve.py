@@ -9,8 +9,9 @@ from typing import NamedTuple
 from tlora_megatron.model.replica_rate import ReplicaRate
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.cost_model import CostModel, StepCost
+from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.rates import Rates
+from tlora_megatron.planner.cost.step_terms import StepCost
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
