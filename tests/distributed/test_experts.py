@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.oracle import OracleResult
+from tests.helpers.oracle import CLEAR_CHOICE, OracleResult
 from tests.helpers.scenario import (
     JOBS,
     assert_run_equals_oracle,
@@ -81,6 +82,11 @@ def test_losses_and_weights_equal_the_oracle(
 ) -> None:
     output_dir = run_world(world_size) / layout
     assert_run_equals_oracle(output_dir, TARGETS, oracle, scenario.parent / "base")
+
+
+def test_no_choice_of_an_expert_hangs_on_rounding(oracle: dict[str, OracleResult]) -> None:
+    for name, result in oracle.items():
+        assert CLEAR_CHOICE < result.router_gap < math.inf, name  # every comparison asks for it too
 
 
 def test_mixtral_and_scores_that_are_not_normalised(tmp_path: Path) -> None:

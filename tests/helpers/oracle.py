@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from peft import BdLoraConfig, LoraConfig, PeftModel, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoModelForCausalLM, get_scheduler
@@ -25,6 +25,9 @@ from tests.helpers.fake_quant_peft import FakeQuant
 from tlora_megatron.config.job import MEGATRON_TARGETS, JobSpec
 
 _HF_SCHEDULE = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+
+CLEAR_CHOICE = 1e-5
+"""No other order of fp32 sums turns a router's choice between logits that differ by more."""
 
 
 class Sequenced(Protocol):
@@ -45,6 +48,9 @@ class OracleResult:
     lrs: list[float]
     factors: dict[str, Tensor]
     """Canonical whole fp32 factors after the last update."""
+    router_gap: float = math.inf
+    """Smallest difference that any router's choice hung on, over all rows of all steps: the last
+    logit chosen less the first one that was not. Infinite without routed experts."""
 
 
 def train_alone(
@@ -78,6 +84,7 @@ def train_alone(
         params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay
     )
     scheduler = _scheduler(optimizer, job, num_steps or job.max_steps or len(batches))
+    router_gap = _watch_routers(model)
     losses, grad_norms, lrs = [], [], []
     for batch in batches:
         optimizer.zero_grad()
@@ -88,14 +95,36 @@ def train_alone(
         optimizer.step()
         scheduler.step()
     return OracleResult(
-        losses=losses, grad_norms=grad_norms, lrs=lrs, factors=_read_factors(model, factors)
+        losses=losses,
+        grad_norms=grad_norms,
+        lrs=lrs,
+        factors=_read_factors(model, factors),
+        router_gap=float(router_gap),
     )
+
+
+def _watch_routers(model: nn.Module) -> Tensor:
+    """Returns a number that each forward lowers to the smallest gap of its routers' choices."""
+    smallest = torch.tensor(math.inf)
+
+    def see(router: nn.Module, _: object, outputs: tuple[Tensor, ...]) -> None:
+        logits, top_k = outputs[0].detach(), int(router.top_k)
+        if logits.shape[-1] > top_k:
+            best = logits.topk(top_k + 1, dim=-1).values
+            torch.minimum(smallest, (best[:, -2] - best[:, -1]).min(), out=smallest)
+
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(see)
+    return smallest
 
 
 def assert_equals_alone(
     losses: Sequence[float], factors: Mapping[str, Tensor], expected: OracleResult, what: str
 ) -> None:
     """Losses of every step and final canonical factors, up to the order of fp32 sums."""
+    # Else a token may meet another expert for no fault, and the comparison proves nothing.
+    assert expected.router_gap > CLEAR_CHOICE, f"{what}: another seed must be taken for the base"
     got, wanted = (torch.tensor(x, dtype=torch.float64) for x in (losses, expected.losses))
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=0, msg=lambda m: f"{what}: {m}")
     assert factors.keys() == expected.factors.keys(), what
