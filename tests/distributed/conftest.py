@@ -8,9 +8,16 @@ import pytest
 
 from tests.helpers.oracle import OracleResult
 from tests.helpers.scenario import load_scenario, oracle_results
+from tests.helpers.scenario_worlds import World
 
 
 @pytest.fixture(scope="module")
 def oracle(scenario: Path) -> dict[str, OracleResult]:
     """Each job of the module's `scenario` alone under transformers and PEFT."""
     return oracle_results(load_scenario(scenario, output_dir=scenario.parent / "unused"))
+
+
+@pytest.fixture
+def output_dir(world_size: int, layout: str, run_world: World) -> Path:
+    """What the layout that a test is parametrized with has written; its world runs if none has."""
+    return run_world(world_size) / layout

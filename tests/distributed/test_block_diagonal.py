@@ -100,13 +100,8 @@ def _cases(scenario: Path, world_size: int) -> dict[str, Case]:
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(LAYOUTS))
 def test_losses_and_weights_equal_peft_s_own(
-    world_size: int,
-    layout: str,
-    run_world: World,
-    oracle: dict[str, OracleResult],
-    scenario: Path,
+    layout: str, output_dir: Path, oracle: dict[str, OracleResult], scenario: Path
 ) -> None:
-    output_dir = run_world(world_size) / layout
     assert_run_equals_oracle(output_dir, jobs_of(layout), oracle, scenario.parent / "base")
 
 

@@ -17,7 +17,7 @@ from tests.helpers.scenario import (
     oracle_results,
     take_fingerprint,
 )
-from tests.helpers.scenario_worlds import Case, World, layout_params, worlds
+from tests.helpers.scenario_worlds import Case, World, cases_of, layout_params, worlds
 
 TARGETS = {
     "attention": ["q_proj", "v_proj"],
@@ -66,21 +66,13 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run_world(scenario: Path) -> World:
     """Trains all layouts of a world size, once; returns the folder of their outputs."""
-    return worlds(
-        scenario.parent,
-        lambda size: {name: Case(scenario, sets) for name, sets in LAYOUTS[size].items()},
-    )
+    return worlds(scenario.parent, lambda size: cases_of(scenario, LAYOUTS[size]))
 
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(LAYOUTS))
 def test_losses_and_weights_equal_the_oracle(
-    world_size: int,
-    layout: str,
-    run_world: World,
-    oracle: dict[str, OracleResult],
-    scenario: Path,
+    output_dir: Path, oracle: dict[str, OracleResult], scenario: Path
 ) -> None:
-    output_dir = run_world(world_size) / layout
     assert_run_equals_oracle(output_dir, TARGETS, oracle, scenario.parent / "base")
 
 

@@ -126,14 +126,9 @@ def oracles(scenario: Path) -> dict[str, dict[str, OracleResult]]:
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(LAYOUTS))
 def test_losses_and_weights_equal_the_oracle(
-    world_size: int,
-    layout: str,
-    run_world: World,
-    oracles: dict[str, dict[str, OracleResult]],
-    scenario: Path,
+    layout: str, output_dir: Path, oracles: dict[str, dict[str, OracleResult]], scenario: Path
 ) -> None:
     base = layout if layout in oracles else "halves" if "TP2" in layout else "whole"
-    output_dir = run_world(world_size) / layout
     for name in NAMES[:2] if CODES in layout else NAMES:
         expected = oracles[base][name]
         assert losses(output_dir, name) == pytest.approx(expected.losses, rel=1e-12), name

@@ -26,6 +26,7 @@ from tests.helpers.scenario_worlds import (
     Case,
     Life,
     World,
+    cases_of,
     layout_params,
     live,
     worlds,
@@ -98,7 +99,7 @@ def run_world(scenario: Path) -> World:
 
 def _cases(scenario: Path, world_size: int) -> dict[str, Case]:
     layouts = LAYOUTS[world_size]
-    cases = {name: Case(scenario, overrides) for name, overrides in layouts.items()}
+    cases = cases_of(scenario, layouts)
     if world_size == 2:
         for name in EXCHANGED:
             cases[f"{name} ill"] = Case(scenario, (*layouts[name], *gone_wrong(ILL)))
@@ -107,13 +108,8 @@ def _cases(scenario: Path, world_size: int) -> dict[str, Case]:
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(LAYOUTS))
 def test_losses_and_weights_equal_peft_s(
-    world_size: int,
-    layout: str,
-    run_world: World,
-    oracle: dict[str, OracleResult],
-    scenario: Path,
+    layout: str, output_dir: Path, oracle: dict[str, OracleResult], scenario: Path
 ) -> None:
-    output_dir = run_world(world_size) / layout
     assert_run_equals_oracle(output_dir, NAMES, oracle, scenario.parent / "base")
     summary = json.loads((output_dir / "summary.json").read_text())
     asked = next((part for part in ("rank_exchange", "s_lora") if part in layout), "fold")

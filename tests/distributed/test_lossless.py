@@ -20,7 +20,7 @@ from tests.helpers.scenario import (
     make_scenario,
     take_fingerprint,
 )
-from tests.helpers.scenario_worlds import Case, World, worlds
+from tests.helpers.scenario_worlds import World, cases_of, worlds
 
 NAMES = tuple(job["name"] for job in JOBS)
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
@@ -115,21 +115,13 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run_world(scenario: Path) -> World:
     """Trains all layouts of a world size, once; returns the folder of their outputs."""
-    return worlds(
-        scenario.parent,
-        lambda size: {name: Case(scenario, sets) for name, sets in LAYOUTS[size].items()},
-    )
+    return worlds(scenario.parent, lambda size: cases_of(scenario, LAYOUTS[size]))
 
 
 @pytest.mark.parametrize(("world_size", "layout"), CASES, ids=[name for _, name in CASES])
 def test_losses_and_weights_equal_the_oracle(
-    world_size: int,
-    layout: str,
-    run_world: World,
-    oracle: dict[str, OracleResult],
-    scenario: Path,
+    output_dir: Path, oracle: dict[str, OracleResult], scenario: Path
 ) -> None:
-    output_dir = run_world(world_size) / layout
     assert_run_equals_oracle(output_dir, NAMES, oracle, scenario.parent / "base")
 
 
@@ -143,18 +135,16 @@ def test_adapters_are_folded_where_nothing_else_was_asked_for_or_can_be(
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [c for c in CASES if "by rows" in c[1]])
-def test_recompute_by_rows_is_told(world_size: int, layout: str, run_world: World) -> None:
-    summary = json.loads((run_world(world_size) / layout / "summary.json").read_text())
+def test_recompute_by_rows_is_told(output_dir: Path) -> None:
+    summary = json.loads((output_dir / "summary.json").read_text())
     assert re.fullmatch(
         r"none to \d\d rows, selective to \d\d, full beyond", summary["run"]["recompute"]
     )
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [c for c in CASES if "by micro-batch" in c[1]])
-def test_ranks_run_micro_batches_together_and_alone(
-    world_size: int, layout: str, run_world: World
-) -> None:
-    assert sizes_of_teams(run_world(world_size) / layout) == {"1", "2"}
+def test_ranks_run_micro_batches_together_and_alone(output_dir: Path) -> None:
+    assert sizes_of_teams(output_dir) == {"1", "2"}
 
 
 def sizes_of_teams(output_dir: Path) -> set[str]:
@@ -166,9 +156,8 @@ def sizes_of_teams(output_dir: Path) -> set[str]:
 
 @pytest.mark.four_processes
 def test_teams_among_four_ranks(scenario: Path, oracle: dict[str, OracleResult]) -> None:
-    cases = {name: Case(scenario, sets) for name, sets in TEAMS_AMONG_FOUR.items()}
-    out = worlds(scenario.parent / "teams", lambda _: cases)(4)
-    for layout in cases:
+    out = worlds(scenario.parent / "teams", lambda _: cases_of(scenario, TEAMS_AMONG_FOUR))(4)
+    for layout in TEAMS_AMONG_FOUR:
         assert_run_equals_oracle(out / layout, NAMES, oracle, scenario.parent / "base")
         teams = {"1", "2", "4"} if layout.startswith("CP4") else {"1", "2"}
         assert sizes_of_teams(out / layout) == teams

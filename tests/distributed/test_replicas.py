@@ -31,6 +31,7 @@ from tests.helpers.scenario_worlds import (
     Case,
     Life,
     World,
+    cases_of,
     layout_params,
     live,
     run_cases,
@@ -78,12 +79,12 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run_world(scenario: Path) -> World:
     """Trains all deployments of a world size, once; returns the folder of their outputs."""
-    return worlds(scenario.parent, lambda size: cases_of(scenario, size))
+    return worlds(scenario.parent, lambda size: _cases(scenario, size))
 
 
-def cases_of(scenario: Path, size: int) -> dict[str, Case]:
+def _cases(scenario: Path, size: int) -> dict[str, Case]:
     """The runs of one world size."""
-    cases = {name: Case(scenario, sets) for name, sets in OVERRIDES[size].items()}
+    cases = cases_of(scenario, OVERRIDES[size])
     if size == 3:
         cases["again"] = Case(scenario, TP2_TP1)
         cases["ill"] = Case(scenario, (*TP2_TP1, *gone_wrong(ILL)))
@@ -103,13 +104,8 @@ def only(scenario: Path, name: str) -> Path:
 
 @pytest.mark.parametrize(("world_size", "layout"), layout_params(OVERRIDES))
 def test_losses_and_weights_equal_the_oracle(
-    world_size: int,
-    layout: str,
-    run_world: World,
-    oracle: dict[str, OracleResult],
-    scenario: Path,
+    output_dir: Path, oracle: dict[str, OracleResult], scenario: Path
 ) -> None:
-    output_dir = run_world(world_size) / layout
     assert_run_equals_oracle(output_dir, NAMES, oracle, scenario.parent / "base")
 
 

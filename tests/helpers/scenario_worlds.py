@@ -30,6 +30,11 @@ class Case(NamedTuple):
     overrides: Sequence[str] = ()
 
 
+def cases_of(config: Path, layouts: Mapping[str, Sequence[str]]) -> dict[str, Case]:
+    """A run of a configuration in each of the layouts, by name."""
+    return {name: Case(config, overrides) for name, overrides in layouts.items()}
+
+
 def run_cases(
     world_size: int,
     cases: Sequence[Mapping[str, Any]],
